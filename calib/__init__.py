@@ -1,0 +1,1 @@
+"""From activations to numbers: histograms, calibrators, samples, scales, plans. Imports none of ours."""

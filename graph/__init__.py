@@ -1,0 +1,1 @@
+"""ONNX in, ONNX out: canonical load and save, rewrites, half precision, Q/DQ."""

@@ -1,0 +1,121 @@
+"""ONNX files in canonical form: the same graph gives the same bytes, whoever produced it and wherever it lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+
+from layerline.pipeline.errors import StageError
+
+FILE = "model.onnx"
+# Protobuf refuses messages over 2 GiB; past this many bytes of tensors the weights go to a file beside the model.
+EXTERNAL_OVER = 1_500_000_000
+
+
+def load(path: Path) -> onnx.ModelProto:
+    """Reads a model with its external data.
+
+    Raises:
+        StageError: not an ONNX file, or its data file is missing; names the tensor and the location it stores.
+    """
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except Exception as error:
+        raise StageError(f"not a readable ONNX file ({error})", where=path.name) from error
+    for tensor in tensors(model):
+        if uses_external_data(tensor):
+            location = ExternalDataInfo(tensor).location
+            if Path(location).is_absolute() or ".." in Path(location).parts:
+                raise StageError(
+                    f"tensor {tensor.name!r} stores its data at {location!r}, outside the model's folder",
+                    where=path.name,
+                )
+            if not (path.parent / location).is_file():
+                raise StageError(
+                    f"tensor {tensor.name!r} stores its data in {location!r}, which is not beside the model",
+                    where=path.name,
+                    hint=f"copy {location} into the same folder",
+                )
+    onnx.load_external_data_for_model(model, str(path.parent))
+    return model
+
+
+def save(model: onnx.ModelProto, folder: Path, *, external_over: int = EXTERNAL_OVER) -> Path:
+    """Writes `model.onnx` in canonical form into `folder`; large models get `model.onnx.data` beside it.
+
+    Canonical: producer, version stamps and doc strings are cleared, opset imports and metadata are sorted, tensors are
+    stored as raw bytes. Node order and names stay: they are the identity everything is joined on. `model` itself is
+    left as it was.
+    """
+    model = canonical(model)
+    path = folder / FILE
+    if sum(len(t.raw_data) for t in tensors(model)) > external_over:
+        onnx.external_data_helper.convert_model_to_external_data(model, location=f"{FILE}.data", size_threshold=1024)
+    onnx.save(model, str(path))
+    return path
+
+
+def canonical(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy without what does not change the result."""
+    out = onnx.ModelProto()
+    out.CopyFrom(model)
+    for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
+        out.ClearField(name)
+    opsets = sorted(out.opset_import, key=lambda o: o.domain)
+    del out.opset_import[:]
+    out.opset_import.extend(opsets)
+    _sort_metadata(out)
+    for graph in graphs(out):
+        graph.ClearField("doc_string")
+        _sort_metadata(graph)
+        for item in (*graph.node, *graph.input, *graph.output, *graph.value_info):
+            item.ClearField("doc_string")
+            _sort_metadata(item)
+    for function in out.functions:
+        function.ClearField("doc_string")
+        for node in function.node:
+            node.ClearField("doc_string")
+            _sort_metadata(node)
+    for tensor in tensors(out):
+        tensor.ClearField("doc_string")
+        if not tensor.HasField("raw_data") and tensor.data_type != onnx.TensorProto.STRING:
+            name = tensor.name
+            tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor), name))
+    return out
+
+
+def graphs(model: onnx.ModelProto) -> list[onnx.GraphProto]:
+    """The main graph and every subgraph inside If, Loop, Scan and functions."""
+    found: list[onnx.GraphProto] = []
+    pending: list[onnx.GraphProto] = [model.graph]
+    pending += [g for f in model.functions for n in f.node for g in _subgraphs(n)]
+    while pending:
+        graph = pending.pop()
+        found.append(graph)
+        pending += [g for n in graph.node for g in _subgraphs(n)]
+    return found
+
+
+def tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
+    """Every stored tensor: initializers and tensor attributes, in subgraphs and functions too."""
+    nodes = [n for g in graphs(model) for n in g.node] + [n for f in model.functions for n in f.node]
+    found = [t for g in graphs(model) for t in g.initializer]
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                found.append(attribute.t)
+            found += attribute.tensors
+    return found
+
+
+def _subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    found = [a.g for a in node.attribute if a.HasField("g")]
+    return found + [g for a in node.attribute for g in a.graphs]
+
+
+def _sort_metadata(item: onnx.ModelProto | onnx.GraphProto | onnx.NodeProto | onnx.ValueInfoProto) -> None:
+    props = sorted(item.metadata_props, key=lambda p: p.key)
+    del item.metadata_props[:]
+    item.metadata_props.extend(props)

@@ -1,0 +1,60 @@
+"""What a model takes and gives: names, types, symbolic dimensions, bounds. Travels with every ONNX artifact."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE = "signature.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dim:
+    """Bounds of one symbolic dimension, both inclusive; sizes are multiples of `multiple`."""
+
+    min: int = 1
+    max: int
+    multiple: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """One input or output.
+
+    Attributes:
+        name: its name in the ONNX graph.
+        dtype: numpy's name of the element type.
+        shape: static sizes as integers, symbolic ones by name.
+        low: smallest value of an integer input, where declared.
+        high: greatest value of an integer input, where declared.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    low: int | None = None
+    high: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """Inputs and outputs in order, and the bounds of each symbolic dimension by name."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    dims: dict[str, Dim] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> None:
+        """Writes `signature.json`, the same bytes for the same content."""
+        (folder / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n", "utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Signature:
+        raw: dict[str, Any] = json.loads((folder / FILE).read_text("utf-8"))
+        inputs, outputs = (
+            tuple(Value(**{**v, "shape": tuple(v["shape"])}) for v in raw[k]) for k in ("inputs", "outputs")
+        )
+        return cls(inputs=inputs, outputs=outputs, dims={k: Dim(**v) for k, v in raw["dims"].items()})

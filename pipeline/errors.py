@@ -1,0 +1,45 @@
+"""The errors a person is meant to read. Whatever a user can cause is one of these; anything else is our bug."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PipeError(Exception):
+    """Wrong usage or configuration, told in one sentence (exit code 2).
+
+    Args:
+        what: what failed, with what was seen and what was expected.
+        where: the file:line:column, field, tensor, node or module it is about.
+        hint: what to do next.
+    """
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        super().__init__(what)
+        self.what, self.where, self.hint = what, where, hint
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}\n  {self.hint}" if self.hint else text
+
+
+class ConfigError(PipeError):
+    """pipe.yaml, --set or a command-line argument is wrong."""
+
+
+class TaskError(PipeError):
+    """A hook in the user's task.py is missing, raised, or returned the wrong thing."""
+
+
+class StageError(PipeError):
+    """A stage cannot do its work on this input; the message names the tensor, node or parameter (exit code 1)."""
+
+    exit_code = 1
+
+
+class Unavailable(PipeError):
+    """This machine lacks something: a package, a device, disk space, write permission (exit code 3)."""
+
+    exit_code = 3

@@ -1,0 +1,169 @@
+"""What a stage says about every layer: one LayerDiff per value, joined across stages by the value's name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_type_hints
+
+Measure = Literal["max_abs", "mean_abs", "rel_l2"]
+Scalar = float | int | str | bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerDiff:
+    """How far one value of the candidate is from the same value of the reference.
+
+    A measure is None when it was not measured. No tensor is kept.
+
+    Attributes:
+        name: the value's name, the same from the exported program to the engine (`relu_3`).
+        module: module path (`layer1.1.conv2`); empty for values that belong to no module.
+        op: operator that produced it (`Conv`), or "parameter" for a weight.
+        shape: dimensions, symbolic ones by name.
+        dtype: numpy's name of the element type.
+        max_abs: max |a - b| over the elements both sides have finite.
+        mean_abs: mean |a - b|.
+        rel_l2: ‖a - b‖ / ‖a‖ (‖a - b‖ where ‖a‖ is 0).
+        cosine: cosine similarity of a and b.
+        sqnr_db: 10 log10(‖a‖² / ‖a - b‖²) in dB; inf when the two are equal.
+        nonfinite_a: NaN and Inf elements in the reference.
+        nonfinite_b: NaN and Inf elements in the candidate.
+        one_sided: elements that are non-finite on one side only (or NaN against Inf, or Inf of the other sign).
+        judged: the measure that `tolerance` bounds.
+        tolerance: greatest value of `judged` that passes; None where nothing is gated.
+        extra: further columns of one stage (`floor`, `isolated_sqnr_db`, `clipped`, `update_ratio`, …).
+    """
+
+    name: str
+    op: str
+    module: str = ""
+    shape: tuple[int | str, ...] = ()
+    dtype: str = ""
+    max_abs: float | None = None
+    mean_abs: float | None = None
+    rel_l2: float | None = None
+    cosine: float | None = None
+    sqnr_db: float | None = None
+    nonfinite_a: int = 0
+    nonfinite_b: int = 0
+    one_sided: int = 0
+    judged: Measure = "rel_l2"
+    tolerance: float | None = None
+    extra: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        if self.one_sided:
+            return False
+        if self.tolerance is None:
+            return True
+        seen = getattr(self, self.judged)
+        # A gated value that could not be measured, or measured as NaN, has not passed.
+        return seen is not None and seen <= self.tolerance
+
+    @property
+    def severity(self) -> tuple[bool, float, float]:
+        """Sorts worst first: failed, then how far beyond tolerance, then lowest SQNR."""
+        seen = getattr(self, self.judged)
+        ratio = 0.0
+        if self.tolerance is not None and seen is not None and not math.isnan(seen):
+            ratio = seen / self.tolerance if self.tolerance > 0 else (math.inf if seen > 0 else 0.0)
+        sqnr = math.inf if self.sqnr_db is None else self.sqnr_db
+        return self.passed, -ratio, sqnr if not math.isnan(sqnr) else -math.inf
+
+    @property
+    def where(self) -> str:
+        """What a person reads: the module path, or the value's name where there is no module."""
+        return self.module or self.name
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One condition a stage must meet: what was seen against what was asked."""
+
+    name: str
+    passed: bool
+    seen: str
+    expected: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A stage's findings; records are in topological order.
+
+    Attributes:
+        stage: name of the stage.
+        reference: what the a-side is ("torch float32").
+        candidate: what the b-side is ("onnx on onnxruntime").
+        records: one per value or parameter.
+        metrics: figures measured in this run, by name ("accuracy": 0.98).
+        gates: conditions besides the records' tolerances (accuracy budget, finite weights).
+        notes: sentences a person should read; a fallback is always named here.
+        tables: further lists of rows, by title (rewrites that fired, unquantised values and why).
+    """
+
+    stage: str
+    reference: str = ""
+    candidate: str = ""
+    records: tuple[LayerDiff, ...] = ()
+    metrics: Mapping[str, Scalar] = field(default_factory=dict)
+    gates: tuple[Gate, ...] = ()
+    notes: tuple[str, ...] = ()
+    tables: Mapping[str, Sequence[Mapping[str, Scalar]]] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return all(r.passed for r in self.records) and all(g.passed for g in self.gates)
+
+    def worst(self, n: int = 1) -> tuple[LayerDiff, ...]:
+        """The n records that differ most, worst first."""
+        return tuple(sorted(self.records, key=lambda r: r.severity)[:n])
+
+    def first_failing(self) -> LayerDiff | None:
+        """The first record in topological order that did not pass: where the difference starts."""
+        return next((r for r in self.records if not r.passed), None)
+
+    def to_json(self) -> str:
+        return json.dumps(_plain(dataclasses.asdict(self)), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        raw = json.loads(text)
+        records = tuple(LayerDiff(**_revive(LayerDiff, r)) for r in raw.pop("records"))
+        gates = tuple(Gate(**g) for g in raw.pop("gates"))
+        metrics, notes = {k: _number(v) for k, v in raw.pop("metrics").items()}, tuple(raw.pop("notes"))
+        tables = {t: [{k: _number(v) for k, v in row.items()} for row in rows] for t, rows in raw.pop("tables").items()}
+        return cls(**raw, records=records, gates=gates, metrics=metrics, notes=notes, tables=tables)
+
+
+# JSON has no Inf and NaN; they travel as these strings so that any reader can parse the file.
+_NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if hasattr(value, "item"):  # a numpy scalar
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value
+
+
+def _number(value: Any) -> Any:
+    return _NONFINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _revive(cls: type, raw: dict[str, Any]) -> dict[str, Any]:
+    floats = {k for k, t in get_type_hints(cls).items() if t == float | None}
+    out = {k: _number(v) if k in floats else v for k, v in raw.items()}
+    out["shape"] = tuple(out.get("shape", ()))
+    out["extra"] = {k: _number(v) for k, v in out.get("extra", {}).items()}
+    return out

@@ -1,0 +1,71 @@
+"""The contract of a stage: frozen configuration in, files and a report out. A stage never sees the store."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from layerline.pipeline.report import Report
+from layerline.pipeline.task import Task
+
+
+class Log(Protocol):
+    """Where a stage says what it is doing; the command line draws it, `--json` drops it."""
+
+    def say(self, text: str) -> None:
+        """One sentence, kept on screen."""
+
+    def progress(self, done: int, total: int, **fields: float | str) -> None:
+        """Replaces the stage's progress bar: `done` of `total` units, with a few figures beside it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Everything a stage is handed.
+
+    Attributes:
+        inputs: folder of each input artifact, by port. Read only.
+        task: the user's hooks.
+        out: an empty folder; what is in it when run() returns becomes the artifact.
+        scratch: a folder that outlives a kill and is the same for the same key: resume from it.
+        log: where to report progress.
+    """
+
+    inputs: Mapping[str, Path]
+    task: Task
+    out: Path
+    scratch: Path
+    log: Log
+
+
+class Stage(BaseModel):
+    """One step of the pipeline; the fields of a subclass are its whole configuration.
+
+    Class constants:
+        name: what it is called in pipe.yaml and on the command line.
+        version: raise it when the same inputs and configuration would now give another result.
+        takes: kind of the artifact behind each input port.
+        gives: kind of the artifact it leaves.
+        uses: hooks of the user's task that it calls.
+        env: facts about this machine that change the result, as named in `pipeline.env`.
+        side: files left in the artifact that are no part of its digest (timings).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: ClassVar[str]
+    version: ClassVar[int]
+    takes: ClassVar[Mapping[str, str]]
+    gives: ClassVar[str]
+    uses: ClassVar[tuple[str, ...]] = ()
+    env: ClassVar[tuple[str, ...]] = ()
+    side: ClassVar[frozenset[str]] = frozenset()
+
+    @abstractmethod
+    def run(self, work: Work) -> Report:
+        """Do the work. Files must be written in canonical form: the same content gives the same bytes."""

@@ -1,0 +1,103 @@
+"""The user's task.py: found, imported and called so that a mistake in it is told as theirs, with its line."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from layerline.pipeline.errors import TaskError
+
+HOOKS = ("model", "train_data", "loss", "eval_data", "metric", "calib_data", "example_inputs")
+
+
+class Task:
+    """Hooks are plain functions at the top level of the file; each is optional until a stage calls it.
+
+    The file is imported on the first call, not before: planning and cached runs never run user code.
+
+    Args:
+        path: the task file; its folder is put on sys.path so that it can import its neighbours.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._module: ModuleType | None = None
+
+    def has(self, hook: str) -> bool:
+        """Whether the task defines `hook`."""
+        return callable(getattr(self._load(), hook, None))
+
+    def call(self, hook: str, *args: Any) -> Any:
+        """Calls a hook.
+
+        Raises:
+            TaskError: the hook is missing, or raised; the message names the line in the user's file.
+        """
+        return self.get(hook)(*args)
+
+    def get(self, hook: str) -> Callable[..., Any]:
+        """The hook as a function whose exceptions become TaskErrors that name it."""
+        function = getattr(self._load(), hook, None)
+        if not callable(function):
+            raise TaskError(
+                f"this stage needs the hook {hook}(), which {self.path.name} does not define",
+                where=self.path.name,
+                hint=f"add `def {hook}(…)` to {self.path.name}",
+            )
+
+        def guarded(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except (TaskError, KeyboardInterrupt, MemoryError):
+                raise
+            except Exception as error:
+                raise self._blame(hook, error) from error
+
+        return guarded
+
+    def _load(self) -> ModuleType:
+        if self._module is not None:
+            return self._module
+        if not self.path.is_file():
+            raise TaskError(
+                "there is no such task file",
+                where=str(self.path),
+                hint="create it, or name another with `task:` in pipe.yaml",
+            )
+        folder = str(self.path.parent.resolve())
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        spec = importlib.util.spec_from_file_location("layerline_task", self.path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        # Registered before it runs: dataclasses, pickling and data loader workers look the module up by name.
+        sys.modules[spec.name] = module
+        try:
+            spec.loader.exec_module(module)
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        except BaseException as error:
+            raise self._blame("import", error) from error
+        self._module = module
+        return module
+
+    def _blame(self, hook: str, error: BaseException) -> TaskError:
+        root = self.path.parent.resolve()
+        where = self.path.name
+        for frame in traceback.extract_tb(error.__traceback__):
+            file = Path(frame.filename)
+            if file.is_absolute() and root in file.resolve().parents:
+                where = f"{file.resolve().relative_to(root)}:{frame.lineno}"
+        if isinstance(error, SyntaxError) and error.lineno is not None:
+            where = f"{Path(error.filename or self.path).name}:{error.lineno}"
+        call = "importing it" if hook == "import" else f"{hook}()"
+        return TaskError(
+            f"{call} raised {type(error).__name__}: {error}",
+            where=where,
+            hint="run again with --debug for the traceback",
+        )

@@ -1,0 +1,1 @@
+"""The stages, one file each: configuration fields and a short run()."""

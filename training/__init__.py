@@ -1,0 +1,1 @@
+"""Training as a policy layer around anyone's loop: ModelOptimizer and what it is made of."""
