@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
+from layerline.pipeline.errors import StageError
+
 Measure = Literal["max_abs", "mean_abs", "rel_l2"]
 Scalar = float | int | str | bool | None
 
@@ -80,6 +82,16 @@ class LayerDiff:
         """What a person reads: the module path, or the value's name where there is no module."""
         return self.module or self.name
 
+    def summary(self) -> dict[str, Scalar]:
+        """The few fields of a one-line overview."""
+        fields: dict[str, Scalar] = {
+            "layer": self.where,
+            "value": self.name,
+            "sqnr_db": self.sqnr_db,
+            "cosine": self.cosine,
+        }
+        return {k: _plain(v) for k, v in fields.items()}
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -128,6 +140,18 @@ class Report:
         """The first record in topological order that did not pass: where the difference starts."""
         return next((r for r in self.records if not r.passed), None)
 
+    def failure(self) -> StageError:
+        """Why the report did not pass, in words: its failing gates, then the first value beyond its tolerance."""
+        said = [f"{g.name}: {g.seen}, expected {g.expected}" for g in self.gates if not g.passed]
+        hints = [g.hint for g in self.gates if not g.passed and g.hint]
+        if (first := self.first_failing()) is not None:
+            said.append(_blame(first, sum(not r.passed for r in self.records)))
+        return StageError("; ".join(said), where=self.stage, hint=hints[0] if hints else f"see: pipe diff {self.stage}")
+
+    def plain_metrics(self) -> dict[str, Scalar]:
+        """The metrics as JSON can hold them."""
+        return {k: _plain(v) for k, v in self.metrics.items()}
+
     def to_json(self) -> str:
         return json.dumps(_plain(dataclasses.asdict(self)), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
@@ -139,6 +163,15 @@ class Report:
         metrics, notes = {k: _number(v) for k, v in raw.pop("metrics").items()}, tuple(raw.pop("notes"))
         tables = {t: [{k: _number(v) for k, v in row.items()} for row in rows] for t, rows in raw.pop("tables").items()}
         return cls(**raw, records=records, gates=gates, metrics=metrics, notes=notes, tables=tables)
+
+
+def _blame(record: LayerDiff, failing: int) -> str:
+    if record.one_sided:
+        what = f"{record.one_sided} elements are NaN or Inf on one side only"
+    else:
+        what = f"{record.judged} {getattr(record, record.judged)}, tolerance {record.tolerance:.3g}"
+    others = f" ({failing - 1} later values fail too)" if failing > 1 else ""
+    return f"{record.name} ({record.op} {record.module}): {what}{others}"
 
 
 # JSON has no Inf and NaN; they travel as these strings so that any reader can parse the file.

@@ -66,6 +66,14 @@ class Stage(BaseModel):
     env: ClassVar[tuple[str, ...]] = ()
     side: ClassVar[frozenset[str]] = frozenset()
 
+    def hooks(self) -> tuple[str, ...]:
+        """The hooks this configuration calls: `uses`, unless a field turns one on or off."""
+        return self.uses
+
+    def files(self) -> tuple[str, ...]:
+        """Files of the project, relative to its folder, whose content is part of the result."""
+        return ()
+
     @abstractmethod
     def run(self, work: Work) -> Report:
         """Do the work. Files must be written in canonical form: the same content gives the same bytes."""

@@ -1,0 +1,35 @@
+# Each target works alone on a machine that has only Python and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+MNIST := build/mnist
+
+.PHONY: run test lint test-slow bench clean
+
+run: $(READY)  ## The main job: the MNIST example, from training to an engine.
+	@test -f $(MNIST)/pipe.yaml || $(BIN)/pipe init $(MNIST) --template mnist
+	$(BIN)/pipe run all --project $(MNIST)
+
+test: $(READY) lint  ## Static checks and the tests.
+	OMP_NUM_THREADS=1 $(BIN)/pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-slow: $(READY)  ## The tests that take longer than about ten seconds each.
+	$(BIN)/pytest -m "slow and not gpu"
+
+bench: $(READY)  ## Every benchmark; each ends in one JSON line: ours, the peer's, the ratio.
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,dev,openvino,qat]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache

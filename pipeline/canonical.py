@@ -1,0 +1,91 @@
+"""One canonical encoding of plain values, so that a key is the same in every process, on every day, in every folder.
+
+Every value is written as a one-letter type tag, a length and its bytes, so no two values share an encoding:
+
+- `1`, `1.0`, `True` and `"1"` are four different values; `None` is a fifth.
+- `0.0` and `-0.0` differ (dividing by them does); every NaN is the same NaN.
+- A list and a tuple with the same items are the same: YAML knows only one of them.
+- Sets and mappings are ordered by the encoding of their items: iteration order never matters.
+- A dataclass or pydantic model is its class name and its fields; an enum member its class name and value.
+- An array is its dtype, shape and bytes (little-endian, C order).
+- A path is its POSIX form and must be relative: nothing absolute belongs in a key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Mapping, Set
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of the canonical encoding, in hex."""
+    return hashlib.sha256(encode(value)).hexdigest()
+
+
+def encode(value: Any) -> bytes:
+    """The canonical encoding of a plain value.
+
+    Raises:
+        TypeError: the value has no canonical form (a function, an open file); names its type.
+        ValueError: an absolute path.
+    """
+    if isinstance(value, Enum):
+        return _tagged(b"e", encode(type(value).__name__) + encode(value.value))
+    if value is None or isinstance(value, bool | int | float | str | bytes | PurePath):
+        return _scalar(value)
+    if isinstance(value, list | tuple):
+        return _tagged(b"l", b"".join(map(encode, value)))
+    if isinstance(value, Set):
+        return _tagged(b"S", b"".join(sorted(map(encode, value))))
+    if isinstance(value, Mapping):
+        return _tagged(b"m", _sorted_pairs(value.items()))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return _tagged(b"o", encode(type(value).__name__) + _sorted_pairs(fields))
+    if hasattr(type(value), "model_fields"):  # a pydantic model, without importing pydantic here
+        fields = ((name, getattr(value, name)) for name in type(value).model_fields)
+        return _tagged(b"o", encode(type(value).__name__) + _sorted_pairs(fields))
+    if hasattr(value, "__array_interface__"):  # a numpy array or scalar, without importing numpy here
+        return _array(value)
+    raise TypeError(f"{type(value).__qualname__} has no canonical form: {value!r:.80}")
+
+
+def _scalar(value: bool | float | str | bytes | PurePath | None) -> bytes:
+    if value is None:
+        return _tagged(b"n", b"")
+    if isinstance(value, bool):
+        return _tagged(b"t", b"1" if value else b"0")
+    if isinstance(value, int):
+        return _tagged(b"i", str(int(value)).encode())
+    if isinstance(value, float):
+        return _tagged(b"f", b"nan" if math.isnan(value) else struct.pack(">d", value))
+    if isinstance(value, str):
+        return _tagged(b"s", value.encode("utf-8", "surrogatepass"))
+    if isinstance(value, bytes):
+        return _tagged(b"b", value)
+    if value.is_absolute():
+        raise ValueError(f"an absolute path has no place in a key: {value}")
+    return _tagged(b"p", value.as_posix().encode())
+
+
+def _array(value: Any) -> bytes:
+    if value.ndim == 0 and not hasattr(value, "flags"):
+        return encode(value.item())
+    if value.dtype.hasobject:
+        raise TypeError(f"an array of objects has no canonical form: dtype {value.dtype}")
+    little = value.astype(value.dtype.newbyteorder("<"), order="C", copy=False)
+    return _tagged(b"a", encode(little.dtype.str) + encode(value.shape) + encode(little.tobytes()))
+
+
+def _sorted_pairs(pairs: Iterable[tuple[Any, Any]]) -> bytes:
+    return b"".join(k + v for k, v in sorted((encode(k), encode(v)) for k, v in pairs))
+
+
+def _tagged(tag: bytes, body: bytes) -> bytes:
+    return tag + str(len(body)).encode() + b":" + body

@@ -1,0 +1,103 @@
+"""Hashing files once, and writing them so that a crash leaves the old file or the new one, never a piece."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_CHUNK = 1 << 20
+_MEMO_ENTRIES = 4096
+# A file changed this recently may change again within one tick of the file system's clock, unseen by its stamp.
+_SETTLED_NS = 2_000_000_000
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex, read once in constant memory."""
+    state = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(_CHUNK))
+        while count := file.readinto(buffer):
+            state.update(buffer[:count])
+    return state.hexdigest()
+
+
+class Hasher:
+    """Hashes files and remembers the result for as long as the file system says that the file is untouched.
+
+    The stamp is device, inode, size, mtime and ctime. ctime is what makes it sound: no program can set it, so a byte
+    changed under an unchanged size and mtime is still seen. A copied or touched file only costs one more read.
+
+    Args:
+        memo: where results are kept between processes; losing it costs time, never correctness.
+    """
+
+    def __init__(self, memo: Path) -> None:
+        self._path = memo
+        self._changed = False
+        self._unsettled: dict[str, str] = {}  # good for this process alone
+        self._memo: dict[str, str] = {}
+        with suppress(OSError, ValueError):  # absent or torn: start from nothing
+            loaded = json.loads(memo.read_text())
+            self._memo = loaded if isinstance(loaded, dict) else {}
+
+    def file(self, path: Path) -> str:
+        """SHA-256 of the file's bytes, in hex."""
+        before, started = _stamp(path), time.time_ns()
+        known = self._memo.get(before) or self._unsettled.get(before)
+        if known is not None:
+            return known
+        value = sha256(path)
+        if _stamp(path) != before:
+            return value  # it is being written: remember nothing
+        if started - path.stat().st_ctime_ns > _SETTLED_NS:
+            self._memo[before] = value
+            self._changed = True
+        else:
+            self._unsettled[before] = value
+        return value
+
+    def save(self) -> None:
+        """Keeps the newest results for the next process."""
+        if not self._changed:
+            return
+        newest = dict(list(self._memo.items())[-_MEMO_ENTRIES:])
+        with suppress(OSError):  # a read-only project is still a usable one
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self._path, json.dumps(newest), durable=False)
+            self._changed = False
+
+
+def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replaces a file's content in one step: temporary name, fsync, rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if durable:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Asks the system to put a file's bytes, or a folder's names, on the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows can't open a folder; its renames are journalled
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _stamp(path: Path) -> str:
+    s = path.stat()
+    return f"{s.st_dev}.{s.st_ino}.{s.st_size}.{s.st_mtime_ns}.{s.st_ctime_ns}"

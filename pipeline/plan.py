@@ -1,0 +1,156 @@
+"""Keys and freshness: what each stage would be run on, whether that has been done already, and if not, why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerline.pipeline import canonical
+from layerline.pipeline.env import fact
+from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.files import Hasher
+from layerline.pipeline.fingerprint import Fingerprint, Reader
+from layerline.pipeline.ledger import Ledger, Record
+from layerline.pipeline.project import Project
+from layerline.pipeline.stage import Stage
+from layerline.pipeline.store import Artifact, DamagedError, Store
+
+_DATA_HOOKS = frozenset({"train_data", "eval_data", "calib_data", "example_inputs"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A stage as things stand.
+
+    Attributes:
+        stage: the stage.
+        key: hash over `parts`; None while an input isn't there yet.
+        parts: what the result depends on, by name ("config.epochs", "input.model", "hook.loss", "env.torch").
+        notes: what could not be followed in the user's code, and counts whole.
+        record: what the key gave before; None when it never ran.
+        artifact: what it left, verified; None when it would run.
+        reason: why it would run, or that it is fresh.
+    """
+
+    stage: Stage
+    key: str | None
+    parts: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    record: Record | None = None
+    artifact: Artifact | None = None
+    reason: str = ""
+
+
+@dataclass
+class Planner:
+    """Reads a project's state; writes nothing."""
+
+    project: Project
+    store: Store
+    ledger: Ledger
+    hasher: Hasher
+    _prints: dict[str, Fingerprint] = field(default_factory=dict)
+    _reader: Reader | None = None
+
+    def steps(self) -> list[Step]:
+        """Every stage of the project, in order."""
+        made: dict[str, Artifact | None] = {}
+        steps = []
+        for stage in self.project.stages:
+            step = self.step(stage, made)
+            made[stage.gives] = step.artifact
+            steps.append(step)
+        return steps
+
+    def step(self, stage: Stage, made: Mapping[str, Artifact | None]) -> Step:
+        """One stage, given the artifacts by kind that exist before it."""
+        parts, notes = self._parts(stage)
+        waiting = [kind for kind in stage.takes.values() if made.get(kind) is None]
+        if waiting:
+            behind = [s.name for s in self.project.upstream(stage).values() if s.gives in waiting]
+            return Step(stage=stage, key=None, parts=parts, notes=notes, reason=f"after {' and '.join(behind)}")
+        inputs = {f"input.{port}": made[kind] for port, kind in stage.takes.items()}
+        parts |= {name: artifact.digest for name, artifact in inputs.items() if artifact}
+        # The whole configuration once more: dotted names alone can't tell {"a.b": 1} from {"a": {"b": 1}}.
+        key = canonical.digest({**parts, "config": stage.model_dump()})
+        record = self.ledger.get(key)
+        if record is None:
+            reason = self._why(stage, parts)
+            return Step(stage=stage, key=key, parts=parts, notes=notes, reason=reason)
+        try:
+            artifact = self.store.get(record.digest)
+            reason = "fresh" if artifact else f"its artifact {record.digest[:12]} is gone from the store"
+        except DamagedError as error:
+            artifact, reason = None, f"its artifact {record.digest[:12]} is damaged: {error}"
+        return Step(
+            stage=stage, key=key, parts=parts, notes=notes, record=record, artifact=artifact, reason=reason
+        )  # fmt: skip
+
+    def _parts(self, stage: Stage) -> tuple[dict[str, Any], tuple[str, ...]]:
+        parts: dict[str, Any] = {"stage": stage.name, "version": stage.version}
+        parts |= {f"config.{n}": v for n, v in _flat(stage.model_dump())}
+        parts |= {f"env.{n}": fact(n) for n in stage.env}
+        notes = []
+        for hook in stage.hooks():
+            seen = self.fingerprint(hook)
+            parts[f"hook.{hook}"] = seen.digest
+            parts |= {f"file.{n}": d for n, d in seen.files.items()}
+            notes += [f"{hook}(): {file} counts whole: {why}" for file, why in seen.whole.items()]
+        files = stage.files() + (self.project.data if _DATA_HOOKS & set(stage.hooks()) else ())
+        parts |= {f"file.{name}": self._file(stage, name) for name in files}
+        return parts, tuple(dict.fromkeys(notes))
+
+    def fingerprint(self, hook: str) -> Fingerprint:
+        """What a hook of the user's task depends on."""
+        if hook not in self._prints:
+            self._reader = self._reader or Reader(self.project.root / self.project.task, self.hasher)
+            self._prints[hook] = self._reader.hook(hook)
+        return self._prints[hook]
+
+    def _file(self, stage: Stage, name: str) -> str:
+        path = self.project.root / name
+        if not path.is_file():
+            raise ConfigError(f"stage {stage.name} reads {name}, which is not in the project", where="pipe.yaml")
+        return self.hasher.file(path)
+
+    def _why(self, stage: Stage, parts: Mapping[str, Any]) -> str:
+        before = self.ledger.head(stage.name)
+        if before is None:
+            return "never ran"
+        return describe(changes(before.parts, shown(parts))) or "its record is gone"
+
+
+def shown(parts: Mapping[str, Any]) -> dict[str, str]:
+    """Key parts as text: what the ledger keeps and `pipe explain` prints."""
+    return {name: value if isinstance(value, str) else repr(value) for name, value in parts.items()}
+
+
+def changes(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
+    """Parts that differ, by name: (old, new); None where a side has no such part."""
+    names = [*new, *(n for n in old if n not in new)]
+    return {n: (old.get(n), new.get(n)) for n in names if old.get(n) != new.get(n)}
+
+
+def describe(changed: Mapping[str, tuple[str | None, str | None]]) -> str:
+    """The changes in one short phrase, the first two in full."""
+    phrases = [_phrase(name, old, new) for name, (old, new) in changed.items()]
+    more = f" and {len(phrases) - 2} more" if len(phrases) > 2 else ""
+    return ", ".join(phrases[:2]) + more
+
+
+def _phrase(name: str, old: str | None, new: str | None) -> str:
+    kind, _, rest = name.partition(".")
+    if kind == "hook":
+        return f"{rest}() changed"
+    if kind in ("input", "file"):
+        return f"{kind} {rest} changed"
+    label = rest if kind in ("env", "config") else name
+    return f"{label} {'unset' if old is None else old} -> {'unset' if new is None else new}"
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested configuration as dotted names; an empty mapping stays a value so that it differs from an absent one."""
+    if isinstance(value, dict) and value:
+        return [pair for k, v in value.items() for pair in _flat(v, f"{prefix}.{k}" if prefix else str(k))]
+    return [(prefix, value)] if prefix else []

@@ -1,0 +1,278 @@
+"""Brings stages up to date, one after the other, and loses nothing that was finished whatever happens in between.
+
+A stage works in `work/<key>` under a lock, so eight processes on one project make each artifact once. Its output is
+sealed (hashed, synced), recorded in the ledger and then renamed into the store; a kill at any point between leaves
+something the next run picks up: a resumable scratch folder, or a sealed output that is adopted as it is.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from filelock import FileLock, Timeout
+
+from layerline.pipeline.errors import PipeError, StageError
+from layerline.pipeline.files import Hasher
+from layerline.pipeline.ledger import Ledger, Record, Run, new_run_id
+from layerline.pipeline.plan import Planner, Step, shown
+from layerline.pipeline.project import Project
+from layerline.pipeline.report import Report
+from layerline.pipeline.stage import Log, Stage, Work
+from layerline.pipeline.store import Artifact, Store
+from layerline.pipeline.task import Task
+
+State = Literal["ran", "cached", "failed", "blocked"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What became of one stage in a run."""
+
+    name: str
+    state: State
+    reason: str
+    seconds: float = 0.0
+    record: Record | None = None
+    error: PipeError | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        r = self.record
+        return {
+            "name": self.name,
+            "state": self.state,
+            "reason": self.reason,
+            "key": r.key if r else None,
+            "digest": r.digest if r else None,
+            "seconds": round(self.seconds, 3),
+            "passed": self.state in ("ran", "cached"),
+            "worst": dict(r.worst) if r and r.worst else None,
+            "metrics": dict(r.metrics) if r else {},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run did: its results in order, and the later stages it left out of date."""
+
+    run: str
+    results: tuple[Result, ...]
+    out_of_date: tuple[Step, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return all(r.state in ("ran", "cached") for r in self.results)
+
+    @property
+    def exit_code(self) -> int:
+        """0 done, 1 a gate failed, 2 a usage error, 3 something this machine lacks."""
+        error = next((r.error for r in self.results if r.error), None)
+        return 0 if self.passed else (error.exit_code if error else 1)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"run": self.run, "passed": self.passed, "stages": [r.to_json() for r in self.results]}
+
+
+class Listener(Log, Protocol):
+    """Told about a run as it happens."""
+
+    def started(self, stage: Stage, reason: str) -> None:
+        """A stage begins to work."""
+
+    def finished(self, result: Result) -> None:
+        """A stage is done, one way or another."""
+
+
+@dataclass
+class Runner:
+    """Runs a project's stages.
+
+    Args:
+        project: what to run.
+        listener: told about each step.
+    """
+
+    project: Project
+    listener: Listener
+    hasher: Hasher = field(init=False)
+    store: Store = field(init=False)
+    ledger: Ledger = field(init=False)
+    planner: Planner = field(init=False)
+
+    def __post_init__(self) -> None:
+        state = self.project.state
+        self.hasher = Hasher(state / "cache" / "digests.json")
+        self.store = Store(state / "store", self.hasher)
+        self.ledger = Ledger(state / "ledger")
+        self.planner = Planner(self.project, self.store, self.ledger, self.hasher)
+        self._task = Task(self.project.root / self.project.task)
+
+    def run(self, names: Sequence[str] | None = None, *, force: bool = False) -> Outcome:
+        """Brings the named stages and what they need up to date; None means all.
+
+        Args:
+            names: stages; with `force`, just these are rerun even when fresh.
+            force: rerun fresh stages.
+
+        Raises:
+            ConfigError: an unknown stage. A stage's own failure is in the outcome, not raised.
+        """
+        stages = self.project.stages if names is None else self.project.needed_for(names)
+        forced = {s.name for s in stages if names is None or s.name in names} if force else set()
+        run_id, results = new_run_id(), list[Result]()
+        made: dict[str, Artifact | None] = {}
+        try:
+            for stage in stages:
+                result = self._advance(stage, made, forced=stage.name in forced, failed=_failed(results))
+                results.append(result)
+                self.listener.finished(result)
+                run_id = self._remember(run_id, results)
+        finally:
+            self.hasher.save()
+        return Outcome(run=run_id, results=tuple(results), out_of_date=self._later(stages, made))
+
+    def _advance(self, stage: Stage, made: dict[str, Artifact | None], *, forced: bool, failed: str | None) -> Result:
+        if failed is not None:
+            return Result(name=stage.name, state="blocked", reason=f"{failed} failed")
+        step = self.planner.step(stage, made)
+        started = time.monotonic()
+        reason = "forced" if forced and step.artifact else step.reason
+        try:
+            if step.artifact is None or forced:
+                step = self._make(step, made, reason, forced=forced)
+        except PipeError as error:
+            seconds = time.monotonic() - started
+            return Result(name=stage.name, state="failed", reason=reason, seconds=seconds, error=error)
+        made[stage.gives] = step.artifact
+        record = step.record
+        assert record is not None
+        ran = step.reason == "ran"
+        if not record.passed:
+            return Result(
+                name=stage.name,
+                state="failed",
+                reason=reason,
+                seconds=record.seconds,
+                record=record,
+                error=self._gate(record),
+            )
+        return Result(
+            name=stage.name,
+            state="ran" if ran else "cached",
+            reason=reason if ran else step.reason,
+            seconds=record.seconds if ran else 0.0,
+            record=record,
+        )
+
+    def _make(self, step: Step, made: Mapping[str, Artifact | None], reason: str, *, forced: bool) -> Step:
+        """Runs a stage under its lock, unless another process has made its artifact in the meantime."""
+        assert step.key is not None
+        work = self.project.state / "work" / step.key
+        work.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.project.state / "work" / f"{step.key}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            self.listener.say(f"{step.stage.name}: another process is working on it; waiting")
+            lock.acquire()
+        try:
+            now = self.planner.step(step.stage, made)
+            if now.artifact is not None and not forced:
+                return _with(now, reason="made by another process")
+            if (adopted := self._adopt(now, work)) and not forced:
+                return _with(now, artifact=adopted, reason="finished by a run that was cut short")
+            self.listener.started(step.stage, reason)
+            record, artifact = self._execute(step, work, made)
+            return _with(step, record=record, artifact=artifact, reason="ran")
+        finally:
+            lock.release()
+
+    def _execute(self, step: Step, work: Path, made: Mapping[str, Artifact | None]) -> tuple[Record, Artifact]:
+        out, scratch = work / "out", work / "scratch"
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        scratch.mkdir(exist_ok=True)
+        inputs = {p: a.path for p, kind in step.stage.takes.items() if (a := made[kind]) is not None}
+        started = time.monotonic()
+        report = step.stage.run(Work(inputs=inputs, task=self._task, out=out, scratch=scratch, log=self.listener))
+        seconds = time.monotonic() - started
+        if not isinstance(report, Report):
+            raise StageError(f"stage {step.stage.name} returned {type(report).__name__}, not a Report")
+        sealed = self.store.seal(out, step.stage.gives, step.stage.side)
+        record = self._record(step, sealed.digest, report, seconds)
+        self.ledger.put(record)
+        artifact = self.store.move_in(sealed)
+        shutil.rmtree(work)
+        return record, artifact
+
+    def _adopt(self, step: Step, work: Path) -> Artifact | None:
+        """The output of a run that was killed between recording it and moving it into the store."""
+        if step.record is None:
+            return None
+        sealed = self.store.sealed(work / "out")
+        if sealed is None or sealed.digest != step.record.digest:
+            return None
+        artifact = self.store.move_in(sealed)
+        shutil.rmtree(work)
+        return artifact
+
+    def _record(self, step: Step, digest: str, report: Report, seconds: float) -> Record:
+        assert step.key is not None
+        worst = next(iter(report.worst(1)), None)
+        return Record(
+            stage=step.stage.name,
+            key=step.key,
+            digest=digest,
+            kind=step.stage.gives,
+            report=self.ledger.put_report(report),
+            passed=report.passed,
+            seconds=round(seconds, 3),
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            parts=shown(step.parts),
+            notes=step.notes,
+            worst=worst.summary() if worst else None,
+            metrics=report.plain_metrics(),
+        )
+
+    def _gate(self, record: Record) -> StageError:
+        """The failure of a finished stage in words: its failing gates, or the first layer beyond tolerance."""
+        return self.ledger.report(record).failure()
+
+    def _remember(self, run_id: str, results: Sequence[Result]) -> str:
+        """Files the run, unless it ended where the newest one did: a cached run leaves no trace."""
+        records = tuple(r.record for r in results if r.record)
+        newest = next(self.ledger.runs(), None)
+        if newest is not None and newest.id != run_id:
+            old = {r.stage: (r.key, r.digest) for r in newest.records}
+            if all(old.get(r.stage) == (r.key, r.digest) for r in records) and not any(
+                r.state == "ran" for r in results
+            ):
+                return run_id
+        if records:
+            self.ledger.put_run(Run(run_id, all(r.state in ("ran", "cached") for r in results), records))
+        return run_id
+
+    def _later(self, ran: Sequence[Stage], made: dict[str, Artifact | None]) -> tuple[Step, ...]:
+        """Stages outside this run that are not fresh any more."""
+        outside = [s for s in self.project.stages if s not in ran]
+        steps = []
+        for stage in outside:
+            step = self.planner.step(stage, made)
+            made[stage.gives] = step.artifact
+            if step.artifact is None:
+                steps.append(step)
+        return tuple(steps)
+
+
+def _failed(results: Sequence[Result]) -> str | None:
+    return next((r.name for r in results if r.state == "failed"), None)
+
+
+def _with(step: Step, **changes: Any) -> Step:
+    import dataclasses
+
+    return dataclasses.replace(step, **changes)

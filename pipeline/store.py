@@ -1,0 +1,168 @@
+"""The content-addressed store: a folder per artifact, published in one rename, never changed, verified when read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layerline.pipeline import canonical
+from layerline.pipeline.errors import StageError
+from layerline.pipeline.files import Hasher, sync, write_atomic
+
+MANIFEST = "artifact.json"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What a stage left: a folder in the store.
+
+    Attributes:
+        kind: what it is ("onnx"), matched against the ports of later stages.
+        digest: SHA-256 over kind and content, side files left out; the folder's name.
+        size: bytes of all files.
+        path: the folder.
+    """
+
+    kind: str
+    digest: str
+    size: int
+    path: Path
+
+
+class DamagedError(StageError):
+    """An artifact whose files are not what its manifest says; the message names the file and the fault."""
+
+
+class Store:
+    """Artifacts by digest, under one folder.
+
+    Args:
+        root: the folder; made on the first write.
+        hasher: reads each file at most once per change.
+    """
+
+    def __init__(self, root: Path, hasher: Hasher) -> None:
+        self.root, self._hasher = root, hasher
+
+    def seal(self, folder: Path, kind: str, side: frozenset[str] = frozenset()) -> Artifact:
+        """Hashes a finished folder, each file read once, and puts its manifest and bytes on the disk."""
+        files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
+        if MANIFEST in files:
+            raise ValueError(f"a stage may not write {MANIFEST}: the store does")
+        for path in files.values():
+            path.chmod(0o444)  # before hashing: it changes the stamp that the hasher remembers
+        entries = {n: {"sha256": self._hasher.file(p), "size": p.stat().st_size} for n, p in files.items()}
+        manifest = {
+            "kind": kind,
+            "digest": _digest(kind, entries, side),
+            "files": entries,
+            "side": sorted(side & set(entries)),
+        }
+        for path in files.values():
+            sync(path)
+        for inner in folder.rglob("*"):
+            if inner.is_dir():
+                sync(inner)
+        write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+        return _artifact(folder, manifest)
+
+    def move_in(self, sealed: Artifact) -> Artifact:
+        """Moves a sealed folder into the store in one rename; its old path is gone afterwards.
+
+        Content that is there already, whole, is kept and the sealed folder dropped. The folder must lie on the store's
+        file system: it is never copied.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        for _ in range(3):
+            try:
+                sealed.path.rename(self.root / sealed.digest)
+            except OSError:
+                if not (self.root / sealed.digest).is_dir():
+                    raise
+            else:
+                sync(self.root)
+                return dataclasses.replace(sealed, path=self.root / sealed.digest)
+            try:
+                if present := self.get(sealed.digest):
+                    shutil.rmtree(sealed.path)
+                    return present
+            except DamagedError:
+                self.remove(sealed.digest)
+        raise OSError(f"could not move {sealed.digest[:12]} in: another process keeps changing {self.root}")
+
+    def sealed(self, folder: Path) -> Artifact | None:
+        """The artifact in a folder that was sealed and is still whole, else None."""
+        try:
+            return self._read(folder)
+        except DamagedError:
+            return None
+
+    def get(self, digest: str) -> Artifact | None:
+        """The artifact, every file checked against its manifest; None when it isn't there.
+
+        Raises:
+            DamagedError: it is there, but not whole.
+        """
+        folder = self.root / digest
+        if not folder.is_dir():
+            return None
+        artifact = self._read(folder)
+        if artifact.digest != digest:
+            raise DamagedError(f"{MANIFEST} is that of {artifact.digest[:12]}")
+        return artifact
+
+    def digests(self) -> Iterator[str]:
+        """Every artifact present, damaged ones included."""
+        if self.root.is_dir():
+            yield from sorted(p.name for p in self.root.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+    def remove(self, digest: str) -> None:
+        """Takes an artifact away; readers see all of it or nothing."""
+        self._discard(self.root / digest)
+
+    def _read(self, folder: Path) -> Artifact:
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+            entries, side = manifest["files"], frozenset(manifest["side"])
+            sound = manifest["digest"] == _digest(manifest["kind"], entries, side)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            sound = False
+        if not sound:
+            raise DamagedError(f"{MANIFEST} is damaged or missing")
+        for name, entry in entries.items():
+            self._check(folder / name, name, entry)
+        return _artifact(folder, manifest)
+
+    def _check(self, path: Path, name: str, entry: dict[str, object]) -> None:
+        if not path.is_file():
+            raise DamagedError(f"{name} is missing")
+        if (size := path.stat().st_size) != entry["size"]:
+            raise DamagedError(f"{name} has {size} bytes, not {entry['size']}")
+        if self._hasher.file(path) != entry["sha256"]:
+            raise DamagedError(f"{name} has changed since it was written")
+
+    def _discard(self, folder: Path) -> None:
+        # Renamed first, so that nobody can open a half-deleted artifact under its real name.
+        grave = folder.with_name(f".gone-{folder.name}-{os.getpid()}-{time.monotonic_ns()}")
+        try:
+            folder.rename(grave)
+        except FileNotFoundError:
+            return  # another process was faster
+        shutil.rmtree(grave)
+
+
+def _artifact(folder: Path, manifest: dict[str, Any]) -> Artifact:
+    size = sum(entry["size"] for entry in manifest["files"].values())
+    return Artifact(manifest["kind"], manifest["digest"], size, folder)
+
+
+def _digest(kind: str, entries: Mapping[str, Mapping[str, object]], side: frozenset[str]) -> str:
+    content = {name: entry["sha256"] for name, entry in entries.items() if name not in side}
+    return canonical.digest({"kind": kind, "files": content})

@@ -1,0 +1,1 @@
+"""What a person sees: the terminal and the HTML page."""
