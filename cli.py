@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 
 from layerline import __version__
@@ -39,17 +37,7 @@ _DEBUG = False
 def main() -> NoReturn:
     """Runs the command line and exits: 0 done, 1 a gate failed, 2 wrong usage, 3 something this machine lacks."""
     try:
-        code = app(standalone_mode=False)
-    except click.exceptions.Abort:
-        code = _interrupted()
-    except click.ClickException as error:
-        error.show()
-        code = 2
-    except KeyboardInterrupt:
-        code = _interrupted()
-    except BrokenPipeError:  # the reader of a pipe has gone: nothing is left to say, to anyone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        app()  # exits by itself, also on wrong usage
     except (PipeError, OSError, MemoryError) as error:
         code = _tell(error)
     except Exception as error:  # the one boundary: a bug of ours is told as one
@@ -58,7 +46,7 @@ def main() -> NoReturn:
         print(f"error: internal error, {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         print("  this is a fault of layerline; --debug shows the traceback for a bug report", file=sys.stderr)  # noqa: T201
         code = 1
-    sys.exit(code or 0)
+    sys.exit(code)
 
 
 @app.callback()
@@ -101,12 +89,15 @@ def run(
     project = load_project(folder, sets or ())
     names = None if stages == ["all"] else stages
     if as_json:
-        with contextlib.redirect_stdout(sys.stderr):  # whatever task.py prints must not break the document
+        with (
+            _interruptible(),
+            contextlib.redirect_stdout(sys.stderr),
+        ):  # whatever task.py prints must not break the document
             done = Runner(project, terminal.Silent()).run(names, force=force)
         _print_json(done.to_json())
     else:
         live = terminal.Live(terminal.console(), width=max(len(s.name) for s in project.stages))
-        with _stopping(live):
+        with _interruptible(), contextlib.closing(live):
             done = Runner(project, live).run(names, force=force)
         terminal.outcome(terminal.console(), done, "" if folder == _HERE else f" -C {folder}")
     for result in done.results:
@@ -269,16 +260,13 @@ def _head(project: Project, stage: str) -> Any:
 
 
 @contextlib.contextmanager
-def _stopping(live: Any) -> Iterator[None]:
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends in one sentence, whatever was at work."""
     try:
         yield
-    finally:
-        live.stop()
-
-
-def _interrupted() -> int:
-    print("\ninterrupted; what was finished is kept, and the same command goes on from there", file=sys.stderr)  # noqa: T201
-    return 130
+    except KeyboardInterrupt:
+        print("\ninterrupted; what was finished is kept, and the same command goes on from there", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(130) from None
 
 
 def _tell(error: PipeError | OSError | MemoryError) -> int:

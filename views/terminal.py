@@ -83,10 +83,10 @@ class Live:
             self._bar.update(self._task, completed=done, total=total, figures=escape(figures))
 
     def finished(self, result: Result) -> None:
-        self.stop()
+        self.close()
         self._out.print(_stage_line(result, self._width))
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Takes the bar away, also after an interrupt."""
         if self._bar is not None:
             self._bar.stop()
