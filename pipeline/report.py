@@ -69,10 +69,11 @@ class LayerDiff:
 
     @property
     def severity(self) -> tuple[bool, float, float]:
-        """Sorts worst first: failed, then how far beyond tolerance, then lowest SQNR."""
+        """Sorts worst first: failed, then how far beyond tolerance (NaN is beyond any), then lowest SQNR."""
         seen = getattr(self, self.judged)
-        ratio = 0.0
-        if self.tolerance is not None and seen is not None and not math.isnan(seen):
+        unknown = seen is None or math.isnan(seen)
+        ratio = math.inf if self.one_sided or (unknown and not self.passed) else 0.0
+        if self.tolerance is not None and not ratio and not unknown:
             ratio = seen / self.tolerance if self.tolerance > 0 else (math.inf if seen > 0 else 0.0)
         sqnr = math.inf if self.sqnr_db is None else self.sqnr_db
         return self.passed, -ratio, sqnr if not math.isnan(sqnr) else -math.inf
@@ -169,7 +170,8 @@ def _blame(record: LayerDiff, failing: int) -> str:
     if record.one_sided:
         what = f"{record.one_sided} elements are NaN or Inf on one side only"
     else:
-        what = f"{record.judged} {getattr(record, record.judged)}, tolerance {record.tolerance:.3g}"
+        seen = getattr(record, record.judged)
+        what = f"{record.judged} {'not measured' if seen is None else f'{seen:.3g}'}, tolerance {record.tolerance:.3g}"
     others = f" ({failing - 1} later values fail too)" if failing > 1 else ""
     return f"{record.name} ({record.op} {record.module}): {what}{others}"
 

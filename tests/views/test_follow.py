@@ -1,0 +1,85 @@
+"""One row follows a value through every stage, in the network's order."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerline.pipeline.report import Report
+from layerline.views.follow import by_module, follow, follow_views
+from tests.views.samples import LAYERS, diff, sample_reports, values
+
+
+def names(*reports: Report) -> list[str]:
+    return [row.value for row in follow({r.stage: r for r in reports})]
+
+
+def test_one_row_per_value_with_every_stage_that_measured_it() -> None:
+    rows = {row.value: row for row in follow(sample_reports())}
+    assert list(rows["conv2d_1"].records) == ["export", "fuse", "quantize"]
+    assert rows["conv2d_1"].layer == "layer1.0.conv1"
+    assert list(rows["head.fc.weight"].records) == ["train", "ema"]
+    assert rows["mean"].layer == "mean"
+
+
+def test_parameters_stand_before_their_module_and_new_values_behind_the_one_they_follow() -> None:
+    trained = Report(stage="train", records=(diff("w1", "m.b", "parameter"), diff("w0", "m.a", "parameter")))
+    export = Report(stage="export", records=(diff("a", "m.a"), diff("b", "m.b"), diff("c", "m.c")))
+    fused = Report(stage="fuse", records=(diff("a", "m.a"), diff("a_fused", ""), diff("c", "m.c")))
+    assert names(trained, export, fused) == ["w0", "a", "a_fused", "w1", "b", "c"]
+
+
+def test_values_named_by_module_stand_inside_their_module() -> None:
+    weights = tuple(diff(f"{m}.weight", m, "parameter") for m in ("m.a", "m.b"))
+    hooks = tuple(diff(m, m, "Conv2d") for m in ("m.a", "m.b"))
+    export = Report(stage="export", records=(diff("a", "m.a"), diff("b", "m.b"), diff("c", "m.c")))
+    expected = ["m.a.weight", "a", "m.a", "m.b.weight", "b", "m.b", "c"]
+    assert names(Report(stage="ema", records=weights + hooks), export) == expected
+
+
+@given(st.permutations(range(6)), st.integers(0, 5), st.integers(0, 5))
+def test_the_longest_report_keeps_its_order(order: list[int], a: int, b: int) -> None:
+    whole = [diff(f"v{i}", f"m.{i % 2}") for i in order]
+    part = [r for r in whole if r.name not in (f"v{a}", f"v{b}")]
+    assert names(Report(stage="fuse", records=tuple(part)), Report(stage="export", records=tuple(whole))) == [
+        r.name for r in whole
+    ]
+
+
+def test_a_module_shows_the_worst_of_its_values_in_each_stage() -> None:
+    low, high = diff("relu", "act", "Relu", 20.0), diff("relu_1", "act", "Relu", 50.0)
+    lost = diff("relu_1", "act", "Relu", 90.0, one_sided=1)
+    reports = {"a": Report(stage="a", records=(low, high)), "b": Report(stage="b", records=(lost,))}
+    (module,) = by_module(follow(reports))
+    assert module.records == {"a": low, "b": lost}
+    assert (module.layer, module.value, module.op) == ("act", "2", "Relu")
+
+
+def test_worst_first_is_failed_then_lowest_and_learned_changes_last() -> None:
+    sqnr_by_module, relative_by_module, sqnr, relative = follow_views(follow(sample_reports()), list(sample_reports()))
+    order = [row[1] for row in sqnr.rows]
+    assert order[:2] == ["mean", "conv2d_1"]
+    assert order[2:].index("logits") == 0
+    assert all(name.endswith("weight") or name == "stem.conv" for name in order[-4:])
+    assert [len(v.rows) for v in (sqnr_by_module, relative_by_module)] == [len({m or n for n, m, _ in LAYERS})] * 2
+    assert len(sqnr.rows) == len(relative.rows) == len(LAYERS) + 4
+
+
+def test_cells_are_empty_where_a_stage_measured_nothing() -> None:
+    reports = {"export": Report(stage="export", records=values(100)), "engine": Report(stage="engine")}
+    for view in follow_views(follow(reports), list(reports)):
+        at = [c.label for c in view.columns].index("engine")
+        assert {row[at] for row in view.rows} == {""}
+
+
+def test_equal_is_said_and_a_value_measured_twice_counts_once() -> None:
+    report = Report(stage="s", records=(diff("a", db=math.inf), diff("b", db=30.0), diff("b", db=10.0)))
+    view = follow_views(follow({"s": report}), ["s"])[2]
+    assert [tuple(row[1:3]) for row in view.rows] == [("b", "10.0"), ("a", "equal")]
+
+
+def test_no_reports() -> None:
+    assert follow({}) == []
+    assert follow({"s": Report(stage="s")}) == []

@@ -1,0 +1,72 @@
+"""A cell says what was measured: not more, not less."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerline.views.grid import Column, decibels, error, figure, free_view, records_view, similarity
+from tests.views.samples import diff
+
+positive = st.floats(min_value=1e-30, max_value=1e30)
+
+
+@given(positive)
+def test_an_error_keeps_three_digits(value: float) -> None:
+    assert float(error(value)) == pytest.approx(value, rel=5.1e-3)
+    assert not error(value).endswith(".")
+
+
+@given(st.floats(min_value=-1, max_value=1))
+def test_only_equal_directions_read_one(value: float) -> None:
+    shown = similarity(value)
+    assert abs(float(shown)) <= abs(value)
+    assert (shown == "1.000000") == (value == 1.0)
+
+
+@given(st.floats(min_value=-400, max_value=400))
+def test_decibels_are_to_one_place_and_zero_has_no_sign(value: float) -> None:
+    assert abs(float(decibels(value)) - value) <= 0.0501
+    assert decibels(value) != "-0.0"
+
+
+@pytest.mark.parametrize("text", [decibels, error, similarity, figure])
+def test_nothing_measured_is_nothing_shown(text: object) -> None:
+    assert callable(text)
+    assert text(None) == ""
+    assert text(math.nan) == "NaN"
+    assert text(-math.inf) == "-inf"
+
+
+def test_figures_of_every_kind() -> None:
+    assert [figure(v) for v in (True, False, 0, 12345678, 0.0, 0.98125, "int8", math.inf)] == [
+        "yes", "no", "0", "12345678", "0", "0.9812", "int8", "inf",
+    ]  # fmt: skip
+    assert error(0.0) == "0"
+    assert decibels(math.inf) == "equal"
+
+
+def test_records_are_worst_first_and_keep_their_order_in_a_column() -> None:
+    view = records_view([diff("a", db=50.0), diff("b", db=8.0, tolerance=0.1), diff("c", db=math.inf)])
+    named = {c.label: [row[i] for row in view.rows] for i, c in enumerate(view.columns)}
+    assert named["value"] == ["b", "a", "c"]
+    assert named["order"] == ["2", "1", "3"]
+    assert named["verdict"] == ["✗ failed", "", ""]
+    assert named["tolerance"] == ["0.100", "", ""]
+    assert "cosine" not in named and "shape" not in named
+
+
+def test_extra_columns_by_what_they_hold() -> None:
+    rows = [{"isolated_sqnr_db": 31.04, "clipped": 0.25}, {"isolated_sqnr_db": math.inf, "why": "graph output"}]
+    view = free_view(rows)
+    assert view.columns == (Column("isolated SQNR dB", "low"), Column("clipped", "number"), Column("why"))
+    assert view.rows == [("31.0", "0.25", ""), ("equal", "", "graph output")]
+
+
+def test_an_extra_column_may_share_a_name_without_loss() -> None:
+    view = records_view([diff("a", db=50.0, extra={"op": "QLinearConv", "type": "int8"}, dtype="float32")])
+    assert [c.label for c in view.columns].count("op") == 2
+    assert {"Conv", "QLinearConv", "int8", "float32"} <= set(view.rows[0])

@@ -1,0 +1,227 @@
+"""The page is whole, inert and complete, whatever a report holds."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerline.pipeline.ledger import Run
+from layerline.pipeline.report import Gate, Report
+from layerline.views.html import page
+from tests.views.samples import LAYERS, diff, many, record, run_of, sample_reports
+
+EVIL = [
+    "<script>alert(1)</script>",
+    "</script><img src=x onerror=alert(1)>",
+    "<!--<script>",
+    "\"' onmouseover='alert(1)",
+    "a & b &lt; &amp;c <i>d</i>",
+    "]]>{{7*7}}\u2028\\u003c/script>",
+]
+
+
+class Parsed(HTMLParser):
+    """What a browser would make of a page: elements with their attributes, text, and the data of the tables."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, tuple[str, ...]]] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: list[str] = []
+        self.data: list[dict[str, Any]] = []
+        self._in = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, tuple(name for name, _ in attrs)))
+        self.attributes += attrs
+        self._in = "json" if ("type", "application/json") in attrs else tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._in == "json":
+            self.data.append(json.loads(data))
+        elif self._in not in ("script", "style"):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
+    def cells(self) -> set[str]:
+        """Every cell of every table, shown or not."""
+        return {cell for grid in self.data for view in grid["views"] for row in view["rows"] for cell in row}
+
+
+def hostile(text: str) -> tuple[str, Run, dict[str, Report]]:
+    """A run in which every string that comes from outside is `text`."""
+    fields: dict[str, Any] = {"module": text, "op": text, "dtype": text, "shape": (text,), "extra": {text: text}}
+    report = Report(
+        stage=text,
+        reference=text,
+        candidate=text,
+        records=(diff(text, db=9.0, tolerance=0.01, **fields), diff("other", text, text, 20.0)),
+        metrics={text: text},
+        gates=(Gate(text, False, text, text, text),),
+        notes=(text,),
+        tables={text: [{text: text}]},
+    )
+    names: dict[str, Any] = dict.fromkeys(("key", "digest", "kind", "created"), text)
+    return text, replace(run_of({text: report}, **names), id=text), {text: report}
+
+
+def structure(text: str) -> list[tuple[str, tuple[str, ...]]]:
+    return Parsed(page(*hostile(text))).elements
+
+
+def render(reports: dict[str, Report]) -> str:
+    return page("mnist", run_of(reports), reports)
+
+
+@pytest.mark.parametrize("evil", EVIL)
+def test_no_string_becomes_markup(evil: str) -> None:
+    # A harmless string of the same length gives the very same elements and attributes.
+    assert structure(evil) == structure("x" * len(evil))
+    parsed = Parsed(page(*hostile(evil)))
+    assert evil in parsed.text
+    assert evil in parsed.cells()
+
+
+# Dots divide a module path, which the chart shows; white space alone may make a label empty.
+@settings(max_examples=40, deadline=None)
+@given(st.text(st.characters(codec="utf-8", exclude_characters=".", exclude_categories=("C", "Z", "N")), min_size=1))
+def test_any_text_leaves_the_structure_alone(text: str) -> None:
+    assert structure(text) == structure("x" * len(text))
+
+
+def test_it_needs_nothing_from_elsewhere_and_allows_nothing_else() -> None:
+    text = render(sample_reports())
+    parsed = Parsed(text)
+    assert not [n for n, _ in parsed.attributes if n.startswith("on") or n in ("src", "style")]
+    assert all(v and v.startswith("#") for n, v in parsed.attributes if n == "href")
+    assert not re.search(r"https?:|@import|url\(", text)
+    (policy,) = [v for n, v in parsed.attributes if n == "content" and v and "default-src" in v]
+    assert policy.startswith("default-src 'none'")
+    for kind in ("script", "style"):
+        (inlined,) = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inlined.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+
+
+def test_the_same_run_gives_the_same_page() -> None:
+    reports = sample_reports()
+    run = run_of(reports)
+    assert page("mnist", run, reports) == page("mnist", run, dict(reversed(reports.items())))
+    revived = {stage: Report.from_json(report.to_json()) for stage, report in reports.items()}
+    assert page("mnist", run, reports) == page("mnist", run, revived)
+
+
+def test_everything_a_report_says_is_on_the_page() -> None:
+    reports = sample_reports()
+    parsed = Parsed(render(reports))
+    cells = parsed.cells()
+    for report in reports.values():
+        assert {r.name for r in report.records} | {r.where for r in report.records} <= cells
+        for said in (*report.notes, *report.metrics, *(g.hint for g in report.gates), *report.tables):
+            assert said in parsed.text
+    assert {"graph output", "✗ 9.3", "✗ 3 NaN/Inf", "equal"} <= cells
+    assert "quantize" in parsed.text and "budget: 1.2 points, expected ≤ 0.5 points" in parsed.text
+
+
+def test_a_row_per_stage_with_verdict_worst_layer_and_digest() -> None:
+    reports = sample_reports()
+    text = render(reports)
+    summary = text[text.index("<h2>Stages") : text.index("<h2>SQNR")]
+    rows = re.findall(r"<tr><th scope=\"row\">.*?</tr>", summary)
+    assert [Parsed(row).texts[0] for row in rows] == list(reports)
+    seen = Parsed(rows[list(reports).index("quantize")]).texts
+    assert seen[1] == "✗ failed" and "mean" in seen and "NaN" in seen and "12.5" in seen
+    assert record(reports["quantize"]).digest[:12] in seen
+
+
+def test_what_was_not_measured_is_empty_and_never_zero() -> None:
+    bare = Report(stage="train", records=(diff("w", "m", "parameter"),), metrics={"accuracy": None})
+    text = render({"train": bare})
+    assert Parsed(text).cells() == {"w", "m", "parameter", "1", ""}
+    assert '<td class="low"></td>' in text
+    assert "<dt>accuracy</dt><dd></dd>" in text
+
+
+def test_numbers_that_are_not_finite_have_words() -> None:
+    records = (
+        diff("a", "m.a", db=math.inf),
+        diff("b", "m.b", db=-math.inf, rel_l2=math.inf),
+        diff("c", "m.c", db=math.nan, rel_l2=math.nan, cosine=math.nan, one_sided=2),
+        diff("d", "m.d", db=12.0, extra={"isolated_sqnr_db": math.inf, "ratio": math.nan}),
+    )
+    report = Report(stage="s", records=records, metrics={"loss": math.nan})
+    text = render({"s": report})
+    parsed = Parsed(text)
+    assert {"equal", "-inf", "inf", "NaN", "✗ 2 NaN/Inf"} <= parsed.cells()
+    (svg,) = re.findall(r"<svg.*?</svg>", text)
+    assert not re.search(r'"[^"a-z]*(nan|inf)', svg)
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [{}, {"engine": Report(stage="engine")}, {"train": Report(stage="train", tables={"none": [], "blank": [{}]})}],
+)
+def test_empty_reports(reports: dict[str, Report]) -> None:
+    parsed = Parsed(render(reports))
+    assert ("svg" in {tag for tag, _ in parsed.elements}) is False
+    assert all(stage in parsed.text for stage in reports)
+
+
+def test_a_missing_report_and_a_stage_that_stopped_are_said() -> None:
+    reports = sample_reports()
+    run = run_of(reports)
+    assert "The report of this stage is missing." in page("t", run, {})
+    assert "did not pass" in page("t", run, {})
+    fine = run_of({"fuse": reports["fuse"]})
+    assert "stopped before it left a record" in page("t", replace(fine, passed=False), reports)
+    assert "failures" not in Parsed(page("t", fine, reports)).text
+
+
+def test_two_thousand_records_stay_small_and_all_reachable() -> None:
+    reports = {stage: many(stage, 2000, db) for stage, db in (("export", 130), ("quantize", 30))}
+    text = render(reports)
+    parsed = Parsed(text)
+    assert len(text) < 1_500_000
+    assert sum(tag == "tr" for tag, _ in parsed.elements) < 100
+    assert {r.name for r in reports["export"].records} <= parsed.cells()
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+def test_in_a_browser_a_link_opens_a_layer(tmp_path: Path) -> None:
+    reports = sample_reports() | {"fuse": many("fuse", 60, 130.0)}
+    (tmp_path / "report.html").write_text(page("mnist", run_of(reports), reports), "utf-8")
+    url = (tmp_path / "report.html").as_uri() + "#layer=layer1.0.conv1"
+    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    command = [str(CHROMIUM), *quiet, f"--user-data-dir={tmp_path}/profile", "--dump-dom", url]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    follow = dom[dom.index('id="follow"') : dom.index('id="stage-0"')]
+    opened = re.findall(r'<tr class="detail">.*?</table>', follow, re.DOTALL)
+    assert len(opened) == 1
+    assert re.findall(r'<th scope="row">(\w+)</th>', opened[0]) == ["train", "ema", "export", "quantize"]
+    assert 'aria-expanded="true"' in follow and 'aria-sort="none"' in follow
+    assert re.search(rf"1 of {len({m or n for n, m, _ in LAYERS}) + 60} rows match", follow)
+    assert "25 of 60 rows" in dom

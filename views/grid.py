@@ -1,0 +1,194 @@
+"""Tables of the HTML page. A cell is turned into text once, here; the browser searches and sorts the text it shows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from layerline.pipeline.report import LayerDiff, Scalar
+
+# Which end of a column is the worse one: "low" for decibels, "high" for errors; the others have none.
+Kind = Literal["text", "verdict", "number", "low", "high"]
+FAILED = "✗"
+ROWS_AT_FIRST = 25
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading, and how its cells compare."""
+
+    label: str
+    kind: Kind = "text"
+
+
+@dataclass(frozen=True)
+class View:
+    """One table: cells are text in the order shown at first; the first cell heads its row."""
+
+    label: str
+    columns: tuple[Column, ...]
+    rows: Sequence[Sequence[str]]
+
+
+def figure(value: Scalar) -> str:
+    """Any scalar as a person reads it; what was not measured is empty."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return _rarely(value) or f"{value:.4g}"
+    return str(value)
+
+
+def decibels(value: float | None) -> str:
+    """A signal-to-noise ratio in dB; without any noise the two sides are equal."""
+    if value is None:
+        return ""
+    return "equal" if value == math.inf else _rarely(value) or f"{round(value, 1) + 0.0:.1f}"
+
+
+def error(value: float | None) -> str:
+    """An error of any magnitude, to three digits."""
+    if value is None:
+        return ""
+    return _rarely(value) or (f"{value:#.3g}".rstrip(".") if value else "0")
+
+
+def similarity(value: float | None) -> str:
+    """A cosine to six places, cut off and not rounded: only what is 1 reads 1."""
+    if value is None:
+        return ""
+    return _rarely(value) or f"{math.trunc(value * 1e6) / 1e6:.6f}"
+
+
+def outcome(passed: bool) -> str:
+    """A verdict in words: colour alone says nothing in print or to a colour-blind reader."""
+    return "passed" if passed else f"{FAILED} failed"
+
+
+def verdict(record: LayerDiff) -> str:
+    """Whether one value passed; empty where nothing is asked of it."""
+    return "" if record.passed and record.tolerance is None else outcome(record.passed)
+
+
+def heading(key: str) -> str:
+    """The key of a measurement as a person reads it."""
+    return key.replace("sqnr_db", "SQNR dB").replace("_", " ")
+
+
+def records_view(records: Iterable[LayerDiff]) -> View:
+    """Everything measured about each value of one stage, worst first; columns without any entry are left out.
+
+    `order` is the value's place in the topological order.
+    """
+    placed = sorted(enumerate(records, 1), key=lambda p: p[1].severity)
+    rows = [record for _, record in placed]
+    return filled(
+        [
+            (Column("layer"), [r.where for r in rows]),
+            (Column("value"), [r.name for r in rows]),
+            (Column("op"), [r.op for r in rows]),
+            (Column("verdict", "verdict"), [verdict(r) for r in rows]),
+            (Column("SQNR dB", "low"), [decibels(r.sqnr_db) for r in rows]),
+            (Column("relative L2", "high"), [error(r.rel_l2) for r in rows]),
+            (Column("max |a-b|", "high"), [error(r.max_abs) for r in rows]),
+            (Column("mean |a-b|", "high"), [error(r.mean_abs) for r in rows]),
+            (Column("cosine", "low"), [similarity(r.cosine) for r in rows]),
+            (Column("tolerance", "number"), [error(r.tolerance) for r in rows]),
+            (Column("of"), ["" if r.tolerance is None else r.judged for r in rows]),
+            (Column("NaN/Inf a", "high"), [str(r.nonfinite_a or "") for r in rows]),
+            (Column("NaN/Inf b", "high"), [str(r.nonfinite_b or "") for r in rows]),
+            (Column("one side only", "high"), [str(r.one_sided or "") for r in rows]),
+            *_free_columns([r.extra for r in rows], worse="high"),
+            (Column("shape"), [" × ".join(map(str, r.shape)) for r in rows]),
+            (Column("type"), [r.dtype for r in rows]),
+            (Column("order", "number"), [str(i) for i, _ in placed]),
+        ]
+    )
+
+
+def free_view(rows: Sequence[Mapping[str, Scalar]]) -> View:
+    """A stage's own list of rows; a column for every key, in order of first appearance."""
+    return filled(_free_columns(rows, worse="number"))
+
+
+def filled(columns: Sequence[tuple[Column, Sequence[str]]]) -> View:
+    """A view of the columns that have any entry."""
+    kept = [(column, cells) for column, cells in columns if any(cells)]
+    return View("", tuple(column for column, _ in kept), list(zip(*(cells for _, cells in kept), strict=True)))
+
+
+def grid(views: Sequence[View], caption: str, *, stage: str = "", follow: bool = False) -> str:
+    """A table that is read as it is, and that page.js makes searchable, sortable and complete.
+
+    Args:
+        views: the first one is shown; the others can be chosen.
+        caption: names the table, also for a screen reader.
+        stage: set where the rows are a stage's records.
+        follow: rows open into what every stage measured.
+    """
+    first = views[0]
+    of = f' data-stage="{escape(stage)}"' if stage else ""
+    shown, total = first.rows[:ROWS_AT_FIRST], len(first.rows)
+    count = "" if len(shown) == total else f"{len(shown)} of {total} rows"
+    data = [
+        {"label": v.label, "heads": [c.label for c in v.columns], "kinds": [c.kind for c in v.columns], "rows": v.rows}
+        for v in views
+    ]
+    return (
+        f'<div class="grid{" follow" if follow else ""}"{of}>'
+        f'<div class="tools"></div>{scrolling(table(View("", first.columns, shown), caption), caption)}'
+        f'<p class="count">{count}</p>'
+        f'<script type="application/json">{_embedded({"first": ROWS_AT_FIRST, "views": data})}</script></div>'
+    )
+
+
+def table(view: View, caption: str) -> str:
+    """A plain HTML table."""
+    heads = "".join(f'<th scope="col" class="{c.kind}">{escape(c.label)}</th>' for c in view.columns)
+    body = "".join(f"<tr>{_row(view.columns, row)}</tr>" for row in view.rows)
+    return f"<table><caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def scrolling(inner: str, label: str) -> str:
+    """What may be wider than the window scrolls by itself, also by keyboard."""
+    return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">{inner}</div>'
+
+
+def _row(columns: Sequence[Column], row: Sequence[str]) -> str:
+    cells = [f'<th scope="row">{escape(row[0])}</th>'] if row else []
+    for column, text in zip(columns[1:], row[1:], strict=True):
+        bad = " bad" if column.kind != "text" and text.startswith(FAILED) else ""
+        cells.append(f'<td class="{column.kind}{bad}">{escape(text)}</td>')
+    return "".join(cells)
+
+
+def _free_columns(rows: Sequence[Mapping[str, Scalar]], *, worse: Kind) -> list[tuple[Column, list[str]]]:
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return [_free_column(key, [row.get(key) for row in rows], worse) for key in keys]
+
+
+def _free_column(key: str, cells: Sequence[Scalar], worse: Kind) -> tuple[Column, list[str]]:
+    numbers = [float(c) for c in cells if isinstance(c, int | float) and not isinstance(c, bool)]
+    if len(numbers) < sum(c is not None for c in cells):
+        return Column(heading(key)), [figure(c) for c in cells]
+    if key.endswith("_db"):
+        return Column(heading(key), "low"), [decibels(None if c is None else float(c)) for c in cells]
+    return Column(heading(key), worse), [figure(c) for c in cells]
+
+
+def _rarely(value: float) -> str:
+    """The words for what is no finite number; empty for every other."""
+    if math.isnan(value):
+        return "NaN"
+    return "" if math.isfinite(value) else ("inf" if value > 0 else "-inf")
+
+
+def _embedded(data: object) -> str:
+    """JSON inside a script element: without `<` nothing in it can end the element or open a comment."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

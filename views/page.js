@@ -1,0 +1,199 @@
+"use strict";
+// Makes the tables searchable, sortable and complete, and reads the chart. Every cell arrives as the text it shows
+// and is only ever set as text, so nothing in a report can become markup.
+
+const FAILED = "✗";
+const WORST_FIRST = { low: 1, high: -1 };
+
+const make = (tag, text = "", properties = {}) =>
+  Object.assign(document.createElement(tag), { textContent: text }, properties);
+
+// Module paths may be broken after a dot or underscore; copying them still gives the path alone.
+function breakable(element, text) {
+  element.replaceChildren(...text.split(/(?<=[._])/).flatMap((part, i) => (i ? [make("wbr"), part] : [part])));
+  return element;
+}
+
+const failed = (kind, text) => kind !== "text" && text.startsWith(FAILED);
+const failing = (view, row) => row.some((text, i) => failed(view.kinds[i], text));
+const cell = (kind, text) => make("td", text, { className: failed(kind, text) ? `${kind} bad` : kind });
+
+// The number behind a cell; words such as NaN count as the worst of their column.
+function magnitude(text, kind) {
+  if (text === "equal" || text === "inf") return Infinity;
+  if (text === "-inf") return -Infinity;
+  const number = Number(text.replace(FAILED, ""));
+  return Number.isNaN(number) ? -WORST_FIRST[kind] * Infinity || Infinity : number;
+}
+
+// What was not measured stays last in either direction.
+function compare(a, b, kind, sign) {
+  const words = kind === "text" || kind === "verdict";
+  const [x, y] = words ? [a, b] : [magnitude(a, kind), magnitude(b, kind)];
+  return (a === "") - (b === "") || sign * ((x > y) - (x < y));
+}
+
+class Grid {
+  constructor(root) {
+    const { first, views } = JSON.parse(root.querySelector("script").textContent);
+    Object.assign(this, { root, views, view: views[0], limit: first, sort: null, open: new Set() });
+    this.table = root.querySelector("table");
+    this.count = Object.assign(root.querySelector(".count"), { ariaLive: "polite" });
+    this.follows = root.classList.contains("follow");
+    this.build();
+    this.draw();
+  }
+
+  build() {
+    const oninput = () => this.draw();
+    const ariaLabel = `search: ${this.table.caption.textContent}`;
+    this.search = make("input", "", { type: "search", placeholder: "search", ariaLabel, oninput });
+    this.only = make("input", "", { type: "checkbox", oninput });
+    this.choice = make("select", "", { ariaLabel: "what to show", oninput: () => this.show(this.choice.selectedIndex) });
+    this.choice.append(...this.views.map((view) => make("option", view.label)));
+    const only = make("label");
+    only.append(this.only, " failing only");
+    const anyFailing = this.views.some((view) => view.rows.some((row) => failing(view, row)));
+    const useful = [[this.choice, this.views.length > 1], [this.search, this.view.rows.length > 5], [only, anyFailing]];
+    this.root.querySelector(".tools").append(...useful.filter(([, use]) => use).map(([tool]) => tool));
+  }
+
+  show(index, search = this.search.value) {
+    this.view = this.views[index];
+    this.choice.selectedIndex = index;
+    this.search.value = search;
+    this.sort = null;
+    this.draw();
+  }
+
+  sortBy(column) {
+    const again = this.sort?.column === column;
+    this.sort = { column, sign: again ? -this.sort.sign : (WORST_FIRST[this.view.kinds[column]] ?? 1) };
+    this.draw();
+    this.table.tHead.rows[0].cells[column].firstChild.focus();
+  }
+
+  matching() {
+    const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const rows = this.view.rows.filter((row) => {
+      const text = row.join("\n").toLowerCase();
+      return words.every((word) => text.includes(word)) && (!this.only.checked || failing(this.view, row));
+    });
+    if (!this.sort) return rows;
+    const { column, sign } = this.sort;
+    return rows.sort((a, b) => compare(a[column], b[column], this.view.kinds[column], sign));
+  }
+
+  draw() {
+    const [rows, total] = [this.matching(), this.view.rows.length];
+    const shown = rows.slice(0, this.limit);
+    this.table.tHead.replaceChildren(this.head());
+    this.table.tBodies[0].replaceChildren(...shown.flatMap((row) => this.row(row)));
+    const matches = rows.length < total ? `${rows.length} of ${total} rows match` : "";
+    this.count.textContent = shown.length < rows.length ? `${shown.length} of ${rows.length} rows ` : matches;
+    if (shown.length === rows.length) return;
+    const onclick = () => {
+      this.limit = Infinity;
+      this.draw();
+    };
+    this.count.append(make("button", "show all", { type: "button", onclick }));
+  }
+
+  head() {
+    const row = make("tr");
+    this.view.heads.forEach((label, i) => {
+      const sorted = this.sort?.column === i ? (this.sort.sign > 0 ? "ascending" : "descending") : "none";
+      const heading = make("th", "", { scope: "col", className: this.view.kinds[i], ariaSort: sorted });
+      heading.append(make("button", label, { type: "button", onclick: () => this.sortBy(i) }));
+      row.append(heading);
+    });
+    return row;
+  }
+
+  row(cells) {
+    const row = make("tr");
+    const name = make("th", "", { scope: "row" });
+    row.append(name, ...cells.slice(1).map((text, i) => cell(this.view.kinds[i + 1], text)));
+    if (!this.follows) {
+      breakable(name, cells[0]);
+      return [row];
+    }
+    const key = this.view.heads[1] === "value" ? cells[1] : cells[0];
+    name.append(this.opener(key, cells[0]));
+    return this.open.has(key) ? [row, this.detail(key)] : [row];
+  }
+
+  opener(key, text) {
+    const onclick = () => {
+      if (!this.open.delete(key)) this.open.add(key);
+      this.draw();
+      this.table.querySelector(`[data-key="${CSS.escape(key)}"]`).focus();
+    };
+    const state = { type: "button", className: "open", ariaExpanded: String(this.open.has(key)), onclick };
+    const button = breakable(make("button", "", state), text);
+    button.dataset.key = key;
+    return button;
+  }
+
+  // Everything each stage measured about a value, or about all values of a module.
+  detail(key) {
+    const values = new Set(byValue().rows.filter((row) => row.slice(0, 2).includes(key)).map((row) => row[1]));
+    const found = stages.flatMap(({ root, view }) => view.rows.filter((row) => values.has(row[1])).map((row) => {
+      const cells = view.heads.map((head, i) => [head, cell(view.kinds[i], row[i])]);
+      return new Map([["stage", make("th", root.dataset.stage, { scope: "row" })], ...cells]);
+    }));
+    // The record with most columns gives their order.
+    const heads = new Set([...found].sort((a, b) => b.size - a.size).flatMap((record) => [...record.keys()]));
+    heads.delete("layer");
+    const shown = [...heads].filter((head) => found.some((record) => record.get(head)?.textContent));
+    const table = make("table");
+    table.createTHead().insertRow().append(...shown.map((head) => make("th", head, { scope: "col" })));
+    const body = table.createTBody();
+    for (const record of found) body.insertRow().append(...shown.map((head) => record.get(head) ?? make("td")));
+    const row = make("tr", "", { className: "detail" });
+    const scroll = make("div", "", { className: "scroll" });
+    scroll.append(table);
+    Object.assign(row.insertCell(), { colSpan: this.view.heads.length }).append(scroll);
+    return row;
+  }
+}
+
+const grids = [...document.querySelectorAll(".grid")].map((root) => new Grid(root));
+const stages = grids.filter(({ root }) => root.dataset.stage);
+const follow = grids.find(({ follows }) => follows);
+const byValue = () => follow.views.find((view) => view.heads[1] === "value");
+
+// report.html#layer=layer1.1.conv2 opens that module or value: for links in the page and from elsewhere.
+function visit() {
+  const [, wanted] = /^#layer=(.*)$/.exec(location.hash) ?? [];
+  if (!wanted || !follow) return;
+  const layer = decodeURIComponent(wanted);
+  const isModule = follow.views[0].rows.some((row) => row[0] === layer);
+  follow.only.checked = false;
+  follow.open.add(layer);
+  follow.show(isModule ? 0 : follow.views.indexOf(byValue()), layer);
+  document.getElementById("follow").scrollIntoView();
+}
+addEventListener("hashchange", visit);
+visit();
+
+// Pointing at the chart reads one value across all strips; a click follows it.
+function readChart(svg) {
+  const { slots, left, right, height } = svg.dataset;
+  const { heads, rows } = byValue();
+  const width = (right - left) / slots;
+  const inOrder = [...rows].sort((a, b) => a.at(-1) - b.at(-1));
+  const slotAt = ({ clientX, clientY }) => {
+    const { x } = new DOMPoint(clientX, clientY).matrixTransform(svg.getScreenCTM().inverse());
+    return Math.min(slots - 1, Math.max(0, Math.floor((x - left) / width)));
+  };
+  svg.onpointermove = (event) => {
+    const slot = slotAt(event);
+    const [layer, value, ...cells] = inOrder[slot];
+    const measured = heads.slice(2, -2).flatMap((stage, i) => (cells[i] ? [`${stage} ${cells[i]}`] : []));
+    svg.querySelector(".cursor").setAttribute("d", `M${Number(left) + (slot + 0.5) * width} 0V${height}`);
+    svg.closest("section").querySelector(".reading").textContent = `${layer} (${value}): ${measured.join(" · ")}`;
+  };
+  svg.onclick = (event) => (location.hash = `#layer=${encodeURIComponent(inOrder[slotAt(event)][1])}`);
+}
+document.querySelectorAll("#chart svg").forEach(readChart);
