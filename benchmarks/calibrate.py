@@ -1,0 +1,165 @@
+"""Calibrate and quantise ResNet-18 at 224x224 on random data: Layerline against onnxruntime's quantize_static.
+
+Each run is a process of its own, ours and the peer's in turn; figures are medians. Seconds are those of the call, from
+the model file to the quantised file; imports and the making of the data don't count. Peak MB is the whole process.
+Ends in one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+BATCH = 8
+
+
+def resnet18(path: Path) -> None:
+    """ResNet-18 with its BatchNorms folded and random weights."""
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    rng, nodes, weights = np.random.default_rng(0), [], []
+
+    def conv(x: str, name: str, width: int, to: int, size: int, stride: int) -> str:
+        std = (2 / (width * size * size)) ** 0.5
+        for suffix, shape in (("w", (to, width, size, size)), ("b", (to,))):
+            array = rng.standard_normal(shape, np.float32) * np.float32(std)
+            weights.append(numpy_helper.from_array(array, f"{name}.{suffix}"))
+        pads = [size // 2] * 4
+        nodes.append(helper.make_node("Conv", [x, f"{name}.w", f"{name}.b"], [name], pads=pads, strides=[stride] * 2))
+        return name
+
+    def op(kind: str, *inputs: str, **attributes: object) -> str:
+        nodes.append(helper.make_node(kind, inputs, [f"{kind}_{len(nodes)}"], **attributes))
+        return str(nodes[-1].output[0])
+
+    x = op("Relu", conv("x", "stem", 3, 64, 7, 2))
+    x, width = op("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1] * 4), 64
+    for stage, to in enumerate((64, 128, 256, 512)):
+        for block in range(2):
+            name, stride = f"layer{stage}.{block}", 2 if stage and not block else 1
+            y = op("Relu", conv(x, f"{name}.conv1", width, to, 3, stride))
+            y = conv(y, f"{name}.conv2", to, to, 3, 1)
+            x = op("Relu", op("Add", y, conv(x, f"{name}.down", width, to, 1, stride) if stride == 2 else x))
+            width = to
+    weights.append(numpy_helper.from_array(rng.standard_normal((1000, 512), np.float32) * np.float32(0.04), "head.w"))
+    nodes.append(helper.make_node("Gemm", [op("Flatten", op("GlobalAveragePool", x)), "head.w"], ["y"], transB=1))
+    ends = [
+        helper.make_tensor_value_info(*v)
+        for v in (("x", TensorProto.FLOAT, ["n", 3, 224, 224]), ("y", TensorProto.FLOAT, ["n", 1000]))
+    ]
+    graph = helper.make_graph(nodes, "resnet18", ends[:1], ends[1:], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), str(path))
+
+
+def batches(samples: int) -> Iterator[np.ndarray]:
+    rng = np.random.default_rng(1)
+    for start in range(0, samples, BATCH):
+        yield rng.standard_normal((min(BATCH, samples - start), 3, 224, 224), np.float32)
+
+
+def ours(model: Path, out: Path, samples: int, calibrator: str) -> Callable[[], None]:
+    from layerline.backends.onnxruntime import OnnxRuntime
+    from layerline.calib.collect import collect
+    from layerline.calib.samples import Batch
+    from layerline.graph import io, placement, qdq
+
+    def run() -> None:
+        loaded = io.load(model)
+        placed = placement.place(loaded)
+        names = [w.name for w in placed.wanted if w.role == "activation"]
+        feeds = (Batch({"x": x}, None, len(x)) for x in batches(samples))
+        ranges = collect(lambda taps: OnnxRuntime().open(model, taps), feeds, names)
+        plan = qdq.plan(loaded, placed, ranges.histograms, calibrator)
+        io.save(qdq.apply(loaded, plan), out)
+
+    return run
+
+
+def peer(model: Path, out: Path, samples: int, calibrator: str) -> Callable[[], None]:
+    from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType, quantize_static
+
+    class Reader(CalibrationDataReader):
+        def __init__(self) -> None:
+            self.left = batches(samples)
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            x = next(self.left, None)
+            return None if x is None else {"x": x}
+
+    method = {"entropy": "Entropy", "percentile": "Percentile", "minmax": "MinMax"}[calibrator]
+
+    def run() -> None:
+        quantize_static(
+            str(model), str(out / "model.onnx"), Reader(), per_channel=True, activation_type=QuantType.QInt8,
+            weight_type=QuantType.QInt8, calibrate_method=getattr(CalibrationMethod, method),
+            extra_options={"ActivationSymmetric": True, "WeightSymmetric": True},
+        )  # fmt: skip
+
+    return run
+
+
+def measure(side: str, model: str, samples: int, calibrator: str) -> dict[str, float]:
+    """One run in a process of its own."""
+    command = [
+        sys.executable,
+        __file__,
+        "--side",
+        side,
+        "--model",
+        model,
+        "--samples",
+        str(samples),
+        "--calibrator",
+        calibrator,
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--samples", type=int, default=32)
+    options.add_argument("--calibrator", default="entropy", choices=["entropy", "percentile", "minmax"])
+    options.add_argument("--repeat", type=int, default=3)
+    options.add_argument("--side", choices=["ours", "peer"], help=argparse.SUPPRESS)
+    options.add_argument("--model", help=argparse.SUPPRESS)
+    chosen = options.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if chosen.side:
+            side = {"ours": ours, "peer": peer}[chosen.side]
+            run = side(Path(chosen.model), Path(folder), chosen.samples, chosen.calibrator)
+            start = time.perf_counter()
+            run()
+            seconds, peak = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            print(json.dumps({"seconds": seconds, "peak_mb": peak}))
+            return
+        model = Path(folder) / "resnet18.onnx"
+        resnet18(model)
+        runs: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
+        for _ in range(chosen.repeat):
+            for name, found in runs.items():
+                found.append(measure(name, str(model), chosen.samples, chosen.calibrator))
+    line: dict[str, object] = {
+        "benchmark": "calibrate", "samples": chosen.samples, "calibrator": chosen.calibrator,
+        "peer_is": "onnxruntime quantize_static",
+    }  # fmt: skip
+    for measured in ("seconds", "peak_mb"):
+        a, b = (statistics.median(f[measured] for f in runs[side]) for side in ("ours", "peer"))
+        line[measured] = {"ours": round(a, 2), "peer": round(b, 2), "ratio": round(a / b, 3)}
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

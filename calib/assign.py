@@ -1,0 +1,61 @@
+"""Numbers for a plan: a scale for each wanted value, from its histogram or its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from layerline.calib.calibrators import Calibrator, threshold
+from layerline.calib.histogram import Histogram, shortest
+from layerline.calib.plan import QuantValue, Wanted
+from layerline.calib.scales import channel_amax, scale_of
+from layerline.pipeline.errors import StageError
+
+
+def activation(
+    wanted: Wanted, histograms: Mapping[str, Histogram], calibrator: Calibrator, *, percentile: float = 99.99
+) -> QuantValue:
+    """One scale for an activation, from its own histogram and those it shares its scale with.
+
+    Raises:
+        StageError: calibration saw no finite element of it.
+    """
+    own = histograms[wanted.name]
+    merged = reduce(Histogram.merge, (histograms[name] for name in wanted.shared), own)
+    if merged.count == 0:
+        raise StageError("calibration saw no finite element of this value", where=wanted.name, hint="skip it")
+    amax = threshold(merged, calibrator, percentile=percentile)
+    seen = (own.low, own.high) if own.count else (0.0, 0.0)
+    return _value(wanted, scale_of(amax), amax, seen, calibrator)
+
+
+def weight(wanted: Wanted, array: npt.NDArray[Any]) -> QuantValue:
+    """The scales of a weight: its exact maxima, per slice along `wanted.axis`, or one.
+
+    Raises:
+        StageError: NaN or Inf among the weights; says how many.
+    """
+    bad = int(array.size - np.isfinite(array).sum())
+    if bad:
+        raise StageError(f"{bad} of {array.size} weights are not finite", where=wanted.name)
+    amax = channel_amax(array, wanted.axis)
+    seen = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
+    return _value(wanted, scale_of(amax), float(amax.max(initial=0.0)), seen, "minmax")
+
+
+def _value(
+    wanted: Wanted, scales: npt.NDArray[np.float32], amax: float, seen: tuple[float, float], calibrator: str
+) -> QuantValue:
+    return QuantValue(
+        # Not asdict(): it would copy the readers into lists.
+        **{f.name: getattr(wanted, f.name) for f in dataclasses.fields(Wanted)},
+        scales=tuple(shortest(s) for s in scales.reshape(-1)),
+        amax=shortest(amax),
+        seen=(shortest(seen[0]), shortest(seen[1])),
+        calibrator=calibrator,
+    )

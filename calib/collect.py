@@ -1,0 +1,103 @@
+"""Calibration itself: runs the float model on the samples and keeps a histogram of every wanted value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy.typing as npt
+
+from layerline.calib.histogram import Histogram
+from layerline.calib.samples import Batch
+from layerline.pipeline.errors import StageError
+
+FILE = "ranges.json"
+
+Array = npt.NDArray[Any]
+GROUP = 128
+"""Values tapped in one run: what bounds the memory of a model with very many of them."""
+
+
+class Session(Protocol):
+    """A loaded model; what `layerline.backends` calls a session."""
+
+    def run(self, feed: Mapping[str, Array]) -> dict[str, Array]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranges:
+    """What calibration saw.
+
+    Attributes:
+        histograms: by value name.
+        samples: how many samples they are of.
+        notes: non-finite elements that were skipped, a sentence a value.
+    """
+
+    histograms: dict[str, Histogram]
+    samples: int
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Canonical; one line a value. Notes are left out: they are for the report."""
+        lines = (f"{json.dumps(n)}: {json.dumps(h.to_plain())}" for n, h in sorted(self.histograms.items()))
+        return f'{{"samples": {self.samples}, "values": {{\n' + ",\n".join(lines) + "\n}}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Ranges:
+        raw = json.loads(text)
+        return cls(histograms={n: Histogram.from_plain(h) for n, h in raw["values"].items()}, samples=raw["samples"])
+
+
+def collect(
+    open_session: Callable[[Sequence[str]], Session],
+    batches: Iterable[Batch],
+    names: Sequence[str],
+    *,
+    nonfinite: Literal["stop", "skip"] = "stop",
+    progress: Callable[[int], None] | None = None,
+) -> Ranges:
+    """Histograms of the named values over all batches, in one pass and without keeping an activation.
+
+    Args:
+        open_session: loads the model with the given inner values as further outputs.
+        batches: the samples.
+        names: values of the main graph, its inputs included.
+        nonfinite: stop at the first NaN or Inf, or leave them out and say so.
+        progress: told the number of samples done after each batch.
+
+    Raises:
+        StageError: NaN or Inf in an activation; names the tensor, the batch and how many.
+    """
+    groups = [names[i : i + GROUP] for i in range(0, len(names), GROUP)]
+    sessions = [open_session(group) for group in groups]
+    histograms = {name: Histogram() for name in names}
+    samples = 0
+    for index, batch in enumerate(batches):
+        for group, session in zip(groups, sessions, strict=True):
+            arrays = {**batch.feed, **session.run(batch.feed)}
+            for name in group:
+                histograms[name].update(batch.real(arrays[name]))
+        if nonfinite == "stop":
+            _require_finite(histograms, index)
+        samples += batch.rows
+        if progress is not None:
+            progress(samples)
+    skipped = tuple(
+        f"{h.nan + h.inf} non-finite elements of {name} were left out of its range ({h.nan} NaN, {h.inf} Inf)"
+        for name, h in histograms.items()
+        if h.nan + h.inf
+    )
+    return Ranges(histograms=histograms, samples=samples, notes=skipped)
+
+
+def _require_finite(histograms: Mapping[str, Histogram], batch: int) -> None:
+    for name, histogram in histograms.items():
+        if histogram.nan + histogram.inf:
+            raise StageError(
+                f"{histogram.nan} NaN and {histogram.inf} Inf elements in calibration batch {batch} (counted from 0)",
+                where=name,
+                hint="look for log, division or overflow there; `nonfinite: skip` leaves them out of the range",
+            )

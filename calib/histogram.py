@@ -1,0 +1,193 @@
+"""What calibration remembers of a tensor: an exact, range-free histogram that needs one pass and constant memory.
+
+The upper 16 bits of a float32 are its bfloat16 bucket. Counting them needs no first pass and no guess of the range,
+whatever the values are; counts of two shards add up to the counts of their union, so the result does not depend on the
+order or the grouping of the samples. A bucket is at most 1/128 of its magnitude wide.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+BUCKETS = 1 << 15
+"""Buckets of |x|: 8 exponent and 7 mantissa bits. Bucket 0 holds 0 (and |x| < 2^-133)."""
+INFINITE = 0x7F80
+"""From this bucket on, values are Inf or NaN."""
+_CHUNK = 1 << 18  # bounds the working memory; a megabyte of float32 stays in cache
+_GREATEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(eq=False)
+class Histogram:
+    """Counts of |x| by bfloat16 bucket, with the exact extremes of x.
+
+    Attributes:
+        counts: int64 of shape (BUCKETS,); Inf and NaN are counted apart.
+        low: least finite value, exact in float32; +inf while nothing was seen.
+        high: greatest finite value, exact in float32; -inf while nothing was seen.
+        nan: NaN elements.
+        inf: infinite elements, of either sign.
+    """
+
+    counts: Counts = field(default_factory=lambda: np.zeros(BUCKETS, np.int64))
+    low: float = math.inf
+    high: float = -math.inf
+    nan: int = 0
+    inf: int = 0
+
+    def update(self, array: npt.NDArray[Any]) -> None:
+        """Adds every element of an array of any real type and shape.
+
+        float64 values beyond float32's range count at float32's greatest value.
+        """
+        flat = np.ascontiguousarray(array).reshape(-1)
+        signed = np.zeros(2 * BUCKETS, np.int64)
+        for start in range(0, flat.size, _CHUNK):
+            part = _float32(flat[start : start + _CHUNK])
+            signed += np.bincount(part.view(np.uint32) >> 16, minlength=2 * BUCKETS)
+            self._extremes(part)
+        both = signed[:BUCKETS] + signed[BUCKETS:]
+        both[INFINITE:] = 0
+        self.counts += both
+
+    def merge(self, other: Histogram) -> Histogram:
+        """The histogram of both sets of values together."""
+        return Histogram(
+            self.counts + other.counts,
+            min(self.low, other.low),
+            max(self.high, other.high),
+            self.nan + other.nan,
+            self.inf + other.inf,
+        )
+
+    @property
+    def count(self) -> int:
+        """Finite elements seen."""
+        return int(self.counts.sum())
+
+    @property
+    def amax(self) -> float:
+        """Greatest finite |x|, exact in float32; 0 while nothing was seen."""
+        return max(abs(self.low), abs(self.high)) if self.low <= self.high else 0.0
+
+    def nonzero(self) -> tuple[Floats, Counts]:
+        """The buckets from the first to the last that holds a non-zero magnitude.
+
+        Returns:
+            Edges in ascending order, shape (n + 1,), and counts, shape (n,). The last edge is `amax` itself: no
+            calibrator may believe in values that were never seen. Empty when only zeros, or nothing, were seen.
+        """
+        used = np.flatnonzero(self.counts[1:]) + 1
+        if used.size == 0:
+            return np.zeros(1), np.zeros(0, np.int64)
+        first, last = int(used[0]), int(used[-1])
+        edges = bucket_floor(np.arange(first, last + 2))
+        edges[-1] = self.amax
+        return edges, self.counts[first : last + 1]
+
+    def beyond(self, amax: float) -> float:
+        """Share of the finite elements with |x| > amax, in 0..1; inside a bucket values are taken as evenly spread."""
+        if amax >= self.amax or self.count == 0:
+            return 0.0
+        edges, counts = self.nonzero()
+        below = np.concatenate(([0], np.cumsum(counts)))
+        return float((below[-1] - np.interp(amax, edges, below)) / self.count)
+
+    def to_plain(self) -> dict[str, Any]:
+        """JSON-ready, compact and canonical: equal histograms give equal text.
+
+        `counts` starts at bucket `first`: LEB128 numbers in base64, a run of zeros as 0 and its length.
+        """
+        used = np.flatnonzero(self.counts)
+        first, last = (int(used[0]), int(used[-1])) if used.size else (0, -1)
+        extremes = [shortest(self.low), shortest(self.high)] if self.low <= self.high else None
+        return {
+            "range": extremes,
+            "nan": self.nan,
+            "inf": self.inf,
+            "first": first,
+            "counts": _packed(self.counts[first : last + 1].tolist()),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Histogram:
+        histogram = cls(nan=plain["nan"], inf=plain["inf"])
+        first, counts = plain["first"], _unpacked(plain["counts"])
+        histogram.counts[first : first + len(counts)] = counts
+        if plain["range"] is not None:
+            histogram.low, histogram.high = (float(np.float32(v)) for v in plain["range"])
+        return histogram
+
+    def _extremes(self, part: npt.NDArray[np.float32]) -> None:
+        low, high = float(part.min()), float(part.max())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            missing = int(np.isnan(part).sum())
+            finite = part[np.isfinite(part)]
+            self.nan += missing
+            self.inf += part.size - finite.size - missing
+            if finite.size == 0:
+                return
+            low, high = float(finite.min()), float(finite.max())
+        self.low, self.high = min(self.low, low), max(self.high, high)
+
+
+def bucket_floor(bucket: npt.NDArray[Any]) -> Floats:
+    """Least magnitude of each bucket, as float64; bucket INFINITE has float32's greatest value as its floor."""
+    floors = (np.asarray(bucket, np.uint32) << 16).view(np.float32).astype(np.float64)
+    return np.minimum(floors, _GREATEST)
+
+
+def _float32(part: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    if part.dtype == np.float32:
+        return part.view(np.float32)
+    with np.errstate(over="ignore"):
+        single: npt.NDArray[np.float32] = part.astype(np.float32)
+    if part.dtype == np.float64 and np.isinf(single).any():
+        overflown = np.isinf(single) & np.isfinite(part)
+        single[overflown] = np.copysign(np.float32(_GREATEST), single[overflown])
+    return single
+
+
+def _packed(counts: list[int]) -> str:
+    numbers: list[int] = []
+    for count, same in itertools.groupby(counts):
+        run = sum(1 for _ in same)
+        numbers += [0, run] if count == 0 else [count] * run
+    packed = bytearray()
+    for number in numbers:
+        while number > 0x7F:
+            packed.append(number & 0x7F | 0x80)
+            number >>= 7
+        packed.append(number)
+    return base64.b64encode(packed).decode("ascii")
+
+
+def _unpacked(text: str) -> list[int]:
+    numbers, number, shift = [], 0, 0
+    for byte in base64.b64decode(text):
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        if byte <= 0x7F:
+            numbers.append(number)
+            number, shift = 0, 0
+    counts: list[int] = []
+    left = iter(numbers)
+    for number in left:
+        counts += [number] if number else [0] * next(left)
+    return counts
+
+
+def shortest(value: float | np.floating[Any]) -> float:
+    """The shortest decimal that is the same float32: readable, and the same text on every machine."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,60 @@
+"""Names: what a person's patterns mean in a graph, and names that nothing in it has yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import onnx_ir as ir
+
+from layerline.graph import rewrite
+from layerline.graph.provenance import modules
+from layerline.pipeline.errors import ConfigError
+
+
+def first_output(node: ir.Node) -> str:
+    """What identifies a node: the name of its first output that has one."""
+    return next((o.name for o in node.outputs if o.name), "")
+
+
+def module_of(node: ir.Node) -> str:
+    """The main module path of a node; empty where it belongs to no module."""
+    return next(iter(modules(node)), "")
+
+
+def matching(model: ir.Model, patterns: Sequence[str], *, field: str) -> set[ir.Node]:
+    """The nodes, in bodies too, that any pattern means.
+
+    A pattern is the name of a value that the node reads or writes, its own name, or its module path or one above it;
+    or a glob of any of these.
+
+    Raises:
+        ConfigError: a pattern means nothing in this model.
+    """
+    found: dict[str, set[ir.Node]] = {p: set() for p in patterns}
+    for node in model.graph.all_nodes():
+        values = [v.name for v in (*node.inputs, *node.outputs) if v is not None and v.name]
+        names = (*values, node.name or "", *modules(node))
+        for pattern in patterns:
+            if any(fnmatchcase(n, pattern) or n.startswith(f"{pattern}.") for n in names):
+                found[pattern].add(node)
+    for pattern, nodes in found.items():
+        if not nodes:
+            raise ConfigError(f"{pattern!r} matches no value, node or module of the model", where=field)
+    return set().union(*found.values())
+
+
+class Names:
+    """The names of one graph; gives out only such as are free."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._taken = {v.name for v in rewrite.values(graph)} | {n.name for n in graph}
+
+    def fresh(self, name: str) -> str:
+        """`name`, or the first of `name_2`, `name_3`, … that is free."""
+        candidate, count = name, 1
+        while candidate in self._taken:
+            count += 1
+            candidate = f"{name}_{count}"
+        self._taken.add(candidate)
+        return candidate

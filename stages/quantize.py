@@ -1,0 +1,367 @@
+"""quantize: the fused model in int8, fp16 or bf16, with a plan that says why, and what it costs layer by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, PositiveInt
+
+from layerline.pipeline.errors import TaskError
+from layerline.pipeline.report import Gate, LayerDiff, Report, Scalar
+from layerline.pipeline.stage import Stage, Work
+
+if TYPE_CHECKING:
+    import onnx
+
+    from layerline.backends.base import Feed
+    from layerline.calib.collect import Ranges
+    from layerline.calib.plan import QuantPlan
+    from layerline.calib.samples import Batch, Samples
+    from layerline.layers.signature import Signature
+
+COPIED = ("signature.json", "probes.safetensors")
+CALIBRATION_HOOKS = ("calib_data", "train_data", "eval_data")
+
+
+class Quantize(Stage):
+    """Post-training quantisation after TensorRT's rules, or a conversion to half precision."""
+
+    name: ClassVar[str] = "quantize"
+    version: ClassVar[int] = 1
+    takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
+    gives: ClassVar[str] = "quantized"
+    uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric")
+    env: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir", "onnxruntime")
+
+    mode: Literal["int8", "fp16", "bf16", "none"] = "int8"
+    """int8: Q/DQ around layers with weights. fp16, bf16: half precision wherever it is safe. none: passed on as is."""
+    rest: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """In mode int8, the type of what stays float: TensorRT runs it as it is written."""
+    calibrator: Literal["entropy", "percentile", "minmax", "mse"] = "entropy"
+    """How much of an activation's range is worth its steps."""
+    percentile: float = Field(default=99.99, gt=0, le=100)
+    """For calibrator percentile: per cent of the non-zero values that stay inside the range."""
+    samples: PositiveInt = 512
+    """Calibration samples, spread evenly over the data."""
+    batch_size: PositiveInt = 16
+    """Samples a run, where the data does not come in batches; more takes more memory."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What a NaN or Inf in calibration does: stop and name it, or leave it out of the range and say so."""
+    per_channel: bool = True
+    """One scale for each output channel of a weight."""
+    attention: bool = False
+    """Also quantise matrix products of two activations."""
+    ops: tuple[str, ...] | None = None
+    """Operators to quantise; all that have a rule when left out."""
+    skip: tuple[str, ...] = ()
+    """What stays float32: value or node names, module paths with everything below them, or globs."""
+    max_drop: float | None = Field(default=None, ge=0)
+    """Greatest loss of any metric that passes, in the metric's own units."""
+
+    def hooks(self) -> tuple[str, ...]:
+        """The task's hooks it calls: nothing is calibrated where nothing changes."""
+        return self.uses if self.mode != "none" else ("eval_data", "metric")
+
+    def run(self, work: Work) -> Report:
+        from layerline.graph import io
+        from layerline.layers import probes
+        from layerline.layers.signature import Signature
+
+        folder = work.inputs["model"]
+        model, feeds = io.load(folder / io.FILE), probes.load(folder)
+        data = _Data(self, work, Signature.load(folder))
+        made = _convert(self, data, model, feeds)
+        io.save(made.model, work.out)
+        for name in COPIED:
+            shutil.copyfile(folder / name, work.out / name)
+        _write(work.out, made)
+        report = _report(self, made, feeds)
+        sizes = {"bytes_before": _bytes(folder), "bytes_after": _bytes(work.out)}
+        scores, gates, notes = _scores(self, data, made)
+        return dataclasses.replace(
+            report,
+            metrics={**scores, **sizes, **report.metrics},
+            gates=(*report.gates, *gates),
+            notes=(*report.notes, *notes),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """What the conversion gave.
+
+    Attributes:
+        reference: the float model, at the opset of the result.
+        model: the artifact.
+        measured: what stands for it on onnxruntime: itself, or its emulation in float32.
+        plan: what is quantised, and what is not.
+        ranges: what calibration saw; None where nothing was calibrated.
+        notes: for people.
+    """
+
+    reference: onnx.ModelProto
+    model: onnx.ModelProto
+    measured: onnx.ModelProto
+    plan: QuantPlan
+    ranges: Ranges | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The task's samples, as this model takes them."""
+
+    stage: Quantize
+    work: Work
+    signature: Signature
+
+    def hook(self) -> str | None:
+        """Where calibration samples come from."""
+        return next((h for h in CALIBRATION_HOOKS if self.work.task.has(h)), None)
+
+    def calibration(self) -> tuple[Samples, tuple[str, ...]]:
+        """The samples, and a note where they are not calib_data()'s."""
+        hook = self.hook()
+        if hook is None:
+            raise TaskError(
+                f"0 calibration samples: the task defines none of {', '.join(f'{h}()' for h in CALIBRATION_HOOKS)}",
+                where=self.work.task.path.name,
+                hint="define calib_data(), or use mode: fp16, which needs no data",
+            )
+        note = () if hook == "calib_data" else (f"no calib_data() in the task: calibrated on {hook}()",)
+        return self._samples(hook, "calibration", self.stage.samples), note
+
+    def evaluation(self) -> Samples | None:
+        """All of eval_data(), where there is any."""
+        return self._samples("eval_data", "evaluation", None) if self.work.task.has("eval_data") else None
+
+    def collect(
+        self,
+        model: onnx.ModelProto,
+        names: list[str],
+        batches: Iterable[Batch],
+        nonfinite: Literal["stop", "skip"],
+    ) -> Ranges:
+        """Ranges of the named values."""
+        from layerline.backends.onnxruntime import OnnxRuntime
+        from layerline.calib.collect import collect
+
+        log, total, runtime = self.work.log, self.stage.samples, OnnxRuntime()
+        return collect(
+            lambda taps: runtime.open(model.SerializeToString(), taps),
+            batches,
+            names,
+            nonfinite=nonfinite,
+            progress=lambda done: log.progress(min(done, total), total),
+        )
+
+    def _samples(self, hook: str, purpose: str, limit: int | None) -> Samples:
+        from layerline.calib.samples import Samples
+
+        return Samples(
+            self.work.task.call(hook),
+            self.signature.inputs,
+            hook=hook,
+            purpose=purpose,
+            batch_size=self.stage.batch_size,
+            limit=limit,
+        )
+
+
+def _convert(stage: Quantize, data: _Data, model: onnx.ModelProto, feeds: list[Feed]) -> _Made:
+    from layerline.calib.plan import QuantPlan
+
+    if stage.mode == "int8":
+        made = _int8(stage, data, model)
+        return made if stage.rest == "fp32" else _half(stage, data, made, feeds, stage.rest)
+    made = _Made(reference=model, model=model, measured=model, plan=QuantPlan(values=(), kept=()))
+    return made if stage.mode == "none" else _half(stage, data, made, feeds, stage.mode)
+
+
+def _int8(stage: Quantize, data: _Data, model: onnx.ModelProto) -> _Made:
+    from layerline.backends.cpu import int8_flag, int8_note
+    from layerline.graph import placement, qdq
+    from layerline.graph.opset import raise_opset
+
+    # Raised before anything else: both sides of the comparison then share an opset, and so a graph.
+    model = raise_opset(model, qdq.required_opset(model))
+    ops = placement.OPS if stage.ops is None else stage.ops
+    rules = placement.Rules(ops=ops, skip=stage.skip, per_channel=stage.per_channel, attention=stage.attention)
+    placed = placement.place(model, rules)
+    samples, note = data.calibration()
+    activations = [w.name for w in placed.wanted if w.role == "activation"]
+    ranges = data.collect(model, activations, samples, stage.nonfinite)
+    plan = qdq.plan(model, placed, ranges.histograms, stage.calibrator, percentile=stage.percentile)
+    quantized = qdq.apply(model, plan)
+    notes = (*note, *ranges.notes, int8_note(int8_flag()))
+    return _Made(reference=model, model=quantized, measured=quantized, plan=plan, ranges=ranges, notes=notes)
+
+
+def _half(stage: Quantize, data: _Data, made: _Made, feeds: list[Feed], mode: str) -> _Made:
+    from layerline.calib.plan import QuantPlan
+    from layerline.calib.samples import Batch
+    from layerline.graph import half
+    from layerline.graph.opset import raise_opset
+
+    opset = half.required_opset(made.model, mode)
+    reference, names = raise_opset(made.reference, opset), half.float_values(made.reference)
+    batches: Iterable[Batch] = [Batch(dict(feed), None, 1) for feed in feeds]
+    note: tuple[str, ...] = (f"the task has no samples: overflow was looked for on {len(feeds)} probe feeds alone",)
+    if data.hook() is not None:
+        batches, note = data.calibration()
+    ranges = data.collect(made.reference, names, batches, "skip")
+    amax = {name: histogram.amax for name, histogram in ranges.histograms.items()}
+    converted = half.to_half(made.model, mode, amax=amax, skip=stage.skip)
+    emulated = (
+        f"{converted.nodes} nodes compute in {mode}; measured in float32 with every {mode} value rounded, "
+        "because onnxruntime's CPU kernels leave that rounding out"
+    )
+    return _Made(
+        reference=reference,
+        model=converted.model,
+        measured=half.emulate(converted.model),
+        plan=QuantPlan(values=made.plan.values, kept=(*made.plan.kept, *converted.kept)),
+        ranges=made.ranges,
+        notes=(*made.notes, *(n for n in note if n not in made.notes), emulated),
+    )
+
+
+def _write(out: Path, made: _Made) -> None:
+    from layerline.calib import collect, plan
+
+    (out / plan.FILE).write_text(made.plan.to_json(), "utf-8")
+    if made.ranges is not None:
+        (out / collect.FILE).write_text(made.ranges.to_json(), "utf-8")
+
+
+def _report(stage: Quantize, made: _Made, feeds: list[Feed]) -> Report:
+    from layerline.graph.qdq import weight_sqnr
+    from layerline.layers.compare import compare
+
+    if stage.mode == "none":
+        return Report(stage=stage.name, notes=("mode none: the model is passed on as it is",))
+    rows = _table(made, weight_sqnr(made.reference, made.plan))
+    records = compare(made.reference, made.measured, feeds, isolated=True)
+    values = made.plan.values
+    return Report(
+        stage=stage.name,
+        reference="float onnx on onnxruntime",
+        candidate=f"{stage.mode} onnx on onnxruntime",
+        records=tuple(_with_columns(r, rows, made.plan) for r in records),
+        metrics={f"quantized_{r}s": sum(v.role == r for v in values) for r in ("activation", "weight")},
+        gates=_same_on_runtime(stage, made, feeds),
+        notes=made.notes,
+        tables={"quantized": list(rows.values()), "stays float": [dataclasses.asdict(k) for k in made.plan.kept]},
+    )
+
+
+def _table(made: _Made, sqnr: Mapping[str, float]) -> dict[str, dict[str, Scalar]]:
+    """One row a quantised value; `clipped` is the share of an activation's elements beyond its range."""
+    rows: dict[str, dict[str, Scalar]] = {}
+    for value in made.plan.values:
+        seen = None if made.ranges is None else made.ranges.histograms.get(value.name)
+        rows[value.name] = {
+            "value": value.name,
+            "role": value.role,
+            "module": value.module,
+            "axis": value.axis,
+            "least_scale": min(value.scales),
+            "greatest_scale": max(value.scales),
+            "calibrator": value.calibrator,
+            "clipped": None if seen is None else seen.beyond(value.amax),
+            "sqnr_db": sqnr.get(value.name),
+            "why": value.why,
+        }
+    return rows
+
+
+def _with_columns(record: LayerDiff, rows: Mapping[str, Mapping[str, Scalar]], plan: QuantPlan) -> LayerDiff:
+    """Beside the distances: how much of this value is clipped, and how well the weights behind it are kept."""
+    extra: dict[str, Scalar] = dict(record.extra)
+    if record.name in rows:
+        extra["clipped"] = rows[record.name]["clipped"]
+    for value in plan.values:
+        if value.role == "weight" and any(reader == record.name for reader, _ in value.readers):
+            extra["weight_sqnr_db"] = rows[value.name]["sqnr_db"]
+    return dataclasses.replace(record, extra=extra)
+
+
+def _same_on_runtime(stage: Quantize, made: _Made, feeds: list[Feed]) -> tuple[Gate, ...]:
+    """Whether the artifact, run as it is, gives what its emulation gives. onnxruntime has no bfloat16 kernels."""
+    from layerline.layers.compare import compare
+
+    if made.measured is made.model or "bf16" in (stage.mode, stage.rest):
+        return ()
+    apart = compare(made.measured, made.model, feeds, pairs={})
+    lost = {r.name: r.rel_l2 or 0.0 for r in compare(made.reference, made.measured, feeds, pairs={})}
+    worst = max(apart, key=lambda r: r.rel_l2 or 0.0)
+    # Leaving roundings out moves a result no further than the roundings themselves did, or it is another result.
+    allowed = max(0.01, 4 * max(lost.values()))
+    passed = all(r.passed for r in apart) and (worst.rel_l2 or 0.0) <= allowed
+    seen = f"{worst.name} differs by {worst.rel_l2:.2e} (relative L2)"
+    return (Gate("onnxruntime runs it alike", passed, seen, f"at most {allowed:.2e}"),)
+
+
+def _scores(stage: Quantize, data: _Data, made: _Made) -> tuple[dict[str, Scalar], tuple[Gate, ...], tuple[str, ...]]:
+    """The metric before and after, and the accuracy budget."""
+    named, why = _measured(data, made)
+    if named is None:
+        gate = Gate("accuracy budget", False, "not measured", f"max_drop {stage.max_drop}", why)
+        return {}, () if stage.max_drop is None else (gate,), (f"no metric was measured: {why}",)
+    before, after = named["float"], named["result"]
+    scores: dict[str, Scalar] = {}
+    for name in after:
+        scores |= {name: after[name], f"{name}_float": before[name]}
+    return scores, _budget(stage, before, after), ()
+
+
+def _measured(data: _Data, made: _Made) -> tuple[dict[str, dict[str, float]] | None, str]:
+    """The metrics of both models, or the reason why there are none."""
+    from layerline.backends import evaluate
+    from layerline.backends.onnxruntime import OnnxRuntime
+
+    samples, task, runtime = data.evaluation(), data.work.task, OnnxRuntime()
+    if samples is None:
+        return None, "the task has no eval_data()"
+    models = {"float": made.reference, "result": made.measured}
+    sessions = {name: runtime.open(model.SerializeToString()) for name, model in models.items()}
+    found = evaluate.predict(sessions, samples)
+    if found.targets is None:
+        return None, "eval_data() gives no targets"
+    metric = task.get("metric") if task.has("metric") else evaluate.accuracy
+    try:
+        return {name: evaluate.score(metric, outputs, found.targets) for name, outputs in found.outputs.items()}, ""
+    except TaskError as error:
+        if task.has("metric"):
+            raise
+        # The default metric fits classifiers alone; whoever has another kind of model has lost nothing.
+        return None, f"the task has no metric(), and {error.what}"
+
+
+def _budget(stage: Quantize, before: Mapping[str, float], after: Mapping[str, float]) -> tuple[Gate, ...]:
+    if stage.max_drop is None:
+        return ()
+    drops = {name: before[name] - after[name] for name in after}
+    # One part in 10^9 of slack: a drop of exactly max_drop passes whatever the subtraction rounds to.
+    limit = stage.max_drop + 1e-9
+    hint = "try another calibrator, more samples, or skip the worst layers of `pipe diff quantize`"
+    return tuple(
+        Gate(
+            f"{name} budget",
+            drop <= limit,
+            f"{before[name]:.6g} -> {after[name]:.6g}",
+            f"a drop of at most {stage.max_drop:g}",
+            "" if drop <= limit else hint,
+        )
+        for name, drop in drops.items()
+    )
+
+
+def _bytes(folder: Path) -> int:
+    """Size of the model with its external data."""
+    return sum(p.stat().st_size for p in folder.glob("model.onnx*"))

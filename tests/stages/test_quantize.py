@@ -1,0 +1,315 @@
+"""The quantize stage on small models: what it leaves, what it says, and what it refuses."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, parser
+
+from layerline.calib.collect import Ranges
+from layerline.calib.plan import QuantPlan
+from layerline.graph import io
+from layerline.layers import probes
+from layerline.layers.signature import Signature, Value
+from layerline.pipeline.errors import ConfigError, StageError, TaskError
+from layerline.pipeline.stage import Work
+from layerline.pipeline.task import Task
+from layerline.stages.quantize import Quantize
+
+RNG = np.random.default_rng(0)
+NET = """g (float[n, 3, 6, 6] x) => (float[n, 4] y) {
+  a = Conv <pads = [1, 1, 1, 1]> (x, w1, b1)
+  r = Relu (a)
+  c = Conv <pads = [1, 1, 1, 1]> (r, w2, b2)
+  s = Add (c, r)
+  t = Relu (s)
+  p = GlobalAveragePool (t)
+  f = Flatten (p)
+  y = Gemm <transB = 1> (f, wf)
+}"""
+SHAPES = {"w1": (4, 3, 3, 3), "b1": (4,), "w2": (4, 4, 3, 3), "b2": (4,), "wf": (4, 4)}
+WEIGHTS = {k: RNG.standard_normal(v).astype(np.float32) for k, v in SHAPES.items()}
+X = (Value(name="x", dtype="float32", shape=("n", 3, 6, 6)),)
+TASK = """
+import numpy as np
+rng = np.random.default_rng(1)
+X = rng.standard_normal((40, 3, 6, 6)).astype(np.float32)
+"""
+FALLING = """
+def metric(outputs, targets):
+    calls = metric.calls = getattr(metric, "calls", 0) + 1
+    return {}
+"""
+CALIB, LABELLED = "def calib_data():\n    return X\n", "def eval_data():\n    return X, np.arange(40) % 4\n"
+
+
+class Log:
+    def __init__(self):
+        self.seen = []
+
+    def say(self, text):
+        self.seen.append(text)
+
+    def progress(self, done, total, **fields):
+        self.seen.append((done, total))
+
+
+def model(text=NET, **weights):
+    out = parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20]>\n{text}')
+    out.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in weights.items())
+    return out
+
+
+@pytest.fixture
+def work(tmp_path):
+    """Work on a model, with a task made of the given source."""
+
+    def make(task=CALIB, net=None, inputs=X, feeds=None):
+        folder = tmp_path / "fused"
+        for path in (folder, tmp_path / "out", tmp_path / "scratch"):
+            path.mkdir(exist_ok=True)
+        io.save(net or model(**WEIGHTS), folder)
+        Signature(inputs=inputs, outputs=(Value(name="y", dtype="float32", shape=("n", 4)),)).save(folder)
+        probes.save(folder, feeds or [{"x": RNG.standard_normal((n, 3, 6, 6)).astype(np.float32)} for n in (2, 1, 5)])
+        (tmp_path / "task.py").write_text(TASK + task)
+        return Work(
+            inputs={"model": folder}, task=Task(tmp_path / "task.py"), out=tmp_path / "out",
+            scratch=tmp_path / "scratch", log=Log(),
+        )  # fmt: skip
+
+    return make
+
+
+def rows(report):
+    return {r.name: r for r in report.records}
+
+
+@pytest.mark.parametrize("calibrator", ["entropy", "percentile", "minmax", "mse"])
+def test_int8_leaves_model_plan_ranges_and_copies(work, calibrator):
+    task = work(CALIB + LABELLED)
+    report = Quantize(calibrator=calibrator).run(task)
+    assert report.passed
+    assert {p.name for p in task.out.iterdir()} == {
+        "model.onnx", "plan.json", "ranges.json", "signature.json", "probes.safetensors",
+    }  # fmt: skip
+    plan = QuantPlan.from_json((task.out / "plan.json").read_text())
+    ranges = Ranges.from_json((task.out / "ranges.json").read_text())
+    assert ranges.samples == 40 and set(ranges.histograms) == {v.name for v in plan.values if v.role == "activation"}
+    assert {v.calibrator for v in plan.values if v.role == "activation"} == {calibrator}
+    for name in ("signature.json", "probes.safetensors"):
+        assert (task.out / name).read_bytes() == (task.inputs["model"] / name).read_bytes()
+    quantized = io.load(task.out / io.FILE)
+    assert {n.op_type for n in quantized.graph.node} >= {"QuantizeLinear", "DequantizeLinear", "Relu", "Add"}
+
+
+def test_the_report_has_the_distances_the_clipping_and_the_weights(work):
+    report = Quantize(calibrator="percentile", percentile=99).run(work())
+    found = rows(report)
+    assert list(found) == ["a", "r", "c", "s", "t", "p", "f", "y"]
+    assert all(10 < r.sqnr_db < 80 and r.extra["isolated_sqnr_db"] > 10 for r in found.values())
+    assert found["r"].extra["clipped"] == pytest.approx(0.005, abs=0.004)
+    assert found["c"].extra["weight_sqnr_db"] > 30 and "clipped" not in found["c"].extra
+    assert report.metrics["quantized_activations"] == 4 and report.metrics["quantized_weights"] == 3
+    assert {r["value"] for r in report.tables["quantized"]} == {"x", "w1", "r", "w2", "t", "f", "wf"}
+
+
+def test_sizes_are_those_of_the_files(work):
+    task = work()
+    report = Quantize().run(task)
+    assert report.metrics["bytes_before"] == (task.inputs["model"] / "model.onnx").stat().st_size
+    assert report.metrics["bytes_after"] == (task.out / "model.onnx").stat().st_size
+
+
+@pytest.mark.parametrize("mode", ["int8", "fp16", "bf16"])
+def test_the_same_input_gives_the_same_bytes(work, mode, tmp_path):
+    task = work()
+    found = []
+    for _ in range(2):
+        Quantize(mode=mode).run(task)
+        found.append({p.name: p.read_bytes() for p in task.out.iterdir()})
+    assert found[0] == found[1]
+
+
+def test_metrics_before_and_after_come_from_the_eval_data(work):
+    metric = "def metric(outputs, targets):\n    return {'mean': float(outputs.mean()), 'n': len(targets)}\n"
+    report = Quantize(batch_size=7).run(work(CALIB + LABELLED + metric))
+    assert report.metrics["n"] == report.metrics["n_float"] == 40
+    assert report.metrics["mean"] != report.metrics["mean_float"]
+    assert report.metrics["mean"] == pytest.approx(report.metrics["mean_float"], abs=0.1)
+
+
+def test_the_accuracy_budget_is_a_gate_in_the_metrics_own_units(work):
+    metric = "def metric(outputs, targets):\n    return -float(np.abs(outputs).max() * 1000 % 7)\n"
+    task = work(CALIB + LABELLED + metric)
+    report = Quantize(max_drop=100.0).run(task)
+    [gate] = report.gates
+    assert gate.passed and gate.name == "metric budget" and gate.expected == "a drop of at most 100"
+    report = Quantize(max_drop=0.4).run(work(CALIB + LABELLED + FALLING.format("1.0 / calls")))
+    [gate] = report.gates
+    assert not report.passed and gate.seen == "1 -> 0.5" and "calibrator" in gate.hint
+
+
+def test_a_drop_of_exactly_the_budget_passes(work):
+    task = CALIB + LABELLED + FALLING.format("0.985 - 0.005 * (calls - 1)")
+    assert Quantize(max_drop=0.005).run(work(task)).passed
+
+
+@pytest.mark.parametrize(
+    ("task", "why"),
+    [
+        (CALIB, "the task has no eval_data()"),
+        (CALIB + "def eval_data():\n    return X\n", "eval_data() gives no targets"),
+        (CALIB + "def eval_data():\n    return X, X[:, 0, 0, 0]\n", "targets of type float32 are no classes"),
+    ],
+)
+def test_without_a_measurable_metric_there_are_no_numbers_but_a_sentence(work, task, why):
+    report = Quantize().run(work(task))
+    assert report.passed and any(why in note for note in report.notes)
+    assert set(report.metrics) == {"bytes_before", "bytes_after", "quantized_activations", "quantized_weights"}
+    report = Quantize(max_drop=0.1).run(work(task))
+    assert not report.passed and report.gates[-1].seen == "not measured"
+
+
+def test_where_the_samples_come_from_is_said(work):
+    assert not any("calibrated on" in n for n in Quantize().run(work()).notes)
+    report = Quantize().run(work("def train_data():\n    return X, X\n"))
+    assert "no calib_data() in the task: calibrated on train_data()" in report.notes
+
+
+@pytest.mark.parametrize("samples", [1, 10, 500])
+def test_samples_limit_the_calibration(work, samples):
+    task = work()
+    Quantize(samples=samples, batch_size=3).run(task)
+    assert Ranges.from_json((task.out / "ranges.json").read_text()).samples == min(samples, 40)
+
+
+# T17, T19
+
+
+def test_t17_a_nan_in_calibration_stops_naming_tensor_batch_and_count_or_is_skipped(work):
+    broken = "X[33, 0, 0, :2] = np.nan\n"
+    task = work(broken + CALIB)
+    with pytest.raises(StageError, match="x: 2 NaN and 0 Inf elements in calibration batch 3"):
+        Quantize(batch_size=10).run(task)
+    assert list(task.out.iterdir()) == []
+    report = Quantize(nonfinite="skip").run(work(broken + CALIB))
+    assert any("2 non-finite elements of x were left out" in n for n in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("", r"0 calibration samples: the task defines none of calib_data\(\)"),
+        ("def calib_data():\n    return []\n", r"0 calibration samples: calib_data\(\) gave none"),
+        ("def calib_data():\n    return {'image': X}\n", "unknown input 'image'"),
+        ("def calib_data():\n    return X[:, :2]\n", "the model takes"),
+        ("def calib_data():\n    yield 1 / 0\n", "raised ZeroDivisionError"),
+    ],
+)
+def test_t19_readers_that_give_nothing_usable_are_told_and_leave_no_file(work, task, message):
+    made = work(task)
+    with pytest.raises(TaskError, match=message):
+        Quantize().run(made)
+    assert list(made.out.iterdir()) == []
+
+
+def test_t19_a_generator_serves_for_the_one_pass_that_calibration_takes(work):
+    reader = "def calib_data():\n    yield X[:20]\n    yield X[20:]\n"
+    task = work(reader)
+    Quantize().run(task)
+    assert Ranges.from_json((task.out / "ranges.json").read_text()).samples == 40
+
+
+# T21
+
+
+def test_t21_the_note_names_the_cpu_flag(work, tmp_path):
+    from layerline.backends.cpu import int8_flag, int8_note
+
+    info = tmp_path / "cpuinfo"
+    for flags, expected in (("sse avx2", ""), ("avx2 avx512_vnni", "avx512_vnni"), ("avx_vnni", "avx_vnni")):
+        info.write_text(f"flags : {flags}\n")
+        assert int8_flag(info) == expected
+    assert "this CPU has no VNNI" in int8_note("") and "has avx_vnni" in int8_note("avx_vnni")
+    assert "unknown" in int8_note(int8_flag(tmp_path / "nothing"))
+    assert int8_note(int8_flag()) in Quantize().run(work()).notes
+
+
+# Half precision
+
+
+@pytest.mark.parametrize("mode", ["fp16", "bf16"])
+@pytest.mark.parametrize("task", ["", CALIB])
+def test_half_precision_needs_no_data_and_uses_it_where_there_is_some(work, mode, task):
+    made = work(task)
+    report = Quantize(mode=mode).run(made)
+    assert report.passed
+    assert any("probe feeds alone" in n for n in report.notes) == (task == "")
+    assert all(r.sqnr_db > (50 if mode == "fp16" else 30) for r in report.records)
+    assert report.metrics["bytes_after"] < report.metrics["bytes_before"]
+    assert [g.name for g in report.gates] == (["onnxruntime runs it alike"] if mode == "fp16" else [])
+    assert not (made.out / "ranges.json").exists()
+
+
+def test_what_overflows_on_the_samples_stays_float32_and_is_listed(work):
+    body = "h = Relu (x)\n b = Mul (h, k)\n q = Mul (b, b)\n y = Mul (q, i)"
+    net = model(
+        f"g (float[n, 3, 6, 6] x) => (float[n, 3, 6, 6] y) {{ {body} }}", k=np.float32(1000), i=np.float32(1e-3)
+    )
+    made = work("X *= 3\n" + CALIB, net)
+    report = Quantize(mode="fp16").run(made)
+    told = {row["name"]: row["reason"] for row in report.tables["stays float"]}
+    assert "q reached" in told["q"] and "q reached" in told["y"]
+    assert report.passed and rows(report)["y"].sqnr_db > 50
+
+
+@pytest.mark.parametrize("rest", ["fp16", "bf16"])
+def test_int8_with_the_rest_in_half(work, rest):
+    made = work(CALIB + LABELLED)
+    report = Quantize(rest=rest).run(made)
+    quantized = io.load(made.out / io.FILE)
+    types = {t.name: t.data_type for t in quantized.graph.initializer}
+    half = {"fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}[rest]
+    assert types["w1/quantized"] == onnx.TensorProto.INT8 and types["w1/scale"] == types["b1"] == half
+    assert report.passed and all(r.sqnr_db > 20 for r in report.records)
+
+
+def test_none_passes_the_model_on(work):
+    made = work(CALIB + LABELLED)
+    report = Quantize(mode="none").run(made)
+    assert report.metrics["accuracy"] == report.metrics["accuracy_float"]
+    assert (made.out / "model.onnx").read_bytes() == (made.inputs["model"] / "model.onnx").read_bytes()
+    assert json.loads((made.out / "plan.json").read_text()) == {"values": [], "kept": []}
+    assert Quantize(mode="none").hooks() == ("eval_data", "metric") and "calib_data" in Quantize().hooks()
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"mode": "int4"}, {"calibrator": "max"}, {"percentile": 0}, {"percentile": 101}, {"samples": 0}, {"max_drop": -1}],
+)
+def test_wrong_fields_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Quantize(**wrong)
+
+
+def test_skips_and_operators_reach_the_rules(work):
+    report = Quantize(skip=("y",), ops=("Conv", "Gemm")).run(work())
+    told = {row["name"]: row["reason"] for row in report.tables["stays float"]}
+    assert told == {"s": "ops leaves Add out", "p": "ops leaves GlobalAveragePool out", "y": "skip"}
+    with pytest.raises(ConfigError, match="matches no value"):
+        Quantize(skip=("nothing",)).run(work())
+
+
+def test_a_model_with_a_fixed_batch_axis_is_calibrated_and_measured_on_real_rows_alone(work):
+    net = model(NET.replace("[n,", "[16,"), **WEIGHTS)
+    inputs = (Value(name="x", dtype="float32", shape=(16, 3, 6, 6)),)
+    metric = "def metric(outputs, targets):\n    return {'rows': len(outputs)}\n"
+    made = work(CALIB + LABELLED + metric, net, inputs, [{"x": RNG.standard_normal((16, 3, 6, 6)).astype(np.float32)}])
+    report = Quantize().run(made)
+    assert report.metrics["rows"] == 40
+    ranges = Ranges.from_json((made.out / "ranges.json").read_text())
+    assert ranges.histograms["x"].count == 40 * 3 * 6 * 6
