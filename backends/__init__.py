@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from importlib import import_module, metadata
 
 from layerline.backends.base import Backend, Feed, Session
@@ -11,6 +12,10 @@ __all__ = ["BACKENDS", "Backend", "Feed", "Session", "get"]
 
 BACKENDS = {
     "onnxruntime": "layerline.backends.onnxruntime:OnnxRuntime",
+    "openvino": "layerline.backends.openvino:OpenVino",
+    "tensorrt": "layerline.backends.tensorrt:tensorrt",
+    "tensorrt-rtx": "layerline.backends.tensorrt:tensorrt_rtx",
+    "torch": "layerline.backends.torch:Torch",
 }
 
 
@@ -23,7 +28,9 @@ def get(name: str) -> Backend:
     """
     table = BACKENDS | {e.name: e.value for e in metadata.entry_points(group="layerline.backends")}
     if name not in table:
-        raise ConfigError(f"no backend is called {name!r}", hint=f"there are: {', '.join(sorted(table))}")
+        near = difflib.get_close_matches(name, table, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"no backend is called {name!r}", hint=f"{meant}there are: {', '.join(sorted(table))}")
     module, _, attribute = table[name].partition(":")
     backend: Backend = getattr(import_module(module), attribute)()
     if reason := backend.unavailable_reason():

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from layerline.pipeline.errors import StageError
+
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Array]
 
@@ -16,8 +18,10 @@ Feed = Mapping[str, Array]
 class Session(Protocol):
     """A model that is loaded and ready."""
 
-    inputs: Sequence[str]
-    outputs: Sequence[str]
+    @property
+    def inputs(self) -> Sequence[str]: ...
+    @property
+    def outputs(self) -> Sequence[str]: ...
 
     def run(self, feed: Feed) -> dict[str, np.ndarray[Any, Any]]:
         """Runs once: arrays by input name in, arrays by output (and tapped value) name out."""
@@ -33,3 +37,13 @@ class Backend(Protocol):
 
     def open(self, model: Path | bytes, taps: Sequence[str] = ()) -> Session:
         """Loads a model file or its serialised bytes; `taps` are inner values to return beside the outputs."""
+
+
+def check_names(feed: Feed, inputs: Sequence[str]) -> None:
+    """Raises a StageError unless the feed holds exactly the inputs."""
+    unknown, missing = sorted(set(feed) - set(inputs)), sorted(set(inputs) - set(feed))
+    if unknown or missing:
+        raise StageError(
+            f"the model takes {list(inputs)}; unknown: {unknown or 'none'}, missing: {missing or 'none'}",
+            where="inputs",
+        )

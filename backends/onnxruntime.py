@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from layerline.backends.base import Array, Feed
+from layerline.backends.base import Array, Feed, check_names
 from layerline.pipeline.errors import StageError
 
 
@@ -34,13 +34,17 @@ class OnnxRuntime:
         import onnxruntime as ort
 
         options = ort.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = 4
         options.intra_op_num_threads = self.threads
         if not self.optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         source: str | bytes = model if isinstance(model, bytes) else str(model)
         if taps:
             source = _with_taps(source, taps)
+            if isinstance(model, Path):
+                # The tapped copy lives in memory; its external data stays where it is.
+                folder = str(model.parent.resolve())
+                options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         try:
             return OrtSession(ort.InferenceSession(source, options, providers=self.providers))
         except Exception as error:
@@ -56,22 +60,23 @@ class OrtSession:
         self._session = session
         self.inputs = [i.name for i in session.get_inputs()]
         self.outputs = [o.name for o in session.get_outputs()]
+        # Type as onnxruntime writes it ("tensor(float)") and shape, of every input, output and tap.
+        self.types: dict[str, tuple[str, list[int | str | None]]] = {
+            v.name: (v.type, v.shape) for v in (*session.get_inputs(), *session.get_outputs())
+        }
 
     def run(self, feed: Feed) -> dict[str, Array]:
-        unknown = sorted(set(feed) - set(self.inputs))
-        missing = sorted(set(self.inputs) - set(feed))
-        if unknown or missing:
-            raise StageError(
-                f"the model takes {self.inputs}; unknown: {unknown or 'none'}, missing: {missing or 'none'}",
-                where="inputs",
-            )
-        return dict(zip(self.outputs, self._session.run(None, dict(feed)), strict=True))
+        check_names(feed, self.inputs)
+        try:
+            return dict(zip(self.outputs, self._session.run(None, dict(feed)), strict=True))
+        except Exception as error:
+            raise StageError(f"onnxruntime could not run the model: {error}", where="run") from error
 
 
 def _with_taps(source: str | bytes, taps: Sequence[str]) -> bytes:
     import onnx
 
-    model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source)
+    model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source, load_external_data=False)
     known = {o for n in model.graph.node for o in n.output} - {o.name for o in model.graph.output}
     model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(t) for t in taps if t in known)
     data: bytes = model.SerializeToString()

@@ -1,0 +1,121 @@
+"""What a parsed TensorRT network consists of: each layer, what it computes in, and the ONNX node it came from."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+# Layers whose speed is why people quantise.
+COMPUTE = frozenset({"CONVOLUTION", "DECONVOLUTION", "MATRIX_MULTIPLY", "EINSUM"})
+# They move elements without changing one, so quantisation reaches through them.
+_MOVES = frozenset({"SHUFFLE", "SQUEEZE", "UNSQUEEZE", "IDENTITY"})
+_DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8e4m3fn", "FP4": "float4e2m1"}
+_NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A layer's output; -1 stands for a dynamic size."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer of the network, before the builder fuses anything.
+
+    Attributes:
+        name: TensorRT's name of it.
+        type: TensorRT's name of the kind (CONVOLUTION).
+        precision: what it computes in: of a convolution or matrix product whose operands are both dequantised the
+            type they were stored in, of any other layer the type of its output.
+        reads: names of the tensors it takes.
+        outputs: what it gives.
+        node: name of the ONNX node it came from; empty for helpers of the parser.
+    """
+
+    name: str
+    type: str
+    precision: str
+    reads: tuple[str, ...]
+    outputs: tuple[Tensor, ...]
+    node: str
+
+
+def describe(network: Any) -> tuple[Layer, ...]:
+    """Every layer of a parsed network in its order; nothing is asked of the builder."""
+    return settle([_layer(network.get_layer(i)) for i in range(network.num_layers)])
+
+
+def settle(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """The same layers, convolutions and matrix products in the precision that their operands give them."""
+    by_output = {tensor.name: layer for layer in layers for tensor in layer.outputs}
+    return tuple(_settled(layer, by_output) for layer in layers)
+
+
+def compute_precisions(layers: Sequence[Layer]) -> dict[str, int]:
+    """Number of convolutions and matrix products by precision, most frequent first."""
+    return dict(Counter(layer.precision for layer in layers if layer.type in COMPUTE).most_common())
+
+
+def dtype_name(dtype: Any) -> str:
+    """numpy's name of a TensorRT element type."""
+    name: str = dtype.name
+    return _DTYPES.get(name, name.lower())
+
+
+def _layer(layer: Any) -> Layer:
+    given = (layer.get_output(i) for i in range(layer.num_outputs))
+    taken = (layer.get_input(i) for i in range(layer.num_inputs))
+    outputs = tuple(tensor(t) for t in given if t is not None)
+    node = _NODE.search(layer.metadata)
+    return Layer(
+        name=layer.name,
+        type=layer.type.name,
+        precision=outputs[0].dtype if outputs else "",
+        reads=tuple(t.name for t in taken if t is not None),
+        outputs=outputs,
+        node=node.group(1) if node else "",
+    )
+
+
+def tensor(given: Any) -> Tensor:
+    """What a TensorRT ITensor is."""
+    try:
+        shape = tuple(int(d) for d in given.shape)
+    except ValueError:  # a rank that is not known yet
+        shape = ()
+    return Tensor(given.name, dtype_name(given.dtype), shape)
+
+
+def _settled(layer: Layer, by_output: Mapping[str, Layer]) -> Layer:
+    if layer.type not in COMPUTE or len(layer.reads) < 2:
+        return layer
+    stored = {_stored(name, by_output) for name in layer.reads[:2]}
+    if len(stored) != 1 or None in stored:
+        return layer
+    [precision] = stored
+    return replace(layer, precision=precision or layer.precision)
+
+
+def _stored(name: str, by_output: Mapping[str, Layer]) -> str | None:
+    """The type behind the DequantizeLinear that gives this tensor, or None."""
+    for layer in _upwards(name, by_output):
+        if layer.type == "DEQUANTIZE":
+            behind = by_output.get(layer.reads[0])
+            return behind.outputs[0].dtype if behind else None
+        if layer.type not in _MOVES:
+            return None
+    return None
+
+
+def _upwards(name: str, by_output: Mapping[str, Layer]) -> Iterator[Layer]:
+    layer = by_output.get(name)
+    while layer is not None:
+        yield layer
+        layer = by_output.get(layer.reads[0]) if layer.reads else None

@@ -1,0 +1,73 @@
+"""OpenVINO: runs Q/DQ models in real int8 on a CPU, where ONNX Runtime computes them in float."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from layerline.backends.base import Array, Feed, check_names
+from layerline.pipeline.errors import StageError
+
+
+class OpenVino:
+    """Runs on the CPU unless told otherwise; float layers are computed in float32, not in the CPU's bfloat16.
+
+    Args:
+        device: OpenVINO's name of the device.
+        threads: inference threads; 0 leaves the choice to the runtime.
+    """
+
+    name = "openvino"
+
+    def __init__(self, device: str = "CPU", *, threads: int = 0) -> None:
+        self.device, self.threads = device, threads
+
+    def unavailable_reason(self) -> str | None:
+        return None if find_spec("openvino") else "openvino is not installed: pip install openvino"
+
+    def open(self, model: Path | bytes, taps: Sequence[str] = ()) -> OpenVinoSession:
+        """Loads an ONNX file or its bytes. Taps that the runtime's reader has folded away are left out."""
+        import openvino as ov
+
+        options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}
+        if self.threads:
+            options["INFERENCE_NUM_THREADS"] = self.threads
+        core = ov.Core()
+        try:
+            graph = core.read_model(io.BytesIO(model) if isinstance(model, bytes) else str(model))
+            outputs = [o.get_any_name() for o in graph.outputs]
+            kept = _tappable(graph, [t for t in taps if t not in outputs])
+            if kept:
+                graph.add_outputs(kept)
+            return OpenVinoSession(core.compile_model(graph, self.device, options), [*outputs, *kept])
+        except RuntimeError as error:
+            raise StageError(
+                f"openvino refuses the model: {error}", where=str(getattr(model, "name", "model"))
+            ) from error
+
+
+class OpenVinoSession:
+    """A compiled model."""
+
+    def __init__(self, compiled: Any, outputs: Sequence[str]) -> None:
+        self._compiled = compiled
+        self._request = compiled.create_infer_request()
+        self.inputs = [i.get_any_name() for i in compiled.inputs]
+        self.outputs = list(outputs)
+
+    def run(self, feed: Feed) -> dict[str, Array]:
+        check_names(feed, self.inputs)
+        try:
+            results = self._request.infer(dict(feed))
+        except RuntimeError as error:
+            raise StageError(f"openvino could not run the model: {error}", where="run") from error
+        # The runtime reuses its buffers in the next run.
+        return {name: results[self._compiled.output(name)].copy() for name in self.outputs}
+
+
+def _tappable(graph: Any, taps: Sequence[str]) -> list[str]:
+    known = {name for node in graph.get_ops() for port in node.outputs() for name in port.get_names()}
+    return [t for t in taps if t in known]

@@ -1,0 +1,91 @@
+"""PyTorch: a saved exported program as a session, its values under the names they keep in the ONNX."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from layerline.backends.base import Array, Feed, check_names
+from layerline.pipeline.errors import StageError
+
+
+class Torch:
+    """Runs `torch.export` programs (.pt2) on the CPU, node by node, without compiling."""
+
+    name = "torch"
+
+    def unavailable_reason(self) -> str | None:
+        return None if find_spec("torch") else "torch is not installed: pip install torch"
+
+    def open(self, model: Path | bytes, taps: Sequence[str] = ()) -> TorchSession:
+        """Loads a program from a file or its bytes; taps are names of its fx nodes (`relu_3`)."""
+        import torch
+
+        source = io.BytesIO(model) if isinstance(model, bytes) else str(model)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                program = torch.export.load(source)
+        except Exception as error:
+            where = str(getattr(model, "name", "model"))
+            raise StageError(f"torch can't load this as an exported program: {error}", where=where) from error
+        return TorchSession(program, taps)
+
+
+class TorchSession:
+    """An exported program.
+
+    Args:
+        program: torch's ExportedProgram.
+        taps: fx nodes whose tensors are returned beside the outputs; names of no such node are left out.
+    """
+
+    def __init__(self, program: Any, taps: Sequence[str] = ()) -> None:
+        signature = program.graph_signature
+        nodes = {node.name for node in program.graph.nodes if node.op == "call_function"}
+        self._program = program
+        self._stored = signature.inputs_to_parameters | signature.inputs_to_buffers
+        self._constants = signature.inputs_to_lifted_tensor_constants
+        self.inputs = list(signature.user_inputs)
+        self.outputs = [*signature.user_outputs, *(t for t in taps if t in nodes and t not in signature.user_outputs)]
+
+    def run(self, feed: Feed) -> dict[str, Array]:
+        import torch
+
+        check_names(feed, self.inputs)
+        kept: dict[str, Any] = {}
+        wanted = set(self.outputs)
+
+        class Keeping(torch.fx.Interpreter):
+            def run_node(self, node: torch.fx.Node) -> Any:
+                value = super().run_node(node)
+                if node.name in wanted:
+                    kept[node.name] = value
+                return value
+
+        try:
+            with torch.no_grad():
+                Keeping(self._program.graph_module).run(*self._arguments(feed))
+        except Exception as error:
+            raise StageError(f"torch could not run the program: {error}", where="run") from error
+        return {name: kept[name].numpy() for name in self.outputs if isinstance(kept[name], torch.Tensor)}
+
+    def _arguments(self, feed: Feed) -> list[Any]:
+        import torch
+
+        def argument(name: str) -> Any:
+            if name in feed:
+                return torch.from_numpy(np.array(feed[name]))
+            if name in self._constants:
+                return self._program.constants[self._constants[name]]
+            stored = self._stored[name]
+            # Buffers that no state dict carries are kept among the constants.
+            return self._program.state_dict.get(stored, self._program.constants.get(stored))
+
+        return [argument(n.name) for n in self._program.graph.nodes if n.op == "placeholder"]

@@ -1,0 +1,226 @@
+"""The engine stage: refuses what TensorRT can't build, builds, and says what the engine really consists of."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+
+from layerline.pipeline.env import fact
+from layerline.pipeline.errors import ConfigError, StageError, Unavailable
+from layerline.pipeline.report import Gate, Report, Scalar
+from layerline.pipeline.stage import Stage, Work
+
+if TYPE_CHECKING:
+    import onnx
+
+    from layerline.backends.profiles import Profile, Sizes, Span
+    from layerline.backends.tensorrt import Built, TensorRT
+    from layerline.layers.signature import Signature
+
+PLAN, RECORD, LAYERS = "engine.plan", "engine.json", "layers.json"
+
+
+class MinOptMax(BaseModel):
+    """`[min, opt, max]` or the same by name: three sizes of a dimension, or three shapes of an input."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    min: StrictInt | tuple[StrictInt, ...]
+    opt: StrictInt | tuple[StrictInt, ...]
+    max: StrictInt | tuple[StrictInt, ...]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_list(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        if len(value) != 3:
+            raise ValueError(f"expected [min, opt, max], got {len(value)} values")
+        return dict(zip(("min", "opt", "max"), value, strict=True))
+
+    @model_validator(mode="after")
+    def _alike(self) -> MinOptMax:
+        if len({isinstance(v, int) for v in (self.min, self.opt, self.max)}) > 1:
+            raise ValueError("min, opt and max are three sizes of a dimension or three shapes of an input, not both")
+        return self
+
+
+class Engine(Stage):
+    """Builds with `tensorrt` where it is installed and a device is there, else ahead of time with TensorRT-RTX.
+
+    Leaves `engine.plan`, `engine.json` (what it was built with and what it consists of) and `layers.json` (every layer
+    of the network with the ONNX node and module it came from). Where a device can run the engine it is measured against
+    onnxruntime on the probes; elsewhere the report says that it was not run, and shows no numbers.
+    """
+
+    name: ClassVar[str] = "engine"
+    version: ClassVar[int] = 1
+    takes: ClassVar[Mapping[str, str]] = {"model": "quantized"}
+    gives: ClassVar[str] = "engine"
+    env: ClassVar[tuple[str, ...]] = ("tensorrt", "tensorrt-rtx", "gpu")
+
+    runtime: Literal["auto", "tensorrt", "tensorrt-rtx"] = "auto"
+    """Which TensorRT builds the engine."""
+    profiles: tuple[dict[str, MinOptMax], ...] = ()
+    """Optimisation profiles, each with `[min, opt, max]` by dimension name, or three shapes by input name. Without any,
+    one profile spans the bounds the model was exported for."""
+    workspace_mb: int | None = Field(default=None, gt=0)
+    """Greatest scratch memory a layer may use, in MiB; without it, all the device has."""
+    targets: tuple[Annotated[str, Field(coerce_numbers_to_str=True)], ...] = ()
+    """Compute capabilities to build for (`"8.6"`), TensorRT-RTX only; without any, its own choice."""
+    tolerance: float = Field(default=0.05, gt=0)
+    """Greatest relative L2 error of an output against onnxruntime, where a device runs the engine. Not run on a device
+    yet."""
+
+    def run(self, work: Work) -> Report:
+        from layerline.backends import record
+        from layerline.graph import checks, io
+        from layerline.layers import on_device, probes
+        from layerline.layers.signature import Signature
+
+        folder = work.inputs["model"]
+        path = folder / io.FILE
+        model, signature = io.load(path), Signature.load(folder)
+        _check_signature(model, signature)
+        profiles = self._resolved(signature)
+        narrowed = checks.examine(model)
+        backend, why = self._choose(profiles)
+        work.log.say(f"building with {backend.name}: {why}")
+        known, start = record.names(model), time.perf_counter()
+        built = _build(backend, path, model, known.modules)
+        seconds = time.perf_counter() - start
+        facts = {**_facts(backend, why, folder), "float64_as_float32": narrowed}
+        _leave(work.out, built, record.engine_json(built, profiles, **facts), record.layers_json(built.layers, known))
+        rows, feeds = record.diffs(built.layers, known), probes.load(folder)
+        rows, notes = on_device.compare(backend, path, work.out / PLAN, feeds, rows, self.tolerance)
+        return Report(
+            stage=self.name,
+            reference="onnx on onnxruntime",
+            candidate=f"{backend.name} {built.version}",
+            records=rows,
+            metrics={**_metrics(built), "onnx_bytes": facts["onnx_bytes"], "build_seconds": round(seconds, 3)},
+            gates=_gates(built),
+            notes=(f"Built with {backend.name} {built.version}: {why}.", *record.in_words(built, narrowed), *notes),
+            tables=_tables(built, profiles),
+        )
+
+    def _resolved(self, signature: Signature) -> tuple[Profile, ...]:
+        from layerline.backends.profiles import Sizes, Span, resolve
+
+        def entry(value: MinOptMax) -> Sizes | Span:
+            if isinstance(value.min, int) and isinstance(value.opt, int) and isinstance(value.max, int):
+                return Sizes(value.min, value.opt, value.max)
+            return Span(*(s for s in (value.min, value.opt, value.max) if not isinstance(s, int)))
+
+        requested = [{name: entry(value) for name, value in profile.items()} for profile in self.profiles]
+        return resolve({v.name: v.shape for v in signature.inputs}, signature.dims, requested, "engine.profiles")
+
+    def _choose(self, profiles: Sequence[Profile]) -> tuple[TensorRT, str]:
+        """The TensorRT to build with, and why it is that one."""
+        from layerline.backends.tensorrt import TensorRT
+
+        lacking = TensorRT("tensorrt").build_reason()
+        name: str = self.runtime
+        if name != "auto":
+            why = "asked for by `runtime`"
+        elif self.targets:
+            name, why = "tensorrt-rtx", "`targets` are given, and it alone builds for other devices"
+        elif lacking is None:
+            name, why = "tensorrt", "it is installed and there is a device"
+        else:
+            name, why = "tensorrt-rtx", f"{lacking}, and TensorRT-RTX builds ahead of time"
+        if self.targets and name == "tensorrt":
+            raise ConfigError("tensorrt builds for this machine's device alone", where="targets")
+        backend = TensorRT(name, profiles=profiles, workspace_mb=self.workspace_mb, targets=self.targets)
+        if reason := backend.build_reason():
+            raise Unavailable(reason, where="stage engine")
+        return backend, why
+
+
+def _check_signature(model: onnx.ModelProto, signature: Signature) -> None:
+    """Profiles are made from the signature, so it must speak of the same inputs as the file."""
+    stored = {t.name for t in model.graph.initializer}
+    declared = {i.name: i.type.tensor_type.shape.dim for i in model.graph.input if i.name not in stored}
+    told = {v.name: v.shape for v in signature.inputs}
+    if set(declared) != set(told):
+        raise StageError(
+            f"model.onnx takes {', '.join(sorted(declared))}, signature.json says {', '.join(sorted(told))}",
+            where="signature.json",
+        )
+    for name, dims in declared.items():
+        sizes = [d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else None for d in dims]
+        if [d if isinstance(d, int) else None for d in told[name]] != sizes:
+            seen = ", ".join("?" if s is None else str(s) for s in sizes)
+            expected = ", ".join(map(str, told[name]))
+            raise StageError(
+                f"has the shape ({seen}) in model.onnx, ({expected}) in signature.json", where=f"input {name}"
+            )
+
+
+def _build(backend: TensorRT, path: Path, model: onnx.ModelProto, modules: Mapping[str, str]) -> Built:
+    from layerline.graph import checks
+
+    try:
+        return backend.build(path, modules=modules)
+    except StageError as error:
+        suspects = checks.suspects(model) if error.where == "engine" else ()
+        if not suspects:
+            raise
+        hint = f"it names no node; what it is known to fail on here: {'; '.join(suspects[:3])}"
+        raise StageError(error.what, where=error.where, hint=hint) from error
+
+
+def _facts(backend: TensorRT, why: str, folder: Path) -> dict[str, Any]:
+    return {
+        "runtime": backend.name,
+        "reason": why,
+        "device": fact("gpu"),
+        "workspace_mb": backend.workspace_mb,
+        "onnx_bytes": sum(p.stat().st_size for p in folder.iterdir() if p.name.startswith("model.onnx")),
+    }
+
+
+def _leave(out: Path, built: Built, record: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> None:
+    for name, content in ((RECORD, record), (LAYERS, layers)):
+        (out / name).write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", "utf-8")
+    (out / PLAN).write_bytes(built.plan)
+
+
+def _metrics(built: Built) -> dict[str, Scalar]:
+    from layerline.backends.network import compute_precisions
+
+    counts = {f"compute_{precision}": n for precision, n in compute_precisions(built.layers).items()}
+    return {"engine_bytes": len(built.plan), "layers": len(built.layers), **counts}
+
+
+def _gates(built: Built) -> tuple[Gate, ...]:
+    from layerline.backends import record
+    from layerline.backends.network import compute_precisions
+
+    if not any(layer.type == "QUANTIZE" for layer in built.layers):
+        return ()
+    seen = ", ".join(f"{n} in {p}" for p, n in compute_precisions(built.layers).items()) or "none"
+    return (
+        Gate(
+            name="quantisation reaches the arithmetic",
+            passed=not record.disguised(built.layers),
+            seen=f"convolutions and matrix products: {seen}",
+            expected="at least one that takes both operands dequantised",
+            hint="quantise the weights of the layers whose inputs are quantised",
+        ),
+    )
+
+
+def _tables(built: Built, profiles: Sequence[Profile]) -> dict[str, list[dict[str, Scalar]]]:
+    rows: list[dict[str, Scalar]] = [
+        {"profile": i, "input": name, **{k: "x".join(map(str, getattr(span, k))) for k in ("min", "opt", "max")}}
+        for i, profile in enumerate(profiles)
+        for name, span in profile.items()
+    ]
+    warnings: list[dict[str, Scalar]] = [{"warning": text, "times": n} for text, n in built.warnings.items()]
+    return {title: found for title, found in (("profiles", rows), ("builder warnings", warnings)) if found}

@@ -1,0 +1,188 @@
+"""Profiles: T27, T28 and everything else that must be told before a builder answers None."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from layerline.backends.profiles import Sizes, Span, admitting, choose, resolve
+from layerline.pipeline.errors import ConfigError, StageError
+
+IMAGE = {"x": ("batch", 3, "h", "w")}
+
+
+@dataclass(frozen=True)
+class Bound:
+    min: int
+    max: int
+    multiple: int = 1
+
+
+BOUNDS = {"batch": Bound(1, 16), "h": Bound(32, 640, 32), "w": Bound(32, 640, 32)}
+FULL = {"batch": Sizes(1, 8, 16), "h": Sizes(32, 64, 640), "w": Sizes(32, 64, 640)}
+
+
+def test_a_profile_by_dimension_covers_every_input_that_has_it() -> None:
+    [profile] = resolve({"a": ("n", 3), "b": (2, "n")}, {}, [{"n": Sizes(1, 4, 8)}])
+    assert profile == {"a": Span((1, 3), (4, 3), (8, 3)), "b": Span((2, 1), (2, 4), (2, 8))}
+
+
+def test_a_profile_by_input_and_by_dimension_mix() -> None:
+    inputs = {"a": ("n", 3), "b": ("m", 3)}
+    [profile] = resolve(inputs, {}, [{"a": Span((1, 3), (2, 3), (4, 3)), "m": Sizes(5, 6, 7)}])
+    assert profile["b"] == Span((5, 3), (6, 3), (7, 3))
+
+
+def test_without_a_request_one_profile_spans_the_bounds_in_multiples() -> None:
+    [profile] = resolve(IMAGE, {**BOUNDS, "h": Bound(40, 650, 32)}, [])
+    assert profile["x"] == Span((1, 3, 64, 32), (8, 3, 352, 320), (16, 3, 640, 640))
+
+
+def test_a_static_model_needs_no_profile() -> None:
+    assert resolve({"x": (1, 3)}, {}, []) == ()
+    assert resolve({"x": (1, 3)}, {}, [{"x": Span((1, 3), (1, 3), (1, 3))}]) == ()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "bounds", "requested", "told"),
+    [
+        ({"a": ("n", 3), "b": ("m", 3)}, {}, [{"a": Span((1, 3), (2, 3), (4, 3))}], "b has no min/opt/max"),
+        # Even where the two are tied: an entry by input speaks of that input alone.
+        ({"a": ("n", 3), "b": ("n", 3)}, {}, [{"a": Span((1, 3), (2, 3), (4, 3))}], "b has no min/opt/max"),
+        ({"a": ("n", 3), "b": ("m", 3)}, {}, [{"n": Sizes(1, 2, 3)}], "b has no min/opt/max"),
+        (IMAGE, {}, [{"batch": Sizes(1, 2, 3), "h": Sizes(1, 2, 3)}], "x has no min/opt/max: its dimension 'w'"),
+        ({"b": ("m", 3)}, {}, [], "b has no min/opt/max"),
+        ({"b": ("m", 3)}, {}, [{}], "b has no min/opt/max"),
+        ({"a": (3,), "b": ("m",)}, {"n": Bound(1, 2)}, [], "b has no min/opt/max"),
+    ],
+)
+def test_t27_a_dynamic_input_without_a_profile_is_named(inputs, bounds, requested, told) -> None:
+    with pytest.raises(ConfigError, match=told):
+        resolve(inputs, bounds, requested)
+
+
+@pytest.mark.parametrize("entry", [{"n": Sizes(0, 1, 2)}, {"n": Sizes(-1, 1, 2)}, {"a": Span((0, 3), (1, 3), (2, 3))}])
+def test_t28_a_minimum_below_one_is_refused(entry) -> None:
+    with pytest.raises(ConfigError, match=r"profiles\[0\].*min is (0|-1); an engine's sizes start at 1"):
+        resolve({"a": ("n", 3)}, {}, [entry])
+
+
+def test_t28_also_when_it_comes_from_the_signature() -> None:
+    with pytest.raises(ConfigError, match="dimension n: min is 0"):
+        resolve({"a": ("n", 3)}, {"n": Bound(0, 4)}, [])
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 3), (1, 4, 3), (3, 2, 1)])
+@pytest.mark.parametrize("by_input", [False, True])
+def test_min_opt_max_out_of_order_names_the_entry(sizes, by_input) -> None:
+    entry = {"a": Span(*((s, 3) for s in sizes))} if by_input else {"n": Sizes(*sizes)}
+    with pytest.raises(ConfigError, match=rf"profiles\[1\]\.{'a, axis 0' if by_input else 'n'}: expected min <= opt"):
+        resolve({"a": ("n", 3)}, {}, [{"n": Sizes(1, 2, 3)}, entry])
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_another_rank_names_the_input_and_both_ranks(which) -> None:
+    shapes = [(1, 3), (2, 3), (4, 3)]
+    shapes[which] = (1, 3, 1)
+    with pytest.raises(ConfigError, match="has rank 3, but input a has rank 2"):
+        resolve({"a": ("n", 3)}, {}, [{"a": Span(*shapes)}])
+
+
+def test_a_static_axis_can_not_be_given_another_size() -> None:
+    with pytest.raises(ConfigError, match="axis 1 of input a is 3 in the model and can't be 3/3/4"):
+        resolve({"a": ("n", 3)}, {}, [{"a": Span((1, 3), (2, 3), (4, 4))}])
+
+
+@pytest.mark.parametrize(("given", "meant"), [("bacth", "batch"), ("Batch", "batch"), ("xx", "x"), ("hight", "h")])
+def test_an_unknown_name_gets_the_nearest_one(given, meant) -> None:
+    inputs = {"x": ("batch", 3, "height", "w")} if meant == "h" else IMAGE
+    with pytest.raises(ConfigError, match=rf"no input or dynamic dimension '{given}'.*\n.*did you mean '{meant}"):
+        resolve(inputs, {}, [{given: Sizes(1, 2, 3)}])
+
+
+def test_sizes_for_an_input_and_shapes_for_a_dimension_are_told_apart() -> None:
+    for entry in ({"x": Sizes(1, 2, 3)}, {"batch": Span((1,), (2,), (3,))}):
+        with pytest.raises(ConfigError, match="a dimension takes three numbers, an input three shapes"):
+            resolve(IMAGE, {}, [entry])
+
+
+def test_tied_dimensions_must_agree() -> None:
+    inputs = {"a": ("n", 3), "b": ("n", 4)}
+    entry = {"a": Span((1, 3), (2, 3), (4, 3)), "b": Span((1, 4), (2, 4), (5, 4))}
+    with pytest.raises(
+        ConfigError, match=r"dimension 'n' is one size everywhere.*1/2/4 by input a and 1/2/5 by input b"
+    ):
+        resolve(inputs, {}, [entry])
+    with pytest.raises(ConfigError, match="given 1/2/3 by its own entry and 1/2/4 by input a"):
+        resolve({"a": ("n", 3)}, {}, [{"n": Sizes(1, 2, 3), "a": Span((1, 3), (2, 3), (4, 3))}])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"batch": Sizes(1, 8, 17)}, "'batch' of input x runs from 1 to 17, but the model was exported for 1 to 16"),
+        ({"h": Sizes(31, 64, 640)}, "runs from 31 to 640"),
+        ({"w": Sizes(32, 65, 640)}, "'w' of input x takes multiples of 32, got 32/65/640"),
+    ],
+)
+def test_the_signatures_bounds_hold(change, told) -> None:
+    with pytest.raises(ConfigError, match=told):
+        resolve(IMAGE, BOUNDS, [FULL | change])
+
+
+def test_the_best_fitting_profile_is_chosen() -> None:
+    profiles = resolve({"x": ("n", 3)}, {}, [{"n": Sizes(1, 1, 8)}, {"n": Sizes(1, 8, 32)}])
+    assert [choose(profiles, {"x": (n, 3)}) for n in (1, 4, 5, 8, 9, 32)] == [0, 0, 1, 1, 1, 1]
+
+
+def test_a_shape_outside_names_the_input_and_the_nearest_profile() -> None:
+    inputs = {"x": ("n", 3), "y": ("m",)}
+    profiles = resolve(
+        inputs, {}, [{"n": Sizes(1, 2, 4), "m": Sizes(1, 2, 3)}, {"n": Sizes(8, 8, 16), "m": Sizes(1, 2, 3)}]
+    )
+    with pytest.raises(
+        StageError, match=r"input x: .*\(7, 3\) fits no profile.*nearest is profile 1 of 2.*\(8, 3\) to"
+    ):
+        choose(profiles, {"x": (7, 3), "y": (2,)})
+    with pytest.raises(StageError, match="input y"):
+        choose(profiles, {"x": (8, 3), "y": (4,)})
+    with pytest.raises(StageError, match="input x"):
+        choose(profiles, {"x": (8,), "y": (3,)})
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_t28_an_empty_input_at_run_time_is_named(shape) -> None:
+    with pytest.raises(StageError, match=r"input x: the shape .* has no elements"):
+        choose([{"x": Span((1, 3), (2, 3), (4, 3))}], {"x": shape})
+
+
+sizes = st.tuples(*[st.integers(1, 9)] * 3).map(lambda t: Sizes(*sorted(t)))
+
+
+@given(st.lists(st.tuples(sizes, sizes), min_size=1, max_size=4), st.integers(1, 9), st.integers(1, 9))
+def test_what_is_chosen_admits_and_nothing_else_is_refused(pairs, n, m) -> None:
+    profiles = resolve({"x": ("n", 2, "m")}, {}, [{"n": a, "m": b} for a, b in pairs])
+    fits = [i for i, (a, b) in enumerate(pairs) if a.min <= n <= a.max and b.min <= m <= b.max]
+    shapes = {"x": (n, 2, m)}
+    assert admitting(profiles, shapes) == fits
+    if fits:
+        assert choose(profiles, shapes) in fits
+    else:
+        with pytest.raises(StageError):
+            choose(profiles, shapes)
+
+
+@given(st.integers(1, 200), st.integers(0, 200), st.integers(1, 16))
+def test_the_default_profile_lies_within_the_bounds_on_multiples(low, extra, multiple) -> None:
+    bound = Bound(low, low + extra, multiple)
+    assume(bound.max // multiple >= -(-bound.min // multiple))
+    [profile] = resolve({"x": ("n",)}, {"n": bound}, [])
+    a, b, c = profile["x"].sizes(0)
+    assert bound.min <= a <= b <= c <= bound.max
+    assert not any(s % multiple for s in (a, b, c))
+    assert a - multiple < bound.min and c + multiple > bound.max
+    # And asking for it explicitly is the same.
+    assert resolve({"x": ("n",)}, {"n": bound}, [{"n": Sizes(a, b, c)}]) == ({"x": profile["x"]},)

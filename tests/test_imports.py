@@ -1,0 +1,77 @@
+"""The import rules: which package may know which, and what no cached run may import."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HEAVY = {
+    "torch",
+    "onnx",
+    "onnx_ir",
+    "onnxscript",
+    "onnxruntime",
+    "openvino",
+    "pycuda",
+    "tensorrt",
+    "tensorrt_rtx",
+    "torchao",
+}
+LEAVES = {"backends", "calib", "graph", "layers", "training"}
+# One way, and so without cycles: a package knows what stands before it.
+KNOWS = {
+    "pipeline": set[str](),
+    "views": {"pipeline"},
+    "calib": {"pipeline"},
+    "backends": {"pipeline"},
+    "graph": {"pipeline", "calib", "backends"},
+    "layers": {"pipeline", "backends", "graph"},
+    "training": {"pipeline"},
+    "stages": {"pipeline", *LEAVES},
+    "cli": {"pipeline", "views"},
+}
+FILES = [ROOT / "cli.py", *(f for name in KNOWS for f in sorted((ROOT / name).rglob("*.py")))]
+
+
+def imports(tree: ast.AST, *, at_import: bool = False) -> Iterator[str]:
+    """Every imported module; `at_import` leaves out functions and what only type checkers read."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module == "layerline")
+        elif at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        elif at_import and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from (name for other in node.orelse for name in imports(other, at_import=True))
+        else:
+            yield from imports(node, at_import=at_import)
+
+
+def package(file: Path) -> str:
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_the_rules(file: Path) -> None:
+    tree, own = ast.parse(file.read_text("utf-8")), package(file)
+    ours = {name.split(".")[1] for name in imports(tree) if name.startswith("layerline.")} & KNOWS.keys()
+    assert ours <= {own} | KNOWS[own]
+    at_once = {name.split(".")[0] for name in imports(tree, at_import=True)}
+    if own in ("pipeline", "views", "calib", "stages", "cli"):
+        assert not at_once & HEAVY
+    assert not at_once & {"openvino", "pycuda", "tensorrt", "tensorrt_rtx", "torchao"}
+    if own == "stages":
+        named = {name.split(".")[1] for name in imports(tree, at_import=True) if name.startswith("layerline.")}
+        assert named <= {"pipeline"}, "a cached run imports every stage's file"
+
+
+def test_stages_do_not_know_each_other() -> None:
+    for file in (ROOT / "stages").glob("*.py"):
+        others = [name for name in imports(ast.parse(file.read_text("utf-8"))) if name.startswith("layerline.stages")]
+        assert not others, file.name
