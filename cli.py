@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import io
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from layerline import __version__
-from layerline.pipeline.errors import PipeError, Unavailable
-from layerline.pipeline.project import Project
-from layerline.pipeline.project import load as load_project
+from layerline.pipeline.errors import PipeError, machine_lacks
+
+if TYPE_CHECKING:
+    from layerline.pipeline.project import Project
 
 app = typer.Typer(
     name="pipe",
@@ -36,8 +38,15 @@ _DEBUG = False
 
 def main() -> NoReturn:
     """Runs the command line and exits: 0 done, 1 a gate failed, 2 wrong usage, 3 something this machine lacks."""
+    global _DEBUG
+    _DEBUG = "--debug" in sys.argv  # understood wherever it stands
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no ✓ shows a ? instead
+    # Read when torch loads OpenMP: threads that spin while they wait made training 8 times slower beside other work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        app()  # exits by itself, also on wrong usage
+        app([a for a in sys.argv[1:] if a != "--debug"])  # exits by itself, also on wrong usage
     except (PipeError, OSError, MemoryError) as error:
         code = _tell(error)
     except Exception as error:  # the one boundary: a bug of ours is told as one
@@ -49,27 +58,54 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
 ) -> None:
-    global _DEBUG
-    _DEBUG = debug
-    if version:
-        typer.echo(__version__)
-        raise typer.Exit
+    """Options of every command; both are done with by now."""
 
 
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the project goes.")],
-    template: Annotated[str, typer.Option(help="What to start from.")] = "mnist",
+    template: Annotated[str | None, typer.Option(help="What to start from.", show_default="mnist")] = None,
+    onnx: Annotated[Path | None, typer.Option("--from-onnx", metavar="FILE", help="Start from a model.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option("--from-checkpoint", metavar="FILE", help="Start from weights; takes --model.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODULE:FACTORY", help="What makes the network of --from-checkpoint.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="NPZ", help="Samples: one array per input, and perhaps `label`.")
+    ] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="The checkpoint may run pickled code.")] = False,
 ) -> None:
     """Start a project: two files, pipe.yaml and task.py, that run at once."""
-    from layerline.pipeline import housekeeping
+    from layerline.pipeline import housekeeping, start
 
-    for path in housekeeping.init(folder, template):
+    if (given := [template, onnx, weights]).count(None) < len(given) - 1:
+        raise PipeError("a project starts from one thing: --template, --from-onnx or --from-checkpoint")
+    if weights is not None and model is not None:
+        written = start.from_checkpoint(folder, weights, model, data, trust=trust)
+    elif weights is not None or model is not None or trust:
+        raise PipeError("--from-checkpoint and --model go together, and --trust with them")
+    elif onnx is not None:
+        written = start.from_onnx(folder, onnx, data)
+    elif data is not None:
+        raise PipeError("--data goes with --from-onnx or --from-checkpoint")
+    else:
+        written = housekeeping.init(folder, template or "mnist")
+    for path in written:
         typer.echo(f"wrote {path}")
     typer.echo(f"next: cd {folder} && pipe run all")
 
@@ -86,18 +122,15 @@ def run(
     from layerline.pipeline.runner import Runner
     from layerline.views import terminal
 
-    project = load_project(folder, sets or ())
+    project = _load(folder.resolve(), sets)
     names = None if stages == ["all"] else stages
     if as_json:
-        with (
-            _interruptible(),
-            contextlib.redirect_stdout(sys.stderr),
-        ):  # whatever task.py prints must not break the document
+        with _interruptible(), _inside(project.root), _stdout_to_stderr():
             done = Runner(project, terminal.Silent()).run(names, force=force)
         _print_json(done.to_json())
     else:
         live = terminal.Live(terminal.console(), width=max(len(s.name) for s in project.stages))
-        with _interruptible(), contextlib.closing(live):
+        with _interruptible(), _inside(project.root), contextlib.closing(live):
             done = Runner(project, live).run(names, force=force)
         terminal.outcome(terminal.console(), done, "" if folder == _HERE else f" -C {folder}")
     for result in done.results:
@@ -113,7 +146,9 @@ def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -
     """What is fresh, what would run, and why."""
     from layerline.views import terminal
 
-    steps = _planner(load_project(folder, sets or ())).steps()
+    planner = _planner(_load(folder, sets))
+    steps = planner.steps()
+    planner.hasher.save()
     if not as_json:
         terminal.status(terminal.console(), steps)
         return
@@ -137,7 +172,7 @@ def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder
     from layerline.pipeline.plan import changes, shown
     from layerline.views import terminal
 
-    project = load_project(folder, sets or ())
+    project = _load(folder, sets)
     planner, name = _planner(project), project.stage(stage).name
     step = next(s for s in planner.steps() if s.stage.name == name)
     before = step.record or planner.ledger.head(name)
@@ -164,7 +199,7 @@ def diff(
     """The per-layer table of a stage's newest run, worst first."""
     from layerline.views import terminal
 
-    project = load_project(folder)
+    project = _load(folder)
     ledger, name = _planner(project).ledger, project.stage(stage).name
     report = ledger.report(_head(project, name))
     other = None
@@ -191,7 +226,7 @@ def report(
     from layerline.pipeline.files import write_atomic
     from layerline.views import html
 
-    project = load_project(folder)
+    project = _load(folder)
     ledger = _planner(project).ledger
     found = ledger.find_run(run_id)
     write_atomic(output, html.page(project.name, found, {r.stage: ledger.report(r) for r in found.records}))
@@ -201,11 +236,18 @@ def report(
 @app.command()
 def path(stage: StageName, folder: Folder = _HERE) -> None:
     """The folder of a stage's newest artifact, for scripts."""
-    project = load_project(folder)
-    artifact = _planner(project).store.get(_head(project, project.stage(stage).name).digest)
+    from layerline.pipeline.store import DamagedError
+
+    project = _load(folder)
+    digest = _head(project, project.stage(stage).name).digest
+    again = f"make it again with: pipe run {stage}"
+    try:
+        artifact = _planner(project).store.get(digest)
+    except DamagedError as error:
+        raise DamagedError(error.what, where=f"{stage} {digest[:12]}", hint=again) from None
     if artifact is None:
-        raise PipeError(f"the artifact of {stage} is gone from the store", hint=f"make it again with: pipe run {stage}")
-    typer.echo(artifact.path)
+        raise PipeError(f"the artifact of {stage} is gone from the store", hint=again)
+    typer.echo(artifact.path.resolve())
 
 
 @app.command()
@@ -213,7 +255,7 @@ def verify(as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """Re-hash everything in the store."""
     from layerline.pipeline import housekeeping
 
-    checked, problems = housekeeping.verify(load_project(folder))
+    checked, problems = housekeeping.verify(_load(folder))
     if as_json:
         _print_json({"checked": checked, "problems": [{"what": p.what, "fault": p.fault} for p in problems]})
     else:
@@ -235,14 +277,24 @@ def gc(
     """Remove what neither the newest runs nor the project as it stands need."""
     from layerline.pipeline import housekeeping
 
-    gone = housekeeping.collect(load_project(folder), keep, dry_run=dry_run)
+    found = housekeeping.collect(_load(folder), keep, dry_run=dry_run)
+    gone = found or []
     size = sum(g.size for g in gone)
     if as_json:
-        _print_json({"removed": [g.path for g in gone], "bytes": size, "dry_run": dry_run})
+        _print_json({"removed": [g.path for g in gone], "bytes": size, "dry_run": dry_run, "busy": found is None})
+        return
+    if found is None:
+        typer.echo("a run is going on in this project: nothing was removed; try again when it is done")
         return
     for item in gone:
         typer.echo(f"{'would remove' if dry_run else 'removed'} {item.path}")
     typer.echo(f"{len(gone)} {'would go' if dry_run else 'gone'}, {size / 1e6:.1f} MB")
+
+
+def _load(folder: Path, sets: Sequence[str] | None = None) -> Project:
+    from layerline.pipeline.project import load  # here, so that `pipe --help` doesn't wait for pydantic
+
+    return load(folder, sets or ())
 
 
 def _planner(project: Project) -> Any:
@@ -253,10 +305,38 @@ def _planner(project: Project) -> Any:
 
 
 def _head(project: Project, stage: str) -> Any:
-    record = _planner(project).ledger.head(stage)
+    planner = _planner(project)
+    record = planner.ledger.head(stage)
+    if record is None:  # no run is left that says so, yet its result may be there
+        record = next(s.record for s in planner.steps() if s.stage.name == stage)
     if record is None:
         raise PipeError(f"stage {stage} has not run yet", hint=f"pipe run {stage}")
     return record
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    """Hooks open the project's files by their relative names, wherever the command was given."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Keeps standard output for the JSON document, whatever task.py, a library or a child process prints."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextlib.contextmanager
@@ -274,29 +354,13 @@ def _tell(error: PipeError | OSError | MemoryError) -> int:
 
     if _DEBUG:
         raise error
-    if isinstance(error, OSError):
-        error = _machine_lacks(error)
-    elif isinstance(error, MemoryError):
-        error = Unavailable("this machine ran out of memory", hint="lower the batch size or the number of samples")
-    terminal.error(error)
-    return error.exit_code
-
-
-def _machine_lacks(error: OSError) -> Unavailable:
-    hints = {
-        errno.ENOSPC: "make room, or run `pipe gc`; what was finished is kept",
-        errno.EDQUOT: "make room, or run `pipe gc`; what was finished is kept",
-        errno.EROFS: "the project lies on a read-only file system: copy it to one that can be written",
-        errno.EACCES: "check the permissions of that path",
-        errno.EPERM: "check the permissions of that path",
-    }
-    return Unavailable(
-        error.strerror or str(error), where=str(error.filename or "disk"), hint=hints.get(error.errno or 0, "")
-    )
+    told = error if isinstance(error, PipeError) else machine_lacks(error)
+    terminal.error(told)
+    return told.exit_code
 
 
 def _print_json(document: Any) -> None:
-    typer.echo(json.dumps(document, ensure_ascii=False, allow_nan=False))
+    typer.echo(json.dumps(document, allow_nan=False))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Every value is written as a one-letter type tag, a length and its bytes, so no t
 - A list and a tuple with the same items are the same: YAML knows only one of them.
 - Sets and mappings are ordered by the encoding of their items: iteration order never matters.
 - A dataclass or pydantic model is its class name and its fields; an enum member its class name and value.
-- An array is its dtype, shape and bytes (little-endian, C order).
+- An array or a numpy scalar is its dtype, shape and bytes (little-endian, C order).
 - A path is its POSIX form and must be relative: nothing absolute belongs in a key.
 """
 
@@ -62,7 +62,7 @@ def _scalar(value: bool | float | str | bytes | PurePath | None) -> bytes:
     if isinstance(value, bool):
         return _tagged(b"t", b"1" if value else b"0")
     if isinstance(value, int):
-        return _tagged(b"i", str(int(value)).encode())
+        return _tagged(b"i", f"{int(value):x}".encode())
     if isinstance(value, float):
         return _tagged(b"f", b"nan" if math.isnan(value) else struct.pack(">d", value))
     if isinstance(value, str):
@@ -71,16 +71,15 @@ def _scalar(value: bool | float | str | bytes | PurePath | None) -> bytes:
         return _tagged(b"b", value)
     if value.is_absolute():
         raise ValueError(f"an absolute path has no place in a key: {value}")
-    return _tagged(b"p", value.as_posix().encode())
+    return _tagged(b"p", value.as_posix().encode("utf-8", "surrogateescape"))
 
 
 def _array(value: Any) -> bytes:
-    if value.ndim == 0 and not hasattr(value, "flags"):
-        return encode(value.item())
-    if value.dtype.hasobject:
-        raise TypeError(f"an array of objects has no canonical form: dtype {value.dtype}")
-    little = value.astype(value.dtype.newbyteorder("<"), order="C", copy=False)
-    return _tagged(b"a", encode(little.dtype.str) + encode(value.shape) + encode(little.tobytes()))
+    # Objects are addresses; records and long doubles have padding bytes, which can hold anything.
+    if value.dtype.hasobject or value.dtype.names or value.dtype.char in "gG":
+        raise TypeError(f"an array of {value.dtype} has no canonical form")
+    little = value.astype(value.dtype.newbyteorder("<"), copy=False)
+    return _tagged(b"a", encode(value.dtype.name) + encode(value.shape) + encode(little.tobytes(order="C")))
 
 
 def _sorted_pairs(pairs: Iterable[tuple[Any, Any]]) -> bytes:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
-from functools import cache
+import os
 from importlib import metadata
 
 ABSENT = "absent"
@@ -12,7 +11,6 @@ ABSENT = "absent"
 _ALIASES = {"onnxruntime": ("onnxruntime-gpu", "onnxruntime", "onnxruntime-directml")}
 
 
-@cache
 def fact(name: str) -> str:
     """The version of a distribution, or for "gpu" the compute capability of device 0; "absent" where there is none."""
     if name == "gpu":
@@ -27,11 +25,8 @@ def fact(name: str) -> str:
 
 def _compute_capability() -> str:
     # The driver's own library answers in a millisecond; torch.cuda would cost two seconds of import.
-    library = ctypes.util.find_library("cuda") or ctypes.util.find_library("nvcuda")
-    if library is None:
-        return ABSENT
     try:
-        cuda = ctypes.CDLL(library)
+        cuda = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     except OSError:
         return ABSENT
     major, minor = ctypes.c_int(), ctypes.c_int()

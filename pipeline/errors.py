@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
+
+_HINTS = {
+    errno.ENOSPC: "make room, or run `pipe gc`; what was finished is kept",
+    errno.EDQUOT: "make room, or run `pipe gc`; what was finished is kept",
+    errno.EROFS: "the project lies on a read-only file system: copy it to one that can be written",
+    errno.EACCES: "check the permissions of that path",
+    errno.EPERM: "check the permissions of that path",
+    errno.ENOTDIR: "a file lies where a folder should be: move it away",
+    errno.EEXIST: "a file lies where a folder should be: move it away",
+}
 
 
 class PipeError(Exception):
@@ -43,3 +54,11 @@ class Unavailable(PipeError):
     """This machine lacks something: a package, a device, disk space, write permission (exit code 3)."""
 
     exit_code = 3
+
+
+def machine_lacks(error: OSError | MemoryError) -> Unavailable:
+    """What the operating system refused, as an error a person can act on."""
+    if isinstance(error, MemoryError):
+        return Unavailable("this machine ran out of memory", hint="lower the batch size or the number of samples")
+    where = str(error.filename or "disk")
+    return Unavailable(error.strerror or str(error), where=where, hint=_HINTS.get(error.errno or 0, ""))

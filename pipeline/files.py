@@ -29,7 +29,8 @@ class Hasher:
     """Hashes files and remembers the result for as long as the file system says that the file is untouched.
 
     The stamp is device, inode, size, mtime and ctime. ctime is what makes it sound: no program can set it, so a byte
-    changed under an unchanged size and mtime is still seen. A copied or touched file only costs one more read.
+    changed under an unchanged size and mtime is still seen. A copied or touched file only costs one more read. Where
+    ctime is the time of creation (Windows), and for a file changed a moment ago, nothing is remembered.
 
     Args:
         memo: where results are kept between processes; losing it costs time, never correctness.
@@ -37,45 +38,40 @@ class Hasher:
 
     def __init__(self, memo: Path) -> None:
         self._path = memo
-        self._changed = False
-        self._unsettled: dict[str, str] = {}  # good for this process alone
-        self._memo: dict[str, str] = {}
+        self._old: dict[str, str] = {}
+        self._used: dict[str, str] = {}
         with suppress(OSError, ValueError):  # absent or torn: start from nothing
-            loaded = json.loads(memo.read_text())
-            self._memo = loaded if isinstance(loaded, dict) else {}
+            loaded = json.loads(memo.read_text("utf-8"))
+            self._old = loaded if isinstance(loaded, dict) else {}
 
     def file(self, path: Path) -> str:
         """SHA-256 of the file's bytes, in hex."""
-        before, started = _stamp(path), time.time_ns()
-        known = self._memo.get(before) or self._unsettled.get(before)
-        if known is not None:
-            return known
-        value = sha256(path)
-        if _stamp(path) != before:
-            return value  # it is being written: remember nothing
-        if started - path.stat().st_ctime_ns > _SETTLED_NS:
-            self._memo[before] = value
-            self._changed = True
-        else:
-            self._unsettled[before] = value
+        before, settled = _stamp(path)
+        value = (self._used.get(before) or self._old.get(before)) if settled else None
+        if value is None:
+            value = sha256(path)
+            settled = settled and _stamp(path)[0] == before  # else it is being written
+        if settled:
+            self._used[before] = value
         return value
 
     def save(self) -> None:
-        """Keeps the newest results for the next process."""
-        if not self._changed:
+        """Keeps for the next process what this one used, and the newest of what it didn't."""
+        if self._used.keys() <= self._old.keys():
             return
-        newest = dict(list(self._memo.items())[-_MEMO_ENTRIES:])
+        others = [(stamp, value) for stamp, value in self._old.items() if stamp not in self._used]
+        kept = dict(others[-_MEMO_ENTRIES:]) | self._used
         with suppress(OSError):  # a read-only project is still a usable one
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._path, json.dumps(newest), durable=False)
-            self._changed = False
+            write_atomic(self._path, json.dumps(kept), durable=False)
+            self._old = kept
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     """Replaces a file's content in one step: temporary name, fsync, rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             if durable:
@@ -98,6 +94,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _stamp(path: Path) -> str:
-    s = path.stat()
-    return f"{s.st_dev}.{s.st_ino}.{s.st_size}.{s.st_mtime_ns}.{s.st_ctime_ns}"
+def _stamp(path: Path) -> tuple[str, bool]:
+    """What changes whenever the file does, and whether that holds of any change from now on."""
+    now, s = time.time_ns(), path.stat()
+    settled = os.name != "nt" and now - s.st_ctime_ns > _SETTLED_NS
+    return f"{s.st_dev}.{s.st_ino}.{s.st_size}.{s.st_mtime_ns}.{s.st_ctime_ns}", settled

@@ -2,20 +2,37 @@
 
 A hook's fingerprint covers its own definition, the top-level names of the project's modules it reaches, where its
 installed imports come from, statements that run on import, and the content of project files it names in a string.
-Layout, comments, docstrings and names it doesn't reach change nothing. Where the text can't tell what is reached
-(`globals()`, `import *`, a module passed as a value), the whole file counts, and the reason is kept for `pipe explain`.
+Layout, comments, docstrings and names it doesn't reach change nothing. Where the text can't tell what is reached,
+more counts, never less: the whole file (`globals()`, `import *`, a module passed as a value), or every file of the
+project (`importlib`, `exec`, `sys.path`, a pickle). The reason is kept for `pipe explain`.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from layerline.pipeline import canonical, syntax
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.files import Hasher
+from layerline.pipeline.imports import Finder, Origin
+
+# Built-ins that reach any name of the module they are used in.
+_ANY_NAME = frozenset({"globals", "locals", "vars"})
+# Built-ins, modules and attributes that reach any module.
+_ANY_MODULE_BUILT_INS = frozenset({"__import__", "eval", "exec"})
+_ANY_MODULE = frozenset({"builtins", "cloudpickle", "dill", "imp", "importlib", "joblib", "pickle", "pkgutil", "runpy"})
+_ANY_MODULE_MEMBERS = frozenset({"__globals__", "f_globals", "read_pickle", "allow_pickle=True", "weights_only=False"})
+_ANY_MODULE_SYS = frozenset({"meta_path", "modules", "path", "path_hooks"})
+# Their files are no data: what Layerline and git keep, and what the kernel makes up when it is read.
+_NO_DATA = (".git", ".layerline", "/dev", "/proc", "/sys")
 
 
 @dataclass(frozen=True)
@@ -27,22 +44,34 @@ class Fingerprint:
         reached: `file:name` of every definition that counts.
         whole: files that count whole, with the reason.
         files: data files named in the code, with their content's digest.
+        folders: folders named in the code; files in them count only where the code or `data:` names them.
     """
 
     digest: str
     reached: tuple[str, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    folders: tuple[str, ...] = ()
 
 
 ABSENT = Fingerprint("absent")
 
 
 class Reader:
-    """Fingerprints the hooks of one task file, parsing each module of the project once."""
+    """Fingerprints the hooks of one task file, parsing each module of the project once.
 
-    def __init__(self, task: Path, hasher: Hasher) -> None:
-        self.task, self.root, self.hasher = task.resolve(), task.resolve().parent, hasher
+    Args:
+        task: the task file.
+        hasher: for data files that the code names.
+        project: the project's folder; that of the task when not given.
+    """
+
+    def __init__(self, task: Path, hasher: Hasher, project: Path | None = None) -> None:
+        project = project or task.parent
+        # A link keeps the name it has in the project, wherever it leads.
+        self.root, self.hasher = project.resolve(), hasher
+        self.task = self.root / task.relative_to(project)
+        self.finder = Finder(self.root, self.task.parent)
         self._modules: dict[Path, syntax.Module] = {}
 
     def hook(self, name: str) -> Fingerprint:
@@ -53,139 +82,249 @@ class Reader:
         """
         if not self.task.is_file():
             return ABSENT  # a project that starts from a file needs no task; a stage that needs one says so
-        module = self.module(self.task)
-        if name not in module.bindings and name not in module.imports and not module.stars:
-            return ABSENT
-        return _Walk(self).run(name)
+        with _deep_recursion():
+            module = self.module(self.task)
+            found = _Walk(self).run(name)
+        defined = name in module.bindings or name in module.imports or module.stars
+        return found if defined or self.relative(self.task) in found.whole else ABSENT
 
     def module(self, path: Path) -> syntax.Module:
         if path not in self._modules:
             try:
-                self._modules[path] = syntax.parse(path, self.root)
+                self._modules[path] = syntax.parse(path, self.finder)
             except (SyntaxError, ValueError) as error:
                 line = getattr(error, "lineno", None)
-                place = path.relative_to(self.root).as_posix() + (f":{line}" if line else "")
-                raise TaskError(f"it is not valid Python: {error}", where=place) from error
+                what = error.msg if isinstance(error, SyntaxError) else str(error)
+                place = self.relative(path) + (f":{line}" if line else "")
+                raise TaskError(f"it is not valid Python: {what}", where=place) from error
         return self._modules[path]
+
+    @cached_property
+    def sources(self) -> list[Path]:
+        """Every Python file of the project."""
+        return list(self.finder.sources())
+
+    def relative(self, path: Path) -> str:
+        """A path as it is told: below the project's folder, never absolute."""
+        return path.relative_to(self.root).as_posix()
+
+
+@contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """Room for the deepest tree that Python itself compiles: a sum of three thousand terms."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, 10_000))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 class _Walk:
     """One traversal from a hook: collects what is reached, each definition once."""
 
     def __init__(self, reader: Reader) -> None:
-        self.reader, self.root = reader, reader.root
+        self.reader, self.finder = reader, reader.finder
         self.parts: dict[str, str] = {}
         self.whole: dict[str, str] = {}
         self.files: dict[str, str] = {}
         self._seen: set[tuple[Path, str]] = set()
-        self._imported: set[Path] = set()
+        self._imported: dict[Path, None] = {}
+        self._counted: set[Path] = set()
+        self._order: dict[Path, set[tuple[int, int, str]]] = {}
+        self._strings: set[str] = set()
+        self._looked_up: set[tuple[Path, str]] = set()
+        self._places: dict[Path, None] = {reader.root: None}
+        self._named: dict[Path, None] = {}
 
     def run(self, hook: str) -> Fingerprint:
         self._import(self.reader.task)
         self._name(self.reader.module(self.reader.task), hook)
-        if any(syntax.registers_subclasses(self.reader.module(p).tree) for p in self._imported):
-            for path in sorted(self._imported):
-                self._all(path, "the project has a metaclass or __init_subclass__, which may register classes by name")
+        self._settle()
         # A file that counts whole already covers its own parts.
-        reached = tuple(sorted(p for p in self.parts if p.split(":")[0] not in self.whole))
-        digest = canonical.digest({"parts": self.parts, "files": self.files})
-        return Fingerprint(digest, reached, dict(sorted(self.whole.items())), dict(sorted(self.files.items())))
+        counted = {self.reader.relative(p) for p in self._counted}
+        reached = tuple(sorted(p for p in self.parts if p.split(":")[0] not in counted))
+        digest = canonical.digest({"parts": self.parts, "files": self.files, "order": self._sequence()})
+        folders = tuple(sorted(self.reader.relative(f) for f in self._named))
+        return Fingerprint(digest, reached, dict(sorted(self.whole.items())), dict(sorted(self.files.items())), folders)
+
+    def _settle(self) -> None:
+        """Adds what only the whole picture shows, until nothing more turns up."""
+        size = -1
+        while size != (size := len(self.parts) + len(self.files) + len(self._named)):
+            modules = [self.reader.module(p) for p in self._imported]
+            if any(syntax.registers_subclasses(m.tree) for m in modules):
+                for module in modules:
+                    self._all(module.path, "a metaclass, __init_subclass__ or __subclasses__ may find its classes")
+            for text in sorted(self._strings):
+                for folder in [*self._places, *self._named]:
+                    self._file(folder, text)
+
+    def _sequence(self) -> dict[str, list[str]]:
+        """What counts, in the order in which it runs on import, for each file in which that order can matter."""
+        eventful = any(self.reader.module(p).effects for p in self._imported)
+        rebound = {p for p in self._imported if any(len(s) > 1 for s in self.reader.module(p).bindings.values())}
+        found = {}
+        for path in self._imported if eventful else rebound:
+            labels = [label for *_, label in sorted(self._order.get(path, ()))]
+            found[self.reader.relative(path)] = [n for n in labels if eventful or not n.startswith("import ")]
+        return found
 
     def _import(self, path: Path) -> None:
-        """Importing a module runs its bare statements, and those of the project's modules it imports."""
+        """Importing a module runs the packages around it, the modules it imports, and its statements with an effect."""
         if path in self._imported:
             return
-        self._imported.add(path)
+        self._imported[path] = None
+        self._places[path.parent] = None
         module = self.reader.module(path)
+        for around in self.finder.parents(path):
+            self._import(around)
         for index, statement in enumerate(module.effects):
+            self._runs(module, statement, f"on import #{index}")
             self._statement(module, f"on import #{index}", statement)
-        for name, statements in module.bindings.items():
-            if any(self._ours(module, d) for s in statements for d in syntax.decorators(s)):
-                self._name(module, name)
-        for loaded in module.loads:
+        for statement, loaded in module.loads:
+            self._runs(module, statement, f"import {self.reader.relative(loaded)}")
             self._import(loaded)
         for star in module.stars:
-            self._all(path, f"it has `from {star} import *`")
-            if (inner := syntax.resolve(star, self.root)) is not None:
-                self._all(inner, "another file imports * from it")
+            self._star(module, star)
 
-    def _ours(self, module: syntax.Module, name: str) -> bool:
-        """Whether a name is defined by the project, here or in a module this one imports."""
-        return name in module.bindings or any(o.path for o in module.imports.get(name, ()))
+    def _star(self, module: syntax.Module, star: Origin) -> None:
+        self.parts[f"{self.reader.relative(module.path)}:import * from {star.module}"] = "*"
+        if star.path is None:
+            return
+        self._all(module.path, f"it has `from {star.module} import *`")
+        self._all(star.path, "another file imports * from it")
+        if star.path.name == "__init__.py":  # __all__ may name modules that it doesn't import itself
+            for inner in sorted(star.path.parent.glob("*.py")):
+                self._all(inner, "another file imports * from its package")
 
     def _name(self, module: syntax.Module, name: str) -> None:
         if (module.path, name) in self._seen:
             return
         self._seen.add((module.path, name))
-        for index, statement in enumerate(module.bindings.get(name, ())):
+        statements = module.bindings.get(name, ())
+        for index, statement in enumerate(statements):
+            if len(statements) > 1 or syntax.runs_when_defined(statement):
+                self._runs(module, statement, name)
             self._statement(module, name if index == 0 else f"{name} #{index}", statement)
         for origin in module.imports.get(name, ()):
-            self._origin(module, name, origin, ())
+            self._origin(module, name, origin, set())
 
     def _statement(self, module: syntax.Module, label: str, statement: ast.stmt) -> None:
-        self.parts[f"{self._relative(module.path)}:{label}"] = syntax.dump(statement)
-        bare, attributes, strings = syntax.loaded_names(statement)
-        inner, star = syntax.local_imports(statement, self.root, syntax.package_of(module.path, self.root))
-        if star:
-            self._all(module.path, f"{label} imports * inside a function")
-        for name in sorted((bare & syntax.DYNAMIC) - module.bindings.keys()):
-            self._all(module.path, f"{label} uses {name}")
-        for name in sorted(bare | {n for n, _ in attributes}):
-            used = tuple(sorted(a for n, a in attributes if n == name)) if name not in bare else ()
-            for origin in inner.pop(name, ()) or module.imports.get(name, ()):
-                self._origin(module, name, origin, used)
+        self.parts[f"{self.reader.relative(module.path)}:{label}"] = syntax.dump(statement)
+        seen, inner = self._uses(module, statement, label), syntax.imports(statement, module, self.finder)
+        for name in seen.names():
+            for origin in [*inner.pop(name, ()), *module.imports.get(name, ())]:
+                self._origin(module, name, origin, seen.taken_from(name))
             if name in module.bindings:
                 self._name(module, name)
         for name, origins in inner.items():  # imported here, used elsewhere: a block such as try/except ImportError
             for origin in origins:
-                self._origin(module, name, origin, ())
-        for text in sorted(strings):
-            self._file(text)
+                self._origin(module, name, origin, set())
 
-    def _origin(self, module: syntax.Module, name: str, origin: syntax.Origin, attributes: tuple[str, ...]) -> None:
-        self.parts[f"{self._relative(module.path)}:import {name} from {origin.module}"] = str(origin.attribute)
-        if origin.module.split(".")[0] in syntax.DYNAMIC:
-            self._all(module.path, f"it uses {origin.module}")
+    def _runs(self, module: syntax.Module, statement: ast.stmt, label: str) -> None:
+        self._order.setdefault(module.path, set()).add((statement.lineno, statement.col_offset, label))
+
+    def _uses(self, module: syntax.Module, tree: ast.AST, label: str) -> syntax.Uses:
+        """What a tree refers to; what can't be followed from it is taken whole."""
+        seen = syntax.uses(tree)
+        self._strings |= seen.strings
+        built_ins = seen.bare - module.bindings.keys()
+        for name in sorted(built_ins & _ANY_NAME):
+            self._all(module.path, f"{label} uses {name}")
+        for name in sorted((built_ins & _ANY_MODULE_BUILT_INS) | (seen.members & _ANY_MODULE_MEMBERS)):
+            self._everything(module, f"{label} uses {name}")
+        return seen
+
+    def _origin(self, module: syntax.Module, name: str, origin: Origin, attributes: set[str]) -> None:
+        """Follows an imported name of which only `attributes` are used; all of it when there are none."""
+        self.parts[f"{self.reader.relative(module.path)}:import {name} from {origin.module}"] = str(origin.attribute)
+        dotted = f"{origin.module}.{origin.attribute}" if origin.attribute else origin.module
+        if (binary := self.finder.compiled(dotted)) is not None:
+            self.files[self.reader.relative(binary)] = self.reader.hasher.file(binary)
         if origin.path is None:
+            self._installed(module, origin, attributes)
             return
         self._import(origin.path)
-        if origin.attribute is not None:
-            self._attribute(origin.path, origin.attribute)
+        if origin.attribute == "*":
+            self._star(module, origin)
+        elif origin.attribute is not None:
+            self._attribute(origin.path, origin.attribute, surely=origin.exact)
         elif attributes and origin.exact:
-            for attribute in attributes:
+            for attribute in sorted(attributes):
                 self._attribute(origin.path, attribute)
         else:
-            self._all(origin.path, f"{self._relative(module.path)} uses the module {name} as a value")
+            self._all(origin.path, f"{self.reader.relative(module.path)} uses the module {name} as a value")
 
-    def _attribute(self, path: Path, name: str) -> None:
+    def _installed(self, module: syntax.Module, origin: Origin, attributes: set[str]) -> None:
+        taken = {origin.attribute} if origin.attribute else attributes
+        if origin.module.split(".")[0] in _ANY_MODULE:
+            self._everything(module, f"it uses {origin.module}")
+        elif origin.module == "sys" and (not taken or taken & _ANY_MODULE_SYS):
+            self._everything(module, f"it uses sys.{min(taken & _ANY_MODULE_SYS, default='*')}")
+
+    def _attribute(self, path: Path, name: str, *, surely: bool = True) -> None:
         target = self.reader.module(path)
         if name in target.bindings or name in target.imports:
             self._name(target, name)
-        else:
+        elif (inner := self.finder.submodule(path, name)) is None:
             self._all(path, f"it defines no {name} that its text shows")
+        elif surely:
+            self._all(inner, f"it is used through its package {path.parent.name}")
 
     def _all(self, path: Path, reason: str) -> None:
         """The whole file counts, and everything its imports name."""
-        relative = self._relative(path)
-        if relative in self.whole:
+        if path in self._counted:
             return
-        self.whole[relative] = reason
+        self._counted.add(path)
+        self.whole[self.reader.relative(path)] = reason
         module = self.reader.module(path)
-        self.parts[f"{relative}:*"] = syntax.dump(module.tree)
+        self.parts[f"{self.reader.relative(path)}:*"] = syntax.dump(module.tree)
         self._import(path)
-        for name, origins in module.imports.items():
+        seen = self._uses(module, module.tree, "it")
+        for name, origins in syntax.imports(module.tree, module, self.finder).items():
             for origin in origins:
-                self._origin(module, name, origin, ())
-        for text in sorted(syntax.loaded_names(module.tree)[2]):
-            self._file(text)
+                self._origin(module, name, origin, set() if origin.path else seen.taken_from(name))
 
-    def _file(self, text: str) -> None:
-        """A string that names a file of the project: its content counts."""
-        if not text or len(text) > 255 or "\n" in text or "\0" in text or text.endswith(".py"):
+    def _everything(self, module: syntax.Module, reason: str) -> None:
+        """Every Python file of the project counts: any of them may be reached."""
+        self.whole.setdefault(self.reader.relative(module.path), f"{reason}, and so does every Python file here")
+        for path in self.reader.sources:
+            if path not in self._counted:
+                self._counted.add(path)
+                self._text(path)
+
+    def _text(self, path: Path) -> None:
+        try:
+            tree = self.reader.module(path).tree
+        except TaskError:  # never meant for this Python: its bytes count
+            self.files[self.reader.relative(path)] = self.reader.hasher.file(path)
+        else:
+            self.parts[f"{self.reader.relative(path)}:*"] = syntax.dump(tree)
+            self._strings |= syntax.uses(tree).strings
+
+    def _file(self, folder: Path, text: str) -> None:
+        """A string that names a file: its content counts. One that names a folder is a place to look for more files."""
+        if (folder, text) in self._looked_up or len(text) > 255 or not text.strip("./"):
             return
-        path = self.root / text
-        if path.is_file() and path.resolve().is_relative_to(self.root):
-            self.files[path.resolve().relative_to(self.root).as_posix()] = self.reader.hasher.file(path)
+        self._looked_up.add((folder, text))
+        for name in dict.fromkeys((text, text.lstrip("/"))):  # f"{folder}/train.npy" leaves "/train.npy"
+            path = Path(os.path.normpath(folder / name))
+            if any(path.is_relative_to(p) or p in path.parts for p in _NO_DATA):
+                continue
+            with suppress(OSError):  # no name of a file after all: too long, or not ours to read
+                if path.is_file():
+                    self._data(path)
+                elif path.is_dir() and path.is_relative_to(self.reader.root) and path not in self._places:
+                    self._named[path] = None
 
-    def _relative(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix()
+    def _data(self, path: Path) -> None:
+        if not path.is_relative_to(self.reader.root):
+            place = hashlib.sha256(str(path).encode("utf-8", "surrogateescape")).hexdigest()
+            self.files[f"{path.name} outside the project ({place[:8]})"] = self.reader.hasher.file(path)
+        elif path.suffix != ".py":
+            self.files[self.reader.relative(path)] = self.reader.hasher.file(path)
+        elif path not in self._counted:
+            self._counted.add(path)
+            self.whole[self.reader.relative(path)] = "a string names it"
+            self._text(path)

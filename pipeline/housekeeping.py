@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
+from itertools import islice
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.files import Hasher
 from layerline.pipeline.ledger import Ledger
 from layerline.pipeline.plan import Planner
+from layerline.pipeline.presence import alone
 from layerline.pipeline.project import Project
 from layerline.pipeline.store import DamagedError, Store
 
@@ -64,7 +65,8 @@ def verify(project: Project) -> tuple[int, list[Problem]]:
     """Re-hashes every artifact and report, remembering nothing; the number checked and what is wrong."""
     store, ledger = Store(project.state / "store", Hasher(project.state / "no-memo")), Ledger(project.state / "ledger")
     problems, checked = [], 0
-    for digest in store.digests():
+    present = list(store.digests())
+    for digest in present:
         checked += 1
         try:
             store.get(digest)
@@ -74,58 +76,59 @@ def verify(project: Project) -> tuple[int, list[Problem]]:
         checked += 1
         if not ledger.report_is_whole(record.report):
             problems.append(Problem(f"report of {record.stage} {record.report[:12]}", "missing or damaged"))
-        if (record.digest not in store.digests()) and ledger.get(record.key) == record:
+        if record.digest not in present and ledger.get(record.key) == record:
             problems.append(Problem(f"artifact {record.digest[:12]} of {record.stage}", "missing"))
     return checked, problems
 
 
-def collect(project: Project, keep: int, *, dry_run: bool) -> list[Garbage]:
+def collect(project: Project, keep: int, *, dry_run: bool) -> list[Garbage] | None:
     """Removes what neither the newest `keep` runs nor the project as it stands need.
+
+    While a run is going on, here or in another process, nothing is removed: None.
 
     Args:
         project: whose state.
         keep: how many runs stay whole.
         dry_run: only list.
     """
+    if dry_run or not project.state.exists():
+        return [_garbage(project, path) for path in _unneeded(project, keep)]
+    with alone(project.state) as idle:
+        if not idle:
+            return None
+        for lock in (project.state / "work").glob("*.lock"):
+            lock.unlink()  # nobody holds one now
+        return [_remove(project, path) for path in _unneeded(project, keep)]
+
+
+def _unneeded(project: Project, keep: int) -> list[Path]:
     hasher = Hasher(project.state / "cache" / "digests.json")
     store, ledger = Store(project.state / "store", hasher), Ledger(project.state / "ledger")
-    current = {s.artifact.digest for s in Planner(project, store, ledger, hasher).steps() if s.artifact}
-    in_use = current | {r.digest for run in list(ledger.runs())[:keep] for r in run.records}
-    garbage: list[Garbage] = []
-
-    def drop(path: Path) -> None:
-        garbage.append(Garbage(path.relative_to(project.root).as_posix(), _size(path)))
-
-    for digest in store.digests():
-        if digest not in in_use:
-            drop(store.root / digest)
-            if not dry_run:
-                store.remove(digest)
-    for path in [*ledger.forget(keep, in_use), *_leftovers(project.state)]:
-        drop(path)
-        if not dry_run:
-            _remove(path)
-    return garbage
+    steps = Planner(project, store, ledger, hasher).steps()
+    in_use = {s.artifact.digest for s in steps if s.artifact}
+    in_use |= {r.digest for run in islice(ledger.runs(), keep) for r in run.records}
+    # Work that was cut short is resumed, as long as the project as it stands would still do it.
+    resumable = {s.key for s in steps if s.key and not s.artifact}
+    artifacts = [store.root / digest for digest in store.digests() if digest not in in_use]
+    work = [p for p in sorted((project.state / "work").glob("*")) if p.is_dir() and p.name not in resumable]
+    cut_short = sorted(store.root.glob(".gone-*"))
+    return [*artifacts, *ledger.forget(keep, in_use), *work, *cut_short]
 
 
-def _leftovers(state: Path) -> list[Path]:
-    """Work folders nobody is working in, and artifacts whose removal was cut short."""
-    found = list((state / "store").glob(".gone-*"))
-    for lock in (state / "work").glob("*.lock"):
-        try:
-            with FileLock(lock, timeout=0):
-                found += [p for p in (lock, lock.with_suffix("")) if p.exists()]
-        except Timeout:
-            continue  # someone is working there
-    return found
+def _garbage(project: Project, path: Path) -> Garbage:
+    size = 0
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        with suppress(FileNotFoundError):  # a run that goes on may take it away
+            size += file.stat().st_size if file.is_file() else 0
+    return Garbage(path.relative_to(project.root).as_posix(), size)
 
 
-def _size(path: Path) -> int:
-    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size
-
-
-def _remove(path: Path) -> None:
+def _remove(project: Project, path: Path) -> Garbage:
+    garbage = _garbage(project, path)
     if path.is_dir():
-        shutil.rmtree(path)
+        # Renamed first, so that a removal cut short never leaves half an artifact under its real name.
+        grave = path.with_name(f".gone-{path.name.removeprefix('.gone-')}")
+        shutil.rmtree(path.rename(grave))
     else:
         path.unlink(missing_ok=True)
+    return garbage

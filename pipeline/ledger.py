@@ -150,7 +150,7 @@ class Ledger:
         reports = {r.report for run in runs[:keep] for r in run.records}
         dropped = [self._runs / f"{run.id}.json" for run in runs[keep:]]
         for path in sorted(self._keys.glob("*.json")):
-            record = _read_record(path)
+            record = self.get(path.stem)
             if record is not None and record.digest in in_use:
                 reports.add(record.report)
             else:
@@ -159,8 +159,10 @@ class Ledger:
 
 
 def new_run_id() -> str:
-    """Sorts by time; unique among processes started in the same second."""
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+    """Sorts by time, to the microsecond: two quick runs must not change places; unique among processes."""
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
+    return f"{moment}-{nanoseconds // 1000:06d}-{secrets.token_hex(1)}"
 
 
 def _to_json(record: Record) -> str:

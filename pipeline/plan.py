@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from layerline.pipeline import canonical
-from layerline.pipeline.env import fact
+from layerline.pipeline import canonical, env
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.files import Hasher
 from layerline.pipeline.fingerprint import Fingerprint, Reader
 from layerline.pipeline.ledger import Ledger, Record
-from layerline.pipeline.project import Project
+from layerline.pipeline.project import Project, is_outside
 from layerline.pipeline.stage import Stage
 from layerline.pipeline.store import Artifact, DamagedError, Store
 
@@ -51,6 +50,7 @@ class Planner:
     ledger: Ledger
     hasher: Hasher
     _prints: dict[str, Fingerprint] = field(default_factory=dict)
+    _facts: dict[str, str] = field(default_factory=dict)
     _reader: Reader | None = None
 
     def steps(self) -> list[Step]:
@@ -78,25 +78,34 @@ class Planner:
         if record is None:
             reason = self._why(stage, parts)
             return Step(stage=stage, key=key, parts=parts, notes=notes, reason=reason)
-        try:
-            artifact = self.store.get(record.digest)
-            reason = "fresh" if artifact else f"its artifact {record.digest[:12]} is gone from the store"
-        except DamagedError as error:
-            artifact, reason = None, f"its artifact {record.digest[:12]} is damaged: {error}"
+        artifact, reason = self._artifact(record)
         return Step(
             stage=stage, key=key, parts=parts, notes=notes, record=record, artifact=artifact, reason=reason
         )  # fmt: skip
 
+    def _artifact(self, record: Record) -> tuple[Artifact | None, str]:
+        """What a record's run left, if all of it is still there and whole; and in words what is the matter."""
+        short = record.digest[:12]
+        try:
+            artifact = self.store.get(record.digest)
+        except DamagedError as error:
+            return None, f"its artifact {short} is damaged: {error}"
+        if artifact is None:
+            return None, f"its artifact {short} is gone from the store"
+        if not self.ledger.report_is_whole(record.report):
+            return None, "its report is missing or damaged"
+        return artifact, "fresh"
+
     def _parts(self, stage: Stage) -> tuple[dict[str, Any], tuple[str, ...]]:
         parts: dict[str, Any] = {"stage": stage.name, "version": stage.version}
         parts |= {f"config.{n}": v for n, v in _flat(stage.model_dump())}
-        parts |= {f"env.{n}": fact(n) for n in stage.env}
-        notes = []
+        parts |= {f"env.{n}": self._fact(n) for n in stage.env}
+        notes: list[str] = []
         for hook in stage.hooks():
             seen = self.fingerprint(hook)
             parts[f"hook.{hook}"] = seen.digest
             parts |= {f"file.{n}": d for n, d in seen.files.items()}
-            notes += [f"{hook}(): {file} counts whole: {why}" for file, why in seen.whole.items()]
+            notes += self._notes(hook, seen)
         files = stage.files() + (self.project.data if _DATA_HOOKS & set(stage.hooks()) else ())
         parts |= {f"file.{name}": self._file(stage, name) for name in files}
         return parts, tuple(dict.fromkeys(notes))
@@ -104,13 +113,25 @@ class Planner:
     def fingerprint(self, hook: str) -> Fingerprint:
         """What a hook of the user's task depends on."""
         if hook not in self._prints:
-            self._reader = self._reader or Reader(self.project.root / self.project.task, self.hasher)
+            task = self.project.root / self.project.task
+            self._reader = self._reader or Reader(task, self.hasher, self.project.root)
             self._prints[hook] = self._reader.hook(hook)
         return self._prints[hook]
 
+    def _fact(self, name: str) -> str:
+        if name not in self._facts:
+            self._facts[name] = env.fact(name)
+        return self._facts[name]
+
+    def _notes(self, hook: str, seen: Fingerprint) -> list[str]:
+        """Where the text of a hook doesn't say what it reads."""
+        whole = [f"{hook}(): {file} counts whole: {why}" for file, why in seen.whole.items()]
+        unlisted = [f for f in seen.folders if not any(d.startswith(f"{f}/") for d in self.project.data)]
+        return whole + [f"{hook}() names the folder {f}: what is in it counts only under `data:`" for f in unlisted]
+
     def _file(self, stage: Stage, name: str) -> str:
         path = self.project.root / name
-        if not path.is_file():
+        if not path.is_file() or is_outside(name):
             raise ConfigError(f"stage {stage.name} reads {name}, which is not in the project", where="pipe.yaml")
         return self.hasher.file(path)
 
@@ -123,7 +144,7 @@ class Planner:
 
 def shown(parts: Mapping[str, Any]) -> dict[str, str]:
     """Key parts as text: what the ledger keeps and `pipe explain` prints."""
-    return {name: value if isinstance(value, str) else repr(value) for name, value in parts.items()}
+    return {name: value if isinstance(value, str) else _text(value) for name, value in parts.items()}
 
 
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
@@ -137,6 +158,15 @@ def describe(changed: Mapping[str, tuple[str | None, str | None]]) -> str:
     phrases = [_phrase(name, old, new) for name, (old, new) in changed.items()]
     more = f" and {len(phrases) - 2} more" if len(phrases) > 2 else ""
     return ", ".join(phrases[:2]) + more
+
+
+def _text(value: Any) -> str:
+    """repr, with sets in an order that is the same in every process."""
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(_text, value))) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return repr(value)
 
 
 def _phrase(name: str, old: str | None, new: str | None) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from layerline.pipeline import table
+from layerline.pipeline import canonical, table
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.stage import Stage
 
 FILE = "pipe.yaml"
+STATE = ".layerline"
 _OWN_KEYS = ("name", "task", "data")
 
 
@@ -39,7 +41,7 @@ class Project:
     @property
     def state(self) -> Path:
         """Where Layerline keeps what it made."""
-        return self.root / ".layerline"
+        return self.root / STATE
 
     def stage(self, name: str) -> Stage:
         """The stage of that name.
@@ -79,7 +81,7 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
     raw = document.content
     for key in raw:
         if key not in _OWN_KEYS and key not in table.names():
-            raise document.error((key,), f"unknown key {key!r}", _nearest(str(key), [*_OWN_KEYS, *table.names()]))
+            raise document.error((key,), "unknown key", _nearest(str(key), [*_OWN_KEYS, *table.names()]))
     names = _stage_names(raw, document)
     stages = _ordered([_build_stage(n, raw.get(n), document) for n in names])
     return Project(
@@ -117,12 +119,16 @@ class _Document:
             problem = str(error.problem or error.context).split("\n")[0]
             raise ConfigError(f"not valid YAML: {problem}", where=f"{path.name}{place}") from None
         except YAMLError as error:
-            raise ConfigError(f"not valid YAML: {error}", where=path.name) from None
+            raise ConfigError(f"not valid YAML: {str(error).splitlines()[0]}", where=path.name) from None
         if self.tree is None:
             self.tree = {}
         if not isinstance(self.tree, Mapping):
-            raise ConfigError(f"expected fields, saw {type(self.tree).__name__}", where=f"{path.name}:1:1")
-        self.content: dict[Any, Any] = _plain(self.tree)
+            seen = "a list" if isinstance(self.tree, list) else repr(self.tree)
+            raise ConfigError(f"expected fields such as `train:`, saw {seen:.80}", where=f"{path.name}:1:1")
+        try:
+            self.content: dict[Any, Any] = _plain(self.tree)
+        except RecursionError:
+            raise ConfigError("an alias in it stands for itself", where=path.name) from None
 
     def override(self, text: str) -> None:
         """Applies one `key.path=value`."""
@@ -130,7 +136,7 @@ class _Document:
 
         path, equals, value = text.partition("=")
         keys = tuple(int(k) if k.isdigit() else k for k in path.strip().split("."))
-        if not equals or not all(k != "" for k in keys):
+        if not equals or "" in keys:
             raise ConfigError(
                 f"expected key=value, saw {text!r}", where="--set", hint="for example: --set train.epochs=2"
             )
@@ -140,17 +146,17 @@ class _Document:
             parsed = value
         target: Any = self.content
         for depth, key in enumerate(keys[:-1]):
-            target = self._child(target, key, text, keys[: depth + 1])
-        self._put(target, keys[-1], parsed, text)
+            target = self._child(target, _as_there(target, key), text, keys[: depth + 1])
+        self._put(target, _as_there(target, keys[-1]), parsed, text)
         self._overridden[keys] = text
 
     def error(self, loc: tuple[str | int, ...], what: str, hint: str = "") -> ConfigError:
         """A ConfigError that points at a field."""
-        for length in range(len(loc), 0, -1):
-            if loc[:length] in self._overridden:
-                return ConfigError(what, where=f"--set {self._overridden[loc[:length]]}", hint=hint)
-        line, column = self._position(loc)
         field = ".".join(str(p) for p in loc)
+        for keys, text in self._overridden.items():
+            if keys == loc[: len(keys)] or (keys[: len(loc)] == loc and not self._is_in_file(loc)):
+                return ConfigError(f"{field}: {what}", where=f"--set {text}", hint=hint)
+        line, column = self._position(loc)
         return ConfigError(f"{field}: {what}" if field else what, where=f"{self.path.name}:{line}:{column}", hint=hint)
 
     def _position(self, loc: tuple[str | int, ...]) -> tuple[int, int]:
@@ -162,6 +168,14 @@ class _Document:
             position = tuple(marks[key][:2])
             node = node[key]
         return position[0] + 1, position[1] + 1
+
+    def _is_in_file(self, loc: tuple[str | int, ...]) -> bool:
+        node = self.tree
+        for key in loc:
+            if not (isinstance(node, Mapping) and key in node):
+                return False
+            node = node[key]
+        return True
 
     def _child(self, target: Any, key: str | int, text: str, loc: tuple[str | int, ...]) -> Any:
         if isinstance(target, dict):
@@ -197,7 +211,8 @@ def _stage_names(raw: Mapping[str, Any], document: _Document) -> list[str]:
                     (name,), f"the project starts at {imports[0]}, after this stage", "remove one of the two"
                 )
         standard = standard[producer + 1 :]
-    return [*imports, *standard, *(n for n in raw if n in table.names() and n not in table.BUILT_IN)]
+    others = [n for n in raw if n in table.names() and n not in table.BUILT_IN and n not in imports]
+    return [*imports, *standard, *others]
 
 
 def _build_stage(name: str, raw: Any, document: _Document) -> Stage:
@@ -205,16 +220,32 @@ def _build_stage(name: str, raw: Any, document: _Document) -> Stage:
     if raw is not None and not isinstance(raw, Mapping):
         raise document.error((name,), f"expected the fields of stage {name}, saw {raw!r}")
     try:
-        return cls.model_validate(raw or {})
+        stage = cls.model_validate(raw or {})
+        for field, value in stage:
+            _check_key(document, (name, field), value)
+        return stage
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         loc = (name, *first["loc"])
         if first["type"] == "extra_forbidden":
             valid = _fields_at(cls, first["loc"][:-1])
             raise document.error(loc, "unknown field", _nearest(str(loc[-1]), valid)) from None
+        if first["type"] == "literal_error" and isinstance(first["input"], str):
+            valid = [v.strip("'") for v in re.split(", | or ", first["ctx"]["expected"])]
+            raise document.error(loc, f"unknown value {first['input']!r}", _nearest(first["input"], valid)) from None
         seen = "" if first["type"] == "missing" else f", saw {first['input']!r:.80}"
         message = first["msg"].removeprefix("Value error, ")
         raise document.error(loc, f"{message}{seen}") from None
+
+
+def _check_key(document: _Document, loc: tuple[str | int, ...], value: Any) -> None:
+    """Whatever a field holds becomes part of a key, and a key holds nothing absolute."""
+    try:
+        canonical.encode(value)
+    except ValueError:
+        raise document.error(loc, f"expected a path inside the project, saw {str(value)!r}") from None
+    except TypeError as error:
+        raise document.error(loc, str(error)) from None
 
 
 def _fields_at(cls: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
@@ -258,24 +289,41 @@ def _text(document: _Document, key: str, default: str) -> str:
     value = document.content.get(key, default)
     if not isinstance(value, str) or not value:
         raise document.error((key,), f"expected text, saw {value!r}")
-    if key == "task" and (Path(value).is_absolute() or ".." in Path(value).parts):
+    if key == "task" and is_outside(value):
         raise document.error((key,), f"expected a path inside the project, saw {value!r}")
     return value
 
 
 def _data_files(document: _Document, folder: Path) -> tuple[str, ...]:
     patterns = document.content.get("data") or []
-    if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
+    if not isinstance(patterns, list) or not all(isinstance(p, str) and p for p in patterns):
         raise document.error(("data",), f"expected a list of file patterns, saw {patterns!r}")
     found: list[str] = []
     for index, pattern in enumerate(patterns):
-        if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
+        if is_outside(pattern) or not Path(pattern).parts:
             raise document.error(("data", index), f"expected a path inside the project, saw {pattern!r}")
-        matches = sorted(p.relative_to(folder).as_posix() for p in folder.glob(pattern) if p.is_file())
+        try:
+            matches = sorted(_files_of(folder, pattern))
+        except ValueError as error:
+            raise document.error(("data", index), f"{error}, saw {pattern!r}") from None
         if not matches:
             raise document.error(("data", index), f"no file matches {pattern!r}")
         found += matches
     return tuple(dict.fromkeys(found))
+
+
+def _files_of(folder: Path, pattern: str) -> Iterator[str]:
+    """Files that match; all those in a folder that does. Never our own state."""
+    for match in folder.glob(pattern):
+        for path in match.rglob("*") if match.is_dir() else [match]:
+            name = path.relative_to(folder)
+            if name.parts[0] != STATE and path.is_file():
+                yield name.as_posix()
+
+
+def is_outside(path: str) -> bool:
+    """Whether a path of the configuration leads out of the project's folder."""
+    return Path(path).is_absolute() or ".." in Path(path).parts
 
 
 def _nearest(name: str, valid: Sequence[str]) -> str:
@@ -283,10 +331,15 @@ def _nearest(name: str, valid: Sequence[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"valid names: {', '.join(sorted(set(valid)))}"
 
 
+def _as_there(target: Any, key: str | int) -> str | int:
+    """A key as the mapping spells it: `--set` can't tell the name "0" from the number 0."""
+    return str(key) if isinstance(target, dict) and key not in target and str(key) in target else key
+
+
 def _plain(value: Any) -> Any:
     """Plain Python values in place of the parser's own types, which carry comments and formatting."""
     if isinstance(value, Mapping):
-        return {_plain(k): _plain(v) for k, v in value.items()}
+        return {_plain(k) if isinstance(k, str | int | float) else str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     for cls in (bool, int, float, str):

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, get_type_hints
 
 from layerline.pipeline.errors import StageError
@@ -196,8 +197,13 @@ def _number(value: Any) -> Any:
     return _NONFINITE.get(value, value) if isinstance(value, str) else value
 
 
+@cache
+def _float_fields(cls: type) -> frozenset[str]:
+    return frozenset(k for k, t in get_type_hints(cls).items() if t == float | None)
+
+
 def _revive(cls: type, raw: dict[str, Any]) -> dict[str, Any]:
-    floats = {k for k, t in get_type_hints(cls).items() if t == float | None}
+    floats = _float_fields(cls)
     out = {k: _number(v) if k in floats else v for k, v in raw.items()}
     out["shape"] = tuple(out.get("shape", ()))
     out["extra"] = {k: _number(v) for k, v in out.get("extra", {}).items()}

@@ -10,16 +10,17 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from filelock import FileLock, Timeout
 
-from layerline.pipeline.errors import PipeError, StageError
+from layerline.pipeline.errors import PipeError, StageError, machine_lacks
 from layerline.pipeline.files import Hasher
 from layerline.pipeline.ledger import Ledger, Record, Run, new_run_id
 from layerline.pipeline.plan import Planner, Step, shown
+from layerline.pipeline.presence import at_work
 from layerline.pipeline.project import Project
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Log, Stage, Work
@@ -124,48 +125,51 @@ class Runner:
         stages = self.project.stages if names is None else self.project.needed_for(names)
         forced = {s.name for s in stages if names is None or s.name in names} if force else set()
         run_id, results = new_run_id(), list[Result]()
-        made: dict[str, Artifact | None] = {}
-        try:
-            for stage in stages:
-                result = self._advance(stage, made, forced=stage.name in forced, failed=_failed(results))
-                results.append(result)
-                self.listener.finished(result)
-                run_id = self._remember(run_id, results)
-        finally:
-            self.hasher.save()
-        return Outcome(run=run_id, results=tuple(results), out_of_date=self._later(stages, made))
+        filed, made = run_id, dict[str, Artifact | None]()
+        with at_work(self.project.state):
+            try:
+                for stage in stages:
+                    result = self._advance(stage, made, forced=stage.name in forced, failed=_failed(results))
+                    results.append(result)
+                    self.listener.finished(result)
+                    filed = self._remember(run_id, results)
+                later = () if any(r.error and not r.record for r in results) else self._later(stages, made)
+            finally:
+                self.hasher.save()
+        return Outcome(run=filed, results=tuple(results), out_of_date=later)
 
     def _advance(self, stage: Stage, made: dict[str, Artifact | None], *, forced: bool, failed: str | None) -> Result:
         if failed is not None:
             return Result(name=stage.name, state="blocked", reason=f"{failed} failed")
-        step = self.planner.step(stage, made)
-        started = time.monotonic()
-        reason = "forced" if forced and step.artifact else step.reason
+        started, reason = time.monotonic(), ""
         try:
+            step = self.planner.step(stage, made)
+            reason = "forced" if forced and step.artifact else step.reason
             if step.artifact is None or forced:
                 step = self._make(step, made, reason, forced=forced)
-        except PipeError as error:
+        except BrokenPipeError:  # whoever read our output has gone: no fault of the stage
+            raise
+        except (PipeError, OSError, MemoryError) as error:
+            told = error if isinstance(error, PipeError) else machine_lacks(error)
             seconds = time.monotonic() - started
-            return Result(name=stage.name, state="failed", reason=reason, seconds=seconds, error=error)
+            return Result(name=stage.name, state="failed", reason=reason, seconds=seconds, error=told)
         made[stage.gives] = step.artifact
+        return self._result(step, reason)
+
+    def _result(self, step: Step, reason: str) -> Result:
         record = step.record
         assert record is not None
         ran = step.reason == "ran"
-        if not record.passed:
-            return Result(
-                name=stage.name,
-                state="failed",
-                reason=reason,
-                seconds=record.seconds,
-                record=record,
-                error=self._gate(record),
-            )
+        if not ran:
+            reason = step.reason if record.passed else "failed before, and nothing it depends on has changed"
+        state: State = "failed" if not record.passed else ("ran" if ran else "cached")
         return Result(
-            name=stage.name,
-            state="ran" if ran else "cached",
-            reason=reason if ran else step.reason,
+            name=step.stage.name,
+            state=state,
+            reason=reason,
             seconds=record.seconds if ran else 0.0,
             record=record,
+            error=None if record.passed else self._gate(record),
         )
 
     def _make(self, step: Step, made: Mapping[str, Artifact | None], reason: str, *, forced: bool) -> Step:
@@ -182,12 +186,12 @@ class Runner:
         try:
             now = self.planner.step(step.stage, made)
             if now.artifact is not None and not forced:
-                return _with(now, reason="made by another process")
-            if (adopted := self._adopt(now, work)) and not forced:
-                return _with(now, artifact=adopted, reason="finished by a run that was cut short")
+                return replace(now, reason="made by another process")
+            if not forced and (adopted := self._adopt(now, work)):
+                return replace(now, artifact=adopted, reason="finished by a run that was cut short")
             self.listener.started(step.stage, reason)
             record, artifact = self._execute(step, work, made)
-            return _with(step, record=record, artifact=artifact, reason="ran")
+            return replace(step, record=record, artifact=artifact, reason="ran")
         finally:
             lock.release()
 
@@ -211,7 +215,7 @@ class Runner:
 
     def _adopt(self, step: Step, work: Path) -> Artifact | None:
         """The output of a run that was killed between recording it and moving it into the store."""
-        if step.record is None:
+        if step.record is None or not self.ledger.report_is_whole(step.record.report):
             return None
         sealed = self.store.sealed(work / "out")
         if sealed is None or sealed.digest != step.record.digest:
@@ -222,7 +226,8 @@ class Runner:
 
     def _record(self, step: Step, digest: str, report: Report, seconds: float) -> Record:
         assert step.key is not None
-        worst = next(iter(report.worst(1)), None)
+        # Only what was measured: an engine that could not be run has no worst layer.
+        worst = next((r for r in report.worst(1) if r.sqnr_db is not None or not r.passed), None)
         return Record(
             stage=step.stage.name,
             key=step.key,
@@ -243,17 +248,14 @@ class Runner:
         return self.ledger.report(record).failure()
 
     def _remember(self, run_id: str, results: Sequence[Result]) -> str:
-        """Files the run, unless it ended where the newest one did: a cached run leaves no trace."""
+        """Files the run and returns its id; one that ends where the newest did leaves no trace, and goes by its id."""
         records = tuple(r.record for r in results if r.record)
+        if not records:
+            return run_id
         newest = next(self.ledger.runs(), None)
-        if newest is not None and newest.id != run_id:
-            old = {r.stage: (r.key, r.digest) for r in newest.records}
-            if all(old.get(r.stage) == (r.key, r.digest) for r in records) and not any(
-                r.state == "ran" for r in results
-            ):
-                return run_id
-        if records:
-            self.ledger.put_run(Run(run_id, all(r.state in ("ran", "cached") for r in results), records))
+        if newest is not None and newest.id != run_id and all(r in newest.records for r in records):
+            return newest.id
+        self.ledger.put_run(Run(run_id, all(r.state in ("ran", "cached") for r in results), records))
         return run_id
 
     def _later(self, ran: Sequence[Stage], made: dict[str, Artifact | None]) -> tuple[Step, ...]:
@@ -261,7 +263,10 @@ class Runner:
         outside = [s for s in self.project.stages if s not in ran]
         steps = []
         for stage in outside:
-            step = self.planner.step(stage, made)
+            try:
+                step = self.planner.step(stage, made)
+            except PipeError as error:  # it would fail: to be told, but this run is done
+                step = Step(stage=stage, key=None, parts={}, reason=str(error).splitlines()[0])
             made[stage.gives] = step.artifact
             if step.artifact is None:
                 steps.append(step)
@@ -270,9 +275,3 @@ class Runner:
 
 def _failed(results: Sequence[Result]) -> str | None:
     return next((r.name for r in results if r.state == "failed"), None)
-
-
-def _with(step: Step, **changes: Any) -> Step:
-    import dataclasses
-
-    return dataclasses.replace(step, **changes)

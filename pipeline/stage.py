@@ -42,6 +42,12 @@ class Work:
     scratch: Path
     log: Log
 
+    @property
+    def root(self) -> Path:
+        """The project's folder: the nearest around the task file that has a pipe.yaml."""
+        around = self.task.path.parents
+        return next((p for p in around if (p / "pipe.yaml").is_file()), around[0])
+
 
 class Stage(BaseModel):
     """One step of the pipeline; the fields of a subclass are its whole configuration.

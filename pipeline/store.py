@@ -52,10 +52,17 @@ class Store:
         self.root, self._hasher = root, hasher
 
     def seal(self, folder: Path, kind: str, side: frozenset[str] = frozenset()) -> Artifact:
-        """Hashes a finished folder, each file read once, and puts its manifest and bytes on the disk."""
-        files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
-        if MANIFEST in files:
-            raise ValueError(f"a stage may not write {MANIFEST}: the store does")
+        """Hashes a finished folder, each file read once, and puts its manifest and bytes on the disk.
+
+        Raises:
+            StageError: the folder holds a link, or a file by the manifest's name.
+        """
+        inside = sorted(folder.rglob("*"))
+        for path in inside:
+            if path.is_symlink() or not (path.is_file() or path.is_dir()) or path == folder / MANIFEST:
+                what = f"it left {path.relative_to(folder).as_posix()}"
+                raise StageError(f"{what}: an artifact holds plain files, and its {MANIFEST} is written for it")
+        files = {p.relative_to(folder).as_posix(): p for p in inside if p.is_file()}
         for path in files.values():
             path.chmod(0o444)  # before hashing: it changes the stamp that the hasher remembers
         entries = {n: {"sha256": self._hasher.file(p), "size": p.stat().st_size} for n, p in files.items()}
@@ -65,11 +72,8 @@ class Store:
             "files": entries,
             "side": sorted(side & set(entries)),
         }
-        for path in files.values():
+        for path in inside:
             sync(path)
-        for inner in folder.rglob("*"):
-            if inner.is_dir():
-                sync(inner)
         write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True) + "\n")
         return _artifact(folder, manifest)
 
@@ -130,22 +134,23 @@ class Store:
     def _read(self, folder: Path) -> Artifact:
         try:
             manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-            entries, side = manifest["files"], frozenset(manifest["side"])
-            sound = manifest["digest"] == _digest(manifest["kind"], entries, side)
+            entries = manifest["files"]
+            sound = manifest["digest"] == _digest(manifest["kind"], entries, frozenset(manifest["side"]))
+            files = [(name, entry["sha256"], entry["size"]) for name, entry in entries.items()]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             sound = False
         if not sound:
             raise DamagedError(f"{MANIFEST} is damaged or missing")
-        for name, entry in entries.items():
-            self._check(folder / name, name, entry)
+        for name, content, size in files:
+            self._check(folder / name, name, content, size)
         return _artifact(folder, manifest)
 
-    def _check(self, path: Path, name: str, entry: dict[str, object]) -> None:
+    def _check(self, path: Path, name: str, content: str, size: int) -> None:
         if not path.is_file():
             raise DamagedError(f"{name} is missing")
-        if (size := path.stat().st_size) != entry["size"]:
-            raise DamagedError(f"{name} has {size} bytes, not {entry['size']}")
-        if self._hasher.file(path) != entry["sha256"]:
+        if (seen := path.stat().st_size) != size:
+            raise DamagedError(f"{name} has {seen} bytes, not {size}")
+        if self._hasher.file(path) != content:
             raise DamagedError(f"{name} has changed since it was written")
 
     def _discard(self, folder: Path) -> None:

@@ -6,13 +6,31 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
+from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
-from layerline.pipeline.errors import TaskError
+from layerline.pipeline.errors import PipeError, TaskError
+from layerline.pipeline.imports import is_own_folder
+
+# Project folders whose modules are imported by `_Source` in this process.
+_HOOKED: set[Path] = set()
 
 HOOKS = ("model", "train_data", "loss", "eval_data", "metric", "calib_data", "example_inputs")
+
+
+class _Source(SourceFileLoader):
+    """Compiles a module each time it is imported.
+
+    A bytecode cache goes by size and mtime in whole seconds: after a quick edit it would run yesterday's code.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
 
 
 class Task:
@@ -53,9 +71,9 @@ class Task:
         def guarded(*args: Any) -> Any:
             try:
                 return function(*args)
-            except (TaskError, KeyboardInterrupt, MemoryError):
+            except (PipeError, MemoryError):
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # the border to the user's code
                 raise self._blame(hook, error) from error
 
         return guarded
@@ -69,19 +87,18 @@ class Task:
                 where=str(self.path),
                 hint="create it, or name another with `task:` in pipe.yaml",
             )
-        folder = str(self.path.parent.resolve())
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-        spec = importlib.util.spec_from_file_location("layerline_task", self.path)
+        _put_first_on_path(self.path.parent.resolve())
+        file = self.path.parent.resolve() / self.path.name  # a link keeps its name and its neighbours
+        spec = importlib.util.spec_from_loader("layerline_task", _Source("layerline_task", str(file)))
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         # Registered before it runs: dataclasses, pickling and data loader workers look the module up by name.
         sys.modules[spec.name] = module
         try:
             spec.loader.exec_module(module)
-        except (KeyboardInterrupt, MemoryError):
+        except (PipeError, MemoryError):
             raise
-        except BaseException as error:
+        except (Exception, SystemExit) as error:  # the border to the user's code
             raise self._blame("import", error) from error
         self._module = module
         return module
@@ -91,7 +108,7 @@ class Task:
         where = self.path.name
         for frame in traceback.extract_tb(error.__traceback__):
             file = Path(frame.filename)
-            if file.is_absolute() and root in file.resolve().parents:
+            if file.is_absolute() and is_own_folder(file.resolve().parent, root):
                 where = f"{file.resolve().relative_to(root)}:{frame.lineno}"
         if isinstance(error, SyntaxError) and error.lineno is not None:
             where = f"{Path(error.filename or self.path).name}:{error.lineno}"
@@ -101,3 +118,22 @@ class Task:
             where=where,
             hint="run again with --debug for the traceback",
         )
+
+
+def _put_first_on_path(folder: Path) -> None:
+    """Makes a project's modules importable as they are now, whatever this process imported before."""
+    for name, module in list(sys.modules.items()):
+        if isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _Source):
+            del sys.modules[name]
+    sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
+    for entry in [e for e in sys.path_importer_cache if is_own_folder(Path(e), folder)]:
+        del sys.path_importer_cache[entry]
+    if folder not in _HOOKED:
+        _HOOKED.add(folder)
+        sys.path_hooks.insert(0, partial(_finder, folder))
+
+
+def _finder(folder: Path, entry: str) -> FileFinder:
+    if not is_own_folder(Path(entry), folder):
+        raise ImportError("for the interpreter's own finder", path=entry)
+    return FileFinder(entry, (ExtensionFileLoader, EXTENSION_SUFFIXES), (_Source, SOURCE_SUFFIXES))

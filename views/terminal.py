@@ -193,17 +193,15 @@ def findings(out: Console, report: Report) -> None:
 
 def _stage_line(result: Result, width: int) -> str:
     parts = [f"{_MARKS[result.state]} {result.name:{width}}  {result.state:7}"]
-    if result.state in ("ran", "failed"):
-        parts.append(f"{result.seconds:7.1f} s")
-    else:
-        parts.append(" " * 9)
+    worked = result.state == "ran" or (result.state == "failed" and result.seconds)
+    parts.append(f"{result.seconds:7.1f} s" if worked else " " * 9)
     record = result.record
     parts.append(record.digest[:12] if record else " " * 12)
     if record and record.worst and record.worst.get("sqnr_db") is not None:
         parts.append(f"worst {escape(str(record.worst['layer']))} {_measure(record.worst['sqnr_db'])} dB")
     if record:
-        parts += [f"{escape(k)} {_figure(v)}" for k, v in list(record.metrics.items())[:3]]
-    if result.state != "cached" and result.reason and result.state != "failed":
+        parts += [f"{escape(k)} {escape(_figure(v))}" for k, v in list(record.metrics.items())[:3]]
+    if result.state != "cached" and result.reason:
         parts.append(f"[dim]({escape(result.reason)})[/]")
     return "  ".join(parts)
 
@@ -231,7 +229,7 @@ def _measure(value: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    return _measure(value) if isinstance(value, int | float) and not isinstance(value, bool) else _short(value or "")
+    return _measure(value) if isinstance(value, int | float) and not isinstance(value, bool) else _short(value)
 
 
 def _figure(value: Any) -> str:

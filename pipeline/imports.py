@@ -1,0 +1,148 @@
+"""Where a name that the user's code imports comes from: a file of the project, or an installed module."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import find_spec
+from pathlib import Path
+
+_LAYERLINE = Path(__file__).parents[1]
+_FOREIGN = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an imported name comes from.
+
+    Attributes:
+        module: dotted name of the module.
+        attribute: what is taken from it; None when it is the module itself.
+        path: its file in the project; None for an installed module.
+        exact: False where the text leaves it open: `import a.b` binds `a`, not this module; and in `from a import b`,
+            where `a/b.py` exists, `a` itself need not define `b`.
+    """
+
+    module: str
+    attribute: str | None
+    path: Path | None
+    exact: bool = True
+
+
+class Finder:
+    """Finds the modules of one project as the interpreter would.
+
+    Args:
+        project: the project's folder; what lies outside is installed.
+        start: the task file's folder, first on the import path.
+    """
+
+    def __init__(self, project: Path, start: Path) -> None:
+        self.project, self._roots = project, [start]
+        self._looked_up: set[str] = set()
+
+    def find(self, module: str) -> Path | None:
+        """The file of a module of the project, None for one that is installed."""
+        for root in self._roots:
+            if (found := _below(root, module)) is not None:
+                return found
+        return self.find(module) if self._widen(module.partition(".")[0]) else None
+
+    def compiled(self, module: str) -> Path | None:
+        """The binary of an extension module that lies in the project."""
+        bases = (root.joinpath(*module.split(".")) for root in self._roots)
+        files = (base.with_name(base.name + suffix) for base in bases for suffix in EXTENSION_SUFFIXES)
+        return next((f for f in files if f.is_file()), None)
+
+    def origins(self, statement: ast.Import | ast.ImportFrom, package: str) -> list[tuple[str, Origin]]:
+        """Each name that an import statement binds in a module of `package`, with where it can come from."""
+        if isinstance(statement, ast.Import):
+            return [pair for alias in statement.names for pair in self._of_module(alias)]
+        base = statement.module or ""
+        if statement.level:
+            parts = package.split(".") if package else []
+            kept = parts[: len(parts) - statement.level + 1]
+            base = ".".join([*kept, *([base] if base else [])])
+        return [pair for alias in statement.names for pair in self._of_attribute(base, alias)]
+
+    def submodule(self, path: Path, name: str) -> Path | None:
+        """The module `name` of the package whose __init__.py is `path`."""
+        return _below(path.parent, name) if path.name == "__init__.py" else None
+
+    def package(self, path: Path) -> str:
+        """The dotted package that relative imports in this file start from."""
+        return ".".join(path.relative_to(self._root(path)).parts[:-1])
+
+    def parents(self, path: Path) -> list[Path]:
+        """The __init__.py of each package around a module, outermost first: importing the module runs them."""
+        folders = [f for f in path.parents if f.is_relative_to(self._root(path)) and f != self._root(path)]
+        return [f / "__init__.py" for f in reversed(folders) if (f / "__init__.py").is_file()]
+
+    def sources(self) -> Iterator[Path]:
+        """Every Python file of the project, hidden folders and environments left out."""
+        for folder, inner, files in os.walk(self.project):
+            inner[:] = sorted(i for i in inner if _is_source_folder(Path(folder, i)))
+            yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+    def _of_module(self, alias: ast.alias) -> list[tuple[str, Origin]]:
+        top = alias.name.partition(".")[0]
+        if alias.asname or top == alias.name:
+            return [(alias.asname or top, Origin(alias.name, None, self.find(alias.name)))]
+        dotted = Origin(alias.name, None, self.find(alias.name), exact=False)
+        return [(top, Origin(top, None, self.find(top))), (top, dotted)]
+
+    def _of_attribute(self, base: str, alias: ast.alias) -> list[tuple[str, Origin]]:
+        name, path = alias.asname or alias.name, self.find(base) if base else None
+        submodule = f"{base}.{alias.name}" if base else alias.name
+        inner = self.find(submodule) if path is not None or _is_namespace(self._roots, base) else None
+        if inner is None:
+            return [(name, Origin(base, alias.name, path))]
+        whole = [(name, Origin(submodule, None, inner))]
+        return whole if path is None else [*whole, (name, Origin(base, alias.name, path, exact=False))]
+
+    def _root(self, path: Path) -> Path:
+        holding = [r for r in [*self._roots, self.project] if path.is_relative_to(r)]
+        return max(holding, key=lambda r: len(r.parts))
+
+    def _widen(self, top: str) -> bool:
+        """Whether an installed module is the project's own after all: an editable install, or PYTHONPATH."""
+        if not top or top in self._looked_up or top in sys.stdlib_module_names:
+            return False
+        self._looked_up.add(top)
+        try:
+            spec = find_spec(top)
+        except (ImportError, ValueError):  # ValueError: a module without a spec, such as __main__
+            return False
+        if spec is None or not (spec.has_location or spec.submodule_search_locations):
+            return False
+        places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location else [])]
+        roots = [Path(p).resolve().parent for p in places if p]
+        new = [r for r in roots if is_own_folder(r, self.project) and r not in self._roots and _below(r, top)]
+        self._roots += new
+        return bool(new)
+
+
+def is_own_folder(folder: Path, project: Path) -> bool:
+    """Whether a folder holds the project's own modules: below it, and in no environment that lies there."""
+    if not folder.is_relative_to(project) or any(folder.is_relative_to(f) for f in (_LAYERLINE, Path(sys.prefix))):
+        return False
+    return _FOREIGN.isdisjoint(folder.relative_to(project).parts)
+
+
+def _below(root: Path, module: str) -> Path | None:
+    base = root.joinpath(*module.split("."))
+    # In the interpreter's order: a package hides a module of the same name.
+    candidates = (base / "__init__.py", base.with_name(f"{base.name}.py"))
+    return next((c for c in candidates if c.is_file()), None)
+
+
+def _is_namespace(roots: list[Path], base: str) -> bool:
+    return not base or any(root.joinpath(*base.split(".")).is_dir() for root in roots)
+
+
+def _is_source_folder(path: Path) -> bool:
+    return not path.name.startswith(".") and path.name not in _FOREIGN and not (path / "pyvenv.cfg").exists()

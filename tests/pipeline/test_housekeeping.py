@@ -1,0 +1,161 @@
+"""init, verify, gc."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from layerline.pipeline import housekeeping
+from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.presence import at_work
+from tests.pipeline.fakes import Folder
+
+
+def collect(folder: Folder, keep: int, *sets: str, dry_run: bool = False) -> list[str]:
+    gone = housekeeping.collect(folder.load(*sets), keep, dry_run=dry_run)
+    assert gone is not None
+    return [g.path for g in gone]
+
+
+def stored(folder: Folder) -> set[str]:
+    return {p.name for p in (folder.state / "store").iterdir()}
+
+
+# ------------------------------------------------------------------------------------------------ init
+
+
+def test_init_writes_a_project_of_two_files(tmp_path: Path) -> None:
+    written = housekeeping.init(tmp_path / "new" / "project", "mnist")
+    assert sorted(p.name for p in (tmp_path / "new" / "project").iterdir()) == ["pipe.yaml", "task.py"]
+    assert [p.name for p in written] == ["pipe.yaml", "task.py"]
+    examples = Path(__file__).parents[2] / "examples" / "mnist"
+    assert all(p.read_text() == (examples / p.name).read_text() for p in written)
+
+
+@pytest.mark.parametrize("there", ["pipe.yaml", "task.py"])
+def test_init_overwrites_nothing(there: str, tmp_path: Path) -> None:
+    (tmp_path / there).write_text("mine")
+    with pytest.raises(
+        ConfigError, match=f"{there}: it is there already\n  choose another folder; nothing was written"
+    ):
+        housekeeping.init(tmp_path, "mnist")
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {there: "mine"}
+
+
+def test_init_refuses_what_it_can_not_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no template 'nmist'\n  there are: .*mnist"):
+        housekeeping.init(tmp_path, "nmist")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="it is a file, not a folder"):
+        housekeeping.init(tmp_path / "file", "mnist")
+
+
+# ------------------------------------------------------------------------------------------------ verify
+
+
+def test_verify_reads_everything_again(folder: Folder) -> None:
+    assert housekeeping.verify(folder.load()) == (0, [])
+    folder.run()
+    checked, problems = housekeeping.verify(folder.load())
+    assert (checked, problems) == (6, [])  # three artifacts, three reports
+    path = folder.artifact("double")
+    (path / "doubled.json").chmod(0o644)
+    (path / "doubled.json").write_text("[9]")
+    shutil.rmtree(folder.artifact("judge"))
+    report = next(p for p in (folder.state / "ledger" / "reports").iterdir() if b"source" in p.read_bytes())
+    report.write_text("{}")
+    told = {f"{p.what}: {p.fault}" for p in housekeeping.verify(folder.load())[1]}
+    assert told == {
+        f"artifact {path.name[:12]}: doubled.json has 3 bytes, not 15",
+        f"artifact {folder.artifact('judge').name[:12]} of judge: missing",
+        f"report of source {report.stem[:12]}: missing or damaged",
+    }
+    assert folder.ran() == ["source", "double", "judge"]  # as `pipe verify` promises
+    assert housekeeping.verify(folder.load())[1] == []
+
+
+def test_verify_believes_no_memo(folder: Folder) -> None:
+    folder.run()
+    path = folder.artifact("double") / "doubled.json"
+    memo = folder.state / "cache" / "digests.json"
+    memo.parent.mkdir(exist_ok=True)
+    s = path.stat()
+    stamp = f"{s.st_dev}.{s.st_ino}.{s.st_size}.{s.st_mtime_ns}.{s.st_ctime_ns}"
+    memo.write_text(json.dumps({stamp: "0" * 64}))
+    assert housekeeping.verify(folder.load())[1] == []
+
+
+# ------------------------------------------------------------------------------------------------ gc
+
+
+def test_gc_keeps_the_newest_runs_and_what_the_project_needs(folder: Folder) -> None:
+    made = {}
+    for factor in (2, 3, 4, 5):
+        folder.run(None, f"double.factor={factor}")
+        made[factor] = {folder.artifact("double").name, folder.artifact("judge").name}
+    everything, unneeded = stored(folder), made[3] - made[2] - made[4] - made[5]
+    assert collect(folder, 9) == []
+    assert stored(folder) == everything
+
+    listed = collect(folder, 2, dry_run=True)
+    assert stored(folder) == everything
+    assert [p for p in listed if "/store/" in p] == sorted(f".layerline/store/{d}" for d in unneeded)
+    assert collect(folder, 2) == listed
+    assert stored(folder) == everything - unneeded
+    assert collect(folder, 2) == []
+    assert folder.ran() == []  # factor 2 is what the project says
+    assert folder.ran(None, "double.factor=5") == []
+    assert folder.ran(None, "double.factor=3") == ["double"]
+    assert housekeeping.verify(folder.load())[1] == []
+
+
+def test_gc_of_everything_keeps_the_project_as_it_stands(folder: Folder) -> None:
+    folder.run(None, "double.factor=5")
+    folder.run()
+    collect(folder, 0)
+    assert not list((folder.state / "ledger" / "runs").iterdir())
+    assert folder.ran() == []
+    assert len(stored(folder)) == 3
+
+
+def test_gc_removes_dead_work_and_keeps_what_would_be_resumed(folder: Folder) -> None:
+    folder.write("pipe.yaml", "slow: {}\n")
+    folder.run(["judge"])
+    key = folder.runner().planner.steps()[-1].key
+    work = folder.state / "work"
+    for name in (str(key), "0" * 64):
+        (work / name / "scratch").mkdir(parents=True)
+        (work / name / "scratch" / "step").write_text("2")
+    (folder.state / "store" / ".gone-x").mkdir()
+    collect(folder, 1)
+    assert [p.name for p in work.iterdir() if p.is_dir()] == [key]
+    assert not (folder.state / "store" / ".gone-x").exists()
+    done = folder.run()
+    assert done.results[-1].record is not None and done.results[-1].record.metrics["resumed_at"] == 2
+
+
+def test_gc_touches_nothing_while_a_run_goes_on(folder: Folder) -> None:
+    folder.run()
+    with at_work(folder.state):
+        assert housekeeping.collect(folder.load("double.factor=3"), 0, dry_run=False) is None
+    assert len(stored(folder)) == 3
+    (folder.state / "running" / "12-dead.lock").touch()  # left by a run that was killed
+    assert collect(folder, 0, "double.factor=3")
+    assert len(stored(folder)) == 1
+    assert [p.name for p in (folder.state / "running").iterdir()] == ["gate"]
+
+
+def test_gc_of_nothing(folder: Folder) -> None:
+    assert collect(folder, 3) == []
+    assert not folder.state.exists()
+
+
+def test_gc_counts_bytes(folder: Folder) -> None:
+    folder.run()
+    gone = housekeeping.collect(folder.load("double.factor=3"), 0, dry_run=True)
+    sizes = {g.path: g.size for g in gone or ()}
+    path = folder.artifact("double")
+    assert sizes[f".layerline/store/{path.name}"] == sum(p.stat().st_size for p in path.iterdir())

@@ -1,0 +1,123 @@
+"""Records by key, reports by digest, runs by time: each found again, none torn."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from layerline.pipeline.errors import PipeError
+from layerline.pipeline.ledger import Ledger, Record, Run, new_run_id
+from layerline.pipeline.report import LayerDiff, Report
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path / "ledger")
+
+
+def record(key: str = "k1", stage: str = "train", digest: str = "d1", report: str = "r1") -> Record:
+    return Record(
+        stage=stage,
+        key=key,
+        digest=digest,
+        kind="checkpoint",
+        report=report,
+        passed=True,
+        seconds=1.5,
+        created="2026-01-01T00:00:00Z",
+        parts={"config.lr": "0.1", "hook.model": "ab"},
+        notes=("model(): task.py counts whole",),
+        worst={"layer": "conv1", "value": "relu", "sqnr_db": "inf", "cosine": None},
+        metrics={"accuracy": 0.98, "loss": "nan"},
+    )
+
+
+def test_a_record_comes_back_as_it_was(ledger: Ledger) -> None:
+    assert ledger.get("k1") is None
+    ledger.put(record())
+    assert ledger.get("k1") == record()
+    ledger.put(dataclasses.replace(record(), digest="d2"))
+    assert ledger.get("k1") == dataclasses.replace(record(), digest="d2")
+
+
+def test_runs_come_newest_first_and_are_found_by_prefix(ledger: Ledger) -> None:
+    for id_ in ("20260101-a", "20260102-b", "20260102-c"):
+        ledger.put_run(Run(id_, True, (record(digest=id_),)))
+    assert [r.id for r in ledger.runs()] == ["20260102-c", "20260102-b", "20260101-a"]
+    assert ledger.head("train") == record(digest="20260102-c")
+    assert ledger.head("ema") is None
+    found = {name: ledger.find_run(name).id for name in ("last", "previous", "20260101", "20260102-b")}
+    assert list(found.values()) == ["20260102-c", "20260102-b", "20260101-a", "20260102-b"]
+    with pytest.raises(PipeError, match=r"more than one run matches '20260102'\n  newest runs: 20260102-c, 20260102-b"):
+        ledger.find_run("20260102")
+    with pytest.raises(PipeError, match="no run matches 'x'"):
+        ledger.find_run("x")
+
+
+def test_no_run_yet(ledger: Ledger) -> None:
+    for name in ("last", "previous", "2026"):
+        with pytest.raises(PipeError, match=f"no run matches '{name}'\n  newest runs: none"):
+            ledger.find_run(name)
+
+
+def test_ids_of_quick_runs_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(10**18, 10**18 + 50_000, 1000))
+    monkeypatch.setattr(time, "time_ns", lambda: next(now))
+    ids = [new_run_id() for _ in range(50)]
+    assert ids == sorted(ids) and len(set(ids)) == 50
+    assert ids[0].startswith("20010909-014640-000000-")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", "null", '{"key": "k1"}', "\0"])
+def test_a_torn_record_is_found_in_the_runs(text: str, ledger: Ledger, tmp_path: Path) -> None:
+    ledger.put(record())
+    (tmp_path / "ledger" / "keys" / "k1.json").write_text(text)
+    assert ledger.get("k1") is None
+    ledger.put_run(Run("1", True, (record("k0"), record())))
+    assert ledger.get("k1") == record()
+
+
+def test_a_record_under_another_s_key_is_not_believed(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.put(record("k2"))
+    (tmp_path / "ledger" / "keys" / "k2.json").rename(tmp_path / "ledger" / "keys" / "k1.json")
+    assert ledger.get("k1") is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": "2", "passed": true, "records": [5]}', '{"records": null}'])
+def test_a_torn_run_is_passed_over(text: str, ledger: Ledger, tmp_path: Path) -> None:
+    ledger.put_run(Run("1", True, (record(),)))
+    (tmp_path / "ledger" / "runs" / "2.json").write_text(text)
+    assert [r.id for r in ledger.runs()] == ["1"]
+
+
+def test_a_report_comes_back_as_it_was_and_is_checked(ledger: Ledger, tmp_path: Path) -> None:
+    layer = LayerDiff(name="relu", op="Relu", sqnr_db=math.inf, shape=("batch", 3))
+    report = Report(stage="export", records=(layer,), metrics={"x": -math.inf})
+    digest = ledger.put_report(report)
+    assert ledger.put_report(report) == digest
+    assert ledger.report(record(report=digest)) == report
+    path = tmp_path / "ledger" / "reports" / f"{digest}.json"
+    path.write_bytes(path.read_bytes().replace(b"relu", b"relv"))
+    with pytest.raises(
+        PipeError, match=r"the report of stage train is missing or damaged\n  .* pipe run train --force"
+    ):
+        ledger.report(record(report=digest))
+    ledger.put_report(report)  # made again, it is whole again
+    assert ledger.report(record(report=digest)) == report
+
+
+def test_forget_lists_what_nothing_needs(ledger: Ledger, tmp_path: Path) -> None:
+    reports = [ledger.put_report(Report(stage=f"s{i}")) for i in range(4)]
+    records = [record(f"k{i}", digest=f"d{i}", report=reports[i]) for i in range(4)]
+    for i, r in enumerate(records):
+        ledger.put(r)
+        ledger.put_run(Run(f"run{i}", True, (r,)))
+    names = {p.name for p in ledger.forget(1, {"d3", "d1"})}
+    dropped = {"run0.json", "run1.json", "run2.json", "k0.json", "k2.json", f"{reports[0]}.json", f"{reports[2]}.json"}
+    assert names == dropped
+    assert json.loads((tmp_path / "ledger" / "keys" / "k0.json").read_text())  # it only lists

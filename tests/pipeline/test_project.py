@@ -1,0 +1,286 @@
+"""pipe.yaml and --set: what is understood, and mistakes told by line, column, field, what was seen and a valid name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerline.pipeline import table
+from layerline.pipeline.errors import ConfigError, Unavailable
+from layerline.pipeline.project import load
+from tests.pipeline import fakes
+
+
+def project(tmp_path: Path, text: str | bytes, *sets: str) -> Any:
+    (tmp_path / "pipe.yaml").write_bytes(text.encode() if isinstance(text, str) else text)
+    return load(tmp_path, sets)
+
+
+def source(tmp_path: Path, text: str, *sets: str) -> fakes.Source:
+    stage = project(tmp_path, text, *sets).stage("source")
+    assert isinstance(stage, fakes.Source)
+    return stage
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# nothing\n", "---\n", "{}\n", "source:\n", "source: {}\n", "\ufeffname: x\n", "name: x\r\n"]
+)
+def test_a_project_needs_to_say_nothing(text: str, tmp_path: Path) -> None:
+    found = project(tmp_path, text)
+    assert [s.name for s in found.stages] == ["source", "double", "judge"]
+    assert found.stage("source") == fakes.Source()
+    assert (found.task, found.data, found.state) == ("task.py", (), tmp_path / ".layerline")
+
+
+def test_the_name_is_the_folder_s_unless_it_is_given(tmp_path: Path) -> None:
+    assert project(tmp_path, "").name == tmp_path.name
+    assert project(tmp_path, "name: mnist").name == "mnist"
+
+
+@pytest.mark.parametrize(
+    ("written", "rate"),
+    [
+        ("2e-3", 0.002),
+        ("2E-3", 0.002),
+        ("1e3", 1000.0),
+        (".5", 0.5),
+        ("1", 1.0),
+        ("-1.5", -1.5),
+        (".inf", float("inf")),
+    ],
+)
+def test_numbers_are_numbers(written: str, rate: float, tmp_path: Path) -> None:
+    assert source(tmp_path, f"source: {{rate: {written}}}").rate == rate
+    assert source(tmp_path, "", f"source.rate={written}").rate == rate
+
+
+def test_anchors_merges_and_whole_number_keys(tmp_path: Path) -> None:
+    text = """\
+x-shared: &shared {warmup: 3, decay: linear}
+"""
+    with pytest.raises(ConfigError, match="x-shared: unknown key"):
+        project(tmp_path, text)
+    text = """\
+source:
+  schedule: &shared {warmup: 3, decay: linear}
+  layers: [*shared, {<<: *shared, warmup: 4}]
+  sizes: {0: 1, 5: 2}
+"""
+    stage = source(tmp_path, text)
+    assert stage.layers == (fakes.Schedule(warmup=3, decay="linear"), fakes.Schedule(warmup=4, decay="linear"))
+    assert stage.sizes == {0: 1, 5: 2}
+
+
+# text -> the error, word for word
+ERRORS: dict[str, tuple[str | bytes, str]] = {
+    "an unknown key": (
+        "name: x\nsuorce: {}\n",
+        "pipe.yaml:2:1: suorce: unknown key\n  did you mean 'source'?",
+    ),
+    "a key like no other": (
+        "zzz: 1\n",
+        "pipe.yaml:1:1: zzz: unknown key\n  valid names: data, double, fault, import-numbers, judge, name, slow",
+    ),
+    "a number for a key": ("1: x\n", "pipe.yaml:1:1: 1: unknown key"),
+    "a list for a key": ("? [a, b]\n: 1\n", "pipe.yaml"),
+    "an unknown field": (
+        "source:\n  rate: 1\n  epoch: 3\n",
+        "pipe.yaml:3:3: source.epoch: unknown field\n  did you mean 'epochs'?",
+    ),
+    "an unknown field at depth": (
+        "source:\n  schedule:\n    warmpu: 3\n",
+        "pipe.yaml:3:5: source.schedule.warmpu: unknown field\n  did you mean 'warmup'?",
+    ),
+    "an unknown field in a list": (
+        "source:\n  layers:\n    - warmup: 1\n    - warmup: 2\n      dekay: none\n",
+        "pipe.yaml:5:7: source.layers.1.dekay: unknown field\n  did you mean 'decay'?",
+    ),
+    "an unknown value": (
+        "source:\n  schedule: {decay: cosin}\n",
+        "pipe.yaml:2:14: source.schedule.decay: unknown value 'cosin'\n  did you mean 'cosine'?",
+    ),
+    "text for a number": (
+        "source:\n  epochs: ten\n",
+        "pipe.yaml:2:3: source.epochs: Input should be a valid integer, unable to parse string as an integer, saw",
+    ),
+    "a list for a number": (
+        "source: {rate: [1]}\n",
+        "pipe.yaml:1:10: source.rate: Input should be a valid number, saw [1]",
+    ),
+    "a fraction for a whole number": (
+        "source: {epochs: 1.5}\n",
+        "pipe.yaml:1:10: source.epochs: Input should be a valid integer",
+    ),
+    "nothing for a number": (
+        "source: {epochs: }\n",
+        "pipe.yaml:1:10: source.epochs: Input should be a valid integer, saw None",
+    ),
+    "fields that are none": ("source: 5\n", "pipe.yaml:1:1: source: expected the fields of stage source, saw 5"),
+    "fields that are a list": ("source: [1]\n", "pipe.yaml:1:1: source: expected the fields of stage source, saw [1]"),
+    "a missing field": ("import-numbers: {}\n", "pipe.yaml:1:1: import-numbers.file: Field required"),
+    "an absolute path": (
+        "import-numbers:\n  file: /data/x.json\n",
+        "pipe.yaml:2:3: import-numbers.file: expected a path inside the project, saw '/data/x.json'",
+    ),
+    "a name that is no text": ("name: 5\n", "pipe.yaml:1:1: name: expected text, saw 5"),
+    "a task outside": (
+        "task: ../task.py\n",
+        "pipe.yaml:1:1: task: expected a path inside the project, saw '../task.py'",
+    ),
+    "a key twice": ("source:\n  rate: 1\n  rate: 2\n", 'pipe.yaml:3:3: not valid YAML: found duplicate key "rate"'),
+    "a stage twice": ("source: {}\nsource: {}\n", 'pipe.yaml:2:1: not valid YAML: found duplicate key "source"'),
+    "a tab": (
+        "source:\n\trate: 1\n",
+        "pipe.yaml:2:1: not valid YAML: found character '\\t' that cannot start any token",
+    ),
+    "an open bracket": ("source: {rate: 1\n", "pipe.yaml:2:1: not valid YAML: "),
+    "an open quote": ("name: 'x\n", "pipe.yaml:2:1: not valid YAML: "),
+    "wrong indentation": (
+        "source:\n  rate: 1\n   epochs: 2\n",
+        "pipe.yaml:3:10: not valid YAML: mapping values are not allowed",
+    ),
+    "an unknown alias": ("source: *x\n", "pipe.yaml:1:9: not valid YAML: found undefined alias 'x'"),
+    "an alias to itself": ("&x {source: *x}\n", "pipe.yaml: an alias in it stands for itself"),
+    "two documents": ("name: a\n---\nname: b\n", "pipe.yaml:2:1: not valid YAML: but found another document"),
+    "a list at the root": ("- source\n", "pipe.yaml:1:1: expected fields such as `train:`, saw a list"),
+    "a word at the root": ("source\n", "pipe.yaml:1:1: expected fields such as `train:`, saw 'source'"),
+    "other encodings": (b"name: \xff\xfe\n", "pipe.yaml: it is not UTF-8 text"),
+    "control characters": (b"name: \x00\n", "pipe.yaml: not valid YAML: unacceptable character #x0000"),
+    "data that is no list": ("data: x.csv\n", "pipe.yaml:1:1: data: expected a list of file patterns, saw 'x.csv'"),
+    "data that is not there": ("data:\n  - y.csv\n", "pipe.yaml:2:5: data.0: no file matches 'y.csv'"),
+    "data outside": ("data: [../x.csv]\n", "pipe.yaml:1:8: data.0: expected a path inside the project, saw '../x.csv'"),
+    "data anywhere": ("data: [/etc/hosts]\n", "pipe.yaml:1:8: data.0: expected a path inside the project"),
+    "empty data": ("data: ['']\n", "pipe.yaml:1:1: data: expected a list of file patterns, saw ['']"),
+    "the folder itself as data": (
+        "data: ['.']\n",
+        "pipe.yaml:1:8: data.0: expected a path inside the project, saw '.'",
+    ),
+    "numbers as data": ("data: [1]\n", "pipe.yaml:1:1: data: expected a list of file patterns, saw [1]"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_mistake_is_told_where_it_is(name: str, tmp_path: Path) -> None:
+    text, expected = ERRORS[name]
+    with pytest.raises(ConfigError) as caught:
+        project(tmp_path, text)
+    assert str(caught.value).startswith(expected)
+    assert "ruamel" not in str(caught.value) and "Commented" not in str(caught.value)
+
+
+def test_a_folder_without_a_pipe_yaml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no pipe.yaml in .*\n  make a project: pipe init DIR"):
+        load(tmp_path)
+
+
+def test_data_patterns(tmp_path: Path) -> None:
+    for name in ("a.csv", "b.csv", "raw/1.png", "raw/deep/2.png", ".layerline/store/x.csv"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert project(tmp_path, "data: ['*.csv', a.csv]").data == ("a.csv", "b.csv")
+    assert project(tmp_path, "data: ['**/*.csv']").data == ("a.csv", "b.csv")  # never what we keep ourselves
+    assert project(tmp_path, "data: [raw]").data == ("raw/1.png", "raw/deep/2.png")
+    assert project(tmp_path, "data: ['raw/*']").data == ("raw/1.png", "raw/deep/2.png")
+    assert "pipe.yaml" in project(tmp_path, "data: ['*']").data
+
+
+# ------------------------------------------------------------------------------------------------ --set
+
+
+def test_set_puts_values_over_the_file(tmp_path: Path) -> None:
+    text = "source:\n  rate: 1\n  layers: [{warmup: 1}, {warmup: 2}]\n  sizes: {1: 2}\n"
+    sets = [
+        "source.rate=3",
+        "source.epochs=4",
+        "source.schedule.warmup=5",
+        "source.layers.1.warmup=6",
+        "source.sizes.1=7",
+    ]
+    stage = source(tmp_path, text, *sets)
+    assert (stage.rate, stage.epochs, stage.schedule.warmup, stage.sizes) == (3.0, 4, 5, {1: 7})
+    assert [layer.warmup for layer in stage.layers] == [1, 6]
+    assert source(tmp_path, text, "source.layers=[{warmup: 9}]").layers == (fakes.Schedule(warmup=9),)
+    assert source(tmp_path, text, "source={epochs: 2}").rate == 1.0
+    assert source(tmp_path, text, "source.ignored=a=b").ignored == "a=b"
+    assert source(tmp_path, text, "source.ignored='1'").ignored == "1"
+    assert source(tmp_path, text, "source.epochs=2", "source.epochs=3").epochs == 3
+    assert project(tmp_path, text, "name=other").name == "other"
+
+
+SET_ERRORS = {
+    "source.epochs": "--set: expected key=value, saw 'source.epochs'\n  for example: --set train.epochs=2",
+    "=3": "--set: expected key=value, saw '=3'",
+    ".epochs=3": "--set: expected key=value, saw '.epochs=3'",
+    "source..epochs=3": "--set: expected key=value, saw 'source..epochs=3'",
+    "source.epoch=3": "--set source.epoch=3: source.epoch: unknown field\n  did you mean 'epochs'?",
+    "suorce.epochs=3": "--set suorce.epochs=3: suorce: unknown key\n  did you mean 'source'?",
+    "source.epochs=ten": "--set source.epochs=ten: source.epochs: Input should be a valid integer",
+    "source.epochs={": "--set source.epochs={: source.epochs: Input should be a valid integer",
+    "source.epochs=": "--set source.epochs=: source.epochs: Input should be a valid integer, saw None",
+    "source.epochs.x=1": "--set source.epochs.x=1: source.epochs is 5 and has no fields",
+    "source.layers.3.warmup=1": "--set source.layers.3.warmup=1: source.layers.3 is not there",
+    "source.layers.2=1": "--set source.layers.2=1: there is no item 2: the list has 1",
+    "source.layers.x=1": "--set source.layers.x=1: there is no item x: the list has 1",
+    "source=5": "--set source=5: source: expected the fields of stage source, saw 5",
+    "name=5": "--set name=5: name: expected text, saw 5",
+    "data=[no.csv]": "--set data=[no.csv]: data.0: no file matches 'no.csv'",
+}
+
+
+@pytest.mark.parametrize("text", SET_ERRORS)
+def test_a_mistake_in_set_is_told_as_one(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        project(tmp_path, "source:\n  epochs: 5\n  layers: [{warmup: 1}]\n", text)
+    assert str(caught.value).startswith(SET_ERRORS[text])
+
+
+def test_a_mistake_in_the_file_is_not_blamed_on_set(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^pipe.yaml:2:3: source.epoch"):
+        project(tmp_path, "source:\n  epoch: 5\n", "source.rate=2")
+
+
+# ------------------------------------------------------------------------------------------------ stages
+
+
+def test_stages_that_are_asked_for_come_in_the_order_of_what_they_take(tmp_path: Path) -> None:
+    assert [s.name for s in project(tmp_path, "fault:\nslow:\n").stages] == [
+        "source",
+        "double",
+        "judge",
+        "fault",
+        "slow",
+    ]
+
+
+def test_two_starting_points_are_one_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = table.names() | {"import-other": table.names()["import-numbers"]}
+    monkeypatch.setattr(table, "names", lambda: found)
+    with pytest.raises(
+        ConfigError, match=r"^pipe.yaml:2:1: import-other: the project already starts at import-numbers"
+    ):
+        project(tmp_path, "import-numbers: {file: a}\nimport-other: {file: b}\n")
+
+
+def test_a_stage_that_takes_what_nothing_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "BUILT_IN", {"double": table.BUILT_IN["double"]})
+    with pytest.raises(ConfigError, match="stage double takes numbers, which no earlier stage gives"):
+        project(tmp_path, "")
+
+
+def test_two_stages_that_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = table.names() | {"twin": table.names()["double"]}
+    monkeypatch.setattr(table, "names", lambda: found)
+    with pytest.raises(ConfigError, match="both give 'doubled'"):
+        project(tmp_path, "twin: {}\n")
+
+
+@pytest.mark.parametrize("place", ["no_such_package.stages:Stage", "tests.pipeline.fakes:NoSuchStage"])
+def test_another_distribution_s_stage_that_is_not_there(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "names", lambda: table.BUILT_IN | {"other": place})
+    with pytest.raises(Unavailable, match="stage other can't be imported"):
+        project(tmp_path, "other: {}\n")

@@ -1,0 +1,480 @@
+"""The command `pipe`, with fake stages: what it prints, the documents for scripts, and exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from layerline import cli
+from layerline.pipeline import housekeeping
+from layerline.pipeline.errors import StageError
+from layerline.pipeline.runner import Result
+from layerline.views import terminal
+from tests.pipeline import driver, fakes
+from tests.pipeline.conftest import fake_stages, folder
+from tests.pipeline.fakes import Folder
+
+__all__ = ["fake_stages", "folder"]
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one command came to."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.out)
+
+
+Pipe = Callable[..., Said]
+
+
+@pytest.fixture
+def pipe(folder: Folder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Pipe:
+    """Runs `pipe ARGUMENTS` in the project's folder."""
+    monkeypatch.chdir(folder.root)
+
+    def run(*arguments: str) -> Said:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["pipe", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capfd.readouterr()
+        assert "Traceback" not in out + err
+        return Said(caught.value.code or 0, out, err)  # type: ignore[arg-type]
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------ run
+
+
+def test_run_prints_one_line_a_stage_and_the_next_command(pipe: Pipe) -> None:
+    said = pipe("run", "all")
+    lines = said.out.splitlines()
+    assert (said.code, said.err, len(lines)) == (0, "", 4)
+    pattern = r"✓ source  ran  +\d+\.\d s  [0-9a-f]{12}  sum 6  worst_case nan  \(never ran\)"
+    assert re.fullmatch(pattern, lines[0])
+    assert re.fullmatch(r"✓ double  ran .* worst layers\.2 58 dB  \(never ran\)", lines[1])
+    assert lines[3] == "next: pipe report"
+    again = pipe("run", "all").out.splitlines()
+    assert [line.split()[:3] for line in again[:3]] == [["✓", name, "cached"] for name in ("source", "double", "judge")]
+    assert again[3] == "next: pipe diff judge"
+
+
+def test_run_one_stage_tells_what_is_out_of_date(pipe: Pipe) -> None:
+    said = pipe("run", "source")
+    assert said.out.splitlines()[1:] == [
+        "out of date double (never ran)",
+        "out of date judge (after double)",
+        "next: pipe run all",
+    ]
+    assert pipe("run", "double", "judge").out.splitlines()[-1] == "next: pipe report"
+
+
+def test_run_force_and_set(pipe: Pipe) -> None:
+    pipe("run", "all")
+    states = {
+        s["name"]: (s["state"], s["reason"]) for s in pipe("run", "double", "--force", "--json").document["stages"]
+    }
+    assert states == {"source": ("cached", "fresh"), "double": ("ran", "forced")}
+    done = pipe("run", "all", "--set", "double.factor=3", "--set", "source.ignored=x", "--json").document
+    assert [s["reason"] for s in done["stages"]] == ["ignored  -> x", "factor 2 -> 3", "input model changed"]
+
+
+def test_a_gate_that_fails_exits_1_and_says_what_to_do(pipe: Pipe, folder: Folder) -> None:
+    folder.write("pipe.yaml", "judge: {at_least: 9}\nslow: {}\n")
+    said = pipe("run", "all")
+    assert said.code == 1
+    assert re.search(r"^✗ judge   failed .* score 3  \(never ran\)$", said.out, re.M)
+    assert re.search(r"^– slow    blocked +\(judge failed\)$", said.out, re.M)
+    assert said.out.splitlines()[-1] == "next: pipe diff judge"
+    assert said.err == "error judge: score: 3, expected at least 9\n  train longer\n"
+    again = pipe("run", "all", "--json")
+    assert (again.code, again.document["passed"]) == (1, False)
+    assert again.document["stages"][2]["reason"] == "failed before, and nothing it depends on has changed"
+
+
+def test_run_json_is_one_document_and_nothing_else(pipe: Pipe, folder: Folder) -> None:
+    folder.edit("task.py", "BIAS = 1\n", "BIAS = 1\nimport os\nprint('on import')\n")
+    talk = "    print('a hook')\n    os.write(1, b'a library')\n    os.system('echo a child')\n"
+    folder.edit("task.py", "    return [1, 2, 3]\n", talk + "    return [1, 2, 3]\n")
+    said = pipe("run", "all", "--json")
+    assert said.out.count("\n") == 1
+    document = said.document
+    assert list(document) == ["run", "passed", "stages"] and document["passed"] is True
+    for stage in document["stages"]:
+        assert list(stage) == ["name", "state", "reason", "key", "digest", "seconds", "passed", "worst", "metrics"]
+    assert document["stages"][1]["worst"] == {"layer": "layers.2", "value": "mul_2", "sqnr_db": 58.0, "cosine": None}
+    for talk in ("on import", "a hook", "a library", "a child"):
+        assert talk in said.err
+    assert pipe("run", "all", "--json").document["run"] == document["run"]
+
+
+def test_run_json_says_what_failed_in_the_document_too(pipe: Pipe, folder: Folder) -> None:
+    folder.write("pipe.yaml", "fault: {how: full}\nslow: {}\n")
+    said = pipe("run", "all", "--json")
+    assert said.code == 3
+    assert [s["state"] for s in said.document["stages"]] == ["ran", "ran", "ran", "failed", "blocked"]
+    assert said.err.startswith("error weights.bin: No space left on device\n  make room")
+
+
+def test_project_is_as_if_the_command_was_given_there(
+    pipe: Pipe, folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.write("x.csv", "5")
+    folder.edit("task.py", "[1, 2, 3]", "[int(open('x.csv').read())]")
+    monkeypatch.chdir(tmp_path)
+    said = pipe("run", "all", "-C", "project")
+    assert said.code == 0 and said.out.splitlines()[-1] == "next: pipe report -C project"
+    assert Path.cwd() == tmp_path
+    assert pipe("path", "judge", "--project", "project").out.startswith(str(folder.root))
+    assert pipe("status").code == 2  # no project here
+    missing = pipe("run", "all", "-C", "nowhere")
+    assert missing.code == 2 and "there is no pipe.yaml in" in missing.err and "pipe init" in missing.err
+
+
+# ------------------------------------------------------------------------------------------------ looking at it
+
+
+def test_status(pipe: Pipe, folder: Folder) -> None:
+    pipe("run", "all")
+    folder.edit("task.py", "a == b", "a >= b")
+    said = pipe("status")
+    assert said.code == 0
+    rows = [re.split(r"\s{2,}", line.strip()) for line in said.out.splitlines()]
+    assert rows[0] == ["stage", "state", "why", "digest", "made", "verdict"]
+    assert rows[1][:2] == ["source", "fresh"] and rows[1][-1] == "passed"
+    assert rows[3] == ["judge", "would run", "metric() changed"]
+    stages = pipe("status", "--json").document["stages"]
+    assert [(s["name"], s["state"], s["passed"]) for s in stages] == [
+        ("source", "fresh", True),
+        ("double", "fresh", True),
+        ("judge", "would run", None),
+    ]
+    assert pipe("status", "--set", "double.factor=3", "--json").document["stages"][1]["reason"] == "factor 2 -> 3"
+
+
+def test_explain_shows_each_part_with_its_old_and_new_value(pipe: Pipe, folder: Folder) -> None:
+    pipe("run", "all")
+    same = pipe("explain", "source")
+    assert "changed" not in same.out
+    assert re.search(r"^config\.rate +same +1\.0 *$", same.out, re.M)
+    assert "model() reaches helper.py:WIDTH, helper.py:build, task.py:BIAS, task.py:model" in same.out
+    folder.edit("task.py", "BIAS = 1", "BIAS = 2")
+    changed = pipe("explain", "source", "--set", "source.rate=2").out
+    assert "model() changed" in changed.splitlines()[0]
+    assert re.search(r"^config\.rate +changed +1\.0 +2\.0 *$", changed, re.M)
+    assert re.search(r"^hook\.model +changed +[0-9a-f]{12} +[0-9a-f]{12} *$", changed, re.M)
+    assert re.search(r"^hook\.loss +same", changed, re.M)
+    document = pipe("explain", "source", "--json").document
+    assert document["parts"]["config.rate"] == {"now": "1.0", "before": "1.0", "changed": False}
+    assert document["parts"]["hook.model"]["changed"] is True
+    assert document["hooks"]["model"]["reached"][-1] == "task.py:model"
+    folder.edit("task.py", "return model * x", "return globals() and model * x")
+    assert "note loss(): task.py counts whole: loss uses globals" in pipe("explain", "source").out
+
+
+def test_explain_shows_what_is_gone(pipe: Pipe, folder: Folder) -> None:
+    folder.write("pipe.yaml", "data: [x.csv]\n")
+    folder.write("x.csv", "1")
+    pipe("run", "all")
+    folder.write("pipe.yaml", "")
+    gone = pipe("explain", "source", "--json").document["parts"]["file.x.csv"]
+    assert gone["now"] is None and len(gone["before"]) == 64 and gone["changed"]
+    assert re.search(r"^file\.x\.csv +changed", pipe("explain", "source").out, re.M)
+
+
+def test_diff_shows_the_worst_first_by_module(pipe: Pipe) -> None:
+    first = pipe("run", "all", "--json").document["run"]
+    rows = pipe("diff", "double").out.splitlines()
+    assert rows[0].strip() == "double  numbers against doubled"
+    assert [r.split()[:3] for r in rows[2:]] == [[f"layers.{i}", f"mul_{i}", "Mul"] for i in (2, 1, 0)]
+    top = pipe("diff", "double", "--top", "1").out.splitlines()
+    assert len(top) == 4 and top[-1] == "1 of 3 values; --top N shows more"
+    pipe("run", "all", "--set", "double.tolerance=0.15")
+    rows = pipe("diff", "double", "--against", first[:20]).out.splitlines()
+    assert f"SQNR dB {first}" in rows[1]
+    assert "beyond tolerance" in rows[2] and "ok" in rows[3]
+    document = pipe("diff", "double", "--against", "previous", "--json").document
+    assert document["stage"] == "double" and document["run"] == first
+    assert [r["name"] for r in document["report"]["records"]] == ["mul_0", "mul_1", "mul_2"]
+    assert document["against"]["records"][0]["tolerance"] is None
+    findings = pipe("diff", "judge").out
+    assert "✓ score: 3, expected at least 0" in findings and "note measured here" in findings
+
+
+def test_path_is_for_scripts(pipe: Pipe, folder: Folder) -> None:
+    assert pipe("path", "double") == Said(2, "", "error stage double has not run yet\n  pipe run double\n")
+    pipe("run", "all")
+    said = pipe("path", "double")
+    where = Path(said.out.strip())
+    assert said.out.count("\n") == 1 and where.is_absolute() and where == folder.artifact("double").resolve()
+    assert (where / "doubled.json").is_file()
+    pipe("gc", "--keep", "0")
+    assert pipe("path", "double") == said  # no run is left, but the result is
+
+
+def test_path_of_what_is_damaged_or_gone(pipe: Pipe, folder: Folder) -> None:
+    pipe("run", "all")
+    where = folder.artifact("double")
+    (where / "doubled.json").unlink()
+    said = pipe("path", "double")
+    assert said.code == 1 and said.out == ""
+    assert (
+        said.err == f"error double {where.name[:12]}: doubled.json is missing\n  make it again with: pipe run double\n"
+    )
+    where.rename(folder.root / "elsewhere")
+    assert "the artifact of double is gone from the store" in pipe("path", "double").err
+
+
+def test_report_writes_one_page(pipe: Pipe, folder: Folder) -> None:
+    run = pipe("run", "all", "--json").document["run"]
+    assert pipe("report", "--output", "page.html", "--run", run[:15]).out == "wrote page.html\n"
+    assert "layers.2" in (folder.root / "page.html").read_text()
+
+
+def test_verify_says_what_is_damaged(pipe: Pipe, folder: Folder) -> None:
+    pipe("run", "all")
+    assert pipe("verify") == Said(0, "6 checked, 0 damaged\n", "")
+    where = folder.artifact("double")
+    (where / "doubled.json").unlink()
+    said = pipe("verify")
+    assert said.code == 1
+    assert (
+        said.out
+        == f"artifact {where.name[:12]}: doubled.json is missing\n6 checked, 1 damaged; pipe run all makes them again\n"
+    )
+    problem = {"what": f"artifact {where.name[:12]}", "fault": "doubled.json is missing"}
+    assert pipe("verify", "--json").document == {"checked": 6, "problems": [problem]}
+    pipe("run", "all")
+    assert pipe("verify").code == 0
+
+
+def test_gc(pipe: Pipe, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe("run", "all", "--set", "double.factor=7")
+    old = folder.artifact("double").name
+    pipe("run", "all")
+    assert pipe("gc").out == "0 gone, 0.0 MB\n"
+    said = pipe("gc", "--keep", "1", "--dry-run")
+    assert f"would remove .layerline/store/{old}\n" in said.out and "would go" in said.out
+    document = pipe("gc", "--keep", "1", "--json").document
+    assert f".layerline/store/{old}" in document["removed"] and document["bytes"] > 0
+    assert (document["dry_run"], document["busy"]) == (False, False)
+    assert pipe("gc", "--keep", "-1").code == 2
+    monkeypatch.setattr(housekeeping, "collect", lambda *_, **__: None)
+    assert "a run is going on in this project: nothing was removed" in pipe("gc").out
+    assert pipe("gc", "--json").document["busy"] is True
+
+
+def test_init_makes_a_project_that_can_be_looked_at(pipe: Pipe, folder: Folder) -> None:
+    said = pipe("init", "new/project")
+    assert said.out.splitlines()[-1] == "next: cd new/project && pipe run all"
+    assert {p.name for p in (folder.root / "new" / "project").iterdir()} == {"pipe.yaml", "task.py"}
+    assert pipe("init", "new/project").code == 2
+    assert "there are: mnist" in pipe("init", "x", "--template", "nmist").err
+
+
+# ------------------------------------------------------------------------------------------------ mistakes
+
+
+def test_version_and_help(pipe: Pipe) -> None:
+    from layerline import __version__
+
+    assert pipe("--version") == Said(0, f"{__version__}\n", "")
+    said = pipe("--help")
+    assert said.code == 0
+    for command in ("init", "run", "status", "explain", "diff", "report", "path", "verify", "gc"):
+        assert re.search(rf"^  {command} ", said.out, re.M)
+
+
+USAGE = [
+    ["nosuch"],
+    ["run"],
+    ["run", "all", "--bogus"],
+    ["diff"],
+    ["diff", "double", "--top", "0"],
+    ["diff", "double", "--top", "x"],
+    ["run", "sauce"],
+    ["run", "all", "source"],
+    ["explain", "sauce"],
+    ["path", "sauce"],
+    ["diff", "source", "--against", "2099"],
+    ["report", "--run", "2099"],
+    ["run", "all", "--set", "nonsense"],
+]
+
+
+@pytest.mark.parametrize("arguments", USAGE, ids=" ".join)
+def test_wrong_usage_exits_2_with_one_sentence(arguments: list[str], pipe: Pipe) -> None:
+    pipe("run", "all")
+    said = pipe(*arguments)
+    assert said.code == 2 and said.err and "internal error" not in said.err
+
+
+MISTAKES: dict[str, tuple[dict[str, str], int, str]] = {
+    "pipe.yaml is wrong": (
+        {"pipe.yaml": "source:\n  epoch: 3\n"},
+        2,
+        "error pipe.yaml:2:3: source.epoch: unknown field",
+    ),
+    "pipe.yaml is no YAML": ({"pipe.yaml": "source: ["}, 2, "error pipe.yaml:1:10: not valid YAML"),
+    "task.py is no Python": ({"task.py": "def model(:\n"}, 2, "error task.py:1: it is not valid Python"),
+    "task.py raises": ({"task.py": fakes.TASK + "\n1 / 0\n"}, 2, "error task.py:"),
+    "task.py exits": ({"task.py": fakes.TASK + "\nraise SystemExit(5)\n"}, 2, "error task.py:"),
+    "task.py is missing": ({"pipe.yaml": "task: other.py\n"}, 2, "there is no such task file"),
+    "a hook raises": (
+        {"helper.py": "def build(bias):\n    return [][1]\n"},
+        2,
+        "error helper.py:2: model() raised IndexError",
+    ),
+    "a hook is missing": (
+        {"task.py": "def model(): return 1\n"},
+        2,
+        "error task.py: this stage needs the hook train_data()",
+    ),
+    "a hook exits": ({"helper.py": "import sys\ndef build(bias): sys.exit(4)\n"}, 2, "model() raised SystemExit: 4"),
+    "a stage fails": (
+        {"pipe.yaml": "fault: {how: stage}\n"},
+        1,
+        "error conv1.weight: channel 3 is all zeros\n  prune it",
+    ),
+    "the disk is full": ({"pipe.yaml": "fault: {how: full}\n"}, 3, "error weights.bin: No space left on device"),
+    "the disk is read-only": (
+        {"pipe.yaml": "fault: {how: read-only}\n"},
+        3,
+        "error weights.bin: Read-only file system",
+    ),
+    "memory runs out": ({"pipe.yaml": "fault: {how: memory}\n"}, 3, "error this machine ran out of memory"),
+    "a bug": ({"pipe.yaml": "fault: {how: bug}\n"}, 1, "error: internal error, ZeroDivisionError: a bug"),
+    "Ctrl-C": ({"pipe.yaml": "fault: {how: interrupt}\n"}, 130, "\ninterrupted; what was finished is kept"),
+}
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_ends_in_one_clear_sentence(name: str, form: list[str], pipe: Pipe, folder: Folder) -> None:
+    files, code, told = MISTAKES[name]
+    for file, text in files.items():
+        folder.write(file, text)
+    said = pipe("run", "all", *form)
+    assert said.code == code
+    assert told in said.err and len(said.err.strip().splitlines()) <= 2
+    if form:
+        assert said.out == "" or said.document["passed"] is False
+
+
+@pytest.mark.parametrize("place", [["--debug", "run", "all"], ["run", "--debug", "all"], ["run", "all", "--debug"]])
+@pytest.mark.parametrize("how", ["stage", "bug"])
+def test_debug_shows_the_traceback_wherever_it_stands(
+    place: list[str], how: str, pipe: Pipe, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.write("pipe.yaml", f"fault: {{how: {how}}}\n")
+    monkeypatch.setattr(sys, "argv", ["pipe", *place])
+    with pytest.raises(StageError if how == "stage" else ZeroDivisionError) as caught:
+        cli.main()
+    assert any(entry.name == "run" and Path(entry.path).name == "fakes.py" for entry in caught.traceback)
+
+
+def test_a_state_that_can_not_be_written(pipe: Pipe, folder: Folder) -> None:
+    folder.state.write_text("")
+    for arguments in (["run", "all"], ["gc"]):
+        said = pipe(*arguments)
+        assert said.code == 3 and ".layerline" in said.err and "a file lies where a folder should be" in said.err
+    assert pipe("status").code == 0
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+
+HEAVY = {
+    "torch",
+    "onnx",
+    "onnx_ir",
+    "onnxscript",
+    "onnxruntime",
+    "openvino",
+    "tensorrt",
+    "tensorrt_rtx",
+    "torchao",
+    "numpy",
+}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["status"], ["run", "all"]], ids=" ".join)
+def test_what_has_nothing_to_do_imports_nothing_heavy(arguments: list[str], folder: Folder, tmp_path: Path) -> None:
+    folder.edit("task.py", "import helper\n", "import helper\nimport numpy\n")
+    folder.run()
+    modules = tmp_path / "modules"
+    done = driver.run(folder.root, *arguments, MODULES_TO=str(modules))
+    assert done.returncode == 0, done.stderr
+    loaded = set(modules.read_text().split())
+    assert "layerline.cli" in loaded and not loaded & HEAVY
+
+
+def test_a_reader_that_goes_away_is_no_error_of_ours(folder: Folder) -> None:
+    process = driver.start(folder.root, "run", "all")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    err = process.stderr.read()
+    process.wait(20)
+    process.stderr.close()
+    assert "Traceback" not in err and "internal error" not in err
+
+
+def test_an_encoding_that_knows_few_letters(folder: Folder) -> None:
+    folder.edit("task.py", "def metric(outputs, targets):", "def metric(outputs, targets):  # é")
+    folder.edit("task.py", '"""How', 'print("☃"); """How')
+    done = driver.run(folder.root, "run", "all", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("? source  ran")
+    assert json.loads(driver.run(folder.root, "run", "all", "--json", PYTHONIOENCODING="ascii").stdout)["passed"]
+
+
+def test_the_traceback_of_a_process(folder: Folder) -> None:
+    folder.write("pipe.yaml", "fault: {how: stage}\n")
+    done = driver.run(folder.root, "run", "all", "--debug")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "StageError: conv1.weight: channel 3 is all zeros" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ drawing
+
+
+def test_a_terminal_sees_a_bar_while_a_stage_works() -> None:
+    screen = io.StringIO()
+    out = Console(file=screen, force_terminal=True, width=120, highlight=False)
+    live = terminal.Live(out, width=8)
+    stage = fakes.Source()
+    live.started(stage, "loss() [changed]")
+    live.progress(3, 10, loss=0.12345, lr="2e-3", note="[/]")
+    live.say("a [red]word[/red]")
+    live.finished(Result(name="source", state="failed", reason="never [ran]"))
+    live.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert "3/10" in text and "loss 0.1235" in text and "[changed]" in text and "a [red]word[/red]" in text
+    assert "✗ source    failed" in text and "(never [ran])" in text
+
+
+def test_nothing_is_drawn_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
+    live = terminal.Live(terminal.console(), width=8)
+    live.started(fakes.Source(), "never ran")
+    live.progress(1, 2)
+    live.close()
+    assert capfd.readouterr() == ("", "")
+    assert os.environ.get("COLUMNS") or terminal.console().width >= 80
