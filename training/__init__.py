@@ -1,1 +1,19 @@
 """Training as a policy layer around anyone's loop: ModelOptimizer and what it is made of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layerline.training.optimizer import ModelOptimizer
+
+__all__ = ["ModelOptimizer"]
+
+
+def __getattr__(name: str) -> Any:
+    # Resolved on use: checking a configuration (`layerline.training.config`) must not pay for importing torch.
+    if name == "ModelOptimizer":
+        from layerline.training.optimizer import ModelOptimizer
+
+        return ModelOptimizer
+    raise AttributeError(f"module 'layerline.training' has no attribute {name!r}")

@@ -1,0 +1,49 @@
+"""ema: the weights that will ship, with golden inputs and outputs, and how far they are from the last online ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from layerline.pipeline.report import Report
+from layerline.pipeline.stage import Stage, Work
+
+
+class Ema(Stage):
+    """Takes the averaged weights out of a checkpoint, the online ones where EMA was off.
+
+    Leaves `model.safetensors` (canonical names, float32, tied tensors once with their aliases recorded) and
+    `golden.safetensors`.
+    """
+
+    name: ClassVar[str] = "ema"
+    version: ClassVar[int] = 1
+    takes: ClassVar[Mapping[str, str]] = {"checkpoint": "checkpoint"}
+    gives: ClassVar[str] = "weights"
+    uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data")
+    env: ClassVar[tuple[str, ...]] = ("torch",)
+
+    weights: Literal["ema", "online"] = "ema"
+    """Which weights ship."""
+
+    def run(self, work: Work) -> Report:
+        from layerline.layers import tensors
+        from layerline.training import checkpoint, data, shipping
+
+        path = work.inputs["checkpoint"] / "checkpoint.safetensors"
+        model, example = shipping.network(work.task), data.example_inputs(work.task)
+        online, averaged = checkpoint.weights(path, ema=False), checkpoint.weights(path)
+        shipping.ship(model, example, averaged if self.weights == "ema" else online, work.out)
+        return Report(
+            stage=self.name,
+            reference="online weights",
+            candidate="EMA weights",
+            records=tensors.rows(shipping.compared(model, example, online, averaged)),
+            notes=_notes(self.weights, off=shipping.same(online, averaged)),
+        )
+
+
+def _notes(chosen: str, *, off: bool) -> tuple[str, ...]:
+    if off:
+        return ("EMA was off, so the online weights ship",) if chosen == "ema" else ()
+    return () if chosen == "ema" else ("the online weights ship, as the configuration asks",)

@@ -1,0 +1,165 @@
+"""train: from the task's model and data to a checkpoint, resumable at any moment, the same bytes whatever happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, PositiveInt, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.report import Gate, LayerDiff, Report
+from layerline.pipeline.stage import Stage, Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from layerline.training.config import Config
+    from layerline.training.fit import Run
+
+_DEFAULTS: Mapping[str, Any] = {
+    "scheduler.name": "cosine", "scheduler.warmup_ratio": 0.05, "clip.max_norm": 1.0,
+    "ema.decay": 0.999, "ema.warmup": True,
+}  # fmt: skip
+
+
+class Train(Stage):
+    """Trains the task's model.
+
+    The sections `optimizer`, `scheduler`, `training`, `precision`, `gpu` and `distributed` (and `preset`) may be
+    written in any of the shapes that ModelOptimizer takes; they are kept in the one form they mean. Left out: AdamW at
+    1e-3, warm-up and cosine, clipping at norm 1, EMA 0.999 with warm-up. 0 turns clipping or EMA off.
+    """
+
+    name: ClassVar[str] = "train"
+    version: ClassVar[int] = 1
+    takes: ClassVar[Mapping[str, str]] = {}
+    gives: ClassVar[str] = "checkpoint"
+    uses: ClassVar[tuple[str, ...]] = ("model", "train_data", "loss")
+    env: ClassVar[tuple[str, ...]] = ("torch", "numpy")
+    side: ClassVar[frozenset[str]] = frozenset({"metrics.csv"})
+
+    epochs: PositiveInt = 10
+    steps: PositiveInt | None = None
+    """Optimizer steps; overrides epochs."""
+    batch_size: PositiveInt = 64
+    """Samples a micro-batch; batches that come ready-made keep their size."""
+    seed: int = 0
+    workers: int = 0
+    """Processes that load samples; they change nothing but the speed."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    """What the sections mean, by the one name of each field (`clip.max_norm`); the sections themselves may be written
+    instead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_form(cls, raw: Any) -> Any:
+        return _gather(raw) if isinstance(raw, Mapping) else raw
+
+    @model_validator(mode="after")
+    def _recipe_holds(self) -> Train:
+        config = self.config()
+        if config.scheduler.name == "plateau" and not config.monitor.valid_interval:
+            error = ConfigError(
+                "plateau follows validation, which is off",
+                where="training.valid_interval",
+                hint="set it, in optimizer steps",
+            )
+            raise _placed(error, {})
+        return self
+
+    def hooks(self) -> tuple[str, ...]:
+        """The task's hooks it calls: the evaluation's only where training validates, so that editing metric() never
+        retrains otherwise."""
+        return (*self.uses, "eval_data", "metric") if self.config().monitor.valid_interval else self.uses
+
+    def config(self) -> Config:
+        """The typed configuration of ModelOptimizer."""
+        from layerline.training import shapes
+
+        try:
+            return shapes.load(shapes.nested(self.recipe))
+        except ConfigError as error:
+            raise _placed(error, shapes.nested(self.recipe)) from error
+
+    def run(self, work: Work) -> Report:
+        import torch
+
+        from layerline.training import checkpoint, fit
+
+        config = self.config()
+        cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+        device = torch.device("cuda" if cuda else "cpu")
+        with fit.deterministic():
+            run = fit.prepare(work.task, config, epochs=self.epochs, steps=self.steps, batch_size=self.batch_size,
+                              seed=self.seed, workers=self.workers, device=device)  # fmt: skip
+            fit.train(run, work.scratch, work.log, save_every=config.monitor.save_interval)
+        checkpoint.save(run.mo, work.out / "checkpoint.safetensors", timings=False)
+        run.mo.export_metrics(work.out / "metrics.csv")
+        return _report(run)
+
+
+def _gather(raw: Mapping[str, Any]) -> dict[str, Any]:
+    from layerline.training import shapes
+
+    sections = {k: v for k, v in raw.items() if k in shapes.SECTIONS or k == "preset"}
+    own = {k: v for k, v in raw.items() if k not in sections}
+    name = (sections.get("scheduler") or {}).get("name", "cosine")
+    # A warm-up of our own choice belongs to a schedule of our own choice.
+    defaults = {k: v for k, v in _DEFAULTS.items() if k != "scheduler.warmup_ratio" or name == "cosine"}
+    try:
+        return {**own, "recipe": shapes.normal_form({**shapes.nested(own.get("recipe") or {}), **sections}, defaults)}
+    except ConfigError as error:
+        raise _placed(error, raw) from error
+
+
+def _placed(error: ConfigError, raw: Any) -> ValidationError:
+    """The same error at the place of its field, so that pipe.yaml's line and column can be named."""
+    text = f"{error.what}; {error.hint}" if error.hint else error.what
+    kind = PydanticCustomError("training", "{text}", {"text": text})
+    place = tuple(error.where.split("."))
+    for step in place:
+        raw = raw.get(step) if isinstance(raw, Mapping) else None
+    details: InitErrorDetails = {"type": kind, "loc": place, "input": raw}
+    return ValidationError.from_exception_data("Train", [details])
+
+
+def _report(run: Run) -> Report:
+    (lane,) = run.mo.lanes.values()
+    records = tuple(_record(run, n, p.detach()) for n, p in lane.named.params.items())
+    bad = [r.name for r in records if r.nonfinite_b]
+    last = lane.monitor.rows[-1] if lane.monitor.rows else None
+    speed = {} if last is None else {"samples_s": last[lane.monitor.columns.index("samples_s")]}
+    notes = [*run.mo.warnings]
+    if run.resumed is not None:
+        notes.append(f"resumed at step {run.resumed}")
+    if lane.skipped:
+        notes.append(f"{lane.skipped} steps were rejected: loss or gradients were not finite")
+    dead = sum(bool(r.extra["dead"]) for r in records)
+    if dead:
+        notes.append(f"{dead} trained parameters never changed")
+    return Report(
+        stage="train", reference="initial weights", candidate="trained weights", records=records,
+        metrics={"steps": lane.steps, "loss": lane.loss, "grad_norm": lane.grad_norm, **speed},
+        gates=(Gate("finite weights", not bad, ", ".join(bad[:3]) or "all finite", "all finite"),),
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _record(run: Run, name: str, now: Tensor) -> LayerDiff:
+    before = run.before_last.get(name)
+    # No SQNR against the initial value: training is meant to leave it behind.
+    found = {**_measures(run.initial[name], now), "sqnr_db": None, "cosine": None}
+    ratio = None if before is None else _measures(before, now)["rel_l2"]
+    dead = name in run.trained and found["rel_l2"] == 0.0
+    return LayerDiff(name=name, op="parameter", module=name.rpartition(".")[0], shape=tuple(now.shape),
+                     dtype=str(now.dtype).removeprefix("torch."), **found,
+                     extra={"update_ratio": ratio, "dead": dead})  # fmt: skip
+
+
+def _measures(a: Tensor, b: Tensor) -> dict[str, Any]:
+    from layerline.layers.distance import diff_arrays
+
+    return diff_arrays(a.float().cpu().numpy(), b.float().cpu().numpy()).measures()

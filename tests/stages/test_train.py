@@ -1,0 +1,320 @@
+"""train: the same bytes however often it was killed; mistakes told as the user's; a report of every parameter."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from layerline.pipeline.errors import StageError, TaskError
+from layerline.pipeline.report import Report
+from layerline.pipeline.stage import Work
+from layerline.pipeline.task import Task
+from layerline.stages.train import Train
+
+TASK = """
+import os, random, signal
+import numpy as np, torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.drop = nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Dropout(0.2)
+        self.head = nn.Linear(24, 3)
+        self.unused = nn.Parameter(torch.ones(2))
+    def forward(self, x):
+        return self.head(self.drop(torch.relu(self.bn(self.conv(x)))).flatten(1))
+
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self):
+        return 22
+    def __getitem__(self, i):
+        x = np.sin(np.arange(8, dtype=np.float32) * (1 + i % 3))[None] + random.random() * 0.1
+        return (x + np.random.rand() * 0.1 + torch.rand(()).item() * 0.1).astype(np.float32), i % 3
+
+def model():
+    return Net()
+
+def train_data():
+    return Augmented()
+
+calls = 0
+def loss(model, batch):
+    global calls
+    calls += 1
+    at = os.environ.get("STRIKE", "").split(":")
+    if at[0] == "raise" and calls == int(at[1]):
+        raise RuntimeError("struck")
+    if at[0] == "int" and calls == int(at[1]):
+        os.kill(os.getpid(), signal.SIGINT)
+    if at[0] == "kill" and calls == int(at[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+"""
+CONFIG: dict[str, Any] = {"epochs": 3, "batch_size": 4, "training": {"accumulate_steps": 4, "save_interval": 1,
+                                                                      "log_interval": 1}}  # fmt: skip
+
+
+class Quiet:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.drawn: list[dict[str, Any]] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def progress(self, done: int, total: int, **fields: Any) -> None:
+        self.drawn.append({"done": done, "total": total, **fields})
+
+
+def _work(root: Path, task: str = TASK, name: str = "out") -> Work:
+    (root / "task.py").write_text(task)
+    for folder in (name, "scratch"):
+        (root / folder).mkdir(exist_ok=True)
+    return Work(inputs={}, task=Task(root / "task.py"), out=root / name, scratch=root / "scratch", log=Quiet())
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[bytes, Report]]:
+    """What an undisturbed run gives, by configuration."""
+    known: dict[str, tuple[bytes, Report]] = {}
+
+    def run(**config: Any) -> tuple[bytes, Report]:
+        key = repr(config)
+        if key not in known:
+            work = _work(tmp_path_factory.mktemp("straight"))
+            report = Train(**config).run(work)
+            known[key] = (work.out / "checkpoint.safetensors").read_bytes(), report
+        return known[key]
+
+    return run
+
+
+def test_the_same_configuration_gives_the_same_bytes(tmp_path: Path, straight: Any) -> None:
+    work = _work(tmp_path)
+    Train(**CONFIG).run(work)
+    assert (work.out / "checkpoint.safetensors").read_bytes() == straight(**CONFIG)[0]
+    assert sorted(p.name for p in work.out.iterdir()) == ["checkpoint.safetensors", "metrics.csv"]
+    other = _work(tmp_path, name="other")
+    Train(**CONFIG, seed=1).run(other)
+    assert (other.out / "checkpoint.safetensors").read_bytes() != straight(**CONFIG)[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("strike", ["raise:4", "raise:8", "raise:18", "int:2", "int:7"])
+def test_struck_down_and_rerun_it_ends_in_the_same_bytes(
+    strike: str, workers: int, tmp_path: Path, straight: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRIKE", strike)
+    with pytest.raises(KeyboardInterrupt if strike.startswith("int") else TaskError):
+        Train(**CONFIG, workers=workers).run(_work(tmp_path))
+    monkeypatch.delenv("STRIKE")
+    work = _work(tmp_path)
+    report = Train(**CONFIG, workers=workers).run(work)
+    expected, undisturbed = straight(**CONFIG)
+    assert (work.out / "checkpoint.safetensors").read_bytes() == expected
+    assert report.records == undisturbed.records, "the report does not depend on it either"
+    resumed = strike not in ("raise:4",)  # struck in the first window: nothing was saved yet
+    assert any("resumed at step" in n for n in report.notes) == resumed
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+RUN = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from tests.stages.test_train import CONFIG, Train, _work
+Train(**{{**CONFIG, **{extra!r}}}).run(_work(Path({root!r})))
+"""
+
+
+def _spawn(root: Path, strike: str, **extra: Any) -> int:
+    code = RUN.format(tests=str(Path(__file__).parents[2]), root=str(root), extra=extra)
+    return subprocess.run([sys.executable, "-c", code], env={**os.environ, "STRIKE": strike}, check=False).returncode
+
+
+def test_killed_for_real(tmp_path: Path, straight: Any) -> None:
+    assert _spawn(tmp_path, "kill:15") == -signal.SIGKILL
+    work = _work(tmp_path)
+    report = Train(**CONFIG).run(work)
+    assert (work.out / "checkpoint.safetensors").read_bytes() == straight(**CONFIG)[0]
+    assert any("resumed at step" in n for n in report.notes)
+
+
+@pytest.mark.slow  # starts python six times
+def test_killed_again_and_again_with_workers(tmp_path: Path, straight: Any) -> None:
+    for strike in ("kill:3", "kill:5", "kill:6", "kill:2", "kill:4"):
+        assert _spawn(tmp_path, strike, workers=2) == -signal.SIGKILL
+    work = _work(tmp_path)
+    Train(**CONFIG, workers=2).run(work)
+    assert (work.out / "checkpoint.safetensors").read_bytes() == straight(**CONFIG)[0]
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, straight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRIKE", "raise:13")
+    with pytest.raises(TaskError, match="struck"):
+        Train(**CONFIG).run(_work(tmp_path))
+    monkeypatch.delenv("STRIKE")
+    newest = max((tmp_path / "scratch" / "checkpoints").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-3])
+    work = _work(tmp_path)
+    with pytest.warns(UserWarning, match="skipping a checkpoint"):
+        Train(**CONFIG).run(work)
+    assert (work.out / "checkpoint.safetensors").read_bytes() == straight(**CONFIG)[0]
+
+
+def test_every_data_form_trains(tmp_path: Path) -> None:
+    forms = {
+        "arrays": "def train_data(): return np.ones((9, 1, 8)), np.arange(9) % 3",
+        "tensors": "def train_data(): return torch.ones(9, 1, 8), torch.arange(9) % 3",
+        "batches": "def train_data(): return [(torch.ones(3, 1, 8), torch.arange(3)) for _ in range(3)]",
+        "loader": "def train_data(): return torch.utils.data.DataLoader(Augmented(), batch_size=8, shuffle=True)",
+    }
+    for name, text in forms.items():
+        (tmp_path / name).mkdir()
+        work = _work(tmp_path / name, TASK + text)
+        report = Train(epochs=2, batch_size=3).run(work)
+        assert report.passed and report.metrics["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("def model(): return 3", TaskError, "gave int"),
+        ("def loss(model, batch): return 3", TaskError, "loss.. gave int"),
+        ("def loss(model, batch): return model(batch[0])", TaskError, "shape"),
+        ("def loss(model, batch): return torch.ones(())", TaskError, "with a gradient"),
+        ("def loss(model, batch): return batch[2]", TaskError, r"loss.. raised IndexError"),
+        ("def train_data(): return iter([1])", TaskError, "cannot be replayed"),
+        ("def loss(model, batch): return model(batch[0]).sum() * float('nan')", StageError,
+         "the loss is nan at step 1"),
+        ("def model():\n    n = Net()\n    n.head.weight.data[0, 0] = float('inf')\n    return n", StageError,
+         "at step 1.*gradient"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told(text: str, error: type[Exception], message: str, tmp_path: Path) -> None:
+    work = _work(tmp_path, TASK + "\n" + text)
+    with pytest.raises(error, match=message):
+        Train(epochs=2, batch_size=4).run(work)
+    assert not list(work.out.iterdir())
+
+
+def test_training_to_nan_names_step_and_parameter(tmp_path: Path) -> None:
+    text = "def loss(model, batch): return (model.conv.weight - model.conv.weight.detach()).sqrt().sum()"
+    with pytest.raises(StageError) as caught:
+        Train(epochs=9, batch_size=4).run(_work(tmp_path, TASK + text))
+    assert caught.value.where == "conv.weight" and "step 1" in str(caught.value)
+
+
+def test_an_iterable_without_length_needs_steps(tmp_path: Path) -> None:
+    text = (
+        "class Endless:\n    def __iter__(self):\n        yield torch.ones(3, 1, 8), torch.arange(3)\n"
+        "def train_data(): return Endless()"
+    )
+    with pytest.raises(TaskError, match="steps"):
+        Train(epochs=2).run(_work(tmp_path, TASK + text))
+    assert Train(steps=5).run(_work(tmp_path, TASK + text)).metrics["steps"] == 5
+
+
+def test_the_window_ends_with_the_epoch_even_of_unknown_length(tmp_path: Path) -> None:
+    """5 micro-batches an epoch in windows of 4: two steps an epoch, the second of one micro-batch (T34)."""
+    text = (
+        "class Five:\n    def __iter__(self):\n        return iter([(torch.ones(3, 1, 8), torch.arange(3))] * 5)\n"
+        "def train_data(): return Five()"
+    )
+    work = _work(tmp_path, TASK + text)
+    Train(steps=4, training={"accumulate_steps": 4}).run(work)
+    from layerline.training import tensorfile
+
+    _, meta = tensorfile.load(work.out / "checkpoint.safetensors")
+    assert meta["extras"]["data"] == {"epoch": 2, "position": 0}
+
+
+def test_the_report_compares_each_parameter_with_its_start(straight: Any) -> None:
+    _, report = straight(**CONFIG)
+    by_name = {r.name: r for r in report.records}
+    assert list(by_name) == ["unused", "conv.weight", "conv.bias", "bn.weight", "bn.bias", "head.weight", "head.bias"]
+    assert by_name["unused"].extra["dead"] and by_name["unused"].rel_l2 == 0.0
+    weight = by_name["conv.weight"]
+    assert weight.module == "conv" and weight.shape == (4, 1, 3) and weight.rel_l2 is not None and weight.rel_l2 > 0
+    assert not weight.extra["dead"] and 0 < float(weight.extra["update_ratio"] or 0) < 1
+    assert report.passed and report.metrics["steps"] == 6 and any("never changed" in n for n in report.notes)
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_progress_and_csv(tmp_path: Path) -> None:
+    work = _work(tmp_path)
+    Train(**CONFIG).run(work)
+    assert isinstance(work.log, Quiet)
+    last = work.log.drawn[-1]
+    assert (last["done"], last["total"]) == (6, 6) and {"loss", "lr", "grad_norm", "samples_s"} <= last.keys()
+    rows = list(csv.DictReader((work.out / "metrics.csv").open()))
+    assert [r["step"] for r in rows] == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_validation_inside_training_is_only_asked_for(tmp_path: Path) -> None:
+    assert Train().hooks() == ("model", "train_data", "loss")
+    asked = Train(steps=4, batch_size=4, training={"valid_interval": 2, "log_interval": 1})
+    assert asked.hooks() == ("model", "train_data", "loss", "eval_data", "metric")
+    text = "def eval_data(): return np.ones((6, 1, 8), 'f4'), np.arange(6) % 3\ndef metric(o, t): return {'top1': 0.5}"
+    work = _work(tmp_path, TASK + text)
+    asked.run(work)
+    rows = list(csv.DictReader((work.out / "metrics.csv").open()))
+    assert [r["deploy_gap"] for r in rows] == ["", "0", "", "0"]
+
+
+def test_both_shapes_and_the_defaults_have_one_form() -> None:
+    one = Train(optimizer={"lr": "2e-3"}, training={"accumulate_steps": 2})
+    two = Train(optimizer={"lr": 0.002}, gpu={"gradient_accumulation_steps": "2"})
+    assert one == two and one.model_dump() == two.model_dump()
+    assert Train(**one.model_dump()) == one, "its own dump means the same"
+    config = Train().config()
+    assert (config.optimizer.name, config.scheduler.name, config.clip.max_norm) == ("adamw", "cosine", 1.0)
+    assert config.ema.decay == 0.999 and config.ema.warmup is True
+    off = Train(training={"ema_decay": 0, "grad_clip_norm": 0}, scheduler={"name": "constant"}).config()
+    assert not off.ema.on and off.clip.max_norm is None and off.scheduler.warmup_ratio is None
+    assert Train(scheduler={"warmup_steps": 7}).config().scheduler.warmup_ratio is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "place", "message"),
+    [
+        ({"optimizer": {"weigth_decay": 1}}, ("optimizer", "weigth_decay"), "did you mean optimizer.weight_decay"),
+        ({"optimizer": {"lr": "fast"}}, ("optimizer", "lr"), "valid number"),
+        ({"training": {"accumulate_steps": 2}, "gpu": {"gradient_accumulation_steps": 3}},
+         ("gpu", "gradient_accumulation_steps"), "training.accumulate_steps"),
+        ({"scheduler": {"name": "plateau"}}, ("training", "valid_interval"), "plateau follows validation"),
+        ({"epoch": 3}, ("epoch",), "Extra inputs"),
+        ({"epochs": 0}, ("epochs",), "greater than"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_told_at_its_place(fields: dict[str, Any], place: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Train(**fields)
+    (error,) = caught.value.errors()
+    assert error["loc"] == place and message in error["msg"]
+
+
+def test_configuring_imports_no_torch() -> None:
+    code = "import sys; from layerline.stages.train import Train; Train(optimizer={'lr': 1})"
+    subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)
+
+
+def test_a_second_interrupt_strikes_at_once(tmp_path: Path) -> None:
+    text = "def loss(model, batch):\n    for _ in range(2): os.kill(os.getpid(), signal.SIGINT)\n    return None"
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        Train(**CONFIG).run(_work(tmp_path, TASK + text))
+    assert time.monotonic() - start < 30 and not (tmp_path / "scratch" / "checkpoints").exists()

@@ -1,0 +1,295 @@
+"""One file with everything, no pickle; atomic, rotating, and a damaged one is skipped with a warning."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from layerline import ModelOptimizer
+from layerline.pipeline.errors import StageError, Unavailable
+from layerline.training import checkpoint, rng, tensorfile
+from layerline.training.tree import Tensors, pack, unpack
+
+CONFIG: dict[str, Any] = {
+    "optimizer": {"name": "adamw", "lr": 0.01},
+    "scheduler": {"name": "cosine", "total_steps": 40, "warmup_steps": 3},
+    "training": {"ema_decay": 0.9, "ema_warmup": True, "accumulate_steps": 3, "grad_clip_norm": 0.5, "log_interval": 2},
+}
+
+
+def _make(amp: str = "fp32") -> tuple[nn.Module, ModelOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.Dropout(0.3), nn.Flatten(), nn.Linear(4, 1))
+    return model, ModelOptimizer(model, {**CONFIG, "precision": {"amp": amp, "dynamic_loss_scale_window": 4}})
+
+
+def _run(model: nn.Module, mo: ModelOptimizer, micro: int) -> None:
+    for _ in range(micro):
+        # python, numpy and torch draws, as augmentation makes them
+        x = torch.randn(4, 1, 4) + random.random() + np.random.rand()
+        with mo.autocast():
+            loss = model(x).float().square().sum()
+        mo.step(loss, weight=4)
+
+
+@pytest.mark.parametrize("amp", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("micro", [6, 7, 8])
+def test_resumed_at_any_micro_batch_it_goes_on_bit_for_bit(amp: str, micro: int, tmp_path: Path) -> None:
+    model, mo = _make(amp)
+    _run(model, mo, micro)
+    middle = mo.save_ckpt(tmp_path / "middle.safetensors")
+    _run(model, mo, 11)
+    straight = checkpoint.save(mo, tmp_path / "straight.safetensors", timings=False)
+    random.seed(99), np.random.seed(99)
+    _, again = _make(amp)
+    again.load_ckpt(middle)
+    _run(again.lanes[""].model, again, 11)
+    resumed = checkpoint.save(again, tmp_path / "resumed.safetensors", timings=False)
+    assert straight.read_bytes() == resumed.read_bytes()
+
+
+def test_saving_while_switched_saves_the_same(tmp_path: Path) -> None:
+    model, mo = _make()
+    _run(model, mo, 5)
+    plain = mo.save_ckpt(tmp_path / "a.safetensors").read_bytes()
+    with mo.ema():
+        assert mo.save_ckpt(tmp_path / "b.safetensors").read_bytes() == plain
+        held = model[0].weight.clone()
+    assert not torch.equal(held, model[0].weight)
+
+
+def test_any_reader_of_safetensors_reads_it(tmp_path: Path) -> None:
+    model, mo = _make()
+    _run(model, mo, 4)
+    path = mo.save_ckpt(tmp_path / "a.safetensors")
+    tensors = load_file(path)
+    assert torch.equal(tensors["online/4.weight"], model[4].weight)
+    with safe_open(path, "pt") as file:
+        assert list(file.metadata()) == ["layerline"]
+        json.loads(file.metadata()["layerline"])
+    assert b"pickle" not in path.read_bytes()
+
+
+def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
+    model, mo = _make()
+    for _ in range(5):
+        _run(model, mo, 3)
+        mo.save_ckpt(tmp_path)
+    assert [p.name for p in checkpoint.rotation(tmp_path)] == [f"step-{n:08d}.safetensors" for n in (5, 4, 3)]
+
+
+def test_save_interval_saves_by_itself(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    mo = ModelOptimizer(
+        model, {"training": {"save_interval": 2, "save_dir": str(tmp_path / "c"), "accumulate_steps": 2}}
+    )
+    for _ in range(9):
+        mo.step(model(torch.ones(1, 1)).sum())
+    assert [p.name for p in checkpoint.rotation(tmp_path / "c")] == [
+        "step-00000004.safetensors",
+        "step-00000002.safetensors",
+    ]
+
+
+def _damage(path: Path, how: str) -> None:
+    raw = bytearray(path.read_bytes())
+    if how == "cut":
+        raw = raw[: len(raw) // 2]
+    elif how == "empty":
+        raw = bytearray()
+    elif how == "data":
+        raw[-5] ^= 1
+    elif how == "header":
+        raw[20] ^= 0xFF
+    elif how == "length":
+        raw[6] = 0xFF
+    path.write_bytes(bytes(raw))
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "data", "header", "length"])
+def test_the_newest_damaged_one_is_skipped_with_a_warning(how: str, tmp_path: Path) -> None:
+    model, mo = _make()
+    for _ in range(2):
+        _run(model, mo, 3)
+        newest = mo.save_ckpt(tmp_path)
+    _damage(newest, how)
+    with pytest.raises(StageError):
+        tensorfile.load(newest)
+    _, again = _make()
+    with pytest.warns(UserWarning, match="step-00000002"):
+        assert again.load_ckpt(tmp_path).name == "step-00000001.safetensors"
+    assert again.global_step == 1
+
+
+def test_a_folder_without_a_sound_one_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match="no sound checkpoint"):
+        _make()[1].load_ckpt(tmp_path)
+    with pytest.raises(StageError, match="cannot read"):
+        _make()[1].load_ckpt(tmp_path / "none.safetensors")
+
+
+def test_a_failed_write_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.safetensors"
+    tensorfile.save(path, {"x": torch.ones(2)})
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(Unavailable, match="No space left"):
+        tensorfile.save(path, {"x": torch.zeros(2)})
+    assert torch.equal(tensorfile.load(path)[0]["x"], torch.ones(2)) and [p.name for p in tmp_path.iterdir()] == [
+        path.name
+    ]
+
+
+def test_another_configuration_is_told(tmp_path: Path) -> None:
+    path = _make()[1].save_ckpt(tmp_path / "a.safetensors")
+    precision = {"dynamic_loss_scale_window": 4}
+    other = ModelOptimizer(_make()[0], {**CONFIG, "precision": precision, "optimizer": {"name": "adamw", "lr": 0.02}})
+    with pytest.warns(UserWarning, match=r"optimizer\.lr was 0\.01, is 0\.02"):
+        other.load_ckpt(path)
+
+
+def test_another_model_is_refused_with_all_names(tmp_path: Path) -> None:
+    path = _make()[1].save_ckpt(tmp_path / "a.safetensors")
+    other = ModelOptimizer(nn.Sequential(nn.Linear(2, 2)), _make()[1].config)
+    with pytest.raises(
+        StageError, match=r"missing 0\.bias|0\.weight is \(2, 1, 3\).*unknown 1\.weight|unknown 4\.weight"
+    ):
+        other.load_ckpt(path)
+
+
+def test_registered_things_are_saved(tmp_path: Path) -> None:
+    class Position:
+        def __init__(self) -> None:
+            self.at = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.at = state["at"]
+
+    (_, one), (_, two) = _make(), _make()
+    a, b = Position(), Position()
+    one.register("data", a)
+    two.register("data", b)
+    a.at = 7
+    two.load_ckpt(one.save_ckpt(tmp_path / "a.safetensors"))
+    assert b.at == 7
+
+
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner)
+    | st.dictionaries(st.text(max_size=4) | st.integers(-9, 9), inner, max_size=3),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(TREES)
+def test_state_survives_as_it_was(tree: Any) -> None:
+    tensors: Tensors = {}
+    packed = json.loads(json.dumps(pack(tree, "t", tensors)))
+    assert repr(unpack(packed, "t", tensors)) == repr(tree)
+
+
+def test_tensors_and_arrays_in_a_tree() -> None:
+    tensors: Tensors = {}
+    tree = {"a": torch.arange(3), 5: [np.array([1.5, math.nan]), (torch.tensor(2.0),)]}
+    back = unpack(json.loads(json.dumps(pack(tree, "t", tensors))), "t", tensors)
+    assert torch.equal(back["a"], tree["a"]) and isinstance(back[5][0], np.ndarray) and back[5][1][0] == 2.0
+    with pytest.raises(StageError, match="t/x: a set cannot be saved"):
+        pack({"x": {1}}, "t", {})
+
+
+DTYPES = [d for d in tensorfile._DTYPES.values() if d != torch.complex64]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), max_size=6))
+def test_files_hold_every_type_and_shape(tmp_path_factory: Any, specs: list[tuple[torch.dtype, list[int]]]) -> None:
+    path = tmp_path_factory.mktemp("t") / "a.safetensors"
+    tensors = {f"x{i}": (torch.rand(shape) * 100).to(dtype) for i, (dtype, shape) in enumerate(specs)}
+    tensorfile.save(path, tensors, {"k": 1})
+    back, meta = tensorfile.load(path)
+    assert meta == {"k": 1} and back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype and back[name].shape == tensor.shape
+        assert tensorfile.raw_bytes(back[name]) == tensorfile.raw_bytes(tensor)
+    theirs = load_file(path)
+    assert theirs.keys() == tensors.keys()
+
+
+def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    """Every bit of the header, and some of the content."""
+    path = tmp_path / "a.safetensors"
+    tensorfile.save(path, {"a": torch.randn(1500), "b": torch.arange(5)}, {"lr": 0.001, "step": 12345})
+    sound = path.read_bytes()
+    header = 8 + int.from_bytes(sound[:8], "little")
+    for at in (*range(header), *range(header, len(sound), 997), len(sound) - 1):
+        for bit in range(8):
+            raw = bytearray(sound)
+            raw[at] ^= 1 << bit
+            path.write_bytes(raw)
+            with pytest.raises(StageError):
+                tensorfile.load(path)
+
+
+def test_loaded_tensors_are_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    tensorfile.save(path, {"a": torch.ones(3)})
+    before = path.read_bytes()
+    tensors, _ = tensorfile.load(path)
+    path.unlink()
+    tensors["a"] += 1
+    tensorfile.save(path, {"a": torch.ones(3)})
+    assert path.read_bytes() == before and torch.equal(tensors["a"], torch.full((3,), 2.0))
+
+
+def test_files_of_other_writers_are_read(tmp_path: Path) -> None:
+    tensors = {"b": torch.ones(3, dtype=torch.uint8), "a": torch.randn(2, 2), "c": torch.randn(4).half()}
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    back, meta = tensorfile.load(tmp_path / "a.safetensors")
+    assert meta == {} and all(torch.equal(back[n], t) for n, t in tensors.items())
+
+
+def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
+    tensors: dict[str, Tensor] = {"b": torch.ones(3, 2).t(), "a": torch.zeros(2)}
+    tensorfile.save(tmp_path / "a", tensors, {"x": 1, "y": [2]})
+    tensorfile.save(tmp_path / "b", dict(reversed(tensors.items())), {"x": 1, "y": [2]})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_random_states_of_all_three_come_back() -> None:
+    def draws() -> tuple[float, float, float, float]:
+        return random.random(), np.random.rand(), float(np.random.randn()), torch.rand(()).item()
+
+    random.gauss(0, 1), np.random.randn()  # leaves a cached second normal behind
+    state = rng.capture()
+    first = draws()
+    draws()
+    tensors: Tensors = {}
+    rng.restore(unpack(json.loads(json.dumps(pack(state, "r", tensors))), "r", tensors))
+    assert draws() == first
+    with rng.seeded(3):
+        inside = draws()
+    after = draws()
+    rng.restore(state)
+    draws()
+    assert draws() == after
+    with rng.seeded(3):
+        assert draws() == inside

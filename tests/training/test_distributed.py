@@ -1,0 +1,469 @@
+"""Two ranks are one big batch, however gradients travel; what differs or is missing is told by name, in good time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layerline import ModelOptimizer
+from layerline.pipeline.errors import ConfigError
+from layerline.training import capabilities, ranks, tensorfile
+from layerline.training.config import Config
+from tests.training.group import Died, good
+from tests.training.group import ranks as run
+
+GLOO: dict[str, Any] = {"backend": "gloo", "timeout_s": 30}
+
+
+def _model(seed: int = 0, *, norm: str = "layer") -> nn.Sequential:
+    torch.manual_seed(seed)
+    middle = {"layer": nn.LayerNorm(7), "batch": nn.BatchNorm1d(7)}[norm]
+    return nn.Sequential(nn.Linear(5, 7), middle, nn.Tanh(), nn.Linear(7, 3))
+
+
+def _data(samples: int = 24) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(5)
+    return torch.randn(samples, 5, generator=draws), torch.randn(samples, 3, generator=draws)
+
+
+def _train(rank: int, size: int, config: dict[str, Any], *, wrapped: bool = True, seed: int = 0, half: bool = False,
+           batch: int = 4) -> tuple[ModelOptimizer, nn.Module]:  # fmt: skip
+    """One pass over the data in batches, of which each rank has every size-th sample."""
+    model = _model(seed)
+    if half:
+        model.half()
+    mo = ModelOptimizer(model, config)
+    called = mo.model if wrapped else model
+    for x, y in zip(*(d.split(batch) for d in _data()), strict=True):
+        x, y = x[rank::size], y[rank::size]
+        with mo.autocast():
+            out = called(x.half() if half else x)
+        mo.step((out.float() - y).square().sum(), weight=len(x))
+    mo.flush()
+    return mo, model
+
+
+def _weights(mo: ModelOptimizer) -> dict[str, Any]:
+    return {n: t.numpy() for n, t in mo.export().items()}
+
+
+def _one_of_two(rank: int, config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, Any], float, float]:
+    # Ranks begin with different weights: those of rank 0 count.
+    mo, _ = _train(rank, 2, config, seed=rank, **options)
+    return _weights(mo), mo.grad_norm, mo.lanes[""].loss
+
+
+_WAYS: list[tuple[str, dict[str, Any], dict[str, Any], float]] = [
+    ("ddp", {}, {}, 2e-6),
+    ("ddp, accumulated, short last window", {"training": {"accumulate_steps": 4}}, {}, 2e-6),
+    ("plain model", {}, {"wrapped": False}, 2e-6),
+    ("no overlap", {"distributed": {"overlap": False}}, {}, 2e-6),
+    ("small buckets", {"distributed": {"bucket_mb": 1}, "training": {"accumulate_steps": 2}}, {"wrapped": False}, 2e-6),
+    ("ragged", {}, {"batch": 5}, 2e-6),
+    ("fp16 hook", {"distributed": {"compress": "fp16"}}, {}, 1e-3),
+    ("bf16 hook", {"distributed": {"compress": "bf16"}}, {}, 1e-2),
+    ("bf16 by hand", {"distributed": {"compress": "bf16"}}, {"wrapped": False}, 1e-2),
+    ("masters, accumulated", {"training": {"accumulate_steps": 2}}, {"half": True}, 2e-3),
+    ("fp16 scale with weights", {"precision": {"amp": "fp16"}}, {"batch": 5}, 2e-3),
+    ("sophia", {"optimizer": {"name": "sophia", "lr": 1e-3, "update_interval": 3}}, {}, 2e-2),
+    ("lamb and clipping", {"optimizer": {"name": "lamb"}, "training": {"grad_clip_norm": 0.5}}, {}, 2e-6),
+]
+
+
+def _together(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "distributed": {**GLOO, **config.get("distributed", {})}}
+
+
+def _every_way(rank: int) -> list[tuple[dict[str, Any], float, float]]:
+    return [_one_of_two(rank, _together(config), options) for _, config, options, _ in _WAYS]
+
+
+@pytest.fixture(scope="module")
+def both() -> list[list[tuple[dict[str, Any], float, float]]]:
+    return good(run(_every_way))
+
+
+@pytest.mark.parametrize("way", range(len(_WAYS)), ids=[w[0] for w in _WAYS])
+def test_two_ranks_equal_one_process_with_the_whole_batch(way: int, both: Any) -> None:
+    name, config, options, bound = _WAYS[way]
+    alone = {k: v for k, v in config.items() if k != "distributed"}
+    mo, _ = _train(0, 1, alone, **{k: v for k, v in options.items() if k != "wrapped"})
+    (first, norm, loss), (second, *_) = both[0][way], both[1][way]
+    for tensor, value in _weights(mo).items():
+        assert (first[tensor] == second[tensor]).all(), tensor
+        assert abs(first[tensor] - value).max() <= bound, tensor
+    if name != "sophia":  # its random signs differ from rank to rank
+        assert norm == pytest.approx(mo.grad_norm, rel=max(bound, 1e-5) * 5)
+        assert loss == pytest.approx(mo.lanes[""].loss, rel=max(bound, 1e-5) * 5)
+
+
+def _sharded(rank: int, config: dict[str, Any], path: str) -> dict[str, Any]:
+    mo, model = _train(rank, 2, config, seed=rank)
+    split = [p.to_local().numel() for p in model.parameters()]  # type: ignore[operator]
+    gap = mo.validate(lambda m: float(m(_data()[0]).sum()))
+    mo.save_ckpt(Path(path) / "ckpt.safetensors")
+    before = _weights(mo)
+    mo.step((model(_data()[0]) - 1).square().sum(), weight=24)
+    mo.load_ckpt(Path(path) / "ckpt.safetensors")
+    again = _weights(mo)
+    assert all((before[n] == again[n]).all() for n in before)
+    mo.apply_mask({"0.weight": torch.eye(7, 5)})
+    mo.step((model(_data()[0][rank::2]) - 1).square().sum(), weight=12)
+    masked = _weights(mo)["0.weight"]
+    report = sum(r.parameters for r in mo.layer_memory_report())
+    return {"weights": before, "norm": mo.grad_norm, "split": split, "gap": gap, "masked": masked, "bytes": report}
+
+
+def _both_shards(rank: int, path: str) -> list[dict[str, Any]]:
+    config = {"training": {"accumulate_steps": 2, "ema_decay": 0.5, "grad_clip_norm": 1.0}}
+    return [_sharded(rank, {**config, "distributed": {**GLOO, "shard": s}}, path) for s in ("zero2", "zero3")]
+
+
+def test_sharded_ranks_equal_one_process_and_split_the_weights(tmp_path: Path) -> None:
+    config = {"training": {"accumulate_steps": 2, "ema_decay": 0.5, "grad_clip_norm": 1.0}}
+    mo, model = _train(0, 1, config)
+    gap = mo.validate(lambda m: float(m(_data()[0]).sum()))
+    results = good(run(_both_shards, str(tmp_path)))
+    sizes = [p.numel() for p in model.parameters()]
+    for zero2, zero3 in zip(*results, strict=True):
+        assert [a + b for a, b in zip(zero2["split"], zero3["split"], strict=True)] == sizes
+    for rank in results:
+        for seen in rank:
+            assert all(abs(seen["weights"][n] - t).max() <= 2e-6 for n, t in _weights(mo).items())
+            assert seen["gap"] == pytest.approx(gap, rel=1e-4) and gap["gap"] != 0
+            assert not seen["masked"][torch.eye(7, 5) == 0].any() and seen["masked"].any()
+            assert seen["bytes"] < sum(sizes) * 4
+
+
+def test_a_checkpoint_is_the_same_whoever_wrote_it(tmp_path: Path) -> None:
+    """One process, two ranks, two sharded ranks: the same names, shapes and types, values alike; each reads each."""
+    config = {"training": {"ema_decay": 0.9, "accumulate_steps": 2}, "optimizer": {"name": "adamw"}}
+    mo, _ = _train(0, 1, config)
+    files = {"one": tmp_path / "one.safetensors"}
+    from layerline.training import checkpoint
+
+    checkpoint.save(mo, files["one"], timings=False)
+    good(run(_write, config, str(tmp_path)))
+    files |= {n: tmp_path / f"{n}.safetensors" for n in ("ddp", "zero3")}
+    one, meta = tensorfile.load(files["one"])
+    for name, path in files.items():
+        tensors, other = tensorfile.load(path)
+        assert [(n, t.shape, t.dtype) for n, t in tensors.items()] == [(n, t.shape, t.dtype) for n, t in one.items()]
+        assert other["lanes"][""]["counters"] == meta["lanes"][""]["counters"] and list(other) == list(meta)
+        for key, tensor in tensors.items():
+            if tensor.is_floating_point():
+                assert torch.allclose(tensor, one[key], atol=3e-6), (name, key)
+    mo.load_ckpt(files["zero3"])
+    mo.load_ckpt(files["ddp"])
+
+
+def _write(rank: int, config: dict[str, Any], path: str) -> None:
+    from layerline.training import checkpoint
+
+    for name, shard in (("ddp", "none"), ("zero3", "zero3")):
+        mo, _ = _train(rank, 2, {**config, "distributed": {**GLOO, "shard": shard}})
+        checkpoint.save(mo, Path(path) / f"{name}.safetensors", timings=False)
+        mo.load_ckpt(Path(path) / "one.safetensors")
+
+
+def _resume(rank: int, path: str, shard: str, size: int = 2) -> dict[str, Any]:
+    """Six steps with dropout, saved after three (at rank 0's cost alone); and three more from the file."""
+    out = {}
+    for name, steps, load in (("straight", 6, False), ("half", 3, False), ("resumed", 3, True)):
+        torch.manual_seed(100 + rank)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), nn.BatchNorm1d(7), nn.Linear(7, 3))
+        mo = ModelOptimizer(model, {"distributed": {**GLOO, "shard": shard}, "training": {"ema_decay": 0.9}})
+        if load:
+            torch.manual_seed(7)
+            mo.load_ckpt(Path(path) / shard)
+        x, y = _data(48)
+        for i in range(mo.global_step, mo.global_step + steps):
+            part = slice(8 * i + 4 * rank, 8 * i + 4 * rank + 4)
+            mo.step((mo.model(x[part]) - y[part]).square().mean())
+        if name == "half":
+            mo.save_ckpt(Path(path) / shard)
+        out[name] = {**_weights(mo), "draw": float(torch.rand(()))}
+    return out
+
+
+@pytest.mark.parametrize("shard", ["none", "zero3"])
+def test_resuming_with_as_many_ranks_is_bit_exact_with_each_ranks_own_draws(shard: str, tmp_path: Path) -> None:
+    first, second = good(run(_resume, str(tmp_path), shard))
+    assert first["straight"]["draw"] != second["straight"]["draw"]
+    for rank in (first, second):
+        for name, value in rank["straight"].items():
+            assert (value == rank["resumed"][name]).all() if hasattr(value, "all") else value == rank["resumed"][name]
+
+
+def test_an_open_window_is_saved_as_the_mean_of_the_ranks(tmp_path: Path) -> None:
+    good(run(_open_window, str(tmp_path / "open.safetensors")))
+    x, y = _data()
+    alone = ModelOptimizer(
+        model := _model(), {"training": {"accumulate_steps": 2}, "optimizer": {"name": "sgd", "lr": 0.1}}
+    )
+    alone.load_ckpt(tmp_path / "open.safetensors")
+    assert alone.lanes[""].window.micro == 1 and alone.lanes[""].window.weight == 6.0
+    alone.step((model(x[12:18]) - y[12:18]).square().sum(), weight=6)
+    whole = ModelOptimizer(model := _model(), {"optimizer": {"name": "sgd", "lr": 0.1}})
+    # The mean of two ranks' six samples counts as six, beside the six that came after.
+    loss = (model(x[:12]) - y[:12]).square().sum() / 2 + (model(x[12:18]) - y[12:18]).square().sum()
+    whole.step(loss, weight=12)
+    assert all(torch.allclose(t, whole.export()[n], atol=1e-6) for n, t in alone.export().items())
+
+
+def _open_window(rank: int, path: str) -> None:
+    model, (x, y) = _model(), _data()
+    config = {"training": {"accumulate_steps": 2}, "optimizer": {"name": "sgd", "lr": 0.1}, "distributed": GLOO}
+    mo = ModelOptimizer(model, config)
+    mo.step((mo.model(x[rank:12:2]) - y[rank:12:2]).square().sum(), weight=6)
+    mo.save_ckpt(path)
+
+
+# Buffers, logs, several optimizers.
+
+
+def _statistics(rank: int) -> tuple[list[float], dict[str, float], list[str]]:
+    model = nn.Sequential(nn.BatchNorm1d(1, affine=False), nn.Linear(1, 1))
+    mo = ModelOptimizer(model, {"distributed": GLOO, "training": {"log_interval": 1}})
+    for _ in range(2):
+        if rank == 1:
+            time.sleep(0.3)
+        mo.step(mo.model(torch.tensor([[1.0], [3.0]]) + 10 * rank).sum())
+    lane = mo.lanes[""]
+    last = dict(zip(lane.monitor.columns, lane.monitor.rows[-1], strict=True))
+    return [float(model[0].running_mean), float(model[0].running_var)], last, list(lane.monitor.columns)
+
+
+def test_statistics_are_the_mean_over_ranks_and_the_slow_rank_is_in_the_log() -> None:
+    first, second = good(run(_statistics))
+    # Means 2 and 12, variance 2 each: two updates with momentum 0.1.
+    assert first[0] == second[0] == pytest.approx([7 * (1 - 0.81), 0.81 + 2 * 0.19])
+    assert first[2][-3:] == ["imbalance", "step_s/0", "step_s/1"]
+    seconds = [first[1][f"step_s/{r}"] for r in (0, 1)]
+    assert seconds[1] > 0.3 and seconds[1] > seconds[0] > 0
+    assert first[1]["imbalance"] == pytest.approx(2 * seconds[1] / sum(seconds))
+
+
+def _gan(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    nets = {"generator": nn.Linear(2, 4), "discriminator": nn.Linear(4, 1)}
+    mo = ModelOptimizer(nets, {"distributed": GLOO, "optimizer": {"name": "sgd", "lr": 0.1}})
+    for i in range(3):
+        noise = torch.randn(4, 2, generator=torch.Generator().manual_seed(i))[rank::2]
+        fake = nets["generator"](noise)
+        mo.step((nets["discriminator"](fake.detach()) - 1).square().mean(), only="discriminator")
+        mo.step(nets["discriminator"](nets["generator"](noise)).square().mean(), only="generator")
+    return _weights(mo)
+
+
+def test_two_optimizers_on_two_ranks() -> None:
+    first, second = good(run(_gan))
+    os.environ.pop("RANK", None)
+    torch.manual_seed(0)
+    nets = {"generator": nn.Linear(2, 4), "discriminator": nn.Linear(4, 1)}
+    mo = ModelOptimizer(nets, {"optimizer": {"name": "sgd", "lr": 0.1}})
+    for i in range(3):
+        noise = torch.randn(4, 2, generator=torch.Generator().manual_seed(i))
+        mo.step((nets["discriminator"](nets["generator"](noise).detach()) - 1).square().mean(), only="discriminator")
+        mo.step(nets["discriminator"](nets["generator"](noise)).square().mean(), only="generator")
+    for name, value in _weights(mo).items():
+        assert (first[name] == second[name]).all() and abs(first[name] - value).max() < 1e-6
+
+
+def _judged(rank: int) -> tuple[bool, list[str], dict[str, Any]]:
+    model = _model()
+    mo = ModelOptimizer(model, {"distributed": GLOO, "nonfinite": {"triage": True}})
+    x, y = _data()
+    x = x[rank::2].clone()
+    x[3, 1] = torch.nan if rank == 1 else 0.0
+    before = _weights(mo)
+    moved = mo.step((mo.model(x) - y[rank::2]).square().mean())
+    assert all((before[n] == t).all() for n, t in _weights(mo).items())
+    return moved, mo.warnings, before
+
+
+def test_a_bad_sample_on_one_rank_rejects_the_step_on_all_and_is_named() -> None:
+    for moved, said, _ in good(run(_judged)):
+        assert not moved
+        where = "on rank 1 in the batch: input 0 (float32 12×5) has 1 NaN, sample 3"
+        assert said == [f"step 1: the loss is nan; it began {where}; it repeats"]
+
+
+# What is told instead of a wait.
+
+
+def _unlike(rank: int, what: str) -> None:
+    model: nn.Module = _model()
+    config: dict[str, Any] = {"distributed": {**GLOO, "timeout_s": 5}, "optimizer": {"lr": 1e-3}}
+    if rank == 1 and what == "shape":
+        model = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+    elif rank == 1 and what == "dtype":
+        model[3].double()  # type: ignore[index]
+    elif rank == 1 and what == "name":
+        model = nn.Sequential(*list(model.children())[:3], nn.Identity(), nn.Linear(7, 3))
+    elif rank == 1 and what == "frozen":
+        model[0].bias.requires_grad_(False)  # type: ignore[index]
+    elif rank == 1 and what == "fewer":
+        model = nn.Sequential(*list(model.children())[:3])
+    elif rank == 1 and what == "config":
+        config["optimizer"] = {"lr": 2e-3}
+    ModelOptimizer(model, config)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("shape", "rank 0 has parameter 0.weight: float32 (7, 5), rank 1 has parameter 0.weight: float32 (8, 5)"),
+        ("dtype", "rank 0 has parameter 3.weight: float32 (3, 7), rank 1 has parameter 3.weight: float64 (3, 7)"),
+        ("name", "rank 0 has parameter 3.weight: float32 (3, 7), rank 1 has parameter 4.weight: float32 (3, 7)"),
+        ("frozen", "rank 0 has parameter 0.bias: float32 (7,), rank 1 has parameter 0.bias: float32 (7,), frozen"),
+        ("fewer", "rank 0 has parameter 3.weight: float32 (3, 7), rank 1 has config optimizer.name: 'adamw'"),
+        ("config", "rank 0 has config optimizer.lr: 0.001, rank 1 has config optimizer.lr: 0.002"),
+    ],
+)
+def test_the_first_difference_between_ranks_is_named_on_every_rank(what: str, expected: str) -> None:
+    for result in run(_unlike, what):
+        assert isinstance(result, Died) and result.kind == "StageError"
+        assert f"rank 1 is not like rank 0: {expected}" in result.text
+
+
+def _late(rank: int, behaviour: str) -> str:
+    config = {"distributed": {"backend": "gloo", "timeout_s": 3}}
+    if rank == 1 and behaviour == "absent":
+        return "never came"
+    model = _model()
+    mo = ModelOptimizer(model, config)
+    x, y = _data()
+    for i in range(3):
+        time.sleep(0.1)
+        if rank == 1 and i == 2:
+            if behaviour == "fewer":
+                return "done"
+            if behaviour == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if behaviour == "hangs":
+                time.sleep(9)
+                return "hung"
+            if behaviour == "raises":
+                mo.model(torch.randn(4, 9))
+        mo.step((mo.model(x) - y).square().mean())
+    return "finished"
+
+
+_PLACE = "the user's code after the update of step 2"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "expected"),
+    [
+        ("absent", ["rank 0: rank 1 of 2 did not come within 3 s"]),
+        ("fewer", ["of step 3 failed", f"rank 1 ended without an error in {_PLACE}", "it had fewer batches"]),
+        ("killed", ["of step 3 failed", f"rank 1 gives no sign of life; it was last in {_PLACE}"]),
+        ("hangs", ["of step 3 failed after 3 s", f"rank 1 is alive and has been in {_PLACE} for"]),
+        ("raises", ["of step 3 failed", "rank 1 ended with", "forward of step 3", "its input is (4, 9), here (24, 5)"]),
+    ],
+)  # fmt: skip
+def test_a_rank_that_does_not_come_ends_in_a_message_that_names_it(behaviour: str, expected: list[str]) -> None:
+    start = time.monotonic()
+    result = run(_late, behaviour)[0]
+    assert time.monotonic() - start < 20
+    assert isinstance(result, Died) and result.kind == "StageError", result
+    for text in expected:
+        assert text in result.text, result.text
+
+
+def _writes_nowhere(rank: int) -> None:
+    mo = ModelOptimizer(_model(), {"distributed": GLOO})
+    mo.save_ckpt("/proc/none/a.safetensors")
+
+
+def test_what_rank_0_could_not_write_is_an_error_on_every_rank() -> None:
+    for result in run(_writes_nowhere):
+        assert isinstance(result, Died) and result.kind == "Unavailable" and "/proc/none" in result.text
+
+
+# Refused, or off.
+
+
+def test_nothing_is_joined_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    mo = ModelOptimizer(_model(), {})
+    assert mo.ranks is None and mo.model is mo.lanes[""].model
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert ModelOptimizer(_model(), {"distributed": {"backend": "gloo", "shard": "zero3"}}).ranks is None
+
+
+@pytest.mark.parametrize(("rank", "size"), [("a", "2"), ("2", "2"), ("-1", "2"), ("0", "x")])
+def test_an_environment_that_makes_no_sense(rank: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(ConfigError, match=f"RANK is '{rank}' and WORLD_SIZE '{size}'"):
+        ranks.environment()
+
+
+@pytest.mark.parametrize(
+    ("config", "models", "custom", "message"),
+    [
+        ({}, ["plain", "plain"], False, "several models"),
+        ({}, ["plain"], True, "custom optimizer"),
+        ({}, ["half"], False, "float32 masters are not sharded"),
+        ({"nonfinite": {"triage": True}}, ["plain"], False, "triage replays a step on one rank"),
+    ],
+)
+def test_what_sharding_does_not_go_with(config: dict[str, Any], models: list[str], custom: bool, message: str) -> None:
+    made = [_model().half() if m == "half" else _model() for m in models]
+    full = Config.model_validate({**config, "distributed": {"shard": "zero2"}})
+    with pytest.raises(ConfigError, match=message):
+        capabilities.enlist(made, full, custom=custom)
+
+
+def _refused_together(rank: int, what: str) -> None:
+    options = {"offload": {"offload": True}, "adafactor": {}, "sophia": {}}[what]
+    optimizer = {"name": what} if what != "offload" else {}
+    ModelOptimizer(_model(), {"optimizer": optimizer, "distributed": {**GLOO, "shard": "zero3", **options}})
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("offload", "no GPU whose memory"), ("adafactor", "need whole matrices"), ("sophia", "second derivatives")],
+)
+def test_what_sharded_ranks_refuse(what: str, message: str) -> None:
+    for result in run(_refused_together, what):
+        assert isinstance(result, Died) and result.kind == "ConfigError" and message in result.text
+
+
+def _own_wrapper(rank: int) -> tuple[dict[str, Any], bool, str]:
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    said = ModelOptimizer(_model(), {}).warnings
+    model = DistributedDataParallel(_model())
+    mo = ModelOptimizer(model, {"training": {"accumulate_steps": 2}})
+    for x, y in zip(*(d.split(4) for d in _data()), strict=True):
+        mo.step((model(x[rank::2]) - y[rank::2]).square().sum(), weight=2)
+    hooked = DistributedDataParallel(_model())
+    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+    try:
+        ModelOptimizer(hooked, {})
+    except ConfigError as error:
+        said.append(str(error))
+    return _weights(mo), mo.model is model, json.dumps(said)
+
+
+def test_a_wrapper_of_the_users_is_used_as_it_is() -> None:
+    first, second = good(run(_own_wrapper))
+    mo, _ = _train(0, 1, {"training": {"accumulate_steps": 2}})
+    for name, value in _weights(mo).items():
+        assert (first[0][name] == second[0][name]).all() and abs(first[0][name] - value).max() < 2e-6
+    assert first[1] and "each trains alone" in first[2] and "has a communication hook of its own" in first[2]

@@ -1,0 +1,216 @@
+"""Which weights go, worked out by hand; that they stay away in all that moves at a step; that it survives a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from layerline import ModelOptimizer
+from layerline.pipeline.errors import ConfigError
+from layerline.training.config import Config
+from layerline.training.lane import Lane
+from layerline.training.masks import Gradual, Masks, channels, cubic, magnitude
+
+
+def _linear(*rows: list[float]) -> nn.Linear:
+    layer = nn.Linear(len(rows[0]), len(rows))
+    layer.weight.data = torch.tensor(rows)
+    layer.bias.data = torch.ones(len(rows))
+    return layer
+
+
+def test_magnitude_by_hand() -> None:
+    model = nn.Sequential(_linear([1.0, -4.0], [-3.0, 2.0]), nn.BatchNorm1d(2), _linear([0.1, -0.5], [0.2, 10.0]))
+    per_layer = magnitude(model, 0.5)
+    assert per_layer.keys() == {"0.weight", "2.weight"}  # no bias, no norm
+    assert per_layer["0.weight"].tolist() == [[False, True], [True, False]]
+    assert per_layer["2.weight"].tolist() == [[False, True], [False, True]]
+    overall = magnitude(model, 0.5, scope="global")  # the four smallest of 0.1 0.2 0.5 1 2 3 4 10
+    assert overall["0.weight"].tolist() == [[False, True], [True, True]]
+    assert overall["2.weight"].tolist() == [[False, False], [False, True]]
+
+
+def test_globally_each_layer_keeps_its_largest_weight() -> None:
+    model = nn.Sequential(_linear([1e-3, 2e-3]), _linear([5.0], [6.0]))
+    masks = magnitude(model, 1.0, scope="global")
+    assert masks["0.weight"].tolist() == [[False, True]] and masks["1.weight"].tolist() == [[False], [True]]
+    assert not magnitude(model, 1.0)["0.weight"].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-30, -3.5]), min_size=1, max_size=40), st.floats(0, 1))
+def test_exactly_the_asked_share_goes_and_nothing_that_goes_is_larger(values: list[float], sparsity: float) -> None:
+    layer = _linear(values)
+    mask, weights = magnitude(layer, sparsity)["weight"][0], layer.weight.detach()[0].abs()
+    assert int((~mask).sum()) == round(sparsity * len(values))
+    if mask.any() and not mask.all():
+        assert weights[~mask].max() <= weights[mask].min()
+
+
+def test_channels_by_hand() -> None:
+    masks = channels(_linear([3.0, 4.0], [6.0, 0.0], [1.0, 1.0]), 1 / 3)
+    assert masks["weight"].tolist() == [[True, True], [True, True], [False, False]]
+    assert masks["bias"].tolist() == [True, True, False]
+    assert channels(_linear([3.0, 4.0], [6.0, 0.0]), 1.0)["bias"].tolist() == [False, True]  # one stays
+
+
+@pytest.mark.parametrize("kind", ["conv", "grouped", "transposed", "transposed grouped", "1d", "transposed 3d"])
+def test_a_dropped_channel_gives_exactly_zero_and_the_others_what_they_gave(kind: str) -> None:
+    torch.manual_seed(0)
+    layer, size = {
+        "conv": (nn.Conv2d(4, 6, 3), 2), "grouped": (nn.Conv2d(4, 6, 3, groups=2), 2),
+        "transposed": (nn.ConvTranspose2d(4, 6, 3), 2),
+        "transposed grouped": (nn.ConvTranspose2d(4, 6, 3, groups=2), 2),
+        "1d": (nn.Conv1d(4, 6, 3), 1), "transposed 3d": (nn.ConvTranspose3d(4, 6, 2, groups=2), 3),
+    }[kind]  # fmt: skip
+    x = torch.randn(2, 4, *[5] * size)
+    expected = layer(x)
+    # The two channels whose own weights are made small must be the ones that go.
+    small = [1, 4]
+    grad = torch.autograd.grad(expected[:, small].sum(), layer.weight)[0] != 0
+    with torch.no_grad():
+        layer.weight[grad] *= 1e-3
+    expected = layer(x)
+    masks = channels(layer, 1 / 3)
+    with torch.no_grad():
+        layer.weight *= masks["weight"]
+        layer.bias *= masks["bias"]
+    assert masks["bias"].tolist() == [i not in small for i in range(6)]
+    seen = layer(x)
+    assert not seen[:, small].any()
+    rest = [i for i in range(6) if i not in small]
+    assert torch.equal(seen[:, rest], expected[:, rest])
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(0, 0.2), (10, 0.2), (15, 0.8 - 0.6 * 0.5**3), (20, 0.8), (99, 0.8), (11, 0.8 - 0.6 * 0.9**3)],
+)
+def test_cubic_by_hand(step: int, expected: float) -> None:
+    assert cubic(step, begin=10, end=20, initial=0.2, final=0.8) == pytest.approx(expected, rel=1e-12)
+
+
+@given(st.integers(0, 50), st.integers(1, 50), st.floats(0, 0.5), st.floats(0.5, 0.99))
+def test_cubic_never_falls(begin: int, length: int, initial: float, final: float) -> None:
+    seen = [cubic(t, begin=begin, end=begin + length, initial=initial, final=final) for t in range(begin + length + 2)]
+    assert seen == sorted(seen) and seen[0] == pytest.approx(initial) and seen[-1] == final
+
+
+def _lane(**sections: Any) -> tuple[nn.Module, Lane]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    if sections.pop("half", False):
+        model.half()
+    return model, Lane(model, Config.model_validate({"optimizer": {"name": "adamw", "lr": 0.1}, **sections}))
+
+
+def _loss(model: nn.Module) -> Tensor:
+    x = torch.linspace(-1, 1, 24).view(4, 6).to(next(model.parameters()).dtype)
+    return (model(x).float() - 1).square().mean()
+
+
+@pytest.mark.parametrize("sections", [{}, {"ema": {"decay": 0.9}}, {"half": True, "ema": {"decay": 0.9}}])
+def test_masked_weights_stay_zero_in_weights_masters_and_average(sections: dict[str, Any]) -> None:
+    model, lane = _lane(**sections)
+    lane.masks = Masks(lane, masks := magnitude(model, 0.5))
+    for _ in range(5):
+        assert lane.step(_loss(model))
+        for name, mask in masks.items():
+            index = lane.names.index(name)
+            held = [lane.params[index], lane.stepped[index]]
+            held += [lane.ema.shadow[lane.ema.names.index(name)]] if lane.ema else []
+            assert all(not h[~mask].any() and h[mask].all() for h in held)
+    assert lane.masks.sparsity == 0.5
+
+
+def test_a_rejected_step_leaves_a_growing_mask_alone() -> None:
+    model, lane = _lane(nonfinite={"policy": "skip"})
+    lane.masks = pruner = Masks(lane, Gradual(final=0.5, begin=0, end=10, every=1))
+    lane.step(_loss(model))
+    before = pruner.sparsity
+    assert before == pytest.approx(round(0.5 * (1 - 0.9**3) * 48) / 64 + round(0.5 * (1 - 0.9**3) * 16) / 64)
+    lane.step(_loss(model) * float("nan"))
+    assert pruner.sparsity == before
+
+
+@pytest.mark.parametrize("method", ["layer", "global", "channels"])
+def test_gradual_masks_grow_on_their_steps_only_and_never_give_back(method: Any) -> None:
+    model, lane = _lane()
+    lane.masks = pruner = Masks(lane, Gradual(final=0.5, begin=2, end=9, every=3, method=method))
+    seen: list[float] = []
+    gone = torch.zeros(0)
+    for _ in range(11):
+        lane.step(_loss(model))
+        seen.append(pruner.sparsity)
+        now = torch.cat([p.detach().flatten() == 0 for n, p in model.named_parameters() if n.endswith("weight")])
+        assert not len(gone) or bool((now | ~gone).all())
+        gone = now
+    assert seen == sorted(seen) and seen[0] == 0.0 and seen[-1] == 0.5
+    changes = [i + 1 for i in range(11) if seen[i] != (seen[i - 1] if i else 0.0)]
+    assert set(changes) <= {2, 5, 8, 9}
+
+
+def _resumable(path: Path, steps: int, *, load: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    mo = ModelOptimizer(model, {"optimizer": {"lr": 0.1}, "training": {"ema_decay": 0.9}})
+    if load:
+        mo.load_ckpt(path)
+    else:
+        mo.apply_mask(Gradual(final=0.5, begin=1, end=8, every=2))
+    for _ in range(steps):
+        mo.step(_loss(model))
+    mo.save_ckpt(path)
+    return mo.export()
+
+
+def test_masks_and_their_schedule_are_in_the_checkpoint(tmp_path: Path) -> None:
+    straight = _resumable(tmp_path / "a.safetensors", 10, load=False)
+    _resumable(tmp_path / "b.safetensors", 5, load=False)
+    resumed = _resumable(tmp_path / "b.safetensors", 5, load=True)
+    assert all(torch.equal(t, resumed[n]) for n, t in straight.items())
+    assert int((straight["0.weight"] == 0).sum()) == 24
+
+
+def test_apply_mask_zeroes_at_once_and_takes_the_name_of_a_tied_weight() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    mo = ModelOptimizer(model, {})
+    mo.apply_mask({"1.weight": torch.eye(3)})
+    assert torch.equal(model[0].weight, torch.eye(3) * model[0].weight) and int((model[0].weight == 0).sum()) == 6
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        ({"0.wieght": torch.ones(8, 6)}, r"0\.wieght: no parameter"),
+        ({"0.weight": torch.ones(6, 8)}, r"0\.weight: the mask is \(6, 8\), the parameter \(8, 6\)"),
+        ({"0.weight": torch.full((8, 6), 0.5)}, r"0\.weight: a mask holds 0 and 1 only"),
+        ({"0.weight": torch.full((8, 6), float("nan"))}, r"0\.weight: a mask holds 0 and 1 only"),
+    ],
+)
+def test_wrong_masks_are_named(masks: dict[str, Tensor], message: str) -> None:
+    _, lane = _lane()
+    with pytest.raises(ConfigError, match=message):
+        Masks(lane, masks)
+
+
+def test_wrong_questions() -> None:
+    with pytest.raises(ConfigError, match=r"sparsity of 1\.5"):
+        magnitude(nn.Linear(2, 2), 1.5)
+    with pytest.raises(ConfigError, match="no Linear or convolution"):
+        magnitude(nn.LayerNorm(3), 0.5)
+    with pytest.raises(ConfigError, match="begins at 5, ends at 5"):
+        Gradual(final=0.5, begin=5, end=5)
+    with pytest.raises(ConfigError, match=r"from 0\.6 to 0\.5"):
+        Gradual(final=0.5, begin=0, end=5, initial=0.6)
+    bad = nn.Linear(2, 2)
+    bad.weight.data[0, 0] = torch.nan
+    with pytest.raises(ConfigError, match=r"weight: a weight that is not finite"):
+        channels(bad, 0.5)

@@ -1,0 +1,135 @@
+"""Schedules by worked numbers: functions of the step, continuous at the end of warm-up, never above the base rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from layerline import ModelOptimizer
+from layerline.pipeline.errors import ConfigError
+from layerline.training import schedules
+from layerline.training.config import OptimizerConfig, SchedulerConfig
+
+WORKED: list[tuple[dict[str, Any], dict[int, float]]] = [
+    ({"name": "constant"}, {0: 1.0, 10**6: 1.0}),
+    ({"name": "constant", "warmup_steps": 4}, {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0}),
+    ({"name": "cosine", "total_steps": 100}, {0: 1.0, 25: 0.5 + math.sqrt(2) / 4, 50: 0.5, 100: 0.0, 500: 0.0}),
+    ({"name": "cosine", "total_steps": 110, "warmup_steps": 10, "min_lr_ratio": 0.1},
+     {0: 0.1, 9: 1.0, 10: 1.0, 60: 0.55, 110: 0.1}),
+    ({"name": "cosine", "total_steps": 100, "warmup_ratio": 0.1, "min_lr": 0.25},
+     {4: 0.5, 10: 1.0, 55: 0.75, 100: 0.5}),
+    ({"name": "polynomial", "total_steps": 10}, {0: 1.0, 5: 0.5, 9: 0.1, 10: 0.0}),
+    ({"name": "polynomial", "total_steps": 10, "power": 2, "min_lr_ratio": 0.2}, {5: 0.4, 10: 0.2}),
+    ({"name": "inverse_sqrt", "warmup_steps": 100}, {0: 0.01, 99: 1.0, 100: 1.0, 400: 0.5, 10000: 0.1}),
+    ({"name": "inverse_sqrt"}, {0: 1.0, 1: 1.0, 4: 0.5}),
+    ({"name": "step", "step_size": 30}, {0: 1.0, 29: 1.0, 30: 0.1, 60: 0.01}),
+    ({"name": "step", "step_size": 10, "gamma": 0.5, "min_lr_ratio": 0.3}, {9: 1.0, 10: 0.5, 20: 0.3}),
+    ({"name": "exponential", "gamma": 0.5}, {0: 1.0, 1: 0.5, 3: 0.125}),
+    ({"name": "exponential", "gamma": 0.5, "warmup_steps": 2}, {0: 0.5, 2: 1.0, 3: 0.5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "points"), WORKED, ids=lambda v: v.get("name", "") if isinstance(v, dict) else "")
+def test_worked_numbers(fields: dict[str, Any], points: dict[int, float]) -> None:
+    multiplier = schedules.build(SchedulerConfig(**fields), lr=0.5)
+    assert {s: multiplier(s) for s in points} == pytest.approx(points, abs=1e-12)
+
+
+@pytest.mark.parametrize("warmup", [None, 0.1, 0.5])
+def test_one_cycle_is_torchs(warmup: float | None) -> None:
+    total = 40
+    multiplier = schedules.build(SchedulerConfig(name="one_cycle", total_steps=total, warmup_ratio=warmup), lr=0.1)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total, pct_start=warmup or 0.3)
+    for step in range(total):
+        assert multiplier(step) * 0.1 == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
+        optimizer.step()
+        if step < total - 1:
+            theirs.step()
+
+
+@given(
+    name=st.sampled_from(["cosine", "polynomial", "inverse_sqrt", "exponential"]),
+    total=st.integers(2, 500), warm=st.floats(0, 0.9), floor=st.floats(0, 1), step=st.integers(0, 600),
+)  # fmt: skip
+def test_never_above_the_base_nor_below_the_floor(name: str, total: int, warm: float, floor: float, step: int) -> None:
+    warmup = min(int(warm * total), total - 1)
+    config = SchedulerConfig(name=name, total_steps=total, warmup_steps=warmup, min_lr_ratio=floor)  # type: ignore[arg-type]
+    multiplier = schedules.build(config, 1.0)
+    assert 0 < multiplier(0) <= 1 or (multiplier(0) == 0 and warmup == 0)
+    assert multiplier(step) <= 1.0 + 1e-12
+    if step >= warmup:
+        assert multiplier(step) >= floor - 1e-12
+        assert multiplier(step + 1) <= multiplier(step) + 1e-12
+    assert multiplier(warmup) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"name": "cosine"}, "scheduler.total_steps"),
+        ({"name": "polynomial"}, "scheduler.total_steps"),
+        ({"name": "one_cycle"}, "scheduler.total_steps"),
+        ({"name": "step"}, "scheduler.step_size"),
+        ({"name": "constant", "warmup_ratio": 0.1}, "scheduler.total_steps"),
+        ({"name": "cosine", "total_steps": 10, "warmup_steps": 10}, "scheduler.warmup_steps"),
+        ({"name": "cosine", "total_steps": 10, "min_lr": 2.0}, "scheduler.min_lr"),
+    ],
+)
+def test_what_is_missing_is_named(fields: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        schedules.build(SchedulerConfig(**fields), lr=1.0)
+    assert caught.value.where == where
+
+
+def test_plateau_waits_then_scales() -> None:
+    plateau = schedules.Plateau(SchedulerConfig(name="plateau", patience=1, factor=0.5))
+    for metric, scale in [(0.5, 1.0), (0.6, 1.0), (0.6, 1.0), (0.59, 0.5), (math.nan, 0.5), (0.6, 0.25), (0.7, 0.25)]:
+        plateau.observe(metric)
+        assert plateau.scale == scale
+    low = schedules.Plateau(SchedulerConfig(name="plateau", patience=0, mode="min"))
+    for metric, scale in [(1.0, 1.0), (0.9, 1.0), (0.95, pytest.approx(0.1))]:
+        low.observe(metric)
+        assert low.scale == scale
+
+
+def test_plateau_follows_validation_and_survives_a_checkpoint(tmp_path: Any) -> None:
+    config = {"optimizer": {"name": "sgd", "lr": 1.0}, "scheduler": {"name": "plateau", "patience": 0, "factor": 0.5}}
+    model = nn.Linear(1, 1)
+    mo = ModelOptimizer(model, config)
+    mo.validate(lambda _: 0.5)
+    mo.validate(lambda _: 0.4)
+    assert mo.current_lr == 0.5
+    mo.step(model(torch.ones(1, 1)).sum())
+    assert mo.current_lr == 0.5
+    again = ModelOptimizer(nn.Linear(1, 1), config)
+    again.load_ckpt(mo.save_ckpt(tmp_path / "a.safetensors"))
+    assert again.current_lr == 0.5
+    again.validate(lambda _: 0.45)
+    assert again.current_lr == 0.25
+
+
+@pytest.mark.parametrize(("how", "rate"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
+def test_the_rate_scales_with_the_batch(how: Any, rate: float) -> None:
+    config = OptimizerConfig(name="sgd", lr=0.1, lr_scaling=how, batch_size=1024, base_batch_size=256)
+    assert config.scaled_lr == pytest.approx(rate)
+    assert ModelOptimizer(nn.Linear(1, 1), {"optimizer": config}).current_lr == pytest.approx(rate)
+    with pytest.raises(ValueError, match="batch_size"):
+        OptimizerConfig(lr_scaling="linear")
+
+
+def test_current_lr_is_that_of_the_coming_step() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    mo = ModelOptimizer(model, {"optimizer": {"name": "sgd", "lr": 1.0}, "scheduler": {"warmup_steps": 4}})
+    for expected in (0.25, 0.5, 0.75, 1.0, 1.0):
+        assert mo.current_lr == expected
+        before = model.weight.item()
+        mo.step(model(torch.ones(1, 1)).sum())
+        assert before - model.weight.item() == pytest.approx(expected)

@@ -1,0 +1,194 @@
+"""Both shapes that people write load as they are and mean the same; mistakes name the field."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training import shapes
+from layerline.training.config import Config, EmaConfig, OptimizerConfig
+
+ONE: dict[str, Any] = {
+    "optimizer": {
+        "name": "adamw", "lr": "2e-3", "betas": [0.9, 0.95], "eps": "1e-8", "weight_decay": 0.01,
+        "grad_clip": {"max_norm": 1.0},
+    },
+    "scheduler": {"name": "cosine", "warmup_ratio": 0.03, "min_lr_ratio": 0.1, "total_steps": 1000},
+    "training": {
+        "grad_clip_norm": 1.0, "ema_decay": 0.999, "ema_start_step": 100, "mixed_precision": True,
+        "accumulate_steps": 4,
+        "log_interval": 50, "save_interval": 500, "valid_interval": 250,
+    },
+}  # fmt: skip
+TWO: dict[str, Any] = {
+    "optimizer": {"name": "adamw", "lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01,
+                  "grad_clip": {"max_norm": "1.0"}},
+    "scheduler": {"name": "cosine_with_warmup", "warmup_ratio": 0.03, "min_lr": 2e-4, "min_lr_ratio": 0.1,
+                  "total_steps": 1000},
+    "training": {"ema_decay": 0.999, "ema_start_step": 100, "log_interval": 50, "save_interval": 500,
+                 "valid_interval": 250},
+    "precision": {"amp": True},
+    "gpu": {"gradient_accumulation_steps": 4},
+}  # fmt: skip
+
+
+def test_both_shapes_mean_the_same() -> None:
+    one, two = shapes.load(ONE), shapes.load(TWO)
+    assert one.replace(scheduler={"min_lr": None}) == two.replace(scheduler={"min_lr": None})
+    assert one.optimizer.lr == 2e-3
+    assert one.clip.max_norm == 1.0
+    assert one.precision.amp == "fp16"
+    assert one.accumulate.steps == 4
+    assert one.ema == EmaConfig(decay=0.999, start_step=100)
+
+
+def test_the_second_shape_in_full() -> None:
+    config = shapes.load({
+        "optimizer": {"name": "lamb", "lr": 1e-3},
+        "scheduler": {"name": "cosine_with_warmup", "warmup_ratio": 0.1, "total_steps": 10},
+        "precision": {"amp": True, "master_weights": True, "loss_scale": 1024, "dynamic_loss_scale_window": 500,
+                      "min_loss_scale": 2},
+        "gpu": {"gradient_accumulation_steps": 2, "checkpointing": True, "checkpoint_interval": 3,
+                "enable_memory_compact": True},
+        "distributed": {"backend": "gloo", "gradient_bucket_size_mb": 10, "overlap_communication": False},
+    })  # fmt: skip
+    assert config.memory.checkpointing and config.memory.checkpoint_interval == 3 and config.memory.empty_cache
+    assert (config.distributed.backend, config.distributed.bucket_mb, config.distributed.overlap) == ("gloo", 10, False)
+    assert (config.precision.loss_scale, config.precision.dynamic_loss_scale_window) == (1024.0, 500)
+    assert config.precision.min_loss_scale == 2.0
+
+
+@pytest.mark.parametrize("text", ["2e-3", "2.0e-3", "0.002", ".002", "2E-3"])
+def test_a_rate_in_yaml_is_a_number(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(f"optimizer: {{name: adamw, lr: {text}}}\n# an empty section\ntraining:\n")
+    assert shapes.load(path).optimizer.lr == 0.002
+    assert shapes.load(str(path)) == Config(optimizer=OptimizerConfig(name="adamw", lr=0.002))
+
+
+def test_a_typed_object_is_taken_as_it_is() -> None:
+    config = Config(optimizer=OptimizerConfig(name="lion", lr=1e-4))
+    assert shapes.load(config) is config
+    assert shapes.load({"optimizer": OptimizerConfig(name="lion", lr=1e-4)}) == config
+
+
+@pytest.mark.parametrize(
+    ("written", "fields"),
+    [
+        ({"optimizer": {"grad_clip": {"max_norm": 1.0}}, "training": {"grad_clip_norm": 0.5}},
+         ("optimizer.grad_clip.max_norm", "training.grad_clip_norm")),
+        ({"training": {"accumulate_steps": 4}, "gpu": {"gradient_accumulation_steps": 8}},
+         ("training.accumulate_steps", "gpu.gradient_accumulation_steps")),
+        ({"training": {"mixed_precision": "bf16"}, "precision": {"amp": True}},
+         ("training.mixed_precision", "precision.amp")),
+        ({"training": {"mixed_precision": False}, "precision": {"amp": True}},
+         ("training.mixed_precision", "precision.amp")),
+        ({"scheduler": {"warmup_ratio": 0.1, "warmup_steps": 50, "total_steps": 1000}},
+         ("scheduler.warmup_ratio", "scheduler.warmup_steps")),
+        ({"optimizer": {"lr": 1e-3}, "scheduler": {"min_lr": 1e-5, "min_lr_ratio": 0.1}},
+         ("scheduler.min_lr", "scheduler.min_lr_ratio")),
+        ({"distributed": {"gradient_bucket_size_mb": 10, "bucket_mb": 25}},
+         ("distributed.gradient_bucket_size_mb", "distributed.bucket_mb")),
+        ({"training": {"ema_decay": 0.99}, "ema": {"decay": 0.9}}, ("training.ema_decay", "ema.decay")),
+    ],
+)  # fmt: skip
+def test_a_contradiction_names_both_fields(written: dict[str, Any], fields: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        shapes.load(written)
+    assert all(field in str(caught.value) for field in fields)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"training": {"accumulate_steps": 4}, "gpu": {"gradient_accumulation_steps": "4"}},
+        {"training": {"mixed_precision": "fp16"}, "precision": {"amp": True}},
+        {"scheduler": {"warmup_ratio": 0.05, "warmup_steps": 50, "total_steps": 1000}},
+        {"optimizer": {"lr": "1e-3"}, "scheduler": {"min_lr": 1e-4, "min_lr_ratio": "0.1"}},
+    ],
+)
+def test_saying_the_same_twice_is_no_contradiction(written: dict[str, Any]) -> None:
+    shapes.load(written)
+
+
+@pytest.mark.parametrize(
+    ("written", "field", "nearest"),
+    [
+        ({"optimizer": {"weigth_decay": 0.1}}, "optimizer.weigth_decay", "optimizer.weight_decay"),
+        ({"training": {"ema_decy": 0.1}}, "training.ema_decy", "training.ema_decay"),
+        ({"gpu": {"gradient_accumulation": 4}}, "gpu.gradient_accumulation", "gpu.gradient_accumulation_steps"),
+        ({"schedular": {"name": "cosine"}}, "schedular.name", "scheduler.name"),
+        ({"optimizer": {"grad_clip": {"norm": 1}}}, "optimizer.grad_clip.norm", "optimizer.grad_clip.max_norm"),
+        ({"presets": "vision"}, "presets", "preset"),
+    ],
+)
+def test_an_unknown_field_names_the_nearest(written: dict[str, Any], field: str, nearest: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        shapes.load(written)
+    assert caught.value.where == field
+    assert nearest in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("written", "field"),
+    [
+        ({"optimizer": {"lr": "fast"}}, "optimizer.lr"),
+        ({"optimizer": {"lr": -1}}, "optimizer.lr"),
+        ({"optimizer": {"lr": "nan"}}, "optimizer.lr"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas"),
+        ({"training": {"ema_decay": 1.0}}, "training.ema_decay"),
+        ({"gpu": {"gradient_accumulation_steps": 0}}, "gpu.gradient_accumulation_steps"),
+        ({"scheduler": {"name": "cosin"}}, "scheduler.name"),
+        ({"training": {"grad_clip_norm": "big"}}, "training.grad_clip_norm"),
+    ],
+)
+def test_a_wrong_value_is_told_under_the_name_it_was_written(written: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        shapes.load(written)
+    assert caught.value.where == field
+
+
+def test_everything_is_off_until_asked() -> None:
+    config = shapes.load({})
+    assert config.clip.max_norm is None and not config.ema.on and config.accumulate.steps == 1
+    assert config.precision.amp == "fp32" and config.scheduler.name == "constant"
+    assert not config.memory.checkpointing and config.distributed.shard == "none"
+
+
+@pytest.mark.parametrize("off", [0, None, "0", 0.0])
+def test_zero_turns_clipping_and_averaging_off(off: Any) -> None:
+    config = shapes.load({"training": {"grad_clip_norm": off if off != "0" else 0, "ema_decay": off}})
+    assert config.clip.max_norm is None and not config.ema.on
+
+
+@pytest.mark.parametrize(("given", "used"), [(1e-3, 5e-5), ("1e-6", 1e-5), (3e-5, 3e-5), (None, 2e-5)])
+def test_nlp_finetune_clamps_the_rate(given: Any, used: float) -> None:
+    written: dict[str, Any] = {"preset": "nlp-finetune"}
+    if given is not None:
+        written["optimizer"] = {"lr": given}
+    assert shapes.load(written).optimizer.lr == used
+
+
+def test_presets_yield_to_what_is_written() -> None:
+    config = shapes.load({"preset": "pretrain-lm", "scheduler": {"warmup_ratio": 0.1, "total_steps": 100}})
+    assert (config.optimizer.name, config.scheduler.name) == ("lamb", "inverse_sqrt")
+    assert config.scheduler.warmup_steps is None and config.scheduler.warmup_ratio == 0.1
+    own = shapes.load({"preset": "vision", "optimizer": {"name": "adamw", "lr": 1e-3}})
+    assert own.optimizer == OptimizerConfig(name="adamw", lr=1e-3) and own.scheduler.name == "cosine"
+
+
+def test_the_normal_form_is_one_for_all_ways_of_saying_it() -> None:
+    one = shapes.normal_form(ONE, {})
+    two = shapes.normal_form({**TWO, "scheduler": {k: v for k, v in TWO["scheduler"].items() if k != "min_lr"}}, {})
+    assert one == two
+    assert shapes.load(shapes.nested(one)) == shapes.load(ONE)
+
+
+def test_checking_a_configuration_imports_no_torch() -> None:
+    code = "import sys; from layerline.training import shapes; shapes.load({}); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

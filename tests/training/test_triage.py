@@ -1,0 +1,344 @@
+"""The module, the operator and the samples where a NaN or Inf begins; and what each policy then does."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layerline import ModelOptimizer
+from layerline.pipeline.errors import StageError
+from layerline.training.config import Config
+from layerline.training.lane import Lane
+from layerline.training.triage import Finding, Recorder
+
+
+class Op(nn.Module):
+    """One function as a module."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Tensor:
+        out: Tensor = self.function(*args)
+        return out
+
+
+class Block(nn.Module):
+    """x + inner(x): the fault is in a named child, or in this forward itself."""
+
+    def __init__(self, function: Any, own: Any = lambda x: x) -> None:
+        super().__init__()
+        self.linear, self.inner, self.own = nn.Linear(4, 4), Op(function), own
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.own(self.inner(self.linear(x)))
+        return out
+
+
+def _net(function: Any = lambda x: x, own: Any = lambda x: x) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Block(function, own), nn.Linear(4, 2))
+
+
+def _look(model: nn.Module, *batches: Any, loss: Any = lambda out: out.square().mean(), **sections: Any) -> Finding:
+    """What is found in one step over some micro-batches."""
+    lane = Lane(model, Config.model_validate({"accumulate": {"steps": len(batches)}, **sections}))
+    recorder = Recorder(lane)
+    for batch in batches:
+        lane.backward(loss(model(*batch) if isinstance(batch, tuple) else model(batch)))
+        lane.window.close()
+    total = lane.window.total_loss()
+    norm = math.hypot(*(float(p.grad.norm()) for p in lane.params if p.grad is not None))
+    assert not (math.isfinite(total) and math.isfinite(norm))
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    grads, state = [p.grad for p in lane.params], torch.get_rng_state()
+    found = recorder.find(total, norm)
+    assert all(torch.equal(t, before[n]) or t.isnan().any() for n, t in model.state_dict().items())
+    assert all(a is b for a, b in zip(grads, (p.grad for p in lane.params), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+    recorder.remove()
+    return found
+
+
+def _bad_row(row: int, value: float) -> Any:
+    """A function that is finite but where a sample carries the mark 77."""
+
+    def function(x: Tensor) -> Tensor:
+        scale = torch.ones(len(x), 1)
+        scale[row] = value
+        return x * scale
+
+    return function
+
+
+def _log_of_nothing(x: Tensor) -> Tensor:
+    return (x * torch.tensor([[1.0], [1.0], [0.0], [1.0]])).abs().log()
+
+
+def _root_of_negative(x: Tensor) -> Tensor:
+    return (x.abs() * torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])).sqrt()
+
+
+def _zero_by_zero(x: Tensor) -> Tensor:
+    keep = torch.tensor([[1.0], [1.0], [1.0], [0.0]])
+    return (x * keep) / (x.abs() * keep)
+
+
+def _overflow(x: Tensor) -> Tensor:
+    return (x * torch.tensor([[1000.0], [0.0], [0.0], [0.0]])).exp() * 0.5
+
+
+@pytest.mark.parametrize(
+    ("function", "operator", "rows", "kind"),
+    [
+        (_log_of_nothing, "log", (2,), "4 Inf"),
+        (_root_of_negative, "sqrt", (1, 3), "8 NaN"),
+        (_zero_by_zero, "div", (3,), "4 NaN"),
+        (_overflow, "exp", (0,), "Inf"),
+    ],
+)
+def test_the_operator_the_module_and_the_samples_in_the_forward_pass(
+    function: Any, operator: str, rows: tuple[int, ...], kind: str
+) -> None:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
+    origin = _look(_net(function), x).origin
+    assert origin is not None
+    assert (origin.phase, origin.module, origin.tensor, origin.samples) == ("forward", "1.inner", operator, rows)
+    assert kind in str(origin) and f"in the forward pass of 1.inner: {operator} (float32 4×4)" in str(origin)
+    own = _look(_net(own=function), x).origin
+    assert own is not None and (own.module, own.tensor, own.samples) == ("1", operator, rows)
+
+
+def test_a_root_of_zero_is_found_in_the_backward_pass() -> None:
+    keep = torch.tensor([[1.0], [0.0], [1.0], [1.0]])
+    found = _look(_net(lambda x: (x * keep).abs().sqrt()), torch.randn(4, 4))
+    assert found.origin is not None and found.repeats and math.isfinite(found.loss)
+    assert (found.origin.phase, found.origin.module, found.origin.samples) == ("backward", "1.inner", (1,))
+    assert str(found).startswith("step 1: the gradient norm is nan; it began in the backward pass of 1.inner: div")
+
+
+def test_the_unused_branch_of_a_where_is_blamed() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.where(x > 0, x.sqrt(), 0.0)
+
+    found = _look(_net(function), torch.randn(4, 4, generator=torch.Generator().manual_seed(1)))
+    assert math.isfinite(found.loss) and found.origin is not None
+    assert (found.origin.module, found.origin.tensor) == ("1.inner", "sqrt")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.project(x) @ x.transpose(1, 2)
+        return torch.softmax(scores.masked_fill(mask, -math.inf), -1) @ x
+
+
+def test_a_mask_of_minus_infinity_is_no_fault_but_a_row_of_nothing_else_is() -> None:
+    x, mask = torch.randn(3, 5, 4), torch.zeros(3, 5, 5, dtype=torch.bool)
+    mask[:, :, 3:] = True
+    mask[1, 2] = True
+    found = _look(Attention(), (x, mask))
+    assert found.origin is not None
+    assert (found.origin.tensor, found.origin.samples) == ("_softmax", (1,))
+    mask[1, 2] = False
+    late = nn.ModuleList([Attention(), Op(lambda x: (x * (torch.arange(3) != 2).view(3, 1, 1)).abs().log())])
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = late
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.parts[1](self.parts[0](x, mask))
+
+    origin = _look(Both(), (x, mask), loss=lambda out: out.sum()).origin
+    assert origin is not None and (origin.module, origin.tensor, origin.samples) == ("parts.1", "log", (2,))
+
+
+def test_a_float_mask_given_as_an_input_is_no_fault() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.log = nn.Linear(4, 4), Op(_log_of_nothing)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.log(torch.softmax(self.linear(x) + mask, -1))
+
+    mask = torch.zeros(4, 4)
+    mask[:, 0] = -math.inf
+    found = _look(Masked(), (torch.randn(4, 4), mask), loss=lambda out: out[:, 1:].sum())
+    assert found.origin is not None and (found.origin.module, found.origin.tensor) == ("log", "log")
+
+
+def test_bad_samples_and_bad_weights_are_told_before_any_operator() -> None:
+    x = torch.randn(4, 4)
+    x[1, 2] = x[3, 0] = torch.nan
+    found = _look(_net(), x)
+    assert found.origin is not None
+    assert (found.origin.phase, found.origin.tensor, found.origin.samples) == ("input", "input 0", (1, 3))
+    assert "it began in the batch: input 0 (float32 4×4) has 2 NaN, samples 1, 3" in str(found)
+    model = _net()
+    with torch.no_grad():
+        model[1].linear.weight[0, 0] = torch.nan
+    found = _look(model, torch.randn(4, 4))
+    assert found.origin is not None and (found.origin.phase, found.origin.tensor) == ("parameter", "1.linear.weight")
+
+
+@pytest.mark.parametrize(
+    ("loss", "rows"),
+    [
+        (lambda out: (out * torch.tensor([[1.0], [0.0], [1.0], [1.0]])).abs().log().mean(), (1,)),
+        (lambda out: out.sum() * 0 + torch.tensor(math.inf), ()),
+    ],
+)
+def test_the_loss_function_is_named_where_the_model_is_finite(loss: Any, rows: tuple[int, ...]) -> None:
+    found = _look(_net(), torch.randn(4, 4), loss=loss)
+    assert found.origin is not None and (found.origin.phase, found.origin.samples) == ("loss", rows)
+    assert "it began in the loss function" in str(found)
+
+
+def test_the_micro_batch_is_named() -> None:
+    good, bad = torch.randn(4, 4), torch.randn(4, 4)
+    bad[2] = torch.nan
+    found = _look(_net(), good, good, bad)
+    assert found.micro_batch == 2 and str(found).endswith("sample 2 of micro-batch 2; it repeats")
+
+
+def test_random_layers_are_run_again_with_the_same_draws() -> None:
+    drawn: list[Tensor] = []
+
+    def rare(x: Tensor) -> Tensor:
+        draw = torch.rand(len(x), 1)
+        drawn.append(draw)
+        return x / (draw > 0.5)
+
+    found = _look(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), Op(rare), nn.BatchNorm1d(4)), torch.randn(6, 4))
+    assert len(drawn) == 2 and torch.equal(*drawn)
+    assert found.origin is not None and found.origin.samples == tuple((drawn[0][:, 0] <= 0.5).nonzero()[:, 0].tolist())
+
+
+def test_what_does_not_repeat_is_said_to() -> None:
+    once = iter([math.nan])
+    found = _look(nn.Sequential(nn.Linear(4, 4), Op(lambda x: x * next(once, 1.0))), torch.randn(2, 4))
+    assert not found.repeats or (found.origin is not None and found.origin.phase == "loss")
+
+
+def test_half_precision_overflow_under_autocast() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    nn.init.constant_(model[0].weight, 3e4)
+    lane = Lane(model, Config())
+    recorder = Recorder(lane)
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.ones(2, 4)).float().square().mean()
+    lane.backward(loss)
+    origin = recorder.find(math.nan, math.nan).origin
+    assert origin is not None and (origin.module, origin.dtype) == ("0", "float16")
+
+
+def test_wrapped_and_checkpointed_models_keep_their_names() -> None:
+    from layerline.training.memory import Checkpointed
+
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)], Op(_log_of_nothing))
+    Checkpointed(model, 2)
+    found = _look(torch.compile(model, backend="eager"), torch.randn(4, 4))
+    assert found.origin is not None and (found.origin.module, found.origin.tensor) == ("4", "log")
+
+
+def test_a_copy_of_the_model_does_not_report_to_the_recorder() -> None:
+    model = _net()
+    lane = Lane(model, Config())
+    recorder = Recorder(lane)
+    copy.deepcopy(model)(torch.randn(4, 4))
+    assert not recorder.passes
+    model.eval()(torch.randn(4, 4))
+    with torch.no_grad():
+        model.train()(torch.randn(4, 4))
+    assert not recorder.passes
+
+
+# Policies.
+
+
+def _mo(tmp_path: Path, **nonfinite: Any) -> tuple[nn.Module, ModelOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    config = {"optimizer": {"name": "sgd", "lr": 0.1}, "training": {"ema_decay": 0.9}, "nonfinite": nonfinite}
+    return model, ModelOptimizer(model, config)
+
+
+def _step(model: nn.Module, mo: ModelOptimizer, factor: float = 1.0) -> bool:
+    return mo.step(model(torch.ones(3, 4)).square().mean() * factor)
+
+
+def test_skip_goes_on_and_gives_up_after_the_limit(tmp_path: Path) -> None:
+    model, mo = _mo(tmp_path, policy="skip", limit=3, triage=True)
+    _step(model, mo)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    assert not _step(model, mo, math.nan) and not _step(model, mo, math.inf)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert _step(model, mo) and not _step(model, mo, math.nan) and not _step(model, mo, math.nan)
+    with pytest.raises(StageError, match=r"the loss is nan at step 3, 3 steps in a row.*it began in the loss function"):
+        _step(model, mo, math.nan)
+    assert [w.split(":")[0] for w in mo.warnings] == ["step 2", "step 3"]
+
+
+def test_stop_ends_at_the_first(tmp_path: Path) -> None:
+    model, mo = _mo(tmp_path, policy="stop", triage=True)
+    with pytest.raises(StageError, match=r"the loss is inf at step 1; .*step 1: the loss is inf; it began in the loss"):
+        _step(model, mo, math.inf)
+
+
+def test_rollback_puts_the_last_checkpoint_back_and_goes_on(tmp_path: Path) -> None:
+    model, mo = _mo(tmp_path, policy="rollback", limit=2)
+    for _ in range(3):
+        _step(model, mo)
+    mo.save_ckpt(tmp_path / "ckpt")
+    saved, average = {n: t.clone() for n, t in model.state_dict().items()}, mo.export()
+    for _ in range(2):
+        _step(model, mo)
+    assert mo.global_step == 5
+    draws = torch.get_rng_state()
+    _step(model, mo, math.nan)
+    assert mo.global_step == 5
+    _step(model, mo, math.nan)
+    assert mo.global_step == 3 and all(torch.equal(t, saved[n]) for n, t in model.state_dict().items())
+    assert all(torch.equal(t, average[n]) for n, t in mo.export().items())
+    assert torch.equal(draws, torch.get_rng_state())  # other draws come next, or the same would happen again
+    assert "rolled back to step-00000003.safetensors after 2 rejected steps in a row" in mo.warnings[-1]
+    assert _step(model, mo) and mo.global_step == 4
+
+
+def test_rollback_gives_up_after_three_times_and_without_a_checkpoint(tmp_path: Path) -> None:
+    model, mo = _mo(tmp_path, policy="rollback", limit=1)
+    with pytest.raises(StageError, match="there is no checkpoint to roll back to"):
+        _step(model, mo, math.nan)
+    mo.save_ckpt(tmp_path / "a.safetensors")
+    for _ in range(3):
+        _step(model, mo, math.nan)
+    with pytest.raises(StageError, match=r"rolling back to a\.safetensors 3 times did not help"):
+        _step(model, mo, math.nan)
+
+
+def test_the_search_for_a_loss_scale_is_no_incident(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    config = {"optimizer": {"name": "sgd", "lr": 1e-3}, "precision": {"amp": "fp16", "loss_scale": 2.0**24},
+              "nonfinite": {"policy": "stop", "triage": True}}  # fmt: skip
+    config["precision"] |= {"dynamic_loss_scale_window": 100}
+    mo = ModelOptimizer(model, config)
+    moved = []
+    for _ in range(30):
+        with mo.autocast():
+            out = model(torch.full((3, 4), 30.0))
+        moved.append(mo.step(out.float().square().mean()))
+    assert not moved[0] and moved[-1] and not any(w.startswith("step") for w in mo.warnings)

@@ -1,0 +1,107 @@
+"""What is off until asked for: which section of the configuration brings in which module, before and after a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training.config import Config
+from layerline.training.names import unwrap
+
+if TYPE_CHECKING:
+    from layerline.training.lane import Lane
+    from layerline.training.memory import Checkpointed
+    from layerline.training.ranks import Ranks
+
+
+def checkpoint_layers(models: Iterable[nn.Module], config: Config) -> list[Checkpointed]:
+    """Recomputes activations where `memory.checkpointing` asks for it."""
+    if not config.memory.checkpointing:
+        return []
+    from layerline.training.memory import Checkpointed
+
+    return [Checkpointed(model, config.memory.checkpoint_interval) for model in models]
+
+
+def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Ranks | None:
+    """Joins the other ranks where `distributed` or a wrapped model asks for it, before any optimizer sees a parameter.
+
+    Raises:
+        StageError: a rank is missing, or has another model or configuration.
+        ConfigError: a combination that cannot work.
+    """
+    from layerline.training.sharding import is_sharded
+
+    models = list(models)
+    wrapped = any(isinstance(m, DistributedDataParallel) for m in models)
+    split = any(is_sharded(m) for m in models)
+    options = config.distributed
+    if not (options.backend or options.shard != "none" or wrapped or split):
+        return None
+    if options.shard != "none":
+        _check_shard(models, config, wrapped=wrapped, custom=custom)
+    from layerline.training import distributed, ranks, sharding
+
+    group = ranks.join(options, next(models[0].parameters()).device)
+    for model in models if group is not None else ():
+        assert group is not None
+        if not split:
+            distributed.prepare(model, config, group)
+        if options.shard != "none" and not split:
+            sharding.shard(model, config, group)
+    return group
+
+
+def attach(lane: Lane, ranks: Ranks | None, roll_back: Callable[[], str | None]) -> None:
+    """Gives a new lane its peers and its judge."""
+    config = lane.config
+    if ranks is not None:
+        lane.peers = _peers(lane, ranks)
+    elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        alone = (
+            f"there are {dist.get_world_size()} ranks, and each trains alone: set distributed.backend to train together"
+        )
+        lane.monitor.warn("alone", alone)
+    if config.nonfinite.triage or config.nonfinite.policy == "rollback":
+        from layerline.training.triage import Judge
+
+        lane.judge = Judge(lane, roll_back)
+
+
+def _peers(lane: Lane, ranks: Ranks) -> Any:
+    from layerline.training.distributed import Replicas
+    from layerline.training.sharding import Shards, is_sharded
+
+    return Shards(lane, ranks) if is_sharded(lane.model) else Replicas(lane, ranks, lane.config)
+
+
+def _check_shard(models: list[nn.Module], config: Config, *, wrapped: bool, custom: bool) -> None:
+    where = "distributed.shard"
+    if wrapped:
+        raise ConfigError("the model is in DistributedDataParallel", where=where, hint="pass the plain model")
+    if custom:
+        raise ConfigError(
+            "a custom optimizer holds the whole parameters",
+            where=where,
+            hint="call fully_shard yourself, then make the optimizer",
+        )
+    if len(models) > 1:
+        raise ConfigError("several models train in one graph", where=where, hint="shard: none")
+    if config.nonfinite.triage:
+        raise ConfigError(
+            "triage replays a step on one rank, and a sharded layer needs all of them",
+            where=where,
+            hint="nonfinite.triage: false",
+        )
+    for name, param in unwrap(models[0]).named_parameters():
+        if param.dtype.itemsize < 4 and param.is_floating_point():
+            raise ConfigError(
+                f"{name} is {param.dtype}: float32 masters are not sharded",
+                where=where,
+                hint="keep parameters in float32 and use precision.amp",
+            )

@@ -1,0 +1,210 @@
+"""The whole configuration of training as frozen, typed sections: one place for each decision.
+
+What people write (dicts and YAML in two common shapes) is brought into this form by `layerline.training.shapes`.
+This module imports no torch: `pipe.yaml` is checked with it before anything runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+OptimizerName = Literal["sgd", "rmsprop", "adam", "adamw", "adafactor", "lamb", "lion", "sophia", "custom"]
+SchedulerName = Literal[
+    "constant", "cosine", "polynomial", "inverse_sqrt", "one_cycle", "step", "exponential", "plateau"
+]
+Amp = Literal["fp32", "bf16", "fp16"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Frozen; an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class OptimizerConfig(Section):
+    """Which update rule. A field left out takes the rule's own default (`mo.plan()` prints it)."""
+
+    name: OptimizerName = "adamw"
+    lr: PositiveFloat = 1e-3
+    betas: tuple[Beta, Beta] | None = None
+    eps: PositiveFloat | None = None
+    weight_decay: NonNegative | None = None
+    momentum: Beta | None = None
+    """sgd and rmsprop."""
+    nesterov: bool | None = None
+    """sgd."""
+    alpha: Beta | None = None
+    """rmsprop: smoothing of the squared gradient."""
+    rho: PositiveFloat | None = None
+    """sophia: the size at which one coordinate's update is clipped."""
+    update_interval: PositiveInt | None = None
+    """sophia: steps between two estimates of the curvature."""
+    no_decay: tuple[str, ...] = ()
+    """Besides biases, norms and 1-D parameters: "embeddings", or glob patterns over parameter names."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How `lr` grows with batch_size / base_batch_size."""
+    batch_size: PositiveInt | None = None
+    base_batch_size: PositiveInt = 256
+
+    @model_validator(mode="after")
+    def _scaling_needs_a_batch_size(self) -> OptimizerConfig:
+        if self.lr_scaling != "none" and self.batch_size is None:
+            raise ValueError("lr_scaling needs batch_size: samples per optimizer step, over all ranks")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs momentum above 0")
+        return self
+
+    @property
+    def scaled_lr(self) -> float:
+        """The rate after scaling with the batch: linear (Goyal et al. 2017) or square root (Hoffer et al. 2017)."""
+        if self.lr_scaling == "none" or self.batch_size is None:
+            return self.lr
+        ratio = self.batch_size / self.base_batch_size
+        return self.lr * (ratio if self.lr_scaling == "linear" else math.sqrt(ratio))
+
+
+class SchedulerConfig(Section):
+    """The learning rate over the steps."""
+
+    name: SchedulerName = "constant"
+    warmup_ratio: Fraction | None = None
+    warmup_steps: Count | None = None
+    min_lr: NonNegative | None = None
+    min_lr_ratio: Fraction | None = None
+    total_steps: PositiveInt | None = None
+    """Optimizer steps in the whole run."""
+    power: PositiveFloat = 1.0
+    """polynomial."""
+    step_size: PositiveInt | None = None
+    """step: steps between two decays."""
+    gamma: Annotated[float, Field(gt=0, le=1)] | None = None
+    """step (0.1) and exponential (0.999 a step)."""
+    div_factor: PositiveFloat = 25.0
+    """one_cycle: peak / first rate."""
+    final_div_factor: PositiveFloat = 1e4
+    """one_cycle: first / last rate."""
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """plateau."""
+    patience: Count = 10
+    """plateau: validations without improvement that are waited for."""
+    threshold: NonNegative = 1e-4
+    """plateau: relative improvement that counts."""
+    mode: Literal["max", "min"] = "max"
+    """plateau: whether a higher metric is better."""
+
+
+class ClipConfig(Section):
+    """Gradient clipping by total norm; off while max_norm is None."""
+
+    max_norm: PositiveFloat | None = None
+
+
+class EmaConfig(Section):
+    """Exponential moving average of the weights; off while decay is None or 0."""
+
+    decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+    start_step: Count = 0
+    warmup: bool | PositiveFloat = False
+    """True: min(decay, (1+n)/(10+n)) at update n. A number tau: decay * (1 - exp(-n/tau))."""
+
+    @property
+    def on(self) -> bool:
+        return bool(self.decay)
+
+
+class PrecisionConfig(Section):
+    """Number formats; the loss scale serves fp16 alone."""
+
+    amp: Amp = "fp32"
+    master_weights: bool | None = None
+    """float32 masters of half parameters; None: wherever a parameter is half."""
+    loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
+    """"dynamic" starts at 65536. A number alone is kept; with dynamic_loss_scale_window it is the first scale."""
+    dynamic_loss_scale_window: PositiveInt | None = None
+    """Accepted steps in a row after which the scale doubles; 2000 where the scale is dynamic."""
+    min_loss_scale: PositiveFloat = 1.0
+
+
+class AccumulateConfig(Section):
+    """Micro-batches per optimizer step."""
+
+    steps: PositiveInt = 1
+
+
+class MonitorConfig(Section):
+    """What is watched and how often, in optimizer steps; 0 is never."""
+
+    log_interval: Count = 10
+    """Steps between two rows of the CSV."""
+    valid_interval: Count = 0
+    save_interval: Count = 0
+    save_dir: str = "checkpoints"
+    """Where `save_interval` puts its checkpoints."""
+    keep: PositiveInt = 3
+    """Checkpoints kept in a folder."""
+    per_layer: bool = False
+    """Also the gradient norm of every parameter, as columns `grad_norm/<name>`."""
+    tensorboard: str | None = None
+    """Folder for TensorBoard, which must be installed."""
+
+
+class NonFiniteConfig(Section):
+    """What happens after a step whose loss or gradients are not finite. Such a step never reaches the weights."""
+
+    policy: Literal["skip", "stop", "rollback"] = "skip"
+    limit: PositiveInt = 10
+    """Rejected steps in a row after which skip gives up and rollback rolls back; stop stops at the first. Steps that a
+    smaller fp16 loss scale answers do not count."""
+    triage: bool = False
+    """Replay the first such step and name the module and tensor where it began."""
+
+
+class MemoryConfig(Section):
+    """Trading time for memory."""
+
+    checkpointing: bool = False
+    checkpoint_interval: PositiveInt = 4
+    """Layers recomputed together."""
+    empty_cache: bool = False
+
+
+class DistributedConfig(Section):
+    """How ranks share the work, once the process group exists."""
+
+    backend: Literal["nccl", "gloo"] | None = None
+    bucket_mb: PositiveInt = 25
+    overlap: bool = True
+    compress: Literal["none", "fp16", "bf16"] = "none"
+    shard: Literal["none", "zero2", "zero3"] = "none"
+    offload: bool = False
+    """Sharded only: optimizer state and shards live on the CPU."""
+    timeout_s: PositiveFloat = 600.0
+
+
+class Config(Section):
+    """Everything ModelOptimizer does; by default it steps AdamW and watches."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    clip: ClipConfig = ClipConfig()
+    ema: EmaConfig = EmaConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    accumulate: AccumulateConfig = AccumulateConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    nonfinite: NonFiniteConfig = NonFiniteConfig()
+    memory: MemoryConfig = MemoryConfig()
+    distributed: DistributedConfig = DistributedConfig()
+
+    def replace(self, **sections: Any) -> Config:
+        """A checked copy with some sections (or fields of them, as dicts) changed."""
+        raw = self.model_dump()
+        for name, value in sections.items():
+            raw[name] = {**raw[name], **value} if isinstance(value, dict) else value
+        return Config.model_validate(raw)

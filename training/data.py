@@ -1,0 +1,284 @@
+"""Batches whose order is a function of (seed, epoch, position): training can go on anywhere, with any workers.
+
+Random draws inside a sample (augmentation) are seeded per batch as well, so 0 workers and 2 workers give the same data
+and a worker has no state that a checkpoint would need.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, islice
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from layerline.pipeline.errors import TaskError
+from layerline.pipeline.task import Task
+from layerline.training.rng import mix, seeded
+
+LABELS = ("label", "labels", "target", "targets")
+Form = Literal["arrays", "samples", "batches"]
+
+
+def form(source: Any, hook: str = "train_data") -> Form:
+    """Which of the three forms a data hook returned.
+
+    Raises:
+        TaskError: none of them, arrays of unequal length, or an iterator that is used up after one pass.
+    """
+    if isinstance(source, tuple) and source and all(hasattr(s, "shape") and hasattr(s, "dtype") for s in source):
+        lengths = [len(s) for s in source]
+        if len(source) < 2 or len(set(lengths)) > 1:
+            raise TaskError(f"{hook}() gave arrays of lengths {lengths}, expected (x, y) of equal length", where=hook)
+        if not lengths[0]:
+            raise TaskError(f"{hook}() gave no samples", where=hook)
+        return "arrays"
+    if isinstance(source, Dataset) or (
+        hasattr(source, "__getitem__")
+        and hasattr(source, "__len__")
+        and not isinstance(source, list | tuple | Mapping | str)
+    ):
+        if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
+            raise TaskError(
+                f"{hook}() gave a dataset without a length",
+                where=hook,
+                hint="give a map-style Dataset, or a re-iterable of batches",
+            )
+        if not len(source):  # type: ignore[arg-type]  # Dataset itself declares no length
+            raise TaskError(f"{hook}() gave no samples", where=hook)
+        return "samples"
+    if hasattr(source, "__iter__") and not isinstance(source, Mapping | str):
+        if hasattr(source, "__next__"):
+            raise TaskError(
+                f"{hook}() gave an iterator, which cannot be replayed",
+                where=hook,
+                hint="give a list or a DataLoader: something that can be iterated more than once",
+            )
+        return "batches"
+    raise TaskError(f"{hook}() gave {type(source).__name__}, expected (x, y) arrays, a Dataset, or batches", where=hook)
+
+
+class Batches:
+    """Batches of a data hook's result, from any position on.
+
+    Args:
+        source: (x, y) arrays, a map-style Dataset of (input, target), or a re-iterable of batches.
+        batch_size: samples a batch; batches that come ready-made keep their size.
+        seed: orders the samples of each epoch anew; None keeps their order.
+        workers: processes that load samples of a Dataset; they change nothing but the speed.
+        hook: what to call the source in errors.
+
+    Attributes:
+        epoch: of the next batch.
+        position: of the next batch within its epoch.
+        waited: seconds spent waiting for data so far.
+    """
+
+    def __init__(self, source: Any, *, batch_size: int, seed: int | None = 0, workers: int = 0,
+                 hook: str = "train_data") -> None:  # fmt: skip
+        self.form = form(source, hook)
+        self.source = tuple(as_tensor(s) for s in source) if self.form == "arrays" else source
+        self.batch_size, self.seed, self.workers, self.hook = batch_size, seed, workers, hook
+        self.epoch = self.position = 0
+        self.waited = 0.0
+
+    @property
+    def per_epoch(self) -> int | None:
+        """Batches in an epoch; None where an iterable does not tell its length."""
+        if self.form == "batches":
+            return len(self.source) if hasattr(self.source, "__len__") else None
+        return -(-self._samples // self.batch_size)
+
+    @property
+    def _samples(self) -> int:
+        return len(self.source[0]) if self.form == "arrays" else len(self.source)
+
+    def forever(self) -> Iterator[Any]:
+        """Batch after batch, epoch after epoch, from the current position; `epoch` and `position` are already
+        those of the batch after the one that was handed out."""
+        make = {"arrays": self._from_arrays, "samples": self._from_samples, "batches": self._from_batches}[self.form]
+        batches = make()
+        while True:
+            start = time.perf_counter()
+            epoch, position, last, batch = next(batches)
+            self.waited += time.perf_counter() - start
+            self.epoch, self.position = (epoch + 1, 0) if last else (epoch, position + 1)
+            yield batch
+
+    def one_epoch(self) -> Iterator[Any]:
+        """The rest of the current epoch."""
+        epoch = self.epoch
+        for batch in self.forever():
+            yield batch
+            if self.epoch != epoch:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def _places(self) -> Iterator[tuple[int, int, bool]]:
+        """(epoch, position, whether it is the epoch's last) of every batch to come."""
+        per_epoch = self.per_epoch
+        assert per_epoch is not None
+        epoch, position = self.epoch, self.position
+        while True:
+            yield epoch, position, position + 1 == per_epoch
+            position += 1
+            if position >= per_epoch:
+                epoch, position = epoch + 1, 0
+
+    def _from_arrays(self) -> Iterator[tuple[int, int, bool, Any]]:
+        order, ordered = _order(self._samples, self.seed, self.epoch), self.epoch
+        for epoch, position, last in self._places():
+            if epoch != ordered:
+                order, ordered = _order(self._samples, self.seed, epoch), epoch
+            chosen = order[position * self.batch_size : (position + 1) * self.batch_size]
+            yield epoch, position, last, tuple(s.index_select(0, chosen) for s in self.source)
+
+    def _from_samples(self) -> Iterator[tuple[int, int, bool, Any]]:
+        loaded = _Seeded(self.source, self.batch_size, self.seed)
+        # Its own generator: the loader must not draw its workers' seed from the model's random numbers.
+        loader = DataLoader(loaded, batch_size=None, sampler=_Places(self._places), num_workers=self.workers,
+                            generator=torch.Generator())  # fmt: skip
+        yield from loader
+
+    def _from_batches(self) -> Iterator[tuple[int, int, bool, Any]]:
+        # An iterable has no position: the batches before it are drawn again, each under its own seed.
+        epoch, skipped = self.epoch, self.position
+        while True:
+            position, batch = 0, None
+            for position, following in enumerate(self._drawn(epoch)):  # one ahead: the last batch is known as such
+                if batch is not None and position > skipped:
+                    yield epoch, position - 1, False, _batch(batch)
+                batch = following
+            if batch is None:
+                raise TaskError(
+                    f"{self.hook}() gave no batches in epoch {epoch}",
+                    where=self.hook,
+                    hint="it must be iterable more than once",
+                )
+            yield epoch, position, True, _batch(batch)
+            epoch, skipped = epoch + 1, 0
+
+    def _drawn(self, epoch: int) -> Iterator[Any]:
+        with seeded(mix(self.seed or 0, epoch)):
+            batches = iter(self.source)
+        for position in count():
+            with seeded(mix(self.seed or 0, epoch, position)):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+
+class _Places:
+    """A sampler that never ends."""
+
+    def __init__(self, places: Callable[[], Iterator[tuple[int, int, bool]]]) -> None:
+        self._iterate = places
+
+    def __iter__(self) -> Iterator[tuple[int, int, bool]]:
+        return self._iterate()
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset of whole batches, indexed by their places, each drawn under its own seed."""
+
+    def __init__(self, samples: Any, batch_size: int, seed: int | None) -> None:
+        self.samples, self.batch_size, self.seed = samples, batch_size, seed
+        self._order: tuple[int, Tensor] | None = None
+
+    def __getitem__(self, place: tuple[int, int, bool]) -> tuple[int, int, bool, Any]:
+        epoch, position, last = place
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, _order(len(self.samples), self.seed, epoch)
+        chosen = self._order[1][position * self.batch_size : (position + 1) * self.batch_size].tolist()
+        with seeded(mix(self.seed or 0, epoch, position)):
+            return epoch, position, last, _batch(default_collate([self.samples[i] for i in chosen]))
+
+
+def _order(samples: int, seed: int | None, epoch: int) -> Tensor:
+    if seed is None:
+        return torch.arange(samples)
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(mix(seed, epoch)))
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A tensor; float64 becomes torch's default type: it is what numpy gives when nobody chose."""
+    tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+
+
+def _batch(raw: Any) -> Any:
+    if isinstance(raw, Mapping):
+        return {k: as_tensor(v) if hasattr(v, "shape") else v for k, v in raw.items()}
+    return (
+        tuple(as_tensor(v) if hasattr(v, "shape") else _batch(v) for v in raw) if isinstance(raw, list | tuple) else raw
+    )
+
+
+def split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """(positional arguments, keyword arguments, target) of one batch; target is None where a dict has no label."""
+    if isinstance(batch, Mapping):
+        label = next((k for k in LABELS if k in batch), None)
+        return (), {k: v for k, v in batch.items() if k != label}, batch.get(label) if label else None
+    if not isinstance(batch, Sequence) or len(batch) < 2:
+        raise TaskError(f"a batch is {type(batch).__name__}, expected (x, y) or a dict by input name", where="batch")
+    *inputs, target = batch
+    return tuple(i for one in inputs for i in (one if isinstance(one, tuple | list) else (one,))), {}, target
+
+
+def size(batch: Any) -> int:
+    """Samples in a batch: the first dimension of its first tensor."""
+    args, kwargs, _ = split(batch)
+    return next((len(v) for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.ndim), 1)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The same batch with its tensors on `device`."""
+    if isinstance(batch, Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {k: to_device(v, device) for k, v in batch.items()}
+    return tuple(to_device(v, device) for v in batch) if isinstance(batch, list | tuple) else batch
+
+
+def example_inputs(task: Task, n: int = 2) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(positional, keyword) arguments for forward: the task's own example, else the first `n` samples of its eval or
+    training data.
+
+    Raises:
+        TaskError: there is neither.
+    """
+    if task.has("example_inputs"):
+        given = task.call("example_inputs")
+        if isinstance(given, Mapping):
+            return (), {k: as_tensor(v) if hasattr(v, "shape") else v for k, v in given.items()}
+        given = given if isinstance(given, tuple) else (given,)
+        return tuple(as_tensor(v) if hasattr(v, "shape") else v for v in given), {}
+    hook = next((h for h in ("eval_data", "train_data", "calib_data") if task.has(h)), None)
+    if hook is None:
+        raise TaskError(
+            "there is nothing to run the model on",
+            where=task.path.name,
+            hint="define example_inputs(), or eval_data() or train_data()",
+        )
+    return first_samples(task.call(hook), n, hook)
+
+
+def first_samples(source: Any, n: int, hook: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first `n` samples of a data hook's result as arguments for forward."""
+    batches = Batches(source, batch_size=n, seed=None, hook=hook)
+    args, kwargs, _ = split(next(iter(islice(batches.forever(), 1))))
+
+    def head(value: Any) -> Any:
+        return value[:n] if isinstance(value, Tensor) and value.ndim else value
+
+    return tuple(map(head, args)), {k: head(v) for k, v in kwargs.items()}

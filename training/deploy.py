@@ -1,0 +1,90 @@
+"""What would ship beside what is trained: switching between them, and measuring both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from layerline.training.lane import Lane
+from layerline.training.parts import whole
+from layerline.training.precision import HALF
+
+
+def switch(lane: Lane, *, ema: bool) -> None:
+    """Puts averages or trained weights into the model, in place; nothing where they are there already."""
+    if lane.ema is None or lane.ema.swapped is ema:
+        return
+    with torch.no_grad():
+        lane.ema.swap()
+    if lane.masters is not None:
+        lane.masters.publish()
+    if lane.peers is not None:
+        lane.peers.changed()
+
+
+@contextmanager
+def online(lane: Lane) -> Iterator[None]:
+    """The trained weights inside the block, whatever the model held before."""
+    swapped = lane.ema is not None and lane.ema.swapped
+    switch(lane, ema=False)
+    try:
+        yield
+    finally:
+        switch(lane, ema=swapped)
+
+
+def shipped(lane: Lane) -> dict[str, Tensor]:
+    """Copies of the weights that would ship: averages where there are any, float32, tied tensors once."""
+    with online(lane):
+        tensors: dict[str, Tensor] = {**lane.named.tensors, **(lane.ema.values() if lane.ema else {})}
+        if lane.ema is None and lane.masters is not None:
+            tensors |= {n: lane.masters.stepped(p) for n, p in lane.named.params.items()}
+        shown = {n: whole(t.detach()) for n, t in tensors.items()}
+        return {n: t.float() if t.dtype in HALF else t.clone() for n, t in shown.items()}
+
+
+def validate(lane: Lane, metric: Callable[[nn.Module], float]) -> dict[str, float]:
+    """`metric` of the online weights without fake quantisation, and of what would ship; both in eval mode.
+
+    Returns:
+        `online`, `deploy` and `gap` = online - deploy.
+    """
+    modes = [(m, m.training) for m in lane.model.modules()]
+    lane.model.eval()
+    try:
+        with torch.no_grad(), online(lane):
+            with _without_fake_quant(lane.model):
+                plain = float(metric(lane.model))
+            same = lane.ema is None and not _fake_quants(lane.model)
+            switch(lane, ema=True)
+            deploy = plain if same else float(metric(lane.model))
+            switch(lane, ema=False)
+    finally:
+        for module, training in modes:
+            module.training = training
+    if lane.rate.plateau is not None:
+        lane.rate.plateau.observe(deploy)
+        lane.rate.set(lane.steps)
+    lane.monitor.validated(lane.steps, plain, deploy)
+    return {"online": plain, "deploy": deploy, "gap": plain - deploy}
+
+
+def _fake_quants(model: nn.Module) -> list[Tensor]:
+    # torch.ao and torchao keep the switch as this buffer.
+    return [s for m in model.modules() if isinstance(s := getattr(m, "fake_quant_enabled", None), Tensor)]
+
+
+@contextmanager
+def _without_fake_quant(model: nn.Module) -> Iterator[None]:
+    switches = _fake_quants(model)
+    before = [s.clone() for s in switches]
+    for s in switches:
+        s.zero_()
+    try:
+        yield
+    finally:
+        for s, value in zip(switches, before, strict=True):
+            s.copy_(value)

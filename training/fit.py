@@ -1,0 +1,214 @@
+"""The training loop of the `train` stage: a run that can be killed at any moment and goes on bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerline.pipeline.errors import TaskError
+from layerline.pipeline.stage import Log
+from layerline.pipeline.task import Task
+from layerline.training import checkpoint, rng
+from layerline.training.config import Config
+from layerline.training.data import Batches, size, to_device
+from layerline.training.evaluate import metric_of
+from layerline.training.lane import Lane
+from layerline.training.loss import default_loss
+from layerline.training.names import named
+from layerline.training.optimizer import ModelOptimizer
+
+_FILL: Any = torch.utils.deterministic
+_DRAW_EVERY_S = 0.1
+# A save may take this share of the time at most.
+_SAVE_EVERY_S, _SAVE_SHARE = 10.0, 20
+
+
+@dataclass
+class Run:
+    """One training run.
+
+    Attributes:
+        initial: the weights it started from, by canonical name.
+        before_last: the weights before the last optimizer step; empty until then.
+        total: optimizer steps it will attempt.
+        resumed: the step it went on from; None when it started anew.
+    """
+
+    task: Task
+    model: nn.Module
+    mo: ModelOptimizer
+    batches: Batches
+    loss: Callable[[nn.Module, Any], Tensor]
+    device: torch.device
+    total: int
+    initial: dict[str, Tensor]
+    before_last: dict[str, Tensor]
+    resumed: int | None = None
+
+    @property
+    def lane(self) -> Lane:
+        """The one lane of the one model."""
+        (lane,) = self.mo.lanes.values()
+        return lane
+
+    @property
+    def trained(self) -> set[str]:
+        """Names of the parameters that training may change."""
+        return set(self.lane.names)
+
+    @property
+    def attempted(self) -> int:
+        """Optimizer steps so far, accepted or rejected."""
+        return self.lane.steps + self.lane.skipped
+
+
+def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch_size: int, seed: int, workers: int,
+            device: torch.device) -> Run:  # fmt: skip
+    """Builds model, data and optimizer from the task's hooks, all random draws from `seed`.
+
+    Raises:
+        TaskError: a hook gave the wrong thing.
+        ConfigError: the configuration does not fit the model.
+    """
+    rng.seed_all(seed)
+    model = task.call("model")
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"model() gave {type(model).__name__}, expected a torch.nn.Module", where="model")
+    model.to(device).train()
+    batches = Batches(task.call("train_data"), batch_size=batch_size, seed=seed, workers=workers)
+    total = steps if steps is not None else epochs * _steps_per_epoch(batches, config.accumulate.steps)
+    if config.scheduler.total_steps is None:
+        config = config.replace(scheduler={"total_steps": total})
+    mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
+    mo.register("data", batches)
+    mo.validate_with(lambda net: _first(metric_of(task, net, batch_size=batch_size, device=device)))
+    initial = {n: p.detach().clone() for n, p in named(model).params.items()}
+    loss = task.get("loss") if task.has("loss") else default_loss
+    # The model's own draws (dropout) start here, whatever building it and its data took.
+    rng.seed_all(rng.mix(seed, 1))
+    return Run(task, model, mo, batches, loss, device, total, initial, {})
+
+
+def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
+    """Runs to the end, from the newest sound checkpoint in `scratch` where there is one.
+
+    A checkpoint is written every `save_every` optimizer steps, every ten seconds or so, and on an interrupt.
+
+    Raises:
+        KeyboardInterrupt: after the checkpoint was written.
+        StageError: the loss or the gradients stopped being finite.
+    """
+    mo, folder = run.mo, scratch / "checkpoints"
+    run.lane.monitor.speak = log.say
+    if checkpoint.rotation(folder):
+        mo.load_ckpt(folder)
+        run.resumed = run.attempted
+        log.say(f"resuming at step {run.resumed} of {run.total}")
+    saved_at, saving, drawn_at, saved_step = time.perf_counter(), 0.0, 0.0, run.attempted
+    with _interrupts() as interrupted:
+        stream = run.batches.forever()
+        while run.attempted < run.total:
+            _one_batch(run, next(stream))
+            now = time.perf_counter()
+            done = run.attempted
+            due = (save_every and done - saved_step >= save_every) or now - saved_at > max(
+                _SAVE_EVERY_S, _SAVE_SHARE * saving
+            )
+            # Not after the last step: what the report says of it must be measured in the process that ends the run.
+            if done < run.total and (due or interrupted):
+                checkpoint.save(mo, folder)
+                saved_at, saved_step, saving = time.perf_counter(), done, time.perf_counter() - now
+            if interrupted:
+                raise KeyboardInterrupt
+            if now - drawn_at > _DRAW_EVERY_S:
+                drawn_at = now
+                _draw(run, log)
+        _draw(run, log)
+
+
+def _one_batch(run: Run, batch: Any) -> None:
+    mo = run.mo
+    batch = to_device(batch, run.device)
+    with mo.autocast():
+        loss = run.loss(run.model, batch)
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+        seen = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TaskError(f"loss() gave {seen}, expected a scalar tensor with a gradient", where="loss")
+    if run.attempted == run.total - 1:
+        run.before_last = {n: p.detach().clone() for n, p in run.lane.named.params.items()}
+    samples = size(batch)
+    run.lane.monitor.waited, run.batches.waited = run.lane.monitor.waited + run.batches.waited, 0.0
+    mo.step(loss * samples, weight=samples)
+    if run.batches.position == 0:
+        mo.flush()
+
+
+def _first(metric: dict[str, float]) -> float:
+    return next(iter(metric.values()))
+
+
+def _steps_per_epoch(batches: Batches, accumulate: int) -> int:
+    if batches.per_epoch is None:
+        raise TaskError(
+            "train_data() does not tell its length, so epochs cannot be counted",
+            where="train_data",
+            hint="set `steps:` under train in pipe.yaml, or give the iterable a __len__",
+        )
+    return -(-batches.per_epoch // accumulate)
+
+
+def _draw(run: Run, log: Log) -> None:
+    mo = run.mo
+    lane = run.lane
+    rows = lane.monitor.rows
+    speed = {"samples_s": rows[-1][lane.monitor.columns.index("samples_s")]} if rows else {}
+    log.progress(run.attempted, run.total, loss=lane.loss, lr=mo.current_lr, grad_norm=mo.grad_norm, **speed)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Algorithms that give the same bits each time, where torch has them; it warns where it has none.
+
+    The number of threads and the machine still matter: sums are split by them.
+    """
+    before, fill = torch.are_deterministic_algorithms_enabled(), _FILL.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's condition; it reads it when CUDA starts
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    _FILL.fill_uninitialized_memory = False  # it costs a pass over every new tensor
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        _FILL.fill_uninitialized_memory = fill
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Ctrl-C fills the list instead of striking in the middle of a step; a second one strikes at once."""
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, _frame: Any) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)

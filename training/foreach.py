@@ -1,0 +1,158 @@
+"""LAMB, Lion and Sophia as foreach updates.
+
+Written here, some forty lines each, not taken from the `pytorch-optimizer` package: its LAMB is not the paper's (the
+second moment is not corrected, weight norms are cut at 10), its Sophia takes the second derivatives inside step(),
+where accumulation, loss scale and clipping can no longer be accounted for, and three rules do not justify a dependency.
+The tests step both side by side where the rules are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Params = Iterable[dict[str, Any]]
+
+
+class _Foreach(Optimizer):
+    """One call of `_update` per group, with the group's parameters, gradients and states as lists."""
+
+    states: tuple[str, ...] = ()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {name: torch.zeros_like(p) for name in self.states}
+            lists = [[self.state[p][name] for p in params] for name in self.states]
+            self._update(group, params, [p.grad for p in params if p.grad is not None], *lists)
+        return loss
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> None:
+        raise NotImplementedError
+
+
+class Lamb(_Foreach):
+    """LAMB (You et al. 2020, algorithm 2): Adam's direction, scaled per tensor to the size of the weights.
+
+    w -= lr * (‖w‖ / ‖u‖) * u with u = m̂ / (√v̂ + eps) + weight_decay * w; the ratio is 1 where a norm
+    is 0.
+    """
+
+    states = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
+                 weight_decay: float = 0.0) -> None:  # fmt: skip
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> None:
+        mean, square = states
+        (beta1, beta2), step = group["betas"], group["step"]
+        torch._foreach_lerp_(mean, grads, 1 - beta1)
+        torch._foreach_mul_(square, beta2)
+        torch._foreach_addcmul_(square, grads, grads, 1 - beta2)
+        # m̂ / (√v̂ + eps), both corrections taken into the denominator
+        first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
+        update = torch._foreach_sqrt(square)
+        torch._foreach_mul_(update, first / second)
+        torch._foreach_add_(update, group["eps"] * first)
+        update = torch._foreach_div(mean, update)
+        if group["weight_decay"]:
+            torch._foreach_add_(update, params, alpha=group["weight_decay"])
+        size, length = (torch.stack(torch._foreach_norm(t)) for t in (params, update))
+        trust = torch.where((size > 0) & (length > 0), size / length, 1.0).unbind()
+        torch._foreach_mul_(update, trust)
+        torch._foreach_add_(params, update, alpha=-group["lr"])
+
+
+class Lion(_Foreach):
+    """Lion (Chen et al. 2023): w -= lr * (sign(β1 m + (1 - β1) g) + weight_decay * w), m = β2 m + (1 - β2) g."""
+
+    states = ("exp_avg",)
+
+    def __init__(self, params: Params, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+                 weight_decay: float = 0.0) -> None:  # fmt: skip
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> None:
+        (mean,) = states
+        beta1, beta2 = group["betas"]
+        if group["weight_decay"]:
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        update = torch._foreach_lerp(mean, grads, 1 - beta1)
+        torch._foreach_sign_(update)
+        torch._foreach_add_(params, update, alpha=-group["lr"])
+        torch._foreach_lerp_(mean, grads, 1 - beta2)
+
+
+class Sophia(_Foreach):
+    """Sophia-H (Liu et al. 2023): w -= lr * clip(m / max(h, eps), ±rho), h estimating the Hessian's diagonal.
+
+    Every `update_interval` steps the backward pass is asked for second derivatives (Hutchinson: h ≈ z ⊙ Hz with
+    z = ±1), which costs about two further backward passes and the memory of a graph of the first.
+    """
+
+    states = ("exp_avg", "hessian")
+
+    def __init__(self, params: Params, lr: float = 6e-2, betas: tuple[float, float] = (0.96, 0.99), eps: float = 1e-12,
+                 rho: float = 0.01, weight_decay: float = 0.0, update_interval: int = 10) -> None:  # fmt: skip
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "rho": rho, "weight_decay": weight_decay})
+        self.update_interval = update_interval
+        self.curvature: dict[Tensor, Tensor] = {}
+
+    def wants_curvature(self) -> bool:
+        """Whether the coming step updates the estimate."""
+        return int(self.param_groups[0].get("step", 0)) % self.update_interval == 0
+
+    def backward(self, loss: Tensor, params: Sequence[Tensor]) -> None:
+        """A backward pass that also estimates the curvature; both add up over calls until the next step."""
+        found = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+        used = [(p, g) for p, g in zip(params, found, strict=True) if g is not None]
+        self._estimate([p for p, _ in used], [g for _, g in used])
+        for param, grad in used:
+            param.grad = grad.detach() if param.grad is None else param.grad + grad.detach()
+
+    def _estimate(self, params: list[Tensor], grads: list[Tensor]) -> None:
+        signs = [torch.randint_like(p, 0, 2) * 2 - 1 for p in params]
+        products = torch.autograd.grad(grads, params, grad_outputs=signs, allow_unused=True, materialize_grads=True)
+        for param, sign, product in zip(params, signs, products, strict=True):
+            product = product.detach() * sign
+            known = self.curvature.get(param)
+            self.curvature[param] = product if known is None else known + product
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies the estimate, as the gradients were multiplied."""
+        if self.curvature:
+            torch._foreach_mul_(list(self.curvature.values()), factor)
+
+    def forget(self) -> None:
+        """Drops an estimate that no step shall use."""
+        self.curvature.clear()
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> None:
+        mean, hessian = states
+        beta1, beta2 = group["betas"]
+        for param, known in zip(params, hessian, strict=True):
+            if (fresh := self.curvature.pop(param, None)) is not None:
+                known.lerp_(fresh, 1 - beta2)
+        if group["weight_decay"]:
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_lerp_(mean, grads, 1 - beta1)
+        update = torch._foreach_div(mean, torch._foreach_clamp_min(hessian, group["eps"]))
+        torch._foreach_clamp_min_(update, -group["rho"])
+        torch._foreach_clamp_max_(update, group["rho"])
+        torch._foreach_add_(params, update, alpha=-group["lr"])

@@ -1,0 +1,270 @@
+"""Weights in a file that somebody else wrote: every state dict in it, and the one that fits the model.
+
+Trainers nest them under keys, prefix them with the names of wrappers, and keep averages beside them or alone. A state
+dict fits when it has every tensor of the model, at its shape, under the name that is left without wrappers and prefix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerline.pipeline.errors import StageError
+from layerline.training import checkpoint, names, tensorfile
+from layerline.training.names import Named
+
+_AVERAGES = frozenset({"ema", "averaged", "average", "avg", "shadow", "swa"})
+# What trainers leave among the weights that no model has: counters of averages, of operations, extra states.
+_NO_WEIGHTS = ("n_averaged", "*total_ops", "*total_params", "*_extra_state")
+_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Tensors by name, as they stand in the file.
+
+    Attributes:
+        path: where in the file, keys joined by dots; a prefix that the names share, with its dot, included.
+        ema: whether the file calls them averages.
+        tensors: without that prefix.
+        order: by position instead of by name, as averages of parameters alone are kept by some.
+        prefix: put before the names, which lack the module that all of the model lies in.
+    """
+
+    path: str
+    ema: bool
+    tensors: Mapping[str, Tensor]
+    order: tuple[Tensor, ...] = ()
+    prefix: str = ""
+
+    @property
+    def where(self) -> str:
+        return self.path.rstrip(".") or "the whole file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A state dict held against the model.
+
+    Attributes:
+        tensors: what fits, by canonical name.
+        missing: names that the model has and the file has not.
+        wrong: names that the model has not, and shapes that differ, in words.
+        notes: what was left out or filled in.
+    """
+
+    state: State
+    tensors: Mapping[str, Tensor]
+    missing: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def complete(self) -> bool:
+        return not self.missing and not self.wrong
+
+
+def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
+    """What a file holds, and notes: mappings, lists and modules with tensors at their ends.
+
+    Args:
+        trust: whether a pickle may run code where it needs to.
+
+    Raises:
+        StageError: not readable, or needs trust; names the classes that it wants to make.
+    """
+    if path.suffix == checkpoint.SUFFIX:
+        tensors, meta = tensorfile.load(path)
+        if "lanes" not in meta:
+            return tensors, ()
+        return {"online": checkpoint.weights(path, ema=False), "ema": checkpoint.weights(path)}, ()
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True), ()
+    except Exception as error:
+        if not trust:
+            raise _refusal(path, error) from error
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False), (f"unpickled {path.name} as trusted code",)
+    except Exception as error:
+        raise StageError(f"torch can't read it: {type(error).__name__}: {error}", where=path.name) from error
+
+
+def states(tree: Any, path: str = "") -> Iterator[State]:
+    """Every state dict in what was read, the outer ones first."""
+    if isinstance(tree, nn.Module):
+        tree = tree.state_dict()
+    if isinstance(tree, Mapping):
+        if tensors := dict(_flat(tree)):
+            yield State(path=path, ema=_averaged(path) or "n_averaged" in tensors, tensors=tensors)
+        for key, value in tree.items():
+            yield from states(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, list | tuple) and tree and all(isinstance(t, Tensor) for t in tree):
+        yield State(path=path, ema=_averaged(path), tensors={}, order=tuple(tree))
+
+
+def choose(tree: Any, model: nn.Module, *, key: str = "", ignore: Sequence[str] = ()) -> tuple[Fit | None, Fit | None]:
+    """The online weights and the averages that fit the model; None where the file has no such.
+
+    Args:
+        key: where in the file to look; everywhere when empty.
+        ignore: patterns of names in the file that the model need not have.
+
+    Raises:
+        StageError: none fits, or several of one kind do that differ; lists what was found and what was expected.
+    """
+    known = names.named(model)
+    there = [s for s in states(tree) if s.where == key or not key or s.path.startswith(f"{key}.")]
+    if not there:
+        raise StageError(f"there is nothing under {key!r}; {_listed(list(states(tree)))}", where="key")
+    fits = [fit(part, known, ignore) for s in there for part in _parts(s, known)]
+    complete = [f for f in fits if f.complete]
+    online = _only([f for f in complete if not f.state.ema], "online weights")
+    averages = _only([f for f in complete if f.state.ema] or _completed(fits, online, known), "averages")
+    if online is None and averages is None:
+        raise _nothing_fits(there, fits, known)
+    return online, averages
+
+
+def fit(state: State, known: Named, ignore: Sequence[str] = ()) -> Fit:
+    """Holds a state dict against a model's names and shapes; wrappers' names are taken off."""
+    target = known.tensors
+    if state.order:
+        pairs = dict(zip(known.params, state.order, strict=False))
+        return _judge(state, pairs, known, [] if len(pairs) == len(state.order) else ["more tensors than parameters"])
+    try:
+        bare = names.strip({state.prefix + n: t for n, t in state.tensors.items()}, known)
+    except StageError as error:
+        return Fit(state=state, tensors={n: t for n, t in state.tensors.items() if n in target}, wrong=(error.what,))
+    extra = [n for n in bare if n not in target]
+    dropped = [n for n in extra if any(fnmatch(n, p) for p in (*_NO_WEIGHTS, *ignore))]
+    unknown = [f"unknown {n} {tuple(bare[n].shape)}" for n in extra if n not in dropped]
+    fitted = _judge(state, {n: t for n, t in bare.items() if n in target}, known, unknown)
+    notes = [f"left out of {state.where}: {', '.join(dropped[:_SHOWN])}"] if dropped else []
+    notes += [f"{state.where} names its tensors without {state.prefix}"] if state.prefix else []
+    return replace(fitted, notes=(*fitted.notes, *notes))
+
+
+def _parts(state: State, known: Named) -> Iterator[State]:
+    """The state dict as it is, below each prefix that ends where a name of the model begins, and below the model's."""
+    yield state
+    own = sorted([*known.tensors, *known.aliases], key=len)[-3:]
+    keys = {names.bare(k): k for k in state.tensors}
+    for prefix in dict.fromkeys(k[: -len(n)] for n in own for k in keys if k.endswith(f".{n}")):
+        path = f"{state.path}.{prefix}" if state.path else prefix
+        below = {k.removeprefix(prefix): state.tensors[kept] for k, kept in keys.items() if k.startswith(prefix)}
+        yield State(path=path, ema=state.ema or _averaged(prefix), tensors=below)
+    roots = {n.partition(".")[0] for n in known.tensors}
+    if len(roots) == 1 and state.tensors:
+        yield replace(state, prefix=f"{roots.pop()}.")
+
+
+def _judge(state: State, given: Mapping[str, Tensor], known: Named, wrong: list[str]) -> Fit:
+    target = known.tensors
+    # Counted for a momentum that hardly anyone uses; files from before torch 0.4.1 have none.
+    counters = {n: t for n, t in target.items() if n not in given and n.endswith("num_batches_tracked")}
+    wrong = wrong + [
+        f"{n} is {tuple(t.shape)}, the model has {tuple(target[n].shape)}"
+        for n, t in given.items()
+        if t.shape != target[n].shape
+    ]
+    return Fit(
+        state=state,
+        tensors={**given, **counters},
+        missing=tuple(n for n in target if n not in given and n not in counters),
+        wrong=tuple(wrong),
+        notes=(f"{len(counters)} counters of batches are not in the file and stay at 0",) if counters else (),
+    )
+
+
+def _completed(fits: Sequence[Fit], online: Fit | None, known: Named) -> list[Fit]:
+    """Averages of parameters alone, with the online weights' buffers."""
+    if online is None:
+        return []
+    partial = [f for f in fits if f.state.ema and not f.wrong and set(f.missing) <= known.buffers.keys()]
+    note = f"the averages hold no buffers: those of {online.state.where} are taken"
+    return [
+        replace(
+            f, tensors={**f.tensors, **{n: online.tensors[n] for n in f.missing}}, missing=(), notes=(*f.notes, note)
+        )
+        for f in partial
+    ]
+
+
+def _only(fits: Sequence[Fit], what: str) -> Fit | None:
+    """The first of several that are equal.
+
+    Raises:
+        StageError: two of them differ.
+    """
+    for other in fits[1:]:
+        if any(t is not (o := other.tensors[n]) and not torch.equal(t, o) for n, t in fits[0].tensors.items()):
+            raise StageError(
+                f"{what} are found twice, and they differ: {fits[0].state.where} and {other.state.where}",
+                where="key",
+                hint=f"say which: key: {fits[0].state.where}",
+            )
+    return fits[0] if fits else None
+
+
+def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for key, value in tree.items():
+        if isinstance(key, str) and isinstance(value, Tensor):
+            yield prefix + key, value
+        elif isinstance(key, str) and isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+
+
+def _averaged(path: str) -> bool:
+    words = re.split(r"[^A-Za-z]+|(?<=[a-z])(?=[A-Z])", path)
+    return any(w.lower() in _AVERAGES for w in words)
+
+
+def _nothing_fits(there: Sequence[State], fits: Sequence[Fit], known: Named) -> StageError:
+    expected = _some({n: tuple(t.shape) for n, t in known.tensors.items()})
+    said = f"nothing in the file fits the model; {_listed(there)}; expected {len(known.tensors)} tensors: {expected}"
+    nearest = max(fits, key=lambda f: (len(f.tensors), -len(f.missing) - len(f.wrong)), default=None)
+    if nearest is not None and nearest.tensors:
+        faults = [*(f"missing {n} {tuple(known.tensors[n].shape)}" for n in nearest.missing), *nearest.wrong]
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        said += f"; nearest is {nearest.state.where}: {'; '.join(faults[:_SHOWN])}{more}"
+    return StageError(said, where="weights", hint="does model() build the network that was saved?")
+
+
+def _listed(found: Sequence[State]) -> str:
+    shown = [f"{s.where} ({len(s.tensors) or len(s.order)} tensors: {_some(_shapes(s))})" for s in found]
+    return f"found {'; '.join(shown[:_SHOWN]) or 'no tensors'}"
+
+
+def _shapes(state: State) -> dict[str, tuple[int, ...]]:
+    return {n: tuple(t.shape) for n, t in state.tensors.items()} or {
+        str(i): tuple(t.shape) for i, t in enumerate(state.order)
+    }
+
+
+def _some(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{n} {s}" for n, s in [*shapes.items()][:3]) + (", …" if len(shapes) > 3 else "")
+
+
+def _refusal(path: Path, error: Exception) -> StageError:
+    """Why a file can't be read without running what is pickled in it, or at all."""
+    try:
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    except Exception as reason:  # noqa: BLE001 - whatever torch says about a file that it can't look into
+        unsafe = []
+        if "torchscript" in str(reason).lower():
+            unsafe = ["a TorchScript program"]
+    if not unsafe:
+        said = " ".join(str(error).split()).rpartition("Please file an issue")[0] or str(error)
+        return StageError(f"torch can't read it as weights: {said:.300}", where=path.name)
+    return StageError(
+        f"it holds more than weights: {', '.join(sorted(unsafe)[:_SHOWN])}; reading that runs code from the file",
+        where=path.name,
+        hint="save the state dict alone; or, if you trust where it comes from: `trust: true` (pipe init … --trust)",
+    )

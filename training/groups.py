@@ -1,0 +1,64 @@
+"""Which parameters get weight decay: each parameter in exactly one group, with the reason it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training.names import Named
+
+_NORMS = (
+    nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter's place: whether it decays, and why."""
+
+    name: str
+    param: nn.Parameter
+    decay: bool
+    reason: str
+
+
+def members(model: Named, no_decay: Iterable[str] = ()) -> tuple[Member, ...]:
+    """Every parameter that is trained, once, with its group.
+
+    Biases, parameters of normalisation layers and anything of at most one dimension (fake-quantisation scales among
+    them) never decay; embeddings where `no_decay` says "embeddings"; names matching one of its glob patterns neither.
+
+    Raises:
+        ConfigError: nothing requires a gradient, an embedding gives sparse gradients, or a pattern matches nothing.
+    """
+    patterns = [p for p in no_decay if p != "embeddings"]
+    trained = {n: p for n, p in model.params.items() if p.requires_grad}
+    if not trained:
+        raise ConfigError("no parameter of the model requires a gradient", where="model")
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in trained):
+            raise ConfigError(f"{pattern!r} matches no parameter", where="optimizer.no_decay")
+    out = []
+    for name, param in trained.items():
+        if getattr(model.owners[name], "sparse", False):
+            raise ConfigError("sparse gradients are not supported", where=name, hint="use Embedding(sparse=False)")
+        reason = _spared(name, param, model.owners[name], patterns, embeddings="embeddings" in no_decay)
+        out.append(Member(name, param, not reason, reason or "weight"))
+    return tuple(out)
+
+
+def _spared(name: str, param: nn.Parameter, owner: nn.Module, patterns: list[str], *, embeddings: bool) -> str:
+    last = name.rpartition(".")[2]
+    if last == "bias" or last.startswith(("bias_", "in_proj_bias")):
+        return "bias"
+    if isinstance(owner, _NORMS) or type(owner).__name__.lower().endswith("norm"):
+        return "norm"
+    if param.ndim <= 1:
+        return "1-D"
+    if embeddings and isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+        return "embedding"
+    return next((f"no_decay {p}" for p in patterns if fnmatchcase(name, p)), "")

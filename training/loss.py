@@ -1,0 +1,79 @@
+"""What a task that defines no loss() or metric() gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from layerline.pipeline.errors import TaskError
+from layerline.training.data import split
+
+
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Cross-entropy for integer targets (classes on axis 1, or on the last axis of sequences), mean squared error for
+    float ones; the model's own loss where it returns one.
+
+    Raises:
+        TaskError: a batch without target, or an output that no rule fits.
+    """
+    args, kwargs, target = split(batch)
+    out = model(*args, **kwargs)
+    if target is None:
+        if isinstance(own := getattr(out, "loss", None), Tensor):
+            return own
+        raise TaskError(
+            "the batch has no label, and the model returns no loss",
+            where="train_data",
+            hint="add the key labels to the batch, or define loss(model, batch)",
+        )
+    output = first_output(out)
+    if target.is_floating_point():
+        if output.shape != target.shape and output.numel() == target.numel():
+            output = output.reshape(target.shape)  # (N, 1) against (N,): broadcasting would compare each with each
+        if output.shape != target.shape:
+            raise TaskError(
+                f"outputs are {tuple(output.shape)}, float targets {tuple(target.shape)}",
+                where="loss",
+                hint="define loss(model, batch)",
+            )
+        return F.mse_loss(output, target)
+    if output.ndim == target.ndim + 1 and output.ndim > 2 and output.shape[:-1] == target.shape:
+        output = output.movedim(-1, 1)  # (N, T, classes), as sequence models give them
+    if output.ndim != target.ndim + 1:
+        raise TaskError(
+            f"outputs are {tuple(output.shape)}, integer targets {tuple(target.shape)}",
+            where="loss",
+            hint="define loss(model, batch)",
+        )
+    return F.cross_entropy(output, target.long())
+
+
+def default_metric(outputs: Any, targets: Any) -> float:
+    """Accuracy for integer targets.
+
+    Raises:
+        TaskError: targets are not integers.
+    """
+    output = outputs[0] if isinstance(outputs, tuple) else outputs
+    if not np.issubdtype(np.asarray(targets).dtype, np.integer):
+        raise TaskError(
+            "targets are not classes, so accuracy means nothing", where="metric", hint="define metric(outputs, targets)"
+        )
+    axis = -1 if output.shape[:-1] == targets.shape else 1
+    return float((output.argmax(axis) == targets).mean())
+
+
+def first_output(out: Any) -> Tensor:
+    """The main output of a model: itself, `logits`, or the first of several."""
+    if isinstance(out, Tensor):
+        return out
+    if isinstance(logits := getattr(out, "logits", None), Tensor):
+        return logits
+    values = list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, tuple | list) else []
+    if values and isinstance(values[0], Tensor):
+        return values[0]
+    raise TaskError(f"the model returns {type(out).__name__}, expected a tensor", where="model")

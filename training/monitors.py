@@ -1,0 +1,235 @@
+"""What a run is doing, row by row, and early warnings in words. Reads only numbers the step has on the CPU anyway."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import statistics
+import sys
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerline.pipeline.errors import Unavailable
+from layerline.training.config import MonitorConfig
+
+COLUMNS = (
+    "step", "loss", "loss_smooth", "grad_norm", "clip_rate", "lr", "update_ratio", "samples_s", "wait_rate",
+    "peak_mb", "loss_scale", "skipped", "metric_online", "metric_deploy", "deploy_gap",
+)  # fmt: skip
+TIMED = frozenset({"samples_s", "wait_rate", "peak_mb"})
+_SMOOTHING = 0.98
+_NORMS_KEPT = 101
+# A longer look back than this says nothing new, and the copy of the weights it takes stays small.
+_RATIO_BYTES = 64 * 2**20
+
+
+class Monitor:
+    """Collects one row every `log_interval` accepted steps.
+
+    `samples_s` counts weights where losses come with one, micro-batches else. `update_ratio` is ‖Δw‖ / ‖w‖ of the step
+    that is logged, over the first 64 MB of parameters. Cells that were not measured are empty.
+
+    Attributes:
+        rows: one array of float64 per row, in the order of `columns`.
+        warnings: sentences, each given once until its cause is gone.
+        speak: where they are said as well; the `layerline.training` logger by default.
+    """
+
+    def __init__(self, config: MonitorConfig, names: Sequence[str], params: Sequence[Tensor]) -> None:
+        self.interval = config.log_interval
+        self.columns = COLUMNS + (tuple(f"grad_norm/{n}" for n in names) if config.per_layer else ())
+        self.per_layer = config.per_layer
+        self.rows: list[array[float]] = []
+        self.warnings: list[str] = []
+        self.speak: Callable[[str], object] = logging.getLogger("layerline.training").warning
+        self._active: set[str] = set()
+        self._watched = _within(params, _RATIO_BYTES)
+        self._before: Tensor | None = None
+        self._device = params[0].device
+        self._norms: deque[float] = deque(maxlen=_NORMS_KEPT)
+        self._median = math.inf
+        self._low = 0
+        self._smooth: float | None = None
+        self._clipped = self._steps = 0
+        self._weight = 0.0
+        self._since = time.perf_counter()
+        self.waited = 0.0
+        self._scale_drops = 0
+        self._writer = _tensorboard(config.tensorboard) if config.tensorboard else None
+
+    def add_columns(self, names: Sequence[str]) -> None:
+        """Further columns, before the first row."""
+        self.columns += tuple(names)
+
+    def due(self, step: int) -> bool:
+        """Whether accepted step number `step` will be a row."""
+        return self.interval > 0 and step % self.interval == 0
+
+    def before(self) -> None:
+        """Called before a step that will be a row."""
+        self._before = torch.cat(self._watched) if self._watched else None
+
+    def accepted(self, loss: float, norm: float, weight: float, *, clipped: bool) -> None:
+        """Takes in one accepted step."""
+        self._steps += 1
+        self._clipped += clipped
+        self._weight += weight
+        self._smooth = loss if self._smooth is None else _SMOOTHING * self._smooth + (1 - _SMOOTHING) * loss
+        if norm > 100 * self._median:
+            self.warn("norm_high", f"gradient norm {norm:.3g} is above 100 times its median {self._median:.3g}")
+        self._low = self._low + 1 if norm < 0.1 * self._median < math.inf else 0
+        self._norms.append(norm)
+
+    def scale_fell(self, scale: float, *, at_floor: bool) -> None:
+        """Takes in one rejected step of fp16."""
+        self._scale_drops += 1
+        if at_floor:
+            self.warn("scale", f"the loss scale is down to {scale:g} and steps still overflow")
+        elif self._scale_drops >= 5:
+            self.warn(
+                "scale", f"the loss scale keeps falling: {scale:g} now, {self._scale_drops} halvings since the last row"
+            )
+
+    def row(self, *, step: int, loss: float, norm: float, lr: float, scale: float, skipped: int,
+            layer_norms: Sequence[float] = (), further: Mapping[str, float] | None = None) -> None:  # fmt: skip
+        """Closes an interval with a row; `further` are cells of columns that were added."""
+        now = time.perf_counter()
+        seconds = max(now - self._since, 1e-9)
+        steps = max(self._steps, 1)
+        values: dict[str, Any] = {
+            "step": step, "loss": loss, "loss_smooth": self._smooth, "grad_norm": norm,
+            "clip_rate": self._clipped / steps, "lr": lr, "update_ratio": self._ratio(),
+            "samples_s": self._weight / seconds, "wait_rate": self.waited / seconds if self.waited else None,
+            "peak_mb": peak_bytes(self._device) / 2**20, "loss_scale": scale, "skipped": skipped,
+        }  # fmt: skip
+        self._judge(values, steps)
+        layers = (c for c in self.columns if c.startswith("grad_norm/"))
+        values |= dict(zip(layers, layer_norms, strict=False)) | dict(further or {})
+        self.rows.append(array("d", [_cell(values.get(c)) for c in self.columns]))
+        if self._writer is not None:
+            for name, value in values.items():
+                if value is not None and name != "step":
+                    self._writer.add_scalar(name, value, step)
+        self._clipped = self._steps = self._scale_drops = 0
+        self._weight, self._since, self.waited = 0.0, now, 0.0
+
+    def validated(self, step: int, online: float, deploy: float) -> None:
+        """Puts both metrics of a validation beside the step's row."""
+        if not self.rows or self.rows[-1][0] != step:
+            self.rows.append(array("d", [math.nan] * len(self.columns)))
+            self.rows[-1][0] = step
+        at = COLUMNS.index("metric_online")
+        self.rows[-1][at : at + 3] = array("d", [online, deploy, online - deploy])
+
+    def write_csv(self, path: Path) -> None:
+        """All rows so far; a cell that was not measured is empty."""
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(self.columns)
+            for row in self.rows:
+                writer.writerow(["" if math.isnan(v) else int(v) if c == "step" else f"{v:.9g}"
+                                 for c, v in zip(self.columns, row, strict=True)])  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        flat = torch.tensor([list(r) for r in self.rows], dtype=torch.float64).reshape(-1, len(self.columns))
+        counts = {"clipped": self._clipped, "steps": self._steps, "low": self._low, "weight": self._weight}
+        return {"rows": flat, "columns": list(self.columns), "smooth": self._smooth, "norms": list(self._norms),
+                "median": self._median, **counts}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        cells = [dict(zip(state["columns"], row, strict=True)) for row in state["rows"].tolist()]
+        self.rows = [array("d", [row.get(c, math.nan) for c in self.columns]) for row in cells]
+        self._smooth, self._median = state["smooth"], state["median"]
+        self._norms.clear()
+        self._norms.extend(state["norms"])
+        self._clipped, self._steps, self._low = state["clipped"], state["steps"], state["low"]
+        self._weight, self._since = state["weight"], time.perf_counter()
+
+    def _ratio(self) -> float | None:
+        if self._before is None:
+            return None
+        size = self._before.norm().item()
+        moved = self._before.sub_(torch.cat(self._watched)).norm().item()
+        self._before = None
+        return moved / size if size else None
+
+    def _judge(self, values: dict[str, Any], steps: int) -> None:
+        self._median = statistics.median(self._norms) if len(self._norms) >= 10 else math.inf
+        if values["grad_norm"] <= 100 * self._median:
+            self._active.discard("norm_high")
+        self._when("norm_low", self._low >= 50, f"gradient norm below a tenth of its median for {self._low} steps")
+        self._when(
+            "clip",
+            values["clip_rate"] > 0.3 and steps >= 10,
+            f"{values['clip_rate']:.0%} of the steps were clipped: lower the rate or raise the bound",
+        )
+        wait = values["wait_rate"] or 0.0
+        self._when("wait", wait > 0.3, f"{wait:.0%} of the time goes to waiting for data: more workers may help")
+        if self._scale_drops == 0:
+            self._active.discard("scale")
+
+    def _when(self, key: str, cause: bool, text: str) -> None:
+        if cause:
+            self.warn(key, text)
+        else:
+            self._active.discard(key)
+
+    def warn(self, key: str, text: str) -> None:
+        """Says `text`, unless `key` was warned of and has not gone since."""
+        if key not in self._active:
+            self._active.add(key)
+            self.warnings.append(text)
+            self.speak(text)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Greatest memory in use so far: the allocator's on a GPU, the process's resident set on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _within(params: Sequence[Tensor], budget: int) -> list[Tensor]:
+    """Flat views of the first parameters that fit the budget; of one type and device, so that they can be joined.
+
+    Of a sharded parameter it is this rank's part.
+    """
+    parts = [getattr(p, "_local_tensor", p).detach() for p in params]
+    kept: list[Tensor] = []
+    for part in parts:
+        budget -= part.numel() * part.element_size()
+        if budget < 0 and kept:
+            break
+        dense = part.is_contiguous() or (part.ndim == 4 and part.is_contiguous(memory_format=torch.channels_last))
+        if dense and (part.dtype, part.device) == (parts[0].dtype, parts[0].device):
+            kept.append(part.as_strided((part.numel(),), (1,)))
+    return kept
+
+
+def _cell(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _tensorboard(folder: str) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise Unavailable(
+            "tensorboard is not installed",
+            where="monitor.tensorboard",
+            hint="pip install tensorboard, or leave the field out",
+        ) from error
+    return SummaryWriter(folder)

@@ -1,0 +1,167 @@
+"""Canonical names: a parameter is called the same however the model is wrapped, and a tied one is named once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from layerline.pipeline.errors import StageError
+
+# Wrapper class -> the attribute that holds the user's own module. Matched by class, so that a user's submodule that
+# happens to be called `module` keeps its name.
+WRAPPERS: Mapping[str, str] = {
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+_SEGMENTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model's own tensors, each once, in registration order.
+
+    Attributes:
+        params: parameters by canonical name.
+        buffers: persistent buffers by canonical name.
+        aliases: further names of tied tensors -> the name they are kept under.
+        owners: the module that holds each named tensor.
+    """
+
+    params: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    aliases: dict[str, str]
+    owners: dict[str, nn.Module]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self.params, **self.buffers}
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's module inside any number of wrappers (compile, DDP, activation checkpointing)."""
+    while (inner := _inner(module)) is not None:
+        module = inner
+    return module
+
+
+def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module once per path, under canonical paths; wrappers do not appear."""
+    model = unwrap(model)
+    yield prefix, model
+    for name, child in model.named_children():
+        yield from modules(child, f"{prefix}.{name}" if prefix else name)
+
+
+def named(model: nn.Module) -> Named:
+    """Names of a model's tensors.
+
+    Two names are tied when they hold the same Parameter, or two that are the same memory, shape and strides.
+    """
+    out = Named({}, {}, {}, {})
+    seen: dict[tuple[object, ...], str] = {}
+    for path, module in modules(model):
+        for name, param in module._parameters.items():
+            if param is not None and _first(out, seen, f"{path}.{name}".lstrip("."), param):
+                out.params[f"{path}.{name}".lstrip(".")] = param
+                out.owners[f"{path}.{name}".lstrip(".")] = module
+        for name, buffer in module._buffers.items():
+            kept = buffer is not None and name not in module._non_persistent_buffers_set
+            if kept and buffer is not None and _first(out, seen, f"{path}.{name}".lstrip("."), buffer):
+                out.buffers[f"{path}.{name}".lstrip(".")] = buffer
+                out.owners[f"{path}.{name}".lstrip(".")] = module
+    return out
+
+
+def strip(state: Mapping[str, Tensor], known: Named) -> dict[str, Tensor]:
+    """A state dict saved from a wrapped model, under canonical names; tied names fall together.
+
+    Raises:
+        StageError: two tied names carry different values.
+    """
+    names = known.tensors.keys() | known.aliases.keys()
+    out: dict[str, Tensor] = {}
+    for key, tensor in state.items():
+        name = _strip_name(key, names)
+        kept = known.aliases.get(name, name)
+        if kept in out and not _equal(out[kept], tensor):
+            raise StageError(f"{name} and {kept} are tied in the model and differ in the file", where=key)
+        out[kept] = tensor
+    return out
+
+
+def bare(key: str) -> str:
+    """A key without the names of wrappers, which no module of a user's has; `module.` may be one's own, and stays."""
+    for segment in _SEGMENTS:
+        key = key.replace(segment, "")
+    return key
+
+
+def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copies a state dict into the model in place, whatever wrappers either was saved or is living under.
+
+    Raises:
+        StageError: names that are missing, unknown or of another shape; all are listed.
+    """
+    import torch
+
+    known = named(model)
+    given = strip(state, known)
+    target = known.tensors
+    wrong = [f"missing {n}" for n in target if n not in given]
+    wrong += [f"unknown {n}" for n in given if n not in target]
+    wrong += [
+        f"{n} is {tuple(given[n].shape)}, the model has {tuple(t.shape)}"
+        for n, t in target.items()
+        if n in given and given[n].shape != t.shape
+    ]
+    if wrong:
+        shown = "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+        raise StageError(
+            f"the weights do not fit the model: {shown}", hint="was model() changed since they were saved?"
+        )
+    with torch.no_grad():
+        for name, tensor in target.items():
+            tensor.copy_(given[name])
+
+
+def _inner(module: nn.Module) -> nn.Module | None:
+    for cls in type(module).__mro__:
+        attribute = WRAPPERS.get(cls.__name__)
+        if attribute is not None and cls.__module__.startswith("torch."):
+            inner: nn.Module | None = module._modules.get(attribute)
+            return inner
+    return None
+
+
+def _first(out: Named, seen: dict[tuple[object, ...], str], name: str, tensor: Tensor) -> bool:
+    key = _identity(tensor)
+    if key in seen:
+        out.aliases[name] = seen[key]
+        return False
+    seen[key] = name
+    return True
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    local = getattr(tensor, "_local_tensor", tensor)  # a sharded tensor's own part
+    if local.numel() == 0 or local.device.type == "meta":
+        return (id(tensor),)
+    return local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype
+
+
+def _strip_name(key: str, names: set[str]) -> str:
+    key = bare(key)
+    # `module.` is a wrapper's prefix only where the model itself has no such name.
+    while key not in names and key.startswith("module."):
+        key = key.removeprefix("module.")
+    inner = ".".join(part for part in key.split(".") if part != "module")
+    return inner if key not in names and inner in names else key
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,321 @@
+"""ModelOptimizer: the two lines that a training loop replaces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training import capabilities, checkpoint, deploy, memory, precision, shapes
+from layerline.training.config import Config
+from layerline.training.lane import Lane
+from layerline.training.loss import default_loss
+from layerline.training.masks import Gradual, Masks
+from layerline.training.memory import LayerMemory
+from layerline.training.names import unwrap
+from layerline.training.plan import Plan, plan
+from layerline.training.prove import Proof, prove
+from layerline.training.verify import AccumulationCheck, verify
+
+
+class ModelOptimizer:
+    """A policy layer around anyone's loop: model, loss and loop stay the user's.
+
+        mo = ModelOptimizer(model, {"optimizer": {"name": "adamw", "lr": 2e-3}, "training": {"ema_decay": 0.999}})
+        for x, y in batches:
+            with mo.autocast():
+                loss = criterion(model(x), y)
+            mo.step(loss)
+
+    Everything beyond stepping and watching is off until the configuration asks for it.
+
+    Args:
+        model: a module, wrapped (compile, DDP) or not; or modules by name, each with an optimizer of its own (GAN).
+        config: a dict in either of the shapes of `layerline.training.shapes`, a YAML file, or a `Config`.
+        optimizer: any object with step() and zero_grad() (by name for several models) instead of one from the table.
+
+    Raises:
+        ConfigError: an unknown field, a wrong value, two fields that contradict each other, a model without parameters
+            to train.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        *,
+        optimizer: Any = None,
+    ) -> None:
+        self.config = shapes.load(config if config is not None else {})
+        models = dict(model) if isinstance(model, Mapping) else {"": model}
+        own = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(models, optimizer)
+        if not models or set(own) - set(models):
+            raise ConfigError(f"models are {sorted(models)}, optimizers {sorted(own)}", where="optimizer")
+        self.checkpointed = capabilities.checkpoint_layers(models.values(), self.config)
+        self.ranks = capabilities.enlist(models.values(), self.config, custom=optimizer is not None)
+        self.lanes = {n: Lane(m, self.config, own.get(n), shared=len(models) > 1) for n, m in models.items()}
+        self._main = next(iter(self.lanes.values()))
+        self.extras: dict[str, Any] = {}
+        self.saved: Path | None = None
+        for name, lane in self.lanes.items():
+            capabilities.attach(lane, self.ranks, partial(checkpoint.roll_back, self, name))
+        self._metric: Callable[[nn.Module], float] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """What a loop calls: the model, in DistributedDataParallel where several ranks train whole models.
+
+        Calling the plain model gives the same gradients; they are then reduced after the backward pass, not during it.
+        """
+        return self._main.model if self._main.peers is None else self._main.peers.model
+
+    # Stepping.
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The number format of the forward pass; nothing in fp32."""
+        return precision.autocast(self.config.precision, self._main.device)
+
+    def backward(self, loss: Tensor, *, weight: float | None = None, only: str | None = None) -> None:
+        """Adds the gradients of `loss`; step() then ends the micro-batch.
+
+        Args:
+            loss: a mean over the micro-batch, or with `weight` a sum over that many samples or tokens.
+            weight: what the sum is over. The window's gradient is Σ grad(loss) / Σ weight, whatever the split.
+            only: the model to train, where there are several.
+        """
+        self._lane(only).backward(loss, weight)
+
+    def step(self, loss: Tensor | None = None, *, weight: float | None = None, only: str | None = None) -> bool:
+        """Ends a micro-batch (after backward, where a loss is given); every `accumulate.steps`-th steps the optimizer.
+
+        Without `weight` each micro-batch counts the same, whatever its size: give loss sums and weights where sizes
+        differ.
+
+        Returns:
+            Whether the weights moved.
+
+        Raises:
+            StageError: losses or gradients have not been finite for too long.
+        """
+        moved = self._lane(only).step(loss, weight)
+        return self._after(moved)
+
+    def flush(self) -> bool:
+        """Ends an epoch: a short last window steps, divided by what it holds."""
+        moved = [lane.flush() for lane in self.lanes.values()]
+        return self._after(any(moved))
+
+    def _after(self, moved: bool) -> bool:
+        if moved:
+            step, config = self.global_step, self.config.monitor
+            if self._metric is not None and config.valid_interval and step % config.valid_interval == 0:
+                self.validate(self._metric)
+            if config.save_interval and step % config.save_interval == 0:
+                self.save_ckpt(config.save_dir)
+        return moved
+
+    def _lane(self, only: str | None) -> Lane:
+        if only is None:
+            if len(self.lanes) > 1:
+                raise ConfigError(f"which of {sorted(self.lanes)}?", where="step", hint="mo.step(loss, only=…)")
+            return self._main
+        if only not in self.lanes:
+            raise ConfigError(f"no model is called {only!r}; there are {sorted(self.lanes)}", where="only")
+        return self.lanes[only]
+
+    def __getitem__(self, name: str) -> Lane:
+        return self._lane(name)
+
+    # What a loop reads.
+
+    @property
+    def grad_norm(self) -> float:
+        """Total norm of the last accepted gradient, before clipping."""
+        return self._main.grad_norm
+
+    @property
+    def current_lr(self) -> float:
+        """Rate of the coming update."""
+        return self._main.rate.current
+
+    @property
+    def loss_scale(self) -> float:
+        """1.0 unless fp16."""
+        return self._main.scale.value
+
+    @property
+    def global_step(self) -> int:
+        """Accepted optimizer steps (of the model that has most, where there are several)."""
+        return max(lane.steps for lane in self.lanes.values())
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the monitors had to say so far, in words."""
+        return [f"{n}: {w}" if n else w for n, lane in self.lanes.items() for w in lane.monitor.warnings]
+
+    # EMA.
+
+    def switch_to_ema(self) -> None:
+        """Puts the averaged weights into the model, in place; a second call changes nothing."""
+        self._switch(ema=True)
+
+    def switch_to_online(self) -> None:
+        """Puts the trained weights back, bit for bit."""
+        self._switch(ema=False)
+
+    @contextmanager
+    def ema(self) -> Iterator[None]:
+        """The averaged weights inside the block."""
+        before = [lane.ema is not None and lane.ema.swapped for lane in self.lanes.values()]
+        self.switch_to_ema()
+        try:
+            yield
+        finally:
+            if not any(before):
+                self.switch_to_online()
+
+    def _switch(self, *, ema: bool) -> None:
+        for lane in self.lanes.values():
+            if lane.ema is None:
+                raise ConfigError(
+                    "there is no average: EMA is off", where="training.ema_decay", hint="set it, for example to 0.999"
+                )
+            deploy.switch(lane, ema=ema)
+
+    # State.
+
+    def register(self, name: str, thing: Any) -> None:
+        """Saves and loads `thing` (with state_dict() and load_state_dict()) with every checkpoint: data position, …"""
+        self.extras[name] = thing
+
+    def save_ckpt(self, path: str | Path) -> Path:
+        """One file with everything that going on needs, written atomically.
+
+        Args:
+            path: a `.safetensors` file; or a folder, in which the newest `monitor.keep` checkpoints are kept.
+        """
+        return checkpoint.save(self, Path(path))
+
+    def load_ckpt(self, path: str | Path) -> Path:
+        """Goes on from a checkpoint, or from the newest sound one of a folder; a damaged one is skipped with a warning.
+
+        Raises:
+            StageError: there is none, or it does not fit the model; names the tensors.
+        """
+        return checkpoint.load(self, Path(path))
+
+    def export(self) -> dict[str, Tensor]:
+        """The weights that would ship, by canonical name: averages where there are any, float32, tied tensors once."""
+        return {f"{n}.{k}" if n else k: t for n, lane in self.lanes.items() for k, t in deploy.shipped(lane).items()}
+
+    def export_metrics(self, path: str | Path) -> None:
+        """Writes the rows so far as CSV; several models get one file each, `<stem>-<name>.csv`."""
+        for name, lane in self.lanes.items():
+            target = Path(path)
+            lane.monitor.write_csv(target.with_name(f"{target.stem}-{name}{target.suffix}") if name else target)
+
+    # Pruning and memory.
+
+    def apply_mask(self, masks: Mapping[str, Tensor] | Gradual, *, only: str | None = None) -> None:
+        """Zeroes weights now and after every accepted step, in the weights, their masters and the average.
+
+        Args:
+            masks: True or 1 where a weight stays, by parameter name (`layerline.training.masks` chooses some); or
+                `Gradual`, which chooses them while training goes on.
+            only: the model, where there are several.
+
+        Raises:
+            ConfigError: a name that is no parameter, another shape, a value that is neither 0 nor 1.
+        """
+        lane = self._lane(only)
+        lane.masks = Masks(lane, masks)
+        if lane.peers is not None:
+            lane.peers.changed()
+
+    def layer_memory_report(self, *inputs: Any, only: str | None = None, **named_inputs: Any) -> list[LayerMemory]:
+        """Bytes that each module holds: parameters, gradients, optimizer state, averages, activations.
+
+        Args:
+            inputs: arguments of one forward pass, which is run to measure activations and leaves no trace; without them
+                activations are None.
+            only: the model, where there are several.
+        """
+        lane = self._lane(only)
+
+        def forward() -> Any:
+            with self.autocast():
+                return unwrap(lane.model)(*inputs, **named_inputs)
+
+        return memory.report(lane, forward if inputs or named_inputs else None)
+
+    # Validation.
+
+    def validate_with(self, metric: Callable[[nn.Module], float]) -> None:
+        """Calls `validate(metric)` every `valid_interval` steps from now on (one model)."""
+        self._metric = metric
+
+    def validate(self, metric: Callable[[nn.Module], float], *, only: str | None = None) -> dict[str, float]:
+        """Measures the online weights and what would ship (EMA, masks, fake-quant) side by side.
+
+        The model is in eval mode meanwhile. A plateau schedule follows the metric of what would ship.
+
+        Returns:
+            `online`, `deploy` and their difference `gap`.
+        """
+        return deploy.validate(self._lane(only), metric)
+
+    def verify_accumulation(
+        self,
+        batch: Any,
+        loss: Callable[[nn.Module, Any], Tensor] = default_loss,
+        *,
+        micro: int = 0,
+        only: str | None = None,
+    ) -> AccumulationCheck:
+        """Whether accumulating over ragged parts of `batch` gives the gradient of the whole, within a stated bound.
+
+        Args:
+            batch: (inputs…, target) or a dict by input name.
+            loss: mean loss of (model, batch).
+            micro: parts; `accumulate.steps` (at least 3) by default.
+            only: the model, where there are several.
+        """
+        return verify(self._lane(only), batch, loss, micro or max(self.config.accumulate.steps, 3))
+
+    # What it does.
+
+    def plan(self, only: str | None = None) -> Plan:
+        """Groups, learning-rate curve, bytes planned and measured, and what is refused; print() it."""
+        return plan(self._lane(only))
+
+    def prove_resume(self, steps: int, make: str) -> Proof:
+        """Whether a run split over two processes equals one in a single process, bit for bit.
+
+        Args:
+            steps: calls of step() before the checkpoint, and after it.
+            make: `module:function` or `file.py:function` that returns (ModelOptimizer, step) built anew.
+        """
+        return prove(make, steps)
+
+    def watch(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Hands on the loader's batches and counts the time spent waiting for them (`wait_rate`, and a warning)."""
+        batches = iter(loader)
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            for lane in self.lanes.values():
+                lane.monitor.waited += time.perf_counter() - start
+            yield batch
+
+    def join(self) -> list[str]:
+        """Takes in parameters that the model has gained since (fake-quantisation scales, a new head); their names."""
+        return [n for lane in self.lanes.values() for n in lane.join()]

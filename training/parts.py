@@ -1,0 +1,27 @@
+"""Tensors that are split over ranks, for code that need not know: a whole, this rank's part, another one like it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a split tensor, on every rank (all of them must ask, in one order); any other as it is."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a split tensor; any other as it is."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def like(target: Tensor, full: Tensor) -> Tensor:
+    """`full`, which every rank has, split as `target` is (no communication)."""
+    if not hasattr(target, "full_tensor"):
+        return full
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(target, DTensor)
+    return distribute_tensor(full.to(target.device), target.device_mesh, target.placements, src_data_rank=None)

@@ -1,0 +1,114 @@
+"""Number formats: autocast, the dynamic loss scale of fp16, float32 masters of half parameters.
+
+The loss scale is a Python number here, not torch's GradScaler: a step reads the gradient norm once in any case, and
+that number says whether anything overflowed, so no further kernel or synchronisation is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerline.training.config import PrecisionConfig
+
+HALF = (torch.float16, torch.bfloat16)
+FIRST_SCALE = 65536.0
+# Twice this times any finite float16 gradient still fits float32 with room to accumulate.
+GREATEST_SCALE = 2.0**24
+_OFF = nullcontext()
+
+
+def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """The context the forward pass runs in."""
+    if config.amp == "fp32":
+        return _OFF
+    return torch.autocast(device.type, torch.bfloat16 if config.amp == "bf16" else torch.float16)
+
+
+class LossScale:
+    """Keeps small fp16 gradients from vanishing: halves on overflow, doubles after `window` accepted steps.
+
+    Args:
+        config: `loss_scale`, `dynamic_loss_scale_window` and `min_loss_scale`; off (1.0, fixed) unless amp is fp16.
+    """
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        self.on = config.amp == "fp16"
+        given = config.loss_scale
+        self.dynamic = self.on and (given == "dynamic" or config.dynamic_loss_scale_window is not None)
+        self.window = config.dynamic_loss_scale_window or 2000
+        self.floor = config.min_loss_scale
+        self.value = 1.0 if not self.on else FIRST_SCALE if given == "dynamic" else float(given)
+        self.good = 0
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether an overflow cannot be answered by a smaller scale."""
+        return not self.dynamic or self.value <= self.floor
+
+    def accepted(self) -> None:
+        """One step was finite."""
+        if self.dynamic:
+            self.good += 1
+            if self.good >= self.window:
+                self.value, self.good = min(self.value * 2.0, GREATEST_SCALE), 0
+
+    def overflowed(self) -> None:
+        """One step was not finite."""
+        if self.dynamic:
+            self.value, self.good = max(self.value / 2.0, self.floor), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "good": self.good}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.on:
+            self.value, self.good = state["value"], state["good"]
+
+
+class Masters:
+    """float32 copies that the optimizer steps in the place of half parameters; the model gets them rounded.
+
+    Gradients are added up in float32, so that a window of many micro-batches loses nothing to half precision.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self.half: list[Tensor] = [p for p in params if p.dtype in HALF]
+        masters = [nn.Parameter(p.detach().float()) for p in self.half]
+        self.full: list[Tensor] = [*masters]
+        self._of = {id(p): m for p, m in zip(self.half, masters, strict=True)}
+
+    def stepped(self, param: nn.Parameter) -> nn.Parameter:
+        """What the optimizer steps for `param`: its master, or itself."""
+        return self._of.get(id(param), param)
+
+    def has(self, param: nn.Parameter) -> bool:
+        """Whether `param` has a master."""
+        return id(param) in self._of
+
+    def collect(self) -> None:
+        """Moves the half gradients of one backward pass into the masters'."""
+        for half, full in zip(self.half, self.full, strict=True):
+            if half.grad is None:
+                continue
+            if full.grad is None:
+                full.grad = half.grad.float()
+            else:
+                full.grad.add_(half.grad)
+            half.grad = None
+
+    def publish(self) -> None:
+        """Rounds the masters into the model."""
+        if self.half:
+            with torch.no_grad():
+                torch._foreach_copy_(self.half, self.full)
+
+    def adopt(self, tensors: Sequence[Tensor]) -> None:
+        """Sets the masters, in the order of `half`."""
+        if self.half:
+            with torch.no_grad():
+                torch._foreach_copy_(self.full, list(tensors))

@@ -1,0 +1,232 @@
+"""Who takes part: ranks meet with a deadline that names whoever is missing, and compare notes before the first step."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from layerline.pipeline.errors import ConfigError, PipeError, StageError
+from layerline.training.config import Config, DistributedConfig
+from layerline.training.names import Named
+from layerline.training.pulse import Pulse
+
+_MEETINGS = itertools.count()
+# One per process group, however many optimizers there are.
+_JOINED: dict[Any, Ranks] = {}
+# Where each rank keeps its own files may differ.
+_OWN = ("config monitor.save_dir", "config monitor.tensorboard")
+Line = tuple[str, str]
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process among those that train together.
+
+    Attributes:
+        rank: of this process; 0 writes checkpoints.
+        size: how many there are.
+        pulse: what each is at.
+    """
+
+    def __init__(self, store: Any, config: DistributedConfig) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.timeout_s = config.timeout_s
+        self.store = store
+        nccl = dist.get_backend() == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        self.pulse = Pulse(store, self.rank, self.size, 0.8 * config.timeout_s if nccl else None)
+
+    def floats(self, *values: float) -> list[list[float]]:
+        """The values of every rank, in their order (one collective)."""
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        every = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(every, own)
+        return [row.tolist() for row in every]
+
+    def gather(self, thing: Any) -> list[Any]:
+        """A small object of every rank, in their order; they are processes of one program, so it is pickled."""
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, thing)
+        return out
+
+    def by_first(self, action: Callable[[], T]) -> T:
+        """Rank 0 does it, the others wait and get what it gave.
+
+        Raises:
+            PipeError: what it raised on rank 0, on every rank.
+        """
+        outcome: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = action()
+            except PipeError as error:
+                outcome[1] = error
+        with self.pulse.guarded("waiting for rank 0", self.pulse.step):
+            dist.broadcast_object_list(outcome, 0)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return cast("T", outcome[0])
+
+    def share(self, tensor: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """The tensor that rank 0 has, on the CPU of every rank."""
+        full = torch.empty(shape, dtype=dtype) if tensor is None else tensor.contiguous()
+        if full.numel():
+            sent = full.reshape(-1).view(torch.uint8).to(self.device)  # as bytes: not every type travels
+            dist.broadcast(sent, 0)
+            full.reshape(-1).view(torch.uint8).copy_(sent)
+        return full
+
+    def compare(self, lines: Sequence[Line]) -> None:
+        """Ends training before it starts where ranks differ.
+
+        Args:
+            lines: what this rank has, as (what, value).
+
+        Raises:
+            StageError: on every rank; names the first rank that differs from rank 0, and the first line that does.
+        """
+        name = f"lines/{next(_MEETINGS)}"
+        text = json.dumps(lines)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self.store.set(f"{name}/text/{self.rank}", text)
+        self.store.set(f"{name}/digest/{self.rank}", digest)
+        meet(self.store, name, self.rank, self.size, self.timeout_s)
+        digests = [self.store.get(f"{name}/digest/{rank}") for rank in range(self.size)]
+        other = next((rank for rank, seen in enumerate(digests) if seen != digests[0]), None)
+        if other is None:
+            return
+        mine, theirs = (json.loads(self.store.get(f"{name}/text/{rank}")) for rank in (0, other))
+        self._leave(name)
+        raise StageError(
+            f"rank {other} is not like rank 0: {_difference(mine, theirs, other)}", where=f"rank {other}",
+            hint="build the same model with the same configuration on each rank",
+        )  # fmt: skip
+
+    def _leave(self, name: str) -> None:
+        """Before the end: rank 0, which may keep the store, goes last."""
+        self.store.set(f"{name}/left/here/{self.rank}", "")
+        if self.rank == 0:
+            meet(self.store, f"{name}/left", self.rank, self.size, self.timeout_s)
+
+
+def join(config: DistributedConfig, device: torch.device) -> Ranks | None:
+    """Takes this process into the group: the one that exists, or the one torchrun's variables describe.
+
+    Returns:
+        None where this process is alone.
+
+    Raises:
+        StageError: a rank is missing after `timeout_s`.
+        ConfigError: RANK or WORLD_SIZE is not a number, or makes no sense.
+    """
+    if dist.is_available() and dist.is_initialized():
+        if dist.get_world_size() > 1 and dist.group.WORLD not in _JOINED:
+            _JOINED[dist.group.WORLD] = Ranks(dist.distributed_c10d._get_default_store(), config)
+        return _JOINED.get(dist.group.WORLD)
+    rank, size = environment()
+    if size == 1:
+        return None
+    backend = config.backend or ("nccl" if device.type == "cuda" else "gloo")
+    store = rendezvous(config.timeout_s)
+    meet(store, f"start/{next(_MEETINGS)}", rank, size, config.timeout_s)
+    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size,
+                            timeout=timedelta(seconds=config.timeout_s))  # fmt: skip
+    _JOINED[dist.group.WORLD] = Ranks(store, config)
+    return _JOINED[dist.group.WORLD]
+
+
+def environment() -> tuple[int, int]:
+    """(rank, number of ranks) as torchrun sets them; (0, 1) without it.
+
+    Raises:
+        ConfigError: they are not numbers, or the rank is not below their number.
+    """
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise ConfigError(f"RANK is {rank!r} and WORLD_SIZE {size!r}", where="environment", hint="start with torchrun")
+    return int(rank), int(size)
+
+
+@functools.cache
+def rendezvous(timeout_s: float) -> Any:
+    """The store that torchrun keeps; without torchrun, rank 0 keeps one at MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        StageError: nobody answers there.
+    """
+    rank, _ = environment()
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+    keeper = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not in the module's list of names
+            host, port, is_master=keeper, wait_for_workers=False, multi_tenant=True,
+            timeout=timedelta(seconds=timeout_s),
+        )  # fmt: skip
+    except dist.DistError as error:
+        raise StageError(
+            f"rank 0 does not answer within {timeout_s:g} s",
+            where=f"{host}:{port}",
+            hint="is it running, and do MASTER_ADDR and MASTER_PORT name its machine?",
+        ) from error
+    # A restarted group of workers must not read what the one before it left.
+    return PrefixStore(f"layerline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def meet(store: Any, place: str, rank: int, size: int, timeout_s: float) -> None:
+    """Waits in `place` until all ranks are there.
+
+    Raises:
+        StageError: names the ranks that did not come.
+    """
+    store.set(f"{place}/here/{rank}", "")
+    pause, end = 0.005, time.monotonic() + timeout_s
+    missing = list(range(size))
+    while missing := [r for r in missing if not store.check([f"{place}/here/{r}"])]:
+        if time.monotonic() > end:
+            plural = "s" if len(missing) > 1 else ""
+            raise StageError(
+                f"rank{plural} {', '.join(map(str, missing))} of {size} did not come within {timeout_s:g} s",
+                where=f"rank {rank}", hint="look at what that process said, or raise distributed.timeout_s",
+            )  # fmt: skip
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
+
+
+def lines(known: Named, config: Config) -> list[Line]:
+    """What must be the same on every rank, one line each: tensors in their order, ties, configuration, torch."""
+    out: list[Line] = [("torch", str(torch.__version__))]
+    for name, param in known.params.items():
+        out.append((f"parameter {name}", _kind(param) + ("" if param.requires_grad else ", frozen")))
+    out += [(f"buffer {name}", _kind(buffer)) for name, buffer in known.buffers.items()]
+    out += [(f"tied {name}", kept) for name, kept in known.aliases.items()]
+    out += [(f"config {path}", repr(value)) for path, value in _flat(config.model_dump(mode="json"))]
+    return [line for line in out if line[0] not in _OWN]
+
+
+def _difference(mine: Sequence[Line], theirs: Sequence[Line], rank: int) -> str:
+    for a, b in itertools.zip_longest(mine, theirs):
+        if tuple(a or ()) != tuple(b or ()):
+            have = [f"has {x[0]}: {x[1]}" if x else "has nothing more" for x in (a, b)]
+            return f"rank 0 {have[0]}, rank {rank} {have[1]}"
+    return "nothing"
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _flat(node: Any, path: str = "") -> list[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        return [pair for k, v in node.items() for pair in _flat(v, f"{path}.{k}" if path else str(k))]
+    return [(path, node)]

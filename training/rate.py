@@ -1,0 +1,73 @@
+"""Applies the schedule to the optimizer's groups, and nothing else: between two changes the rates are not touched."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from layerline.training import schedules
+from layerline.training.config import Config
+
+
+class Rate:
+    """The learning rate of one optimizer.
+
+    A user's own optimizer keeps its rates, groups and scheduler as long as the configuration asks for a constant rate.
+
+    Args:
+        config: `scheduler`, and `optimizer.lr` for an optimizer without groups.
+        optimizer: its param_groups are set where it has any.
+    """
+
+    def __init__(self, config: Config, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._bases = [float(g["lr"]) for g in self._groups]
+        self.base = self._bases[0] if self._bases else config.optimizer.scaled_lr
+        self.schedule = schedules.build(config.scheduler, self.base)
+        self.plateau = schedules.Plateau(config.scheduler) if config.scheduler.name == "plateau" else None
+        self._multiplier = 1.0
+        self.set(0)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        # Asked for each time: loading a state replaces an optimizer's groups.
+        return [g for g in getattr(self._optimizer, "param_groups", ()) if isinstance(g, dict) and "lr" in g]
+
+    def set(self, step: int) -> None:
+        """Sets the rates for the update after `step` accepted ones."""
+        multiplier = self.schedule(step)
+        if self.plateau is not None:
+            multiplier *= self.plateau.scale
+        if multiplier == self._multiplier:
+            return
+        self._multiplier = multiplier
+        for group, base in zip(self._groups, self._bases, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(base * multiplier)
+            else:
+                group["lr"] = base * multiplier
+
+    def adopt(self, group: dict[str, Any]) -> None:
+        """Takes in a group that was added later, at its full rate."""
+        self._bases.append(float(group["lr"]))
+        group["lr"] *= self._multiplier
+
+    def at(self, step: int) -> float:
+        """The rate after `step` accepted steps, as far as it is known now."""
+        return self.base * self.schedule(step) * (self.plateau.scale if self.plateau else 1.0)
+
+    @property
+    def current(self) -> float:
+        """The rate of the coming update (of the first group)."""
+        return float(self._groups[0]["lr"]) if self._groups else self.base * self._multiplier
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"plateau": self.plateau.state_dict() if self.plateau else None}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        if self.plateau is not None and state["plateau"] is not None:
+            self.plateau.load_state_dict(state["plateau"])
+        self._multiplier = math.nan
+        self.set(step)

@@ -1,0 +1,142 @@
+"""The learning rate as a pure function of the step number: resuming needs the number and nothing else.
+
+`multiplier(step)` is what the base rate is multiplied by for the update after `step` accepted ones (0 is the first).
+Warm-up is linear and never zero: update `step` of `w` runs at (step + 1) / w.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training.config import SchedulerConfig
+
+Schedule = Callable[[int], float]
+_NEED_TOTAL = ("cosine", "polynomial", "one_cycle")
+
+
+def build(config: SchedulerConfig, lr: float) -> Schedule:
+    """The schedule; `lr` is the base rate, which `min_lr` is measured against.
+
+    Raises:
+        ConfigError: a length that the schedule needs is missing, or warm-up is as long as the whole run.
+    """
+    total, floor = config.total_steps, floor_ratio(config, lr)
+    warmup = warmup_steps(config)
+    if total is None and config.name in _NEED_TOTAL:
+        raise ConfigError(
+            f"{config.name} needs the length of the run",
+            where="scheduler.total_steps",
+            hint="the number of optimizer steps, not of micro-batches",
+        )
+    if total is not None and warmup >= total and config.name != "one_cycle":
+        raise ConfigError(f"warm-up takes {warmup} steps of a run of {total}", where="scheduler.warmup_steps")
+    if config.name == "one_cycle":
+        assert total is not None
+        return _one_cycle(config, total)
+    decay = _decay(config, total or 0, warmup, floor)
+    return lambda step: (step + 1) / warmup if step < warmup else decay(step)
+
+
+def warmup_steps(config: SchedulerConfig) -> int:
+    """Length of the warm-up in optimizer steps."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    if not config.warmup_ratio:
+        return 0
+    if config.total_steps is None:
+        raise ConfigError(
+            "warmup_ratio needs the length of the run", where="scheduler.total_steps", hint="or give warmup_steps"
+        )
+    return round(config.warmup_ratio * config.total_steps)
+
+
+def floor_ratio(config: SchedulerConfig, lr: float) -> float:
+    """The lowest rate as a share of the base rate."""
+    if config.min_lr_ratio is not None:
+        return config.min_lr_ratio
+    if config.min_lr is None:
+        return 0.0
+    if config.min_lr > lr:
+        raise ConfigError(f"min_lr {config.min_lr:g} is above the base rate {lr:g}", where="scheduler.min_lr")
+    return config.min_lr / lr
+
+
+def _decay(config: SchedulerConfig, total: int, warmup: int, floor: float) -> Schedule:
+    span = max(total - warmup, 1)
+
+    def left(step: int) -> float:
+        return 1.0 - min(max((step - warmup) / span, 0.0), 1.0)
+
+    if config.name == "cosine":
+        return lambda step: floor + (1 - floor) * 0.5 * (1 - math.cos(math.pi * left(step)))
+    if config.name == "polynomial":
+        return lambda step: floor + (1 - floor) * left(step) ** config.power
+    if config.name == "inverse_sqrt":
+        return lambda step: max(floor, math.sqrt(max(warmup, 1) / max(step, warmup, 1)))
+    if config.name == "step":
+        if config.step_size is None:
+            raise ConfigError("step needs the number of steps between two decays", where="scheduler.step_size")
+        size, gamma = config.step_size, config.gamma or 0.1
+        return lambda step: max(floor, gamma ** (step // size))
+    if config.name == "exponential":
+        rate = config.gamma or 0.999
+        return lambda step: max(floor, rate ** (step - warmup))
+    return lambda _: 1.0  # constant; plateau multiplies it
+
+
+def _one_cycle(config: SchedulerConfig, total: int) -> Schedule:
+    # Smith & Topin 2018, cosine flanks as in torch.optim.lr_scheduler.OneCycleLR.
+    if config.warmup_steps is not None:
+        rise = float(config.warmup_steps) - 1
+    else:
+        rise = (0.3 if config.warmup_ratio is None else config.warmup_ratio) * total - 1
+    first = 1 / config.div_factor
+    last = first / config.final_div_factor
+
+    def multiplier(step: int) -> float:
+        if step <= rise:
+            return _cosine_between(first, 1.0, step / rise if rise > 0 else 1.0)
+        return _cosine_between(1.0, last, min((step - rise) / max(total - 1 - rise, 1e-9), 1.0))
+
+    return multiplier
+
+
+def _cosine_between(start: float, end: float, t: float) -> float:
+    return end + (start - end) / 2.0 * (math.cos(math.pi * t) + 1)
+
+
+@dataclass
+class Plateau:
+    """Multiplies the rate by `factor` once `patience` validations in a row brought no improvement."""
+
+    config: SchedulerConfig
+    best: float | None = None
+    waited: int = 0
+    scale: float = field(default=1.0)
+
+    def observe(self, metric: float) -> None:
+        """Takes in one validation; NaN counts as no improvement."""
+        if self._better(metric):
+            self.best, self.waited = metric, 0
+            return
+        self.waited += 1
+        if self.waited > self.config.patience:
+            self.scale, self.waited = self.scale * self.config.factor, 0
+
+    def _better(self, metric: float) -> bool:
+        if math.isnan(metric):
+            return False
+        if self.best is None:
+            return True
+        margin = self.config.threshold * abs(self.best)
+        return metric > self.best + margin if self.config.mode == "max" else metric < self.best - margin
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited, "scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.waited, self.scale = state["best"], state["waited"], state["scale"]

@@ -1,0 +1,254 @@
+"""From what people write to `Config`: two common shapes of the same decisions, presets, and errors that name the field.
+
+Shape one keeps clipping, EMA, precision and intervals under `training`; shape two spreads them over `precision`, `gpu`
+and `distributed`. Both are brought to the sections of `Config` by one table of moves.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training.config import Config, Section
+
+# What is written -> the one field it means.
+MOVES: Mapping[str, str] = {
+    "optimizer.grad_clip.max_norm": "clip.max_norm",
+    "training.grad_clip_norm": "clip.max_norm",
+    "training.ema_decay": "ema.decay",
+    "training.ema_start_step": "ema.start_step",
+    "training.ema_warmup": "ema.warmup",
+    "training.mixed_precision": "precision.amp",
+    "training.accumulate_steps": "accumulate.steps",
+    "training.log_interval": "monitor.log_interval",
+    "training.save_interval": "monitor.save_interval",
+    "training.save_dir": "monitor.save_dir",
+    "training.valid_interval": "monitor.valid_interval",
+    "gpu.gradient_accumulation_steps": "accumulate.steps",
+    "gpu.checkpointing": "memory.checkpointing",
+    "gpu.checkpoint_interval": "memory.checkpoint_interval",
+    "gpu.enable_memory_compact": "memory.empty_cache",
+    "distributed.gradient_bucket_size_mb": "distributed.bucket_mb",
+    "distributed.overlap_communication": "distributed.overlap",
+}
+
+# Other spellings of a value.
+SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
+    "precision.amp": {
+        True: "fp16", False: "fp32", None: "fp32", "no": "fp32", "none": "fp32", "off": "fp32", "float32": "fp32",
+        "float16": "fp16", "half": "fp16", "bfloat16": "bf16",
+    },
+    "precision.loss_scale": {0: "dynamic", None: "dynamic"},
+    "clip.max_norm": {0: None},
+    "scheduler.name": {
+        "cosine_with_warmup": "cosine", "linear": "polynomial", "linear_with_warmup": "polynomial",
+        "inverse_square_root": "inverse_sqrt", "onecycle": "one_cycle", "reduce_on_plateau": "plateau",
+        "none": "constant", None: "constant",
+    },
+}  # fmt: skip
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "vision": {
+        "optimizer.name": "sgd", "optimizer.lr": 0.1, "optimizer.momentum": 0.9, "optimizer.nesterov": True,
+        "optimizer.weight_decay": 5e-5, "scheduler.name": "cosine", "scheduler.warmup_ratio": 0.05,
+        "ema.decay": 0.9999, "ema.warmup": True,
+    },
+    "nlp-finetune": {
+        "optimizer.name": "adamw", "optimizer.lr": 2e-5, "optimizer.weight_decay": 0.01,
+        "scheduler.name": "polynomial", "scheduler.warmup_ratio": 0.06, "clip.max_norm": 1.0,
+    },
+    "pretrain-lm": {
+        "optimizer.name": "lamb", "optimizer.lr": 2e-3, "optimizer.weight_decay": 0.01,
+        "optimizer.no_decay": ["embeddings"], "scheduler.name": "inverse_sqrt", "scheduler.warmup_steps": 2000,
+        "clip.max_norm": 1.0,
+    },
+}  # fmt: skip
+FINETUNE_RATES = (1e-5, 5e-5)
+_EXCLUSIVE = (("scheduler.warmup_ratio", "scheduler.warmup_steps"), ("scheduler.min_lr", "scheduler.min_lr_ratio"))
+_RIVALS = {a: b for pair in _EXCLUSIVE for a, b in (pair, pair[::-1])}
+
+
+def load(source: Config | Mapping[str, Any] | str | Path) -> Config:
+    """The typed configuration from a dict in either shape, a YAML file, or itself.
+
+    Raises:
+        ConfigError: unknown field (with the nearest one), wrong value, or two fields that contradict each other.
+    """
+    if isinstance(source, Config):
+        return source
+    if isinstance(source, str | Path):
+        return load(_read(Path(source)))
+    fields, written = canonical_fields(source)
+    return _validate(fields, written)
+
+
+def normal_form(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Every field that is given, by its one name and as its own type, over `defaults`: two ways of saying the same give
+    the same dict. A default yields to its rival (warm-up as ratio or as steps).
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    fields, written = canonical_fields(source)
+    for path, value in defaults.items():
+        if path not in fields and fields.get(_RIVALS.get(path, "")) is None:
+            fields[path], written[path] = value, path
+    config = _validate(fields, written)
+    return {p: _plain(getattr(getattr(config, p.partition(".")[0]), p.partition(".")[2])) for p in sorted(fields)}
+
+
+def nested(fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Fields by path as sections."""
+    out: dict[str, dict[str, Any]] = {}
+    for path, value in fields.items():
+        section, _, name = path.partition(".")
+        out.setdefault(section, {})[name] = value
+    return out
+
+
+def canonical_fields(source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Every field by its one name (`clip.max_norm`), and the name it was written under."""
+    fields: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    preset = source.get("preset")
+    for path, value in _leaves({k: v for k, v in source.items() if k != "preset"}):
+        target = MOVES.get(path, path)
+        if target not in FIELDS:
+            raise _unknown(path)
+        value = _spelling(target, value)
+        if target in fields and not _same(fields[target], value):
+            raise ConfigError(
+                f"{written[target]} is {fields[target]!r} and {path} is {value!r}: both set {target}",
+                where=path,
+                hint="keep one of the two",
+            )
+        fields[target], written[target] = value, path
+    if preset is not None:
+        _apply_preset(preset, fields, written)
+    _check_exclusive(fields, written)
+    return fields, written
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        raw = YAML(typ="safe").load(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration: {error.strerror}", where=str(path)) from error
+    except YAMLError as error:
+        raise ConfigError(f"not valid YAML: {error}", where=path.name) from error
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"holds {type(raw).__name__}, expected sections with fields", where=path.name)
+    return raw
+
+
+def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Section):
+            value = value.model_dump(exclude_unset=True)
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}.")
+        elif value is None and path in SECTIONS:
+            continue  # a section left empty in YAML
+        else:
+            yield path, value
+
+
+def _known() -> tuple[frozenset[str], frozenset[str]]:
+    fields = set()
+    for section, info in Config.model_fields.items():
+        model = info.annotation
+        assert isinstance(model, type) and issubclass(model, Section)
+        fields |= {f"{section}.{name}" for name in model.model_fields}
+    sections = set(Config.model_fields) | {p.rpartition(".")[0] for p in MOVES}
+    return frozenset(fields), frozenset(sections)
+
+
+FIELDS, SECTIONS = _known()
+
+
+def _unknown(path: str) -> ConfigError:
+    names = [*sorted(FIELDS | set(MOVES)), "preset"]
+    section, _, last = path.rpartition(".")
+    siblings = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == section}
+    near = difflib.get_close_matches(last, siblings, 1, 0.5)
+    nearest = siblings[near[0]] if near else next(iter(difflib.get_close_matches(path, names, 1, 0.3)), "")
+    return ConfigError("no such field", where=path, hint=f"did you mean {nearest}?" if nearest else "")
+
+
+def _spelling(target: str, value: Any) -> Any:
+    table = SPELLINGS.get(target)
+    if table is None:
+        return value
+    key = value.lower() if isinstance(value, str) else value
+    return table[key] if isinstance(key, str | bool | int | float | None) and key in table else value
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return math.isclose(float(a), float(b), rel_tol=1e-12)
+    except (TypeError, ValueError):
+        return bool(a == b)
+
+
+def _apply_preset(preset: Any, fields: dict[str, Any], written: dict[str, str]) -> None:
+    if preset not in PRESETS:
+        near = difflib.get_close_matches(str(preset), PRESETS, 1, 0.3)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(PRESETS)}"
+        raise ConfigError(f"no preset is called {preset!r}", where="preset", hint=hint)
+    own_optimizer = "optimizer.name" in fields and fields["optimizer.name"] != PRESETS[preset]["optimizer.name"]
+    for target, value in PRESETS[preset].items():
+        # The preset's rate and momentum belong to its own optimizer; its warm-up yields to either way of saying it.
+        if target in fields or _RIVALS.get(target) in fields or (own_optimizer and target.startswith("optimizer.")):
+            continue
+        fields[target], written[target] = value, f"preset {preset}"
+    if preset == "nlp-finetune" and "optimizer.lr" in fields:
+        low, high = FINETUNE_RATES
+        fields["optimizer.lr"] = min(max(float(fields["optimizer.lr"]), low), high)
+
+
+def _check_exclusive(fields: Mapping[str, Any], written: Mapping[str, str]) -> None:
+    for one, other in _EXCLUSIVE:
+        if fields.get(one) is None or fields.get(other) is None:
+            continue
+        scale = fields.get("optimizer.lr") if one == "scheduler.min_lr" else fields.get("scheduler.total_steps")
+        expected = _product(fields[other], scale) if one == "scheduler.min_lr" else _product(fields[one], scale)
+        said = fields[one] if one == "scheduler.min_lr" else fields[other]
+        if expected is None or not _same(expected, said):
+            raise ConfigError(
+                f"{written[one]} is {fields[one]!r} and {written[other]} is {fields[other]!r}",
+                where=written[other],
+                hint="they say the same thing twice: keep one of the two",
+            )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _product(a: Any, b: Any) -> float | None:
+    try:
+        return float(a) * float(b)
+    except (TypeError, ValueError):
+        return None
+
+
+def _validate(fields: Mapping[str, Any], written: Mapping[str, str]) -> Config:
+    try:
+        return Config.model_validate(nested(fields))
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(p) for p in first["loc"][:2])
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(
+            f"{message}, got {first['input']!r}" if "." in path else message, where=written.get(path, path)
+        ) from error

@@ -1,0 +1,171 @@
+"""What follows a loss or gradient that is not finite: say where it began, then skip, stop or roll back.
+
+A step that was rejected never reached weights, averages or optimizer state. This module decides what happens next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from layerline.pipeline.errors import StageError
+from layerline.training.origin import Origin, Pass, output_tensors, trace
+from layerline.training.replay import draws
+
+if TYPE_CHECKING:
+    from layerline.training.lane import Lane
+
+# Rolling back to the same checkpoint more often than this only repeats what happened.
+_ROLL_BACKS = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first rejected step of a row, looked into.
+
+    Attributes:
+        step: the optimizer step that was rejected; 1 is the first.
+        loss, norm: what was seen.
+        micro_batch: the micro-batch of the window it began in; 0 is the first.
+        origin: where it began; None when the same micro-batches, run again, are finite.
+        rank: whose micro-batch it was, where there are several ranks.
+    """
+
+    step: int
+    loss: float
+    norm: float
+    micro_batch: int = 0
+    origin: Origin | None = None
+    rank: int | None = None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether running the step again gave it again."""
+        return self.origin is not None
+
+    def __str__(self) -> str:
+        seen = f"the loss is {self.loss:g}" if not math.isfinite(self.loss) else f"the gradient norm is {self.norm:g}"
+        rank = "" if self.rank is None else f" on rank {self.rank}"
+        if self.origin is None:
+            return f"step {self.step}: {seen}{rank}; run again, the step is finite: it does not repeat"
+        micro = f" of micro-batch {self.micro_batch}" if self.micro_batch else ""
+        return f"step {self.step}: {seen}; it began{rank} {self.origin}{micro}; it repeats"
+
+
+class Recorder:
+    """Keeps what it takes to run the present window's micro-batches again: their inputs, by reference, and the random
+    state (some ten microseconds each).
+
+    Args:
+        lane: whose model is watched. Passes in eval mode or without gradients are not kept.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._window = (-1, -1)
+        self.passes: list[Pass] = []
+        model = lane.model
+        # Functions, not methods: a deep copy of the model must not copy the optimizer behind them.
+        self._handles = [
+            model.register_forward_pre_hook(
+                lambda m, a, k: self._before(a, k) if m is model else None, with_kwargs=True
+            ),
+            model.register_forward_hook(lambda m, _, out: self._after(out) if m is model else None),
+        ]
+
+    def remove(self) -> None:
+        """Stops watching."""
+        for handle in self._handles:
+            handle.remove()
+
+    def find(self, loss: float, norm: float) -> Finding:
+        """Runs the window's passes again, first to last, until one isn't finite."""
+        step, passes = self._lane.steps + 1, self.passes
+        self.passes = []  # the model is watched while it runs again, too
+        for index, kept in enumerate(passes):
+            if (origin := trace(self._lane.model, kept)) is not None:
+                return Finding(step, loss, norm, index, origin)
+        losses = self._lane.window.losses
+        bad = next((i for i, value in enumerate(losses) if not torch.isfinite(value)), None)
+        if bad is None:
+            return Finding(step, loss, norm)
+        # The model is finite, there and back: what is left is the loss itself.
+        nan, dtype = int(torch.isnan(losses[bad])), str(losses[bad].dtype).removeprefix("torch.")
+        return Finding(step, loss, norm, bad, Origin("loss", "", "the loss", (), dtype, nan, 1 - nan))
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        lane = self._lane
+        if (window := (lane.steps, lane.skipped)) != self._window:
+            self._window, self.passes = window, []
+        if torch.is_grad_enabled() and lane.model.training:
+            device = lane.device.type
+            how = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+            self.passes.append(Pass(args, kwargs, draws(), how))
+
+    def _after(self, out: Any) -> None:
+        if not torch.is_grad_enabled() or not self._lane.model.training or not self.passes:
+            return
+        gradients = self.passes[-1].gradients
+        for index, tensor in enumerate(output_tensors(out)):
+            tensor.register_hook(lambda g, index=index: gradients.__setitem__(index, g.detach()))  # type: ignore[no-untyped-call]
+
+
+class Judge:
+    """Decides what follows a rejected step: the policy of `nonfinite`.
+
+    skip goes on, and gives up after `limit` rejected steps in a row. stop ends at the first one. rollback puts the last
+    saved weights, averages and optimizer state back after `limit` in a row and goes on with the data that come next; it
+    gives up when the same checkpoint is needed a fourth time.
+
+    Args:
+        lane: whose steps are judged.
+        roll_back: puts the last good state back and says which; None where there is none.
+
+    Attributes:
+        findings: one for each row of rejected steps, where `nonfinite.triage` is on.
+    """
+
+    def __init__(self, lane: Lane, roll_back: Callable[[], str | None]) -> None:
+        self._config, self._roll_back = lane.config.nonfinite, roll_back
+        self.recorder = Recorder(lane) if self._config.triage else None
+        self.findings: list[Finding] = []
+        self._where, self._times = "", 0
+
+    def rejected(self, lane: Lane, loss: float, norm: float) -> None:
+        """Called while the rejected window's gradients are still there; not for what a smaller loss scale answers.
+
+        Raises:
+            StageError: the policy says that this is the end; with what was found.
+        """
+        if self.recorder is not None and lane.skipped_in_a_row == 1:
+            self._look(lane, self.recorder.find(loss, norm))
+        if lane.skipped_in_a_row < (1 if self._config.policy == "stop" else self._config.limit):
+            return
+        if self._config.policy != "rollback":
+            raise self._end(lane, loss, norm, "")
+        if (where := self._roll_back()) is None:
+            raise self._end(lane, loss, norm, "; there is no checkpoint to roll back to")
+        self._times = self._times + 1 if where == self._where else 1
+        self._where = where
+        if self._times > _ROLL_BACKS:
+            raise self._end(lane, loss, norm, f"; rolling back to {where} {_ROLL_BACKS} times did not help")
+        lane.skipped_in_a_row = 0
+        text = f"rolled back to {where} after {self._config.limit} rejected steps in a row"
+        lane.monitor.warn(f"rolled back {where} {self._times}", text)
+
+    def _look(self, lane: Lane, finding: Finding) -> None:
+        if lane.peers is not None:
+            told = lane.peers.gather(finding)
+            first = next((r for r, f in enumerate(told) if f.origin is not None), None)
+            finding = finding if first is None else replace(told[first], rank=first)
+        self.findings.append(finding)
+        lane.monitor.warn(f"finding {finding.step}", str(finding))
+
+    def _end(self, lane: Lane, loss: float, norm: float, more: str) -> StageError:
+        error = lane.not_finite(loss, norm)
+        found = f"; {self.findings[-1]}" if self.findings else ""
+        return StageError(f"{error.what}{more}{found}", where=error.where, hint=error.hint)
