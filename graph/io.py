@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import onnx
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
@@ -20,34 +21,57 @@ def load(path: Path) -> onnx.ModelProto:
     Raises:
         StageError: not an ONNX file, or its data file is missing; names the tensor and the location it stores.
     """
+    model = read(path)
+    external_files(model, path)
     try:
-        model = onnx.load(str(path), load_external_data=False)
+        onnx.load_external_data_for_model(model, str(path.parent))
+    except Exception as error:
+        raise StageError(f"its external data can't be read ({error})", where=path.name) from error
+    return model
+
+
+def read(path: Path) -> onnx.ModelProto:
+    """Reads a model without its external data.
+
+    Raises:
+        StageError: not an ONNX file.
+    """
+    try:
+        return onnx.load(str(path), load_external_data=False)
     except Exception as error:
         raise StageError(f"not a readable ONNX file ({error})", where=path.name) from error
-    for tensor in tensors(model):
-        if uses_external_data(tensor):
-            location = ExternalDataInfo(tensor).location
-            if Path(location).is_absolute() or ".." in Path(location).parts:
-                raise StageError(
-                    f"tensor {tensor.name!r} stores its data at {location!r}, outside the model's folder",
-                    where=path.name,
-                )
-            if not (path.parent / location).is_file():
-                raise StageError(
-                    f"tensor {tensor.name!r} stores its data in {location!r}, which is not beside the model",
-                    where=path.name,
-                    hint=f"copy {location} into the same folder",
-                )
-    onnx.load_external_data_for_model(model, str(path.parent))
-    return model
+
+
+def external_files(model: onnx.ModelProto, path: Path) -> tuple[str, ...]:
+    """Files that hold the external data of a model read from `path`, relative to its folder, each once.
+
+    Raises:
+        StageError: a place outside of that folder, or nothing there; names the tensor.
+    """
+    found: dict[str, None] = {}
+    for tensor in filter(uses_external_data, tensors(model)):
+        location = ExternalDataInfo(tensor).location
+        if Path(location).is_absolute() or ".." in Path(location).parts:
+            raise StageError(
+                f"tensor {tensor.name!r} stores its data at {location!r}, outside the model's folder",
+                where=path.name,
+            )
+        if not (path.parent / location).is_file():
+            raise StageError(
+                f"tensor {tensor.name!r} stores its data in {location!r}, which is not beside the model",
+                where=path.name,
+                hint=f"copy {location} into the same folder",
+            )
+        found[Path(location).as_posix()] = None
+    return tuple(found)
 
 
 def save(model: onnx.ModelProto, folder: Path, *, external_over: int = EXTERNAL_OVER) -> Path:
     """Writes `model.onnx` in canonical form into `folder`; large models get `model.onnx.data` beside it.
 
-    Canonical: producer, version stamps and doc strings are cleared, opset imports and metadata are sorted, tensors are
-    stored as raw bytes. Node order and names stay: they are the identity everything is joined on. `model` itself is
-    left as it was.
+    Canonical: producer, version stamps, doc strings and torch's own notes are cleared, opset imports and metadata are
+    sorted, tensors are stored as raw bytes. Node order and names stay: they are the identity everything is joined on.
+    `model` itself is left as it was.
     """
     model = canonical(model)
     path = folder / FILE
@@ -66,20 +90,22 @@ def canonical(model: onnx.ModelProto) -> onnx.ModelProto:
     opsets = sorted(out.opset_import, key=lambda o: o.domain)
     del out.opset_import[:]
     out.opset_import.extend(opsets)
-    _sort_metadata(out)
+    _clean_metadata(out)
     for graph in graphs(out):
         graph.ClearField("doc_string")
-        _sort_metadata(graph)
+        _clean_metadata(graph)
         for item in (*graph.node, *graph.input, *graph.output, *graph.value_info):
             item.ClearField("doc_string")
-            _sort_metadata(item)
+            _clean_metadata(item)
     for function in out.functions:
         function.ClearField("doc_string")
+        _clean_metadata(function)
         for node in function.node:
             node.ClearField("doc_string")
-            _sort_metadata(node)
+            _clean_metadata(node)
     for tensor in tensors(out):
         tensor.ClearField("doc_string")
+        _clean_metadata(tensor)
         if not tensor.HasField("raw_data") and tensor.data_type != onnx.TensorProto.STRING:
             name = tensor.name
             tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor), name))
@@ -115,7 +141,9 @@ def _subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     return found + [g for a in node.attribute for g in a.graphs]
 
 
-def _sort_metadata(item: onnx.ModelProto | onnx.GraphProto | onnx.NodeProto | onnx.ValueInfoProto) -> None:
-    props = sorted(item.metadata_props, key=lambda p: p.key)
+def _clean_metadata(item: Any) -> None:
+    # What torch's exporter notes down holds paths of the machine it ran on.
+    kept = [p for p in item.metadata_props if not p.key.startswith("pkg.torch.") and p.key != "namespace"]
+    props = sorted(kept, key=lambda p: p.key)
     del item.metadata_props[:]
     item.metadata_props.extend(props)

@@ -1,0 +1,52 @@
+"""Raising a model to a newer opset, and to an ir_version that the runtime reads."""
+
+from __future__ import annotations
+
+import onnx
+from onnx import version_converter
+
+from layerline.graph.io import graphs
+from layerline.pipeline.errors import StageError
+
+OLDEST = 11
+# The newest ir_version that every opset here can be written in and onnxruntime 1.22 and later read.
+IR_VERSION = 10
+
+
+def opset_of(model: onnx.ModelProto) -> int:
+    """The version of the default domain."""
+    return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+
+
+def raise_opset(model: onnx.ModelProto, to: int) -> onnx.ModelProto:
+    """The model at opset `to`, or as it is where it is there already; value names stay.
+
+    Raises:
+        StageError: the opset is too old, or an operator can't be raised; names both versions.
+    """
+    have = opset_of(model)
+    if have >= to:
+        return model
+    if have < OLDEST:
+        raise StageError(f"the model is at opset {have}; {OLDEST} is the oldest that can be raised", where="opset")
+    raised = onnx.ModelProto()
+    raised.CopyFrom(model)
+    raised.ir_version = max(raised.ir_version, 4)  # before 4 an initializer had to be an input as well
+    try:
+        raised = version_converter.convert_version(raised, to)
+        onnx.checker.check_model(raised)
+    except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
+        raise StageError(
+            f"opset {have} can't be raised to {to}: {error}", where="opset", hint=f"export the model at opset {to}"
+        ) from error
+    _keep_metadata(model, raised)
+    return raised
+
+
+def _keep_metadata(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
+    """The converter forgets each node's metadata; outputs keep their names, so it is found again by them."""
+    known = {n.output[0]: n.metadata_props for g in graphs(before) for n in g.node if n.output}
+    for graph in graphs(after):
+        for node in graph.node:
+            if node.output and not node.metadata_props and node.output[0] in known:
+                node.metadata_props.extend(known[node.output[0]])

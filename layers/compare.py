@@ -1,0 +1,275 @@
+"""The distance of every value of two ONNX models, over any number of samples, without keeping one of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import onnx
+
+from layerline.backends.base import Array, Feed
+from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
+from layerline.layers.distance import Distance, diff_arrays
+from layerline.layers.identity import modules
+from layerline.layers.indices import pointed_at, pointers
+from layerline.layers.joint import ISOLATED, Pair, isolated_model, joint
+from layerline.pipeline.errors import StageError
+from layerline.pipeline.report import LayerDiff, Scalar
+
+__all__ = ["Distance", "compare", "diff_arrays", "pair_values", "why_two_sessions"]
+
+Shape = tuple[int | str, ...]
+# Element types that a graph can cast and reduce: numpy's name, and TensorProto's code.
+_CODES = {
+    name: getattr(onnx.TensorProto, code.upper())
+    for name, code in (("float32", "float"), ("float64", "double"), *((n, n) for n in ("float16", "bfloat16", "bool")))
+} | {n: getattr(onnx.TensorProto, n.upper()) for n in (f"{s}int{b}" for s in ("", "u") for b in (8, 16, 32, 64))}
+
+
+def compare(
+    reference: onnx.ModelProto,
+    candidate: onnx.ModelProto,
+    feeds: Iterable[Feed],
+    *,
+    isolated: bool = False,
+    pairs: Mapping[str, str] | None = None,
+    tolerances: Mapping[str, float] | None = None,
+) -> tuple[LayerDiff, ...]:
+    """Runs both models on every feed and measures each pair of values; memory does not grow with the feeds.
+
+    Both run as one graph on onnxruntime (see `layers/joint.py`), as written, without its optimisations. Where that is
+    impossible (`why_two_sessions` says why) they run side by side and numpy takes the same measures.
+
+    Args:
+        reference: the a-side.
+        candidate: the b-side; takes the reference's inputs (by name), or some of them.
+        feeds: arrays by input name.
+        isolated: also measure each layer of the candidate fed with the reference's values:
+            `extra["isolated_sqnr_db"]`.
+        pairs: reference value to candidate value; default: values of the same name. Graph outputs are always paired,
+            by position. Values inside subgraphs (If, Loop, Scan) and functions are left out.
+        tolerances: greatest relative L2 error that passes, by value of the reference; others are not gated.
+
+    Returns:
+        One row per pair in the reference's topological order. Index outputs (ArgMax, TopK) are measured on the values
+        they point at in the reference, and bounded by what the distance of those values allows. Tensors of different
+        shape fail, with `extra["mismatch"]`.
+
+    Raises:
+        StageError: a model or feed that onnxruntime refuses, an unknown name in `pairs`, no feed at all.
+    """
+    run = _Run(reference, candidate, pairs, isolated)
+    totals = apart = [Distance()] * len(run.pairs)
+    for feed in feeds:
+        found = run.measure(feed)
+        totals = [d + whole for d, (whole, _) in zip(totals, found, strict=True)]
+        apart = [d + alone for d, (_, alone) in zip(apart, found, strict=True)]
+    if not run.measured:
+        raise StageError("there is no sample to compare on", where="feeds")
+    return _rows(run, totals, apart if isolated else None, tolerances or {})
+
+
+def pair_values(
+    reference: onnx.ModelProto, candidate: onnx.ModelProto, pairs: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Reference value to candidate value, in the reference's topological order; outputs by position.
+
+    Raises:
+        StageError: a name in `pairs` that its model does not have, or another number of outputs.
+    """
+    outputs = [[o.name for o in m.graph.output] for m in (reference, candidate)]
+    if len(outputs[0]) != len(outputs[1]):
+        raise StageError(
+            f"the reference gives {outputs[0]}, the candidate {outputs[1]}: outputs are paired by position",
+            where="outputs",
+        )
+    made = [[o for n in m.graph.node if n.op_type != "Constant" for o in n.output if o] for m in (reference, candidate)]
+    for side, names, known in (("reference", pairs or {}, made[0]), ("candidate", (pairs or {}).values(), made[1])):
+        if unknown := sorted(set(names) - set(known)):
+            raise StageError(f"the {side} has no value called {unknown[0]!r}", where="pairs")
+    wanted = dict(zip(made[0], made[0], strict=True)) if pairs is None else dict(pairs)
+    inner = {a: wanted[a] for a in made[0] if a in wanted and wanted[a] in set(made[1])}
+    by_position = dict(zip(*outputs, strict=True))
+    ordered = [a for a in made[0] if a in inner or a in by_position]
+    ordered += [a for a in by_position if a not in set(ordered)]
+    return {a: by_position.get(a) or inner[a] for a in ordered}
+
+
+def why_two_sessions(reference: onnx.ModelProto, candidate: onnx.ModelProto) -> str | None:
+    """Why the two cannot be one graph, in one sentence for a report's notes; None when they can."""
+    a, b = ({o.domain.replace("ai.onnx", "", 1): o.version for o in m.opset_import} for m in (reference, candidate))
+    for domain in sorted(set(a) & set(b)):
+        if a[domain] != b[domain]:
+            name = domain or "ai.onnx"
+            return f"compared as two sessions: opset {a[domain]} and {b[domain]} of {name} cannot share a graph"
+    if min(a.get("", 0), b.get("", 0)) < 11:
+        return "compared as two sessions: below opset 11"
+    if any(m.graph.sparse_initializer for m in (reference, candidate)):
+        return "compared as two sessions: sparse initializers"
+    if any(not p.ordered for p in pointers(reference.graph).values()):
+        return "compared as two sessions: a TopK leaves its order open"
+    return None
+
+
+class _Run:
+    """One comparison: what is paired, and the sessions, each opened when it is first needed."""
+
+    def __init__(
+        self, reference: onnx.ModelProto, candidate: onnx.ModelProto, names: Mapping[str, str] | None, isolated: bool
+    ) -> None:
+        self.reference, self.candidate, self.isolated = reference, candidate, isolated
+        self.one_graph, self.measured = why_two_sessions(reference, candidate) is None, 0
+        self.pairs: list[Pair] = []
+        self.types: dict[str, tuple[str, Shape]] = {}
+        self._sessions: dict[str, OrtSession] = {}
+        self._pair(pair_values(reference, candidate, names))
+
+    def measure(self, feed: Feed) -> list[tuple[Distance, Distance]]:
+        """Each pair's distance on one feed: cumulative, and isolated (zero where not asked for)."""
+        self.measured += 1
+        found = self._in_one_graph(feed) if self.one_graph else None
+        return found or self._by_hand(feed)
+
+    def _pair(self, matched: Mapping[str, str]) -> None:
+        point = pointers(self.reference.graph)
+        taps = [*matched, *(point[a].data for a in matched if a in point)]
+        of_a, of_b = _types(self.reference, taps), _types(self.candidate, list(matched.values()))
+        outputs = {o.name for o in self.reference.graph.output}
+        for a, b in matched.items():
+            (kind_a, shape), (kind_b, shape_b) = of_a[a], of_b[b]
+            plain = kind_a in _CODES and kind_b in _CODES
+            if not plain and a not in outputs:
+                # Inner sequences and the like are left to their consumers; an output of such a type must be right.
+                continue
+            self.one_graph &= plain and _may_be_equal(shape, shape_b)
+            pointer = point.get(a)
+            if pointer is not None and pointer.axis < 0:
+                pointer = replace(pointer, axis=pointer.axis + len(of_a[pointer.data][1]))
+            codes = {"dtype_a": _CODES.get(kind_a, 0), "dtype_b": _CODES.get(kind_b, 0)}
+            self.pairs.append(Pair(a=a, b=b, pointer=pointer, **codes))
+            self.types[a] = of_a[a]
+
+    def _in_one_graph(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
+        found = self._joint(feed, masked=False)
+        if found and not all(math.isfinite(d.aa + d.bb + d.ee) for pair in found for d in pair):
+            found = self._joint(feed, masked=True)
+        return found
+
+    def _joint(self, feed: Feed, *, masked: bool) -> list[tuple[Distance, Distance]] | None:
+        key = "masked" if masked else "plain"
+        if key not in self._sessions:
+            model = joint(self.reference, self.candidate, self.pairs, masked=masked, isolated=self.isolated)
+            self._sessions[key] = OnnxRuntime().open(model.SerializeToString())
+        try:
+            out = self._sessions[key].run(feed)
+        except StageError:
+            # Shapes that do not fit, an index out of range, a wrong feed: by hand, the one at fault gets its name.
+            return None
+        tags = ((str(i), f"{i}/isolated") for i in range(len(self.pairs)))
+        found = [(_distance(out, whole, masked), _distance(out, alone, masked)) for whole, alone in tags]
+        return None if any(d.mismatch for pair in found for d in pair) else found
+
+    def _by_hand(self, feed: Feed) -> list[tuple[Distance, Distance]]:
+        a = self._side("a", self.reference, [p.a for p in self.pairs], feed)
+        b = self._side("b", self.candidate, [p.b for p in self.pairs], feed)
+        whole = [_diff(p, a, b[p.b]) for p in self.pairs]
+        alone = [Distance(mismatch="not run")] * len(whole)
+        if self.isolated and not any(d.mismatch for d in whole):
+            fed = dict(feed) | {f"a//{p.a}": a[p.a] for p in self.pairs}
+            c = self._side("isolated", isolated_model(self.candidate, self.pairs), [], fed)
+            alone = [
+                Distance() if p.pointer else diff_arrays(a[p.a], c.get(ISOLATED + p.b, b[p.b])) for p in self.pairs
+            ]
+        return list(zip(whole, alone, strict=True))
+
+    def _side(self, key: str, model: onnx.ModelProto, taps: list[str], feed: Feed) -> dict[str, Array]:
+        if key not in self._sessions:
+            taps += [p.pointer.data for p in self.pairs if p.pointer and key == "a"]
+            self._sessions[key] = OnnxRuntime().open(model.SerializeToString(), list(dict.fromkeys(taps)))
+        session = self._sessions[key]
+        other = {i.name for m in (self.reference, self.candidate) for i in m.graph.input}
+        feed = {k: v for k, v in feed.items() if k in session.inputs or k not in other}
+        return feed | session.run(feed)
+
+
+def types_of(session: OrtSession) -> dict[str, tuple[str, Shape]]:
+    """numpy's name of the element type (or `seq(…)`) and the shape of every input, output and tap of a session."""
+    found = {}
+    for name, (kind, shape) in session.types.items():
+        plain = kind.removeprefix("tensor(").removesuffix(")")
+        dtype = {"float": "float32", "double": "float64"}.get(plain, plain)
+        found[name] = (dtype, tuple("?" if d is None else d for d in shape))
+    return found
+
+
+def _types(model: onnx.ModelProto, values: list[str]) -> dict[str, tuple[str, Shape]]:
+    # onnxruntime knows its own operators' types too, which onnx's shape inference does not.
+    return types_of(OnnxRuntime().open(model.SerializeToString(), list(dict.fromkeys(values))))
+
+
+def _may_be_equal(a: Shape, b: Shape) -> bool:
+    sizes = zip(a, b, strict=False)
+    return len(a) == len(b) and not any(isinstance(x, int) and isinstance(y, int) and x != y for x, y in sizes)
+
+
+def _distance(out: Mapping[str, Any], tag: str, masked: bool) -> Distance:
+    if f"{tag}/aa" not in out:
+        return Distance()
+    (shape_a, shape_b), bad = ((tuple(out[f"{tag}/shape_{s}"].tolist()) for s in "ab"), out.get(f"{tag}/bad", 0))
+    sums: dict[str, Any] = {k: float(out[f"{tag}/{k}"]) for k in ("aa", "bb", "ee", "l1")}
+    sums |= {k: int(out[f"{tag}/{k}"]) for k in ("nonfinite_a", "nonfinite_b", "one_sided") if masked}
+    return Distance(
+        count=math.prod(shape_a) - int(bad),
+        # The maximum over no element is -inf.
+        peak=max(float(out[f"{tag}/peak"]), 0.0),
+        mismatch="" if shape_a == shape_b else f"shape {shape_a} against {shape_b}",
+        **sums,
+    )
+
+
+def _diff(pair: Pair, a: Mapping[str, Array], b: Any) -> Distance:
+    if pair.pointer is None or a[pair.a].size != b.size:
+        return diff_arrays(a[pair.a], b)
+    data = a[pair.pointer.data]
+    return diff_arrays(*(pointed_at(pair.pointer, data, index) for index in (a[pair.a], b)))
+
+
+def _rows(
+    run: _Run, totals: list[Distance], apart: list[Distance] | None, tolerances: Mapping[str, float]
+) -> tuple[LayerDiff, ...]:
+    ops = {o: n.op_type for n in run.reference.graph.node for o in n.output}
+    paths, by_name = modules(run.reference), {p.a: d for p, d in zip(run.pairs, totals, strict=True)}
+    rows = []
+    for i, (pair, total) in enumerate(zip(run.pairs, totals, strict=True)):
+        gate = _gate(pair, total, by_name, tolerances)
+        extra: dict[str, Scalar] = {"mismatch": total.mismatch} if total.mismatch else {}
+        if apart is not None and pair.pointer is None:
+            extra["isolated_sqnr_db"] = -math.inf if apart[i].one_sided else apart[i].sqnr_db
+        rows.append(
+            LayerDiff(
+                name=pair.a,
+                op=ops.get(pair.a, "Input"),
+                module=paths.get(pair.a, ""),
+                dtype=run.types[pair.a][0],
+                shape=run.types[pair.a][1],
+                extra=extra,
+                **total.measures(),
+                **gate,
+            )
+        )
+    return tuple(rows)
+
+
+def _gate(
+    pair: Pair, total: Distance, by_name: Mapping[str, Distance], tolerances: Mapping[str, float]
+) -> dict[str, Any]:
+    """What the row is bounded by."""
+    if total.mismatch:
+        return {"tolerance": 0.0}
+    data = pair.pointer.data if pair.pointer else ""
+    if data in by_name and not tolerances.keys().isdisjoint({pair.a, data}):
+        # A right index can be off by no more than both sides' data moving towards each other.
+        return {"judged": "max_abs", "tolerance": 2.0 * by_name[data].peak * (1 + 1e-9)}
+    return {"tolerance": tolerances.get(pair.a)}

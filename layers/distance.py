@@ -1,0 +1,154 @@
+"""How far apart two tensors are, as sums that add up over samples: what is kept does not grow with their number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """Sums over one or more pairs of tensors; the measures are properties, the definitions are those of `LayerDiff`.
+
+    The first six are over the elements that both sides have finite.
+
+    Attributes:
+        count: number of those elements.
+        aa: sum of a².
+        bb: sum of b².
+        ee: sum of (a - b)².
+        l1: sum of |a - b|.
+        peak: max |a - b|.
+        nonfinite_a: NaN and Inf elements of a.
+        nonfinite_b: NaN and Inf elements of b.
+        one_sided: elements non-finite on one side only, or NaN against Inf, or Inf of the other sign.
+        mismatch: what keeps the two from being compared at all ("shape (3, 1) against (3, 3)").
+    """
+
+    count: int = 0
+    aa: float = 0.0
+    bb: float = 0.0
+    ee: float = 0.0
+    l1: float = 0.0
+    peak: float = 0.0
+    nonfinite_a: int = 0
+    nonfinite_b: int = 0
+    one_sided: int = 0
+    mismatch: str = ""
+
+    def __add__(self, other: Distance) -> Distance:
+        return Distance(
+            count=self.count + other.count,
+            aa=self.aa + other.aa,
+            bb=self.bb + other.bb,
+            ee=self.ee + other.ee,
+            l1=self.l1 + other.l1,
+            peak=max(self.peak, other.peak),
+            nonfinite_a=self.nonfinite_a + other.nonfinite_a,
+            nonfinite_b=self.nonfinite_b + other.nonfinite_b,
+            one_sided=self.one_sided + other.one_sided,
+            mismatch=self.mismatch or other.mismatch,
+        )
+
+    @property
+    def max_abs(self) -> float:
+        return math.inf if self.mismatch else self.peak
+
+    @property
+    def mean_abs(self) -> float:
+        return math.inf if self.mismatch else self.l1 / max(self.count, 1)
+
+    @property
+    def rel_l2(self) -> float:
+        """‖a - b‖ / ‖a‖, or ‖a - b‖ where ‖a‖ is 0."""
+        return math.inf if self.mismatch else math.sqrt(self.ee / self.aa if self.aa else self.ee)
+
+    @property
+    def cosine(self) -> float | None:
+        """From the three sums without cancellation: 1 - cos = (‖a-b‖² - (‖a‖-‖b‖)²) / (2‖a‖‖b‖)."""
+        if self.mismatch:
+            return None
+        na, nb = math.sqrt(self.aa), math.sqrt(self.bb)
+        if not na or not nb:
+            return 1.0 if na == nb else 0.0
+        return 1.0 - max(self.ee - (na - nb) ** 2, 0.0) / (2.0 * na * nb)
+
+    @property
+    def sqnr_db(self) -> float | None:
+        return None if self.mismatch else decibels(self.aa, self.ee)
+
+    def measures(self) -> dict[str, Any]:
+        """The fields of a LayerDiff that this determines."""
+        names = ("max_abs", "mean_abs", "rel_l2", "cosine", "sqnr_db", "nonfinite_a", "nonfinite_b", "one_sided")
+        return {name: getattr(self, name) for name in names}
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise), of powers; inf where there is no noise."""
+    if noise == 0.0:
+        return math.inf
+    return 10.0 * math.log10(signal / noise) if signal / noise > 0.0 else -math.inf
+
+
+def diff_arrays(a: Any, b: Any) -> Distance:
+    """The distance of `b` from its reference `a`: arrays of any element type, sequences of them, or None.
+
+    Differences are taken in float64, so that neither float32 sums nor values near 1e38 lose anything.
+    Different shapes are a mismatch, never broadcast.
+    """
+    if a is None or b is None:
+        return Distance() if a is b else Distance(mismatch="absent on one side")
+    if isinstance(a, Sequence) and not isinstance(a, str):
+        if not isinstance(b, Sequence) or len(a) != len(b):
+            return Distance(mismatch=f"a sequence of {len(a)} against {_kind(b)}")
+        return sum((diff_arrays(x, y) for x, y in zip(a, b, strict=True)), Distance())
+    x, y = np.asarray(a), np.asarray(b)
+    if x.shape != y.shape:
+        return Distance(mismatch=f"shape {x.shape} against {y.shape}")
+    if x.dtype.kind in "OSU" or y.dtype.kind in "OSU":
+        return _numeric(np.zeros(x.shape), np.asarray(x != y, np.float64))
+    if x.dtype.kind == "c" or y.dtype.kind == "c":
+        x, y = (np.atleast_1d(v).astype(np.complex128).view(np.float64) for v in (x, y))
+    return _numeric(x, y)
+
+
+# Elements taken at a time: their float64 copies stay in the processor's cache and cost no memory, and a sum of so few
+# does not wake the threads of the linear algebra library, which a busy machine pays for dearly.
+_BLOCK = 1 << 13
+
+
+def _numeric(x: Array, y: Array) -> Distance:
+    exact = {x.dtype.kind, y.dtype.kind} <= set("iub")
+    x, y = x.reshape(-1), y.reshape(-1)
+    blocks = (slice(i, i + _BLOCK) for i in range(0, x.size, _BLOCK))
+    return sum((_block(x[s], y[s], exact) for s in blocks), Distance())
+
+
+def _block(x: Array, y: Array, exact: bool) -> Distance:
+    a, b = x.astype(np.float64), y.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        e = np.abs(a - b)
+        if exact:
+            # Integers past 2^53 collapse in float64; two that differ must never look equal.
+            e = np.maximum(e, x != y)
+        aa, bb, ee = float(a @ a), float(b @ b), float(e @ e)
+    if math.isfinite(aa + bb + ee):
+        return Distance(count=a.size, aa=aa, bb=bb, ee=ee, l1=float(e.sum()), peak=float(e.max(initial=0.0)))
+    bad_a, bad_b = ~np.isfinite(a), ~np.isfinite(b)
+    bad = bad_a | bad_b
+    if not bad.any():  # squares that overflow even float64
+        return Distance(count=a.size, aa=aa, bb=bb, ee=ee, l1=float(e.sum()), peak=float(e.max()))
+    same = (np.isnan(a) & np.isnan(b)) | (a == b)
+    counted = Distance(nonfinite_a=int(bad_a.sum()), nonfinite_b=int(bad_b.sum()), one_sided=int((bad & ~same).sum()))
+    return _block(a[~bad], b[~bad], False) + counted
+
+
+def _kind(value: Any) -> str:
+    return f"a sequence of {len(value)}" if isinstance(value, Sequence) else type(value).__name__

@@ -1,0 +1,230 @@
+"""Which feeds a foreign model is compared on, and which sizes it takes: nobody says, so onnxruntime is asked."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx
+from onnx import helper
+
+from layerline.backends.base import Array, Feed
+from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
+from layerline.layers.probes import sizes
+from layerline.layers.signature import Dim, Value
+from layerline.layers.sources import Source
+from layerline.pipeline.errors import ConfigError, StageError
+
+MEMORY = 64 << 20
+"""Bytes that the inner values of one feed may take; a dimension is not run at greater sizes."""
+BEYOND = 4
+"""Where no upper bound is declared, a dimension is run at up to this many times its size in the first feed."""
+BATCH = 2
+"""Samples of the first feed, where the model takes any number."""
+TRIES = 400
+"""Combinations of sizes that are tried before a model without samples and bounds is given up."""
+_BATCHES, _SIZES = (BATCH, 1, 4), (64, 2, 32, 48, 16, 1, 128, 224, 256, 512, 576, 3, 80, 320, 640, 1024, 4096, 16000)
+_COUNT = "elements of "
+_STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """What the configuration says of a dimension; None where it says nothing."""
+
+    min: int | None = None
+    max: int | None = None
+    multiple: int | None = None
+
+    def fit(self, size: int) -> int:
+        """The nearest size that is allowed."""
+        step = self.multiple or 1
+        low, high = -(-(self.min or 1) // step) * step, (self.max or max(size, step)) // step * step
+        return max(low, min(max(size // step * step, step), high))
+
+
+@dataclass(kw_only=True)
+class Feeder:
+    """Finds feeds for one model.
+
+    Args:
+        model: the original.
+        inputs: what it takes; every dimension that may vary has a name.
+        declared: what is known of dimensions, by name.
+
+    Attributes:
+        dims: bounds of every dimension that varies: as declared, else as found.
+        same: dimensions that turned out to be one, each with the one it is.
+        fixed: dimensions that take a single size.
+        notes: what was left out, and why.
+    """
+
+    model: onnx.ModelProto
+    inputs: Sequence[Value]
+    declared: Mapping[str, Declared]
+    dims: dict[str, Dim] = field(default_factory=dict)
+    same: dict[str, str] = field(default_factory=dict)
+    fixed: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    _known: dict[tuple[tuple[str, int], ...], str | None] = field(default_factory=dict)
+    _full: set[str] = field(default_factory=set)
+    _counting: OrtSession | None = None
+
+    def __post_init__(self) -> None:
+        self._session = OnnxRuntime().open(self.model.SerializeToString())
+        self.free = list(dict.fromkeys(d for v in self.inputs for d in v.shape if isinstance(d, str)))
+
+    def search(self, source: Source) -> dict[str, int] | str:
+        """The first sizes that the model runs at, or what it said to the likeliest; nothing is known but bounds."""
+        complaint = ""
+        for found in _likeliest([self._candidates(d) for d in self.free]):
+            at = dict(zip(self.free, found, strict=True))
+            feed = source.feed(at)
+            said = self.refuses(feed) or next((f"{n} is empty" for n, a in self.run(feed).items() if not a.size), None)
+            if said is None:
+                return at
+            complaint = complaint or f"at {_told(at)}: {said}"
+        return complaint
+
+    def vary(self, source: Source, first: Mapping[str, int]) -> list[Feed]:
+        """Feeds at other sizes of every dimension, alone or with those it is tied to; fills in what they show.
+
+        Raises:
+            ConfigError: a declared size that the model refuses.
+        """
+        feeds: list[Feed] = []
+        if not self.free:
+            return feeds
+        sizes = self._inner(source.feed(first))
+        self._full = {v for v, count in sizes.items() if count}
+        limit = MEMORY / max(4 * sum(sizes.values()), 1)
+        for name in self.free:
+            if name not in self.same:
+                feeds += self._vary(name, source, first, limit)
+        return feeds
+
+    def run(self, feed: Feed) -> dict[str, Array]:
+        """The outputs of the model as given."""
+        return self._session.run(feed)
+
+    def refuses(self, feed: Feed) -> str | None:
+        """What onnxruntime says against a feed; None where it runs."""
+        try:
+            self.run(feed)
+        except StageError as error:
+            return next(iter(error.what.splitlines()), "")
+        return None
+
+    def _candidates(self, name: str) -> list[int]:
+        places = [axis for v in self.inputs for axis, d in enumerate(v.shape) if d == name]
+        declared = self.declared.get(name, Declared())
+        return list(dict.fromkeys(declared.fit(s) for s in (_BATCHES if 0 in places else _SIZES)))
+
+    def _vary(self, name: str, source: Source, first: Mapping[str, int], limit: float) -> list[Feed]:
+        own, seen = self.declared.get(name), first[name]
+        ran = self._run((name,), source, first, limit)
+        if not ran and own is None:
+            for other in self.free:
+                undecided = other not in (name, *self.same, *self.dims, *self.fixed) and other not in self.declared
+                if undecided and first[other] == seen and (ran := self._run((name, other), source, first, limit)):
+                    self.same[other] = name
+                    self.notes.append(f"{other} is always the size of {name}, and goes by its name")
+                    break
+        if not ran and own is None:
+            self.fixed[name] = seen
+            self.notes.append(f"{name} is fixed at {seen}: the model runs at no other size that was tried")
+            return []
+        own, all_sizes = own or Declared(), [seen, *ran]
+        step = own.multiple or self._step((name, *(o for o, n in self.same.items() if n == name)), source, first)
+        self.dims[name] = Dim(min=own.min or min(all_sizes), max=own.max or max(all_sizes), multiple=step)
+        return list(ran.values())
+
+    def _run(self, names: tuple[str, ...], source: Source, first: Mapping[str, int], limit: float) -> dict[int, Feed]:
+        """Feeds that the model takes with other sizes of these dimensions, which move together, by size."""
+        name, seen = names[0], first[names[0]]
+        own = self.declared.get(name, Declared())
+        step = own.multiple or self._step(names, source, first)
+        top = own.max or BEYOND * seen
+        wanted = sizes(own.min or step, top, seen, step, max(seen, int(seen * limit)))
+        found: dict[int, Feed] = {}
+        for size in wanted:
+            at = {**first, **dict.fromkeys(names, size)}
+            said = self._refuses(source, at)
+            if said is None:
+                found[size] = source.feed(at)
+            elif own.max is not None and size >= (own.min or own.max):
+                raise ConfigError(
+                    f"{name} takes {size} by declaration, but not in the model: {said}", where=f"dims.{name}"
+                )
+        if own.min is None and min([*found, seen]) == seen and (low := self._lowest(names, step, source, first)):
+            found[low] = source.feed({**first, **dict.fromkeys(names, low)})
+        if own.max is not None and own.max not in (*found, seen):
+            self.notes.append(
+                f"{name} was run up to {max([*found, seen])} of {own.max}: more would take too much memory"
+            )
+        return found
+
+    def _lowest(self, names: tuple[str, ...], step: int, source: Source, first: Mapping[str, int]) -> int | None:
+        """The smallest size that halving leads to; None where the model does not even take half."""
+        low, size = None, first[names[0]] // 2 // step * step
+        while size >= step and self._refuses(source, {**first, **dict.fromkeys(names, size)}) is None:
+            low, size = size, size // 2 // step * step
+        return low
+
+    def _step(self, names: tuple[str, ...], source: Source, first: Mapping[str, int]) -> int:
+        """The smallest step to a size that the model takes; 1 where none of those tried is one."""
+        seen = first[names[0]]
+        fits = (s for s in _STEPS if seen % s == 0)
+        at = ((s, {**first, **dict.fromkeys(names, seen + s)}) for s in fits)
+        return next((s for s, at_size in at if self._refuses(source, at_size) is None), 1)
+
+    def _refuses(self, source: Source, at: Mapping[str, int]) -> str | None:
+        """Also where something runs empty that does not at the first sizes: no builder takes that."""
+        key = tuple(sorted(at.items()))
+        if key not in self._known:
+            try:
+                counts = self._inner(source.feed(at))
+            except StageError as error:
+                self._known[key] = next(iter(error.what.splitlines()), "")
+            else:
+                empty = next((v for v, count in counts.items() if not count and v in self._full), None)
+                self._known[key] = f"{empty} becomes empty" if empty else None
+        return self._known[key]
+
+    def _inner(self, feed: Feed) -> dict[str, int]:
+        """Elements of every value of the main graph on this feed, counted by the graph itself."""
+        if self._counting is None:
+            self._counting = OnnxRuntime().open(self._counted().SerializeToString())
+        return {name.removeprefix(_COUNT): int(a) for name, a in self._counting.run(feed).items()}
+
+    def _counted(self) -> onnx.ModelProto:
+        values = [o for n in self.model.graph.node for o in n.output if o]
+        types = OnnxRuntime().open(self.model.SerializeToString(), values).types
+        values = [v for v in values if types[v][0].startswith("tensor(") and "string" not in types[v][0]]
+        counted = onnx.ModelProto()
+        counted.CopyFrom(self.model)
+        counted.graph.node.extend(helper.make_node("Size", [v], [_COUNT + v]) for v in values)
+        del counted.graph.output[:]
+        counted.graph.output.extend(helper.make_empty_tensor_value_info(_COUNT + v) for v in values)
+        return counted
+
+
+def _likeliest(lists: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Combinations of one of each, those of early entries first; at most TRIES."""
+    start = (0,) * len(lists)
+    heap, known = [(0, start)], {start}
+    for _ in range(TRIES):
+        if not heap:
+            return
+        rank, places = heapq.heappop(heap)
+        yield tuple(values[p] for values, p in zip(lists, places, strict=True))
+        for i, values in enumerate(lists):
+            after = (*places[:i], places[i] + 1, *places[i + 1 :])
+            if after[i] < len(values) and after not in known:
+                known.add(after)
+                heapq.heappush(heap, (rank + 1, after))
+
+
+def _told(at: Mapping[str, int]) -> str:
+    return ", ".join(f"{n}={s}" for n, s in at.items()) or "its only size"

@@ -1,0 +1,141 @@
+"""torch against ONNX: every value against the float64 program, every output against the module itself.
+
+DESIGN §6: the exported program in float64 is the truth, and torch's own float32 error against it the noise floor; a
+value passes when the ONNX's error is within a stated multiple of that. The program shares what tracing baked in with
+the ONNX, so each probe's outputs are also compared with what the module itself gives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from layerline.backends.base import Array, Feed
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.graph import noise
+from layerline.layers import floor, identity
+from layerline.layers.compare import types_of
+from layerline.layers.tally import Apart, Tally, Within
+from layerline.layers.tracing import Traced
+from layerline.pipeline.errors import StageError
+from layerline.pipeline.report import Gate, LayerDiff
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One feed to compare on.
+
+    Attributes:
+        label: what is special about it: "example", "batch=5".
+        outputs: what the module itself gives for it.
+    """
+
+    label: str
+    feed: Feed
+    outputs: Mapping[str, Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """What was found.
+
+    Attributes:
+        rows: one per value that is a node of the program, in the ONNX's topological order.
+        gates: one per probe: the module's own outputs against the ONNX's.
+        floors: noise floor (relative L2) by value.
+        notes: what was not compared, and why.
+    """
+
+    rows: tuple[LayerDiff, ...]
+    gates: tuple[Gate, ...]
+    floors: Mapping[str, float]
+    notes: tuple[str, ...]
+
+
+def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) -> Parity:
+    """Runs the ONNX, the program and the module on every probe.
+
+    Args:
+        rule: what values are judged by; None for the measured floor (`tolerance: auto`).
+    """
+    session = OnnxRuntime().open(traced.model.SerializeToString(), traced.taps())
+    tally = Tally(traced, rule)
+    seen: list[tuple[str, dict[str, Apart] | StageError]] = []
+    ran: list[tuple[Probe, dict[str, Array]]] = []
+    for probe in probes:
+        try:
+            found = session.run(probe.feed)
+        except StageError as error:
+            seen.append((probe.label, error))
+            continue
+        seen.append((probe.label, {k: tally.apart(k, a, found) for k, a in probe.outputs.items()}))
+        ran.append((probe, found))
+    tally.measure([p.feed for p, _ in ran], [f for _, f in ran])
+    floors = tally.floors()
+    notes = [
+        f"{ran[i][0].label}: inner values not compared from {error.where} on; {error.what}"
+        for i, error in tally.twin.refused.items()
+    ]
+    notes += [f"{node} has no float64 form; run in float32 there: {why}" for node, why in tally.twin.notes.items()]
+    rows = tally.rows(types_of(session))
+    return Parity(
+        rows=rows,
+        gates=(*(_gate(traced, label, what, tally, floors) for label, what in seen), *_folded(traced, tally.random)),
+        floors=floors,
+        notes=(*notes, *_random(traced, tally.random), *_nonfinite(rows)),
+    )
+
+
+def _gate(
+    traced: Traced, label: str, seen: dict[str, Apart] | StageError, tally: Tally, floors: Mapping[str, float]
+) -> Gate:
+    """Whether the ONNX does on this probe what the module itself does."""
+    hint = "a size or value was fixed while tracing: take it from the input's shape, or declare min, max or multiple"
+    name = f"module itself, {label}"
+    if isinstance(seen, StageError):
+        return Gate(name, False, f"the ONNX can't run: {_named_module(traced, seen.what)}", "runs", hint)
+    # Both sides are float32 here, each off the truth by about the floor.
+    judged = [k for k in seen if k not in tally.random]
+    allowed = {k: 1.0 if tally.rule else 2.0 * floor.tolerance(floors.get(k, 0.0)) for k in judged}
+    share = {k: (seen[k].used if tally.rule else seen[k].distance.rel_l2) / allowed[k] for k in allowed}
+    worst = max(share, key=lambda k: (seen[k].distance.one_sided > 0, share[k]), default=None)
+    if worst is None:
+        return Gate(name, True, "only non-deterministic outputs", "not compared")
+    d = seen[worst].distance
+    told = d.mismatch or f"relative L2 {d.rel_l2:.1e}, {d.one_sided} one-sided NaN or Inf"
+    expected = "within rtol and atol" if tally.rule else f"at most {allowed[worst]:.1e}"
+    passed = share[worst] <= 1.0 and not d.one_sided
+    return Gate(name, passed, f"{worst}: {told}", expected, "" if passed else hint)
+
+
+def _random(traced: Traced, random: Mapping[str, str]) -> list[str]:
+    first = next((v for n in traced.model.graph.node for v in n.output if v in random), None)
+    if first is None:
+        return []
+    where = identity.modules(traced.model).get(first, first)
+    return [f"non-deterministic op {random[first]} at {where}: {len(random)} values that depend on it are not compared"]
+
+
+def _nonfinite(rows: Sequence[LayerDiff]) -> list[str]:
+    both = [r for r in rows if r.nonfinite_a and not r.one_sided]
+    told = f"{len(both)} values hold NaN or Inf in torch and in the ONNX alike, first {both[0].where}" if both else ""
+    return [told] if told else []
+
+
+def _folded(traced: Traced, random: Mapping[str, str]) -> list[Gate]:
+    """A random operator that the exporter turned into one draw."""
+    kept = noise.drawn(traced.model)
+    return [
+        Gate(f"non-deterministic op {op}", False, f"{value} is one draw, stored as a constant", "a random operator")
+        for value, op in random.items()
+        if value not in kept
+    ][:1]
+
+
+def _named_module(traced: Traced, message: str) -> str:
+    """onnxruntime's message with the module path of the node it names."""
+    node = re.search(r"Name:'(.*?)'", message)
+    paths = identity.modules(traced.model)
+    where = next((paths.get(n.output[0], "") for n in traced.model.graph.node if node and n.name == node[1]), "")
+    return f"module {where}: {message}" if where else message

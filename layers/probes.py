@@ -1,0 +1,80 @@
+"""Real feeds that travel with every ONNX artifact, so that each later stage proves itself on the same inputs.
+
+`probes.safetensors` holds `<i>/<input name>`: feed 0 is the example, the others are samples and other sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from layerline.backends.base import Array, Feed
+from layerline.pipeline.errors import StageError
+
+FILE = "probes.safetensors"
+
+
+def save(folder: Path, feeds: Iterable[Feed]) -> None:
+    """Writes the feeds, the same bytes for the same content."""
+    tensors = {f"{i}/{name}": np.asarray(a, order="C") for i, feed in enumerate(feeds) for name, a in feed.items()}
+    save_file(tensors, str(folder / FILE))
+
+
+def load(folder: Path) -> list[Feed]:
+    """The feeds in order.
+
+    Raises:
+        StageError: the file is missing or damaged.
+    """
+    path = folder / FILE
+    try:
+        tensors = load_file(str(path))
+    except (OSError, SafetensorError) as error:
+        raise StageError(f"cannot read the probe feeds ({error})", where=path.name) from error
+    feeds: dict[int, dict[str, Array]] = {}
+    for key in tensors:
+        index, _, name = key.partition("/")
+        feeds.setdefault(int(index), {})[name] = tensors[key]
+    return [feeds[i] for i in sorted(feeds)]
+
+
+def resized(array: Array, axis: int, size: int) -> Array:
+    """`array` with another size along one axis: cut, or repeated from its start."""
+    out: Array = np.take(array, np.arange(size) % max(array.shape[axis], 1), axis)
+    return out
+
+
+def drawn(array: Array, low: int, high: int, rng: np.random.Generator) -> Array:
+    """Integers over [low, high], both bounds among them where there is room, in the shape and type of `array`."""
+    values: npt.NDArray[np.int64] = rng.integers(low, high, array.shape, np.int64, endpoint=True)
+    if values.size > 1:
+        values.flat[0], values.flat[-1] = low, high
+    return values.astype(array.dtype)
+
+
+def sizes(low: int, high: int, seen: int, multiple: int = 1, limit: int | None = None) -> list[int]:
+    """At least two sizes of a dynamic axis other than `seen`, where its bounds leave any: both bounds, and one between.
+
+    Args:
+        low: smallest size allowed.
+        high: greatest size allowed.
+        seen: the example's size.
+        multiple: every size is a multiple of this.
+        limit: greatest size that is worth its memory; the ones next to `seen` always are.
+    """
+    top = min(high, limit) if limit is not None else high
+    here, least, top = seen // multiple, -(-low // multiple), top // multiple
+    wanted = {least, min(least + 1, max(top, least)), max(top, least), here + 1}
+    # At least two beside the example's, also where memory allows no more than the next ones up.
+    wanted |= {here + 2} if len(wanted - {here}) < 2 else set()
+    return [s * multiple for s in sorted(wanted) if s != here and s * multiple <= high]
+
+
+def described(feed: Mapping[str, Array]) -> str:
+    """The feed's shapes, for messages: `x (5, 3, 8, 8)`."""
+    return ", ".join(f"{name} {tuple(a.shape)}" for name, a in feed.items())

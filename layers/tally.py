@@ -1,0 +1,163 @@
+"""What the probes show about each inner value: its error, torch's own noise there, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from layerline.backends.base import Array, Feed
+from layerline.layers import floor, identity, randomness, sums
+from layerline.layers.distance import Distance, diff_arrays
+from layerline.layers.indices import pointed_at, pointers
+from layerline.layers.taps import Twin, array
+from layerline.layers.tracing import Traced
+from layerline.pipeline.report import LayerDiff, Scalar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Within:
+    """numpy's rule instead of the measured floor: |a - b| <= atol + rtol |a| for each element; a is torch's float32."""
+
+    rtol: float
+    atol: float
+
+    def used(self, a: Array, b: Array) -> float:
+        """The greatest share of its allowance that an element uses up; above 1 the rule is broken."""
+        finite = np.isfinite(a) & np.isfinite(b)
+        x, y = a[finite].astype(np.float64), b[finite].astype(np.float64)
+        off, allowed = np.abs(x - y), self.atol + self.rtol * np.abs(x)
+        with np.errstate(divide="ignore"):
+            return float(np.divide(off, allowed, out=np.zeros_like(off), where=off > 0).max(initial=0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apart:
+    """A distance, and the share of `Within` that it uses up, where that is the rule."""
+
+    distance: Distance
+    used: float
+
+
+class Tally:
+    """Sums over the probes, by value.
+
+    Args:
+        rule: what a value is judged by; None for the measured floor.
+
+    Attributes:
+        random: values drawn at random, with the operator; they are not judged.
+    """
+
+    def __init__(self, traced: Traced, rule: Within | None) -> None:
+        self.traced, self.rule, self.twin = traced, rule, Twin(traced.program)
+        drawn = randomness.drawn(traced.program)
+        self.random = {v: drawn[n] for v, n in traced.nodes.items() if n in drawn}
+        self._pointers = pointers(traced.model.graph)
+        self._values: dict[str, list[str]] = {}
+        for value, node in traced.nodes.items():
+            self._values.setdefault(node, []).append(value)
+        self._owners = frozenset(traced.owners.values())
+        self._error: dict[str, Distance] = {}
+        self._noise: dict[str, Distance] = {}
+        self._used: dict[str, float] = {}
+
+    def measure(self, feeds: Sequence[Feed], found: Sequence[dict[str, Array]]) -> None:
+        """Adds feeds.
+
+        Args:
+            feeds: arrays by input name.
+            found: the ONNX's values for each, by name; what has been compared is taken out.
+        """
+        pointed = {p.data for p in self._pointers.values()}
+        for node, twins in self.twin.values(feeds):
+            for t in twins if node in self._owners else ():
+                whole = isinstance(t.single, torch.Tensor)
+                sides = [(t.single, t.double)] if whole else _parts(t.single, t.double)
+                pairs = [(array(s), array(d)) for s, d in sides if isinstance(s, torch.Tensor)]
+                noise = sum((diff_arrays(d, s) for s, d in pairs), Distance())
+                self._noise[node] = self._noise.get(node, Distance()) + noise
+                for value in (v for v in self._values.get(node, ()) if whole and v in found[t.feed]):
+                    self._compare(value, *pairs[0], found[t.feed])
+                    if value not in pointed:
+                        del found[t.feed][value]
+
+    def floors(self) -> dict[str, float]:
+        """Noise floor (relative L2) of every value; of one that lies inside of a node, the node's."""
+        long = sums.allowances(self.traced.program)
+        floors = {v: max(self._noise[n].rel_l2, long[n]) for v, n in self.traced.owners.items() if n in self._noise}
+        for value, point in self._pointers.items():
+            if value in floors:
+                # An index can be off by as much as the data it points into, moved on both sides.
+                floors[value] = max(floors[value], 2.0 * floors.get(point.data, 0.0))
+        return floors
+
+    def rows(self, types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> tuple[LayerDiff, ...]:
+        """One row per measured value, in the ONNX's topological order; `types` are names and shapes by value."""
+        paths, lines, floors = identity.modules(self.traced.model), identity.sources(self.traced.model), self.floors()
+        return tuple(
+            LayerDiff(
+                name=value,
+                op=node.op_type,
+                module=paths.get(value, ""),
+                dtype=types[value][0],
+                shape=types[value][1],
+                **self._verdict(value, types[value][0], floors[value], lines.get(value)),
+            )
+            for node in self.traced.model.graph.node
+            for value in node.output
+            if value in self._error
+        )
+
+    def apart(self, value: str, reference: Array, found: Mapping[str, Array]) -> Apart:
+        """How far the ONNX's value is from float32 ones that were got otherwise; indices by what they point at."""
+        a, onnx = self._meant(value, (reference, found[value]), found)
+        distance = diff_arrays(a, onnx)
+        used = self.rule.used(a, onnx) if self.rule and not distance.mismatch else distance.max_abs
+        return Apart(distance=distance, used=used)
+
+    def _meant(self, value: str, sides: tuple[Array, ...], found: Mapping[str, Array]) -> tuple[Array, ...]:
+        point = self._pointers.get(value)
+        if point is None or point.data not in found or len({x.size for x in sides}) > 1:
+            return sides
+        return tuple(pointed_at(point, found[point.data], x) for x in sides)
+
+    def _compare(self, value: str, single: Array, double: Array, found: Mapping[str, Array]) -> None:
+        single, double, onnx = self._meant(value, (single, double, found[value]), found)
+        truth = single if self.rule else double
+        error = diff_arrays(truth, onnx)
+        if error.nonfinite_a or error.nonfinite_b:
+            # Float64 does not overflow where float32 does: which elements are NaN or Inf is for float32 to say.
+            counts, good = diff_arrays(single, onnx), np.isfinite(single) & np.isfinite(double) & np.isfinite(onnx)
+            kept = {k: getattr(counts, k) for k in ("nonfinite_a", "nonfinite_b", "one_sided")}
+            error = diff_arrays(truth[good], onnx[good]) + Distance(**kept)
+        if self.rule and not error.mismatch:
+            self._used[value] = max(self._used.get(value, 0.0), self.rule.used(single, onnx))
+        self._error[value] = self._error.get(value, Distance()) + error
+
+    def _verdict(self, value: str, dtype: str, low: float, line: str | None) -> dict[str, Any]:
+        """Measures, tolerance and further columns of one row."""
+        extra: dict[str, Scalar] = {"source": line} if line else {}
+        if value in self.random:
+            return {"extra": extra | {"nondeterministic": self.random[value]}}
+        error, used = self._error[value], self._used.get(value, 0.0)
+        measures = error.measures()
+        if error.mismatch:
+            return measures | {"tolerance": 0.0, "extra": extra | {"mismatch": error.mismatch}}
+        if self.rule:
+            # Scaled so that max_abs meets it exactly where every element keeps the rule.
+            bound = error.max_abs / used if used > 0 else self.rule.atol
+            return measures | {"judged": "max_abs", "tolerance": bound, "extra": extra | {"ratio": used}}
+        # Integers and booleans have no rounding; indices are measured on the numbers they point at.
+        exact = value not in self._pointers and np.dtype(dtype).kind in "iub"
+        bound = floor.MULTIPLE * low if exact else floor.tolerance(low)
+        ratio = floor.MULTIPLE * error.rel_l2 / bound if bound else math.inf if error.rel_l2 else 0.0
+        return measures | {"tolerance": bound, "extra": extra | {"floor": low, "ratio": ratio}}
+
+
+def _parts(single: Any, double: Any) -> list[tuple[Any, Any]]:
+    return list(zip(single, double, strict=True)) if isinstance(single, list | tuple) else []

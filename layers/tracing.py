@@ -1,0 +1,215 @@
+"""torch.onnx.export, with names that stay, axes that are what was declared, and errors that say what to change."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common
+from onnxscript import optimizer
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, TensorArgument
+
+from layerline.graph.facts import RANDOM
+from layerline.layers import axes as axis_names
+from layerline.layers import identity
+from layerline.layers.axes import Axes
+from layerline.layers.blame import blame, dropped
+from layerline.layers.calls import Call
+from layerline.pipeline.errors import ConfigError, StageError
+
+_NOT_IN_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """An exported model beside the program it was made from.
+
+    Attributes:
+        program: after decomposition; its nodes have the names of the ONNX values.
+        model: the ONNX model; inputs, outputs and axes carry their own names, nodes their module and source.
+        nodes: program node of each ONNX value that is one, by value name.
+        owners: program node that each ONNX value is, or lies inside of.
+        ranges: sizes the program holds for, by axis name; None where there is no upper end.
+    """
+
+    program: ExportedProgram
+    model: onnx.ModelProto
+    nodes: Mapping[str, str]
+    owners: Mapping[str, str]
+    ranges: Mapping[str, tuple[int, int | None]]
+
+    def taps(self) -> list[str]:
+        """Values to ask the runtime for beside the outputs: those that numpy has a type for."""
+        meta = {n.name: n.meta.get("val") for n in self.program.graph.nodes}
+        return [v for v, n in self.nodes.items() if getattr(meta[n], "dtype", None) not in _NOT_IN_NUMPY]
+
+
+def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
+    """Exports a module in eval mode.
+
+    Args:
+        call: the module and its example, with at least two steps along every dynamic axis.
+        axes: the dynamic axes; the result has exactly these symbolic.
+        opset: version of ONNX's own operators.
+        root: the project's folder, for source lines.
+
+    Raises:
+        StageError: the exporter can't; names module, source line and construct, and says what to change. Or an axis
+            came out fixed, or the model keeps state between calls.
+    """
+    newest = onnx.defs.onnx_opset_version()
+    if opset > newest:
+        raise ConfigError(f"the installed onnx knows opsets up to {newest}", where=f"opset {opset}")
+    args, kwargs = call.arguments(call.feed)
+    shapes = call.shapes(axes.specs())
+    _forget_decompositions()
+    try:
+        with quiet():
+            exported = torch.onnx.export(
+                call.module, args, kwargs=kwargs, dynamic_shapes=shapes if axes.names else None, dynamo=True,
+                opset_version=opset, optimize=False, verbose=False,
+            )  # fmt: skip
+            assert exported is not None and exported.exported_program is not None
+            _fold(exported.model, set(exported.exported_program.state_dict))
+    except Exception as error:
+        raise blame(error, call, axes, root) from error
+    return _named(exported.exported_program, exported.model_proto, call, axes, opset, root)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps the exporter's warnings and prints off the screen: what matters of them is in the error."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _fold(model: ir.Model, weights: set[str]) -> None:
+    """Folds shape arithmetic and other constants, in place; merging nodes is for fuse, which proves what it does."""
+
+    def should_fold(node: ir.Node) -> bool | None:
+        # onnxscript's own list of random operators lacks some: a Bernoulli of a constant would become one draw.
+        # A transposed copy of a weight would store a tied one twice.
+        copied = node.op_type == "Transpose" and any(v is not None and v.name in weights for v in node.inputs)
+        return False if copied or node.op_type in RANDOM else None
+
+    common.InlinePass()(model)
+    _forget_recurrent_shapes(model)
+    optimizer.fold_constants_ir(model, onnx_shape_inference=True, should_fold=should_fold)
+    optimizer.remove_unused_nodes(model)
+    for tidy in (
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.LiftSubgraphInitializersToMainGraphPass(),
+        common.DeduplicateInitializersPass(),
+        common.OutputFixPass(),
+        common.NameFixPass(),
+    ):
+        tidy(model)
+
+
+def _forget_recurrent_shapes(model: ir.Model) -> None:
+    # torch traces a recurrent layer through a loop that notes the example's sequence length down as a fixed size.
+    doubted: set[ir.Value] = set()
+    for node in model.graph:
+        if node.op_type in {"LSTM", "GRU", "RNN"} or not doubted.isdisjoint(v for v in node.inputs if v is not None):
+            doubted.update(node.outputs)
+    for value in doubted:
+        value.shape = None
+
+
+def _forget_decompositions() -> None:
+    # torch 2.13 exchanges these two while it exports and leaves the cached choice of the time before (or after) in
+    # place: a second LSTM exported in one process would have its sequence length fixed.
+    for op in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
+        op._dispatch_cache.clear()
+
+
+def _named(program: ExportedProgram, model: onnx.ModelProto, call: Call, axes: Axes, opset: int, root: Path) -> Traced:
+    _refuse_state(program)
+    if error := dropped(program, root):
+        raise error
+    version = next(o.version for o in model.opset_import if o.domain in {"", "ai.onnx"})
+    if version != opset:
+        raise StageError(f"the exporter can't write it: it left the model at opset {version}", where=f"opset {opset}")
+    inputs, outputs = [i.name for i in model.graph.input], [o.name for o in model.graph.output]
+    results = [
+        s.arg.name
+        for s in program.graph_signature.output_specs
+        if s.kind is OutputKind.USER_OUTPUT and isinstance(s.arg, TensorArgument)
+    ]
+    if len(inputs) != len(call.feed) or not len(outputs) == len(results) == len(call.outputs):
+        raise StageError(
+            f"the exported model takes {inputs} and gives {outputs}; the module takes {[*call.feed]} and gives "
+            f"{[*call.outputs]}", where="export",
+        )  # fmt: skip
+    inside = identity.owners(model)
+    renamed = _free(dict(zip((*inputs, *outputs), (*call.feed, *call.outputs), strict=True)), model)
+    back = {new: old for old, new in renamed.items()}
+    _rename(model.graph, renamed)
+    axis_names.write(model, axes)
+    identity.stamp(model, root)
+    known = {n.name for n in program.graph.nodes if n.op == "call_function"}
+    nodes = {v: back.get(v, v) for n in model.graph.node for v in n.output if back.get(v, v) in known}
+    nodes |= {new: node for new, node in zip(call.outputs, results, strict=True) if node in known}
+    owners = {renamed.get(v, v): node for v, node in inside.items()} | nodes
+    return Traced(program=program, model=model, nodes=nodes, owners=owners, ranges=_ranges(program, call, axes))
+
+
+def _free(renamed: dict[str, str], model: onnx.ModelProto) -> dict[str, str]:
+    """The renaming, with values that hold one of the new names moved out of the way."""
+    held = {v for n in model.graph.node for v in n.output} | {t.name for t in model.graph.initializer}
+    moved = {v: f"{v}_inner" for v in set(renamed.values()) & held if v not in renamed}
+    return {old: new for old, new in (renamed | moved).items() if old != new}
+
+
+def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    for node in graph.node:
+        node.input[:] = [names.get(v, v) for v in node.input]
+        node.output[:] = [names.get(v, v) for v in node.output]
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                _rename(inner, names)
+    for item in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        item.name = names.get(item.name, item.name)
+
+
+def _refuse_state(program: ExportedProgram) -> None:
+    """A module that changes its own buffers gives another result on the next call; a graph can't."""
+    changed = [s.target for s in program.graph_signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION]
+    if changed:
+        owner = str(changed[0]).rpartition(".")[0]
+        raise StageError(
+            f"forward() changes the buffer {changed[0]!r}, as a BatchNorm in training mode does",
+            where=f"module {owner}" if owner else "model",
+            hint="the exported model keeps no state: use stored statistics, or make the state an input and an output",
+        )
+
+
+def _ranges(program: ExportedProgram, call: Call, axes: Axes) -> dict[str, tuple[int, int | None]]:
+    """What the program's own constraints allow each named axis."""
+    found: dict[str, tuple[int, int | None]] = {}
+    values = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
+    users = [values[n] for n in program.graph_signature.user_inputs if isinstance(n, str)]
+    shapes = dict(zip(call.feed, (v.shape for v in users if isinstance(v, torch.Tensor)), strict=True))
+    for (given, axis), name in axes.names.items():
+        size = getattr(shapes[given][axis], "node", None)
+        ranges = program.range_constraints.get(size.expr) if size is not None else None
+        if ranges is not None:
+            low, high = found.get(name, (0, None))
+            top = int(ranges.upper) if ranges.upper.is_Integer and ranges.upper < 2**31 else None
+            found[name] = max(low, int(ranges.lower)), min((e for e in (high, top) if e is not None), default=None)
+    return found

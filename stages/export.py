@@ -1,0 +1,231 @@
+"""export: the weights as ONNX, every value compared with torch at the example size and at every other size it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from layerline.pipeline.errors import TaskError
+from layerline.pipeline.report import Gate, LayerDiff, Report
+from layerline.pipeline.stage import Stage, Work
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from layerline.backends.base import Feed
+    from layerline.layers.axes import Axes
+    from layerline.layers.calls import Call
+    from layerline.layers.parity import Parity, Probe
+    from layerline.layers.probing import Prober
+    from layerline.layers.tally import Within
+
+
+GOLDEN = 1e-4
+"""Greatest relative L2 error of the module against its golden outputs: another machine may round otherwise, no more."""
+
+
+class _Field(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Axis(_Field):
+    """A dynamic axis; `batch` alone is short for `{name: batch}`."""
+
+    name: str
+    """Axes of one name have one size."""
+    min: PositiveInt | None = None
+    """Smallest size; found out where it is left open."""
+    max: PositiveInt | None = None
+    """Greatest size, which becomes the upper bound of the engine's profiles."""
+    multiple: PositiveInt = 1
+    """Every size is a multiple of this."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, raw: Any) -> Any:
+        return {"name": raw} if isinstance(raw, str) else raw
+
+
+class Tolerance(_Field):
+    """|onnx - torch| <= atol + rtol |torch|, for every element of every value."""
+
+    rtol: float = Field(default=1e-3, ge=0)
+    atol: float = Field(default=1e-5, ge=0)
+
+
+class Range(_Field):
+    """Values that an integer input takes, both ends included."""
+
+    low: int
+    high: int
+
+
+class Export(Stage):
+    """Exports through torch.export and proves the result on probes, which later stages reuse."""
+
+    name: ClassVar[str] = "export"
+    version: ClassVar[int] = 1
+    takes: ClassVar[Mapping[str, str]] = {"weights": "weights"}
+    gives: ClassVar[str] = "onnx"
+    uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data")
+    env: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnxscript", "onnxruntime")
+
+    opset: int = Field(default=20, ge=18)
+    """Version of ONNX's operators."""
+    dynamic: dict[str, dict[int, Axis]] = Field(default_factory=dict)
+    """Axes that change size, by input and axis: `{x: {0: batch}}`."""
+    ranges: dict[str, Range] = Field(default_factory=dict)
+    """What integer inputs may hold, by input: `{ids: {low: 0, high: 30521}}`."""
+    tolerance: Literal["auto"] | Tolerance = "auto"
+    """auto: within a stated multiple of torch's own float32 error, measured per value."""
+    probes: int = Field(default=4, ge=0)
+    """Samples of the eval (else training) data to compare on, beside the example and the other sizes."""
+
+    def run(self, work: Work) -> Report:
+        from layerline.graph import io
+        from layerline.layers import floor, probes
+        from layerline.layers.axes import settle
+        from layerline.layers.interface import signature
+
+        prober, found, gates, result = self._prove(work)
+        model = prober.traced.model
+        settle(model, prober.axes, [(p.feed, p.outputs) for p in found])
+        io.save(model, work.out)
+        probes.save(work.out, [p.feed for p in found])
+        floor.save(work.out, result.floors)
+        signature(model, prober.dims, prober.integers).save(work.out)
+        return _report(self, prober, result, gates)
+
+    def debug(self, work: Work, folder: Path) -> LayerDiff | None:
+        """Writes the smallest ONNX that shows the first bad value, with inputs, to `folder`; None where all is good."""
+        from layerline.layers.repro import reproduce
+
+        prober, found, _, result = self._prove(work)
+        return reproduce(prober.traced, found, result.rows, folder)
+
+    def _prove(self, work: Work) -> tuple[Prober, list[Probe], list[Gate], Parity]:
+        from layerline.layers.parity import parity
+        from layerline.layers.probing import Prober
+        from layerline.layers.tracing import trace
+
+        call, axes = self._call(work)
+        work.log.say(f"exporting {type(call.module).__name__} at opset {self.opset}")
+        traced = trace(call, axes, self.opset, work.task.path.parent)
+        prober = Prober(call=call, axes=axes, traced=traced, integers=_ranges(self.ranges, call))
+        found = prober.probes(_samples(work, call, self.probes), self.probes)
+        work.log.say(
+            f"{len(traced.model.graph.node)} nodes; comparing {len(traced.nodes)} values on {len(found)} feeds"
+        )
+        return prober, found, _golden(work, call), parity(traced, found, _rule(self.tolerance))
+
+    def _call(self, work: Work) -> tuple[Call, Axes]:
+        """The module with its weights and an example that is large enough along every dynamic axis to trace with."""
+        from layerline.layers.axes import Bounds, declare
+        from layerline.layers.calls import call
+        from layerline.training.data import example_inputs
+
+        first = call(_module(work), *example_inputs(work.task))
+        declared = {
+            name: {i: (a.name, Bounds(min=a.min, max=a.max, multiple=a.multiple)) for i, a in axes.items()}
+            for name, axes in self.dynamic.items()
+        }
+        axes = declare(first.feed, declared)
+        grown = axes.grown(first.feed)
+        try:
+            return call(first.module, *first.arguments(grown)), axes
+        except TaskError as error:
+            seen = ", ".join(f"{n}={axes.size(grown, n)}" for n in axes.bounds)
+            raise TaskError(
+                f"a size of one can't be traced as dynamic, and at {seen} {error.what}",
+                where="example_inputs",
+                hint="give an example of at least 2 there, or tie the other inputs' axes by the same name in `dynamic`",
+            ) from error
+
+
+def _module(work: Work) -> nn.Module:
+    """model() in eval mode with the artifact's weights."""
+    from torch import nn
+
+    from layerline.layers.calls import refuse_training
+    from layerline.training import names, tensorfile
+
+    given = work.task.call("model")
+    if not isinstance(given, nn.Module):
+        raise TaskError(f"model() gave {type(given).__name__}, expected a torch.nn.Module", where="model")
+    # float32 throughout: half precision is the quantize stage's decision, with a report of its cost.
+    module = names.unwrap(given).float().eval()
+    names.load(module, tensorfile.load(work.inputs["weights"] / "model.safetensors")[0])
+    refuse_training(module)
+    return module
+
+
+def _samples(work: Work, call: Call, count: int) -> Feed:
+    """The first samples of the data behind the example's own, by input name; empty where there is no data."""
+    from layerline.training.data import first_samples
+
+    hook = next((h for h in ("eval_data", "train_data") if work.task.has(h)), None)
+    if hook is None or count == 0:
+        return {}
+    size = next((len(a) for a in call.feed.values() if a.ndim), 1)
+    return call.named(*first_samples(work.task.call(hook), count + size, hook))
+
+
+def _ranges(declared: Mapping[str, Range], call: Call) -> dict[str, tuple[int, int]]:
+    """Declared ranges by input; every name, type and bound checked against the example."""
+    from layerline.layers.calls import check_range
+
+    for name, r in declared.items():
+        check_range(call, name, r.low, r.high)
+    return {name: (r.low, r.high) for name, r in declared.items()}
+
+
+def _rule(tolerance: Literal["auto"] | Tolerance) -> Within | None:
+    from layerline.layers.tally import Within
+
+    return None if tolerance == "auto" else Within(rtol=tolerance.rtol, atol=tolerance.atol)
+
+
+def _golden(work: Work, call: Call) -> list[Gate]:
+    """Whether the module, as loaded here, still gives what the ema stage recorded."""
+    from layerline.layers.distance import diff_arrays
+    from layerline.training import tensorfile
+
+    path = work.inputs["weights"] / "golden.safetensors"
+    stored = {k: v.numpy() for k, v in tensorfile.load(path)[0].items()} if path.is_file() else {}
+    feed = {n: stored[f"inputs/{n}"] for n in call.feed if f"inputs/{n}" in stored}
+    if feed.keys() != call.feed.keys():
+        return []
+    errors = {n: diff_arrays(stored[k], a).rel_l2 for n, a in call.run(feed).items() if (k := f"outputs/{n}") in stored}
+    return [
+        Gate(
+            f"golden {n}", error <= GOLDEN, f"relative L2 {error:.1e}", f"at most {GOLDEN:.0e}", "was model() changed?"
+        )
+        for n, error in errors.items()
+    ]
+
+
+def _report(stage: Export, prober: Prober, result: Parity, gates: list[Gate]) -> Report:
+    from layerline.layers.floor import LEAST, MULTIPLE
+
+    auto = stage.tolerance == "auto"
+    judged = "a value passes where every element is within rtol and atol of torch float32"
+    if auto:
+        own = f"torch's own float32 error against float64 (at least {LEAST:.0e})"
+        judged = f"a value passes within {MULTIPLE:g} times its floor, {own}"
+    fixed = [f"input {n} is no tensor: its value {v!r} is part of the graph" for n, v in prober.call.fixed.items()]
+    return Report(
+        stage=stage.name,
+        reference="torch float64" if auto else "torch float32",
+        candidate="onnx on onnxruntime",
+        records=result.rows,
+        gates=(*gates, *result.gates),
+        notes=(judged, *fixed, *prober.notes, *result.notes),
+        metrics={
+            "nodes": len(prober.traced.model.graph.node),
+            "values_compared": len(result.rows),
+            "opset": stage.opset,
+        },
+    )

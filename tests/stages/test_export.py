@@ -1,0 +1,368 @@
+"""export: what people bring comes out as ONNX that does the same at every declared size, or the reason is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.graph import io
+from layerline.layers import floor, probes
+from layerline.layers.signature import Dim, Signature
+from layerline.pipeline.errors import ConfigError, PipeError, StageError, TaskError
+from layerline.pipeline.report import Report
+from layerline.pipeline.stage import Work
+from layerline.pipeline.task import Task
+from layerline.stages.export import Export
+from layerline.training import golden, names, tensorfile
+
+HEAD = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
+
+
+class Quiet:
+    def say(self, text: str) -> None: ...
+    def progress(self, done: int, total: int, **fields: Any) -> None: ...
+
+
+class Project:
+    """A task file, its weights as the ema stage leaves them, and an artifact folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.out = root, root / "onnx"
+
+    def work(self, source: str) -> Work:
+        for folder in ("weights", "onnx", "scratch"):
+            (self.root / folder).mkdir(exist_ok=True)
+        (self.root / "task.py").write_text(HEAD + source)
+        task, weights = Task(self.root / "task.py"), self.root / "weights"
+        torch.manual_seed(0)
+        module = task.call("model").eval()
+        known = names.named(module)
+        tensorfile.save(weights / "model.safetensors", known.tensors, {"aliases": known.aliases})
+        return Work(inputs={"weights": weights}, task=task, out=self.out, scratch=self.root / "scratch", log=Quiet())
+
+    def export(self, source: str, **config: Any) -> Report:
+        return Export(**config).run(self.work(source))
+
+    def model(self) -> onnx.ModelProto:
+        return io.load(self.out / io.FILE)
+
+    def shapes(self) -> dict[str, list[int | str]]:
+        graph = self.model().graph
+        return {
+            i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim]
+            for i in (*graph.input, *graph.output)
+        }
+
+    def run(self, **feed: Any) -> dict[str, np.ndarray]:
+        return OnnxRuntime().open(self.out / io.FILE).run({k: np.asarray(v) for k, v in feed.items()})
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+def module(body: str, init: str = "pass", example: str = "torch.randn(2, 3),", takes: str = "x") -> str:
+    lines = "\n        ".join(body.splitlines())
+    return f"""
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {init}
+    def forward(self, {takes}):
+        {lines}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+    def forward(self, {takes}):
+        return self.inner({takes})
+def model(): return Net()
+def example_inputs(): return ({example})
+"""
+
+
+CONV = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+    def forward(self, x):
+        x = F.relu(self.norm(self.conv(x)))
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+def model(): return Net()
+def eval_data(): return torch.randn(9, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 2
+"""
+
+
+def test_an_example_batch_of_one_is_traced_as_dynamic(project: Project) -> None:
+    """T01; and everything the artifact holds."""
+    source = CONV + "def example_inputs(): return (torch.randn(1, 3, 8, 8),)\n"
+    report = project.export(source, dynamic={"x": {0: "batch"}})
+    assert report.passed and report.first_failing() is None
+    assert project.shapes() == {"x": ["batch", 3, 8, 8], "output": ["batch", 2]}
+    names_ = [r.name for r in report.records]
+    assert names_ == ["conv2d", "getitem", "relu", "mean", "view", "output"]
+    by_name = {r.name: r for r in report.records}
+    assert [by_name[n].module for n in ("conv2d", "getitem", "output")] == ["conv", "norm", "head"]
+    assert by_name["conv2d"].extra["source"] == "task.py:10"
+    assert {"floor", "ratio"} <= by_name["conv2d"].extra.keys()
+    assert [g.name for g in report.gates] == [
+        "module itself, example", "module itself, 4 samples", "module itself, batch=1", "module itself, batch=3",
+        "module itself, batch=8",
+    ]  # fmt: skip
+    signature = Signature.load(project.out)
+    assert signature.dims == {"batch": Dim(min=1, max=8)}
+    assert [(v.name, v.dtype, v.shape) for v in signature.inputs] == [("x", "float32", ("batch", 3, 8, 8))]
+    feeds = probes.load(project.out)
+    assert [len(f["x"]) for f in feeds] == [2, 4, 1, 3, 8]
+    assert floor.load(project.out).keys() >= by_name.keys()
+    net = Task(project.root / "task.py").call("model").eval()
+    names.load(net, tensorfile.load(project.root / "weights" / "model.safetensors")[0])
+    for n in (1, 2, 5):
+        x = torch.randn(n, 3, 8, 8)
+        np.testing.assert_allclose(project.run(x=x)["output"], net(x).detach(), rtol=1e-3, atol=1e-5)
+
+
+def test_the_same_content_has_the_same_bytes(project: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = Project(tmp_path_factory.mktemp("elsewhere"))
+    for each in (project, other):
+        each.export(CONV, dynamic={"x": {0: "batch"}})
+    for file in sorted(p.name for p in project.out.iterdir()):
+        assert (project.out / file).read_bytes() == (other.out / file).read_bytes(), file
+    assert str(project.root).encode() not in (project.out / io.FILE).read_bytes()
+
+
+def test_data_stands_in_for_an_example_and_bounds_are_kept(project: Project) -> None:
+    config = {"dynamic": {"x": {0: {"name": "batch", "min": 1, "max": 6}}}, "probes": 3}
+    report = project.export(CONV, **config)
+    assert report.passed
+    assert [g.name.rpartition(", ")[2] for g in report.gates] == [
+        "example",
+        "3 samples",
+        "batch=1",
+        "batch=3",
+        "batch=6",
+    ]
+    assert Signature.load(project.out).dims == {"batch": Dim(min=1, max=6)}
+
+
+GRU = module(
+    "return self.g(data, h0)", "self.g = nn.GRU(20, 20)", "torch.randn(10, 1, 20), torch.zeros(1, 1, 20)", "data, h0"
+)
+
+
+def test_a_misspelt_input_is_an_error(project: Project) -> None:
+    """T02."""
+    with pytest.raises(ConfigError, match="unknown input 'attention_mask'") as error:
+        project.export(GRU, dynamic={"data": {1: "b"}, "attention_mask": {0: "b"}})
+    assert "data, h0" in error.value.hint
+    with pytest.raises(TaskError, match="at b=2") as blamed:
+        project.export(GRU, dynamic={"data": {1: "b"}})
+    assert "tie the other inputs' axes" in blamed.value.hint
+
+
+def test_a_recurrent_layer_over_any_length(project: Project) -> None:
+    """The exporter notes the example's length down as the output's; the artifact must not."""
+    report = project.export(GRU, dynamic={"data": {0: "t", 1: "b"}, "h0": {1: "b"}})
+    assert report.passed
+    assert project.shapes()["output_0"] == ["t", "b", 20]
+    assert project.run(data=np.zeros((3, 4, 20), np.float32), h0=np.zeros((1, 4, 20), np.float32))[
+        "output_0"
+    ].shape == (3, 4, 20)
+
+
+@pytest.mark.parametrize("values", ["-5, -1, 0, 4", "1, 2, 0, 4"])
+def test_floor_division_of_negative_integers(project: Project, values: str) -> None:
+    """T03: the probes hold negatives even where the example has none."""
+    report = project.export(module("return x // 3, x % 3", example=f"torch.tensor([{values}]),"))
+    assert report.passed
+    found = project.run(x=np.array([-5, -1, 0, 4]))
+    assert found["output_0"].tolist() == [-2, -1, 0, 1]
+    assert found["output_1"].tolist() == [1, 2, 0, 1]
+    assert min(int(f["x"].min()) for f in probes.load(project.out)) < 0
+
+
+EMBED = module(
+    "return self.o(self.e(ids))",
+    "self.e, self.o = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False); self.o.weight = self.e.weight",
+    "torch.tensor([[1, 5, 3]]),", "ids",
+)  # fmt: skip
+
+
+def test_declared_integers_are_probed_to_both_ends_and_tied_weights_stored_once(project: Project) -> None:
+    """T37, and the range of T03."""
+    report = project.export(EMBED, ranges={"ids": {"low": 0, "high": 8}})
+    assert report.passed
+    seen = np.concatenate([f["ids"].ravel() for f in probes.load(project.out)])
+    assert (seen.min(), seen.max()) == (0, 8)
+    assert (Signature.load(project.out).inputs[0].low, Signature.load(project.out).inputs[0].high) == (0, 8)
+    assert len(project.model().graph.initializer) == 1
+    assert not any("refuses" in n for n in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "told"),
+    [({"ids": {"low": 0, "high": 9}}, "index out of range"), ({"x": {"low": 0, "high": 1}}, "unknown input 'x'")],
+)
+def test_ranges_that_do_not_fit_are_errors(project: Project, ranges: Mapping[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        project.export(EMBED, ranges=ranges)
+
+
+NESTED = """
+from dataclasses import dataclass
+@dataclass
+class Out:
+    logits: torch.Tensor
+    extra: tuple
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+    def forward(self, x, batch, flag=None, n=2, *, scale):
+        y = self.inner(x) * n * scale
+        y = torch.where(batch["mask"], y, batch["pair"][0].float())
+        return Out(logits=y, extra=(batch["pair"][1] + 1, None, x))
+def model(): return Net()
+def example_inputs():
+    mask = torch.tensor([[True, False, True]] * 2)
+    return {"scale": torch.tensor(2.0), "x": torch.randn(2, 3),
+            "batch": {"mask": mask, "pair": [torch.ones(2, 3, dtype=torch.int32), torch.tensor(5)]}}
+"""
+
+
+def test_nested_inputs_of_every_type_and_a_dataclass_as_output(project: Project) -> None:
+    tied = {"x": {0: "n"}, "batch_mask": {0: "n"}, "batch_pair_0": {0: "n"}}
+    report = project.export(NESTED, dynamic=tied)
+    assert report.passed
+    assert project.shapes() == {
+        "x": ["n", 3], "batch_mask": ["n", 3], "batch_pair_0": ["n", 3], "batch_pair_1": [], "scale": [],
+        "logits": ["n", 3], "extra_0": [], "extra_2": ["n", 3],
+    }  # fmt: skip
+    dtypes = [v.dtype for v in Signature.load(project.out).inputs]
+    assert dtypes == ["float32", "bool", "int32", "int64", "float32"]
+
+
+def test_arguments_that_are_no_tensors_are_told(project: Project) -> None:
+    source = module("return x * n", example="torch.ones(2, 3), 3", takes="x, n")
+    report = project.export(source)
+    assert any("input n is no tensor: its value 3 is part of the graph" in n for n in report.notes)
+    assert (project.run(x=np.ones((2, 3), np.float32))["output"] == 3).all()
+
+
+def test_one_tensor_given_for_two_inputs(project: Project) -> None:
+    source = module("return x - 2 * y", example="T, T", takes="x, y") + "T = torch.ones(2, 3)\n"
+    assert project.export(source).passed
+    ones = np.ones((2, 3), np.float32)
+    assert (project.run(x=3 * ones, y=ones)["output"] == 1).all()
+
+
+def test_sizes_in_steps(project: Project) -> None:
+    source = module("return F.pixel_unshuffle(x, 4)", example="torch.randn(1, 3, 4, 8),")
+    steps = {2: {"name": "h", "multiple": 4}, 3: {"name": "w", "multiple": 4, "max": 32}}
+    report = project.export(source, dynamic={"x": steps})
+    assert report.passed
+    assert {f["x"].shape[2] % 4 for f in probes.load(project.out)} == {0}
+    assert Signature.load(project.out).dims["w"] == Dim(min=4, max=32, multiple=4)
+
+
+COUNTER = "self.register_buffer('n', torch.zeros(1))"
+BN, DROPOUT = "self.n = nn.BatchNorm1d(3)", "self.d = type('D', (nn.Dropout,), {'train': lambda s, m=True: s})(0.5)"
+
+
+@pytest.mark.parametrize(
+    ("body", "init", "told", "where"),
+    [
+        ("return x + torch.zeros(2, 3)", "pass", "fixed at 2", "input x, axis 0"),
+        ("return x + self.h", "self.register_buffer('h', torch.zeros(2, 3))", "fixed at 2", "input x, axis 0"),
+        ("for i in range(x.shape[0]): x = x + i\nreturn x", "pass", "fixed at 2", "input x, axis 0 (task.py:10)"),
+        ("return self.r(x)[0]", "self.r = nn.RNN(3, 3)", "fixed at", "input x, axis 0"),
+        ("return x * (3 if x.shape[0] > 4 else 2)", "pass", "only holds up to 4", "input x, axis 0"),
+        ("if x.sum() > 0: return x\nreturn -x", "pass", "control flow", "module inner (task.py:10)"),
+        ("return x * [1, 2, 3][int(x[0, 0])]", "pass", "Python number", "module inner (task.py:10)"),
+        ("return torch.special.bessel_j0(x)", "pass", "bessel_j0.default has no counter", "module inner (task.py:10)"),
+        ("self.n += 1\nreturn x + self.n", COUNTER, "buffer 'inner.n'", "module inner"),
+        ("self.n.training = True\nreturn self.n(x)", BN, "buffer 'inner.n.running_mean'", "module inner.n"),
+        ("return F.dropout(x, 0.5, True)", "pass", "in training mode", "module inner (task.py:10)"),
+        ("return self.d(x)", DROPOUT, "still in training mode", "module inner.d"),
+        ("return {'cache': {x}}", "pass", "returns a set", "output cache"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exported_is_named(project: Project, body: str, init: str, told: str, where: str) -> None:
+    with pytest.raises(PipeError) as error:
+        project.export(module(body, init), dynamic={"x": {0: {"name": "n", "max": 8}}})
+    assert told in error.value.what
+    assert error.value.where == where
+    assert error.value.hint
+
+
+def test_a_branch_on_an_undeclared_size_fails_at_that_size(project: Project) -> None:
+    report = project.export(module("return x * (3 if x.shape[0] > 4 else 2)"), dynamic={"x": {0: "n"}})
+    failed = [g for g in report.gates if not g.passed]
+    assert not report.passed and failed
+    assert all(g.name.startswith("module itself, n=") for g in failed)
+
+
+def test_a_size_the_module_itself_refuses(project: Project) -> None:
+    source = module("return self.c(x)", "self.c = nn.Conv1d(3, 3, 5)", "torch.randn(2, 3, 9),")
+    report = project.export(source, dynamic={"x": {2: "t"}})
+    assert report.passed and Signature.load(project.out).dims["t"].min > 1
+    assert any("forward() itself refuses t=1" in n for n in report.notes)
+    with pytest.raises(ConfigError, match="forward\\(\\) itself fails at 1"):
+        project.export(source, dynamic={"x": {2: {"name": "t", "min": 1}}})
+
+
+def test_weights_that_do_not_fit_and_golden_outputs_that_changed(project: Project) -> None:
+    work = project.work(module("return self.l(x)", "self.l = nn.Linear(3, 3)"))
+    weights = work.inputs["weights"]
+    net = work.task.call("model").eval()
+    stored = tensorfile.load(weights / "model.safetensors")[0]
+    names.load(net, stored)
+    tensorfile.save(weights / "golden.safetensors", golden.record(net, (torch.ones(2, 3),), {}))
+    assert "golden output" in [g.name for g in Export().run(work).gates if g.passed]
+    moved = stored | {"inner.l.bias": stored["inner.l.bias"] + 1}
+    tensorfile.save(weights / "model.safetensors", moved)
+    assert "golden output" in [g.name for g in Export().run(work).gates if not g.passed]
+    tensorfile.save(weights / "model.safetensors", {"inner.l.weight": stored["inner.l.weight"]})
+    with pytest.raises(StageError, match=r"missing inner\.l\.bias"):
+        Export().run(work)
+
+
+def test_debug_writes_nothing_where_all_is_good(project: Project) -> None:
+    work = project.work(module("return x + 1"))
+    assert Export().debug(work, project.root / "bug") is None
+
+
+def test_model_must_be_a_module(project: Project) -> None:
+    work = project.work(module("return x + 1"))
+    (project.root / "task.py").write_text("def model(): return 3\n")
+    with pytest.raises(TaskError, match="gave int"):
+        Export().run(Work(**{**vars(work), "task": Task(project.root / "task.py")}))
+
+
+@pytest.mark.parametrize("opset", [18, 23])
+def test_opset(project: Project, opset: int) -> None:
+    assert project.export(module("return F.gelu(x)"), opset=opset).passed
+    assert project.model().opset_import[0].version == opset
+
+
+def test_an_opset_nobody_knows(project: Project) -> None:
+    with pytest.raises(ConfigError, match="knows opsets up to"):
+        project.export(module("return x + 1"), opset=99)
+
+
+def test_fields_in_short_and_in_full() -> None:
+    short, full = (Export(dynamic={"x": {0: v}}) for v in ("n", {"name": "n"}))
+    assert short == full
+    spelt = json.loads(short.model_dump_json())["dynamic"]["x"]["0"]
+    assert spelt == {"name": "n", "min": None, "max": None, "multiple": 1}
+    assert Export(tolerance={"rtol": 0.1}).tolerance.atol == 1e-5
