@@ -1,0 +1,134 @@
+"""A foreign ONNX file made ready for the pipeline: readable by the runtime, named throughout, the same numbers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import onnx
+from onnx import helper
+
+from layerline.graph import io
+from layerline.graph.opset import IR_VERSION, opset_of, raise_opset
+from layerline.graph.prepare import prepare
+from layerline.graph.provenance import MODULE
+from layerline.pipeline.errors import StageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adopted:
+    """A file as given and as the pipeline goes on with it.
+
+    Attributes:
+        original: as given, but for node names, module paths and a format version that the runtime reads.
+        model: inlined and raised.
+        notes: what was done to it.
+    """
+
+    original: onnx.ModelProto
+    model: onnx.ModelProto
+    notes: tuple[str, ...]
+
+
+def adopt(given: onnx.ModelProto, opset: int) -> Adopted:
+    """Names the nodes, inlines functions, makes initializers that were inputs constants, raises the opset.
+
+    Args:
+        given: is left as it was.
+        opset: the least version of ONNX's own operators.
+
+    Raises:
+        StageError: a version that can't be raised or is not known here, a sparse initializer.
+    """
+    original = onnx.ModelProto()
+    original.CopyFrom(given)
+    notes = [*_readable(original), *name_nodes(original)]
+    stamp(original)
+    model, prepared = prepare(original)
+    had, before = opset_of(model), model
+    model = raise_opset(model, opset)
+    if (now := opset_of(model)) != had:
+        notes.append(f"raised from opset {had} to {now}")
+        _inherit(before, model)
+    _readable(model)
+    name_nodes(model)
+    stamp(model)
+    return Adopted(original=original, model=model, notes=(*notes, *prepared))
+
+
+def name_nodes(model: onnx.ModelProto) -> list[str]:
+    """Gives every node a name of its own, in place: `<operator>_<first output>` where there is none or it is taken."""
+    nodes = [n for g in io.graphs(model) for n in g.node] + [n for f in model.functions for n in f.node]
+    taken, named = {n.name for n in nodes}, 0
+    seen = {""}
+    for node in nodes:
+        if node.name in seen:
+            node.name = _free(f"{node.op_type}_{next(filter(None, node.output), 'none')}", taken)
+            named += node.op_type != "Constant"
+        seen.add(node.name)
+    return [f"{named} nodes had no name of their own and are called after their first output"] if named else []
+
+
+def stamp(model: onnx.ModelProto) -> None:
+    """Writes a module path on every node that carries none, in place, made from its name."""
+    for graph in io.graphs(model):
+        for node in graph.node:
+            if not _module(node) and (path := module_path(node.name, node.op_type)):
+                node.metadata_props.add(key=MODULE, value=path)
+
+
+def module_path(name: str, op: str) -> str:
+    """`/layer1/layer1.0/conv1/Conv` is torch's way to write layer1.0.conv1; any other name stands for itself."""
+    folder, _, last = name.rpartition("/")
+    if not name.startswith("/") or not re.fullmatch(rf"{re.escape(op)}(_\d+)?", last):
+        return name
+    parts: list[str] = []
+    for part in filter(None, folder.split("/")):
+        # A member of a Sequential or ModuleList repeats its parent's name.
+        if parts and part.startswith(parts[-1] + "."):
+            parts.pop()
+        parts.append(part)
+    return ".".join(parts)
+
+
+def _readable(model: onnx.ModelProto) -> list[str]:
+    """Writes the format version that its operators need and no newer one, in place: runtimes lag behind onnx.
+
+    Raises:
+        StageError: operators of a version that the installed onnx does not know.
+    """
+    had, newest = model.ir_version, onnx.defs.onnx_opset_version()
+    if (opset := opset_of(model)) > newest:
+        raise StageError(
+            f"the model is at opset {opset}; the installed onnx knows versions up to {newest}",
+            where="opset",
+            hint="update onnx, or export the model at a lower opset",
+        )
+    needed: int = helper.find_min_ir_version_for(list(model.opset_import), ignore_unknown=True)
+    model.ir_version = max(needed, IR_VERSION)
+    return [f"ir_version {had} became {model.ir_version}, which onnxruntime reads"] if model.ir_version < had else []
+
+
+def _inherit(before: onnx.ModelProto, raised: onnx.ModelProto) -> None:
+    """Nodes that a conversion added belong where the value they help to compute does."""
+    known = {o for g in io.graphs(before) for n in g.node for o in n.output}
+    for graph in io.graphs(raised):
+        reader = {v: _module(n) for n in reversed(graph.node) for v in n.input}
+        for node in reversed(graph.node):
+            made = next(filter(None, node.output), "")
+            if not _module(node) and made not in known and (path := reader.get(made)):
+                node.metadata_props.add(key=MODULE, value=path)
+                reader |= dict.fromkeys(node.input, path)
+
+
+def _module(node: onnx.NodeProto) -> str:
+    return next((p.value for p in node.metadata_props if p.key == MODULE), "")
+
+
+def _free(wanted: str, taken: set[str]) -> str:
+    """`wanted`, or with the first number behind it that no one has; taken from now on."""
+    name, number = wanted, 2
+    while name in taken:
+        name, number = f"{wanted}_{number}", number + 1
+    taken.add(name)
+    return name

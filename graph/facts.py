@@ -1,0 +1,151 @@
+"""Questions that rules ask of a graph: who reads a value, what a body captures, what a constant holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+Array = npt.NDArray[Any]
+
+# Each run gives other numbers, so none of these may ever become a constant or be merged with its like.
+RANDOM = frozenset(
+    {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli"}
+)
+
+# Operators of several inputs that stretch them to a common shape.
+BROADCASTING = frozenset(
+    {"Add", "Sub", "Mul", "Div", "Pow", "Where", "And", "Or", "Xor", "Equal", "Less", "LessOrEqual", "Greater"}
+    | {"GreaterOrEqual", "Max", "Min"}
+)
+
+
+def is_random(node: ir.Node) -> bool:
+    """Whether two runs of the node may differ."""
+    return node.op_type in RANDOM or (node.op_type == "Dropout" and trains(node))
+
+
+def trains(dropout: ir.Node) -> bool:
+    """Whether a Dropout may drop: its training_mode input (opset 12) is anything but a constant false."""
+    if len(dropout.inputs) < 3 or dropout.inputs[2] is None:
+        return False
+    mode = constant(dropout.inputs[2])
+    return mode is None or bool(mode.any())
+
+
+def subgraphs(node: ir.Node) -> list[ir.Graph]:
+    """The bodies of a control-flow node, in order of its attributes."""
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
+            found.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS and not attribute.is_ref():
+            found += attribute.as_graphs()
+    return found
+
+
+def captures(node: ir.Node) -> list[ir.Value]:
+    """Values from outside that the bodies of a node read, each once."""
+    inner: set[ir.Value] = set()
+    read: dict[ir.Value, None] = {}
+    for graph in subgraphs(node):
+        for each in _graphs(graph):
+            inner.update(each.inputs, each.initializers.values(), (o for n in each for o in n.outputs))
+            read.update(dict.fromkeys(v for n in each for v in n.inputs if v is not None))
+            read.update(dict.fromkeys(each.outputs))
+    return [v for v in read if v not in inner]
+
+
+def consumers(value: ir.Value) -> list[ir.Node]:
+    """Nodes that read a value, in bodies too, each once."""
+    return list(dict.fromkeys(use.node for use in value.uses()))
+
+
+def constant(value: ir.Value | None) -> Array | None:
+    """The numbers of a value known before any run: an initializer, a Constant, or either behind Identity and Cast."""
+    if value is None:
+        return None
+    if value.const_value is not None and value.producer() is None:
+        return value.const_value.numpy()
+    node = value.producer()
+    if node is None or node.domain != "":
+        return None
+    if node.op_type == "Constant":
+        tensor = constant_tensor(node)
+        return None if tensor is None else tensor.numpy()
+    if node.op_type == "Identity":
+        return constant(node.inputs[0])
+    if node.op_type == "Cast":
+        return _cast(constant(node.inputs[0]), node)
+    return None
+
+
+def constant_tensor(node: ir.Node) -> ir.TensorProtocol | None:
+    """What a Constant node holds; None for strings, sparse tensors and attributes of a function."""
+    [attribute] = node.attributes.values() if len(node.attributes) == 1 else [None]
+    if attribute is None or attribute.is_ref():
+        return None
+    if attribute.name == "value":
+        return attribute.as_tensor()
+    if attribute.name in ("value_int", "value_ints"):
+        return ir.tensor(np.array(attribute.value, np.int64))
+    if attribute.name in ("value_float", "value_floats"):
+        return ir.tensor(np.array(attribute.value, np.float32))
+    return None
+
+
+def parent(value: ir.Value | None, *ops: str) -> ir.Node | None:
+    """The node that computes a value (as its first output), where it is one of the given operators."""
+    node = value.producer() if value is not None else None
+    if value is None or node is None or node.domain != "" or node.op_type not in ops or node.outputs[0] is not value:
+        return None
+    return node
+
+
+def other(node: ir.Node, value: ir.Value | None) -> ir.Value | None:
+    """The other input of a node with two."""
+    return node.inputs[1] if node.inputs[0] is value else node.inputs[0]
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """The one number of a constant that holds just one."""
+    array = constant(value)
+    return float(array.reshape(-1)[0]) if array is not None and array.size == 1 and array.dtype.kind in "fiuV" else None
+
+
+def rank(value: ir.Value | None) -> int | None:
+    """Number of dimensions, where known."""
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def dim(value: ir.Value | None, axis: int) -> int | str | None:
+    """Size of one axis: a number, the name of a symbolic size, or None."""
+    if value is None or value.shape is None or not -len(value.shape) <= axis < len(value.shape):
+        return None
+    size = value.shape[axis]
+    return size if isinstance(size, int) else size.value
+
+
+def static(value: ir.Value | None) -> tuple[int, ...] | None:
+    """The shape, where every axis has a known number."""
+    if value is None or value.shape is None or not value.shape.is_static():
+        return None
+    return tuple(value.shape.numpy())
+
+
+def _cast(array: Array | None, node: ir.Node) -> Array | None:
+    # Only floating-point widening is exact in every runtime; anything else is left to constant folding.
+    to = ir.DataType(node.attributes.get_int("to", 0)).numpy()
+    if array is None or array.dtype.kind != "f" or np.dtype(to).kind != "f" or np.dtype(to).itemsize < array.itemsize:
+        return None
+    return array.astype(to)
+
+
+def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
+    yield graph
+    for node in graph:
+        for inner in subgraphs(node):
+            yield from _graphs(inner)

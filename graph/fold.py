@@ -1,0 +1,49 @@
+"""Evaluating the part of a graph that depends on constants alone, on the runtime that the rest will run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from layerline.graph.facts import Array
+from layerline.pipeline.errors import StageError
+
+
+def evaluate(nodes: Sequence[ir.Node], wanted: Iterable[ir.Value], model: ir.Model) -> dict[str, Array]:
+    """Runs `nodes` (in order, fed by constants only) and returns the wanted values by name.
+
+    Raises:
+        StageError: the runtime has no kernel for one of them, or one of them fails.
+    """
+    proto = _submodel(nodes, wanted, model)
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    names = [o.name for o in proto.graph.output]
+    try:
+        session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return dict(zip(names, map(np.asarray, session.run(names, {})), strict=True))
+    except Exception as error:
+        raise StageError(f"onnxruntime can't compute it ({str(error).splitlines()[0]})", where=names[0]) from error
+
+
+def _submodel(nodes: Sequence[ir.Node], wanted: Iterable[ir.Value], model: ir.Model) -> onnx.ModelProto:
+    made = {o for n in nodes for o in n.outputs}
+    given = {v.name: v for n in nodes for v in n.inputs if v is not None and v not in made}
+    tensors = []
+    for name, value in given.items():
+        assert value.const_value is not None and name
+        tensor = onnx.TensorProto()
+        ir.serde.serialize_tensor_into(tensor, value.const_value)
+        tensor.name = name
+        tensors.append(tensor)
+    outputs = [onnx.helper.make_empty_tensor_value_info(v.name) for v in wanted]
+    graph = onnx.helper.make_graph([ir.serde.serialize_node(n) for n in nodes], "constants", [], outputs, tensors)
+    opsets = [onnx.helper.make_opsetid(d, v) for d, v in model.opset_imports.items()]
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version)

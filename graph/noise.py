@@ -1,0 +1,97 @@
+"""How far rounding alone can move each value of a model: the floor under every error that is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from layerline.graph.facts import RANDOM
+
+# Operators whose stored floats are weights. Elsewhere a float may be a size (Resize scales), a bound or a switch, where
+# one rounding step more is another program and not noise.
+_WEIGHTED = frozenset(
+    {
+        "Conv",
+        "ConvTranspose",
+        "Gemm",
+        "MatMul",
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "BatchNormalization",
+        "InstanceNormalization",
+    }
+    | {"LayerNormalization", "GroupNormalization", "RMSNormalization", "PRelu", "LSTM", "GRU", "RNN", "Gather"}
+)
+_FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16)
+_SHIFTED = "layerline rounding step of "
+
+
+def perturbed(model: onnx.ModelProto, seed: int = 0) -> onnx.ModelProto:
+    """A copy in which every weight is moved by one step of its type, up or down at random, and every float input by
+    one.
+
+    What a value of the copy differs by is what rounding may do to it, to within a small factor: its noise floor.
+    """
+    out, rng = onnx.ModelProto(), np.random.default_rng(seed)
+    out.CopyFrom(model)
+    readers: dict[str, set[str]] = {}
+    for node in out.graph.node:
+        for name in node.input:
+            readers.setdefault(name, set()).add(node.op_type)
+    for name, tensor in _stored(out.graph):
+        if tensor.data_type in _FLOATS and readers.get(name, set()) <= _WEIGHTED:
+            keep = tensor.name
+            tensor.CopyFrom(numpy_helper.from_array(_step(numpy_helper.to_array(tensor), rng), keep))
+    _shift_inputs(out.graph)
+    return out
+
+
+def drawn(model: onnx.ModelProto) -> dict[str, str]:
+    """Values of the main graph that depend on a random operator, each with that operator's name."""
+    found: dict[str, str] = {}
+    for node in model.graph.node:
+        random = _random_inside(node) or next((found[v] for v in node.input if v in found), None)
+        if random is not None:
+            found.update(dict.fromkeys(node.output, random))
+    return found
+
+
+def _step(array: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    towards = np.where(rng.random(array.shape) < 0.5, -np.inf, np.inf).astype(array.dtype)
+    with np.errstate(over="ignore"):
+        moved = np.nextafter(array, towards)
+    # Zeros are structure, and the greatest finite number is a mask: neither is rounded.
+    return np.where((array == 0) | ~np.isfinite(moved), array, moved).astype(array.dtype)
+
+
+def _stored(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
+    yield from ((t.name, t) for t in graph.initializer)
+    for node in graph.node:
+        if node.op_type == "Constant":
+            yield from ((node.output[0], a.t) for a in node.attribute if a.name == "value")
+
+
+def _shift_inputs(graph: onnx.GraphProto) -> None:
+    stored = {t.name for t in graph.initializer}
+    for given in graph.input:
+        kind = given.type.tensor_type.elem_type
+        if given.name in stored or kind not in _FLOATS:
+            continue
+        dtype, shifted = helper.tensor_dtype_to_np_dtype(kind), _SHIFTED + given.name
+        for node in graph.node:
+            node.input[:] = [shifted if v == given.name else v for v in node.input]
+        factor = np.array(1 + np.finfo(dtype).eps, dtype)
+        graph.initializer.append(numpy_helper.from_array(factor, f"{shifted} factor"))
+        graph.node.insert(0, helper.make_node("Mul", [given.name, f"{shifted} factor"], [shifted]))
+
+
+def _random_inside(node: onnx.NodeProto) -> str | None:
+    if node.op_type in RANDOM:
+        return str(node.op_type)
+    bodies = [b for a in node.attribute for b in (*([a.g] if a.HasField("g") else []), *a.graphs)]
+    return next((r for b in bodies for n in b.node if (r := _random_inside(n))), None)

@@ -1,0 +1,245 @@
+"""The numeric proof of every firing, in one run of the unfused model.
+
+To the unfused model are added, for every firing, the nodes that replaced a value, reading the unfused model's own
+values; the graph itself reduces each pair to two scalars. One session and one run per feed prove everything, no large
+value leaves the runtime, and random operators give both sides the same draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import TensorProto, helper
+
+from layerline.backends.base import Feed
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.graph import io
+from layerline.graph.rewrite import After, Firing
+from layerline.pipeline.errors import StageError
+
+MULTIPLE = 8.0
+"""Rounding differs where operations are merged or reordered: a value may move by this many times its noise floor."""
+LEAST = 4.0
+"""No floor is taken to be lower than this many rounding steps of the value's type (relative L2)."""
+REDUCES = 8
+"""The first opset for which onnxruntime has all the operators that reduce a pair."""
+_STEP = {TensorProto.FLOAT: 2.0**-23, TensorProto.DOUBLE: 2.0**-52, TensorProto.FLOAT16: 2.0**-10}
+_STEP[TensorProto.BFLOAT16] = 2.0**-7
+_HALVES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How far a replaced value is from the unfused model's, when computed from the same inputs.
+
+    Attributes:
+        error: relative L2 error, the worst over the feeds; inf for another shape and for one-sided NaN or Inf. 0
+            without a run where the bytes are the same by construction.
+        tolerance: the greatest error that is rounding.
+        feeds: how many feeds it was measured on.
+        why: what was wrong where no error could be measured (the runtime refuses the model).
+    """
+
+    firing: Firing
+    error: float
+    tolerance: float
+    feeds: int
+    why: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """One value of the unfused model and what computes it now; `whole` leaves both sides to numpy."""
+
+    name: str
+    after: After
+    type: int
+    whole: bool
+
+
+def prove(
+    unfused: onnx.ModelProto,
+    types: Mapping[str, int],
+    firings: Sequence[Firing],
+    feeds: Sequence[Feed],
+    floors: Mapping[str, float],
+    scratch: Path,
+) -> list[Proof]:
+    """One proof per firing, in order.
+
+    Args:
+        types: element type of the unfused model's values (onnx numbers).
+        floors: noise floor (relative L2) of values by name, where known; see `tolerance`.
+
+    Raises:
+        StageError: onnxruntime refuses the unfused model, or can't run it on a feed.
+    """
+    opset = next((o.version for o in unfused.opset_import if o.domain == ""), 0)
+    # Firings inside one body share the node around it: it is proved once.
+    wanted = {(name, id(after)): (name, after) for firing in firings for name, after in firing.after.items()}
+    pairs = [
+        _Pair(name, after, types.get(name, 0), types.get(name, 0) not in _STEP or opset < REDUCES)
+        for name, after in wanted.values()
+    ]
+    errors = dict(zip(wanted, _errors(unfused, pairs, feeds, scratch), strict=True))
+    return [_proof(firing, errors, types, floors, len(feeds)) for firing in firings]
+
+
+def _proof(
+    firing: Firing,
+    errors: Mapping[tuple[str, int], float],
+    types: Mapping[str, int],
+    floors: Mapping[str, float],
+    feeds: int,
+) -> Proof:
+    """The value that is furthest beyond its tolerance speaks for the firing."""
+    found = [(errors[name, id(after)], tolerance(name, types, floors)) for name, after in firing.after.items()]
+    error, allowed = max(found, key=lambda pair: pair[0] - pair[1], default=(0.0, 0.0))
+    return Proof(firing, error, allowed, feeds if found else 0)
+
+
+def tolerance(name: str, types: Mapping[str, int], floors: Mapping[str, float]) -> float:
+    """The greatest relative L2 error of a value that counts as rounding; 0 for integers without a floor."""
+    return MULTIPLE * max(floors.get(name, 0.0), LEAST * _STEP.get(types.get(name, 0), 0.0))
+
+
+def _errors(unfused: onnx.ModelProto, pairs: list[_Pair], feeds: Sequence[Feed], scratch: Path) -> list[float]:
+    """The worst error of each pair over the feeds; inf for one that the runtime can't run or whose shapes clash."""
+    if not pairs:
+        return []
+    try:
+        errors = _run(unfused, pairs, feeds, scratch)
+    except StageError:
+        _run(unfused, [], feeds, scratch)  # when the unfused model is what can't run, this says so
+        if len(pairs) == 1:
+            return [math.inf]
+        half = len(pairs) // 2
+        return _errors(unfused, pairs[:half], feeds, scratch) + _errors(unfused, pairs[half:], feeds, scratch)
+    # Sums that are not finite say nothing about which side has the NaN; those few values are looked at whole.
+    unclear = [i for i, e in enumerate(errors) if math.isnan(e)]
+    again = _errors(unfused, [replace(pairs[i], whole=True) for i in unclear], feeds, scratch)
+    for index, error in zip(unclear, again, strict=True):
+        errors[index] = error
+    return errors
+
+
+def _run(unfused: onnx.ModelProto, pairs: list[_Pair], feeds: Sequence[Feed], scratch: Path) -> list[float]:
+    model = _proof_model(unfused, pairs)
+    large = sum(len(t.raw_data) for t in io.tensors(model)) > io.EXTERNAL_OVER
+    session = OnnxRuntime().open(io.save(model, scratch) if large else model.SerializeToString())
+    errors = [0.0] * len(pairs)
+    for feed in feeds:
+        found = session.run(feed)
+        for index, pair in enumerate(pairs):
+            error_here = _error(found, index, pair)
+            errors[index] = error_here if math.isnan(error_here) else max(errors[index], error_here)
+    return errors
+
+
+def _error(found: Mapping[str, Any], index: int, pair: _Pair) -> float:
+    """The error of one pair on one feed; NaN when its sums are not finite."""
+    if pair.whole:
+        return _whole_error(*(found[side] for side in _sides(index, pair)))
+    if found[_key(index, "sa")].tolist() != found[_key(index, "sb")].tolist():
+        return math.inf
+    square, difference = float(found[_key(index, "aa")]), float(found[_key(index, "ee")])
+    if not (math.isfinite(square) and math.isfinite(difference)):
+        return math.nan
+    return math.sqrt(difference / square) if square > 0 else math.sqrt(difference)
+
+
+def _whole_error(a: Any, b: Any) -> float:
+    if isinstance(a, list):
+        same = isinstance(b, list) and len(a) == len(b)
+        return max((_whole_error(x, y) for x, y in zip(a, b, strict=True)), default=0.0) if same else math.inf
+    if a is None or b is None or np.shape(a) != np.shape(b):
+        return 0.0 if a is b else math.inf
+    if np.asarray(a).dtype.kind != "f":
+        return 0.0 if np.array_equal(a, b) else math.inf
+    x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    finite = np.isfinite(x)
+    if not np.array_equal(x[~finite], y[~finite], equal_nan=True) or not np.isfinite(y[finite]).all():
+        return math.inf
+    norm = float(np.linalg.norm(x[finite]))
+    return float(np.linalg.norm(x[finite] - y[finite])) / (norm or 1.0)
+
+
+def _proof_model(unfused: onnx.ModelProto, pairs: Sequence[_Pair]) -> onnx.ModelProto:
+    model = onnx.ModelProto()
+    model.CopyFrom(unfused)
+    graph = model.graph
+    if pairs:
+        del graph.output[:]
+    for index, pair in enumerate(pairs):
+        names = _own_names(pair.after, index)
+        graph.node.extend(_renamed(node, names) for node in pair.after.nodes)
+        for name, tensor in pair.after.tensors.items():
+            graph.initializer.append(ir.serde.serialize_tensor(tensor))
+            graph.initializer[-1].name = names[name]
+        nodes, outputs = _ends(index, pair)
+        graph.node.extend(nodes)
+        known = {o.name for o in graph.output}
+        graph.output.extend(helper.make_empty_tensor_value_info(o) for o in outputs if o not in known)
+    return model
+
+
+def _sides(index: int, pair: _Pair) -> tuple[str, str]:
+    """Where both values are read: directly, or where they were copied or widened to."""
+    if pair.type in _HALVES or (pair.whole and pair.type):
+        return _key(index, "a"), _key(index, "b")
+    return pair.name, _own_names(pair.after, index).get(pair.after.result, pair.after.result)
+
+
+def _ends(index: int, pair: _Pair) -> tuple[list[onnx.NodeProto], list[str]]:
+    """The nodes that turn a pair into what Python reads, and the outputs they fill."""
+    key, nodes = partial(_key, index), []
+    a, b = _sides(index, pair)
+    if a == key("a"):
+        op, to = ("Cast", {"to": TensorProto.FLOAT}) if pair.type in _HALVES else ("Identity", {})
+        given = pair.name, _own_names(pair.after, index).get(pair.after.result, pair.after.result)
+        nodes = [helper.make_node(op, [value], [side], **to) for value, side in zip(given, (a, b), strict=True)]
+    if pair.whole:
+        return nodes, [a, b]
+    nodes.append(helper.make_node("Sub", [a, b], [key("e")]))
+    nodes.append(helper.make_node("ReduceSumSquare", [key("e")], [key("ee")], keepdims=0))
+    nodes.append(helper.make_node("ReduceSumSquare", [a], [key("aa")], keepdims=0))
+    nodes += [helper.make_node("Shape", [value], [key(f"s{side}")]) for side, value in (("a", a), ("b", b))]
+    return nodes, [key(k) for k in ("ee", "aa", "sa", "sb")]
+
+
+def _own_names(after: After, index: int) -> dict[str, str]:
+    made = {o for n in after.nodes for o in n.output if o} | set(after.tensors)
+    return {name: _key(index, f"of {name}") for name in made}
+
+
+def _renamed(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
+    out = onnx.NodeProto()
+    out.CopyFrom(node)
+    out.name = ""
+    _rename(out, names)
+    return out
+
+
+def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
+    node.input[:] = [names.get(v, v) for v in node.input]
+    node.output[:] = [names.get(v, v) for v in node.output]
+    for attribute in node.attribute:
+        for body in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            for inner in body.node:
+                _rename(inner, names)
+
+
+def _key(index: int, what: str) -> str:
+    return f"proof {index} {what}"

@@ -1,0 +1,218 @@
+"""The fuse stage: a smaller graph with the same numbers, each rewrite proved on real inputs and listed."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from layerline.pipeline.report import LayerDiff, Report
+from layerline.pipeline.stage import Stage, Work
+
+if TYPE_CHECKING:
+    import onnx
+
+    from layerline.backends.base import Feed
+    from layerline.graph.fuse import Fused
+    from layerline.graph.rewrite import Firing, Rule
+
+COPIED = ("signature.json", "probes.safetensors", "floor.json")
+TABLE_ROWS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """What goes in: the unfused model, real feeds, and how far rounding may move each value."""
+
+    model: onnx.ModelProto
+    feeds: Sequence[Feed]
+    floors: Mapping[str, float]
+    notes: Sequence[str]
+
+
+class Fuse(Stage):
+    """Folds constants and merges nodes; nothing here changes numbers beyond rounding."""
+
+    name: ClassVar[str] = "fuse"
+    version: ClassVar[int] = 1
+    takes: ClassVar[Mapping[str, str]] = {"model": "onnx"}
+    gives: ClassVar[str] = "fused"
+    env: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnx-ir", "onnxruntime")
+
+    rules: dict[str, bool] = Field(default_factory=dict)
+    """Rules switched on or off by name; the others keep their defaults (docs/fusion.md lists them)."""
+    fold_limit: int = Field(default=1 << 20, ge=0)
+    """Bytes that one folded constant may add to the file beyond what it frees."""
+    proof_feeds: int = Field(default=2, ge=1)
+    """Probe feeds that each firing is proved on: the first, then those of other sizes; the whole graph sees all."""
+
+    def run(self, work: Work) -> Report:
+        from layerline.graph import io, record
+
+        case, fused = self._fuse(work)
+        rows = _compare(case, fused)
+        io.save(fused.model, work.out)
+        record.save(work.out, fused)
+        for name in COPIED:
+            if (work.inputs["model"] / name).is_file():
+                shutil.copyfile(work.inputs["model"] / name, work.out / name)
+        work.log.say(f"{_nodes(fused.model)} nodes out; {len(fused.proofs)} rewrites proved")
+        notes = [*case.notes, *fused.notes]
+        if not all(r.passed for r in rows):
+            notes.append(_blame(self._guilty(case, fused)))
+        return _report(case.model, fused, rows, notes)
+
+    def debug(self, work: Work, folder: Path) -> LayerDiff | None:
+        """Finds the one rewrite that takes the whole graph beyond its floor; None where there is none.
+
+        Writes the model before and after it to `folder` (`before/model.onnx`, `after/model.onnx`); the row that comes
+        back is the first that fails, with the rule and its place in `extra`.
+        """
+        from layerline.graph import io
+        from layerline.graph.apply import rewrite
+
+        case, fused = self._fuse(work)
+        failing = next((r for r in _compare(case, fused) if not r.passed), None)
+        firing = self._guilty(case, fused) if failing is not None else None
+        if failing is None or firing is None:
+            return failing
+        limit = [f.site for f in fused.firings].index(firing.site)
+        for name, count in (("before", limit), ("after", limit + 1)):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            io.save(rewrite(case.model, self._rules(), limit=count, **self._options(fused)).model, folder / name)
+        place = {"rule": firing.site.rule, "place": firing.site.value}
+        return dataclasses.replace(failing, extra={**failing.extra, **place})
+
+    def _fuse(self, work: Work) -> tuple[_Case, Fused]:
+        from layerline.graph import io
+        from layerline.graph.fuse import fuse
+        from layerline.layers import probes
+
+        rules, folder = self._rules(), work.inputs["model"]
+        model, feeds = io.load(folder / io.FILE), probes.load(folder)
+        work.log.say(f"{_nodes(model)} nodes in; {len(rules)} rules are on")
+        floors, notes = _floors(folder, model, feeds)
+        chosen = _unlike(feeds, self.proof_feeds)
+        fused = fuse(model, chosen, work.scratch, rules=rules, floors=floors, fold_limit=self.fold_limit)
+        return _Case(model=model, feeds=feeds, floors=floors, notes=notes), fused
+
+    def _guilty(self, case: _Case, fused: Fused) -> Firing | None:
+        from layerline.graph.bisect import guilty
+
+        def good(candidate: onnx.ModelProto) -> bool:
+            return all(r.passed for r in _compare(case, dataclasses.replace(fused, model=candidate)))
+
+        return guilty(case.model, good, self._rules(), **self._options(fused))
+
+    def _rules(self) -> tuple[Rule, ...]:
+        from layerline.graph.apply import select
+
+        return select(self.rules)
+
+    def _options(self, fused: Fused) -> dict[str, Any]:
+        return {"denied": frozenset(p.firing.site for p in fused.undone), "fold_limit": self.fold_limit}
+
+
+def _floors(folder: Path, model: onnx.ModelProto, feeds: Sequence[Feed]) -> tuple[dict[str, float], list[str]]:
+    """The noise floor of every value: torch's own, where the model came from torch, else measured here."""
+    from layerline.graph.noise import perturbed
+    from layerline.layers import floor
+    from layerline.layers.compare import compare
+
+    if floors := floor.load(folder):
+        return floors, []
+    rows = compare(model, perturbed(model), feeds)
+    measured = {r.name: r.rel_l2 for r in rows if r.rel_l2 is not None}
+    return measured, ["noise floors measured by moving every weight and float input by one rounding step at random"]
+
+
+def _unlike(feeds: Sequence[Feed], count: int) -> list[Feed]:
+    """The first feed, then feeds of sizes not seen yet, then whatever comes: `count` in all."""
+    sizes: dict[tuple[object, ...], int] = {}
+    for index, feed in enumerate(feeds):
+        sizes.setdefault(tuple((k, v.shape) for k, v in sorted(feed.items())), index)
+    order = [*sizes.values(), *(i for i in range(len(feeds)) if i not in sizes.values())]
+    return [feeds[i] for i in order[:count]]
+
+
+def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
+    """Every value of the unfused model against what holds it in the fused one: itself, or what it was merged with.
+
+    Judged are the outputs and every value whose floor is known; an output without one gets the greatest floor there is.
+    Values that depend on a random operator are shown and not judged.
+    """
+    from layerline.graph.noise import drawn
+    from layerline.graph.prove import tolerance
+    from layerline.layers.compare import compare
+
+    random, highest = drawn(case.model), max(case.floors.values(), default=0.0)
+    known = dict.fromkeys((o.name for o in case.model.graph.output), highest) | dict(case.floors)
+    tolerances = {v: tolerance(v, fused.types, known) for v in known if v not in random}
+    return compare(case.model, fused.model, case.feeds, pairs=_pairs(case.model, fused), tolerances=tolerances)
+
+
+def _pairs(model: onnx.ModelProto, fused: Fused) -> dict[str, str]:
+    """Value of the unfused model to the value of the fused one that holds the same numbers."""
+    here = {o for n in fused.model.graph.node if n.op_type != "Constant" for o in n.output if o}
+    moved = {f.site.value: f.result for f in fused.firings if not f.site.inside and f.result != f.site.value}
+    pairs: dict[str, str] = {}
+    for name in (o for n in model.graph.node if n.op_type != "Constant" for o in n.output if o):
+        now = name
+        while now not in here and now in moved:
+            now = moved[now]
+        if now in here:
+            pairs[name] = now
+    return pairs
+
+
+def _blame(firing: Firing | None) -> str:
+    if firing is None:
+        return "no single rewrite is to blame for the values beyond their floor"
+    rule = firing.site.rule
+    return (
+        f"rule {rule} at {firing.site.value} takes the graph beyond its floor; `rules: {{{rule}: false}}` leaves it out"
+    )
+
+
+def _report(model: onnx.ModelProto, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequence[str]) -> Report:
+    from layerline.graph import record
+    from layerline.graph.noise import drawn
+
+    random = [f"{v} and what follows is drawn at random ({op}): not judged" for v, op in drawn(model).items()]
+    return Report(
+        stage=Fuse.name,
+        reference="unfused onnx on onnxruntime",
+        candidate="fused onnx on onnxruntime",
+        records=rows,
+        metrics={
+            "nodes_before": _nodes(model),
+            "nodes_after": _nodes(fused.model),
+            "initializer_bytes_before": _bytes(model),
+            "initializer_bytes_after": _bytes(fused.model),
+            "rewrites": len(fused.proofs),
+            "undone": len(fused.undone),
+        },
+        notes=(*notes, *random[:1], *map(record.undone, fused.undone)),
+        tables={
+            "rewrites": record.fired(fused.proofs)[:TABLE_ROWS],
+            "undone": record.fired(fused.undone),
+            "declined": record.declined(fused.declines)[:TABLE_ROWS],
+        },
+    )
+
+
+def _nodes(model: onnx.ModelProto) -> int:
+    from layerline.graph import io
+
+    return sum(len(g.node) for g in io.graphs(model))
+
+
+def _bytes(model: onnx.ModelProto) -> int:
+    from layerline.graph import io
+
+    return sum(len(t.raw_data) or t.ByteSize() for t in io.tensors(model))

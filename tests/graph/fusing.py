@@ -1,0 +1,93 @@
+"""Small models in ONNX's text form, and what every test of a rule asks: what fired, why not, are the numbers right."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import numpy_helper, parser
+
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.graph.apply import select
+from layerline.graph.fuse import Fused, fuse
+from layerline.graph.rewrite import Rule
+from layerline.graph.rules import RULES
+
+Feed = dict[str, Any]
+
+
+def parse(signature: str, body: str, opset: int = 17, **tensors: Any) -> onnx.ModelProto:
+    """A model of the given `(inputs) => (outputs)`; keyword arguments become initializers."""
+    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}]> g {signature} {{ {body} }}')
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(t), n) for n, t in tensors.items())
+    return model
+
+
+def run(model: onnx.ModelProto, feed: Feed) -> dict[str, Any]:
+    """The model's outputs as written, without the runtime's own optimisations."""
+    return OnnxRuntime().open(model.SerializeToString()).run(feed)
+
+
+def only(*names: str) -> tuple[Rule, ...]:
+    """Just these rules (and folding, which most of them need)."""
+    return select({r.name: r.name in (*names, "constants", "fold", "dead-code") for r in RULES})
+
+
+def prove(
+    model: onnx.ModelProto, *feeds: Feed, rules: Sequence[Rule] = RULES, undone: bool = False, **options: Any
+) -> Fused:
+    """Fuses, and insists on what always holds: same outputs by the same names, every proof passed, a valid model."""
+    with tempfile.TemporaryDirectory() as scratch:
+        done = fuse(model, feeds, Path(scratch), rules=rules, **options)
+    assert [o.name for o in done.model.graph.output] == [o.name for o in model.graph.output]
+    assert undone or not done.undone, done.undone
+    assert all(p.passed for p in done.proofs)
+    if valid(model) and not any("shape check" in note for note in done.notes):
+        onnx.checker.check_model(done.model, full_check=True)
+    for feed in feeds:
+        before, after = run(model, feed), run(done.model, feed)
+        for name, value in before.items():
+            assert after[name].shape == value.shape, name
+            assert after[name].dtype == value.dtype, name
+            np.testing.assert_allclose(after[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+    return done
+
+
+def valid(model: onnx.ModelProto) -> bool:
+    """Whether onnx's own full check passes; it refuses outputs of unknown rank, which runtimes take."""
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError):
+        return False
+    return True
+
+
+def fired(done: Fused) -> set[str]:
+    """Names of the rules that fired, apart from turning Constant nodes into initializers."""
+    return {f.site.rule for f in done.firings} - {"constants"}
+
+
+def reason(done: Fused, rule: str) -> str:
+    """Why a rule declined, at the first place where it did."""
+    return next(d.reason for d in done.declines if d.site.rule == rule)
+
+
+def ops(model: onnx.ModelProto) -> list[str]:
+    """Operators of the main graph in order."""
+    return [n.op_type for n in model.graph.node]
+
+
+def normal(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Any:
+    """Normally distributed numbers."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def statistics(channels: int, seed: int = 1) -> dict[str, Any]:
+    """gamma, beta, mean and var of a trained BatchNormalization."""
+    rng = np.random.default_rng(seed)
+    draw = {k: rng.standard_normal(channels).astype(np.float32) for k in ("gamma", "beta", "mean")}
+    return draw | {"var": rng.uniform(0.1, 2.0, channels).astype(np.float32)}
