@@ -1,0 +1,301 @@
+"""import-onnx: an ONNX file from elsewhere, raised, named and proved to give what the file itself gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.report import LayerDiff, Report, Scalar
+from layerline.pipeline.stage import Stage, Work
+from layerline.pipeline.start import Look
+
+if TYPE_CHECKING:
+    import onnx
+
+    from layerline.backends.base import Feed
+    from layerline.graph.adopt import Adopted
+    from layerline.layers.dims import Places
+    from layerline.layers.feeding import Declared, Feeder
+    from layerline.layers.foreign import Fed
+
+
+class _Field(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Dimension(_Field):
+    """A symbolic size; a number alone fixes it, a word alone renames it."""
+
+    size: PositiveInt | None = None
+    """Fixes it."""
+    name: str | None = None
+    """Renames it; dimensions of one name are one size."""
+    min: PositiveInt | None = None
+    """Smallest size; found out where it is left open."""
+    max: PositiveInt | None = None
+    """Greatest size, which becomes the upper bound of the engine's profiles."""
+    multiple: PositiveInt | None = None
+    """Every size is a multiple of this."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, raw: Any) -> Any:
+        return {"name": raw} if isinstance(raw, str) else {"size": raw} if isinstance(raw, int) else raw
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Dimension:
+        if self.min is not None and self.max is not None and self.max < self.min:
+            raise ValueError(f"max {self.max} is below min {self.min}")
+        return self
+
+
+class Range(_Field):
+    """Values that an integer input takes, both ends included."""
+
+    low: int
+    high: int
+
+
+class ImportOnnx(Stage):
+    """Takes a file as it comes: opsets from 11, weights as Constant nodes, initializers that are also inputs, external
+    data, functions, nested If and Loop. Its own names stay."""
+
+    name: ClassVar[str] = "import-onnx"
+    version: ClassVar[int] = 1
+    takes: ClassVar[Mapping[str, str]] = {}
+    gives: ClassVar[str] = "onnx"
+    env: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnxruntime")
+
+    file: str
+    """The model, inside the project."""
+    external: tuple[str, ...] = ()
+    """Files that hold its weights, where they lie beside it; inside the project."""
+    data: str | None = None
+    """An .npz with one array per input, whose first axis counts samples; without it, inputs are drawn at random."""
+    opset: int = Field(default=20, ge=11)
+    """Older files are raised to this version of ONNX's operators; newer ones stay as they are."""
+    dims: dict[str, Dimension] = Field(default_factory=dict)
+    """Sizes that vary, by the name that the file (or the report's table of dimensions) gives them."""
+    ranges: dict[str, Range] = Field(default_factory=dict)
+    """What integer inputs may hold, by input: `{ids: {low: 0, high: 30521}}`."""
+    probes: PositiveInt = 4
+    """Samples of `data` to compare on, beside the first ones and the other sizes."""
+    tolerance: Literal["auto"] | float = "auto"
+    """Greatest relative L2 error of a value against the file as given. auto: within a stated multiple of what rounding
+    does to the value, measured here."""
+
+    @classmethod
+    def look(cls, path: Path, data: Path | None) -> Look:
+        """What belongs to a model, and how samples are cut into feeds for it.
+
+        Raises:
+            StageError: it can't be read or fed, or its external data is elsewhere.
+            ConfigError: the samples do not fit it.
+        """
+        from layerline.graph import io
+        from layerline.layers import dims, sources
+        from layerline.layers.interface import signature
+
+        model, arrays = io.read(path), sources.read(data) if data else {}
+        ranks = {k: a.ndim for k, a in arrays.items()}
+        places = dims.name(model, ranks)
+        inputs = signature(model).inputs
+        given = sources.given(arrays, inputs, data.name) if data else None
+        return Look(
+            beside=io.external_files(model, path),
+            inputs=tuple(v.name for v in inputs),
+            dims={n: dims.told(p) for n, p in places.items()},
+            outputs=len(model.graph.output),
+            whole=tuple(sorted(given.whole)) if given else (),
+            numbers=tuple(sorted(given.numbers)) if given else (),
+        )
+
+    def files(self) -> tuple[str, ...]:
+        """The model, its weights and the samples: their content is part of the key."""
+        return (self.file, *self.external, *([self.data] if self.data else []))
+
+    def run(self, work: Work) -> Report:
+        from layerline.layers import dims, probes
+        from layerline.layers.interface import signature
+
+        adopted, arrays = self._adopt(work), self._arrays(work)
+        model = adopted.model
+        places = dims.name(model, {k: a.ndim for k, a in arrays.items()})
+        feeder, fed = self._feed(work, adopted, self._declare(model, places), arrays)
+        dims.write(model, feeder.same, feeder.fixed)
+        dims.settle(model, dims.places(model), [(f, feeder.run(f)) for f in fed.feeds])
+        work.log.say(f"{len(model.graph.node)} nodes; comparing every value on {len(fed.feeds)} feeds")
+        rows, notes = _compare(adopted, fed.feeds, self.tolerance)
+        complaint = _write(model, work.out)
+        probes.save(work.out, fed.feeds)
+        signature(model, feeder.dims, fed.ranges).save(work.out)
+        return Report(
+            stage=self.name,
+            reference=f"{self.file} on onnxruntime",
+            candidate="imported onnx on onnxruntime",
+            records=rows,
+            notes=(*adopted.notes, *feeder.notes, *_by_trial(feeder), *notes, *complaint),
+            metrics=_metrics(adopted, len(rows), len(fed.feeds)),
+            tables=_tables(model, feeder, fed),
+        )
+
+    def _adopt(self, work: Work) -> Adopted:
+        from layerline.graph import adopt, io
+        from layerline.layers import identity
+
+        path = work.root / self.file
+        stored = io.external_files(io.read(path), path)
+        inside = [(path.parent / name).relative_to(work.root).as_posix() for name in stored]
+        if missing := [name for name in inside if name not in self.external]:
+            raise ConfigError(
+                f"{self.file} stores weights in {missing[0]}, whose content would be no part of the key",
+                where="import-onnx.external",
+                hint=f"list it: external: [{', '.join(inside)}]",
+            )
+        given = io.load(path)
+        identity.stamp(given, work.root)
+        return adopt.adopt(given, self.opset)
+
+    def _arrays(self, work: Work) -> Mapping[str, Any]:
+        from layerline.layers import sources
+
+        return sources.read(work.root / self.data) if self.data else {}
+
+    def _declare(self, model: onnx.ModelProto, places: Places) -> dict[str, Declared]:
+        """Applies `dims` to the model, in place; the bounds that are left, by final name."""
+        from layerline.layers import dims
+        from layerline.layers.feeding import Declared
+
+        for unknown in self.dims.keys() - places.keys():
+            there = "; ".join(f"{n} ({dims.told(p)})" for n, p in places.items()) or "none"
+            raise ConfigError(f"there is no dimension {unknown!r}", where=f"dims.{unknown}", hint=f"there are: {there}")
+        dims.write(
+            model,
+            {n: d.name for n, d in self.dims.items() if d.name},
+            {n: d.size for n, d in self.dims.items() if d.size},
+        )
+        found: dict[str, Declared] = {}
+        for name, d in self.dims.items():
+            bounds = Declared(min=d.min, max=d.max, multiple=d.multiple)
+            if bounds != Declared() and found.setdefault(d.name or name, bounds) != bounds:
+                raise ConfigError(f"two dimensions named {d.name!r} have other bounds", where=f"dims.{name}")
+        return found
+
+    def _feed(
+        self, work: Work, adopted: Adopted, declared: Mapping[str, Declared], arrays: Mapping[str, Any]
+    ) -> tuple[Feeder, Fed]:
+        from layerline.layers import foreign, sources
+        from layerline.layers.feeding import Feeder
+        from layerline.layers.interface import signature
+
+        inputs = signature(adopted.model).inputs
+        if not inputs:
+            raise StageError("the model takes no inputs, so there is nothing to speed up", where=self.file)
+        feeder = Feeder(model=adopted.original, inputs=inputs, declared=declared)
+        ranges = foreign.ranges(adopted.original, inputs, {n: (r.low, r.high) for n, r in self.ranges.items()})
+        if self.data:
+            return feeder, foreign.from_samples(feeder, sources.given(arrays, inputs, self.data), self.probes, ranges)
+        work.log.say("no samples given: looking for inputs that the model takes")
+        return feeder, foreign.from_nothing(feeder, ranges)
+
+
+def _by_trial(feeder: Feeder) -> list[str]:
+    found = [f"{n} {d.min} to {d.max}" for n, d in feeder.dims.items() if n not in feeder.declared]
+    return [f"sizes found by trial on onnxruntime: {', '.join(found)}; `dims` sets those you need"] if found else []
+
+
+def _compare(
+    adopted: Adopted, feeds: Sequence[Feed], tolerance: float | Literal["auto"]
+) -> tuple[tuple[LayerDiff, ...], list[str]]:
+    """Every value of the imported model against the file's own; values that follow a random operator are shown alone.
+
+    Where all are equal no noise floor is needed; else it is measured as the fuse stage does.
+    """
+    from layerline.graph.noise import drawn, perturbed
+    from layerline.layers.compare import compare, why_two_sessions
+
+    random = drawn(adopted.original)
+    said = [f"{value} and what follows is drawn at random ({op}): not judged" for value, op in random.items()]
+    notes = said[:1]
+    notes += filter(None, [why_two_sessions(adopted.original, adopted.model)])
+    rows = compare(adopted.original, adopted.model, feeds)
+    if all(r.max_abs == 0 and r.passed for r in rows):
+        return tuple(replace(r, tolerance=0.0) for r in rows), [*notes, "every value is equal to the last bit"]
+    floors = {r.name: r.rel_l2 or 0.0 for r in compare(adopted.original, perturbed(adopted.original), feeds)}
+    judged = {r.name: _allowed(r, floors, tolerance) for r in rows if r.name not in random}
+    return compare(adopted.original, adopted.model, feeds, tolerances=judged), notes
+
+
+def _allowed(row: LayerDiff, floors: Mapping[str, float], tolerance: float | Literal["auto"]) -> float:
+    from onnx import TensorProto
+
+    from layerline.graph import prove
+
+    if tolerance != "auto":
+        return tolerance
+    kinds = {"float32": TensorProto.FLOAT, "float64": TensorProto.DOUBLE} | {
+        n: TensorProto.DataType.Value(n.upper()) for n in ("float16", "bfloat16")
+    }
+    return prove.tolerance(row.name, {row.name: kinds.get(row.dtype, 0)}, floors)
+
+
+def _write(model: onnx.ModelProto, folder: Path) -> list[str]:
+    """Saves the model and checks the file; in words, what onnx's shape inference has against it.
+
+    Raises:
+        StageError: it is not valid ONNX.
+    """
+    import onnx
+
+    from layerline.graph import io
+
+    path = io.save(model, folder)
+    for full in (False, True):
+        try:
+            onnx.checker.check_model(str(path), full_check=full)
+        except Exception as error:
+            text = " ".join(str(error).split())
+            if full:
+                return [f"onnx's shape inference objects, onnxruntime does not: {text:.300}"]
+            raise StageError(f"not valid ONNX: {text:.500}", where="model.onnx") from error
+    return []
+
+
+def _metrics(adopted: Adopted, compared: int, feeds: int) -> dict[str, Scalar]:
+    from layerline.graph.opset import opset_of
+
+    return {
+        "nodes": len(adopted.model.graph.node),
+        "values_compared": compared,
+        "feeds": feeds,
+        "opset_before": opset_of(adopted.original),
+        "opset": opset_of(adopted.model),
+    }
+
+
+def _tables(model: onnx.ModelProto, feeder: Feeder, fed: Fed) -> dict[str, list[dict[str, Scalar]]]:
+    """What each input was fed with, and the sizes that the model is known to take."""
+    from layerline.layers import dims
+    from layerline.layers.interface import signature
+
+    shown: list[dict[str, Scalar]] = [
+        {"input": v.name, "type": v.dtype, "shape": ", ".join(map(str, v.shape)), "fed with": fed.values[v.name]}
+        for v in signature(model).inputs
+    ]
+    sizes: list[dict[str, Scalar]] = [
+        {
+            "dimension": name,
+            "where": dims.told(places),
+            "min": feeder.dims[name].min,
+            "max": feeder.dims[name].max,
+            "multiple": feeder.dims[name].multiple,
+            "told by": "dims" if name in feeder.declared else "trial",
+        }
+        for name, places in dims.places(model).items()
+    ]
+    return {"inputs": shown, "dimensions": sizes} if sizes else {"inputs": shown}
