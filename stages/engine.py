@@ -98,6 +98,8 @@ class Engine(Stage):
         _leave(work.out, built, record.engine_json(built, profiles, **facts), record.layers_json(built.layers, known))
         rows, feeds = record.diffs(built.layers, known), probes.load(folder)
         rows, notes = on_device.compare(backend, path, work.out / PLAN, feeds, rows, self.tolerance)
+        for note in notes:
+            work.log.say(note)
         return Report(
             stage=self.name,
             reference="onnx on onnxruntime",

@@ -47,7 +47,9 @@ class Net(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
         self.block1 = Block(width)
-        self.down = nn.Sequential(nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False), nn.BatchNorm2d(2 * width), nn.ReLU())
+        self.down = nn.Sequential(
+            nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False), nn.BatchNorm2d(2 * width), nn.ReLU()
+        )
         self.block2 = Block(2 * width)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(2 * width, 10)
