@@ -119,15 +119,16 @@ def run(
     folder: Folder = _HERE,
 ) -> None:
     """Bring stages up to date, with whatever they need; then say what is out of date after them."""
-    from layerline.pipeline.runner import Runner
+    from layerline.pipeline.runner import Runner, rank
     from layerline.views import terminal
 
     project = _load(folder.resolve(), sets)
     names = None if stages == ["all"] else stages
-    if as_json:
+    if as_json or rank():  # of several ranks the first one speaks
         with _interruptible(), _inside(project.root), _stdout_to_stderr():
             done = Runner(project, terminal.Silent()).run(names, force=force)
-        _print_json(done.to_json())
+        if not rank():
+            _print_json(done.to_json())
     else:
         live = terminal.Live(terminal.console(), width=max(len(s.name) for s in project.stages))
         with _interruptible(), _inside(project.root), contextlib.closing(live):
@@ -248,6 +249,36 @@ def path(stage: StageName, folder: Folder = _HERE) -> None:
     if artifact is None:
         raise PipeError(f"the artifact of {stage} is gone from the store", hint=again)
     typer.echo(artifact.path.resolve())
+
+
+@app.command()
+def debug(
+    stage: StageName,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where it goes.", show_default="debug-STAGE")
+    ] = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+    folder: Folder = _HERE,
+) -> None:
+    """Find where a stage goes wrong, and write the smallest model that shows it."""
+    from layerline.pipeline.debug import debug as find
+    from layerline.pipeline.report import Report
+    from layerline.views import terminal
+
+    project, target = _load(folder.resolve(), sets), (output or Path(f"debug-{stage}")).resolve()
+    live = terminal.Silent() if as_json else terminal.Live(terminal.console(), width=len(stage))
+    with _interruptible(), _inside(project.root), _stdout_to_stderr() if as_json else contextlib.nullcontext():
+        bad = find(project, stage, target, live)
+    found = Report(stage=stage, reference="the reference", candidate="the first value that fails", records=(bad,) if bad else ())
+    written = sorted(str(p.relative_to(target)) for p in target.rglob("*") if p.is_file())
+    if as_json:
+        _print_json({"stage": stage, "found": json.loads(found.to_json())["records"], "files": written})
+    elif bad is None:
+        typer.echo(f"every value of {stage} passes: there is nothing to show")
+    else:
+        terminal.diff(terminal.console(), found, 1, None, "")
+        typer.echo(f"wrote {target}: {', '.join(written)}")
 
 
 @app.command()

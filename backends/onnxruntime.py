@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerline.backends.base import Array, Feed, check_names
 from layerline.pipeline.errors import StageError
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 
 class OnnxRuntime:
@@ -30,7 +33,8 @@ class OnnxRuntime:
     def unavailable_reason(self) -> str | None:
         return None if find_spec("onnxruntime") else "onnxruntime is not installed: pip install onnxruntime-gpu"
 
-    def open(self, model: Path | bytes, taps: Sequence[str] = ()) -> OrtSession:
+    def open(self, model: Path | bytes | ModelProto, taps: Sequence[str] = ()) -> OrtSession:
+        """Loads a file, its bytes, or a model in memory; the last may be larger than one message can be."""
         import onnxruntime as ort
 
         options = ort.SessionOptions()
@@ -38,7 +42,11 @@ class OnnxRuntime:
         options.intra_op_num_threads = self.threads
         if not self.optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        source: str | bytes = model if isinstance(model, bytes) else str(model)
+        weights: list[Array] = []
+        if isinstance(model, bytes | Path):
+            source = model if isinstance(model, bytes) else str(model)
+        else:
+            source, weights = _bytes(model, options)
         if taps:
             source = _with_taps(source, taps)
             if isinstance(model, Path):
@@ -46,7 +54,7 @@ class OnnxRuntime:
                 folder = str(model.parent.resolve())
                 options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         try:
-            return OrtSession(ort.InferenceSession(source, options, providers=self.providers))
+            return OrtSession(ort.InferenceSession(source, options, providers=self.providers), weights)
         except Exception as error:
             raise StageError(
                 f"onnxruntime refuses the model: {error}", where=str(getattr(model, "name", "model"))
@@ -54,10 +62,10 @@ class OnnxRuntime:
 
 
 class OrtSession:
-    """A loaded model on ONNX Runtime."""
+    """A loaded model on ONNX Runtime; `weights` are arrays that it reads and does not own."""
 
-    def __init__(self, session: Any) -> None:
-        self._session = session
+    def __init__(self, session: Any, weights: Sequence[Array] = ()) -> None:
+        self._session, self._weights = session, weights
         self.inputs = [i.name for i in session.get_inputs()]
         self.outputs = [o.name for o in session.get_outputs()]
         # Type as onnxruntime writes it ("tensor(float)") and shape, of every input, output and tap.
@@ -71,6 +79,24 @@ class OrtSession:
             return dict(zip(self.outputs, self._session.run(None, dict(feed)), strict=True))
         except Exception as error:
             raise StageError(f"onnxruntime could not run the model: {error}", where="run") from error
+
+
+def _bytes(model: ModelProto, options: Any) -> tuple[bytes, list[Array]]:
+    """A model as one message. The weights of a large one go into the options; the arrays must outlive the session."""
+    from onnx import numpy_helper
+    from onnxruntime import OrtValue
+
+    from layerline.backends import large
+
+    arrays: list[Array] = []
+    if large.is_large(model):
+        model, heavy = large.split(model)
+        model.graph.initializer.extend(large.absent(t) for t in heavy.values())
+        arrays = [numpy_helper.to_array(t) for t in heavy.values()]
+        kinds = [t.data_type for t in heavy.values()]
+        values = [OrtValue.ortvalue_from_numpy_with_onnx_type(a, k) for a, k in zip(arrays, kinds, strict=True)]
+        options.add_external_initializers(list(heavy), values)
+    return model.SerializeToString(), arrays
 
 
 def _with_taps(source: str | bytes, taps: Sequence[str]) -> bytes:

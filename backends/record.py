@@ -108,7 +108,7 @@ def diffs(layers: Sequence[Layer], known: Names) -> tuple[LayerDiff, ...]:
             module=origin.module,
             shape=_shape(tensor.shape, known.shapes.get(tensor.name, ())),
             dtype=tensor.dtype,
-            extra={"layer": layer.name, "type": layer.type, "precision": layer.precision},
+            extra={"network_layer": layer.name, "type": layer.type, "precision": layer.precision},
         )
         for layer in layers
         for tensor in layer.outputs

@@ -3,8 +3,9 @@
     pip install onnxsim onnxslim rapidocr-onnxruntime silero-vad swift-f0
     python benchmarks/fuse_peers.py [--models FOLDER] [--rounds N] [NAME…]
 
-For every model and tool: nodes left (bodies included, constants not counted), whether the result is still right at two
-sizes, and onnxruntime's CPU latency of it (one thread, the runtime's own optimisations on, runs interleaved, the quickest).
+For every model and tool: nodes left (bodies included, constants not counted), whether the result is right at two sizes,
+and onnxruntime's CPU latency of it (one thread and that thread's own time, so that other work on the machine doesn't
+count; the runtime's own optimisations on; runs interleaved; the quickest).
 Prints a table in Markdown and ends in one JSON line.
 """
 
@@ -133,9 +134,9 @@ def _latency(paths: dict[str, Path], feed: dict[str, Any], rounds: int) -> dict[
         session.run(None, feed)
     for _ in range(rounds):
         for name, session in sessions.items():
-            start = time.perf_counter()
+            start = time.thread_time()
             session.run(None, feed)
-            taken[name].append(1000 * (time.perf_counter() - start))
+            taken[name].append(1000 * (time.thread_time() - start))
     return {n: min(t) for n, t in taken.items()}
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from layerline.pipeline.errors import TaskError
+from layerline.pipeline.task import LABELS
 
 Array = npt.NDArray[Any]
-LABELS = ("label", "labels")
 """Keys of a dict batch that hold the target, unless the model has an input of that name."""
 
 _END = object()

@@ -10,7 +10,8 @@ import onnx
 import onnx_ir as ir
 
 from layerline.graph.prepare import prepare
-from layerline.graph.rewrite import Decline, Firing, Rewriting, Rule, Site, run, values
+from layerline.graph.rewrite import Rewriting, run, values
+from layerline.graph.rule import Decline, Firing, Rule, Site
 from layerline.graph.rules import RULES
 from layerline.pipeline.errors import ConfigError
 
@@ -47,7 +48,7 @@ def select(switches: Mapping[str, bool]) -> tuple[Rule, ...]:
                 where="fuse.rules",
                 hint=f"rules: {', '.join(names)}",
             )
-    return tuple(r for r in RULES if switches.get(r.name, r.default))
+    return tuple(r for r in RULES if switches.get(r.name, True))
 
 
 def rewrite(

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import onnx
 
-from layerline.graph.apply import rewrite
-from layerline.graph.rewrite import Firing, Rule, Site
+from layerline.graph.apply import Rewritten, rewrite
+from layerline.graph.rule import Firing, Rule, Site
 from layerline.graph.rules import RULES
 
 
 def guilty(
     model: onnx.ModelProto,
-    good: Callable[[onnx.ModelProto], bool],
+    good: Callable[[Rewritten], bool],
     rules: Sequence[Rule] = RULES,
     *,
     denied: frozenset[Site] = frozenset(),
@@ -22,19 +22,20 @@ def guilty(
     """The firing after which the model is no longer good; None when it still is after all of them.
 
     Rewriting is deterministic, so the model after the first k firings is well defined for every k. The search assumes
-    that a spoilt model stays spoilt.
+    that a spoilt model stays spoilt, and takes the model before the first firing for good.
 
     Args:
         good: judges a rewritten model against the unfused one, as `pipe debug fuse` does with the probe feeds.
     """
-    firings = rewrite(model, rules, denied=denied, fold_limit=fold_limit).firings
-    low, high = 0, len(firings)
-    if good(rewrite(model, rules, denied=denied, limit=high, fold_limit=fold_limit).model):
+
+    def after(count: int | None) -> Rewritten:
+        return rewrite(model, rules, denied=denied, limit=count, fold_limit=fold_limit)
+
+    whole = after(None)
+    if good(whole):
         return None
+    low, high = 0, len(whole.firings)
     while high - low > 1:
         middle = (low + high) // 2
-        if good(rewrite(model, rules, denied=denied, limit=middle, fold_limit=fold_limit).model):
-            low = middle
-        else:
-            high = middle
-    return firings[high - 1]
+        low, high = (middle, high) if good(after(middle)) else (low, middle)
+    return whole.firings[high - 1] if high else None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 
 from layerline.graph.facts import Array
 from layerline.pipeline.errors import StageError
@@ -19,8 +20,6 @@ def evaluate(nodes: Sequence[ir.Node], wanted: Iterable[ir.Value], model: ir.Mod
         StageError: the runtime has no kernel for one of them, or one of them fails.
     """
     proto = _submodel(nodes, wanted, model)
-    import onnxruntime as ort
-
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1

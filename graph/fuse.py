@@ -15,7 +15,7 @@ from layerline.graph.apply import Rewritten, rewrite
 from layerline.graph.bisect import guilty
 from layerline.graph.facts import Array
 from layerline.graph.prove import Proof, prove
-from layerline.graph.rewrite import Rule, Site
+from layerline.graph.rule import Rule, Site
 from layerline.graph.rules import RULES
 from layerline.pipeline.errors import StageError
 
@@ -53,78 +53,70 @@ def fuse(
         floors: relative L2 noise floor of values by name; see `prove`.
 
     Raises:
-        StageError: the model can't be run, or the result is not a valid model.
+        StageError: the model can't be run, no feed is given, or the model is not valid before any rule fires.
     """
+    if not feeds:
+        raise StageError("there is no feed to prove rewrites on", where="feeds")
+
+    def proofs_of(some: Rewritten) -> list[Proof]:
+        return prove(some.unfused, some.types, some.firings, feeds, floors or {}, scratch)
+
     denied: frozenset[Site] = frozenset()
     undone: list[Proof] = []
     while True:
         done = rewrite(model, rules, denied=denied, fold_limit=fold_limit)
-        proofs = prove(done.unfused, done.types, done.firings, feeds, floors or {}, scratch)
-        # A later firing can fail through an earlier one it builds on, so only the first of each round is blamed.
-        spoilt = next((p for p in proofs if not p.passed), None) or _spoils(
-            model, done, rules, denied, fold_limit, scratch
-        )
-        if spoilt is None:
-            notes = (*done.notes, *_told(done.model, model))
-            return Fused(**vars(replace(done, notes=notes)), proofs=tuple(proofs), undone=tuple(undone))
-        undone.append(spoilt)
-        denied |= {spoilt.firing.site}
+        proofs = proofs_of(done)
+        failed = next((p for p in proofs if not p.passed), None)
+        fault, told = _examine(done.model, model, scratch) if failed is None else (None, [])
+        if failed is None and fault is None:
+            finished = replace(done, notes=(*done.notes, *told))
+            return Fused(**vars(finished), proofs=tuple(proofs), undone=tuple(undone))
+        if failed is None or _is_shared(failed, proofs):
+            # One of many: the first k firings are right, the next one isn't.
+            def good(some: Rewritten) -> bool:
+                return all(p.passed for p in proofs_of(some)) and _examine(some.model, model, scratch)[0] is None
+
+            firing = guilty(model, good, rules, denied=denied, fold_limit=fold_limit)
+            if firing is None:
+                raise StageError(fault or "no single rewrite is to blame", where="fuse")
+            failed = Proof(firing, math.inf, 0.0, 0, fault or "") if failed is None else replace(failed, firing=firing)
+        # A later firing can fail through an earlier one it builds on, so only the first of each round is undone.
+        undone.append(failed)
+        denied |= {failed.firing.site}
 
 
-def _spoils(
-    model: onnx.ModelProto,
-    done: Rewritten,
-    rules: Sequence[Rule],
-    denied: frozenset[Site],
-    fold_limit: int,
-    scratch: Path,
-) -> Proof | None:
-    """The firing after which the model is no longer one that loads; None where the result is valid.
+def _is_shared(failed: Proof, proofs: Sequence[Proof]) -> bool:
+    """Whether other firings stand or fall with the same values: those inside the body of one node do."""
+    return any(p.firing is not failed.firing and p.firing.after == failed.firing.after for p in proofs)
 
-    Raises:
-        StageError: the model is not valid even before the first firing.
+
+def _examine(model: onnx.ModelProto, original: onnx.ModelProto, scratch: Path) -> tuple[str | None, list[str]]:
+    """Why a result can't be used (None where it can), and what should be told of it.
+
+    It can't be used when onnxruntime doesn't load it, or when onnx's plain check refuses it and passes the original. A
+    complaint of onnx's shape check alone is told: a file may hide a fault from that check behind shapes that can't be
+    inferred, folding makes them known, and runtimes take the model as before.
     """
-    why = _fault(done.model, model, scratch)
-    if why is None:
-        return None
-
-    def good(candidate: onnx.ModelProto) -> bool:
-        return _fault(candidate, model, scratch) is None
-
-    firing = guilty(model, good, rules, denied=denied, fold_limit=fold_limit) if good(done.unfused) else None
-    if firing is None:
-        raise StageError(why, where="fuse")
-    return Proof(firing, math.inf, 0.0, 0, why)
-
-
-def _fault(model: onnx.ModelProto, original: onnx.ModelProto, scratch: Path) -> str | None:
-    """Why onnxruntime doesn't load a model, or onnx's plain check refuses it where the original passes."""
     large = sum(len(t.raw_data) for t in model.graph.initializer) > CHECKABLE
+    source: Path | bytes = io.save(model, scratch) if large else model.SerializeToString()
     try:
-        OnnxRuntime().open(io.save(model, scratch) if large else model.SerializeToString())
+        OnnxRuntime().open(source)
     except StageError as error:
-        return error.what
-    complaint = None if large else _complaint(model, full=False)
-    return complaint if complaint and not _complaint(original, full=False) else None
+        return error.what, []
+    full = None if large else _complaint(source, full=True)
+    if full is None:
+        return None, []
+    before = original.SerializeToString()
+    plain = _complaint(source, full=False)
+    if plain and not _complaint(before, full=False):
+        return plain, []
+    told = f"onnx's shape check, which onnxruntime doesn't share, finds fault with the model: {full}"
+    return None, [] if _complaint(before, full=True) else [told]
 
 
-def _told(model: onnx.ModelProto, original: onnx.ModelProto) -> list[str]:
-    """What onnx's shape check finds in the result and not in the original.
-
-    A file may hide a fault from that check behind shapes that can't be inferred; folding makes them known. Runtimes
-    take the model as before.
-    """
-    if sum(len(t.raw_data) for t in model.graph.initializer) > CHECKABLE:
-        return []
-    complaint = _complaint(model, full=True)
-    if complaint is None or _complaint(original, full=True):
-        return []
-    return [f"onnx's shape check, which onnxruntime doesn't share, finds fault with the model: {complaint}"]
-
-
-def _complaint(model: onnx.ModelProto, full: bool) -> str | None:
+def _complaint(source: Path | bytes, full: bool) -> str | None:
     try:
-        onnx.checker.check_model(model, full_check=full)
+        onnx.checker.check_model(source, full_check=full)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
         return str(error).strip()
     return None

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import Array, constant, rank
-from layerline.graph.rewrite import Declined
+from layerline.graph.rule import Declined
 
 OPS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 

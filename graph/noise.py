@@ -54,8 +54,9 @@ def perturbed(model: onnx.ModelProto, seed: int = 0) -> onnx.ModelProto:
 def drawn(model: onnx.ModelProto) -> dict[str, str]:
     """Values of the main graph that depend on a random operator, each with that operator's name."""
     found: dict[str, str] = {}
+    never = _false(model.graph)
     for node in model.graph.node:
-        random = _random_inside(node) or next((found[v] for v in node.input if v in found), None)
+        random = _random_inside(node, never) or next((found[v] for v in node.input if v in found), None)
         if random is not None:
             found.update(dict.fromkeys(node.output, random))
     return found
@@ -90,8 +91,15 @@ def _shift_inputs(graph: onnx.GraphProto) -> None:
         graph.node.insert(0, helper.make_node("Mul", [given.name, f"{shifted} factor"], [shifted]))
 
 
-def _random_inside(node: onnx.NodeProto) -> str | None:
-    if node.op_type in RANDOM:
+def _false(graph: onnx.GraphProto) -> set[str]:
+    """Stored tensors that say no: the training_mode of a Dropout that never drops."""
+    stored = {name: t for name, t in _stored(graph) if t.data_type == onnx.TensorProto.BOOL}
+    return {name for name, tensor in stored.items() if not numpy_helper.to_array(tensor).any()}
+
+
+def _random_inside(node: onnx.NodeProto, never: set[str]) -> str | None:
+    trains = node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] and node.input[2] not in never
+    if node.op_type in RANDOM or trains:
         return str(node.op_type)
     bodies = [b for a in node.attribute for b in (*([a.g] if a.HasField("g") else []), *a.graphs)]
-    return next((r for b in bodies for n in b.node if (r := _random_inside(n))), None)
+    return next((r for b in bodies for n in b.node if (r := _random_inside(n, never))), None)

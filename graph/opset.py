@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import onnx
-from onnx import version_converter
+from onnx import helper, version_converter
 
+from layerline.backends import large
 from layerline.graph.io import graphs
 from layerline.pipeline.errors import StageError
 
@@ -29,9 +30,11 @@ def raise_opset(model: onnx.ModelProto, to: int) -> onnx.ModelProto:
         return model
     if have < OLDEST:
         raise StageError(f"the model is at opset {have}; {OLDEST} is the oldest that can be raised", where="opset")
-    raised = onnx.ModelProto()
-    raised.CopyFrom(model)
+    raised, weights = large.split(model)
     raised.ir_version = max(raised.ir_version, 4)  # before 4 an initializer had to be an input as well
+    # The converter works on one message, which ends at 2 GiB; to it, weights may as well be inputs.
+    stand_ins = {n: t for n, t in weights.items() if n not in {i.name for i in model.graph.input}}
+    raised.graph.input.extend(helper.make_tensor_value_info(n, t.data_type, t.dims) for n, t in stand_ins.items())
     try:
         raised = version_converter.convert_version(raised, to)
         onnx.checker.check_model(raised)
@@ -39,6 +42,10 @@ def raise_opset(model: onnx.ModelProto, to: int) -> onnx.ModelProto:
         raise StageError(
             f"opset {have} can't be raised to {to}: {error}", where="opset", hint=f"export the model at opset {to}"
         ) from error
+    kept = [i for i in raised.graph.input if i.name not in stand_ins]
+    del raised.graph.input[:]
+    raised.graph.input.extend(kept)
+    raised.graph.initializer.extend(weights.values())
     _keep_metadata(model, raised)
     return raised
 

@@ -22,7 +22,7 @@ from onnx import TensorProto, helper
 from layerline.backends.base import Feed
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph import io
-from layerline.graph.rewrite import After, Firing
+from layerline.graph.rule import After, Firing
 from layerline.pipeline.errors import StageError
 
 MULTIPLE = 8.0
@@ -33,7 +33,6 @@ REDUCES = 8
 """The first opset for which onnxruntime has all the operators that reduce a pair."""
 _STEP = {TensorProto.FLOAT: 2.0**-23, TensorProto.DOUBLE: 2.0**-52, TensorProto.FLOAT16: 2.0**-10}
 _STEP[TensorProto.BFLOAT16] = 2.0**-7
-_HALVES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ def _whole_error(a: Any, b: Any) -> float:
 def _proof_model(unfused: onnx.ModelProto, pairs: Sequence[_Pair]) -> onnx.ModelProto:
     model = onnx.ModelProto()
     model.CopyFrom(unfused)
-    graph = model.graph
+    graph, read = model.graph, set[str]()
     if pairs:
         del graph.output[:]
     for index, pair in enumerate(pairs):
@@ -190,14 +189,14 @@ def _proof_model(unfused: onnx.ModelProto, pairs: Sequence[_Pair]) -> onnx.Model
             graph.initializer[-1].name = names[name]
         nodes, outputs = _ends(index, pair)
         graph.node.extend(nodes)
-        known = {o.name for o in graph.output}
-        graph.output.extend(helper.make_empty_tensor_value_info(o) for o in outputs if o not in known)
+        graph.output.extend(helper.make_empty_tensor_value_info(o) for o in outputs if o not in read)
+        read.update(outputs)
     return model
 
 
 def _sides(index: int, pair: _Pair) -> tuple[str, str]:
-    """Where both values are read: directly, or where they were copied or widened to."""
-    if pair.type in _HALVES or (pair.whole and pair.type):
+    """Where both values are read: tensors where they were copied or widened to, anything else directly."""
+    if pair.type:
         return _key(index, "a"), _key(index, "b")
     return pair.name, _own_names(pair.after, index).get(pair.after.result, pair.after.result)
 
@@ -206,8 +205,9 @@ def _ends(index: int, pair: _Pair) -> tuple[list[onnx.NodeProto], list[str]]:
     """The nodes that turn a pair into what Python reads, and the outputs they fill."""
     key, nodes = partial(_key, index), []
     a, b = _sides(index, pair)
-    if a == key("a"):
-        op, to = ("Cast", {"to": TensorProto.FLOAT}) if pair.type in _HALVES else ("Identity", {})
+    if pair.type:
+        # Squares of float32 overflow and vanish long before the values do.
+        op, to = ("Cast", {"to": TensorProto.DOUBLE}) if pair.type in _STEP else ("Identity", {})
         given = pair.name, _own_names(pair.after, index).get(pair.after.result, pair.after.result)
         nodes = [helper.make_node(op, [value], [side], **to) for value, side in zip(given, (a, b), strict=True)]
     if pair.whole:

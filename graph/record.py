@@ -11,7 +11,7 @@ from typing import Any
 
 from layerline.graph.fuse import Fused
 from layerline.graph.prove import Proof
-from layerline.graph.rewrite import Decline
+from layerline.graph.rule import Decline
 from layerline.pipeline.report import Scalar
 
 FILE = "rewrites.json"

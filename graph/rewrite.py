@@ -1,5 +1,4 @@
-"""The machine that applies rewrite rules: it names, records and prunes, so that a rule only has to say what becomes
-what.
+"""The machine that applies rewrite rules: it names, records and prunes; a rule only says what becomes what.
 
 Three invariants hold after every firing, whichever rule fired:
 
@@ -11,91 +10,19 @@ Three invariants hold after every firing, whichever rule fired:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-import onnx
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph import provenance, shapes
-from layerline.graph.facts import captures, consumers, subgraphs
+from layerline.graph.cut import cut, known_after
+from layerline.graph.facts import captures, subgraphs
+from layerline.graph.rule import Decline, Declined, Firing, Rewrite, Rule, Site
 
 MAX_ROUNDS = 12
-
-
-class Declined(Exception):
-    """A rule that matched but must not fire here; the message names the value it is about."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where a rule fires: the value it replaces, and the nodes whose bodies lead to it (empty in the main graph)."""
-
-    rule: str
-    value: str
-    inside: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class After:
-    """What computes a replaced value now, cut where values of the unfused model begin.
-
-    Attributes:
-        result: the name that holds the new value inside `nodes`, or an initializer's, or another value of the unfused
-        model. nodes: the new nodes, in order; empty when the value was replaced by one that was there.
-        tensors: initializers that the unfused model doesn't have, by name.
-    """
-
-    result: str
-    nodes: tuple[onnx.NodeProto, ...] = ()
-    tensors: Mapping[str, ir.TensorProtocol] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Firing:
-    """One application of a rule.
-
-    Attributes:
-        site: rule and place.
-        result: what holds the place's value now: the same name, or the value that was there already.
-        sources: values that are gone or were absorbed, in topological order.
-        modules: module paths of the nodes that computed them; the first is the main one.
-        after: what to prove, by the unfused model's value: the replaced one, or, where a body was rewritten, the
-            outputs of the main graph's node around it. Empty where the bytes are the same by construction.
-    """
-
-    site: Site
-    result: str
-    sources: tuple[str, ...]
-    modules: tuple[str, ...]
-    after: Mapping[str, After]
-
-
-@dataclass(frozen=True)
-class Decline:
-    """A rule that matched and did not fire, and why."""
-
-    site: Site
-    reason: str
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One rewrite, switched on and off by its name.
-
-    Attributes:
-        name: as written in pipe.yaml.
-        summary: one line for the documentation.
-        run: applies it wherever it fits.
-        default: whether it is on when nothing is said.
-    """
-
-    name: str
-    summary: str
-    run: Callable[[Rewriting], None]
-    default: bool = True
 
 
 class Made(Protocol):
@@ -106,26 +33,6 @@ class Made(Protocol):
 
     @property
     def initializers(self) -> Sequence[ir.Value]: ...
-
-
-Rewrite = Callable[[ir.Node, Tape, "Rewriting"], "ir.Value | None"]
-
-
-def on(name: str, summary: str, ops: Iterable[str], rewrite: Rewrite, *, default: bool = True) -> Rule:
-    """A rule tried at every node of the given operators.
-
-    `rewrite(node, tape, work)` returns the value that replaces the node's first output: the output of a node it made on
-    the tape, or a value that is there already. None means no match; raising Declined means a match that must not fire.
-    """
-    wanted = frozenset(ops)
-
-    def run(work: Rewriting) -> None:
-        for graph in work.graphs():
-            for node in graph:
-                if node.domain == "" and node.op_type in wanted:
-                    work.attempt(name, node, rewrite)
-
-    return Rule(name, summary, run, default)
 
 
 class Rewriting:
@@ -252,7 +159,11 @@ class Rewriting:
         site, inside = self._site(rule, first), self._owners(node.graph)
         taken_over = [self._takes_over(old, new, tape) for old, new in pairs]
         self._settle_names(node, dict(pairs), tape)
-        after = {} if inside or node.op_type == "Constant" else {o.name or "": self._cut(n, tape) for o, n in pairs}
+        after = (
+            {}
+            if inside or node.op_type == "Constant"
+            else {o.name or "": cut(n, self.known, made=_is_made(n, tape)) for o, n in pairs}
+        )
         if tape.nodes:
             node.graph.insert_before(node, tape.nodes)
         for (old, new), rename in zip(pairs, taken_over, strict=True):
@@ -268,7 +179,7 @@ class Rewriting:
         if inside:
             self._late[len(self.firings) - 1] = [o.name for o in inside[0].outputs if o.name]
         elif after and first.name not in self.known:
-            self._late[len(self.firings) - 1] = self._known_after(pairs[0][1])
+            self._late[len(self.firings) - 1] = known_after(pairs[0][1], self.known)
         return True
 
     def record(self) -> tuple[Firing, ...]:
@@ -279,7 +190,7 @@ class Rewriting:
         """
         here = {v.name or "": v for v in values(self.model.graph)}
         wanted = {n for names in self._late.values() for n in names if n in here}
-        now = {n: self._cut(here[n]) for n in sorted(wanted)}
+        now = {n: cut(here[n], self.known, made=True) for n in sorted(wanted)}
         for index, names in self._late.items():
             self.firings[index] = replace(self.firings[index], after={n: now[n] for n in names if n in now})
         return tuple(self.firings)
@@ -336,7 +247,7 @@ class Rewriting:
         """
         made, node = new.producer(), old.producer()
         assert node is not None
-        if made in tape.nodes or new in tape.initializers:
+        if _is_made(new, tape):
             return False
         free = made is not None and made.graph is node.graph and not new.is_graph_output()
         if not old.is_graph_output():
@@ -362,46 +273,6 @@ class Rewriting:
             for output in made.outputs:
                 output.name = names.get(output) or self.fresh(output.name or f"{stem}/{made.op_type}_{count}")
 
-    def _cut(self, new: ir.Value, tape: Made | None = None) -> After:
-        """The part of the rewritten graph that computes `new`, back to values that the unfused model has.
-
-        What was just made carries the old value's name; every other known name is the unfused model's own value.
-        """
-        nodes: list[onnx.NodeProto] = []
-        tensors: dict[str, ir.TensorProtocol] = {}
-        seen: set[ir.Value] = set()
-        made = tape is None or new in tape.initializers or new.producer() in tape.nodes
-
-        def visit(value: ir.Value) -> None:
-            if value in seen or (value.name in self.known and not (made and value is new)):
-                return
-            producer = value.producer()
-            seen.update(producer.outputs if producer is not None else [value])
-            if producer is None:
-                if value.const_value is not None:
-                    tensors[value.name or ""] = value.const_value
-                return
-            for read in (*producer.inputs, *captures(producer)):
-                if read is not None:
-                    visit(read)
-            nodes.append(ir.serde.serialize_node(producer))
-
-        visit(new)
-        return After(new.name or "", tuple(nodes), tensors)
-
-    def _known_after(self, value: ir.Value) -> list[str]:
-        """The nearest values downstream that the unfused model has."""
-        found: dict[str, None] = {}
-        pending = [value]
-        while pending:
-            for use in pending.pop().uses():
-                for output in use.node.outputs:
-                    if output.name in self.known and output.graph is self.model.graph:
-                        found[output.name or ""] = None
-                    else:
-                        pending.append(output)
-        return list(found)
-
 
 def run(work: Rewriting, rules: Sequence[Rule]) -> None:
     """Applies the rules in order, again and again, until a whole round fires nothing."""
@@ -423,34 +294,8 @@ def drop_initializer(value: ir.Value) -> None:
         graph.initializers.pop(value.name or "")
 
 
-def sole(value: ir.Value | None, reader: ir.Node) -> None:
-    """Declines unless `reader` is the only one that sees `value`."""
-    assert value is not None
-    producer = value.producer()
-    what = f"{producer.op_type} output {value.name}" if producer else f"{value.name}"
-    if value.is_graph_output():
-        raise Declined(f"{what} is a graph output")
-    others = [n for n in consumers(value) if n is not reader]
-    if others:
-        raise Declined(f"{what} has a second consumer {others[0].outputs[0].name}")
-
-
-def only_within(node: ir.Node, *inputs: ir.Value | None) -> None:
-    """Declines unless everything between `inputs` and `node` is read only there, so that all of it can go."""
-    region, pending = {node}, [node]
-    while pending:
-        for value in pending.pop().inputs:
-            producer = value.producer() if value is not None and value not in inputs else None
-            if producer is not None and producer not in region and producer.op_type != "Constant":
-                region.add(producer)
-                pending.append(producer)
-    for inner in region - {node}:
-        for value in inner.outputs:
-            if value.is_graph_output():
-                raise Declined(f"{inner.op_type} output {value.name} is a graph output")
-            outside = [c for c in consumers(value) if c not in region]
-            if outside:
-                raise Declined(f"{inner.op_type} output {value.name} has another consumer {outside[0].outputs[0].name}")
+def _is_made(value: ir.Value, tape: Made) -> bool:
+    return value in tape.initializers or value.producer() in tape.nodes
 
 
 def _fresh(name: str, taken: set[str | None]) -> str:

@@ -39,7 +39,7 @@ class Symbols:
         return self._known[value]
 
     def _work_out(self, value: ir.Value) -> Sizes | None:
-        if value.dtype not in _INTEGERS or (rank(value) or 0) > 1:
+        if value.dtype not in _INTEGERS or rank(value) not in (0, 1):
             return None
         if value.const_value is not None and value.const_value.size > LONGEST:
             return None
@@ -146,7 +146,10 @@ def _concat(node: ir.Node, known: Symbols) -> Sizes | None:
 
 
 def _cast(node: ir.Node, known: Symbols) -> Sizes | None:
-    return known.of(node.inputs[0]) if ir.DataType(node.attributes.get_int("to", 0)) in _INTEGERS else None
+    of, to = known.of(node.inputs[0]), ir.DataType(node.attributes.get_int("to", 0))
+    if to != ir.DataType.BOOL:
+        return of if to in _INTEGERS else None
+    return tuple(int(x != 0) for x in of) if of is not None and all(isinstance(x, int) for x in of) else None
 
 
 def _elementwise(combine: Callable[[Size, Size], Size | None]) -> Step:
@@ -207,7 +210,7 @@ def _where(node: ir.Node, known: Symbols) -> Sizes | None:
     parts = [known.of(v) for v in node.inputs]
     count = max((len(p) for p in parts if p is not None), default=0)
     spread = [p * count if p is not None and len(p) == 1 else p for p in parts]
-    if any(p is None or len(p) != count for p in spread):
+    if any(p is None or len(p) != count for p in spread) or not all(isinstance(c, int) for c in spread[0] or ()):
         return None
     return tuple(x if c else y for c, x, y in zip(*(p for p in spread if p is not None), strict=True))
 

@@ -29,6 +29,7 @@ class Call:
         feed: the example's tensors by input name: the parameter's, then keys and positions below it (`batch_image`).
         fixed: arguments that are numbers or text, by name; they become part of the graph.
         outputs: names of the tensors that come out: the fields' names, or `output`.
+        results: what came out for the example.
     """
 
     module: nn.Module
@@ -37,6 +38,7 @@ class Call:
     feed: Mapping[str, Array]
     fixed: Mapping[str, Any]
     outputs: tuple[str, ...]
+    results: Mapping[str, Array]
 
     def arguments(self, feed: Feed) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The example's arguments with the tensors of `feed` in their places."""
@@ -87,9 +89,12 @@ def call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
             result = module(*args, **kwargs)
     except Exception as error:
         raise TaskError(f"{who} raised {type(error).__name__}: {error}", where="example_inputs") from error
-    outputs = [f"{n}_out" if n in feed else n for n, _ in _tensors(result)]
+    results = {f"{n}_out" if n in feed else n: v.numpy() for n, v in _tensors(result)}
     fixed = {n: v for n, v in named if isinstance(v, _CONSTANTS)}
-    return Call(module=module, args=tuple(args), kwargs=kwargs, feed=feed, fixed=fixed, outputs=tuple(outputs))
+    outputs = tuple(results)
+    return Call(
+        module=module, args=tuple(args), kwargs=kwargs, feed=feed, fixed=fixed, outputs=outputs, results=results
+    )
 
 
 def refuse_training(module: nn.Module) -> None:

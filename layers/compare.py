@@ -11,21 +11,17 @@ import onnx
 
 from layerline.backends.base import Array, Feed
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
+from layerline.graph.noise import drawn
 from layerline.layers.distance import Distance, diff_arrays
 from layerline.layers.identity import modules
 from layerline.layers.indices import pointed_at, pointers
-from layerline.layers.joint import ISOLATED, Pair, isolated_model, joint
+from layerline.layers.joint import ISOLATED, isolated_model, joint
+from layerline.layers.reductions import Pair
+from layerline.layers.types import CODES, Shape, infer
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import LayerDiff, Scalar
 
 __all__ = ["Distance", "compare", "diff_arrays", "pair_values", "why_two_sessions"]
-
-Shape = tuple[int | str, ...]
-# Element types that a graph can cast and reduce: numpy's name, and TensorProto's code.
-_CODES = {
-    name: getattr(onnx.TensorProto, code.upper())
-    for name, code in (("float32", "float"), ("float64", "double"), *((n, n) for n in ("float16", "bfloat16", "bool")))
-} | {n: getattr(onnx.TensorProto, n.upper()) for n in (f"{s}int{b}" for s in ("", "u") for b in (8, 16, 32, 64))}
 
 
 def compare(
@@ -55,7 +51,8 @@ def compare(
     Returns:
         One row per pair in the reference's topological order. Index outputs (ArgMax, TopK) are measured on the values
         they point at in the reference, and bounded by what the distance of those values allows. Tensors of different
-        shape fail, with `extra["mismatch"]`.
+        shape fail, with `extra["mismatch"]`. Values that depend on a random operator are not measured:
+        `extra["nondeterministic"]` names it.
 
     Raises:
         StageError: a model or feed that onnxruntime refuses, an unknown name in `pairs`, no feed at all.
@@ -135,11 +132,11 @@ class _Run:
     def _pair(self, matched: Mapping[str, str]) -> None:
         point = pointers(self.reference.graph)
         taps = [*matched, *(point[a].data for a in matched if a in point)]
-        of_a, of_b = _types(self.reference, taps), _types(self.candidate, list(matched.values()))
+        of_a, of_b = infer(self.reference, taps), infer(self.candidate, list(matched.values()))
         outputs = {o.name for o in self.reference.graph.output}
         for a, b in matched.items():
             (kind_a, shape), (kind_b, shape_b) = of_a[a], of_b[b]
-            plain = kind_a in _CODES and kind_b in _CODES
+            plain = kind_a in CODES and kind_b in CODES
             if not plain and a not in outputs:
                 # Inner sequences and the like are left to their consumers; an output of such a type must be right.
                 continue
@@ -147,7 +144,7 @@ class _Run:
             pointer = point.get(a)
             if pointer is not None and pointer.axis < 0:
                 pointer = replace(pointer, axis=pointer.axis + len(of_a[pointer.data][1]))
-            codes = {"dtype_a": _CODES.get(kind_a, 0), "dtype_b": _CODES.get(kind_b, 0)}
+            codes = {"dtype_a": CODES.get(kind_a, 0), "dtype_b": CODES.get(kind_b, 0)}
             self.pairs.append(Pair(a=a, b=b, pointer=pointer, **codes))
             self.types[a] = of_a[a]
 
@@ -161,7 +158,7 @@ class _Run:
         key = "masked" if masked else "plain"
         if key not in self._sessions:
             model = joint(self.reference, self.candidate, self.pairs, masked=masked, isolated=self.isolated)
-            self._sessions[key] = OnnxRuntime().open(model.SerializeToString())
+            self._sessions[key] = OnnxRuntime().open(model)
         try:
             out = self._sessions[key].run(feed)
         except StageError:
@@ -187,26 +184,11 @@ class _Run:
     def _side(self, key: str, model: onnx.ModelProto, taps: list[str], feed: Feed) -> dict[str, Array]:
         if key not in self._sessions:
             taps += [p.pointer.data for p in self.pairs if p.pointer and key == "a"]
-            self._sessions[key] = OnnxRuntime().open(model.SerializeToString(), list(dict.fromkeys(taps)))
+            self._sessions[key] = OnnxRuntime().open(model, list(dict.fromkeys(taps)))
         session = self._sessions[key]
         other = {i.name for m in (self.reference, self.candidate) for i in m.graph.input}
         feed = {k: v for k, v in feed.items() if k in session.inputs or k not in other}
         return feed | session.run(feed)
-
-
-def types_of(session: OrtSession) -> dict[str, tuple[str, Shape]]:
-    """numpy's name of the element type (or `seq(…)`) and the shape of every input, output and tap of a session."""
-    found = {}
-    for name, (kind, shape) in session.types.items():
-        plain = kind.removeprefix("tensor(").removesuffix(")")
-        dtype = {"float": "float32", "double": "float64"}.get(plain, plain)
-        found[name] = (dtype, tuple("?" if d is None else d for d in shape))
-    return found
-
-
-def _types(model: onnx.ModelProto, values: list[str]) -> dict[str, tuple[str, Shape]]:
-    # onnxruntime knows its own operators' types too, which onnx's shape inference does not.
-    return types_of(OnnxRuntime().open(model.SerializeToString(), list(dict.fromkeys(values))))
 
 
 def _may_be_equal(a: Shape, b: Shape) -> bool:
@@ -241,25 +223,23 @@ def _rows(
 ) -> tuple[LayerDiff, ...]:
     ops = {o: n.op_type for n in run.reference.graph.node for o in n.output}
     paths, by_name = modules(run.reference), {p.a: d for p, d in zip(run.pairs, totals, strict=True)}
+    in_a, in_b = drawn(run.reference), drawn(run.candidate)
     rows = []
     for i, (pair, total) in enumerate(zip(run.pairs, totals, strict=True)):
-        gate = _gate(pair, total, by_name, tolerances)
-        extra: dict[str, Scalar] = {"mismatch": total.mismatch} if total.mismatch else {}
-        if apart is not None and pair.pointer is None:
-            extra["isolated_sqnr_db"] = -math.inf if apart[i].one_sided else apart[i].sqnr_db
-        rows.append(
-            LayerDiff(
-                name=pair.a,
-                op=ops.get(pair.a, "Input"),
-                module=paths.get(pair.a, ""),
-                dtype=run.types[pair.a][0],
-                shape=run.types[pair.a][1],
-                extra=extra,
-                **total.measures(),
-                **gate,
-            )
-        )
+        found: dict[str, Any] = {"extra": {"nondeterministic": in_a.get(pair.a) or in_b.get(pair.b)}}
+        if not found["extra"]["nondeterministic"]:
+            alone = apart[i] if apart is not None and pair.pointer is None else None
+            found = total.measures() | _gate(pair, total, by_name, tolerances) | {"extra": _extra(total, alone)}
+        dtype, shape = run.types[pair.a]
+        op, module = ops.get(pair.a, "Input"), paths.get(pair.a, "")
+        rows.append(LayerDiff(name=pair.a, op=op, module=module, dtype=dtype, shape=shape, **found))
     return tuple(rows)
+
+
+def _extra(total: Distance, alone: Distance | None) -> dict[str, Scalar]:
+    if alone is None:
+        return total.flags
+    return total.flags | {"isolated_sqnr_db": -math.inf if alone.one_sided else alone.sqnr_db}
 
 
 def _gate(

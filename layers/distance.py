@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from layerline.pipeline.report import Scalar
+
 Array = npt.NDArray[Any]
 
 
@@ -83,6 +85,13 @@ class Distance:
     @property
     def sqnr_db(self) -> float | None:
         return None if self.mismatch else decibels(self.aa, self.ee)
+
+    @property
+    def flags(self) -> dict[str, Scalar]:
+        """What a person should see beside the numbers: why there are none, or that they leave something out."""
+        if self.mismatch:
+            return {"mismatch": self.mismatch}
+        return {"flag": "NaN or Inf on both sides"} if self.nonfinite_a and not self.one_sided else {}
 
     def measures(self) -> dict[str, Any]:
         """The fields of a LayerDiff that this determines."""

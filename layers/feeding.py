@@ -11,20 +11,20 @@ from onnx import helper
 
 from layerline.backends.base import Array, Feed
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
-from layerline.layers.probes import sizes
 from layerline.layers.signature import Dim, Value
 from layerline.layers.sources import Source
 from layerline.pipeline.errors import ConfigError, StageError
 
 MEMORY = 64 << 20
 """Bytes that the inner values of one feed may take; a dimension is not run at greater sizes."""
-BEYOND = 4
-"""Where no upper bound is declared, a dimension is run at up to this many times its size in the first feed."""
+BATCHES = 4
+"""Where no bounds are declared, a batch is run from one sample to this many times those of the first feed, any other
+dimension from half to twice its size there."""
 BATCH = 2
 """Samples of the first feed, where the model takes any number."""
 TRIES = 400
 """Combinations of sizes that are tried before a model without samples and bounds is given up."""
-_BATCHES, _SIZES = (BATCH, 1, 4), (64, 2, 32, 48, 16, 1, 128, 224, 256, 512, 576, 3, 80, 320, 640, 1024, 4096, 16000)
+_FIRST, _SIZES = (BATCH, 1, 4), (64, 2, 32, 48, 16, 1, 128, 224, 256, 512, 576, 3, 80, 320, 640, 1024, 4096, 16000)
 _COUNT = "elements of "
 _STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -72,7 +72,7 @@ class Feeder:
     _counting: OrtSession | None = None
 
     def __post_init__(self) -> None:
-        self._session = OnnxRuntime().open(self.model.SerializeToString())
+        self._session = OnnxRuntime().open(self.model)
         self.free = list(dict.fromkeys(d for v in self.inputs for d in v.shape if isinstance(d, str)))
 
     def search(self, source: Source) -> dict[str, int] | str:
@@ -96,7 +96,7 @@ class Feeder:
         feeds: list[Feed] = []
         if not self.free:
             return feeds
-        sizes = self._inner(source.feed(first))
+        sizes = self.elements(source.feed(first))
         self._full = {v for v, count in sizes.items() if count}
         limit = MEMORY / max(4 * sum(sizes.values()), 1)
         for name in self.free:
@@ -116,10 +116,18 @@ class Feeder:
             return next(iter(error.what.splitlines()), "")
         return None
 
+    def elements(self, feed: Feed) -> dict[str, int]:
+        """Elements of every value of the main graph on this feed, counted by the graph itself."""
+        if self._counting is None:
+            self._counting = OnnxRuntime().open(self._counted())
+        return {name.removeprefix(_COUNT): int(a) for name, a in self._counting.run(feed).items()}
+
     def _candidates(self, name: str) -> list[int]:
-        places = [axis for v in self.inputs for axis, d in enumerate(v.shape) if d == name]
         declared = self.declared.get(name, Declared())
-        return list(dict.fromkeys(declared.fit(s) for s in (_BATCHES if 0 in places else _SIZES)))
+        return list(dict.fromkeys(declared.fit(s) for s in (_FIRST if self._is_batch(name) else _SIZES)))
+
+    def _is_batch(self, name: str) -> bool:
+        return any(v.shape[:1] == (name,) for v in self.inputs)
 
     def _vary(self, name: str, source: Source, first: Mapping[str, int], limit: float) -> list[Feed]:
         own, seen = self.declared.get(name), first[name]
@@ -145,10 +153,10 @@ class Feeder:
         name, seen = names[0], first[names[0]]
         own = self.declared.get(name, Declared())
         step = own.multiple or self._step(names, source, first)
-        top = own.max or BEYOND * seen
-        wanted = sizes(own.min or step, top, seen, step, max(seen, int(seen * limit)))
+        low = own.min or (1 if self._is_batch(name) else seen // 2)
+        high = own.max or (BATCHES if self._is_batch(name) else 2) * seen
         found: dict[int, Feed] = {}
-        for size in wanted:
+        for size in _others(low, high, seen, step, int(seen * max(limit, 1))):
             at = {**first, **dict.fromkeys(names, size)}
             said = self._refuses(source, at)
             if said is None:
@@ -157,20 +165,11 @@ class Feeder:
                 raise ConfigError(
                     f"{name} takes {size} by declaration, but not in the model: {said}", where=f"dims.{name}"
                 )
-        if own.min is None and min([*found, seen]) == seen and (low := self._lowest(names, step, source, first)):
-            found[low] = source.feed({**first, **dict.fromkeys(names, low)})
         if own.max is not None and own.max not in (*found, seen):
             self.notes.append(
                 f"{name} was run up to {max([*found, seen])} of {own.max}: more would take too much memory"
             )
         return found
-
-    def _lowest(self, names: tuple[str, ...], step: int, source: Source, first: Mapping[str, int]) -> int | None:
-        """The smallest size that halving leads to; None where the model does not even take half."""
-        low, size = None, first[names[0]] // 2 // step * step
-        while size >= step and self._refuses(source, {**first, **dict.fromkeys(names, size)}) is None:
-            low, size = size, size // 2 // step * step
-        return low
 
     def _step(self, names: tuple[str, ...], source: Source, first: Mapping[str, int]) -> int:
         """The smallest step to a size that the model takes; 1 where none of those tried is one."""
@@ -184,7 +183,7 @@ class Feeder:
         key = tuple(sorted(at.items()))
         if key not in self._known:
             try:
-                counts = self._inner(source.feed(at))
+                counts = self.elements(source.feed(at))
             except StageError as error:
                 self._known[key] = next(iter(error.what.splitlines()), "")
             else:
@@ -192,15 +191,9 @@ class Feeder:
                 self._known[key] = f"{empty} becomes empty" if empty else None
         return self._known[key]
 
-    def _inner(self, feed: Feed) -> dict[str, int]:
-        """Elements of every value of the main graph on this feed, counted by the graph itself."""
-        if self._counting is None:
-            self._counting = OnnxRuntime().open(self._counted().SerializeToString())
-        return {name.removeprefix(_COUNT): int(a) for name, a in self._counting.run(feed).items()}
-
     def _counted(self) -> onnx.ModelProto:
-        values = [o for n in self.model.graph.node for o in n.output if o]
-        types = OnnxRuntime().open(self.model.SerializeToString(), values).types
+        values = [o for n in self.model.graph.node if n.op_type != "Constant" for o in n.output if o]
+        types = OnnxRuntime().open(self.model, values).types
         values = [v for v in values if types[v][0].startswith("tensor(") and "string" not in types[v][0]]
         counted = onnx.ModelProto()
         counted.CopyFrom(self.model)
@@ -208,6 +201,16 @@ class Feeder:
         del counted.graph.output[:]
         counted.graph.output.extend(helper.make_empty_tensor_value_info(_COUNT + v) for v in values)
         return counted
+
+
+def _others(low: int, high: int, seen: int, step: int, limit: int) -> list[int]:
+    """Both bounds, or what is worth its memory, and the sizes next to them and to `seen`; multiples of `step`."""
+    low, high = -(-max(low, 1) // step) * step, high // step * step
+    top = max(low, min(high, limit // step * step))
+    wanted = {low, top, seen + step}
+    if len(wanted - {seen}) < 2:
+        wanted |= {low + step, top - step}
+    return sorted(s for s in wanted if low <= s <= high and s != seen)
 
 
 def _likeliest(lists: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:

@@ -1,91 +1,21 @@
 """Two models in one ONNX graph that reduces every pair of values to a few scalars: nothing is dumped, nothing grows.
 
-The nodes of the candidate are copied in beside the reference's under a prefix, sharing its inputs and every equal
-initializer. A third copy, where asked for, reads the reference's values wherever the candidate has a value of that
-name: it shows the error that each layer makes by itself. ONNX Runtime frees a value once its reductions have run.
+The nodes of the candidate are copied in beside the reference's under a prefix, sharing its inputs and the initializers
+that are the same. A third copy, where asked for, reads the reference's values wherever the candidate has a value of
+that name: it shows the error each layer makes by itself. ONNX Runtime frees a value once its reductions have run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import onnx
-from onnx import helper, parser
+from onnx import helper
 
-from layerline.layers.indices import Pointer
+from layerline.layers.reductions import DOMAIN, Measures, Pair
 
 # Names of the candidate, and of the copy that is fed the reference's values.
 B, ISOLATED = "b//", "i//"
-DOMAIN = "layerline"
-
-# Float64 throughout: float32 squares overflow at 1.8e19, and ‖a‖ - ‖b‖ needs every digit where the two are close.
-_HEAD = "x = Cast <to = 11> (a)\n y = Cast <to = 11> (b)\n shape_a = Shape (a)\n shape_b = Shape (b)"
-_SUMS = """aa = ReduceSumSquare <keepdims = 0> (u)
- bb = ReduceSumSquare <keepdims = 0> (v)
- ee = ReduceSumSquare <keepdims = 0> (e)
- l1 = ReduceSum <keepdims = 0> (e)
- peak = ReduceMax <keepdims = 0> (e)"""
-COLUMNS = ("aa", "bb", "ee", "l1", "peak", "shape_a", "shape_b")
-_PLAIN = f"""{_HEAD}
- u = Identity (x)
- v = Identity (y)
- d = Sub (u, v)
- e = Abs (d)
- {_SUMS}"""
-# Integers past 2^53 collapse in float64; two that differ must never look equal.
-_INT64 = f"""{_HEAD}
- u = Identity (x)
- v = Identity (y)
- d = Sub (u, v)
- f = Abs (d)
- same = Equal (a, b)
- differ = Not (same)
- least = Cast <to = 11> (differ)
- e = Max (f, least)
- {_SUMS}"""
-# Over the elements both sides have finite, with the others counted; a second pass, for feeds that need it.
-MASKED_COLUMNS = (*COLUMNS, "bad", "nonfinite_a", "nonfinite_b", "one_sided")
-_COUNT = "{0}_f = Cast <to = 11> ({0}_m)\n {0} = ReduceSum <keepdims = 0> ({0}_f)"
-_MASKED = f"""{_HEAD}
- nan_a = IsNaN (x)
- inf_a = IsInf (x)
- nonfinite_a_m = Or (nan_a, inf_a)
- nan_b = IsNaN (y)
- inf_b = IsInf (y)
- nonfinite_b_m = Or (nan_b, inf_b)
- bad_m = Or (nonfinite_a_m, nonfinite_b_m)
- nans = And (nan_a, nan_b)
- equal = Equal (x, y)
- same = Or (nans, equal)
- differ = Not (same)
- one_sided_m = And (bad_m, differ)
- zero = Constant <value = double {{0.0}}> ()
- u = Where (bad_m, zero, x)
- v = Where (bad_m, zero, y)
- d = Sub (u, v)
- e = Abs (d)
- {_SUMS}
- {" ".join(_COUNT.format(c) for c in MASKED_COLUMNS[-4:])}"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """A value of the reference and the one of the candidate it is compared with.
-
-    Attributes:
-        a: name in the reference.
-        b: name in the candidate.
-        dtype_a: element type in the reference, as in TensorProto.
-        dtype_b: element type in the candidate.
-        pointer: what it points at, for a value that holds indices; `axis` counts from the front.
-    """
-
-    a: str
-    b: str
-    dtype_a: int
-    dtype_b: int
-    pointer: Pointer | None = None
 
 
 def joint(
@@ -108,7 +38,7 @@ def joint(
             if p.pointer is None
         ]
     opset = next(o.version for o in a.opset_import if o.domain in {"", "ai.onnx"})
-    measures = _Measures(opset, masked)
+    measures = Measures(opset, masked)
     for tag, pair, other in measured:
         measures.add(tag, pair, other)
     graph = helper.make_graph(
@@ -209,19 +139,15 @@ def _inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
 
 
 def _shared(a: onnx.ModelProto, b: onnx.ModelProto) -> dict[str, str]:
-    """Initializers of `b` that `a` has too, whatever their names."""
-    known = {_content(t): t.name for t in a.graph.initializer}
-    return {t.name: known[_content(t)] for t in b.graph.initializer if _content(t) in known}
+    """Initializers that both have under one name with the same content."""
+    known = {t.name: t for t in a.graph.initializer}
+    return {t.name: t.name for t in b.graph.initializer if t.name in known and _equal(known[t.name], t)}
 
 
-def _content(tensor: onnx.TensorProto) -> tuple[int, tuple[int, ...], bytes]:
-    data = tensor.raw_data
-    if not data:
-        nameless = onnx.TensorProto()
-        nameless.CopyFrom(tensor)
-        nameless.name = ""
-        data = nameless.SerializeToString(deterministic=True)
-    return tensor.data_type, tuple(tensor.dims), data
+def _equal(a: onnx.TensorProto, b: onnx.TensorProto) -> bool:
+    if a.HasField("raw_data") and b.HasField("raw_data"):
+        return bool((a.data_type, a.dims, a.raw_data) == (b.data_type, b.dims, b.raw_data))
+    return bool(a.SerializeToString() == b.SerializeToString())
 
 
 def _prefixed(b: onnx.ModelProto, shared: Mapping[str, str]) -> list[onnx.TensorProto]:
@@ -233,48 +159,3 @@ def _prefixed(b: onnx.ModelProto, shared: Mapping[str, str]) -> list[onnx.Tensor
             copy.name = B + tensor.name
             out.append(copy)
     return out
-
-
-class _Measures:
-    """Grows the measuring end of a joint graph; each kind of measure is one local function, written once."""
-
-    def __init__(self, opset: int, masked: bool) -> None:
-        self.opset, self.masked = opset, masked
-        self.nodes: list[onnx.NodeProto] = []
-        self.outputs: list[onnx.ValueInfoProto] = []
-        self.functions: dict[str, onnx.FunctionProto] = {}
-
-    def add(self, tag: str, pair: Pair, other: str) -> None:
-        a, b, integer = pair.a, other, pair.dtype_a == pair.dtype_b == onnx.TensorProto.INT64
-        if pair.pointer is not None:
-            a, b = (self._pointed_at(f"{tag}/{side}", pair.pointer, x) for side, x in (("a", a), ("b", b)))
-            integer = False
-        columns = MASKED_COLUMNS if self.masked else COLUMNS
-        kind, body = ("Masked", _MASKED) if self.masked else ("Integer", _INT64) if integer else ("Plain", _PLAIN)
-        self._call(kind, "a, b", columns, body, [a, b], [f"{tag}/{c}" for c in columns])
-        self.outputs += [helper.make_empty_tensor_value_info(f"{tag}/{c}") for c in columns]
-
-    def _pointed_at(self, name: str, pointer: Pointer, index: str) -> str:
-        body = f"""axis = Constant <value = int64[1] {{{pointer.axis}}}> ()
- next = Constant <value = int64[1] {{{pointer.axis + 1}}}> ()
- first = Constant <value = int64[1] {{0}}> ()
- last = Constant <value = int64[1] {{{2**62}}}> ()
- free = Constant <value = int64[1] {{-1}}> ()
- shape = Shape (data)
- before = Slice (shape, first, axis)
- after = Slice (shape, next, last)
- target = Concat <axis = 0> (before, free, after)
- wide = Cast <to = 7> (index)
- shaped = Reshape (wide, target)
- values = GatherElements <axis = {pointer.axis}> (data, shaped)"""
-        self._call(f"PointedAt{pointer.axis}", "data, index", ("values",), body, [pointer.data, index], [name])
-        return name
-
-    def _call(
-        self, kind: str, takes: str, gives: tuple[str, ...], body: str, inputs: list[str], outputs: list[str]
-    ) -> None:
-        if kind not in self.functions:
-            head = f'<domain: "{DOMAIN}", opset_import: ["" : {self.opset}]>'
-            text = f"{head}\n{kind} ({takes}) => ({', '.join(gives)}) {{\n {body}\n}}"
-            self.functions[kind] = parser.parse_function(text)
-        self.nodes.append(helper.make_node(kind, inputs, outputs, domain=DOMAIN))

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from layerline.backends.base import Array, Feed
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph import noise
 from layerline.layers import floor, identity
-from layerline.layers.compare import types_of
 from layerline.layers.tally import Apart, Tally, Within
 from layerline.layers.tracing import Traced
+from layerline.layers.types import types_of
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import Gate, LayerDiff
 
@@ -29,11 +29,18 @@ class Probe:
     Attributes:
         label: what is special about it: "example", "batch=5".
         outputs: what the module itself gives for it.
+        sizes: the axes that differ from the example's, by name.
     """
 
     label: str
     feed: Feed
     outputs: Mapping[str, Array]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def gate(self) -> str:
+        """Name of the gate that this probe becomes."""
+        return f"module itself, {self.label}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +66,17 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
     Args:
         rule: what values are judged by; None for the measured floor (`tolerance: auto`).
     """
-    session = OnnxRuntime().open(traced.model.SerializeToString(), traced.taps())
+    session = OnnxRuntime().open(traced.tapped())
     tally = Tally(traced, rule)
-    seen: list[tuple[str, dict[str, Apart] | StageError]] = []
+    seen: list[tuple[Probe, dict[str, Apart] | StageError]] = []
     ran: list[tuple[Probe, dict[str, Array]]] = []
     for probe in probes:
         try:
             found = session.run(probe.feed)
         except StageError as error:
-            seen.append((probe.label, error))
+            seen.append((probe, error))
             continue
-        seen.append((probe.label, {k: tally.apart(k, a, found) for k, a in probe.outputs.items()}))
+        seen.append((probe, {k: tally.apart(k, a, found) for k, a in probe.outputs.items()}))
         ran.append((probe, found))
     tally.measure([p.feed for p, _ in ran], [f for _, f in ran])
     floors = tally.floors()
@@ -81,18 +88,18 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
     rows = tally.rows(types_of(session))
     return Parity(
         rows=rows,
-        gates=(*(_gate(traced, label, what, tally, floors) for label, what in seen), *_folded(traced, tally.random)),
+        gates=(*(_gate(traced, probe, what, tally, floors) for probe, what in seen), *_folded(traced, tally.random)),
         floors=floors,
         notes=(*notes, *_random(traced, tally.random), *_nonfinite(rows)),
     )
 
 
 def _gate(
-    traced: Traced, label: str, seen: dict[str, Apart] | StageError, tally: Tally, floors: Mapping[str, float]
+    traced: Traced, probe: Probe, seen: dict[str, Apart] | StageError, tally: Tally, floors: Mapping[str, float]
 ) -> Gate:
     """Whether the ONNX does on this probe what the module itself does."""
     hint = "a size or value was fixed while tracing: take it from the input's shape, or declare min, max or multiple"
-    name = f"module itself, {label}"
+    name = probe.gate
     if isinstance(seen, StageError):
         return Gate(name, False, f"the ONNX can't run: {_named_module(traced, seen.what)}", "runs", hint)
     # Both sides are float32 here, each off the truth by about the floor.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -73,8 +73,3 @@ def sizes(low: int, high: int, seen: int, multiple: int = 1, limit: int | None =
     # At least two beside the example's, also where memory allows no more than the next ones up.
     wanted |= {here + 2} if len(wanted - {here}) < 2 else set()
     return [s * multiple for s in sorted(wanted) if s != here and s * multiple <= high]
-
-
-def described(feed: Mapping[str, Array]) -> str:
-    """The feed's shapes, for messages: `x (5, 3, 8, 8)`."""
-    return ", ".join(f"{name} {tuple(a.shape)}" for name, a in feed.items())

@@ -13,11 +13,11 @@ from safetensors.numpy import save_file
 from layerline.backends.base import Array
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph import io
-from layerline.layers.compare import types_of
 from layerline.layers.distance import diff_arrays
 from layerline.layers.parity import Probe
 from layerline.layers.taps import Twin, array
 from layerline.layers.tracing import Traced
+from layerline.layers.types import types_of
 from layerline.pipeline.report import LayerDiff
 
 TENSORS = "tensors.safetensors"
@@ -36,7 +36,7 @@ def reproduce(traced: Traced, probes: Sequence[Probe], rows: Sequence[LayerDiff]
     if bad is None:
         return None
     good = {r.name for r in rows if r.passed} | {i.name for i in traced.model.graph.input}
-    session = OnnxRuntime().open(traced.model.SerializeToString(), traced.taps())
+    session = OnnxRuntime().open(traced.tapped())
     cut = region(traced.model, bad.name, good, types_of(session))
     folder.mkdir(parents=True, exist_ok=True)
     io.save(cut, folder)
@@ -85,7 +85,7 @@ def _info(name: str, types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> 
 
 def _worst(traced: Traced, probes: Sequence[Probe], value: str, cut: onnx.ModelProto) -> dict[str, Array]:
     """Inputs, expected and seen values on the probe that shows the difference best."""
-    session, names = OnnxRuntime().open(cut.SerializeToString()), [i.name for i in cut.graph.input]
+    session, names = OnnxRuntime().open(cut), [i.name for i in cut.graph.input]
     best, most = dict[str, Array](), -1.0
     for feed, torchs in zip(probes, _torch_values(traced, probes, {*names, value}), strict=True):
         known = dict(feed.feed) | torchs

@@ -64,6 +64,7 @@ class Tally:
         self._owners = frozenset(traced.owners.values())
         self._error: dict[str, Distance] = {}
         self._noise: dict[str, Distance] = {}
+        self._index_noise: dict[str, Distance] = {}
         self._used: dict[str, float] = {}
 
     def measure(self, feeds: Sequence[Feed], found: Sequence[dict[str, Array]]) -> None:
@@ -76,13 +77,10 @@ class Tally:
         pointed = {p.data for p in self._pointers.values()}
         for node, twins in self.twin.values(feeds):
             for t in twins if node in self._owners else ():
-                whole = isinstance(t.single, torch.Tensor)
-                sides = [(t.single, t.double)] if whole else _parts(t.single, t.double)
-                pairs = [(array(s), array(d)) for s, d in sides if isinstance(s, torch.Tensor)]
-                noise = sum((diff_arrays(d, s) for s, d in pairs), Distance())
+                noise = sum((diff_arrays(d, s) for s, d in _parts(t.single, t.double)), Distance())
                 self._noise[node] = self._noise.get(node, Distance()) + noise
-                for value in (v for v in self._values.get(node, ()) if whole and v in found[t.feed]):
-                    self._compare(value, *pairs[0], found[t.feed])
+                for value in (v for v in self._values.get(node, ()) if v in found[t.feed]):
+                    self._compare(value, array(t.single), array(t.double), found[t.feed])
                     if value not in pointed:
                         del found[t.feed][value]
 
@@ -91,9 +89,9 @@ class Tally:
         long = sums.allowances(self.traced.program)
         floors = {v: max(self._noise[n].rel_l2, long[n]) for v, n in self.traced.owners.items() if n in self._noise}
         for value, point in self._pointers.items():
-            if value in floors:
+            if value in self._index_noise:
                 # An index can be off by as much as the data it points into, moved on both sides.
-                floors[value] = max(floors[value], 2.0 * floors.get(point.data, 0.0))
+                floors[value] = max(self._index_noise[value].rel_l2, 2.0 * floors.get(point.data, 0.0))
         return floors
 
     def rows(self, types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> tuple[LayerDiff, ...]:
@@ -128,6 +126,8 @@ class Tally:
 
     def _compare(self, value: str, single: Array, double: Array, found: Mapping[str, Array]) -> None:
         single, double, onnx = self._meant(value, (single, double, found[value]), found)
+        if value in self._pointers:
+            self._index_noise[value] = self._index_noise.get(value, Distance()) + diff_arrays(double, single)
         truth = single if self.rule else double
         error = diff_arrays(truth, onnx)
         if error.nonfinite_a or error.nonfinite_b:
@@ -145,9 +145,9 @@ class Tally:
         if value in self.random:
             return {"extra": extra | {"nondeterministic": self.random[value]}}
         error, used = self._error[value], self._used.get(value, 0.0)
-        measures = error.measures()
+        measures, extra = error.measures(), extra | error.flags
         if error.mismatch:
-            return measures | {"tolerance": 0.0, "extra": extra | {"mismatch": error.mismatch}}
+            return measures | {"tolerance": 0.0, "extra": extra}
         if self.rule:
             # Scaled so that max_abs meets it exactly where every element keeps the rule.
             bound = error.max_abs / used if used > 0 else self.rule.atol
@@ -159,5 +159,9 @@ class Tally:
         return measures | {"tolerance": bound, "extra": extra | {"floor": low, "ratio": ratio}}
 
 
-def _parts(single: Any, double: Any) -> list[tuple[Any, Any]]:
-    return list(zip(single, double, strict=True)) if isinstance(single, list | tuple) else []
+def _parts(single: Any, double: Any) -> list[tuple[Array, Array]]:
+    """The tensors of a node's value; of one with several, those of floating point."""
+    if isinstance(single, torch.Tensor):
+        return [(array(single), array(double))]
+    several = zip(single, double, strict=True) if isinstance(single, list | tuple) else ()
+    return [(array(s), array(d)) for s, d in several if isinstance(s, torch.Tensor) and s.is_floating_point()]

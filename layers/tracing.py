@@ -47,10 +47,17 @@ class Traced:
     owners: Mapping[str, str]
     ranges: Mapping[str, tuple[int, int | None]]
 
-    def taps(self) -> list[str]:
-        """Values to ask the runtime for beside the outputs: those that numpy has a type for."""
+    def tapped(self) -> bytes:
+        """The model, serialised, with every value of the program that numpy has a type for among its outputs."""
         meta = {n.name: n.meta.get("val") for n in self.program.graph.nodes}
-        return [v for v, n in self.nodes.items() if getattr(meta[n], "dtype", None) not in _NOT_IN_NUMPY]
+        outputs = self.model.graph.output
+        count, known = len(outputs), {o.name for o in outputs}
+        taps = [v for v, n in self.nodes.items() if getattr(meta[n], "dtype", None) not in _NOT_IN_NUMPY]
+        # In place and back: a large model is not copied for this.
+        outputs.extend(onnx.helper.make_empty_tensor_value_info(t) for t in taps if t not in known)
+        data: bytes = self.model.SerializeToString()
+        del outputs[count:]
+        return data
 
 
 def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
@@ -162,7 +169,9 @@ def _named(program: ExportedProgram, model: onnx.ModelProto, call: Call, axes: A
     _rename(model.graph, renamed)
     axis_names.write(model, axes)
     identity.stamp(model, root)
-    known = {n.name for n in program.graph.nodes if n.op == "call_function"}
+    known = {
+        n.name for n in program.graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor)
+    }
     nodes = {v: back.get(v, v) for n in model.graph.node for v in n.output if back.get(v, v) in known}
     nodes |= {new: node for new, node in zip(call.outputs, results, strict=True) if node in known}
     owners = {renamed.get(v, v): node for v, node in inside.items()} | nodes

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from layerline.pipeline import canonical, syntax
+from layerline.pipeline import canonical, syntax, trees
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.files import Hasher
 from layerline.pipeline.imports import Finder, Origin
@@ -153,7 +153,7 @@ class _Walk:
         size = -1
         while size != (size := len(self.parts) + len(self.files) + len(self._named)):
             modules = [self.reader.module(p) for p in self._imported]
-            if any(syntax.registers_subclasses(m.tree) for m in modules):
+            if any(trees.registers_subclasses(m.tree) for m in modules):
                 for module in modules:
                     self._all(module.path, "a metaclass, __init_subclass__ or __subclasses__ may find its classes")
             for text in sorted(self._strings):
@@ -163,9 +163,9 @@ class _Walk:
     def _sequence(self) -> dict[str, list[str]]:
         """What counts, in the order in which it runs on import, for each file in which that order can matter."""
         eventful = any(self.reader.module(p).effects for p in self._imported)
-        rebound = {p for p in self._imported if any(len(s) > 1 for s in self.reader.module(p).bindings.values())}
+        rebound = {path for path, name in self._seen if self.reader.module(path).is_rebound(name)}
         found = {}
-        for path in self._imported if eventful else rebound:
+        for path in self._imported if eventful else sorted(rebound):
             labels = [label for *_, label in sorted(self._order.get(path, ()))]
             found[self.reader.relative(path)] = [n for n in labels if eventful or not n.startswith("import ")]
         return found
@@ -202,21 +202,24 @@ class _Walk:
         if (module.path, name) in self._seen:
             return
         self._seen.add((module.path, name))
-        statements = module.bindings.get(name, ())
-        for index, statement in enumerate(statements):
-            if len(statements) > 1 or syntax.runs_when_defined(statement):
-                self._runs(module, statement, name)
-            self._statement(module, name if index == 0 else f"{name} #{index}", statement)
+        rebound = module.is_rebound(name)
+        for statement in module.imported_by.get(name, ()) if rebound else ():
+            self._runs(module, statement, f"{name} by {ast.unparse(statement)}")
+        for index, statement in enumerate(module.bindings.get(name, ())):
+            label = name if index == 0 else f"{name} #{index}"
+            if rebound or trees.runs_when_defined(statement):
+                self._runs(module, statement, label)
+            self._statement(module, label, statement)
         for origin in module.imports.get(name, ()):
             self._origin(module, name, origin, set())
 
     def _statement(self, module: syntax.Module, label: str, statement: ast.stmt) -> None:
-        self.parts[f"{self.reader.relative(module.path)}:{label}"] = syntax.dump(statement)
+        self.parts[f"{self.reader.relative(module.path)}:{label}"] = trees.dump(statement)
         seen, inner = self._uses(module, statement, label), syntax.imports(statement, module, self.finder)
         for name in seen.names():
             for origin in [*inner.pop(name, ()), *module.imports.get(name, ())]:
                 self._origin(module, name, origin, seen.taken_from(name))
-            if name in module.bindings:
+            if name in module.bindings or module.is_rebound(name):
                 self._name(module, name)
         for name, origins in inner.items():  # imported here, used elsewhere: a block such as try/except ImportError
             for origin in origins:
@@ -225,9 +228,9 @@ class _Walk:
     def _runs(self, module: syntax.Module, statement: ast.stmt, label: str) -> None:
         self._order.setdefault(module.path, set()).add((statement.lineno, statement.col_offset, label))
 
-    def _uses(self, module: syntax.Module, tree: ast.AST, label: str) -> syntax.Uses:
+    def _uses(self, module: syntax.Module, tree: ast.AST, label: str) -> trees.Uses:
         """What a tree refers to; what can't be followed from it is taken whole."""
-        seen = syntax.uses(tree)
+        seen = trees.uses(tree)
         self._strings |= seen.strings
         built_ins = seen.bare - module.bindings.keys()
         for name in sorted(built_ins & _ANY_NAME):
@@ -279,7 +282,7 @@ class _Walk:
         self._counted.add(path)
         self.whole[self.reader.relative(path)] = reason
         module = self.reader.module(path)
-        self.parts[f"{self.reader.relative(path)}:*"] = syntax.dump(module.tree)
+        self.parts[f"{self.reader.relative(path)}:*"] = trees.dump(module.tree)
         self._import(path)
         seen = self._uses(module, module.tree, "it")
         for name, origins in syntax.imports(module.tree, module, self.finder).items():
@@ -300,8 +303,8 @@ class _Walk:
         except TaskError:  # never meant for this Python: its bytes count
             self.files[self.reader.relative(path)] = self.reader.hasher.file(path)
         else:
-            self.parts[f"{self.reader.relative(path)}:*"] = syntax.dump(tree)
-            self._strings |= syntax.uses(tree).strings
+            self.parts[f"{self.reader.relative(path)}:*"] = trees.dump(tree)
+            self._strings |= trees.uses(tree).strings
 
     def _file(self, folder: Path, text: str) -> None:
         """A string that names a file: its content counts. One that names a folder is a place to look for more files."""

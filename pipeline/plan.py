@@ -73,7 +73,7 @@ class Planner:
         inputs = {f"input.{port}": made[kind] for port, kind in stage.takes.items()}
         parts |= {name: artifact.digest for name, artifact in inputs.items() if artifact}
         # The whole configuration once more: dotted names alone can't tell {"a.b": 1} from {"a": {"b": 1}}.
-        key = canonical.digest({**parts, "config": stage.model_dump()})
+        key = canonical.digest({**parts, "config": _configuration(stage)})
         record = self.ledger.get(key)
         if record is None:
             reason = self._why(stage, parts)
@@ -98,7 +98,7 @@ class Planner:
 
     def _parts(self, stage: Stage) -> tuple[dict[str, Any], tuple[str, ...]]:
         parts: dict[str, Any] = {"stage": stage.name, "version": stage.version}
-        parts |= {f"config.{n}": v for n, v in _flat(stage.model_dump())}
+        parts |= {f"config.{n}": v for n, v in _flat(_configuration(stage))}
         parts |= {f"env.{n}": self._fact(n) for n in stage.env}
         notes: list[str] = []
         for hook in stage.hooks():
@@ -177,6 +177,10 @@ def _phrase(name: str, old: str | None, new: str | None) -> str:
         return f"{kind} {rest} changed"
     label = rest if kind in ("env", "config") else name
     return f"{label} {'unset' if old is None else old} -> {'unset' if new is None else new}"
+
+
+def _configuration(stage: Stage) -> dict[str, Any]:
+    return stage.model_dump(exclude=set(stage.unkeyed))
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:

@@ -3,11 +3,16 @@
 A stage works in `work/<key>` under a lock, so eight processes on one project make each artifact once. Its output is
 sealed (hashed, synced), recorded in the ledger and then renamed into the store; a kill at any point between leaves
 something the next run picks up: a resumable scratch folder, or a sealed output that is adopted as it is.
+
+Where a launcher (torchrun) started several ranks, rank 0 does all this. The others only run the stages that are run
+together, when rank 0 says so, and what they write is thrown away.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -103,6 +108,7 @@ class Runner:
     store: Store = field(init=False)
     ledger: Ledger = field(init=False)
     planner: Planner = field(init=False)
+    _told: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         state = self.project.state
@@ -123,6 +129,8 @@ class Runner:
             ConfigError: an unknown stage. A stage's own failure is in the outcome, not raised.
         """
         stages = self.project.stages if names is None else self.project.needed_for(names)
+        if rank() > 0:
+            return self._follow(stages)
         forced = {s.name for s in stages if names is None or s.name in names} if force else set()
         run_id, results = new_run_id(), list[Result]()
         filed, made = run_id, dict[str, Artifact | None]()
@@ -130,6 +138,7 @@ class Runner:
             try:
                 for stage in stages:
                     result = self._advance(stage, made, forced=stage.name in forced, failed=_failed(results))
+                    self._announce(stage, runs=False)
                     results.append(result)
                     self.listener.finished(result)
                     filed = self._remember(run_id, results)
@@ -137,6 +146,33 @@ class Runner:
             finally:
                 self.hasher.save()
         return Outcome(run=filed, results=tuple(results), out_of_date=later)
+
+    def _follow(self, stages: Sequence[Stage]) -> Outcome:
+        """The part of a rank that is not the first."""
+        results: list[Result] = []
+        for stage in (s for s in stages if s.together):
+            started, error = time.monotonic(), None
+            try:
+                if not stage.follow():
+                    continue
+                with tempfile.TemporaryDirectory(prefix="layerline-rank-") as folder:
+                    out, scratch = Path(folder) / "out", Path(folder) / "scratch"
+                    out.mkdir()
+                    scratch.mkdir()
+                    # Stages that run together take no input so far: what they would read lies in rank 0's store.
+                    stage.run(Work(inputs={}, task=self._task, out=out, scratch=scratch, log=self.listener))
+            except (PipeError, OSError, MemoryError) as raised:
+                error = raised if isinstance(raised, PipeError) else machine_lacks(raised)
+            seconds = time.monotonic() - started
+            reason = f"as rank {rank()}"
+            state: State = "failed" if error else "ran"
+            results.append(Result(name=stage.name, state=state, reason=reason, seconds=seconds, error=error))
+        return Outcome(run="", results=tuple(results))
+
+    def _announce(self, stage: Stage, *, runs: bool) -> None:
+        if stage.together and stage.name not in self._told and ranks() > 1:
+            self._told.add(stage.name)
+            stage.announce(runs=runs)
 
     def _advance(self, stage: Stage, made: dict[str, Artifact | None], *, forced: bool, failed: str | None) -> Result:
         if failed is not None:
@@ -202,6 +238,7 @@ class Runner:
         scratch.mkdir(exist_ok=True)
         inputs = {p: a.path for p, kind in step.stage.takes.items() if (a := made[kind]) is not None}
         started = time.monotonic()
+        self._announce(step.stage, runs=True)
         report = step.stage.run(Work(inputs=inputs, task=self._task, out=out, scratch=scratch, log=self.listener))
         seconds = time.monotonic() - started
         if not isinstance(report, Report):
@@ -271,6 +308,21 @@ class Runner:
             if step.artifact is None:
                 steps.append(step)
         return tuple(steps)
+
+
+def rank() -> int:
+    """This process's number among those a launcher started together; 0 without one."""
+    return _number("RANK", 0)
+
+
+def ranks() -> int:
+    """How many processes a launcher started together; 1 without one."""
+    return _number("WORLD_SIZE", 1)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else default
 
 
 def _failed(results: Sequence[Result]) -> str | None:

@@ -59,7 +59,9 @@ class Stage(BaseModel):
         gives: kind of the artifact it leaves.
         uses: hooks of the user's task that it calls.
         env: facts about this machine that change the result, as named in `pipeline.env`.
+        unkeyed: fields that change how fast the result comes, never what it is: they are no part of the key.
         side: files left in the artifact that are no part of its digest (timings).
+        together: whether all ranks run it, where a launcher started several; else rank 0 does alone.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -70,7 +72,9 @@ class Stage(BaseModel):
     gives: ClassVar[str]
     uses: ClassVar[tuple[str, ...]] = ()
     env: ClassVar[tuple[str, ...]] = ()
+    unkeyed: ClassVar[frozenset[str]] = frozenset()
     side: ClassVar[frozenset[str]] = frozenset()
+    together: ClassVar[bool] = False
 
     def hooks(self) -> tuple[str, ...]:
         """The hooks this configuration calls: `uses`, unless a field turns one on or off."""
@@ -79,6 +83,13 @@ class Stage(BaseModel):
     def files(self) -> tuple[str, ...]:
         """Files of the project, relative to its folder, whose content is part of the result."""
         return ()
+
+    def announce(self, *, runs: bool) -> None:
+        """Rank 0 tells the other ranks whether this stage runs; called once per run, where `together` holds."""
+
+    def follow(self) -> bool:
+        """What rank 0 announced; the other ranks wait for it."""
+        return False
 
     @abstractmethod
     def run(self, work: Work) -> Report:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from layerline.pipeline import trees
 from layerline.pipeline.imports import Finder, Origin
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
-_SCOPES = (*_FUNCTIONS, ast.Lambda)
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_DISPLAYS = (ast.Constant, ast.Dict, ast.List, ast.Set, ast.Tuple, ast.JoinedStr, ast.Lambda, *_COMPREHENSIONS)
-_MUTATORS = frozenset({"add", "append", "clear", "discard", "extend", "insert", "pop", "register", "remove", "update"})
-# A metaclass of these runs no code of the project when a class is defined.
-_PLAIN_METACLASSES = frozenset({"ABCMeta", "EnumMeta", "EnumType", "type"})
+_DISPLAYS = (ast.Constant, ast.Dict, ast.List, ast.Set, ast.Tuple, ast.JoinedStr, ast.Lambda, *trees.COMPREHENSIONS)
 
 
 @dataclass
@@ -29,6 +22,7 @@ class Module:
         tree: its syntax tree.
         bindings: statements that bind or change each top-level name.
         imports: where each imported top-level name comes from.
+        imported_by: the statements that import it.
         effects: statements whose run on import can change more than the names they bind.
         loads: import statements that run on import, with the module of the project that each imports.
         stars: what is imported with `*`.
@@ -39,38 +33,18 @@ class Module:
     tree: ast.Module
     bindings: dict[str, list[ast.stmt]] = field(default_factory=dict)
     imports: dict[str, list[Origin]] = field(default_factory=dict)
+    imported_by: dict[str, list[ast.stmt]] = field(default_factory=dict)
     effects: list[ast.stmt] = field(default_factory=list)
     loads: list[tuple[ast.stmt, Path]] = field(default_factory=list)
     stars: list[Origin] = field(default_factory=list)
 
+    def is_rebound(self, name: str) -> bool:
+        """Whether more than one statement binds or changes a name, so that their order matters."""
+        return len(self.bindings.get(name, ())) + len(self.imported_by.get(name, ())) > 1
+
     def is_ours(self, name: str) -> bool:
         """Whether a name is the project's: defined here or in a module of the project that this one imports."""
         return name in self.bindings or any(o.path for o in self.imports.get(name, ()))
-
-
-@dataclass
-class Uses:
-    """What a statement refers to.
-
-    Attributes:
-        bare: names used other than for one attribute.
-        attributes: (name, attribute) pairs.
-        members: names of all attributes, whatever they are taken from, and constant keywords (`weights_only=False`).
-        strings: string constants.
-    """
-
-    bare: set[str] = field(default_factory=set)
-    attributes: set[tuple[str, str]] = field(default_factory=set)
-    members: set[str] = field(default_factory=set)
-    strings: set[str] = field(default_factory=set)
-
-    def names(self) -> list[str]:
-        """Every name referred to."""
-        return sorted(self.bare | {name for name, _ in self.attributes})
-
-    def taken_from(self, name: str) -> set[str]:
-        """The attributes that are all that is used of a name; empty when the name itself is used."""
-        return {a for n, a in self.attributes if n == name} if name not in self.bare else set()
 
 
 def parse(path: Path, finder: Finder) -> Module:
@@ -80,39 +54,18 @@ def parse(path: Path, finder: Finder) -> Module:
         SyntaxError: the file isn't Python.
     """
     module = Module(path, finder.package(path), ast.parse(path.read_bytes(), filename=path.name))
-    body = [s for s in module.tree.body if not (_is_docstring(s) or _is_never_run(s))]
+    body = [s for s in module.tree.body if not (trees.is_docstring(s) or trees.is_never_run(s))]
     for statement in body:
         _bind_imports(module, statement, finder)
-        for name in _bound_names(statement):
+        for name in trees.bound_names(statement):
             module.bindings.setdefault(name, []).append(statement)
     known = module.bindings.keys() | module.imports.keys()
     for statement in body:
-        for name in _changed_by_functions(statement, known):
+        for name in trees.changed_by_functions(statement, known):
             if statement not in module.bindings.setdefault(name, []):
                 module.bindings[name].append(statement)
     module.effects = [s for s in body if _has_effect(module, s)]
     return module
-
-
-def dump(node: ast.AST) -> str:
-    """The tree as text, the same for any layout, comments and docstrings, and on every supported Python."""
-    if isinstance(node, ast.Constant):
-        return f"{type(node.value).__name__}:{node.value!r}"
-    parts = []
-    for name, value in ast.iter_fields(node):
-        if name in ("ctx", "kind", "type_comment", "type_ignores") or value is None or value == []:
-            continue
-        if name == "body" and isinstance(value, list) and value and _is_docstring(value[0]):
-            value = value[1:]
-        parts.append(f"{name}={_dump_field(value)}")
-    return f"{type(node).__name__}({','.join(parts)})"
-
-
-def uses(tree: ast.AST) -> Uses:
-    """What a tree refers to, nested functions included; names that are local to a function are no references."""
-    found = Uses()
-    _collect(tree, found, frozenset())
-    return found
 
 
 def imports(node: ast.AST, module: Module, finder: Finder) -> dict[str, list[Origin]]:
@@ -125,53 +78,8 @@ def imports(node: ast.AST, module: Module, finder: Finder) -> dict[str, list[Ori
     return found
 
 
-def registers_subclasses(tree: ast.AST) -> bool:
-    """Whether classes may be found here by other means than their names: a metaclass, a hook, or a list of them."""
-    return any(
-        (isinstance(n, _FUNCTIONS) and n.name == "__init_subclass__")
-        or (isinstance(n, ast.Attribute) and n.attr == "__subclasses__")
-        or (isinstance(n, ast.keyword) and n.arg == "metaclass" and _last_name(n.value) not in _PLAIN_METACLASSES)
-        for n in ast.walk(tree)
-    )
-
-
-def runs_when_defined(statement: ast.stmt) -> bool:
-    """Whether the place of a statement among the others can matter; that of a plain function can't."""
-    return not isinstance(statement, _FUNCTIONS) or len(list(_executed(statement))) > 1
-
-
-def _collect(node: ast.AST, found: Uses, local: frozenset[str]) -> None:
-    if isinstance(node, ast.Name) and node.id not in local:
-        found.bare.add(node.id)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        found.strings.add(node.value)
-    elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
-        found.members.add(f"{node.arg}={node.value.value!r}")
-    elif isinstance(node, ast.Attribute):
-        found.members.add(node.attr)
-        if isinstance(node.value, ast.Name):
-            if node.value.id not in local:
-                found.attributes.add((node.value.id, node.attr))
-            return
-    elif isinstance(node, ast.ClassDef):  # a name that its body binds is looked up there, then among the module's
-        local -= _own_names(node)
-    inside = _local_in(node, local) if isinstance(node, _SCOPES) else local
-    for name, value in ast.iter_fields(node):
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST):
-                _collect(child, found, inside if name == "body" else local)
-
-
-def _dump_field(value: object) -> str:
-    if isinstance(value, ast.AST):
-        return dump(value)
-    if isinstance(value, list):
-        return "[" + ",".join(_dump_field(v) for v in value) + "]"
-    return repr(value)
-
-
 def _bind_imports(module: Module, statement: ast.stmt, finder: Finder) -> None:
-    for node in _executed(statement):
+    for node in trees.executed(statement):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for name, origin in finder.origins(node, module.package):
                 if origin.path is not None:
@@ -180,87 +88,26 @@ def _bind_imports(module: Module, statement: ast.stmt, finder: Finder) -> None:
                     module.stars.append(origin)
                 elif node is statement:
                     module.imports.setdefault(name, []).append(origin)
-
-
-def _executed(statement: ast.AST) -> Iterator[ast.AST]:
-    """What runs when the statement does: of a function its decorators and defaults, of a class all but its methods."""
-    pending = [statement]
-    while pending:
-        node = pending.pop()
-        yield node
-        if isinstance(node, _FUNCTIONS):
-            pending += [*node.decorator_list, *node.args.defaults, *(d for d in node.args.kw_defaults if d)]
-        elif isinstance(node, ast.Lambda):
-            pending += [*node.args.defaults, *(d for d in node.args.kw_defaults if d)]
-        else:
-            pending += ast.iter_child_nodes(node)
-
-
-def _bound_names(statement: ast.stmt) -> set[str]:
-    """Names a top-level statement binds, or whose value it changes (`config["lr"] = 1`, `net.width = 8`)."""
-    names: set[str] = set()
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        return names
-    pending: list[ast.AST] = [statement]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, _DEFINITIONS):
-            names.add(node.name)
-            continue  # what it binds inside is its own
-        if isinstance(node, ast.Lambda):
-            continue
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            names.add(node.id)
-        elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            called = {id(n.func) for n in ast.walk(node.value) if isinstance(n, ast.Call)}
-            names |= {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name) and id(n) not in called}
-        elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).split(".")[0])
-        elif isinstance(node, ast.MatchAs | ast.MatchStar | ast.MatchMapping):
-            name = node.rest if isinstance(node, ast.MatchMapping) else node.name
-            names |= {name} if name else set()
-        if isinstance(node, ast.comprehension):  # its targets live in a scope of their own
-            pending += [node.iter, *node.ifs]
-        else:
-            pending += ast.iter_child_nodes(node)
-    return names
-
-
-def _changed_by_functions(node: ast.AST, known: set[str], local: frozenset[str] = frozenset()) -> set[str]:
-    """Top-level names that a function rebinds, or whose value it changes, whenever it is called."""
-    if isinstance(node, _SCOPES):
-        local = _local_in(node, local)
-    changed = set(node.names) if isinstance(node, ast.Global) else {_changed_value(node)} & known - local
-    for child in ast.iter_child_nodes(node):
-        changed |= _changed_by_functions(child, known, local)
-    return changed
-
-
-def _changed_value(node: ast.AST) -> str:
-    """The name whose value this one node changes, if any."""
-    if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-        return _root(node)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATORS:
-        return _root(node.func)
-    return ""
+                    if statement not in module.imported_by.setdefault(name, []):
+                        module.imported_by[name].append(statement)
 
 
 def _has_effect(module: Module, statement: ast.stmt) -> bool:
     """Whether running the statement can change more than the names it is filed under."""
     if isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass):
         return False
-    if not _bound_names(statement):
+    if not trees.bound_names(statement):
         return True
-    return any(_node_has_effect(module, node) for node in _executed(statement))
+    return any(_node_has_effect(module, node) for node in trees.executed(statement))
 
 
 def _node_has_effect(module: Module, node: ast.AST) -> bool:
     if isinstance(node, ast.Expr):
         return not isinstance(node.value, ast.Constant)
     if isinstance(node, ast.Call):
-        return module.is_ours(_root(node.func)) or _is_telling(node.func)
-    if isinstance(node, _DEFINITIONS):
-        return any(module.is_ours(_root(d)) or _is_telling(d) for d in node.decorator_list)
+        return module.is_ours(trees.root(node.func)) or _is_telling(node.func)
+    if isinstance(node, trees.DEFINITIONS):
+        return any(module.is_ours(trees.root(d)) or _is_telling(d) for d in node.decorator_list)
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
         return not _holds_own_value(module, node.target.id)
     if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
@@ -283,81 +130,20 @@ def _holds_own_value(module: Module, name: str) -> bool:
 
 
 def _gives_own_value(module: Module, statement: ast.stmt, name: str) -> bool:
-    if isinstance(statement, (*_DEFINITIONS, ast.AugAssign)):
+    if isinstance(statement, (*trees.DEFINITIONS, ast.AugAssign)):
         return True
     target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
     target = statement.target if isinstance(statement, ast.AnnAssign) else target
     if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name) and target.id == name:
         return _is_fresh(module, statement.value)
-    return name not in _stored_names(statement)  # else bound by a loop, a block, unpacking: to what can't be read off
+    return name not in trees.stored_names(
+        statement
+    )  # else bound by a loop, a block, unpacking: to what can't be read off
 
 
 def _is_fresh(module: Module, value: ast.expr | None) -> bool:
     return (
         value is None
         or isinstance(value, _DISPLAYS)
-        or (isinstance(value, ast.Call) and not module.is_ours(_root(value.func)))
-    )
-
-
-def _stored_names(node: ast.AST) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-
-
-def _local_in(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, around: frozenset[str]) -> frozenset[str]:
-    """Names that don't mean the module's in a function's body, given those around it."""
-    declared = {n for g in _own_nodes(function) if isinstance(g, ast.Global) for n in g.names}
-    return (around | _arguments(function) | _own_names(function)) - declared
-
-
-def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """Nodes of a function's or class's body, without those of the functions and classes in it."""
-    pending = list(getattr(scope, "body", ())) if not isinstance(scope, ast.Lambda) else [scope.body]
-    while pending:
-        node = pending.pop()
-        yield node
-        if not isinstance(node, (*_DEFINITIONS, ast.Lambda, *_COMPREHENSIONS)):
-            pending += ast.iter_child_nodes(node)
-
-
-def _own_names(scope: ast.AST) -> frozenset[str]:
-    """Names that a function's or class's body binds."""
-    names = {n.id for n in _own_nodes(scope) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-    return frozenset(names | {n.name for n in _own_nodes(scope) if isinstance(n, _DEFINITIONS)})
-
-
-def _arguments(scope: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> frozenset[str]:
-    found = scope.args
-    rest = [a for a in (found.vararg, found.kwarg) if a]
-    return frozenset(a.arg for a in [*found.posonlyargs, *found.args, *found.kwonlyargs, *rest])
-
-
-def _root(node: ast.AST) -> str:
-    """The name that a chain of attributes, items and calls starts from; empty where it starts from something else."""
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _last_name(node: ast.expr) -> str:
-    return ast.unparse(node).rpartition(".")[2]
-
-
-def _is_docstring(statement: ast.AST) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
-
-
-def _is_never_run(statement: ast.stmt) -> bool:
-    """`if __name__ == "__main__":` and `if TYPE_CHECKING:`, without an else."""
-    if not isinstance(statement, ast.If) or statement.orelse:
-        return False
-    return ast.unparse(statement.test) in (
-        "__name__ == '__main__'",
-        "'__main__' == __name__",
-        "TYPE_CHECKING",
-        "typing.TYPE_CHECKING",
+        or (isinstance(value, ast.Call) and not module.is_ours(trees.root(value.func)))
     )

@@ -18,6 +18,8 @@ from layerline.pipeline.imports import is_own_folder
 # Project folders whose modules are imported by `_Source` in this process.
 _HOOKED: set[Path] = set()
 
+# Keys under which a batch that is a dict holds the answer; every other key is an input of the model.
+LABELS = ("label", "labels", "target", "targets")
 HOOKS = ("model", "train_data", "loss", "eval_data", "metric", "calib_data", "example_inputs")
 
 

@@ -20,7 +20,7 @@ class Ema(Stage):
     version: ClassVar[int] = 1
     takes: ClassVar[Mapping[str, str]] = {"checkpoint": "checkpoint"}
     gives: ClassVar[str] = "weights"
-    uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data")
+    uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data", "calib_data")
     env: ClassVar[tuple[str, ...]] = ("torch",)
 
     weights: Literal["ema", "online"] = "ema"

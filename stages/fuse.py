@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     import onnx
 
     from layerline.backends.base import Feed
+    from layerline.graph.apply import Rewritten
     from layerline.graph.fuse import Fused
-    from layerline.graph.rewrite import Firing, Rule
+    from layerline.graph.rule import Firing, Rule
 
 COPIED = ("signature.json", "probes.safetensors", "floor.json")
 TABLE_ROWS = 200
@@ -45,7 +46,7 @@ class Fuse(Stage):
     env: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnx-ir", "onnxruntime")
 
     rules: dict[str, bool] = Field(default_factory=dict)
-    """Rules switched on or off by name; the others keep their defaults (docs/fusion.md lists them)."""
+    """Rules switched off (or on) by name; those not named are on. docs/fusion.md lists them."""
     fold_limit: int = Field(default=1 << 20, ge=0)
     """Bytes that one folded constant may add to the file beyond what it frees."""
     proof_feeds: int = Field(default=2, ge=1)
@@ -104,8 +105,9 @@ class Fuse(Stage):
     def _guilty(self, case: _Case, fused: Fused) -> Firing | None:
         from layerline.graph.bisect import guilty
 
-        def good(candidate: onnx.ModelProto) -> bool:
-            return all(r.passed for r in _compare(case, dataclasses.replace(fused, model=candidate)))
+        def good(some: Rewritten) -> bool:
+            candidate = dataclasses.replace(fused, model=some.model, firings=some.firings)
+            return all(r.passed for r in _compare(case, candidate))
 
         return guilty(case.model, good, self._rules(), **self._options(fused))
 

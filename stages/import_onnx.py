@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, model_validator
 
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.report import LayerDiff, Report, Scalar
@@ -85,7 +85,7 @@ class ImportOnnx(Stage):
     """What integer inputs may hold, by input: `{ids: {low: 0, high: 30521}}`."""
     probes: PositiveInt = 4
     """Samples of `data` to compare on, beside the first ones and the other sizes."""
-    tolerance: Literal["auto"] | float = "auto"
+    tolerance: Literal["auto"] | NonNegativeFloat = "auto"
     """Greatest relative L2 error of a value against the file as given. auto: within a stated multiple of what rounding
     does to the value, measured here."""
 
@@ -130,7 +130,7 @@ class ImportOnnx(Stage):
         dims.write(model, feeder.same, feeder.fixed)
         dims.settle(model, dims.places(model), [(f, feeder.run(f)) for f in fed.feeds])
         work.log.say(f"{len(model.graph.node)} nodes; comparing every value on {len(fed.feeds)} feeds")
-        rows, notes = _compare(adopted, fed.feeds, self.tolerance)
+        rows, notes = _compare(adopted, fed.feeds, feeder.elements(fed.feeds[0]), self.tolerance)
         complaint = _write(model, work.out)
         probes.save(work.out, fed.feeds)
         signature(model, feeder.dims, fed.ranges).save(work.out)
@@ -210,7 +210,7 @@ def _by_trial(feeder: Feeder) -> list[str]:
 
 
 def _compare(
-    adopted: Adopted, feeds: Sequence[Feed], tolerance: float | Literal["auto"]
+    adopted: Adopted, feeds: Sequence[Feed], elements: Mapping[str, int], tolerance: float | Literal["auto"]
 ) -> tuple[tuple[LayerDiff, ...], list[str]]:
     """Every value of the imported model against the file's own; values that follow a random operator are shown alone.
 
@@ -218,17 +218,18 @@ def _compare(
     """
     from layerline.graph.noise import drawn, perturbed
     from layerline.layers.compare import compare, why_two_sessions
+    from layerline.layers.parts import compare_in_parts
 
-    random = drawn(adopted.original)
+    original, model = adopted.original, adopted.model
+    random = drawn(original)
     said = [f"{value} and what follows is drawn at random ({op}): not judged" for value, op in random.items()]
-    notes = said[:1]
-    notes += filter(None, [why_two_sessions(adopted.original, adopted.model)])
-    rows = compare(adopted.original, adopted.model, feeds)
+    notes = [*said[:1], *filter(None, [why_two_sessions(original, model)])]
+    rows = compare_in_parts(original, model, feeds, elements)
     if all(r.max_abs == 0 and r.passed for r in rows):
         return tuple(replace(r, tolerance=0.0) for r in rows), [*notes, "every value is equal to the last bit"]
-    floors = {r.name: r.rel_l2 or 0.0 for r in compare(adopted.original, perturbed(adopted.original), feeds)}
+    floors = {r.name: r.rel_l2 or 0.0 for r in compare(original, perturbed(original), feeds)}
     judged = {r.name: _allowed(r, floors, tolerance) for r in rows if r.name not in random}
-    return compare(adopted.original, adopted.model, feeds, tolerances=judged), notes
+    return compare_in_parts(original, model, feeds, elements, judged), notes
 
 
 def _allowed(row: LayerDiff, floors: Mapping[str, float], tolerance: float | Literal["auto"]) -> float:

@@ -153,7 +153,7 @@ class _Data:
 
         log, total, runtime = self.work.log, self.stage.samples, OnnxRuntime()
         return collect(
-            lambda taps: runtime.open(model.SerializeToString(), taps),
+            lambda taps: runtime.open(model, taps),
             batches,
             names,
             nonfinite=nonfinite,
@@ -329,7 +329,7 @@ def _measured(data: _Data, made: _Made) -> tuple[dict[str, dict[str, float]] | N
     if samples is None:
         return None, "the task has no eval_data()"
     models = {"float": made.reference, "result": made.measured}
-    sessions = {name: runtime.open(model.SerializeToString()) for name, model in models.items()}
+    sessions = {name: runtime.open(model) for name, model in models.items()}
     found = evaluate.predict(sessions, samples)
     if found.targets is None:
         return None, "eval_data() gives no targets"

@@ -39,6 +39,8 @@ class Train(Stage):
     uses: ClassVar[tuple[str, ...]] = ("model", "train_data", "loss")
     env: ClassVar[tuple[str, ...]] = ("torch", "numpy")
     side: ClassVar[frozenset[str]] = frozenset({"metrics.csv"})
+    unkeyed: ClassVar[frozenset[str]] = frozenset({"workers"})
+    together: ClassVar[bool] = True
 
     epochs: PositiveInt = 10
     steps: PositiveInt | None = None
@@ -84,19 +86,29 @@ class Train(Stage):
         except ConfigError as error:
             raise _placed(error, shapes.nested(self.recipe)) from error
 
+    def announce(self, *, runs: bool) -> None:
+        from layerline.training import launch
+
+        launch.announce(self.name, runs=runs, timeout_s=self.config().distributed.timeout_s)
+
+    def follow(self) -> bool:
+        from layerline.training import launch
+
+        return launch.follow(self.name, timeout_s=self.config().distributed.timeout_s)
+
     def run(self, work: Work) -> Report:
         import torch
 
-        from layerline.training import checkpoint, fit
+        from layerline.training import checkpoint, fit, launch, ranks
 
         config = self.config()
         cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
-        device = torch.device("cuda" if cuda else "cpu")
-        with fit.deterministic():
+        device = launch.device("cuda" if cuda else "cpu")
+        with fit.deterministic(), ranks.telling():
             run = fit.prepare(work.task, config, epochs=self.epochs, steps=self.steps, batch_size=self.batch_size,
                               seed=self.seed, workers=self.workers, device=device)  # fmt: skip
             fit.train(run, work.scratch, work.log, save_every=config.monitor.save_interval)
-        checkpoint.save(run.mo, work.out / "checkpoint.safetensors", timings=False)
+            checkpoint.save(run.mo, work.out / "checkpoint.safetensors", timings=False)
         run.mo.export_metrics(work.out / "metrics.csv")
         return _report(run)
 
@@ -106,7 +118,8 @@ def _gather(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     sections = {k: v for k, v in raw.items() if k in shapes.SECTIONS or k == "preset"}
     own = {k: v for k, v in raw.items() if k not in sections}
-    name = (sections.get("scheduler") or {}).get("name", "cosine")
+    scheduler = sections.get("scheduler")
+    name = scheduler.get("name", "cosine") if isinstance(scheduler, Mapping) else "cosine"
     # A warm-up of our own choice belongs to a schedule of our own choice.
     defaults = {k: v for k, v in _DEFAULTS.items() if k != "scheduler.warmup_ratio" or name == "cosine"}
     try:
@@ -127,8 +140,10 @@ def _placed(error: ConfigError, raw: Any) -> ValidationError:
 
 
 def _report(run: Run) -> Report:
+    from layerline.training.parts import whole
+
     (lane,) = run.mo.lanes.values()
-    records = tuple(_record(run, n, p.detach()) for n, p in lane.named.params.items())
+    records = tuple(_record(run, n, whole(p.detach())) for n, p in lane.named.params.items())
     bad = [r.name for r in records if r.nonfinite_b]
     last = lane.monitor.rows[-1] if lane.monitor.rows else None
     speed = {} if last is None else {"samples_s": last[lane.monitor.columns.index("samples_s")]}

@@ -70,7 +70,7 @@ def test_run_prints_one_line_a_stage_and_the_next_command(pipe: Pipe) -> None:
     assert (said.code, said.err, len(lines)) == (0, "", 4)
     pattern = r"✓ source  ran  +\d+\.\d s  [0-9a-f]{12}  sum 6  worst_case nan  \(never ran\)"
     assert re.fullmatch(pattern, lines[0])
-    assert re.fullmatch(r"✓ double  ran .* worst layers\.2 58 dB  \(never ran\)", lines[1])
+    assert re.fullmatch(r"✓ double  ran .* worst layers\.2 58.0 dB  \(never ran\)", lines[1])
     assert lines[3] == "next: pipe report"
     again = pipe("run", "all").out.splitlines()
     assert [line.split()[:3] for line in again[:3]] == [["✓", name, "cached"] for name in ("source", "double", "judge")]

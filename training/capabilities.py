@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
@@ -12,18 +12,20 @@ from torch.nn.parallel import DistributedDataParallel
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config import Config
 from layerline.training.names import unwrap
+from layerline.training.parts import is_split
 
 if TYPE_CHECKING:
     from layerline.training.lane import Lane
-    from layerline.training.memory import Checkpointed
+    from layerline.training.peers import Peers
     from layerline.training.ranks import Ranks
+    from layerline.training.recompute import Checkpointed
 
 
 def checkpoint_layers(models: Iterable[nn.Module], config: Config) -> list[Checkpointed]:
     """Recomputes activations where `memory.checkpointing` asks for it."""
     if not config.memory.checkpointing:
         return []
-    from layerline.training.memory import Checkpointed
+    from layerline.training.recompute import Checkpointed
 
     return [Checkpointed(model, config.memory.checkpoint_interval) for model in models]
 
@@ -35,24 +37,21 @@ def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Rank
         StageError: a rank is missing, or has another model or configuration.
         ConfigError: a combination that cannot work.
     """
-    from layerline.training.sharding import is_sharded
-
-    models = list(models)
+    models, options = list(models), config.distributed
     wrapped = any(isinstance(m, DistributedDataParallel) for m in models)
-    split = any(is_sharded(m) for m in models)
-    options = config.distributed
-    if not (options.backend or options.shard != "none" or wrapped or split):
+    split = any(is_split(m) for m in models)
+    if not (options.backend or options.shard != "none" or wrapped or split or _joined()):
         return None
     if options.shard != "none":
         _check_shard(models, config, wrapped=wrapped, custom=custom)
     from layerline.training import distributed, ranks, sharding
 
     group = ranks.join(options, next(models[0].parameters()).device)
-    for model in models if group is not None else ():
-        assert group is not None
-        if not split:
-            distributed.prepare(model, config, group)
-        if options.shard != "none" and not split:
+    if group is None or split:
+        return group
+    for model in models:
+        distributed.prepare(model, config, group)
+        if options.shard != "none":
             sharding.shard(model, config, group)
     return group
 
@@ -73,11 +72,19 @@ def attach(lane: Lane, ranks: Ranks | None, roll_back: Callable[[], str | None])
         lane.judge = Judge(lane, roll_back)
 
 
-def _peers(lane: Lane, ranks: Ranks) -> Any:
-    from layerline.training.distributed import Replicas
-    from layerline.training.sharding import Shards, is_sharded
+def _joined() -> bool:
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    from layerline.training import ranks
 
-    return Shards(lane, ranks) if is_sharded(lane.model) else Replicas(lane, ranks, lane.config)
+    return ranks.joined()
+
+
+def _peers(lane: Lane, ranks: Ranks) -> Peers:
+    from layerline.training.distributed import Replicas
+    from layerline.training.sharding import Shards
+
+    return Shards(lane, ranks) if is_split(lane.model) else Replicas(lane, ranks, lane.config)
 
 
 def _check_shard(models: list[nn.Module], config: Config, *, wrapped: bool, custom: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, Literal
 
@@ -17,10 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.task import Task
+from layerline.pipeline.task import LABELS, Task
 from layerline.training.rng import mix, seeded
 
-LABELS = ("label", "labels", "target", "targets")
 Form = Literal["arrays", "samples", "batches"]
 
 
@@ -71,19 +71,24 @@ class Batches:
         seed: orders the samples of each epoch anew; None keeps their order.
         workers: processes that load samples of a Dataset; they change nothing but the speed.
         hook: what to call the source in errors.
+        rank, ranks: of each batch this process has every `ranks`-th sample from `rank` on, so that the batches are the
+            same however many ranks share them.
 
     Attributes:
         epoch: of the next batch.
         position: of the next batch within its epoch.
+        counted: samples that count in the batch that was handed out last; 0 where a rank got no share of a short batch
+            and has its first sample instead, for there must be something to run.
         waited: seconds spent waiting for data so far.
     """
 
     def __init__(self, source: Any, *, batch_size: int, seed: int | None = 0, workers: int = 0,
-                 hook: str = "train_data") -> None:  # fmt: skip
+                 hook: str = "train_data", rank: int = 0, ranks: int = 1) -> None:  # fmt: skip
         self.form = form(source, hook)
         self.source = tuple(as_tensor(s) for s in source) if self.form == "arrays" else source
         self.batch_size, self.seed, self.workers, self.hook = batch_size, seed, workers, hook
-        self.epoch = self.position = 0
+        self.share = _Share(rank, ranks)
+        self.epoch = self.position = self.counted = 0
         self.waited = 0.0
 
     @property
@@ -104,7 +109,7 @@ class Batches:
         batches = make()
         while True:
             start = time.perf_counter()
-            epoch, position, last, batch = next(batches)
+            epoch, position, last, self.counted, batch = next(batches)
             self.waited += time.perf_counter() - start
             self.epoch, self.position = (epoch + 1, 0) if last else (epoch, position + 1)
             yield batch
@@ -134,29 +139,29 @@ class Batches:
             if position >= per_epoch:
                 epoch, position = epoch + 1, 0
 
-    def _from_arrays(self) -> Iterator[tuple[int, int, bool, Any]]:
+    def _from_arrays(self) -> Iterator[tuple[int, int, bool, int, Any]]:
         order, ordered = _order(self._samples, self.seed, self.epoch), self.epoch
         for epoch, position, last in self._places():
             if epoch != ordered:
                 order, ordered = _order(self._samples, self.seed, epoch), epoch
-            chosen = order[position * self.batch_size : (position + 1) * self.batch_size]
-            yield epoch, position, last, tuple(s.index_select(0, chosen) for s in self.source)
+            chosen, counted = self.share.of(order[position * self.batch_size : (position + 1) * self.batch_size])
+            yield epoch, position, last, counted, tuple(s.index_select(0, chosen) for s in self.source)
 
-    def _from_samples(self) -> Iterator[tuple[int, int, bool, Any]]:
-        loaded = _Seeded(self.source, self.batch_size, self.seed)
+    def _from_samples(self) -> Iterator[tuple[int, int, bool, int, Any]]:
+        loaded = _Seeded(self.source, self.batch_size, self.seed, self.share)
         # Its own generator: the loader must not draw its workers' seed from the model's random numbers.
         loader = DataLoader(loaded, batch_size=None, sampler=_Places(self._places), num_workers=self.workers,
                             generator=torch.Generator())  # fmt: skip
         yield from loader
 
-    def _from_batches(self) -> Iterator[tuple[int, int, bool, Any]]:
+    def _from_batches(self) -> Iterator[tuple[int, int, bool, int, Any]]:
         # An iterable has no position: the batches before it are drawn again, each under its own seed.
         epoch, skipped = self.epoch, self.position
         while True:
             position, batch = 0, None
             for position, following in enumerate(self._drawn(epoch)):  # one ahead: the last batch is known as such
                 if batch is not None and position > skipped:
-                    yield epoch, position - 1, False, _batch(batch)
+                    yield epoch, position - 1, False, *self.share.of_batch(_batch(batch))
                 batch = following
             if batch is None:
                 raise TaskError(
@@ -164,7 +169,7 @@ class Batches:
                     where=self.hook,
                     hint="it must be iterable more than once",
                 )
-            yield epoch, position, True, _batch(batch)
+            yield epoch, position, True, *self.share.of_batch(_batch(batch))
             epoch, skipped = epoch + 1, 0
 
     def _drawn(self, epoch: int) -> Iterator[Any]:
@@ -176,6 +181,37 @@ class Batches:
             if batch is None:
                 return
             yield batch
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one of several ranks has of each batch."""
+
+    rank: int
+    ranks: int
+
+    def of(self, rows: Tensor) -> tuple[Tensor, int]:
+        """Its rows, and how many count."""
+        if self.ranks == 1:
+            return rows, len(rows)
+        own = rows[self.rank :: self.ranks]
+        return (own, len(own)) if len(own) else (rows[:1], 0)
+
+    def of_batch(self, batch: Any) -> tuple[int, Any]:
+        """The same of a batch that came ready-made: every tensor with the batch's first dimension is cut."""
+        samples = size(batch)
+        rows, counted = self.of(torch.arange(samples))
+        if self.ranks == 1:
+            return counted, batch
+
+        def cut(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value[rows] if value.ndim and len(value) == samples else value
+            if isinstance(value, Mapping):
+                return {k: cut(v) for k, v in value.items()}
+            return tuple(map(cut, value)) if isinstance(value, tuple | list) else value
+
+        return counted, cut(batch)
 
 
 class _Places:
@@ -191,17 +227,19 @@ class _Places:
 class _Seeded(Dataset[Any]):
     """A dataset of whole batches, indexed by their places, each drawn under its own seed."""
 
-    def __init__(self, samples: Any, batch_size: int, seed: int | None) -> None:
-        self.samples, self.batch_size, self.seed = samples, batch_size, seed
+    def __init__(self, samples: Any, batch_size: int, seed: int | None, share: _Share) -> None:
+        self.samples, self.batch_size, self.seed, self.share = samples, batch_size, seed, share
         self._order: tuple[int, Tensor] | None = None
 
-    def __getitem__(self, place: tuple[int, int, bool]) -> tuple[int, int, bool, Any]:
+    def __getitem__(self, place: tuple[int, int, bool]) -> tuple[int, int, bool, int, Any]:
         epoch, position, last = place
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, _order(len(self.samples), self.seed, epoch)
-        chosen = self._order[1][position * self.batch_size : (position + 1) * self.batch_size].tolist()
-        with seeded(mix(self.seed or 0, epoch, position)):
-            return epoch, position, last, _batch(default_collate([self.samples[i] for i in chosen]))
+        whole = self._order[1][position * self.batch_size : (position + 1) * self.batch_size]
+        chosen, counted = self.share.of(whole)
+        own = (self.share.rank,) if self.share.rank else ()  # ranks draw apart, and rank 0 as one process does
+        with seeded(mix(self.seed or 0, epoch, position, *own)):
+            return epoch, position, last, counted, _batch(default_collate([self.samples[i] for i in chosen.tolist()]))
 
 
 def _order(samples: int, seed: int | None, epoch: int) -> Tensor:

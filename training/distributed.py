@@ -1,16 +1,15 @@
 """Data parallel training: every rank holds the whole model, and the gradient of a step is that of all ranks' samples.
 
 DistributedDataParallel reduces while the backward pass still runs. Where it can't serve (several models in one graph,
-float32 masters of accumulated half gradients, curvature estimates, a short last window, a model that was called without
-its wrapper), gradients are reduced here after the backward pass; the sums are the same.
+float32 masters of accumulated half gradients, curvature estimates, parameters without a gradient, a short last window,
+a model that was called without its wrapper), gradients are reduced here after the backward pass. The sums are the same;
+with three ranks or more their order is not: DDP sorts its buckets anew after its first step, so that a resumed run adds
+in another order than the one it goes on from. Without overlap the order is always the same.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config import Config
-from layerline.training.ema import statistics
 from layerline.training.names import named
+from layerline.training.peers import Peers, flattened, unflatten
 from layerline.training.ranks import Ranks, lines
 
 if TYPE_CHECKING:
@@ -46,119 +44,11 @@ def prepare(model: nn.Module, config: Config, ranks: Ranks) -> None:
     known = named(model)
     ranks.compare(lines(known, config))
     with ranks.pulse.guarded("sharing weights", 0), torch.no_grad():
-        for flat, parts in _flattened(
+        for flat, parts in flattened(
             [t.detach() for t in known.tensors.values()], config.distributed.bucket_mb * 2**20
         ):
             dist.broadcast(flat, 0)
-            _unflatten(flat, parts)
-
-
-class Peers:
-    """What the ranks of one lane have in common, sharded or not.
-
-    Args:
-        lane: model and optimizer of this rank.
-        ranks: the group.
-
-    Attributes:
-        seconds: how long each rank worked on the last step, from the end of the step before until its gradients were
-            ready; what it waited for others is not in it.
-        ask: a number for the other ranks, exchanged at the next step (a wish to save, to stop).
-        asked: the greatest of all ranks' numbers at the last step.
-    """
-
-    def __init__(self, lane: Lane, ranks: Ranks) -> None:
-        self.lane, self.ranks = lane, ranks
-        self.seconds: list[float] = []
-        self.ask = self.asked = 0.0
-        self._since, self._ready = time.perf_counter(), 0.0
-        self._statistics = list(statistics(lane.named).values())
-        self._buffers = [b for n, b in lane.named.buffers.items() if n not in statistics(lane.named)]
-        lane.model.register_forward_pre_hook(lambda _, a, k: self._enters(a, k), with_kwargs=True)
-        lane.model.register_forward_hook(
-            lambda *_: ranks.pulse.at("the user's code after the forward pass", lane.steps + 1)
-        )
-
-        lane.monitor.add_columns(list(self.figures()))
-
-    @property
-    def size(self) -> int:
-        return self.ranks.size
-
-    @property
-    def imbalance(self) -> float:
-        """Seconds of the slowest rank over the mean; 1 is even. NaN before the first step."""
-        return max(self.seconds) * self.size / sum(self.seconds) if self.seconds else math.nan
-
-    def figures(self) -> dict[str, float]:
-        """Columns of the log: the last step's imbalance, and each rank's seconds."""
-        seconds = self.seconds or [math.nan] * self.size
-        return {"imbalance": self.imbalance, **{f"step_s/{r}": s for r, s in enumerate(seconds)}}
-
-    def guarded(self, phase: str) -> AbstractContextManager[None]:
-        """A part of the step in which ranks wait for each other; see Pulse.guarded."""
-        return self.ranks.pulse.guarded(phase, self.lane.steps + 1)
-
-    def ready(self) -> None:
-        """This rank's own gradients are there."""
-        self._ready = time.perf_counter()
-
-    def mean(self, *values: float) -> tuple[float, ...]:
-        """The mean of each value over all ranks, summed in their order on each; exchanges step times and wishes."""
-        with self.guarded("reducing gradients"):
-            rows = self.ranks.floats(*values, self._ready - self._since, self.ask)
-        self.seconds, self.asked = [row[-2] for row in rows], max(row[-1] for row in rows)
-        self._since, self.ask = time.perf_counter(), 0.0
-        self.ranks.pulse.at("the user's code after the update", self.lane.steps + 1)
-        return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))[: len(values)]
-
-    def agree(self, value: float) -> float:
-        """The mean of a value over all ranks, outside of a step."""
-        with self.guarded("exchanging notes"):
-            return sum(row[0] for row in self.ranks.floats(value)) / self.ranks.size
-
-    def gather(self, thing: Any) -> list[Any]:
-        """A small object of each rank, in their order."""
-        with self.guarded("exchanging notes"):
-            return self.ranks.gather(thing)
-
-    def changed(self) -> None:
-        """Weights were written outside of a step."""
-
-    def window(self, grads: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """An open window in a form that any number of ranks can go on from: the mean of its gradients, loss and weight
-        over the ranks."""
-        own = self.lane.window.state_dict()
-        loss, weight = ((self.agree(own[k])) for k in ("loss", "weight"))
-        with self.guarded("saving"):
-            return self._mean_gradients(grads), {"loss": loss, "weight": weight}
-
-    def _mean_gradients(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        copies = {n: g.clone() for n, g in grads.items()}
-        for flat, parts in _flattened(list(copies.values()), 1 << 26):
-            dist.all_reduce(flat.div_(self.ranks.size))
-            _unflatten(flat, parts)
-        return copies
-
-    def split(self, tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """This rank's part of a lane's tensors, as a checkpoint names them."""
-        return tensors
-
-    def _enters(self, args: Any, kwargs: Any) -> None:
-        pulse = self.ranks.pulse
-        pulse.at("forward", self.lane.steps + 1)
-        pulse.inputs = ", ".join(str(tuple(t.shape)) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-
-    @torch.no_grad()
-    def _settle_buffers(self) -> None:
-        """Running statistics become their mean over the ranks, so that they count all samples; other buffers are those
-        of rank 0."""
-        for flat, parts in _flattened(self._statistics, 1 << 30):
-            dist.all_reduce(flat.div_(self.ranks.size))
-            _unflatten(flat, parts)
-        for flat, parts in _flattened(self._buffers, 1 << 30):
-            dist.broadcast(flat, 0)
-            _unflatten(flat, parts)
+            unflatten(flat, parts)
 
 
 class Replicas(Peers):
@@ -177,23 +67,24 @@ class Replicas(Peers):
     def __init__(self, lane: Lane, ranks: Ranks, config: Config) -> None:
         super().__init__(lane, ranks)
         self._config = config.distributed
-        self.model: nn.Module = lane.model
         self._by_ddp = False
-        accumulates = config.accumulate.steps > 1
+        self._every_step = config.accumulate.steps == 1
         # DDP reduces what the last backward pass finds in .grad: masters have taken the earlier part away by then.
-        self._by_hand = lane.shared or lane.sophia is not None or (lane.masters is not None and accumulates) \
-            or not self._config.overlap  # fmt: skip
+        self._by_hand = lane.shared or lane.sophia is not None or not self._config.overlap \
+            or (lane.masters is not None and not self._every_step)  # fmt: skip
         self._ddp = lane.model if isinstance(lane.model, DistributedDataParallel) else None
+        # Whether every parameter gets a gradient, without which DDP would wait for ever; the first window tells.
+        self._complete = self._ddp is not None
         if self._ddp is None and not self._by_hand:
             self._ddp = self.model = _Guarded(lane.model, self)
         if self._ddp is not None:
             self._watch(self._ddp)
-        self.arm(sync=not accumulates)
+        self.arm(sync=self._every_step)
 
     def arm(self, *, sync: bool) -> None:
         """Whether the coming forward pass prepares DDP to reduce in its backward pass; that is when DDP decides it."""
         if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = sync and not self._by_hand
+            self._ddp.require_backward_grad_sync = sync and not self._by_hand and self._complete
 
     def reduce(self, lane: Lane, *, synced: bool) -> None:
         """Brings the window's gradients to their mean over the ranks."""
@@ -205,6 +96,9 @@ class Replicas(Peers):
                 self._reduce(lane)
             self._settle_buffers()
 
+    def changed(self) -> None:
+        """Nothing: each rank steps its own weights, and nobody keeps a copy."""
+
     def norms(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         """The gradients are whole on each rank, and the same."""
         norms: Sequence[Tensor] = torch._foreach_norm(list(grads))
@@ -215,6 +109,8 @@ class Replicas(Peers):
         # A parameter may have been used on some ranks only: the others add nothing to it.
         used = torch.tensor([p.grad is not None for p in lane.stepped], dtype=torch.uint8, device=self.ranks.device)
         dist.all_reduce(used, dist.ReduceOp.MAX)
+        if not self._complete:
+            self._note_unused([n for n, here in zip(lane.names, used.tolist(), strict=True) if not here])
         grads = []
         for param, here in zip(lane.stepped, used.tolist(), strict=True):
             if here:
@@ -224,17 +120,27 @@ class Replicas(Peers):
             grads += lane.sophia.curvature.values()
         half, size = HALF.get(self._config.compress), self._config.bucket_mb * 2**20
         flights = []
-        for flat, parts in _flattened(grads, size):
+        for flat, parts in flattened(grads, size):
             sent = flat.div_(self.ranks.size).to(half or flat.dtype)
             flights.append((dist.all_reduce(sent, async_op=True), sent, parts))
         for flight, sent, parts in flights:
             assert flight is not None
             flight.wait()
-            _unflatten(sent, parts)
+            unflatten(sent, parts)
+
+    def _note_unused(self, names: list[str]) -> None:
+        self._complete = not names
+        if self._complete:
+            self.arm(sync=self._every_step)
+        elif self._ddp is not None:
+            more = f" and {len(names) - 1} more get" if len(names) > 1 else " gets"
+            text = f"{names[0]}{more} no gradient: gradients are reduced after the backward pass, not during it"
+            self.lane.monitor.warn("unused", text)
 
     def _watch(self, ddp: DistributedDataParallel) -> None:
         def entered(*_: Any) -> None:
-            self._by_ddp = ddp.require_backward_grad_sync and torch.is_grad_enabled()
+            if torch.is_grad_enabled():
+                self._by_ddp = ddp.require_backward_grad_sync
 
         ddp.register_forward_pre_hook(entered)
         hook = HOOKS[self._config.compress]
@@ -259,28 +165,13 @@ class _Guarded(DistributedDataParallel):
         self.broadcast_buffers = False  # they are settled once a step, by their mean
         self._peers = [peers]  # in a list: peers hold this module, not the other way round
 
+    def __getattr__(self, name: str) -> Any:
+        # A loss may want a part of the model: what the wrapper has not, its model has.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._peers[0].guarded("forward"):
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-
-
-def _flattened(tensors: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Buckets of one dtype and at most `size` bytes (or one tensor): a flat copy, and the tensors it was made of."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for group in by_dtype.values():
-        bucket: list[Tensor] = []
-        held = 0
-        for tensor in group:
-            if bucket and held + tensor.numel() * tensor.element_size() > size:
-                yield torch.cat([t.flatten() for t in bucket]), bucket
-                bucket, held = [], 0
-            bucket.append(tensor)
-            held += tensor.numel() * tensor.element_size()
-        yield torch.cat([t.flatten() for t in bucket]), bucket
-
-
-def _unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    parts = torch.split(flat, [t.numel() for t in tensors])
-    torch._foreach_copy_(list(tensors), [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)])

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
-from layerline.training import checkpoint, rng
+from layerline.training import checkpoint, launch, ranks, rng
 from layerline.training.config import Config
-from layerline.training.data import Batches, size, to_device
+from layerline.training.data import Batches, to_device
 from layerline.training.evaluate import metric_of
 from layerline.training.lane import Lane
 from layerline.training.loss import default_loss
 from layerline.training.names import named
 from layerline.training.optimizer import ModelOptimizer
+from layerline.training.parts import whole
 
 _FILL: Any = torch.utils.deterministic
 _DRAW_EVERY_S = 0.1
@@ -80,22 +81,26 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
         TaskError: a hook gave the wrong thing.
         ConfigError: the configuration does not fit the model.
     """
+    group = ranks.join(config.distributed, device) if launch.environment()[1] > 1 else None
+    rank, size = (group.rank, group.size) if group else (0, 1)
+    if size > 2 and "overlap" not in config.distributed.model_fields_set:
+        config = config.replace(distributed={"overlap": False})  # a killed run must end in the same bytes
     rng.seed_all(seed)
     model = task.call("model")
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() gave {type(model).__name__}, expected a torch.nn.Module", where="model")
     model.to(device).train()
-    batches = Batches(task.call("train_data"), batch_size=batch_size, seed=seed, workers=workers)
+    batches = Batches(task.call("train_data"), batch_size=batch_size, seed=seed, workers=workers, rank=rank, ranks=size)
     total = steps if steps is not None else epochs * _steps_per_epoch(batches, config.accumulate.steps)
     if config.scheduler.total_steps is None:
         config = config.replace(scheduler={"total_steps": total})
     mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
     mo.register("data", batches)
     mo.validate_with(lambda net: _first(metric_of(task, net, batch_size=batch_size, device=device)))
-    initial = {n: p.detach().clone() for n, p in named(model).params.items()}
+    initial = {n: whole(p.detach()).clone() for n, p in named(model).params.items()}
     loss = task.get("loss") if task.has("loss") else default_loss
-    # The model's own draws (dropout) start here, whatever building it and its data took.
-    rng.seed_all(rng.mix(seed, 1))
+    # The model's own draws (dropout) start here, whatever building it and its data took; each rank has its own.
+    rng.seed_all(rng.mix(seed, 1, *((rank,) if rank else ())))
     return Run(task, model, mo, batches, loss, device, total, initial, {})
 
 
@@ -110,7 +115,7 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
     """
     mo, folder = run.mo, scratch / "checkpoints"
     run.lane.monitor.speak = log.say
-    if checkpoint.rotation(folder):
+    if _resumable(mo, folder):
         mo.load_ckpt(folder)
         run.resumed = run.attempted
         log.say(f"resuming at step {run.resumed} of {run.total}")
@@ -124,11 +129,12 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
             due = (save_every and done - saved_step >= save_every) or now - saved_at > max(
                 _SAVE_EVERY_S, _SAVE_SHARE * saving
             )
+            save, stop = _agreed(run, bool(due), bool(interrupted))
             # Not after the last step: what the report says of it must be measured in the process that ends the run.
-            if done < run.total and (due or interrupted):
+            if done < run.total and (save or stop):
                 checkpoint.save(mo, folder)
                 saved_at, saved_step, saving = time.perf_counter(), done, time.perf_counter() - now
-            if interrupted:
+            if stop:
                 raise KeyboardInterrupt
             if now - drawn_at > _DRAW_EVERY_S:
                 drawn_at = now
@@ -136,17 +142,33 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
         _draw(run, log)
 
 
+def _resumable(mo: ModelOptimizer, folder: Path) -> bool:
+    if mo.ranks is None:
+        return bool(checkpoint.rotation(folder))
+    return mo.ranks.by_first(lambda: bool(checkpoint.rotation(folder)))
+
+
+def _agreed(run: Run, save: bool, stop: bool) -> tuple[bool, bool]:
+    """What is done now. Ranks must do it at the same step: one asks, and after the next step all know."""
+    peers = run.lane.peers
+    if peers is None:
+        return save, stop
+    peers.ask = 2.0 if stop else float(save)
+    asked, peers.asked = peers.asked, 0.0
+    return asked >= 1.0, asked >= 2.0
+
+
 def _one_batch(run: Run, batch: Any) -> None:
     mo = run.mo
     batch = to_device(batch, run.device)
     with mo.autocast():
-        loss = run.loss(run.model, batch)
+        loss = run.loss(mo.model, batch)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         seen = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TaskError(f"loss() gave {seen}, expected a scalar tensor with a gradient", where="loss")
     if run.attempted == run.total - 1:
-        run.before_last = {n: p.detach().clone() for n, p in run.lane.named.params.items()}
-    samples = size(batch)
+        run.before_last = {n: whole(p.detach()).clone() for n, p in run.lane.named.params.items()}
+    samples = run.batches.counted
     run.lane.monitor.waited, run.batches.waited = run.lane.monitor.waited + run.batches.waited, 0.0
     mo.step(loss * samples, weight=samples)
     if run.batches.position == 0:

@@ -124,7 +124,8 @@ def choose(tree: Any, model: nn.Module, *, key: str = "", ignore: Sequence[str] 
     if not there:
         raise StageError(f"there is nothing under {key!r}; {_listed(list(states(tree)))}", where="key")
     fits = [fit(part, known, ignore) for s in there for part in _parts(s, known)]
-    complete = [f for f in fits if f.complete]
+    # What lies under a key of its own, before the same tensors seen as names that share a prefix.
+    complete = sorted((f for f in fits if f.complete), key=lambda f: f.state.path.endswith("."))
     online = _only([f for f in complete if not f.state.ema], "online weights")
     averages = _only([f for f in complete if f.state.ema] or _completed(fits, online, known), "averages")
     if online is None and averages is None:

@@ -7,9 +7,9 @@ accepted steps only; a rejected step leaves nothing behind but a smaller loss sc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,68 +28,15 @@ from layerline.training.parts import local
 from layerline.training.precision import HALF, LossScale, Masters
 from layerline.training.rate import Rate
 
+if TYPE_CHECKING:
+    from layerline.training.masks import Masks
+    from layerline.training.peers import Peers
+    from layerline.training.triage import Judge
+
 # Beyond this an unclipped gradient's square overflows float32 and would stay in the optimizer's state as Inf.
 _GREATEST_NORM = 1e18
 _FEW = 32
 _ALONE = nullcontext()
-
-
-class Peers(Protocol):
-    """What other ranks contribute to a step; a single process has none."""
-
-    model: nn.Module
-    """What a loop calls."""
-
-    def arm(self, *, sync: bool) -> None:
-        """Before a forward pass: whether its backward pass shall reduce gradients."""
-
-    def reduce(self, lane: Lane, *, synced: bool) -> None:
-        """After the last backward pass of a window; `synced` says whether that pass was armed to reduce."""
-
-    def mean(self, *values: float) -> tuple[float, ...]:
-        """The mean of each value over all ranks."""
-
-    def norms(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Norm of each whole gradient, where this rank may hold a part only."""
-
-    def agree(self, value: float) -> float:
-        """The mean of a value over all ranks, outside of a step."""
-
-    def gather(self, thing: Any) -> list[Any]:
-        """A small object of each rank, in their order."""
-
-    def guarded(self, phase: str) -> AbstractContextManager[None]:
-        """Around whatever waits for other ranks: a failure there names the rank that is to blame."""
-
-    def changed(self) -> None:
-        """Weights were written outside of a step."""
-
-    def window(self, grads: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Gradients, loss and weight of an open window, as any number of ranks can go on from them."""
-
-    def split(self, tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
-        """This rank's part of a lane's tensors, as a checkpoint names them."""
-
-    def figures(self) -> Mapping[str, float]:
-        """Further columns of a row of the log."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-
-
-class Keeper(Protocol):
-    """Something that is put right after each accepted step (masks)."""
-
-    def apply(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Judge(Protocol):
-    """Told of each rejected step while its gradients are still there (triage); it decides whether to go on."""
-
-    def rejected(self, lane: Lane, loss: float, norm: float) -> None: ...
 
 
 class Lane:
@@ -107,6 +54,9 @@ class Lane:
         skipped: rejected ones; `skipped_in_a_row` without those that a smaller loss scale answers.
         gradient_bytes: size of the gradients of the first step.
         loss, grad_norm: of the last accepted step, per sample and before clipping; NaN before the first.
+        peers: what other ranks contribute to a step; None in a single process.
+        masks: put back on after each accepted step.
+        judge: told of each rejected step while its gradients are still there; it decides whether to go on.
     """
 
     def __init__(self, model: nn.Module, config: Config, optimizer: Any = None, *, shared: bool = False) -> None:
@@ -132,7 +82,7 @@ class Lane:
         self.monitor = Monitor(config.monitor, self.names, [local(p) for p in self.stepped])
         self.guard = Guard(live) if (live := statistics(self.named)) else None
         self.peers: Peers | None = None
-        self.masks: Keeper | None = None
+        self.masks: Masks | None = None
         self.judge: Judge | None = None
         self.gradient_bytes = 0
         self.steps = self.skipped = self.skipped_in_a_row = 0

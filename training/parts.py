@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a split tensor, on every rank (all of them must ask, in one order); any other as it is."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether parameters of the model are split over ranks."""
+    return any(hasattr(p, "full_tensor") for p in model.parameters())
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A sign of life from every rank, so that an endless wait is told as what it is: which rank, doing what, since when.
 
-Each rank posts what it is at to the store in which the ranks met, at most twenty times a second, and a thread posts once
-a second that it is alive. Only when a collective fails or takes too long does anybody read it.
+Each rank posts what it is at to the store in which the ranks met, at most twenty times a second, and a thread posts
+once a second that it is alive. Only when a collective fails or takes too long does anybody read it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,6 +103,12 @@ class Pulse:
         said = [text for r, state in sorted(now.items()) if (text := self._about(r, first.get(r), state))]
         return "; ".join(said) or "all ranks are alive and at the same step: the connection between them is broken"
 
+    def ended(self, ranks: Sequence[int]) -> str:
+        """Which of these ranks have ended, and how; "" for none."""
+        states = self._others(self._store)
+        gone = [self._about(r, None, state) for r in ranks if (state := states.get(r)) and state["ended"]]
+        return "; ".join(gone)
+
     def _about(self, rank: int, before: dict[str, Any] | None, now: dict[str, Any] | None) -> str:
         if now is None:
             return f"rank {rank} never started"
@@ -113,7 +119,7 @@ class Pulse:
             fewer = " (it had fewer batches)" if "without" in now["ended"] and now["step"] <= self.step else ""
             return f"rank {rank} ended {now['ended']} in {place}{fewer}{inputs}"
         if before is not None and before["beat"] == now["beat"]:
-            return f"rank {rank} gives no sign of life; it was last in {place}{inputs}"
+            return f"rank {rank} gives no sign of life; it was last seen in {place}{inputs}"
         if (now["step"], now["phase"] in WORKING) < (self.step, self.phase in WORKING):
             return f"rank {rank} is alive and has been in {place} for {now['seconds']:.0f} s{inputs}"
         return f"rank {rank} is in {place} as well; its input is {now['inputs']}, here {self.inputs}" if inputs else ""

@@ -1,14 +1,12 @@
-"""Who takes part: ranks meet with a deadline that names whoever is missing, and compare notes before the first step."""
+"""The ranks that train together: they join, compare notes before the first step, and pass things to each other."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -16,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from layerline.pipeline.errors import ConfigError, PipeError, StageError
+from layerline.pipeline.errors import PipeError, StageError
 from layerline.training.config import Config, DistributedConfig
+from layerline.training.launch import environment, meet, rendezvous
 from layerline.training.names import Named
 from layerline.training.pulse import Pulse
 
@@ -101,7 +100,7 @@ class Ranks:
         digest = hashlib.sha256(text.encode()).hexdigest()
         self.store.set(f"{name}/text/{self.rank}", text)
         self.store.set(f"{name}/digest/{self.rank}", digest)
-        meet(self.store, name, self.rank, self.size, self.timeout_s)
+        meet(self.store, name, self.rank, self.size, self.timeout_s, self.pulse.ended)
         digests = [self.store.get(f"{name}/digest/{rank}") for rank in range(self.size)]
         other = next((rank for rank, seen in enumerate(digests) if seen != digests[0]), None)
         if other is None:
@@ -146,61 +145,20 @@ def join(config: DistributedConfig, device: torch.device) -> Ranks | None:
     return _JOINED[dist.group.WORLD]
 
 
-def environment() -> tuple[int, int]:
-    """(rank, number of ranks) as torchrun sets them; (0, 1) without it.
-
-    Raises:
-        ConfigError: they are not numbers, or the rank is not below their number.
-    """
-    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise ConfigError(f"RANK is {rank!r} and WORLD_SIZE {size!r}", where="environment", hint="start with torchrun")
-    return int(rank), int(size)
+def joined() -> bool:
+    """Whether this process is in a group already that was joined here."""
+    return dist.is_available() and dist.is_initialized() and dist.group.WORLD in _JOINED
 
 
-@functools.cache
-def rendezvous(timeout_s: float) -> Any:
-    """The store that torchrun keeps; without torchrun, rank 0 keeps one at MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        StageError: nobody answers there.
-    """
-    rank, _ = environment()
-    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-    keeper = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+@contextmanager
+def telling() -> Iterator[None]:
+    """An error inside becomes this rank's last word to the others, which would wait for it otherwise."""
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not in the module's list of names
-            host, port, is_master=keeper, wait_for_workers=False, multi_tenant=True,
-            timeout=timedelta(seconds=timeout_s),
-        )  # fmt: skip
-    except dist.DistError as error:
-        raise StageError(
-            f"rank 0 does not answer within {timeout_s:g} s",
-            where=f"{host}:{port}",
-            hint="is it running, and do MASTER_ADDR and MASTER_PORT name its machine?",
-        ) from error
-    # A restarted group of workers must not read what the one before it left.
-    return PrefixStore(f"layerline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def meet(store: Any, place: str, rank: int, size: int, timeout_s: float) -> None:
-    """Waits in `place` until all ranks are there.
-
-    Raises:
-        StageError: names the ranks that did not come.
-    """
-    store.set(f"{place}/here/{rank}", "")
-    pause, end = 0.005, time.monotonic() + timeout_s
-    missing = list(range(size))
-    while missing := [r for r in missing if not store.check([f"{place}/here/{r}"])]:
-        if time.monotonic() > end:
-            plural = "s" if len(missing) > 1 else ""
-            raise StageError(
-                f"rank{plural} {', '.join(map(str, missing))} of {size} did not come within {timeout_s:g} s",
-                where=f"rank {rank}", hint="look at what that process said, or raise distributed.timeout_s",
-            )  # fmt: skip
-        time.sleep(pause)
-        pause = min(2 * pause, 0.2)
+        yield
+    except BaseException as error:
+        for group in _JOINED.values():
+            group.pulse.close(error)
+        raise
 
 
 def lines(known: Named, config: Config) -> list[Line]:

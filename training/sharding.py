@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config import Config
-from layerline.training.distributed import HALF, Peers
+from layerline.training.distributed import HALF
 from layerline.training.names import unwrap
 from layerline.training.parts import like
+from layerline.training.peers import Peers
 from layerline.training.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -62,11 +63,6 @@ def shard(model: nn.Module, config: Config, ranks: Ranks) -> None:
                     mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_type), offload_policy=offload)  # fmt: skip
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether the user has split it already."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
-
-
 class Shards(Peers):
     """A part of the model on each rank.
 
@@ -76,10 +72,6 @@ class Shards(Peers):
         lane: its model has been through `shard`, or the user's own fully_shard.
         ranks: the group.
     """
-
-    def __init__(self, lane: Lane, ranks: Ranks) -> None:
-        super().__init__(lane, ranks)
-        self.model: nn.Module = lane.model
 
     def arm(self, *, sync: bool) -> None:
         """Nothing: every backward pass reduces."""

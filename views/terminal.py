@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from layerline.pipeline.plan import Step, changes, shown
 from layerline.pipeline.report import LayerDiff, Report
 from layerline.pipeline.runner import Outcome, Result
 from layerline.pipeline.stage import Stage
+from layerline.views import grid
 
 _MARKS = {"ran": "[green]✓[/]", "cached": "[dim]✓[/]", "failed": "[red]✗[/]", "blocked": "[yellow]–[/]"}
 
@@ -79,7 +79,7 @@ class Live:
 
     def progress(self, done: int, total: int, **fields: float | str) -> None:
         if self._bar is not None and self._task is not None:
-            figures = "  ".join(f"{k} {_figure(v)}" for k, v in fields.items())
+            figures = "  ".join(f"{k} {grid.figure(v)}" for k, v in fields.items())
             self._bar.update(self._task, completed=done, total=total, figures=escape(figures))
 
     def finished(self, result: Result) -> None:
@@ -169,10 +169,17 @@ def diff(out: Console, report: Report, top: int, other: Report | None, label: st
     for heading in [*headings, *extras, ""]:
         table.add_column(heading, justify="left" if heading in ("layer", "value", "op", "shape", "") else "right")
     for record in report.worst(top):
-        past = [_measure(then[record.name].sqnr_db) if record.name in then else ""] if other else []
-        row = [record.module, record.name, record.op, "x".join(map(str, record.shape)), _measure(record.sqnr_db), *past]
-        row += [_measure(record.rel_l2), _measure(record.max_abs), _measure(record.cosine)]
-        row += [_cell(record.extra.get(name)) for name in extras]
+        past = [grid.decibels(then[record.name].sqnr_db) if record.name in then else ""] if other else []
+        row = [
+            record.module,
+            record.name,
+            record.op,
+            "x".join(map(str, record.shape)),
+            grid.decibels(record.sqnr_db),
+            *past,
+        ]
+        row += [grid.error(record.rel_l2), grid.error(record.max_abs), grid.similarity(record.cosine)]
+        row += [_cell(name, record.extra.get(name)) for name in extras]
         table.add_row(*map(escape, row), _verdict(record))
     out.print(table)
     if len(report.records) > top:
@@ -186,7 +193,7 @@ def findings(out: Console, report: Report) -> None:
         mark = "[green]✓[/]" if gate.passed else "[red]✗[/]"
         out.print(f"{mark} {escape(gate.name)}: {escape(gate.seen)}, expected {escape(gate.expected)}")
     if report.metrics:
-        out.print("  ".join(f"[dim]{escape(k)}[/] {escape(_figure(v))}" for k, v in report.metrics.items()))
+        out.print("  ".join(f"[dim]{escape(k)}[/] {escape(grid.figure(v))}" for k, v in report.metrics.items()))
     for note in report.notes:
         out.print(f"[yellow]note[/] {escape(note)}")
 
@@ -198,9 +205,9 @@ def _stage_line(result: Result, width: int) -> str:
     record = result.record
     parts.append(record.digest[:12] if record else " " * 12)
     if record and record.worst and record.worst.get("sqnr_db") is not None:
-        parts.append(f"worst {escape(str(record.worst['layer']))} {_measure(record.worst['sqnr_db'])} dB")
+        parts.append(f"worst {escape(str(record.worst['layer']))} {grid.decibels(float(record.worst['sqnr_db']))} dB")
     if record:
-        parts += [f"{escape(k)} {escape(_figure(v))}" for k, v in list(record.metrics.items())[:3]]
+        parts += [f"{escape(k)} {escape(grid.figure(v))}" for k, v in list(record.metrics.items())[:3]]
     if result.state != "cached" and result.reason:
         parts.append(f"[dim]({escape(result.reason)})[/]")
     return "  ".join(parts)
@@ -218,22 +225,10 @@ def _verdict(record: LayerDiff) -> str:
     return "[green]ok[/]" if record.tolerance is not None else ""
 
 
-def _measure(value: Any) -> str:
-    """A measure for a table cell; one that was not taken is an empty cell."""
-    if value is None:
-        return ""
-    number = float(value)
-    if math.isinf(number):
-        return "equal" if number > 0 else "-inf"
-    return f"{number:.4g}"
-
-
-def _cell(value: Any) -> str:
-    return _measure(value) if isinstance(value, int | float) and not isinstance(value, bool) else _short(value)
-
-
-def _figure(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _cell(name: str, value: Any) -> str:
+    if name.endswith("_db") and value is not None:
+        return grid.decibels(float(value))
+    return _short(value) if isinstance(value, str) else grid.figure(value)
 
 
 def _short(value: Any, limit: int = 60) -> str:

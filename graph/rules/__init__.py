@@ -11,7 +11,7 @@ Left out on purpose, because TensorRT does better without:
 
 from __future__ import annotations
 
-from layerline.graph.rewrite import Rule
+from layerline.graph.rule import Rule
 from layerline.graph.rules import (
     affine,
     batchnorm,

@@ -12,7 +12,8 @@ from onnx_ir.tape import Tape
 
 from layerline.graph import linear
 from layerline.graph.facts import Array, constant, parent
-from layerline.graph.rewrite import Declined, Rewriting, on, sole
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Declined, on, sole
 
 MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
 

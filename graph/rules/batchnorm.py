@@ -13,7 +13,8 @@ from onnx_ir.tape import Tape
 
 from layerline.graph import linear
 from layerline.graph.facts import constant
-from layerline.graph.rewrite import Declined, Rewriting, on, sole
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Declined, on, sole
 
 DEFAULT_EPSILON = 1e-5
 

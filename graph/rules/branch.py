@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from layerline.graph.facts import constant
-from layerline.graph.rewrite import Declined, Rewriting, Rule
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Declined, Rule
 
 
 @dataclass

@@ -6,7 +6,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import parent
-from layerline.graph.rewrite import Declined, Rewriting, on
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Declined, on
 
 _D = ir.DataType
 _INTEGERS = (_D.INT8, _D.INT16, _D.INT32, _D.INT64)

@@ -7,7 +7,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import Array, constant, parent, rank
-from layerline.graph.rewrite import Declined, Rewriting, on, sole
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Declined, on, sole
 from layerline.graph.rules.noop import permutation
 from layerline.graph.symbolic import sizes
 

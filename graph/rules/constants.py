@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from layerline.graph.facts import constant_tensor
-from layerline.graph.rewrite import Rewriting, Rule
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Rule
 
 
 def run(work: Rewriting) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from layerline.graph.rewrite import Rewriting, Rule, drop_initializer
+from layerline.graph.rewrite import Rewriting, drop_initializer
+from layerline.graph.rule import Rule
 
 
 def run(work: Rewriting) -> None:

@@ -9,7 +9,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import is_random, subgraphs
-from layerline.graph.rewrite import Declined, Rewriting, Rule, drop_initializer
+from layerline.graph.rewrite import Rewriting, drop_initializer
+from layerline.graph.rule import Declined, Rule
 
 _DIGEST = "layerline.digest"
 
@@ -40,11 +41,11 @@ def _contents(value: ir.Value) -> Hashable:
 
 
 def nodes(work: Rewriting) -> None:
-    """The later of two equal nodes of one graph reads from the earlier; random ones are never equal."""
+    """What reads the later of two equal nodes of a graph reads the earlier; never random ones, nor foreign domains."""
     for graph in work.graphs():
         seen: dict[Hashable, ir.Node] = {}
         for node in graph:
-            if is_random(node) or subgraphs(node) or node.op_type == "Constant":
+            if node.domain != "" or is_random(node) or subgraphs(node) or node.op_type == "Constant":
                 continue
             first = seen.setdefault(_meaning(node), node)
             if first is not node:

@@ -6,7 +6,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import BROADCASTING, constant, parent, rank
-from layerline.graph.rewrite import Rewriting, on, sole
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import on, sole
 from layerline.graph.symbolic import Sizes, sizes
 
 

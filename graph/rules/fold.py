@@ -12,7 +12,8 @@ import onnx_ir as ir
 
 from layerline.graph.facts import Array, is_random, static, subgraphs
 from layerline.graph.fold import evaluate
-from layerline.graph.rewrite import Rewriting, Rule
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Rule
 from layerline.pipeline.errors import StageError
 
 KEPT = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Constant"})

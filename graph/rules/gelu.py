@@ -9,7 +9,8 @@ from onnx_ir.tape import Tape
 
 from layerline.graph.factors import close, plus, product
 from layerline.graph.facts import parent, scalar
-from layerline.graph.rewrite import Declined, Rewriting, on, only_within
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Declined, on, only_within
 
 SINCE = 20
 # x³ in tanh's argument; Hendrycks and Gimpel, arXiv:1606.08415.

@@ -7,7 +7,8 @@ from onnx_ir.tape import Tape
 
 from layerline.graph.factors import Product, close, plus, product
 from layerline.graph.facts import constant, parent
-from layerline.graph.rewrite import Rewriting, on, only_within
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import on, only_within
 
 SINCE = 14
 

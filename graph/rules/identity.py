@@ -6,7 +6,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import trains
-from layerline.graph.rewrite import Declined, Rewriting, on
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Declined, on
 
 
 def identity(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001

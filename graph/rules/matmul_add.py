@@ -6,7 +6,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import dim, rank
-from layerline.graph.rewrite import Declined, Rewriting, on, sole
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Declined, on, sole
 
 # Gemm's types; the runtime has no kernel for Gemm on integers.
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16})

@@ -7,7 +7,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import constant, rank
-from layerline.graph.rewrite import Rewriting, on
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import on
 from layerline.graph.symbolic import Symbols, sizes
 
 _END = 2**31 - 1

@@ -11,7 +11,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import Array, constant, dim, parent, rank, scalar
-from layerline.graph.rewrite import Declined, Rewriting, on, only_within, sole
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Declined, on, only_within, sole
 
 NORMS = ("LayerNormalization", "RMSNormalization")
 

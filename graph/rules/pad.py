@@ -13,7 +13,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import constant, parent, rank, scalar
-from layerline.graph.rewrite import Declined, Rewriting, on, sole
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Declined, on, sole
 
 _AT_LEAST_ZERO = frozenset({"Relu", "Sigmoid", "Softmax", "Abs", "Exp", "HardSigmoid", "Softplus", "Sqrt"})
 _KEEPS_SIGN = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Reshape", "Transpose", "Slice"})

@@ -7,7 +7,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import constant, consumers, dim, parent, rank, scalar
-from layerline.graph.rewrite import Declined, Rewriting, Rule, on
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Declined, Rule, on
 
 
 def split(work: Rewriting) -> None:

@@ -11,7 +11,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import constant, rank
-from layerline.graph.rewrite import Declined, Rewriting, Rule, on
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Declined, Rule, on
 from layerline.graph.symbolic import Size, Sizes, Symbols, sizes
 
 _KINDS = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL})

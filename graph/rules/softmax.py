@@ -9,7 +9,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import constant, parent, rank, scalar
-from layerline.graph.rewrite import Declined, Rewriting, on, only_within
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import Declined, on, only_within
 
 SINCE = 13
 FLOAT_MAX = float(np.finfo(np.float32).max)

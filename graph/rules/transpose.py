@@ -8,7 +8,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import BROADCASTING, constant, consumers, parent, rank
-from layerline.graph.rewrite import Rewriting, on, sole
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import on, sole
 from layerline.graph.rules.noop import permutation
 from layerline.graph.symbolic import Size, product, sizes
 

@@ -14,7 +14,7 @@ from onnx import numpy_helper, parser
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.apply import select
 from layerline.graph.fuse import Fused, fuse
-from layerline.graph.rewrite import Rule
+from layerline.graph.rule import Rule
 from layerline.graph.rules import RULES
 
 Feed = dict[str, Any]

@@ -11,11 +11,12 @@ import pytest
 from onnx_ir.tape import Tape
 
 from layerline.graph import noise
-from layerline.graph.apply import rewrite, select
+from layerline.graph.apply import Rewritten, rewrite, select
 from layerline.graph.bisect import guilty
 from layerline.graph.fuse import fuse
 from layerline.graph.prove import prove as prove_firings
-from layerline.graph.rewrite import Rewriting, on
+from layerline.graph.rewrite import Rewriting
+from layerline.graph.rule import on
 from layerline.graph.rules import RULES
 from layerline.pipeline.errors import ConfigError, StageError
 from tests.graph.fusing import fired, normal, ops, parse, prove, reason, run
@@ -80,6 +81,13 @@ def test_nan_and_inf_on_both_sides_are_equal(x: list[float], passes: bool) -> No
     assert all(p.passed for p in done.proofs) is passes
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_errors_of_very_small_and_very_large_values_are_seen(size: float) -> None:
+    model = parse("(float[2] x) => (float[2] y)", "r = Relu(x) y = Mul(r, k)", k=np.float32(0.5))
+    done = prove(model, {"x": np.array([-1, 1], np.float32) * np.float32(size)}, rules=(WRONG,), undone=True)
+    assert [p.error for p in done.undone] == [pytest.approx(0.1, rel=1e-5)]
+
+
 def test_nan_on_one_side_is_an_error() -> None:
     rule = on("log", "", ["Relu"], lambda node, tape, work: tape.op("Sqrt", [node.inputs[0]]))
     model = parse("(float[2] x) => (float[2] y)", "r = Relu(x) y = Neg(r)")
@@ -120,13 +128,24 @@ def test_bisecting_names_the_rule_and_the_place() -> None:
     feed = {"x": normal(5)}
     expected = run(model, feed)["y"]
 
-    def good(candidate: onnx.ModelProto) -> bool:
-        return np.allclose(run(candidate, feed)["y"], expected)
+    def good(some: Rewritten) -> bool:
+        return np.allclose(run(some.model, feed)["y"], expected)
 
     firing = guilty(model, good, (*RULES, WRONG))
     assert firing is not None
     assert (firing.site.rule, firing.site.value) == ("wrong", "t")
     assert guilty(model, good) is None
+
+
+def test_of_many_firings_inside_one_branch_only_the_wrong_one_is_undone() -> None:
+    body = """y = If (c) <
+        then_branch: graph = t () => (float[N] p) { a = Identity(x) b = Add(a, zero) r = Relu(b) p = Neg(r) },
+        else_branch: graph = e () => (float[N] q) { d = Identity(x) f = Add(d, zero) q = Exp(f) }>"""
+    model = parse("(float[N] x, bool c) => (float[N] y)", body, zero=np.float32(0))
+    feeds = [{"x": normal(5), "c": np.array(c)} for c in (True, False)]
+    done = prove(model, *feeds, rules=(*RULES, WRONG), undone=True)
+    assert [(p.firing.site.rule, p.firing.site.value) for p in done.undone] == [("wrong", "r")]
+    assert {"identity", "noop-arithmetic"} <= fired(done)
 
 
 def test_rewriting_is_deterministic_and_can_stop_after_any_firing() -> None:
@@ -196,6 +215,19 @@ def test_what_is_drawn_at_random_is_named() -> None:
     assert noise.drawn(model) == {"r": "RandomNormal", "a": "RandomNormal", "c": "RandomUniform", "y": "RandomNormal"}
 
 
+@pytest.mark.parametrize(("training", "expected"), [(True, {"d": "Dropout", "y": "Dropout"}), (False, {})])
+def test_dropout_draws_while_it_trains(training: bool, expected: dict[str, str]) -> None:
+    model = parse(
+        "(float[2] x) => (float[2] y)", "d = Dropout(x, r, t) y = Relu(d)", r=np.float32(0.5), t=np.array(training)
+    )
+    assert noise.drawn(model) == expected
+
+
+def test_nothing_is_fused_without_a_feed() -> None:
+    with pytest.raises(StageError, match="no feed"):
+        fuse(MODEL, [], Path())
+
+
 def test_reasons_of_the_last_round_are_the_ones_that_count() -> None:
     """What declined at first and fired later is no decline."""
     body = "s = Shape(w) t = Gather(s, i) k = Expand(one, t2) c = Conv(x, w) y = Mul(c, k)"
@@ -205,3 +237,11 @@ def test_reasons_of_the_last_round_are_the_ones_that_count() -> None:
     assert ops(done.model) == ["Conv"]
     with pytest.raises(StopIteration):
         reason(done, "fold")
+
+
+def test_every_rule_is_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "fusion.md").read_text("utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert [f"| `{r.name}` | {r.summary} |" for r in RULES] == [
+        r for r in rows if ".onnx`" not in r and ".json`" not in r
+    ]

@@ -152,6 +152,7 @@ def test_nonfinite_on_both_sides_is_flagged_not_equal(value: float, one_sided: i
     (row,) = compare(identity, identity, [{"x": f32(1, value)}], isolated=True)
     assert (row.nonfinite_a, row.nonfinite_b, row.one_sided) == (1, 1, one_sided)
     assert row.passed and row.rel_l2 == 0.0
+    assert row.extra["flag"] == "NaN or Inf on both sides"
 
 
 def test_infinity_of_the_other_sign_and_nan_against_infinity_are_one_sided() -> None:
@@ -312,3 +313,17 @@ def test_a_dropped_input_is_fed_to_the_side_that_has_it() -> None:
     for opset in (20, 18):
         assert all(r.max_abs == 0 for r in compare(more, linear(opset=opset), data))
         assert all(r.max_abs == 0 for r in compare(linear(opset=opset), more, data))
+
+
+def test_values_drawn_at_random_are_named_and_not_judged() -> None:
+    """T11."""
+    text = """g (float[n] x) => (float[n] y, float[n] z) {{
+      r = {} (x)
+      y = Add (x, r)
+      z = Neg (x)
+    }}"""
+    a, b = model(text.format("RandomNormalLike")), model(text.format("RandomUniformLike"))
+    rows = {r.name: r for r in compare(a, b, [{"x": f32(1, 2, 3)}], tolerances={"y": 1e-6, "z": 1e-6})}
+    assert rows["y"].extra == {"nondeterministic": "RandomNormalLike"}
+    assert rows["y"].passed and rows["y"].max_abs is None
+    assert rows["z"].max_abs == 0.0 and rows["z"].tolerance == 1e-6

@@ -102,7 +102,7 @@ def test_wrong_indices_fail(net: Exported, shift: int) -> None:
     assert [r.name for r in found.rows if not r.passed] == ["best"]
 
 
-@pytest.mark.parametrize("largest", [0, 3])
+@pytest.mark.parametrize("largest", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_near_ties_pass_whichever_wins(largest: int) -> None:
     """T04: two scores a rounding step apart; the other runtime ranks them the other way round."""
 
@@ -150,7 +150,13 @@ def test_values_nan_on_both_sides_pass_and_are_flagged() -> None:
 
 
 @pytest.mark.parametrize(
-    "draw", [lambda: torch.randn(4), lambda: torch.rand(4), lambda: torch.bernoulli(torch.full((4,), 0.5))]
+    "draw",
+    [
+        lambda: torch.randn(4),
+        lambda: torch.bernoulli(torch.full((4,), 0.5)),
+        pytest.param(lambda: torch.rand(4), marks=pytest.mark.slow),
+        pytest.param(lambda: torch.randint(0, 9, (4,)), marks=pytest.mark.slow),
+    ],
 )
 def test_random_operators_stay_random_and_are_named(draw: Callable[[], Tensor]) -> None:
     """T11: not folded to one draw; told as what they are, not as a mismatch."""

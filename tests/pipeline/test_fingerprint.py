@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -484,3 +485,12 @@ def test_an_edit_that_changes_the_result_changes_the_fingerprint(
             prints(tmp_path / "project", {"task.py": text}, ("model",))["model"].digest for text in (before, after)
         ]
         assert prints_of[0] != prints_of[1], (before, after, results)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(LINES)
+def test_layout_changes_nothing(tmp_path: Path, lines: list[str]) -> None:
+    text = "\n".join([START, *lines, "def model():\n    return [A, B, C, f(), g(), h()]\n"])
+    loose = "# a comment\n" + ast.unparse(ast.parse(text)).replace("\n", "\n\n").replace("    ", "  ") + "  # another\n"
+    first, second = (prints(tmp_path / "project", {"task.py": t}, ("model",))["model"] for t in (text, loose))
+    assert first == second

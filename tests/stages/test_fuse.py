@@ -146,7 +146,7 @@ def test_a_rewrite_that_spoils_the_whole_graph_is_named(
 ) -> None:
     """Each firing passes its own proof (the floors allow it), the graph as a whole doesn't."""
     from layerline.graph import apply
-    from layerline.graph.rewrite import on
+    from layerline.graph.rule import on
     from layerline.graph.rules import RULES
 
     leaky = on("leaky", "", ["Relu"], lambda node, tape, work: tape.op("LeakyRelu", [node.inputs[0]], {"alpha": 0.1}))
@@ -173,7 +173,7 @@ def test_debugging_writes_the_model_before_and_after_the_guilty_rewrite(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from layerline.graph import apply
-    from layerline.graph.rewrite import on
+    from layerline.graph.rule import on
     from layerline.graph.rules import RULES
 
     leaky = on("leaky", "", ["Relu"], lambda node, tape, work: tape.op("LeakyRelu", [node.inputs[0]], {"alpha": 0.1}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -48,7 +49,7 @@ def ranks(function: Callable[..., Any], *args: Any, size: int = 2, timeout: floa
             if not pipe.poll(max(end - time.monotonic(), 0.1)):
                 raise AssertionError(f"rank {rank} still runs after {timeout} s")
             try:
-                results.append(pipe.recv())
+                results.append(pickle.loads(pipe.recv_bytes()))
             except EOFError:
                 results.append(None)
     finally:
@@ -71,11 +72,14 @@ def _rank(pipe: Any, function: Callable[..., Any], rank: int, size: int, port: i
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({k: str(v) for k, v in place.items()})
     try:
-        pipe.send(function(rank, *args))
+        answer = function(rank, *args)
         _last_word(None)
     except BaseException as error:
         _last_word(error)
-        pipe.send(Died(type(error).__name__, f"{error}\n{traceback.format_exc()}"))
+        answer = Died(type(error).__name__, f"{error}\n{traceback.format_exc()}")
+    try:
+        # By value: the pipe's own way hands over shared memory, which ends with this process.
+        pipe.send_bytes(pickle.dumps(answer))
     finally:
         pipe.close()
 

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.task import Task
@@ -186,3 +188,23 @@ def test_example_inputs_keep_their_integer_type(tmp_path: Path) -> None:
 def test_nothing_to_run_on_is_told(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="nothing to run the model on"):
         data.example_inputs(_task(tmp_path, "def model(): pass"))
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5), st.sampled_from(["arrays", "samples", "batches"]))
+@settings(max_examples=40, deadline=None)
+def test_ranks_share_the_batches_of_one_process(samples: int, size: int, ranks: int, kind: str) -> None:
+    x = torch.arange(samples).float()[:, None]
+    source: Any = {
+        "arrays": (x, x),
+        "samples": TensorDataset(x, x),
+        "batches": list(zip(x.split(size), x.split(size), strict=True)),
+    }
+    whole = Batches(source[kind], batch_size=size, seed=3)
+    shared = [Batches(source[kind], batch_size=size, seed=3, rank=r, ranks=ranks) for r in range(ranks)]
+    for batch, *parts in zip(whole.one_epoch(), *(s.one_epoch() for s in shared), strict=True):
+        counted = [s.counted for s in shared]
+        assert sum(counted) == whole.counted == len(batch[0]) and max(counted) - min(counted) <= 1
+        own = torch.cat([part[0][:n] for part, n in zip(parts, counted, strict=True)])
+        assert sorted(own.flatten().tolist()) == sorted(batch[0].flatten().tolist())
+        assert all(len(part[0]) == max(n, 1) for part, n in zip(parts, counted, strict=True))
+        assert {(s.epoch, s.position) for s in shared} == {(whole.epoch, whole.position)}

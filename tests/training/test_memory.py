@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError
 from layerline.training import memory
 from layerline.training.config import Config
 from layerline.training.lane import Lane
-from layerline.training.memory import Checkpointed, LayerMemory, activations
+from layerline.training.memory import LayerMemory, activations
+from layerline.training.recompute import Checkpointed
 
 
 class Block(nn.Module):
@@ -182,5 +184,38 @@ def test_report_counts_a_tied_tensor_once_and_masters_as_optimizer_state() -> No
     assert memory.report(lane) == [LayerMemory("0", 32, 64, 64, 0, None)]
 
 
-def test_emptying_the_cache_of_a_cpu_does_nothing() -> None:
-    memory.empty_cache(torch.device("cpu"))
+def test_report_of_a_forward_pass_under_autocast() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+    x = torch.randn(16, 4)
+    plain, half = (ModelOptimizer(model, {"training": {"mixed_precision": m}}) for m in ("fp32", "bf16"))
+    assert [r.activations for r in plain.layer_memory_report(x)] == [0, 16 * 8 * 4, 16 * 8 * 4]
+    # The first layer keeps its input, and all weights that are used again, as bfloat16.
+    assert {r.module: r.activations for r in half.layer_memory_report(x)} == {
+        "0": 16 * 4 * 2, "1": 16 * 8 * 2, "2": 16 * 8 * 2 + 8 * 2 * 2,
+    }  # fmt: skip
+    assert all(r.activations is None for r in plain.layer_memory_report())
+
+
+def test_the_configuration_switches_it_on_and_the_segments_can_be_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ModelOptimizer(Net(), {}).checkpointed == []
+    model = Net(layers=2)
+    mo = ModelOptimizer(model, {"gpu": {"checkpointing": True, "checkpoint_interval": 3}})
+    (on,) = mo.checkpointed
+    assert on.segments[0] == ("stem.0", "stem.1", "stem.2") and on.segments[-1] == ("blocks.1",)
+    on.remove()
+    assert "forward" not in model.stem.__dict__
+    with pytest.raises(ConfigError, match=r"memory\.checkpointing: the model has no"):
+        ModelOptimizer(nn.Linear(2, 2), {"gpu": {"checkpointing": True}})
+
+
+def test_the_cache_is_emptied_after_each_accepted_step_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[torch.device] = []
+    monkeypatch.setattr(memory, "empty_cache", emptied.append)
+    for config, expected in (({}, 0), ({"gpu": {"enable_memory_compact": True}}, 2)):
+        model = nn.Linear(2, 1)
+        mo = ModelOptimizer(model, config)
+        for factor in (1.0, float("nan"), 1.0):
+            mo.step(model(torch.ones(1, 2)).sum() * factor)
+        assert emptied == [torch.device("cpu")] * expected
+    monkeypatch.undo()
+    memory.empty_cache(torch.device("cpu"))  # there is none

@@ -246,7 +246,7 @@ def test_half_precision_overflow_under_autocast() -> None:
 
 
 def test_wrapped_and_checkpointed_models_keep_their_names() -> None:
-    from layerline.training.memory import Checkpointed
+    from layerline.training.recompute import Checkpointed
 
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)], Op(_log_of_nothing))
     Checkpointed(model, 2)

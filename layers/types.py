@@ -1,0 +1,63 @@
+"""Element types and shapes of a model's values, from onnxruntime: it knows its own operators, which onnx does not."""
+
+from __future__ import annotations
+
+import math
+
+import onnx
+from onnx import helper
+
+from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
+from layerline.pipeline.errors import StageError
+
+Shape = tuple[int | str, ...]
+# Element types that a graph can cast and reduce: numpy's name, and TensorProto's code.
+CODES = {
+    name: getattr(onnx.TensorProto, code.upper())
+    for name, code in (("float32", "float"), ("float64", "double"), *((n, n) for n in ("float16", "bfloat16", "bool")))
+} | {n: getattr(onnx.TensorProto, n.upper()) for n in (f"{s}int{b}" for s in ("", "u") for b in (8, 16, 32, 64))}
+
+
+def types_of(session: OrtSession) -> dict[str, tuple[str, Shape]]:
+    """numpy's name of the element type (or `seq(…)`) and the shape of every input, output and tap of a session."""
+    found = {}
+    for name, (kind, shape) in session.types.items():
+        plain = kind.removeprefix("tensor(").removesuffix(")")
+        dtype = {"float": "float32", "double": "float64"}.get(plain, plain)
+        found[name] = (dtype, tuple("?" if d is None else d for d in shape))
+    return found
+
+
+def infer(model: onnx.ModelProto, values: list[str]) -> dict[str, tuple[str, Shape]]:
+    """Types and shapes of values, by name.
+
+    Raises:
+        StageError: onnxruntime refuses the model.
+    """
+    taps = list(dict.fromkeys(values))
+    try:
+        return types_of(OnnxRuntime().open(_weightless(model).SerializeToString(), taps))
+    except StageError:  # an operator that wants its weights constant
+        return types_of(OnnxRuntime().open(model, taps))
+
+
+def _weightless(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with its large initializers as inputs: types and shapes are the same, and nothing large is copied."""
+    given = {i.name for i in model.graph.input}
+    large = [t for t in model.graph.initializer if math.prod(t.dims) > 1024]
+    graph = helper.make_graph(
+        model.graph.node,
+        model.graph.name or "weightless",
+        [*model.graph.input, *(_info(t) for t in large if t.name not in given)],
+        model.graph.output,
+        [t for t in model.graph.initializer if math.prod(t.dims) <= 1024],
+        value_info=model.graph.value_info,
+    )
+    graph.sparse_initializer.extend(model.graph.sparse_initializer)
+    out = helper.make_model(graph, opset_imports=model.opset_import, ir_version=max(model.ir_version, 4))
+    out.functions.extend(model.functions)
+    return out
+
+
+def _info(tensor: onnx.TensorProto) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))

@@ -1,0 +1,56 @@
+"""What a stage can show of its own fault: it runs again for that alone, and nothing of it is kept in the store."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from layerline.pipeline.errors import ConfigError, PipeError
+from layerline.pipeline.project import Project
+from layerline.pipeline.report import LayerDiff
+from layerline.pipeline.runner import Listener, Runner
+from layerline.pipeline.stage import Work
+from layerline.pipeline.store import Artifact
+from layerline.pipeline.task import Task
+
+
+@runtime_checkable
+class Debugs(Protocol):
+    """A stage that can reduce its fault to something small."""
+
+    def debug(self, work: Work, folder: Path) -> LayerDiff | None:
+        """Writes what shows the fault to `folder`; the first value that fails, or None where none does."""
+
+
+def debug(project: Project, name: str, folder: Path, listener: Listener) -> LayerDiff | None:
+    """The first value of a stage that fails, with what shows it in `folder`; None where every value passes.
+
+    Raises:
+        ConfigError: the stage has nothing to show, or `folder` has something in it.
+        PipeError: what the stage takes from is out of date.
+    """
+    stage = project.stage(name)
+    if not isinstance(stage, Debugs):
+        able = [s.name for s in project.stages if isinstance(s, Debugs)]
+        raise ConfigError(f"stage {name} shows all it knows in its report", hint=f"debug takes: {', '.join(able)}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError("it is there already", where=str(folder), hint="name an empty folder: -o DIR")
+    inputs = _inputs(Runner(project, listener), name)
+    with tempfile.TemporaryDirectory() as temporary:
+        out, scratch = Path(temporary, "out"), Path(temporary, "scratch")
+        out.mkdir()
+        scratch.mkdir()
+        task = Task(project.root / project.task)
+        return stage.debug(Work(inputs=inputs, task=task, out=out, scratch=scratch, log=listener), folder)
+
+
+def _inputs(runner: Runner, name: str) -> dict[str, Path]:
+    """Folder of the artifact behind each port of a stage."""
+    stage, made = runner.project.stage(name), dict[str, Artifact | None]()
+    for upstream in runner.project.needed_for([name])[:-1]:
+        step = runner.planner.step(upstream, made)
+        if step.artifact is None:
+            raise PipeError(f"stage {upstream.name} is out of date: {step.reason}", hint=f"pipe run {upstream.name}")
+        made[upstream.gives] = step.artifact
+    return {port: a.path for port, kind in stage.takes.items() if (a := made[kind]) is not None}

@@ -1,0 +1,70 @@
+"""Module paths and source lines: read from what torch's exporter leaves, kept as our own, free of machine paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import parser
+
+from layerline.graph import io
+from layerline.layers import identity
+
+SITE = "/opt/venv/lib/python3.11/site-packages"
+
+
+def model(scopes: str, trace: str) -> onnx.ModelProto:
+    out = parser.parse_model('<ir_version: 10, opset_import: ["" : 20]> g (float[n] x) => (float[n] y) { y = Relu(x) }')
+    node = out.graph.node[0]
+    node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=scopes)
+    node.metadata_props.add(key="pkg.torch.onnx.stack_trace", value=trace)
+    node.metadata_props.add(key="namespace", value=": __main__.Net/relu")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("scopes", "path"),
+    [
+        ("['', 'layer1', 'layer1.0', 'relu']", "layer1.0"),
+        ("['', 'blocks.3@1', 'relu']", "blocks.3"),  # the module's second call
+        ("['', 'relu']", None),
+        ("['_empty_nn_module_stack_from_metadata_hook', 'sym_size']", None),
+    ],
+)
+def test_module_paths(tmp_path: Path, scopes: str, path: str | None) -> None:
+    found = model(scopes, "")
+    assert identity.owners(found)["y"] in {"relu", "sym_size"}
+    identity.stamp(found, tmp_path)
+    assert identity.modules(found).get("y") == path
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (["{root}/task.py"], "task.py:1"),
+        (["{root}/task.py", "{root}/nets/blocks.py"], "nets/blocks.py:2"),
+        (["{root}/task.py", f"{SITE}/torch/nn/functional.py"], "task.py:1"),
+        (["{root}/task.py", f"{SITE}/transformers/activations.py"], "transformers/activations.py:2"),
+        (["/elsewhere/lib.py"], "lib.py:1"),
+        (["torch/fx/passes/runtime_assert.py"], None),
+        (["<string>"], None),
+        ([], None),
+    ],
+)  # fmt: skip
+def test_source_lines(tmp_path: Path, files: list[str], told: str | None) -> None:
+    frames = [f'File "{f.format(root=tmp_path)}", line {i}, in forward\n    x' for i, f in enumerate(files, 1)]
+    found = model("['', 'a', 'relu']", "\n  ".join(frames))
+    identity.stamp(found, tmp_path)
+    assert identity.sources(found).get("y") == told
+
+
+def test_nothing_of_this_machine_is_saved(tmp_path: Path) -> None:
+    found = model("['', 'a', 'relu']", f'File "{tmp_path}/task.py", line 3, in forward')
+    found.metadata_props.add(key="pkg.torch.export.ExportedProgram.graph_signature", value=str(tmp_path))
+    identity.stamp(found, tmp_path)
+    io.save(found, tmp_path)
+    assert str(tmp_path).encode() not in (tmp_path / io.FILE).read_bytes()
+    saved = io.load(tmp_path / io.FILE)
+    assert {p.key for p in saved.graph.node[0].metadata_props} == {identity.MODULE, identity.SOURCE}
+    assert (identity.modules(saved), identity.sources(saved)) == ({"y": "a"}, {"y": "task.py:3"})
