@@ -40,6 +40,8 @@ class OnnxRuntime:
         options = ort.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = self.threads
+        # Sizes and reductions are taken as soon as they can be, and what they read is let go.
+        options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         if not self.optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         weights: list[Array] = []

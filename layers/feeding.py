@@ -194,12 +194,16 @@ class Feeder:
     def _counted(self) -> onnx.ModelProto:
         values = [o for n in self.model.graph.node if n.op_type != "Constant" for o in n.output if o]
         types = OnnxRuntime().open(self.model, values).types
-        values = [v for v in values if types[v][0].startswith("tensor(") and "string" not in types[v][0]]
+        kept = {v for v in values if types[v][0].startswith("tensor(") and "string" not in types[v][0]}
         counted = onnx.ModelProto()
         counted.CopyFrom(self.model)
-        counted.graph.node.extend(helper.make_node("Size", [v], [_COUNT + v]) for v in values)
-        del counted.graph.output[:]
-        counted.graph.output.extend(helper.make_empty_tensor_value_info(_COUNT + v) for v in values)
+        del counted.graph.node[:], counted.graph.output[:]
+        for node in self.model.graph.node:
+            counted.graph.node.append(node)
+            # Counted right where it is made: at the end, every value would have to live until then.
+            made = [v for v in node.output if v in kept]
+            counted.graph.node.extend(helper.make_node("Size", [v], [_COUNT + v]) for v in made)
+            counted.graph.output.extend(helper.make_empty_tensor_value_info(_COUNT + v) for v in made)
         return counted
 
 

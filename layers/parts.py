@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import onnx
 
@@ -12,36 +12,52 @@ from layerline.layers.indices import pointers
 from layerline.pipeline.report import LayerDiff
 
 HELD = 256 << 20
-"""Bytes of inner values that are held at once, both sides together, on a feed like the first."""
+"""Bytes of inner values that are held at once, both sides together."""
 
 
 def compare_in_parts(
     reference: onnx.ModelProto,
     candidate: onnx.ModelProto,
     feeds: Sequence[Feed],
-    elements: Mapping[str, int],
+    elements: Callable[[Feed], Mapping[str, int]],
     tolerances: Mapping[str, float] | None = None,
-) -> tuple[LayerDiff, ...]:
-    """`compare`, which two models of different opsets make it do by hand; both are run once for each part.
+) -> tuple[tuple[LayerDiff, ...], tuple[str, ...]]:
+    """`compare`, for models that may be of different opsets, whose values have to be brought out of the runtime.
+
+    Then the outputs are compared on all feeds, and inner values on the feeds whose values can be held at once; where
+    there is none, on the smallest, in several runs.
 
     Args:
-        elements: of every value of the reference's main graph on the first feed.
+        elements: of every value of the reference's main graph on a feed.
+
+    Returns:
+        The rows, and notes.
     """
-    if why_two_sessions(reference, candidate) is None:
-        return compare(reference, candidate, feeds, tolerances=tolerances)
-    pairs, outputs = pair_values(reference, candidate), {o.name for o in reference.graph.output}
-    rows: dict[str, LayerDiff] = {}
-    for part in _parts([a for a in pairs if a not in outputs], elements):
+    why = why_two_sessions(reference, candidate)
+    if why is None:
+        return compare(reference, candidate, feeds, tolerances=tolerances), ()
+    counted = [elements(feed) for feed in feeds]
+    sizes = [8 * sum(c.values()) for c in counted]
+    least = min(range(len(feeds)), key=sizes.__getitem__)
+    chosen = [i for i, size in enumerate(sizes) if size <= HELD] or [least]
+    most = counted[max(chosen, key=sizes.__getitem__)]
+    pairs = pair_values(reference, candidate)
+    rows = {r.name: r for r in compare(reference, candidate, feeds, pairs={}, tolerances=tolerances)}
+    point = pointers(reference.graph)
+    for part in _parts([a for a in pairs if a not in rows], most):
         # An index is judged by what it points at, which has to be there.
-        data = [p.data for a, p in pointers(reference.graph).items() if a in part and p.data in pairs]
-        wanted = {a: pairs[a] for a in (*part, *data) if a not in outputs}
-        found = compare(reference, candidate, feeds, pairs=wanted, tolerances=tolerances)
-        rows |= {r.name: r for r in found if r.name not in rows or r.name in part}
-    return tuple(rows[a] for a in pairs if a in rows)
+        data = [point[a].data for a in part if a in point and point[a].data in pairs]
+        wanted = {a: pairs[a] for a in (*part, *data) if a not in {o.name for o in reference.graph.output}}
+        found = compare(reference, candidate, [feeds[i] for i in chosen], pairs=wanted, tolerances=tolerances)
+        rows |= {r.name: r for r in found if r.name in part}
+    notes = (
+        [why] if len(chosen) == len(feeds) else [why, f"inner values on {len(chosen)} of {len(feeds)} feeds: memory"]
+    )
+    return tuple(rows[a] for a in pairs if a in rows), tuple(notes)
 
 
 def _parts(values: Sequence[str], elements: Mapping[str, int]) -> Iterator[list[str]]:
-    """The values in order, cut where 2 x 4 bytes an element exceed what may be held; at least one part."""
+    """The values in order, cut where twice 4 bytes an element exceed what may be held."""
     part, held = list[str](), 0
     for value in values:
         size = 8 * elements.get(value, 0)
@@ -50,4 +66,5 @@ def _parts(values: Sequence[str], elements: Mapping[str, int]) -> Iterator[list[
             part, held = [], 0
         part.append(value)
         held += size
-    yield part
+    if part:
+        yield part

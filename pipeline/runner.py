@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 from filelock import FileLock, Timeout
 
-from layerline.pipeline.errors import PipeError, StageError, machine_lacks
+from layerline.pipeline.errors import PipeError, StageError, TaskError, machine_lacks
 from layerline.pipeline.files import Hasher
 from layerline.pipeline.ledger import Ledger, Record, Run, new_run_id
 from layerline.pipeline.plan import Planner, Step, shown
@@ -116,7 +116,7 @@ class Runner:
         self.store = Store(state / "store", self.hasher)
         self.ledger = Ledger(state / "ledger")
         self.planner = Planner(self.project, self.store, self.ledger, self.hasher)
-        self._task = Task(self.project.root / self.project.task)
+        self._task = Task(self.project.root / self.project.task, loaded=self._same_code)
 
     def run(self, names: Sequence[str] | None = None, *, force: bool = False) -> Outcome:
         """Brings the named stages and what they need up to date; None means all.
@@ -146,6 +146,27 @@ class Runner:
             finally:
                 self.hasher.save()
         return Outcome(run=filed, results=tuple(results), out_of_date=later)
+
+    def _same_code(self) -> None:
+        """Code just imported must be the code the keys were made from: an edit in between would file a wrong result.
+
+        From here on the process runs what it imported, so every hook's fingerprint is taken now, also for later stages.
+
+        Raises:
+            TaskError: a file changed between the two.
+        """
+        fresh = Planner(self.project, self.store, self.ledger, self.hasher)
+        for hook in sorted({h for s in self.project.stages for h in s.hooks()}):
+            try:
+                same = self.planner.fingerprint(hook).digest == fresh.fingerprint(hook).digest
+            except TaskError:
+                continue  # a file that doesn't parse is told by the stage that needs it
+            if not same:
+                raise TaskError(
+                    f"what {hook}() reaches was edited while the run was starting",
+                    where=self.project.task,
+                    hint="run again; nothing was recorded",
+                )
 
     def _follow(self, stages: Sequence[Stage]) -> Outcome:
         """The part of a rank that is not the first."""

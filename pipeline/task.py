@@ -42,10 +42,11 @@ class Task:
 
     Args:
         path: the task file; its folder is put on sys.path so that it can import its neighbours.
+        loaded: called when the file has just been imported, before any hook runs.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, loaded: Callable[[], None] = lambda: None) -> None:
+        self.path, self._loaded = path, loaded
         self._module: ModuleType | None = None
 
     def has(self, hook: str) -> bool:
@@ -102,6 +103,7 @@ class Task:
             raise
         except (Exception, SystemExit) as error:  # the border to the user's code
             raise self._blame("import", error) from error
+        self._loaded()
         self._module = module
         return module
 

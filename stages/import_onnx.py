@@ -130,7 +130,7 @@ class ImportOnnx(Stage):
         dims.write(model, feeder.same, feeder.fixed)
         dims.settle(model, dims.places(model), [(f, feeder.run(f)) for f in fed.feeds])
         work.log.say(f"{len(model.graph.node)} nodes; comparing every value on {len(fed.feeds)} feeds")
-        rows, notes = _compare(adopted, fed.feeds, feeder.elements(fed.feeds[0]), self.tolerance)
+        rows, notes = _compare(adopted, feeder, fed.feeds, self.tolerance)
         complaint = _write(model, work.out)
         probes.save(work.out, fed.feeds)
         signature(model, feeder.dims, fed.ranges).save(work.out)
@@ -210,26 +210,27 @@ def _by_trial(feeder: Feeder) -> list[str]:
 
 
 def _compare(
-    adopted: Adopted, feeds: Sequence[Feed], elements: Mapping[str, int], tolerance: float | Literal["auto"]
+    adopted: Adopted, feeder: Feeder, feeds: Sequence[Feed], tolerance: float | Literal["auto"]
 ) -> tuple[tuple[LayerDiff, ...], list[str]]:
     """Every value of the imported model against the file's own; values that follow a random operator are shown alone.
 
     Where all are equal no noise floor is needed; else it is measured as the fuse stage does.
     """
     from layerline.graph.noise import drawn, perturbed
-    from layerline.layers.compare import compare, why_two_sessions
+    from layerline.layers.compare import compare
     from layerline.layers.parts import compare_in_parts
 
     original, model = adopted.original, adopted.model
     random = drawn(original)
     said = [f"{value} and what follows is drawn at random ({op}): not judged" for value, op in random.items()]
-    notes = [*said[:1], *filter(None, [why_two_sessions(original, model)])]
-    rows = compare_in_parts(original, model, feeds, elements)
+    rows, notes = compare_in_parts(original, model, feeds, feeder.elements)
     if all(r.max_abs == 0 and r.passed for r in rows):
-        return tuple(replace(r, tolerance=0.0) for r in rows), [*notes, "every value is equal to the last bit"]
+        equal = "every value is equal to the last bit"
+        return tuple(replace(r, tolerance=0.0) for r in rows), [*said[:1], *notes, equal]
     floors = {r.name: r.rel_l2 or 0.0 for r in compare(original, perturbed(original), feeds)}
     judged = {r.name: _allowed(r, floors, tolerance) for r in rows if r.name not in random}
-    return compare_in_parts(original, model, feeds, elements, judged), notes
+    rows, notes = compare_in_parts(original, model, feeds, feeder.elements, judged)
+    return rows, [*said[:1], *notes]
 
 
 def _allowed(row: LayerDiff, floors: Mapping[str, float], tolerance: float | Literal["auto"]) -> float:

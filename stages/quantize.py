@@ -347,6 +347,8 @@ def _budget(stage: Quantize, before: Mapping[str, float], after: Mapping[str, fl
     if stage.max_drop is None:
         return ()
     drops = {name: before[name] - after[name] for name in after}
+    if not drops:
+        return (Gate("accuracy budget", False, "metric() gave no figure", f"a drop of at most {stage.max_drop:g}"),)
     # One part in 10^9 of slack: a drop of exactly max_drop passes whatever the subtraction rounds to.
     limit = stage.max_drop + 1e-9
     hint = "try another calibrator, more samples, or skip the worst layers of `pipe diff quantize`"

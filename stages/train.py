@@ -43,14 +43,17 @@ class Train(Stage):
     together: ClassVar[bool] = True
 
     epochs: PositiveInt = 10
+    """Passes over the training data."""
     steps: PositiveInt | None = None
     """Optimizer steps; overrides epochs."""
     batch_size: PositiveInt = 64
     """Samples a micro-batch; batches that come ready-made keep their size."""
     seed: int = 0
+    """Start of every random draw: initial weights, order of samples, dropout."""
     workers: int = 0
     """Processes that load samples; they change nothing but the speed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a CUDA device where there is one."""
     recipe: dict[str, Any] = Field(default_factory=dict)
     """What the sections mean, by the one name of each field (`clip.max_norm`); the sections themselves may be written
     instead."""
@@ -104,13 +107,13 @@ class Train(Stage):
         config = self.config()
         cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
         device = launch.device("cuda" if cuda else "cpu")
-        with fit.deterministic(), ranks.telling():
+        with fit.deterministic(), ranks.together():
             run = fit.prepare(work.task, config, epochs=self.epochs, steps=self.steps, batch_size=self.batch_size,
                               seed=self.seed, workers=self.workers, device=device)  # fmt: skip
             fit.train(run, work.scratch, work.log, save_every=config.monitor.save_interval)
             checkpoint.save(run.mo, work.out / "checkpoint.safetensors", timings=False)
-        run.mo.export_metrics(work.out / "metrics.csv")
-        return _report(run)
+            run.mo.export_metrics(work.out / "metrics.csv")
+            return _report(run)
 
 
 def _gather(raw: Mapping[str, Any]) -> dict[str, Any]:

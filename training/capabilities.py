@@ -61,6 +61,8 @@ def attach(lane: Lane, ranks: Ranks | None, roll_back: Callable[[], str | None])
     config = lane.config
     if ranks is not None:
         lane.peers = _peers(lane, ranks)
+        if ranks.rank > 0:
+            lane.monitor.hush()
     elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         alone = (
             f"there are {dist.get_world_size()} ranks, and each trains alone: set distributed.backend to train together"

@@ -170,22 +170,31 @@ class MemoryConfig(Section):
     """Trading time for memory."""
 
     checkpointing: bool = False
+    """Run the layers of nn.Sequential and nn.ModuleList again in the backward pass instead of keeping activations."""
     checkpoint_interval: PositiveInt = 4
-    """Layers recomputed together."""
+    """Layers of a Sequential that are recomputed together."""
     empty_cache: bool = False
+    """Give the GPU allocator's unused memory back after each step; it costs time at every step."""
 
 
 class DistributedConfig(Section):
-    """How ranks share the work, once the process group exists."""
+    """How the ranks that a launcher started share the work; without a launcher nothing changes."""
 
     backend: Literal["nccl", "gloo"] | None = None
+    """Joins the ranks. None: only where the model is wrapped or split already, or shard is set."""
     bucket_mb: PositiveInt = 25
+    """Gradients are reduced in pieces of this size."""
     overlap: bool = True
+    """Reduce while the backward pass runs. Off: after it, always in the same order (resuming three ranks or more is
+    bit-exact then)."""
     compress: Literal["none", "fp16", "bf16"] = "none"
+    """The type in which gradients travel."""
     shard: Literal["none", "zero2", "zero3"] = "none"
+    """Split gradients and optimizer state over the ranks (zero2), and the weights too (zero3)."""
     offload: bool = False
-    """Sharded only: optimizer state and shards live on the CPU."""
+    """Sharded, on GPUs: weights, gradients and optimizer state live in CPU memory."""
     timeout_s: PositiveFloat = 600.0
+    """How long a rank waits for another before it names it."""
 
 
 class Config(Section):

@@ -243,7 +243,7 @@ class Lane:
         try:
             if self.judge is not None and not answered:
                 self.judge.rejected(self, loss, norm)
-            elif self.skipped_in_a_row >= (
+            elif not answered and self.skipped_in_a_row >= (
                 1 if self.config.nonfinite.policy == "stop" else self.config.nonfinite.limit
             ):
                 raise self.not_finite(loss, norm)

@@ -65,6 +65,10 @@ class Monitor:
         self._scale_drops = 0
         self._writer = _tensorboard(config.tensorboard) if config.tensorboard else None
 
+    def hush(self) -> None:
+        """Goes on watching, but leaves it to another rank to speak and to draw."""
+        self.speak, self._writer = lambda _: None, None
+
     def add_columns(self, names: Sequence[str]) -> None:
         """Further columns, before the first row."""
         self.columns += tuple(names)

@@ -215,7 +215,10 @@ class ModelOptimizer:
         return {f"{n}.{k}" if n else k: t for n, lane in self.lanes.items() for k, t in deploy.shipped(lane).items()}
 
     def export_metrics(self, path: str | Path) -> None:
-        """Writes the rows so far as CSV; several models get one file each, `<stem>-<name>.csv`."""
+        """Writes the rows so far as CSV; several models get one file each, `<stem>-<name>.csv`. Of several ranks the
+        first one writes."""
+        if self.ranks is not None and self.ranks.rank > 0:
+            return
         for name, lane in self.lanes.items():
             target = Path(path)
             lane.monitor.write_csv(target.with_name(f"{target.stem}-{name}{target.suffix}") if name else target)

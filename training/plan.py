@@ -20,6 +20,11 @@ REFUSED: Mapping[str, str] = {
     "sparse gradients": "norms, clipping and averaging are defined on dense ones; use Embedding(sparse=False)",
     "cosine, polynomial and one_cycle without total_steps": "they are functions of the length of the run",
     "a warm-up as long as the run": "the peak rate would never be reached",
+    "sharding with half parameters": "float32 masters are not sharded; use precision.amp",
+    "sharding with triage": "it replays a step on one rank, and a sharded layer needs all of them",
+    "sharding with adafactor": "its row and column statistics need whole matrices",
+    "sharding with sophia": "it needs second derivatives, which sharded layers have not",
+    "sharding of several models or with a custom optimizer": "split them yourself with fully_shard first",
     "two fields that set the same thing to different values": "there is no telling which one is meant",
 }
 

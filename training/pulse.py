@@ -59,7 +59,7 @@ class Pulse:
     def at(self, phase: str, step: int) -> None:
         """Notes what this rank begins to do."""
         self.phase, self.step, self.since = phase, step, time.monotonic()
-        if self.since - self._posted > _APART_S:
+        if self.since - self._posted > _APART_S and not self._stop.is_set():
             self._post(self._store)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -133,13 +133,14 @@ class Pulse:
         return out
 
     def _run(self) -> None:
-        warned = False
+        told = 0.0
         while True:
             if not self._post(self._beating):
                 return
-            late = self._alarm_s is not None and time.monotonic() - self.since > self._alarm_s
-            if late and not warned and self.phase in WORKING:
-                warned = True
+            since = self.since
+            late = self._alarm_s is not None and time.monotonic() - since > self._alarm_s
+            if late and told != since and self.phase in WORKING:
+                told = since
                 _LOG.error("rank %d waits in %s of step %d: %s", self.rank, self.phase, self.step, self.diagnose())
             if self._stop.wait(_BEAT_S):
                 return

@@ -106,13 +106,13 @@ class Ranks:
         if other is None:
             return
         mine, theirs = (json.loads(self.store.get(f"{name}/text/{rank}")) for rank in (0, other))
-        self._leave(name)
+        self.leave(name)
         raise StageError(
             f"rank {other} is not like rank 0: {_difference(mine, theirs, other)}", where=f"rank {other}",
             hint="build the same model with the same configuration on each rank",
         )  # fmt: skip
 
-    def _leave(self, name: str) -> None:
+    def leave(self, name: str) -> None:
         """Before the end: rank 0, which may keep the store, goes last."""
         self.store.set(f"{name}/left/here/{self.rank}", "")
         if self.rank == 0:
@@ -137,9 +137,10 @@ def join(config: DistributedConfig, device: torch.device) -> Ranks | None:
     if size == 1:
         return None
     backend = config.backend or ("nccl" if device.type == "cuda" else "gloo")
-    store = rendezvous(config.timeout_s)
-    meet(store, f"start/{next(_MEETINGS)}", rank, size, config.timeout_s)
-    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size,
+    # A name for each time: what the group before left in the store must not be read as this one's.
+    store = PrefixStore(f"group/{next(_MEETINGS)}", rendezvous(config.timeout_s))
+    meet(store, "start", rank, size, config.timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size,
                             timeout=timedelta(seconds=config.timeout_s))  # fmt: skip
     _JOINED[dist.group.WORLD] = Ranks(store, config)
     return _JOINED[dist.group.WORLD]
@@ -151,14 +152,22 @@ def joined() -> bool:
 
 
 @contextmanager
-def telling() -> Iterator[None]:
-    """An error inside becomes this rank's last word to the others, which would wait for it otherwise."""
+def together() -> Iterator[None]:
+    """A group that is joined inside ends with the block, so that what comes after is done by each rank alone.
+
+    An error becomes this rank's last word to the others, which would wait for it otherwise.
+    """
     try:
         yield
     except BaseException as error:
         for group in _JOINED.values():
             group.pulse.close(error)
         raise
+    if joined():
+        group = _JOINED.pop(dist.group.WORLD)
+        group.leave("end")
+        group.pulse.close()
+        dist.destroy_process_group()
 
 
 def lines(known: Named, config: Config) -> list[Line]:

@@ -11,6 +11,9 @@ import pytest
 
 from layerline.pipeline import env
 from layerline.pipeline.errors import ConfigError, StageError, TaskError, Unavailable
+from layerline.pipeline.project import load
+from layerline.pipeline.runner import Runner
+from layerline.views.terminal import Silent
 from tests.pipeline import fakes
 from tests.pipeline.fakes import Folder
 
@@ -363,3 +366,27 @@ def test_scratch_of_finished_work_is_gone(folder: Folder) -> None:
     folder.write("pipe.yaml", "slow: {}\n")
     folder.run()
     assert [p for p in (folder.state / "work").iterdir() if p.is_dir()] == []
+
+
+def test_an_edit_between_the_key_and_the_import_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pipe.yaml").write_text("{}\n")
+    (tmp_path / "task.py").write_text("def model(): return 1\n")
+    runner = Runner(load(tmp_path), Silent())
+    runner.planner.fingerprint("model")  # what planning does
+    (tmp_path / "task.py").write_text("def model(): return 2\n")
+    with pytest.raises(TaskError, match=r"model\(\) reaches was edited while the run was starting"):
+        runner._task.call("model")
+
+
+def test_an_edit_after_the_import_counts_from_the_next_run_on(tmp_path: Path) -> None:
+    (tmp_path / "pipe.yaml").write_text("{}\n")
+    (tmp_path / "task.py").write_text("def model(): return 1\ndef metric(): return 1\n")
+    runner = Runner(load(tmp_path), Silent())
+    before = runner.planner.fingerprint("model").digest
+    assert runner._task.call("model") == 1
+    (tmp_path / "task.py").write_text("def model(): return 2\ndef metric(): return 2\n")
+    assert runner._task.call("metric") == 1
+    assert runner.planner.fingerprint("model").digest == before
+    # Asked for the first time only now, it still speaks of the code this process runs.
+    fresh = Runner(load(tmp_path), Silent()).planner
+    assert runner.planner.fingerprint("metric").digest != fresh.fingerprint("metric").digest
