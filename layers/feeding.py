@@ -57,6 +57,7 @@ class Feeder:
         dims: bounds of every dimension that varies: as declared, else as found.
         same: dimensions that turned out to be one, each with the one it is.
         fixed: dimensions that take a single size.
+        edges: feeds at the least size of dimensions whose bounds are not known: to compare on, not to build for.
         notes: what was left out, and why.
     """
 
@@ -66,6 +67,7 @@ class Feeder:
     dims: dict[str, Dim] = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)
     fixed: dict[str, int] = field(default_factory=dict)
+    edges: list[Feed] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _known: dict[tuple[tuple[str, int], ...], str | None] = field(default_factory=dict)
     _full: set[str] = field(default_factory=set)
@@ -123,8 +125,11 @@ class Feeder:
         return {name.removeprefix(_COUNT): int(a) for name, a in self._counting.run(feed).items()}
 
     def _candidates(self, name: str) -> list[int]:
-        declared = self.declared.get(name, Declared())
-        return list(dict.fromkeys(declared.fit(s) for s in (_FIRST if self._is_batch(name) else _SIZES)))
+        own = self.declared.get(name, Declared())
+        wanted = list(_FIRST if self._is_batch(name) else _SIZES)
+        if own.max is not None:
+            wanted += range(own.min or 1, own.max + 1, max(1, (own.max - (own.min or 1)) // len(_SIZES)))
+        return list(dict.fromkeys(own.fit(s) for s in wanted))
 
     def _is_batch(self, name: str) -> bool:
         return any(v.shape[:1] == (name,) for v in self.inputs)
@@ -143,9 +148,13 @@ class Feeder:
             self.fixed[name] = seen
             self.notes.append(f"{name} is fixed at {seen}: the model runs at no other size that was tried")
             return []
-        own, all_sizes = own or Declared(), [seen, *ran]
-        step = own.multiple or self._step((name, *(o for o, n in self.same.items() if n == name)), source, first)
-        self.dims[name] = Dim(min=own.min or min(all_sizes), max=own.max or max(all_sizes), multiple=step)
+        sizes, tied = [seen, *ran], (name, *(other for other, kept in self.same.items() if kept == name))
+        least = own or Declared(min=min(sizes), max=max(sizes))
+        step = least.multiple or self._step(tied, source, first)
+        self.dims[name] = Dim(min=least.min or min(sizes), max=least.max or max(sizes), multiple=step)
+        at = {**first, **dict.fromkeys(tied, step)}
+        if own is None and step < min(sizes) and self._refuses(source, at) is None:
+            self.edges.append(source.feed(at))
         return list(ran.values())
 
     def _run(self, names: tuple[str, ...], source: Source, first: Mapping[str, int], limit: float) -> dict[int, Feed]:
@@ -153,6 +162,10 @@ class Feeder:
         name, seen = names[0], first[names[0]]
         own = self.declared.get(name, Declared())
         step = own.multiple or self._step(names, source, first)
+        if off := [b for b in (own.min, own.max) if b is not None and b % step]:
+            raise ConfigError(
+                f"{name} is declared to take {off[0]}, the model takes multiples of {step}", where=f"dims.{name}"
+            )
         low = own.min or (1 if self._is_batch(name) else seen // 2)
         high = own.max or (BATCHES if self._is_batch(name) else 2) * seen
         found: dict[int, Feed] = {}
@@ -161,7 +174,7 @@ class Feeder:
             said = self._refuses(source, at)
             if said is None:
                 found[size] = source.feed(at)
-            elif own.max is not None and size >= (own.min or own.max):
+            elif size in (own.min, own.max) or (own.min is not None and own.max is not None):
                 raise ConfigError(
                     f"{name} takes {size} by declaration, but not in the model: {said}", where=f"dims.{name}"
                 )
@@ -211,10 +224,11 @@ def _others(low: int, high: int, seen: int, step: int, limit: int) -> list[int]:
     """Both bounds, or what is worth its memory, and the sizes next to them and to `seen`; multiples of `step`."""
     low, high = -(-max(low, 1) // step) * step, high // step * step
     top = max(low, min(high, limit // step * step))
-    wanted = {low, top, seen + step}
-    if len(wanted - {seen}) < 2:
-        wanted |= {low + step, top - step}
-    return sorted(s for s in wanted if low <= s <= high and s != seen)
+    for wanted in ({low, top, seen + step}, {low, top, seen + step, low + step, top - step}):
+        others = sorted(s for s in wanted if low <= s <= high and s != seen)
+        if len(others) > 1:
+            break
+    return others
 
 
 def _likeliest(lists: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:

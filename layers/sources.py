@@ -55,7 +55,7 @@ class Drawn:
     def _array(self, value: Value, size: tuple[int, ...], turn: int, place: int) -> Array:
         rng, dtype = np.random.default_rng((turn, place)), np.dtype(value.dtype)
         if dtype.kind == "b":
-            return rng.random(size) < 0.5
+            return np.asarray(rng.random(size) < 0.5)
         if dtype.kind in "iu":
             array = drawn(np.zeros(size, dtype), *self.ranges[value.name], rng)
             return _with(array, self.special.get(value.name, ()), turn)
@@ -141,9 +141,10 @@ def read(path: Path) -> dict[str, Array]:
         ConfigError: it is none, or holds Python objects.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ConfigError("a single array, expected an .npz with one array per input", where=path.name)
+        file = np.load(path, allow_pickle=False)
+        if isinstance(file, np.ndarray):
+            raise ConfigError("a single array, expected an .npz with one array per input", where=path.name)
+        with file:
             return {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(f"not an .npz file of plain arrays ({error})", where=path.name) from error

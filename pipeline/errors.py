@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 _HINTS = {
@@ -54,6 +56,29 @@ class Unavailable(PipeError):
     """This machine lacks something: a package, a device, disk space, write permission (exit code 3)."""
 
     exit_code = 3
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had, in torch's words too (torch itself need not be there)."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    return not names.isdisjoint({"MemoryError", "OutOfMemoryError"}) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+@contextmanager
+def memory_told() -> Iterator[None]:
+    """Every failed allocation inside becomes one error.
+
+    Raises:
+        Unavailable: memory ran out.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise machine_lacks(MemoryError()) from error
 
 
 def machine_lacks(error: OSError | MemoryError) -> Unavailable:

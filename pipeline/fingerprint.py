@@ -1,7 +1,8 @@
 """What each hook of the user's task depends on, found by syntax tree, so that editing metric() never retrains.
 
 A hook's fingerprint covers its own definition, the top-level names of the project's modules it reaches, where its
-installed imports come from, statements that run on import, and the content of project files it names in a string.
+installed imports come from, statements that run on import, and what it names in a string: the content of files, also
+by a pattern, and modules of the project by their dotted name.
 Layout, comments, docstrings and names it doesn't reach change nothing. Where the text can't tell what is reached,
 more counts, never less: the whole file (`globals()`, `import *`, a module passed as a value), or every file of the
 project (`importlib`, `exec`, `sys.path`, a pickle). The reason is kept for `pipe explain`.
@@ -12,27 +13,53 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from layerline.pipeline import canonical, syntax, trees
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.files import Hasher
 from layerline.pipeline.imports import Finder, Origin
+from layerline.pipeline.patterns import has_wildcard, matches, size_and_time
 
 # Built-ins that reach any name of the module they are used in.
 _ANY_NAME = frozenset({"globals", "locals", "vars"})
 # Built-ins, modules and attributes that reach any module.
 _ANY_MODULE_BUILT_INS = frozenset({"__import__", "eval", "exec"})
-_ANY_MODULE = frozenset({"builtins", "cloudpickle", "dill", "imp", "importlib", "joblib", "pickle", "pkgutil", "runpy"})
+_ANY_MODULE = frozenset(
+    {
+        *("builtins", "cloudpickle", "dill", "hydra", "imp", "importlib", "joblib", "jsonargparse", "pickle"),
+        *("pkgutil", "pydoc", "runpy", "shelve", "zipimport"),
+    }
+)
 _ANY_MODULE_MEMBERS = frozenset({"__globals__", "f_globals", "read_pickle", "allow_pickle=True", "weights_only=False"})
-_ANY_MODULE_SYS = frozenset({"meta_path", "modules", "path", "path_hooks"})
+_ANY_MODULE_PARTS = {
+    "gc": frozenset({"get_objects", "get_referrers"}),
+    "inspect": frozenset({"getmodule", "stack", "trace"}),
+    "sys": frozenset({"meta_path", "modules", "path", "path_hooks"}),
+    "torch": frozenset({"hub", "package"}),
+    "torch.hub": frozenset({"help", "list", "load"}),
+}
+# Passed on as a value, these give away every module; others are too often imported only to see if they are there.
+_ANY_MODULE_VALUES = frozenset({"inspect", "sys"})
 # Their files are no data: what Layerline and git keep, and what the kernel makes up when it is read.
 _NO_DATA = (".git", ".layerline", "/dev", "/proc", "/sys")
+# A string that may be a module's name, or that of something in it: `nets`, `nets.build`, `nets.small:build`.
+_DOTTED = re.compile(r"[^\W\d]\w*(\.\w+)*(:\w+(\.\w+)*)?")
+# Of the files that one pattern matches, so many count by content, and the rest by name, size and time.
+_MATCHES = 10_000
+# Functions that look for files by a pattern, in one folder and in all below it.
+_SEARCHES = frozenset({"glob", "glob1", "iglob"})
+_DEEP_SEARCHES = frozenset({"fnmatch", "fnmatchcase", "fwalk", "rglob", "walk"})
+_MATCHED_FOLDERS = 1_000
+# A choice in a pattern, as some readers know it: `*.{csv,txt}`.
+_BRACES = re.compile(r"\{[^{}]*,[^{}]*\}")
 
 
 @dataclass(frozen=True)
@@ -136,6 +163,10 @@ class _Walk:
         self._looked_up: set[tuple[Path, str]] = set()
         self._places: dict[Path, None] = {reader.root: None}
         self._named: dict[Path, None] = {}
+        self._matched: dict[Path, None] = {}
+        self._searches: set[str] = set()
+        self._read_as_modules: set[str] = set()
+        self._expanded: set[tuple[Path, str, bool]] = set()
 
     def run(self, hook: str) -> Fingerprint:
         self._import(self.reader.task)
@@ -151,14 +182,19 @@ class _Walk:
     def _settle(self) -> None:
         """Adds what only the whole picture shows, until nothing more turns up."""
         size = -1
-        while size != (size := len(self.parts) + len(self.files) + len(self._named)):
+        while size != (size := sum(len(found) for found in self._found())):
             modules = [self.reader.module(p) for p in self._imported]
             if any(trees.registers_subclasses(m.tree) for m in modules):
                 for module in modules:
                     self._all(module.path, "a metaclass, __init_subclass__ or __subclasses__ may find its classes")
             for text in sorted(self._strings):
-                for folder in [*self._places, *self._named]:
+                self._module(text)
+                for folder in [*self._places, *self._named, *self._matched]:
                     self._file(folder, text)
+                    self._pattern(folder, text)
+
+    def _found(self) -> tuple[Sized, ...]:
+        return self.parts, self.files, self._strings, self._places, self._named, self._matched, self._searches
 
     def _sequence(self) -> dict[str, list[str]]:
         """What counts, in the order in which it runs on import, for each file in which that order can matter."""
@@ -174,9 +210,9 @@ class _Walk:
         """Importing a module runs the packages around it, the modules it imports, and its statements with an effect."""
         if path in self._imported:
             return
+        module = self.reader.module(path)
         self._imported[path] = None
         self._places[path.parent] = None
-        module = self.reader.module(path)
         for around in self.finder.parents(path):
             self._import(around)
         for index, statement in enumerate(module.effects):
@@ -231,7 +267,7 @@ class _Walk:
     def _uses(self, module: syntax.Module, tree: ast.AST, label: str) -> trees.Uses:
         """What a tree refers to; what can't be followed from it is taken whole."""
         seen = trees.uses(tree)
-        self._strings |= seen.strings
+        self._refers(seen)
         built_ins = seen.bare - module.bindings.keys()
         for name in sorted(built_ins & _ANY_NAME):
             self._all(module.path, f"{label} uses {name}")
@@ -263,8 +299,10 @@ class _Walk:
         taken = {origin.attribute} if origin.attribute else attributes
         if origin.module.split(".")[0] in _ANY_MODULE:
             self._everything(module, f"it uses {origin.module}")
-        elif origin.module == "sys" and (not taken or taken & _ANY_MODULE_SYS):
-            self._everything(module, f"it uses sys.{min(taken & _ANY_MODULE_SYS, default='*')}")
+            return
+        telling = taken & _ANY_MODULE_PARTS.get(origin.module, frozenset())
+        if telling or (not taken and origin.module in _ANY_MODULE_VALUES):
+            self._everything(module, f"it uses {origin.module}.{min(telling, default='*')}")
 
     def _attribute(self, path: Path, name: str, *, surely: bool = True) -> None:
         target = self.reader.module(path)
@@ -304,7 +342,60 @@ class _Walk:
             self.files[self.reader.relative(path)] = self.reader.hasher.file(path)
         else:
             self.parts[f"{self.reader.relative(path)}:*"] = trees.dump(tree)
-            self._strings |= trees.uses(tree).strings
+            self._refers(trees.uses(tree))
+
+    def _refers(self, seen: trees.Uses) -> None:
+        self._strings |= seen.strings
+        self._searches |= seen.all() & (_SEARCHES | _DEEP_SEARCHES)
+
+    def _module(self, text: str) -> None:
+        """A string that reads as a dotted name: each module of the project on its way counts whole."""
+        if len(text.encode("utf-8", "replace")) > 200 or text in self._read_as_modules:
+            return
+        if not _DOTTED.fullmatch(text):
+            return
+        self._read_as_modules.add(text)
+        parts = text.replace(":", ".").split(".")
+        for name in (".".join(parts[: n + 1]) for n in range(len(parts))):
+            if (path := self.finder.find(name)) is not None:
+                self._script(path)
+            if (binary := self.finder.compiled(name)) is not None:
+                self.files[self.reader.relative(binary)] = self.reader.hasher.file(binary)
+
+    def _script(self, path: Path) -> None:
+        try:
+            self._all(path, "a string names it")
+        except TaskError:  # never meant for this Python, or what it imports isn't: its bytes count
+            self.files[self.reader.relative(path)] = self.reader.hasher.file(path)
+
+    def _pattern(self, folder: Path, text: str) -> None:
+        """A string with wildcards: the files it matches in the project count, as do those that come and go."""
+        deep = bool(self._searches & _DEEP_SEARCHES)
+        text = _BRACES.sub("*", text).strip("/")  # f"{folder}/*.txt" leaves "/*.txt"
+        parts = text.split("/")
+        if not has_wildcard(text) or len(text) > 255 or not text.isprintable():
+            return
+        if not self._searches and not text.strip("*?/") and folder in self._places:
+            return  # print("*")
+        key = (folder, text, deep)
+        if key in self._expanded:
+            return
+        self._expanded.add(key)
+        found = matches(folder, ["**", *parts] if deep and parts[0] != "**" else parts, self.reader.root)
+        for path in islice(found, _MATCHES):
+            self._match(path)
+        rest = [(self.reader.relative(path), *size_and_time(path)) for path in found]
+        if rest:
+            self.files[f"{len(rest)} more files that {text} matches"] = canonical.digest(sorted(rest))
+
+    def _match(self, path: Path) -> None:
+        if self.reader.relative(path) in self.files:
+            return
+        with suppress(OSError):  # gone again, or not ours to read
+            if path.is_file():
+                self._data(path)
+            elif path.is_dir() and path not in self._places and len(self._matched) < _MATCHED_FOLDERS:
+                self._matched[path] = None
 
     def _file(self, folder: Path, text: str) -> None:
         """A string that names a file: its content counts. One that names a folder is a place to look for more files."""
@@ -327,7 +418,5 @@ class _Walk:
             self.files[f"{path.name} outside the project ({place[:8]})"] = self.reader.hasher.file(path)
         elif path.suffix != ".py":
             self.files[self.reader.relative(path)] = self.reader.hasher.file(path)
-        elif path not in self._counted:
-            self._counted.add(path)
-            self.whole[self.reader.relative(path)] = "a string names it"
-            self._text(path)
+        else:
+            self._script(path)

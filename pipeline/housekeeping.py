@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -16,6 +18,9 @@ from layerline.pipeline.plan import Planner
 from layerline.pipeline.presence import alone
 from layerline.pipeline.project import Project
 from layerline.pipeline.store import DamagedError, Store
+
+# Where in the state lies what a person counts.
+_COUNTED = {"ledger/runs": "run", "store": "artifact", "work": "unfinished stage"}
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,13 @@ def collect(project: Project, keep: int, *, dry_run: bool) -> list[Garbage] | No
         for lock in (project.state / "work").glob("*.lock"):
             lock.unlink()  # nobody holds one now
         return [_remove(project, path) for path in _unneeded(project, keep)]
+
+
+def counted(gone: Sequence[Garbage]) -> list[str]:
+    """What went, in words: "3 runs", "10 artifacts"; keys and reports go with those and aren't counted."""
+    places = Counter(place for g in gone for place in _COUNTED if f"/{place}/" in g.path)
+    found = [f"{n} {noun}{'' if n == 1 else 's'}" for place, noun in _COUNTED.items() if (n := places[place])]
+    return found or [f"{len(gone)} record{'' if len(gone) == 1 else 's'}"]
 
 
 def _unneeded(project: Project, keep: int) -> list[Path]:

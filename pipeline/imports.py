@@ -6,6 +6,7 @@ import ast
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
@@ -144,5 +145,12 @@ def _is_namespace(roots: list[Path], base: str) -> bool:
     return not base or any(root.joinpath(*base.split(".")).is_dir() for root in roots)
 
 
+def is_foreign_folder(path: Path) -> bool:
+    """Whether a folder holds installed packages or compiled code, not the project's own files."""
+    with suppress(PermissionError):
+        return path.name in _FOREIGN or (path / "pyvenv.cfg").exists()
+    return False
+
+
 def _is_source_folder(path: Path) -> bool:
-    return not path.name.startswith(".") and path.name not in _FOREIGN and not (path / "pyvenv.cfg").exists()
+    return not path.name.startswith(".") and not is_foreign_folder(path)

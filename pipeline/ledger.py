@@ -139,6 +139,8 @@ class Ledger:
         found = runs[position : position + 1] if position is not None else [r for r in runs if r.id.startswith(run_id)]
         if len(found) == 1:
             return found[0]
+        if run_id == "previous" and len(runs) == 1:
+            raise PipeError("there is only one run", hint=f"it is {runs[0].id}")
         known = ", ".join(r.id for r in runs[:5]) or "none"
         raise PipeError(
             f"{'no run' if not found else 'more than one run'} matches {run_id!r}", hint=f"newest runs: {known}"

@@ -11,6 +11,14 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 
+def claim(state: Path) -> None:
+    """Makes a project's state folder; whoever makes it first keeps it out of the project's git."""
+    state.mkdir(parents=True, exist_ok=True)
+    ignore = state / ".gitignore"
+    if not ignore.exists():
+        ignore.write_text("*\n", "utf-8")
+
+
 @contextmanager
 def at_work(state: Path) -> Iterator[None]:
     """Held by a run from its first look at the store to its last; waits for a collection under way."""
@@ -18,7 +26,8 @@ def at_work(state: Path) -> Iterator[None]:
     mark = folder / f"{os.getpid()}-{secrets.token_hex(4)}.lock"
     with ExitStack() as held:
         with suppress(OSError):  # a project that can't be written can't be cleaned either
-            folder.mkdir(parents=True, exist_ok=True)
+            claim(state)
+            folder.mkdir(exist_ok=True)
             with FileLock(folder / "gate"):
                 held.callback(_forget, mark)
                 held.enter_context(FileLock(mark))
@@ -29,7 +38,8 @@ def at_work(state: Path) -> Iterator[None]:
 def alone(state: Path) -> Iterator[bool]:
     """Whether no run is going on; none begins before this ends."""
     folder = _folder(state)
-    folder.mkdir(parents=True, exist_ok=True)
+    claim(state)
+    folder.mkdir(exist_ok=True)
     with FileLock(folder / "gate"):
         yield not any(_is_held(mark) for mark in folder.glob("*.lock"))
 

@@ -12,11 +12,22 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from layerline.pipeline import canonical, table
-from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.errors import ConfigError, TaskError
 from layerline.pipeline.stage import Stage
 
 FILE = "pipe.yaml"
 STATE = ".layerline"
+_WANTED = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "fields",
+    "mapping": "fields",
+    "model": "fields",
+}
 _OWN_KEYS = ("name", "task", "data")
 
 
@@ -68,6 +79,20 @@ class Project:
             pending += self.upstream(stage).values()
         return tuple(s for s in self.stages if s.name in wanted)
 
+    def require_task(self, names: Sequence[str] | None = None) -> None:
+        """Checks that the task file is there if any of the named stages (None: of all), or what they need, has hooks.
+
+        Raises:
+            TaskError: it is not.
+        """
+        stages = self.stages if names is None else self.needed_for(names)
+        if any(s.hooks() for s in stages) and not (self.root / self.task).is_file():
+            raise TaskError(
+                "there is no such task file",
+                where=self.task,
+                hint="create it, or name another with `task:` in pipe.yaml",
+            )
+
 
 def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
     """Reads `folder/pipe.yaml`, with `key.path=value` overrides on top.
@@ -75,6 +100,8 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
     Raises:
         ConfigError: names file, line, column, field, what was seen and the nearest valid name.
     """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("it is a file, not a folder", where=str(folder))
     document = _Document(folder / FILE)
     for override in overrides:
         document.override(override)
@@ -120,6 +147,8 @@ class _Document:
             raise ConfigError(f"not valid YAML: {problem}", where=f"{path.name}{place}") from None
         except YAMLError as error:
             raise ConfigError(f"not valid YAML: {str(error).splitlines()[0]}", where=path.name) from None
+        except (AttributeError, RecursionError):  # how the parser takes a mapping that is merged into itself
+            raise ConfigError("an alias in it stands for itself", where=path.name) from None
         if self.tree is None:
             self.tree = {}
         if not isinstance(self.tree, Mapping):
@@ -233,9 +262,17 @@ def _build_stage(name: str, raw: Any, document: _Document) -> Stage:
         if first["type"] == "literal_error" and isinstance(first["input"], str):
             valid = [v.strip("'") for v in re.split(", | or ", first["ctx"]["expected"])]
             raise document.error(loc, f"unknown value {first['input']!r}", _nearest(first["input"], valid)) from None
+        if first["type"] == "told":  # by a stage, in whole sentences
+            raise document.error(loc, first["ctx"]["what"], first["ctx"]["hint"]) from None
         seen = "" if first["type"] == "missing" else f", saw {first['input']!r:.80}"
-        message = first["msg"].removeprefix("Value error, ")
-        raise document.error(loc, f"{message}{seen}") from None
+        raise document.error(loc, f"{_expected(first['type'], first['msg'])}{seen}") from None
+
+
+def _expected(kind: str, message: str) -> str:
+    """What pydantic asks for, in the words of every other message."""
+    if (wanted := _WANTED.get(kind.partition("_")[0])) and kind.endswith(("_type", "_parsing", "_from_float")):
+        return f"expected {wanted}"
+    return message.removeprefix("Value error, ").replace("Input should be", "expected", 1)
 
 
 def _check_key(document: _Document, loc: tuple[str | int, ...], value: Any) -> None:

@@ -9,6 +9,28 @@ from pathlib import Path
 from layerline.pipeline import trees
 from layerline.pipeline.imports import Finder, Origin
 
+# Installed decorators and wrappers that keep nothing of what they are given, by name; a name stands for all below it.
+_HARMLESS = frozenset(
+    {
+        *("abc", "attrs", "contextlib", "enum"),
+        *("pydantic", "typing", "typing_extensions"),
+        *("attr.define", "attr.frozen", "attr.s"),
+        "dataclasses.dataclass",
+        *("functools.cache", "functools.cached_property", "functools.lru_cache", "functools.partialmethod"),
+        *("functools.singledispatch", "functools.singledispatchmethod", "functools.total_ordering", "functools.wraps"),
+        "jax.jit",
+        *("numba.cuda.jit", "numba.guvectorize", "numba.jit", "numba.njit"),
+        "numba.vectorize",
+        "numpy.vectorize",
+        *("torch.compile", "torch.enable_grad", "torch.inference_mode", "torch.jit"),
+        "torch.no_grad",
+        *("triton.autotune", "triton.heuristics", "triton.jit"),
+    }
+)
+_HARMLESS_BUILT_INS = frozenset({"classmethod", "property", "staticmethod"})
+# Methods whose call, or whose passing on to another, changes what they belong to, beyond those that `trees` knows.
+_CHANGES = trees.MUTATORS | {"__delitem__", "__setitem__", "appendleft", "popitem", "popleft", "putenv", "setdefault"}
+_APPLIES = frozenset({"filter", "map", "reduce"})
 _DISPLAYS = (ast.Constant, ast.Dict, ast.List, ast.Set, ast.Tuple, ast.JoinedStr, ast.Lambda, *trees.COMPREHENSIONS)
 
 
@@ -105,14 +127,52 @@ def _node_has_effect(module: Module, node: ast.AST) -> bool:
     if isinstance(node, ast.Expr):
         return not isinstance(node.value, ast.Constant)
     if isinstance(node, ast.Call):
-        return module.is_ours(trees.root(node.func)) or _is_telling(node.func)
+        return module.is_ours(trees.root(node.func)) or _is_telling(node.func) or _hands_on(module, node)
     if isinstance(node, trees.DEFINITIONS):
-        return any(module.is_ours(trees.root(d)) or _is_telling(d) for d in node.decorator_list)
+        return any(not _is_harmless(module, d) for d in node.decorator_list)
+    if isinstance(node, ast.Attribute) and node.attr in _CHANGES and isinstance(node.ctx, ast.Load):
+        return True
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
         return not _holds_own_value(module, node.target.id)
     if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
         return not (isinstance(node.value, ast.Name) and _holds_own_value(module, node.value.id))
     return isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "_" for t in node.targets)
+
+
+def _hands_on(module: Module, call: ast.Call) -> bool:
+    """Whether an installed function is given one of the project's, which it may call or keep."""
+    if _is_harmless(module, call):
+        return False
+    applies = ast.unparse(call.func).rpartition(".")[2] in _APPLIES
+    given = [a.value if isinstance(a, ast.keyword | ast.Starred) else a for a in [*call.args, *call.keywords]]
+    for value in given:
+        if isinstance(value, ast.Lambda) and any(_node_has_effect(module, n) for n in ast.walk(value.body)):
+            return True
+        name = trees.root(value) if isinstance(value, ast.Name | ast.Attribute) else ""
+        defined = module.bindings.get(name, ()) if isinstance(value, ast.Name) else ()
+        if (applies and module.is_ours(name)) or any(isinstance(s, trees.FUNCTIONS) for s in defined):
+            return True
+    return False
+
+
+def _is_harmless(module: Module, decorator: ast.expr) -> bool:
+    while isinstance(decorator, ast.Call):
+        decorator = decorator.func
+    if isinstance(decorator, ast.Attribute) and decorator.attr in ("deleter", "getter", "setter"):
+        return True
+    name = _installed_name(module, decorator)
+    parts = name.split(".")
+    return name in _HARMLESS_BUILT_INS or any(".".join(parts[: n + 1]) in _HARMLESS for n in range(len(parts)))
+
+
+def _installed_name(module: Module, node: ast.expr) -> str:
+    """The full dotted name of something installed, `torch.no_grad` for any way to import it; empty when unknown."""
+    name, dot, rest = ast.unparse(node).partition(".")
+    if module.is_ours(name) or not all(part.isidentifier() for part in f"{name}{dot}{rest}".split(".")):
+        return ""
+    origins = [o for o in module.imports.get(name, ()) if o.exact]
+    found = {f"{o.module}.{o.attribute}" if o.attribute else o.module for o in origins} or {name}
+    return f"{found.pop()}{dot}{rest}" if len(found) == 1 else ""
 
 
 def _is_telling(function: ast.expr) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from layerline.pipeline.errors import PipeError, TaskError
+from layerline.pipeline.errors import PipeError, TaskError, machine_lacks, ran_out_of_memory
 from layerline.pipeline.imports import is_own_folder
 
 # Project folders whose modules are imported by `_Source` in this process.
@@ -20,6 +22,7 @@ _HOOKED: set[Path] = set()
 
 # Keys under which a batch that is a dict holds the answer; every other key is an input of the model.
 LABELS = ("label", "labels", "target", "targets")
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
 HOOKS = ("model", "train_data", "loss", "eval_data", "metric", "calib_data", "example_inputs")
 
 
@@ -72,14 +75,31 @@ class Task:
             )
 
         def guarded(*args: Any) -> Any:
-            try:
+            with self.blaming(f"{hook}()"):
                 return function(*args)
-            except (PipeError, MemoryError):
-                raise
-            except (Exception, SystemExit) as error:  # the border to the user's code
-                raise self._blame(hook, error) from error
 
         return guarded
+
+    @contextmanager
+    def blaming(self, what: str, on: Callable[[], str] | None = None) -> Iterator[None]:
+        """The border to the user's code: what it raises becomes an error that names it.
+
+        Args:
+            what: who is called, as the subject of "raised".
+            on: describes what it was called with; asked only after it raised.
+
+        Raises:
+            TaskError: it raised; names the line in the user's files, where one of them is on the way.
+            Unavailable: memory ran out.
+        """
+        try:
+            yield
+        except (PipeError, MemoryError):
+            raise
+        except (Exception, SystemExit) as error:
+            if ran_out_of_memory(error):
+                raise machine_lacks(MemoryError()) from error
+            raise self._blame(what, error, f" on {on()}" if on else "") from error
 
     def _load(self) -> ModuleType:
         if self._module is not None:
@@ -97,28 +117,27 @@ class Task:
         module = importlib.util.module_from_spec(spec)
         # Registered before it runs: dataclasses, pickling and data loader workers look the module up by name.
         sys.modules[spec.name] = module
-        try:
+        with self.blaming("importing it"):
             spec.loader.exec_module(module)
-        except (PipeError, MemoryError):
-            raise
-        except (Exception, SystemExit) as error:  # the border to the user's code
-            raise self._blame("import", error) from error
         self._loaded()
         self._module = module
         return module
 
-    def _blame(self, hook: str, error: BaseException) -> TaskError:
+    def _blame(self, what: str, error: BaseException, on: str) -> TaskError:
         root = self.path.parent.resolve()
-        where = self.path.name
-        for frame in traceback.extract_tb(error.__traceback__):
-            file = Path(frame.filename)
+        where, text = self.path.name, str(error)
+        frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+        if "Original Traceback" in text:  # of a loader's worker process: its frames are in the text alone
+            frames += _FRAME.findall(text)
+            text = text.strip().splitlines()[-1].removeprefix(f"{type(error).__name__}: ")
+        for name, line in frames:
+            file = Path(name)
             if file.is_absolute() and is_own_folder(file.resolve().parent, root):
-                where = f"{file.resolve().relative_to(root)}:{frame.lineno}"
+                where = f"{file.resolve().relative_to(root)}:{line}"
         if isinstance(error, SyntaxError) and error.lineno is not None:
             where = f"{Path(error.filename or self.path).name}:{error.lineno}"
-        call = "importing it" if hook == "import" else f"{hook}()"
         return TaskError(
-            f"{call} raised {type(error).__name__}: {error}",
+            f"{what} raised {type(error).__name__}: {text}{on}",
             where=where,
             hint="run again with --debug for the traceback",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SCOPES = (*FUNCTIONS, ast.Lambda)
-_MUTATORS = frozenset({"add", "append", "clear", "discard", "extend", "insert", "pop", "register", "remove", "update"})
+MUTATORS = frozenset({"add", "append", "clear", "discard", "extend", "insert", "pop", "register", "remove", "update"})
 # A metaclass of these runs no code of the project when a class is defined.
 _PLAIN_METACLASSES = frozenset({"ABCMeta", "EnumMeta", "EnumType", "type"})
 
@@ -23,7 +24,7 @@ class Uses:
         bare: names used other than for one attribute.
         attributes: (name, attribute) pairs.
         members: names of all attributes, whatever they are taken from, and constant keywords (`weights_only=False`).
-        strings: string constants.
+        strings: string and bytes constants, docstrings left out.
     """
 
     bare: set[str] = field(default_factory=set)
@@ -34,6 +35,10 @@ class Uses:
     def names(self) -> list[str]:
         """Every name referred to."""
         return sorted(self.bare | {name for name, _ in self.attributes})
+
+    def all(self) -> set[str]:
+        """Every name and attribute referred to."""
+        return self.bare | self.members | {name for name, _ in self.attributes}
 
     def taken_from(self, name: str) -> set[str]:
         """The attributes that are all that is used of a name; empty when the name itself is used."""
@@ -134,7 +139,7 @@ def _changed_value(node: ast.AST) -> str:
     """The name whose value this one node changes, if any."""
     if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
         return root(node)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATORS:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
         return root(node.func)
     return ""
 
@@ -205,8 +210,8 @@ def is_never_run(statement: ast.stmt) -> bool:
 def _collect(node: ast.AST, found: Uses, local: frozenset[str]) -> None:
     if isinstance(node, ast.Name) and node.id not in local:
         found.bare.add(node.id)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        found.strings.add(node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
+        found.strings.add(os.fsdecode(node.value))
     elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
         found.members.add(f"{node.arg}={node.value.value!r}")
     elif isinstance(node, ast.Attribute):
@@ -219,7 +224,10 @@ def _collect(node: ast.AST, found: Uses, local: frozenset[str]) -> None:
         local -= _own_names(node)
     inside = _local_in(node, local) if isinstance(node, _SCOPES) else local
     for name, value in ast.iter_fields(node):
-        for child in value if isinstance(value, list) else [value]:
+        children = value if isinstance(value, list) else [value]
+        if name == "body" and isinstance(value, list) and value and is_docstring(value[0]):
+            children = value[1:]
+        for child in children:
             if isinstance(child, ast.AST):
                 _collect(child, found, inside if name == "body" else local)
 

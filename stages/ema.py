@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
+from layerline.pipeline.errors import memory_told
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Stage, Work
 
@@ -31,16 +32,17 @@ class Ema(Stage):
         from layerline.training import checkpoint, data, shipping
 
         path = work.inputs["checkpoint"] / "checkpoint.safetensors"
-        model, example = shipping.network(work.task), data.example_inputs(work.task)
-        online, averaged = checkpoint.weights(path, ema=False), checkpoint.weights(path)
-        shipping.ship(model, example, averaged if self.weights == "ema" else online, work.out)
-        return Report(
-            stage=self.name,
-            reference="online weights",
-            candidate="EMA weights",
-            records=tensors.rows(shipping.compared(model, example, online, averaged)),
-            notes=_notes(self.weights, off=shipping.same(online, averaged)),
-        )
+        with memory_told():
+            model, example = shipping.network(work.task), data.example_inputs(work.task)
+            online, averaged = checkpoint.weights(path, ema=False), checkpoint.weights(path)
+            shipping.ship(model, example, averaged if self.weights == "ema" else online, work.out)
+            return Report(
+                stage=self.name,
+                reference="online weights",
+                candidate="EMA weights",
+                records=tensors.rows(shipping.compared(model, example, online, averaged)),
+                notes=_notes(self.weights, off=shipping.same(online, averaged)),
+            )
 
 
 def _notes(chosen: str, *, off: bool) -> tuple[str, ...]:

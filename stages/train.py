@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import math
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.errors import ConfigError, Unavailable, memory_told
 from layerline.pipeline.report import Gate, LayerDiff, Report
 from layerline.pipeline.stage import Stage, Work
 
@@ -17,11 +19,14 @@ if TYPE_CHECKING:
 
     from layerline.training.config import Config
     from layerline.training.fit import Run
+    from layerline.training.lane import Lane
 
 _DEFAULTS: Mapping[str, Any] = {
     "scheduler.name": "cosine", "scheduler.warmup_ratio": 0.05, "clip.max_norm": 1.0,
     "ema.decay": 0.999, "ema.warmup": True,
 }  # fmt: skip
+
+_SHOWN = ("optimizer", "scheduler", "training", "precision", "gpu", "distributed", "preset")
 
 
 class Train(Stage):
@@ -48,9 +53,9 @@ class Train(Stage):
     """Optimizer steps; overrides epochs."""
     batch_size: PositiveInt = 64
     """Samples a micro-batch; batches that come ready-made keep their size."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Start of every random draw: initial weights, order of samples, dropout."""
-    workers: int = 0
+    workers: NonNegativeInt = 0
     """Processes that load samples; they change nothing but the speed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a CUDA device where there is one."""
@@ -61,7 +66,7 @@ class Train(Stage):
     @model_validator(mode="before")
     @classmethod
     def _one_form(cls, raw: Any) -> Any:
-        return _gather(raw) if isinstance(raw, Mapping) else raw
+        return _gather(raw, cls.model_fields) if isinstance(raw, Mapping) else raw
 
     @model_validator(mode="after")
     def _recipe_holds(self) -> Train:
@@ -105,20 +110,29 @@ class Train(Stage):
         from layerline.training import checkpoint, fit, launch, ranks
 
         config = self.config()
-        cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+        cuda = self.device != "cpu" and torch.cuda.is_available()
+        if self.device == "cuda" and not cuda:
+            raise Unavailable(
+                "torch finds no CUDA device here",
+                where="train.device",
+                hint="set it to auto or cpu, or mend the driver",
+            )
         device = launch.device("cuda" if cuda else "cpu")
-        with fit.deterministic(), ranks.together():
+        with fit.deterministic(), ranks.together(), memory_told():
             run = fit.prepare(work.task, config, epochs=self.epochs, steps=self.steps, batch_size=self.batch_size,
                               seed=self.seed, workers=self.workers, device=device)  # fmt: skip
             fit.train(run, work.scratch, work.log, save_every=config.monitor.save_interval)
             checkpoint.save(run.mo, work.out / "checkpoint.safetensors", timings=False)
             run.mo.export_metrics(work.out / "metrics.csv")
+            if run.lane.skipped:
+                work.log.say(_rejected(run.lane))
             return _report(run)
 
 
-def _gather(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _gather(raw: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
     from layerline.training import shapes
 
+    _refuse_unknown(raw, fields)
     sections = {k: v for k, v in raw.items() if k in shapes.SECTIONS or k == "preset"}
     own = {k: v for k, v in raw.items() if k not in sections}
     scheduler = sections.get("scheduler")
@@ -131,10 +145,22 @@ def _gather(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise _placed(error, raw) from error
 
 
+def _refuse_unknown(raw: Mapping[str, Any], fields: Collection[str]) -> None:
+    from layerline.training import shapes
+
+    # What is shown are the names people write; the sections of the one form are taken too.
+    valid = [*(n for n in fields if n != "recipe"), *_SHOWN]
+    for name in map(str, raw):
+        if name not in fields and name not in shapes.SECTIONS and name not in valid:
+            near = difflib.get_close_matches(name, [*valid, *shapes.SECTIONS], 1)
+            hint = shapes.guess(near[0] if near else "", valid)
+            raise _placed(ConfigError("unknown field", where=name, hint=hint), raw)
+
+
 def _placed(error: ConfigError, raw: Any) -> ValidationError:
     """The same error at the place of its field, so that pipe.yaml's line and column can be named."""
     text = f"{error.what}; {error.hint}" if error.hint else error.what
-    kind = PydanticCustomError("training", "{text}", {"text": text})
+    kind = PydanticCustomError("told", "{text}", {"text": text, "what": error.what, "hint": error.hint})
     place = tuple(error.where.split("."))
     for step in place:
         raw = raw.get(step) if isinstance(raw, Mapping) else None
@@ -154,16 +180,31 @@ def _report(run: Run) -> Report:
     if run.resumed is not None:
         notes.append(f"resumed at step {run.resumed}")
     if lane.skipped:
-        notes.append(f"{lane.skipped} steps were rejected: loss or gradients were not finite")
+        notes.append(_rejected(lane))
     dead = sum(bool(r.extra["dead"]) for r in records)
     if dead:
         notes.append(f"{dead} trained parameters never changed")
     return Report(
         stage="train", reference="initial weights", candidate="trained weights", records=records,
         metrics={"steps": lane.steps, "loss": lane.loss, "grad_norm": lane.grad_norm, **speed},
-        gates=(Gate("finite weights", not bad, ", ".join(bad[:3]) or "all finite", "all finite"),),
+        gates=(_accepted(lane), Gate("finite weights", not bad, ", ".join(bad[:3]) or "all finite", "all finite")),
         notes=tuple(notes),
     )  # fmt: skip
+
+
+def _accepted(lane: Lane) -> Gate:
+    """Whether the run got somewhere and ended there; a step that a smaller fp16 loss scale answers is no bad end."""
+    seen = f"{lane.steps} accepted, {lane.skipped} rejected"
+    if lane.skipped_in_a_row:
+        seen += f", the last {lane.skipped_in_a_row} in a row"
+    good = lane.steps > 0 and not lane.skipped_in_a_row and math.isfinite(lane.loss)
+    hint = f"the first rejected step is {lane.first_rejected}: look for a division or log of 0, or lower the rate"
+    return Gate("steps accepted", good, seen, "some, and the last one", "" if good else hint)
+
+
+def _rejected(lane: Lane) -> str:
+    steps = "1 step was" if lane.skipped == 1 else f"{lane.skipped} steps were"
+    return f"{steps} rejected: loss or gradients were not finite"
 
 
 def _record(run: Run, name: str, now: Tensor) -> LayerDiff:

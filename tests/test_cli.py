@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,13 +69,13 @@ def test_run_prints_one_line_a_stage_and_the_next_command(pipe: Pipe) -> None:
     said = pipe("run", "all")
     lines = said.out.splitlines()
     assert (said.code, said.err, len(lines)) == (0, "", 4)
-    pattern = r"✓ source  ran  +\d+\.\d s  [0-9a-f]{12}  sum 6  worst_case nan  \(never ran\)"
+    pattern = r"✓ source  ran  +\d+\.\d s  [0-9a-f]{12}  sum 6  worst case nan  \(never ran\)"
     assert re.fullmatch(pattern, lines[0])
     assert re.fullmatch(r"✓ double  ran .* worst layers\.2 58.0 dB  \(never ran\)", lines[1])
     assert lines[3] == "next: pipe report"
     again = pipe("run", "all").out.splitlines()
     assert [line.split()[:3] for line in again[:3]] == [["✓", name, "cached"] for name in ("source", "double", "judge")]
-    assert again[3] == "next: pipe diff judge"
+    assert again[3] == "next: pipe report"
 
 
 def test_run_one_stage_tells_what_is_out_of_date(pipe: Pipe) -> None:
@@ -209,7 +210,8 @@ def test_diff_shows_the_worst_first_by_module(pipe: Pipe) -> None:
     assert len(top) == 4 and top[-1] == "1 of 3 values; --top N shows more"
     pipe("run", "all", "--set", "double.tolerance=0.15")
     rows = pipe("diff", "double", "--against", first[:20]).out.splitlines()
-    assert f"SQNR dB {first}" in rows[1]
+    assert rows[0].endswith(f"; then: run {first}")
+    assert rows[1].split() == ["layer", "value", "op", "now", "dB", "then", "dB", "rel", "L2"]
     assert "beyond tolerance" in rows[2] and "ok" in rows[3]
     document = pipe("diff", "double", "--against", "previous", "--json").document
     assert document["stage"] == "double" and document["run"] == first
@@ -270,9 +272,9 @@ def test_gc(pipe: Pipe, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None
     pipe("run", "all", "--set", "double.factor=7")
     old = folder.artifact("double").name
     pipe("run", "all")
-    assert pipe("gc").out == "0 gone, 0.0 MB\n"
-    said = pipe("gc", "--keep", "1", "--dry-run")
-    assert f"would remove .layerline/store/{old}\n" in said.out and "would go" in said.out
+    assert pipe("gc").out == "nothing to remove\n"
+    assert pipe("gc", "--keep", "1", "--dry-run").out == "would remove 1 run, 2 artifacts, 0.0 MB\n"
+    assert f"would remove .layerline/store/{old}\n" in pipe("gc", "--keep", "1", "--dry-run", "--verbose").out
     document = pipe("gc", "--keep", "1", "--json").document
     assert f".layerline/store/{old}" in document["removed"] and document["bytes"] > 0
     assert (document["dry_run"], document["busy"]) == (False, False)
@@ -287,7 +289,68 @@ def test_init_makes_a_project_that_can_be_looked_at(pipe: Pipe, folder: Folder) 
     assert said.out.splitlines()[-1] == "next: cd new/project && pipe run all"
     assert {p.name for p in (folder.root / "new" / "project").iterdir()} == {"pipe.yaml", "task.py"}
     assert pipe("init", "new/project").code == 2
-    assert "there are: mnist" in pipe("init", "x", "--template", "nmist").err
+    assert "there are: blank, mnist" in pipe("init", "x", "--template", "nmist").err
+
+
+def test_runs(pipe: Pipe) -> None:
+    assert pipe("runs").out == "there is no run yet: pipe run all\n"
+    pipe("run", "source")
+    assert "error there is only one run" in pipe("report", "--run", "previous").err
+    newest = pipe("run", "all", "--json").document["run"]
+    first, second = pipe("runs", "--json").document["runs"]
+    assert first["id"] == newest and first["passed"] is True
+    assert [first["stages"], second["stages"]] == [["source", "double", "judge"], ["source"]]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", second["time"])
+    rows = [line.split() for line in pipe("runs").out.splitlines()]
+    assert rows[1] == [newest, first["time"], "passed", "source", "double", "judge"]
+
+
+def test_next_repeats_overrides_and_says_nothing_without_a_report(pipe: Pipe, folder: Folder) -> None:
+    said = pipe("run", "source", "--set", "source.ignored=a b")
+    assert said.out.splitlines()[-1] == "next: pipe run all --set 'source.ignored=a b'"
+    folder.write("pipe.yaml", "fault: {how: stage}\n")
+    assert "next:" not in pipe("run", "all").out
+
+
+def test_status_of_what_is_behind_a_change(pipe: Pipe, folder: Folder) -> None:
+    states = [s["state"] for s in pipe("status", "--json").document["stages"]]
+    assert states == ["would run"] * 3  # none of them ever ran
+    pipe("run", "all")
+    folder.edit("task.py", "BIAS = 1", "BIAS = 2")
+    states = [s["state"] for s in pipe("status", "--json").document["stages"]]
+    assert states == ["would run", "may run", "may run"]
+
+
+def test_the_state_folder_stays_out_of_git(pipe: Pipe, folder: Folder) -> None:
+    pipe("status")
+    assert (folder.state / ".gitignore").read_text() == "*\n"
+    (folder.state / ".gitignore").write_text("# mine\n")
+    pipe("run", "all")
+    assert (folder.state / ".gitignore").read_text() == "# mine\n"
+
+
+def test_a_missing_task_file_is_told_before_anything_runs(pipe: Pipe, folder: Folder) -> None:
+    (folder.root / "task.py").unlink()
+    for command in (["status"], ["run", "all"], ["run", "double"]):
+        said = pipe(*command)
+        assert (said.code, said.out) == (2, "") and said.err.startswith("error task.py: there is no such task file")
+    assert pipe("runs").code == 0
+
+
+@pytest.mark.parametrize("form", [["-C", "project"], ["--project=project"], ["-Cproject"]], ids=" ".join)
+def test_the_folder_may_stand_before_the_command(
+    form: list[str], pipe: Pipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert pipe(*form, "run", "all").out.splitlines()[-1] == "next: pipe report -C project"
+    assert pipe(*form).code == 2
+
+
+def test_json_stays_pure_whatever_a_library_holds_back(folder: Folder) -> None:
+    talk = "    import ctypes, sys\n    ctypes.CDLL(None).printf(b'from C')\n    sys.__stdout__.write('kept')\n"
+    folder.edit("task.py", "    return [1, 2, 3]\n", talk + "    return [1, 2, 3]\n")
+    done = driver.run(folder.root, "run", "all", "--json")
+    assert json.loads(done.stdout)["passed"] and "from C" in done.stderr and "kept" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------ mistakes
@@ -299,7 +362,7 @@ def test_version_and_help(pipe: Pipe) -> None:
     assert pipe("--version") == Said(0, f"{__version__}\n", "")
     said = pipe("--help")
     assert said.code == 0
-    for command in ("init", "run", "status", "explain", "diff", "report", "path", "verify", "gc"):
+    for command in ("init", "run", "status", "explain", "diff", "report", "path", "verify", "gc", "runs", "debug"):
         assert re.search(rf"^  {command} ", said.out, re.M)
 
 
@@ -312,6 +375,8 @@ USAGE = [
     ["diff", "double", "--top", "x"],
     ["run", "sauce"],
     ["run", "all", "source"],
+    ["report", "-o", "no/where.html"],
+    ["status", "-C", "task.py"],
     ["explain", "sauce"],
     ["path", "sauce"],
     ["diff", "source", "--against", "2099"],
@@ -361,7 +426,7 @@ MISTAKES: dict[str, tuple[dict[str, str], int, str]] = {
         "error weights.bin: Read-only file system",
     ),
     "memory runs out": ({"pipe.yaml": "fault: {how: memory}\n"}, 3, "error this machine ran out of memory"),
-    "a bug": ({"pipe.yaml": "fault: {how: bug}\n"}, 1, "error: internal error, ZeroDivisionError: a bug"),
+    "a bug": ({"pipe.yaml": "fault: {how: bug}\n"}, 1, "error internal error, ZeroDivisionError: a bug"),
     "Ctrl-C": ({"pipe.yaml": "fault: {how: interrupt}\n"}, 130, "\ninterrupted; what was finished is kept"),
 }
 
@@ -425,6 +490,16 @@ def test_what_has_nothing_to_do_imports_nothing_heavy(arguments: list[str], fold
     assert done.returncode == 0, done.stderr
     loaded = set(modules.read_text().split())
     assert "layerline.cli" in loaded and not loaded & HEAVY
+
+
+@pytest.mark.slow
+def test_the_blank_project_runs_as_it_stands(tmp_path: Path) -> None:
+    written = housekeeping.init(tmp_path / "mine", "blank")
+    assert [p.name for p in written] == ["pipe.yaml", "task.py"]
+    command = [sys.executable, "-m", "layerline.cli", "run", "all", "--json"]
+    done = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [s["state"] for s in json.loads(done.stdout)["stages"]] == ["ran"] * 6
 
 
 def test_a_reader_that_goes_away_is_no_error_of_ours(folder: Folder) -> None:

@@ -201,7 +201,7 @@ def _lane_state(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> 
     if timings:
         parts["monitor"] = lane.monitor.state_dict()
     counters = {"steps": lane.steps, "skipped": lane.skipped, "in_a_row": lane.skipped_in_a_row,
-                "ema_updates": lane.ema.updates if lane.ema else 0}  # fmt: skip
+                "first_rejected": lane.first_rejected, "ema_updates": lane.ema.updates if lane.ema else 0}  # fmt: skip
     packed = {name: pack(part, f"{prefix}{name}", tensors) for name, part in parts.items()}
     return {"counters": counters, "aliases": lane.named.aliases, **packed}
 
@@ -224,6 +224,7 @@ def _restore_lane(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Ma
         lane.masters.adopt([by_name[n] for n, p in zip(lane.names, lane.params, strict=True) if lane.masters.has(p)])
     counters = saved["counters"]
     lane.steps, lane.skipped, lane.skipped_in_a_row = counters["steps"], counters["skipped"], counters["in_a_row"]
+    lane.first_rejected = counters.get("first_rejected", 0)
     if lane.ema is not None:
         lane.ema.load(under("ema"), counters["ema_updates"])
     _restore_optimizer(lane, part("optimizer"))

@@ -52,6 +52,8 @@ def form(source: Any, hook: str = "train_data") -> Form:
             raise TaskError(f"{hook}() gave no samples", where=hook)
         return "samples"
     if hasattr(source, "__iter__") and not isinstance(source, Mapping | str):
+        if hasattr(source, "__len__") and not len(source):
+            raise TaskError(f"{hook}() gave no samples", where=hook)
         if hasattr(source, "__next__"):
             raise TaskError(
                 f"{hook}() gave an iterator, which cannot be replayed",
@@ -85,7 +87,7 @@ class Batches:
     def __init__(self, source: Any, *, batch_size: int, seed: int | None = 0, workers: int = 0,
                  hook: str = "train_data", rank: int = 0, ranks: int = 1) -> None:  # fmt: skip
         self.form = form(source, hook)
-        self.source = tuple(as_tensor(s) for s in source) if self.form == "arrays" else source
+        self.source = tuple(as_tensor(s, hook) for s in source) if self.form == "arrays" else source
         self.batch_size, self.seed, self.workers, self.hook = batch_size, seed, workers, hook
         self.share = _Share(rank, ranks)
         self.epoch = self.position = self.counted = 0
@@ -248,9 +250,20 @@ def _order(samples: int, seed: int | None, epoch: int) -> Tensor:
     return torch.randperm(samples, generator=torch.Generator().manual_seed(mix(seed, epoch)))
 
 
-def as_tensor(value: Any) -> Tensor:
-    """A tensor; float64 becomes torch's default type: it is what numpy gives when nobody chose."""
-    tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+def as_tensor(value: Any, where: str = "batch") -> Tensor:
+    """A tensor; float64 becomes torch's default type: it is what numpy gives when nobody chose.
+
+    Raises:
+        TaskError: an array of objects or strings, or of another type that torch has not.
+    """
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+    except (TypeError, ValueError) as error:
+        raise TaskError(
+            f"an array of type {value.dtype} and shape {tuple(value.shape)} cannot become a tensor",
+            where=where,
+            hint="give numbers in one array: .astype(np.float32), or np.int64 for classes",
+        ) from error
     return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
 
 
@@ -271,6 +284,23 @@ def split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         raise TaskError(f"a batch is {type(batch).__name__}, expected (x, y) or a dict by input name", where="batch")
     *inputs, target = batch
     return tuple(i for one in inputs for i in (one if isinstance(one, tuple | list) else (one,))), {}, target
+
+
+def described(batch: Any) -> str:
+    """What a batch holds, in words: `a batch x (64, 1, 8, 8) float32, y (64,) int64`."""
+    try:
+        args, kwargs, target = split(batch)
+    except TaskError:
+        return f"a batch {_kind(batch)}"
+    names = ["x"] if len(args) == 1 else [f"x{i}" for i in range(len(args))]
+    parts = [*zip(names, args, strict=True), *kwargs.items(), *([] if target is None else [("y", target)])]
+    return "a batch " + ", ".join(f"{name} {_kind(value)}" for name, value in parts)
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"of type {type(value).__name__}"
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
 
 def size(batch: Any) -> int:
@@ -308,7 +338,9 @@ def example_inputs(task: Task, n: int = 2) -> tuple[tuple[Any, ...], dict[str, A
             where=task.path.name,
             hint="define example_inputs(), or eval_data() or train_data()",
         )
-    return first_samples(task.call(hook), n, hook)
+    source = task.call(hook)
+    with task.blaming(f"drawing a batch of {hook}()"):
+        return first_samples(source, n, hook)
 
 
 def first_samples(source: Any, n: int, hook: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

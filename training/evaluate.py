@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,28 +10,35 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.task import Task
-from layerline.training.data import Batches, split, to_device
-from layerline.training.loss import default_metric, first_output
+from layerline.pipeline.task import LABELS, Task
+from layerline.training.data import Batches, described, split, to_device
+from layerline.training.golden import named_outputs
+from layerline.training.loss import default_metric
+
+Array = np.ndarray[Any, Any]
 
 
 def metric_of(task: Task, model: nn.Module, *, batch_size: int, device: torch.device) -> dict[str, float]:
     """The metric by name (`metric`, where the hook returns one number); `model` is used in the mode it is in.
 
+    The hook gets one array where the model returns one tensor, else a tuple of all of them, as with a built model.
+
     Raises:
-        TaskError: no evaluation data, or the metric is no number.
+        TaskError: no evaluation data, a batch without label, or the metric is no number.
     """
     batches = Batches(task.call("eval_data"), batch_size=batch_size, seed=None, hook="eval_data")
     outputs: list[Any] = []
     targets: list[Any] = []
     with torch.no_grad():
-        for batch in batches.one_epoch():
+        for batch in _drawn(task, batches):
             args, kwargs, target = split(to_device(batch, device))
-            outputs.append(_arrays(model(*args, **kwargs)))
-            targets.append(target.cpu().numpy())
-    joined = tuple(np.concatenate(parts) for parts in zip(*outputs, strict=True))
+            targets.append(_target(target))
+            with task.blaming("the model", on=lambda batch=batch: described(batch)):  # type: ignore[misc]
+                out = model(*args, **kwargs)
+            outputs.append([_array(v) for v in named_outputs(out).values()])
+    joined = tuple(_joined(list(parts), "outputs") for parts in zip(*outputs, strict=True))
     measure = task.get("metric") if task.has("metric") else default_metric
-    value = measure(joined[0] if len(joined) == 1 else joined, np.concatenate(targets))
+    value = measure(joined[0] if len(joined) == 1 else joined, _joined(targets, "targets"))
     named = value if isinstance(value, Mapping) else {"metric": value}
     try:
         return {str(k): float(v) for k, v in named.items()}
@@ -39,6 +46,33 @@ def metric_of(task: Task, model: nn.Module, *, batch_size: int, device: torch.de
         raise TaskError(f"metric() gave {value!r}, expected a number or numbers by name", where="metric") from error
 
 
-def _arrays(out: Any) -> tuple[np.ndarray[Any, Any], ...]:
-    values = out if isinstance(out, tuple | list) and all(isinstance(o, Tensor) for o in out) else (first_output(out),)
-    return tuple(v.float().cpu().numpy() if v.is_floating_point() else v.cpu().numpy() for v in values)
+def _drawn(task: Task, batches: Batches) -> Iterator[Any]:
+    stream = batches.one_epoch()
+    while True:
+        with task.blaming("drawing a batch of eval_data()"):
+            batch = next(stream, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def _target(target: Any) -> Array:
+    if isinstance(target, Tensor):
+        return _array(target)
+    what = "a batch has no label" if target is None else "the label of a batch is no tensor"
+    raise TaskError(what, where="eval_data", hint=f"give batches (x, y), or a dict with one of {', '.join(LABELS)}")
+
+
+def _array(value: Tensor) -> Array:
+    return np.atleast_1d((value.float() if value.is_floating_point() else value).cpu().numpy())
+
+
+def _joined(parts: list[Array], what: str) -> Array:
+    try:
+        return np.concatenate(parts)
+    except ValueError as error:
+        raise TaskError(
+            f"the {what} of different batches cannot be joined: shapes {sorted({p.shape for p in parts})}",
+            where="eval_data",
+            hint="give batches that differ along the first axis alone",
+        ) from error

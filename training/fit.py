@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 from layerline.training import checkpoint, launch, ranks, rng
 from layerline.training.config import Config
-from layerline.training.data import Batches, to_device
+from layerline.training.data import Batches, described, to_device
 from layerline.training.evaluate import metric_of
 from layerline.training.lane import Lane
 from layerline.training.loss import default_loss
@@ -89,6 +90,7 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     model = task.call("model")
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() gave {type(model).__name__}, expected a torch.nn.Module", where="model")
+    named(model)  # refuses what has no shape yet, before it is moved
     model.to(device).train()
     batches = Batches(task.call("train_data"), batch_size=batch_size, seed=seed, workers=workers, rank=rank, ranks=size)
     total = steps if steps is not None else epochs * _steps_per_epoch(batches, config.accumulate.steps)
@@ -98,7 +100,7 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     mo.register("data", batches)
     mo.validate_with(lambda net: _first(metric_of(task, net, batch_size=batch_size, device=device)))
     initial = {n: whole(p.detach()).clone() for n, p in named(model).params.items()}
-    loss = task.get("loss") if task.has("loss") else default_loss
+    loss = task.get("loss") if task.has("loss") else partial(_default_loss, task)
     # The model's own draws (dropout) start here, whatever building it and its data took; each rank has its own.
     rng.seed_all(rng.mix(seed, 1, *((rank,) if rank else ())))
     return Run(task, model, mo, batches, loss, device, total, initial, {})
@@ -114,7 +116,7 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
         StageError: the loss or the gradients stopped being finite.
     """
     mo, folder = run.mo, scratch / "checkpoints"
-    run.lane.monitor.speak = log.say
+    run.lane.monitor.speak, run.lane.monitor.loads = log.say, run.batches.form != "arrays"
     if _resumable(mo, folder):
         mo.load_ckpt(folder)
         run.resumed = run.attempted
@@ -123,7 +125,9 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
     with _interrupts() as interrupted:
         stream = run.batches.forever()
         while run.attempted < run.total:
-            _one_batch(run, next(stream))
+            with run.task.blaming("drawing a batch of train_data()"):
+                batch = next(stream)
+            _one_batch(run, batch)
             now = time.perf_counter()
             done = run.attempted
             due = (save_every and done - saved_step >= save_every) or now - saved_at > max(
@@ -173,6 +177,11 @@ def _one_batch(run: Run, batch: Any) -> None:
     mo.step(loss * samples, weight=samples)
     if run.batches.position == 0:
         mo.flush()
+
+
+def _default_loss(task: Task, model: nn.Module, batch: Any) -> Tensor:
+    with task.blaming("the model", on=lambda: described(batch)):
+        return default_loss(model, batch)
 
 
 def _first(metric: dict[str, float]) -> float:

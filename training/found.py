@@ -7,6 +7,7 @@ dict fits when it has every tensor of the model, at its shape, under the name th
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -86,14 +87,20 @@ def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
             return tensors, ()
         return {"online": checkpoint.weights(path, ema=False), "ema": checkpoint.weights(path)}, ()
     try:
-        return torch.load(path, map_location="cpu", weights_only=True), ()
+        return _load(path, weights_only=True), ()
     except Exception as error:
         if not trust:
             raise _refusal(path, error) from error
     try:
-        return torch.load(path, map_location="cpu", weights_only=False), (f"unpickled {path.name} as trusted code",)
+        return _load(path, weights_only=False), (f"unpickled {path.name} as trusted code",)
     except Exception as error:
         raise StageError(f"torch can't read it: {type(error).__name__}: {error}", where=path.name) from error
+
+
+def _load(path: Path, *, weights_only: bool) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # how else it could be read, which nobody here chooses
+        return torch.load(path, map_location="cpu", weights_only=weights_only)
 
 
 def states(tree: Any, path: str = "") -> Iterator[State]:
@@ -119,11 +126,12 @@ def choose(tree: Any, model: nn.Module, *, key: str = "", ignore: Sequence[str] 
     Raises:
         StageError: none fits, or several of one kind do that differ; lists what was found and what was expected.
     """
-    known = names.named(model)
-    there = [s for s in states(tree) if s.where == key or not key or s.path.startswith(f"{key}.")]
-    if not there:
-        raise StageError(f"there is nothing under {key!r}; {_listed(list(states(tree)))}", where="key")
-    fits = [fit(part, known, ignore) for s in there for part in _parts(s, known)]
+    known, there = names.named(model), list(states(tree))
+    parts = [p for s in there for p in _parts(s, known)]
+    parts = [p for p in parts if not key or p.where == key or p.path.startswith(f"{key}.")]
+    if key and not parts:
+        raise StageError(f"there is nothing under {key!r}; {_listed(there)}", where="key")
+    fits = [fit(part, known, ignore) for part in parts]
     # What lies under a key of its own, before the same tensors seen as names that share a prefix.
     complete = sorted((f for f in fits if f.complete), key=lambda f: f.state.path.endswith("."))
     online = _only([f for f in complete if not f.state.ema], "online weights")

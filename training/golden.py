@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from layerline.pipeline.errors import TaskError
+from layerline.pipeline.errors import TaskError, ran_out_of_memory
 from layerline.training.loss import first_output
 from layerline.training.names import modules
 
@@ -48,18 +49,21 @@ def named_outputs(out: Any) -> dict[str, Tensor]:
 
 
 def forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """One forward pass without gradients, in the mode the model is in.
+    """One forward pass without gradients, in the mode the model is in, on copies: it may write into its arguments.
 
     Raises:
         TaskError: the model cannot run on this input.
     """
     named_inputs(model, args, kwargs)
+    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, dict(kwargs)))
     try:
         with torch.no_grad():
             return model(*args, **kwargs)
     except TaskError:
         raise
     except Exception as error:  # the model is the user's code
+        if ran_out_of_memory(error):
+            raise
         raise TaskError(
             f"the model cannot run on the example: {type(error).__name__}: {error}", where="example_inputs"
         ) from error

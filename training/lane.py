@@ -52,6 +52,7 @@ class Lane:
     Attributes:
         steps: accepted optimizer steps.
         skipped: rejected ones; `skipped_in_a_row` without those that a smaller loss scale answers.
+        first_rejected: number of the first step that was rejected, of all that were attempted; 0 while none was.
         gradient_bytes: size of the gradients of the first step.
         loss, grad_norm: of the last accepted step, per sample and before clipping; NaN before the first.
         peers: what other ranks contribute to a step; None in a single process.
@@ -85,7 +86,7 @@ class Lane:
         self.masks: Masks | None = None
         self.judge: Judge | None = None
         self.gradient_bytes = 0
-        self.steps = self.skipped = self.skipped_in_a_row = 0
+        self.steps = self.skipped = self.skipped_in_a_row = self.first_rejected = 0
         self.grad_norm = self.loss = math.nan
         if text := norms.warning(model, config.accumulate.steps):
             self.monitor.warn("batch_norm", text)
@@ -236,6 +237,7 @@ class Lane:
         # fp16 gradients overflow as a matter of course while the scale is being found; a loss never should.
         answered = self.scale.on and not self.scale.at_floor and math.isfinite(loss)
         self.skipped += 1
+        self.first_rejected = self.first_rejected or self.steps + self.skipped
         self.skipped_in_a_row += not answered
         if self.scale.on:
             self.scale.overflowed()

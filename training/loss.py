@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from layerline.pipeline.errors import TaskError
-from layerline.training.data import split
+from layerline.pipeline.errors import TaskError, ran_out_of_memory
+from layerline.training.data import described, split
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -21,6 +21,10 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
         TaskError: a batch without target, or an output that no rule fits.
     """
     args, kwargs, target = split(batch)
+    if not any(isinstance(v, Tensor) for v in (*args, *kwargs.values())):
+        raise TaskError(
+            f"the loss got {described(batch)}, expected tensors", where="train_data", hint="give arrays: np.asarray(x)"
+        )
     out = model(*args, **kwargs)
     if target is None:
         if isinstance(own := getattr(out, "loss", None), Tensor):
@@ -31,6 +35,12 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
             hint="add the key labels to the batch, or define loss(model, batch)",
         )
     output = first_output(out)
+    if not isinstance(target, Tensor):
+        raise TaskError(
+            "the label of a batch is no tensor",
+            where="train_data",
+            hint="give arrays: np.asarray(y)",
+        )
     if target.is_floating_point():
         if output.shape != target.shape and output.numel() == target.numel():
             output = output.reshape(target.shape)  # (N, 1) against (N,): broadcasting would compare each with each
@@ -49,7 +59,23 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
             where="loss",
             hint="define loss(model, batch)",
         )
-    return F.cross_entropy(output, target.long())
+    return _cross_entropy(output, target.long())
+
+
+def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    try:
+        return F.cross_entropy(output, target)
+    except (IndexError, ValueError, RuntimeError) as error:
+        if ran_out_of_memory(error):
+            raise
+        what = (
+            f"cross-entropy fails on outputs {tuple(output.shape)} and integer targets {tuple(target.shape)}: {error}"
+        )
+        if isinstance(error, IndexError):
+            what = (
+                f"targets go from {int(target.min())} to {int(target.max())}, the model has {output.shape[1]} outputs"
+            )
+        raise TaskError(what, where="loss", hint="number the classes from 0, or define loss(model, batch)") from error
 
 
 def default_metric(outputs: Any, targets: Any) -> float:

@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ class Monitor:
 
     Attributes:
         rows: one array of float64 per row, in the order of `columns`.
-        warnings: sentences, each given once until its cause is gone.
-        speak: where they are said as well; the `layerline.training` logger by default.
+        speak: where each kind of warning is said, once a run; the `layerline.training` logger by default.
+        loads: whether the data has to be loaded, so that waiting for it can be mended; off where it lies in memory.
     """
 
     def __init__(self, config: MonitorConfig, names: Sequence[str], params: Sequence[Tensor]) -> None:
@@ -48,9 +48,11 @@ class Monitor:
         self.columns = COLUMNS + (tuple(f"grad_norm/{n}" for n in names) if config.per_layer else ())
         self.per_layer = config.per_layer
         self.rows: list[array[float]] = []
-        self.warnings: list[str] = []
+        self.loads = True
         self.speak: Callable[[str], object] = logging.getLogger("layerline.training").warning
         self._active: set[str] = set()
+        self._told: dict[str, str] = {}
+        self._times: Counter[str] = Counter()
         self._watched = _within(params, _RATIO_BYTES)
         self._before: Tensor | None = None
         self._device = params[0].device
@@ -68,6 +70,12 @@ class Monitor:
     def hush(self) -> None:
         """Goes on watching, but leaves it to another rank to speak and to draw."""
         self.speak, self._writer = lambda _: None, None
+
+    @property
+    def warnings(self) -> list[str]:
+        """A sentence for each kind, as it was first said, and how often its cause came back."""
+        times = ((text, self._times[key]) for key, text in self._told.items())
+        return [text if n == 1 else f"{text} ({n} times)" for text, n in times]
 
     def add_columns(self, names: Sequence[str]) -> None:
         """Further columns, before the first row."""
@@ -176,7 +184,8 @@ class Monitor:
             f"{values['clip_rate']:.0%} of the steps were clipped: lower the rate or raise the bound",
         )
         wait = values["wait_rate"] or 0.0
-        self._when("wait", wait > 0.3, f"{wait:.0%} of the time goes to waiting for data: more workers may help")
+        slow = self.loads and wait > 0.3
+        self._when("wait", slow, f"{wait:.0%} of the time goes to waiting for data: more workers may help")
         if self._scale_drops == 0:
             self._active.discard("scale")
 
@@ -187,10 +196,13 @@ class Monitor:
             self._active.discard(key)
 
     def warn(self, key: str, text: str) -> None:
-        """Says `text`, unless `key` was warned of and has not gone since."""
-        if key not in self._active:
-            self._active.add(key)
-            self.warnings.append(text)
+        """Counts a warning, unless `key` was warned of and has not gone since; the first of its kind is said."""
+        if key in self._active:
+            return
+        self._active.add(key)
+        self._times[key] += 1
+        if key not in self._told:
+            self._told[key] = text
             self.speak(text)
 
 

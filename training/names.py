@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from layerline.pipeline.errors import StageError
+from layerline.pipeline.errors import StageError, TaskError
 
 # Wrapper class -> the attribute that holds the user's own module. Matched by class, so that a user's submodule that
 # happens to be called `module` keeps its name.
@@ -61,6 +62,9 @@ def named(model: nn.Module) -> Named:
     """Names of a model's tensors.
 
     Two names are tied when they hold the same Parameter, or two that are the same memory, shape and strides.
+
+    Raises:
+        TaskError: a lazy module has not run yet, so that a parameter has no shape.
     """
     out = Named({}, {}, {}, {})
     seen: dict[tuple[object, ...], str] = {}
@@ -139,6 +143,12 @@ def _inner(module: nn.Module) -> nn.Module | None:
 
 
 def _first(out: Named, seen: dict[tuple[object, ...], str], name: str, tensor: Tensor) -> bool:
+    if is_lazy(tensor):
+        raise TaskError(
+            f"parameter {name} is not initialised: its shape is still open",
+            where=f"model: {name}",
+            hint="run the model once on an example in model()",
+        )
     key = _identity(tensor)
     if key in seen:
         out.aliases[name] = seen[key]

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from layerline.pipeline.errors import ConfigError
-from layerline.training.config import Config, Section
+from layerline.training.config import Config, OptimizerName, SchedulerName, Section
 
 # What is written -> the one field it means.
 MOVES: Mapping[str, str] = {
@@ -69,6 +70,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "clip.max_norm": 1.0,
     },
 }  # fmt: skip
+# A guess that is less like what was written than this (difflib's ratio) would mislead.
+_CLOSE = 0.6
 FINETUNE_RATES = (1e-5, 5e-5)
 _EXCLUSIVE = (("scheduler.warmup_ratio", "scheduler.warmup_steps"), ("scheduler.min_lr", "scheduler.min_lr_ratio"))
 _RIVALS = {a: b for pair in _EXCLUSIVE for a, b in (pair, pair[::-1])}
@@ -159,6 +162,8 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _leaves(value, f"{path}.")
         elif value is None and path in SECTIONS:
             continue  # a section left empty in YAML
+        elif path in SECTIONS:
+            raise ConfigError(f"expected a mapping, {_example(path, value)}; saw {value!r}", where=path)
         else:
             yield path, value
 
@@ -176,13 +181,32 @@ def _known() -> tuple[frozenset[str], frozenset[str]]:
 FIELDS, SECTIONS = _known()
 
 
+def _example(section: str, value: Any) -> str:
+    """How a value that stands alone is meant, as far as it can be told."""
+    fields = sorted(n.rpartition(".")[2] for n in FIELDS | set(MOVES) if n.rpartition(".")[0] == section)
+    known: Mapping[str, Any] = {"optimizer": get_args(OptimizerName), "scheduler": get_args(SchedulerName)}
+    if section not in known:
+        return f"for example {section}: {{{fields[0]}: …}}; its fields: {', '.join(fields)}"
+    near = difflib.get_close_matches(str(value), known[section], 1, _CLOSE)
+    return f"for example {section}: {{name: {near[0] if near else known[section][0]}}}"
+
+
 def _unknown(path: str) -> ConfigError:
     names = [*sorted(FIELDS | set(MOVES)), "preset"]
     section, _, last = path.rpartition(".")
     siblings = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == section}
-    near = difflib.get_close_matches(last, siblings, 1, 0.5)
-    nearest = siblings[near[0]] if near else next(iter(difflib.get_close_matches(path, names, 1, 0.3)), "")
-    return ConfigError("no such field", where=path, hint=f"did you mean {nearest}?" if nearest else "")
+    # The same field of another section, then its like in this one; of an unknown section the whole path's like.
+    same = [n for n in names if n.rpartition(".")[2] == last]
+    like = [siblings[n] for n in difflib.get_close_matches(last, siblings, 1, _CLOSE)]
+    alike = [] if section in SECTIONS else difflib.get_close_matches(path, names, 1, _CLOSE)
+    nearest = next(iter(difflib.get_close_matches(path, same, 1, 0) + like + alike), "")
+    valid = sorted(siblings) if section in SECTIONS else [*sorted(SECTIONS), "preset"]
+    return ConfigError("no such field", where=path, hint=guess(nearest, valid))
+
+
+def guess(nearest: str, valid: Sequence[str]) -> str:
+    """The hint after a name that is not known: the one that was meant, or all there are."""
+    return f"did you mean {nearest}?" if nearest else f"valid names: {', '.join(valid)}"
 
 
 def _spelling(target: str, value: Any) -> Any:
@@ -202,8 +226,8 @@ def _same(a: Any, b: Any) -> bool:
 
 def _apply_preset(preset: Any, fields: dict[str, Any], written: dict[str, str]) -> None:
     if preset not in PRESETS:
-        near = difflib.get_close_matches(str(preset), PRESETS, 1, 0.3)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(PRESETS)}"
+        near = difflib.get_close_matches(str(preset), PRESETS, 1, _CLOSE)
+        hint = guess(near[0] if near else "", list(PRESETS))
         raise ConfigError(f"no preset is called {preset!r}", where="preset", hint=hint)
     own_optimizer = "optimizer.name" in fields and fields["optimizer.name"] != PRESETS[preset]["optimizer.name"]
     for target, value in PRESETS[preset].items():
@@ -249,6 +273,14 @@ def _validate(fields: Mapping[str, Any], written: Mapping[str, str]) -> Config:
         first = error.errors()[0]
         path = ".".join(str(p) for p in first["loc"][:2])
         message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "literal_error" and isinstance(first["input"], str):
+            valid = re.findall(r"'([^']+)'", first["ctx"]["expected"])
+            near = difflib.get_close_matches(first["input"], valid, 1, _CLOSE)
+            raise ConfigError(
+                f"unknown value {first['input']!r}",
+                where=written.get(path, path),
+                hint=guess(near[0] if near else "", valid),
+            ) from error
         raise ConfigError(
             f"{message}, got {first['input']!r}" if "." in path else message, where=written.get(path, path)
         ) from error

@@ -17,6 +17,7 @@ LEAST_SPAN_DB = 20.0
 DOTS_UP_TO = 240
 NAMED_AT_MOST = 3
 LEAST_RUN, LEAST_NUMBERED_RUN = 44, 12  # user units; of numbered ones some go without their number
+BELOW = 14  # from a point down to the baseline of its name: clear of the line, which comes from above the lowest
 CHARACTER = 6.6  # mean width of a label's character, in user units
 
 
@@ -135,7 +136,7 @@ def _name(point: Point, row: Followed, scale: Scale) -> str:
     left = x - _extent(point, row, scale)[0] > 4
     kind = "name" if point.passed else "name bad"
     return (
-        f'<text class="{kind}" x="{x - 8 if left else x + 8:g}" y="{y + 4:g}" '
+        f'<text class="{kind}" x="{x - 8 if left else x + 8:g}" y="{y + BELOW:g}" '
         f'text-anchor="{"end" if left else "start"}">{escape(row.layer)}</text>'
     )
 

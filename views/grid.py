@@ -78,7 +78,12 @@ def verdict(record: LayerDiff) -> str:
 
 def heading(key: str) -> str:
     """The key of a measurement as a person reads it."""
-    return key.replace("sqnr_db", "SQNR dB").replace("_", " ")
+    return key.replace("sqnr_db", "SQNR dB").replace("samples_s", "samples/s").replace("_", " ")
+
+
+def count(number: int, noun: str) -> str:
+    """`1 stage`, `2 stages`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def records_view(records: Iterable[LayerDiff]) -> View:
@@ -135,7 +140,7 @@ def grid(views: Sequence[View], caption: str, *, stage: str = "", follow: bool =
     first = views[0]
     of = f' data-stage="{escape(stage)}"' if stage else ""
     shown, total = first.rows[:ROWS_AT_FIRST], len(first.rows)
-    count = "" if len(shown) == total else f"{len(shown)} of {total} rows"
+    cut = "" if len(shown) == total else f"{len(shown)} of {total} rows"
     data = [
         {"label": v.label, "heads": [c.label for c in v.columns], "kinds": [c.kind for c in v.columns], "rows": v.rows}
         for v in views
@@ -143,7 +148,7 @@ def grid(views: Sequence[View], caption: str, *, stage: str = "", follow: bool =
     return (
         f'<div class="grid{" follow" if follow else ""}"{of}>'
         f'<div class="tools"></div>{scrolling(table(View("", first.columns, shown), caption), caption)}'
-        f'<p class="count">{count}</p>'
+        f'<p class="count">{cut}</p>'
         f'<script type="application/json">{_embedded({"first": ROWS_AT_FIRST, "views": data})}</script></div>'
     )
 

@@ -17,6 +17,7 @@ from layerline.views.grid import (
     FAILED,
     Column,
     View,
+    count,
     decibels,
     figure,
     filled,
@@ -43,20 +44,21 @@ SUMMARY = (
 )
 
 
-def page(title: str, run: Run, reports: Mapping[str, Report]) -> str:
+def page(title: str, run: Run, reports: Mapping[str, Report], missing: Sequence[str] = ()) -> str:
     """The run as a self-contained page; the same input gives the same text.
 
     Args:
         title: the project's name.
         run: gives the stages and their order.
         reports: by stage; a stage without one is shown with what its record holds.
+        missing: stages that a failed run left without a result.
     """
     known = {r.stage: reports[r.stage] for r in run.records if r.stage in reports}
     style, script = (
         resources.files("layerline.views").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js")
     )
     body = [
-        _header(title, run, known),
+        _header(title, run, known, missing),
         _stages(run, known),
         _layers(known),
         *(_stage(i, record, known.get(record.stage)) for i, record in enumerate(run.records)),
@@ -80,14 +82,18 @@ def _policy(style: str, script: str) -> str:
     return "; ".join(["default-src 'none'", "base-uri 'none'", "form-action 'none'", *allowed])
 
 
-def _header(title: str, run: Run, reports: Mapping[str, Report]) -> str:
+def _header(title: str, run: Run, reports: Mapping[str, Report], missing: Sequence[str]) -> str:
     records = [record for report in reports.values() for record in report.records]
     facts = [
-        _count(len(run.records), "stage"),
+        count(len(run.records), "stage"),
         f"{sum(r.seconds for r in run.records):.1f} s of work",
-        _count(len(records), "comparison"),
+        count(len(records), "comparison"),
         f"{sum(not r.passed for r in records)} beyond tolerance",
     ]
+    if failing := sum(not gate.passed for report in reports.values() for gate in report.gates):
+        facts.append(f"{count(failing, 'gate')} failed")
+    if missing:
+        facts.append(f"without a result: {escape(', '.join(missing))}")
     return (
         f'<header><p class="lead">Layerline run <code>{escape(run.id)}</code></p>'
         f"<h1>{escape(title)} {_badge(run.passed)}</h1>"
@@ -213,7 +219,3 @@ def _folded(title: str, inner: str, count: int, *, unfolded: bool = False) -> st
 
 def _badge(passed: bool) -> str:
     return f'<span class="badge {"good" if passed else "bad"}">{outcome(passed)}</span>'
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -17,16 +19,16 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, changes, shown
-from layerline.pipeline.report import LayerDiff, Report
+from layerline.pipeline.report import Report
 from layerline.pipeline.runner import Outcome, Result
 from layerline.pipeline.stage import Stage
-from layerline.views import grid
-
-_MARKS = {"ran": "[green]✓[/]", "cached": "[dim]✓[/]", "failed": "[red]✗[/]", "blocked": "[yellow]–[/]"}
+from layerline.views import grid, layers
+from layerline.views.lines import stage_line
 
 
 def console() -> Console:
@@ -65,7 +67,7 @@ class Live:
         self._task: TaskID | None = None
 
     def say(self, text: str) -> None:
-        self._out.print(f"  [dim]{escape(text)}[/]")
+        _hanging(self._out, Text("  "), Text(text, "dim"))
 
     def started(self, stage: Stage, reason: str) -> None:
         if not self._out.is_terminal:
@@ -79,12 +81,12 @@ class Live:
 
     def progress(self, done: int, total: int, **fields: float | str) -> None:
         if self._bar is not None and self._task is not None:
-            figures = "  ".join(f"{k} {grid.figure(v)}" for k, v in fields.items())
+            figures = "  ".join(f"{grid.heading(k)} {grid.figure(v)}" for k, v in fields.items())
             self._bar.update(self._task, completed=done, total=total, figures=escape(figures))
 
     def finished(self, result: Result) -> None:
         self.close()
-        self._out.print(_stage_line(result, self._width))
+        self._out.print(stage_line(result, self._width, self._out.width), soft_wrap=True)
 
     def close(self) -> None:
         """Takes the bar away, also after an interrupt."""
@@ -93,22 +95,30 @@ class Live:
             self._bar = None
 
 
-def outcome(out: Console, done: Outcome, folder: str) -> None:
-    """What a run leaves to say: stages now out of date, and the next useful command."""
+def outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = ()) -> None:
+    """What a run leaves to say: stages now out of date, and the next useful command, if there is one.
+
+    Args:
+        out: where to.
+        done: the run.
+        where: ` -C DIR`, or nothing in the project's own folder.
+        sets: the overrides that the run was given; another run means the same only with them.
+    """
     for step in done.out_of_date:
-        out.print(f"[yellow]out of date[/] {step.stage.name} [dim]({escape(step.reason)})[/]")
+        out.print(f"[yellow]out of date[/] {step.stage.name} [dim]({escape(step.reason)})[/]", soft_wrap=True)
     failed = next((r for r in done.results if r.state == "failed"), None)
     if failed is not None:
-        hint = f"pipe diff {failed.name}" if failed.record else f"pipe run {failed.name}"
+        hint = f"pipe diff {failed.name}" if failed.record else ""
     elif done.out_of_date:
-        hint = "pipe run all"
+        hint = " ".join(["pipe run all", *(f"--set {shlex.quote(text)}" for text in sets)])
     else:
-        hint = "pipe report" if done.results[-1].state == "ran" else f"pipe diff {done.results[-1].name}"
-    out.print(f"[dim]next:[/] {hint}{folder}")
+        hint = "pipe report"
+    if hint:
+        out.print(f"[dim]next:[/] {escape(hint + where)}", soft_wrap=True)
 
 
-def status(out: Console, steps: Sequence[Step]) -> None:
-    """What is fresh, what would run, and why."""
+def status(out: Console, steps: Sequence[Step], states: Mapping[str, str]) -> None:
+    """What is fresh, what would or may run, and why; `states` by stage."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("stage", "state", "why", "digest", "made", "verdict"):
         table.add_column(heading, overflow="fold")
@@ -117,7 +127,7 @@ def status(out: Console, steps: Sequence[Step]) -> None:
         verdict = "" if not fresh or record is None else ("[green]passed[/]" if record.passed else "[red]failed[/]")
         table.add_row(
             step.stage.name,
-            "[green]fresh[/]" if fresh else "[yellow]would run[/]",
+            f"[{'green' if fresh else 'yellow'}]{states[step.stage.name]}[/]",
             "" if fresh else escape(step.reason),
             step.artifact.digest[:12] if step.artifact else "",
             record.created if fresh and record else "",
@@ -138,7 +148,9 @@ def explain(out: Console, step: Step, old: Mapping[str, str] | None, prints: Map
     for name in [*new, *(n for n in changed if n not in new)]:
         before, now = (old or {}).get(name), new.get(name)
         state = "new" if old is None else ("[yellow]changed[/]" if name in changed else "[dim]same[/]")
-        table.add_row(escape(name), state, escape(_short(before) if name in changed else ""), escape(_short(now)))
+        table.add_row(
+            escape(name), state, escape(layers.short(before) if name in changed else ""), escape(layers.short(now))
+        )
     out.print(table)
     for hook, seen in prints.items():
         reached = ", ".join(r for r in seen.reached if ":import " not in r) or "not defined in the task"
@@ -146,93 +158,61 @@ def explain(out: Console, step: Step, old: Mapping[str, str] | None, prints: Map
             f"[dim]{hook}() reaches[/] {escape(reached if not seen.whole else ', '.join([*seen.whole, *seen.reached]))}"
         )
     for note in step.notes:
-        out.print(f"[yellow]note[/] {escape(note)}")
+        _hanging(out, Text("note ", "yellow"), Text(note))
 
 
 def diff(out: Console, report: Report, top: int, other: Report | None, label: str) -> None:
     """The per-layer table, worst first; with another run's report, its SQNR beside."""
-    out.print(f"[bold]{report.stage}[/]  {escape(report.reference)} against {escape(report.candidate)}")
-    extras = _extra_columns(report.records)
-    then = {r.name: r for r in other.records} if other else {}
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    headings = [
-        "layer",
-        "value",
-        "op",
-        "shape",
-        "SQNR dB",
-        *([f"SQNR dB {label}"] if other else []),
-        "rel L2",
-        "max abs",
-        "cosine",
-    ]
-    for heading in [*headings, *extras, ""]:
-        table.add_column(heading, justify="left" if heading in ("layer", "value", "op", "shape", "") else "right")
-    for record in report.worst(top):
-        past = [grid.decibels(then[record.name].sqnr_db) if record.name in then else ""] if other else []
-        row = [
-            record.module,
-            record.name,
-            record.op,
-            "x".join(map(str, record.shape)),
-            grid.decibels(record.sqnr_db),
-            *past,
-        ]
-        row += [grid.error(record.rel_l2), grid.error(record.max_abs), grid.similarity(record.cosine)]
-        row += [_cell(name, record.extra.get(name)) for name in extras]
-        table.add_row(*map(escape, row), _verdict(record))
-    out.print(table)
+    sides = f"{report.reference} against {report.candidate}" if report.reference or report.candidate else ""
+    past = f"; then: run {label}" if other else ""
+    out.print(f"[bold]{report.stage}[/]  {escape(sides + past)}", soft_wrap=True)
+    records = report.worst(top)
+    then = {r.name: r for r in other.records} if other else None
+    found = layers.columns(records, then)
+    shown = layers.fitting(found, out.width)
+    for line in layers.lines(shown) if records else ():
+        out.print(line, soft_wrap=True)
+    if hidden := len(found) - len(shown):
+        out.print(f"[dim]{grid.count(hidden, 'column')} hidden; widen the terminal or use --json[/]")
     if len(report.records) > top:
         out.print(f"[dim]{top} of {len(report.records)} values; --top N shows more[/]")
     findings(out, report)
 
 
+def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A list of runs, newest first."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("run", "time", "verdict", "stages"):
+        table.add_column(heading, no_wrap=heading != "stages", overflow="fold")
+    for row in rows:
+        verdict = "[green]passed[/]" if row["passed"] else "[red]failed[/]"
+        table.add_row(row["id"], row["time"], verdict, escape(" ".join(row["stages"])))
+    out.print(table)
+
+
 def findings(out: Console, report: Report) -> None:
     """A report's gates, figures and notes."""
     for gate in report.gates:
-        mark = "[green]✓[/]" if gate.passed else "[red]✗[/]"
-        out.print(f"{mark} {escape(gate.name)}: {escape(gate.seen)}, expected {escape(gate.expected)}")
-    if report.metrics:
-        out.print("  ".join(f"[dim]{escape(k)}[/] {escape(grid.figure(v))}" for k, v in report.metrics.items()))
+        mark = Text("✓ ", "green") if gate.passed else Text("✗ ", "red")
+        _hanging(out, mark, Text(f"{gate.name}: {gate.seen}, expected {gate.expected}"))
+    for line in _filled([f"{grid.heading(k)} {grid.figure(v)}" for k, v in report.metrics.items()], out.width):
+        out.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
     for note in report.notes:
-        out.print(f"[yellow]note[/] {escape(note)}")
+        _hanging(out, Text("note ", "yellow"), Text(note))
 
 
-def _stage_line(result: Result, width: int) -> str:
-    parts = [f"{_MARKS[result.state]} {result.name:{width}}  {result.state:7}"]
-    worked = result.state == "ran" or (result.state == "failed" and result.seconds)
-    parts.append(f"{result.seconds:7.1f} s" if worked else " " * 9)
-    record = result.record
-    parts.append(record.digest[:12] if record else " " * 12)
-    if record and record.worst and record.worst.get("sqnr_db") is not None:
-        parts.append(f"worst {escape(str(record.worst['layer']))} {grid.decibels(float(record.worst['sqnr_db']))} dB")
-    if record:
-        parts += [f"{escape(k)} {escape(grid.figure(v))}" for k, v in list(record.metrics.items())[:3]]
-    if result.state != "cached" and result.reason:
-        parts.append(f"[dim]({escape(result.reason)})[/]")
-    return "  ".join(parts)
+def _filled(items: Sequence[str], width: int) -> list[str]:
+    """Lines of as many items as fit; none is broken in two."""
+    lines: list[str] = []
+    for item in items:
+        longer = f"{lines[-1]}  {item}" if lines else item
+        lines[-1:] = [longer] if cell_len(longer) <= width else [*lines[-1:], item]
+    return lines
 
 
-def _extra_columns(records: Sequence[LayerDiff]) -> list[str]:
-    return list(dict.fromkeys(name for r in records for name in r.extra))
-
-
-def _verdict(record: LayerDiff) -> str:
-    if record.one_sided:
-        return f"[red]{record.one_sided} NaN/Inf on one side[/]"
-    if not record.passed:
-        return "[red]beyond tolerance[/]"
-    return "[green]ok[/]" if record.tolerance is not None else ""
-
-
-def _cell(name: str, value: Any) -> str:
-    if name.endswith("_db") and value is not None:
-        return grid.decibels(float(value))
-    return _short(value) if isinstance(value, str) else grid.figure(value)
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    text = "" if value is None else str(value)
-    if len(text) == 64 and all(c in "0123456789abcdef" for c in text):
-        return text[:12]
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+def _hanging(out: Console, head: Text, body: Text) -> None:
+    """A paragraph whose further lines start where its first words do."""
+    indent = head.cell_len
+    for i, line in enumerate(body.wrap(out, max(out.width - indent, 20))):
+        line.rstrip()
+        out.print(Text.assemble(head if i == 0 else " " * indent, line), soft_wrap=True)

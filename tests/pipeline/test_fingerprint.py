@@ -325,6 +325,40 @@ def test_strings_that_name_no_data(text: str, tmp_path: Path) -> None:
     assert not prints(tmp_path, files)["model"].files
 
 
+def test_files_that_a_pattern_matches_count_when_they_come_and_go(tmp_path: Path) -> None:
+    files = {
+        "task.py": "import glob\n\ndef train_data(): return glob.glob('data/*.txt')\n\ndef metric(o, t): return 0\n",
+        "data/a.txt": "1",
+    }
+    assert changed(tmp_path / "new", files, files | {"data/b.txt": ""}) == {"train_data"}
+    assert changed(tmp_path / "gone", files | {"data/b.txt": ""}, files) == {"train_data"}
+    assert changed(tmp_path / "other", files, files | {"data/b.csv": ""}) == set()
+
+
+def test_more_files_than_are_read_count_by_name_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerline.pipeline.fingerprint._MATCHES", 2)
+    files = {"task.py": "def train_data(): return 'data/*.txt'\n"} | {f"data/{n}.txt": "1" for n in range(4)}
+    seen = prints(tmp_path / "0", files)["train_data"]
+    assert list(seen.files) == ["2 more files that data/*.txt matches", "data/0.txt", "data/1.txt"]
+    assert prints(tmp_path / "1", files | {"data/4.txt": "1"})["train_data"].digest != seen.digest
+    assert prints(tmp_path / "2", files | {"data/3.txt": "12"})["train_data"].digest != seen.digest
+
+
+def test_a_pattern_reaches_through_links_once(tmp_path: Path) -> None:
+    task = write(tmp_path / "project", {"task.py": "def train_data(): return 'data/**/*.txt'\n", "data/a.txt": "1"})
+    write(tmp_path / "disk", {"b.txt": "1"})
+    (tmp_path / "project/data/disk").symlink_to(tmp_path / "disk")
+    (tmp_path / "project/data/loop").symlink_to(tmp_path / "project/data")
+    seen = Reader(task, Hasher(tmp_path / "memo")).hook("train_data")
+    assert list(seen.files) == ["data/a.txt", "data/disk/b.txt"]
+
+
+def test_a_module_that_a_string_names_is_told(tmp_path: Path) -> None:
+    files = {"task.py": "import lib\n\ndef model(): return lib.locate('nets.build')\n", "nets.py": "build = 1\n"}
+    assert prints(tmp_path, files)["model"].whole == {"nets.py": "a string names it"}
+    assert list(prints(tmp_path, files | {"nets.py": "print 1"})["model"].files) == ["nets.py"]
+
+
 def test_a_package_of_the_project_that_is_installed_in_place_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,10 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from layerline.layers.calls import call
 from layerline.pipeline.errors import StageError, TaskError
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from layerline.stages.ema import Ema
+from layerline.stages.export import _golden
 from layerline.stages.train import Train
 from layerline.training import tensorfile
 
@@ -176,3 +178,47 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="does not fit forward"):
         Ema().run(_work(tmp_path, "ema", TASK + "\ndef example_inputs(): return {'idx': torch.ones(1)}",
                         checkpoint=checkpoint))  # fmt: skip
+
+
+def test_golden_inputs_are_those_before_an_in_place_forward(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch import nn
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+    def forward(self, x):
+        return x.mul_(2) * self.w
+def model(): return InPlace()
+def example_inputs(): return torch.tensor([[1.0, 2.0]])
+"""
+    work = _work(tmp_path, "ema", text, checkpoint=tmp_path)
+    tensorfile.save(tmp_path / "checkpoint.safetensors", {"w": torch.ones(2)})
+    Ema().run(work)
+    golden = load_file(work.out / "golden.safetensors")
+    assert golden["inputs/x"].tolist() == [[1.0, 2.0]] and golden["outputs/output"].tolist() == [[2.0, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("forward", "random"),
+    [("self.w * x + torch.rand_like(x)", True), ("nn.functional.dropout(self.w * x, 0.5, True)", True),
+     ("self.w * x + 1", False)],
+)  # fmt: skip
+def test_a_model_that_differs_from_itself_is_not_told_as_changed(forward: str, random: bool, tmp_path: Path) -> None:
+    """T11, at the golden answers."""
+    text = f"""
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8))
+    def forward(self, x): return {forward}
+def model(): return Net()
+"""
+    work = _work(tmp_path, "export", text, weights=tmp_path)
+    x = torch.arange(16.0).reshape(2, 8)
+    tensorfile.save(tmp_path / "golden.safetensors", {"inputs/x": x, "outputs/output": x})
+    (gate,) = _golden(work, call(work.task.call("model"), (x,), {}))
+    assert not gate.passed and gate.hint.startswith("non-deterministic op" if random else "was model() changed?")

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from layerline.pipeline.errors import StageError, TaskError
+from layerline.pipeline import project
+from layerline.pipeline.errors import ConfigError, StageError, TaskError, Unavailable
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
@@ -65,6 +66,11 @@ def loss(model, batch):
 """
 CONFIG: dict[str, Any] = {"epochs": 3, "batch_size": 4, "training": {"accumulate_steps": 4, "save_interval": 1,
                                                                       "log_interval": 1}}  # fmt: skip
+
+VALID = (
+    "epochs, steps, batch_size, seed, workers, device, "
+    "optimizer, scheduler, training, precision, gpu, distributed, preset"
+)
 
 
 class Quiet:
@@ -293,10 +299,17 @@ def test_both_shapes_and_the_defaults_have_one_form() -> None:
     [
         ({"optimizer": {"weigth_decay": 1}}, ("optimizer", "weigth_decay"), "did you mean optimizer.weight_decay"),
         ({"optimizer": {"lr": "fast"}}, ("optimizer", "lr"), "valid number"),
+        ({"optimizer": "adamw"}, ("optimizer",), "expected a mapping, for example optimizer: {name: adamw}"),
+        ({"optimizer": {"name": "adamwx"}}, ("optimizer", "name"), "unknown value 'adamwx'; did you mean adamw?"),
         ({"training": {"accumulate_steps": 2}, "gpu": {"gradient_accumulation_steps": 3}},
          ("gpu", "gradient_accumulation_steps"), "training.accumulate_steps"),
         ({"scheduler": {"name": "plateau"}}, ("training", "valid_interval"), "plateau follows validation"),
-        ({"epoch": 3}, ("epoch",), "Extra inputs"),
+        ({"epoch": 3}, ("epoch",), "unknown field; did you mean epochs?"),
+        ({"optimiser": {}}, ("optimiser",), "unknown field; did you mean optimizer?"),
+        ({"zzz": 3}, ("zzz",), f"unknown field; valid names: {VALID}"),
+        ({"seed": -1}, ("seed",), "greater than"),
+        ({"seed": 2**63}, ("seed",), "less than"),
+        ({"workers": -1}, ("workers",), "greater than"),
         ({"epochs": 0}, ("epochs",), "greater than"),
     ],
 )  # fmt: skip
@@ -305,6 +318,55 @@ def test_a_wrong_field_is_told_at_its_place(fields: dict[str, Any], place: tuple
         Train(**fields)
     (error,) = caught.value.errors()
     assert error["loc"] == place and message in error["msg"]
+
+
+def test_the_file_shows_a_wrong_field_once_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "pipe.yaml").write_text("train:\n  optimizer: {name: adamwx}\n")
+    with pytest.raises(ConfigError) as caught:
+        project.load(tmp_path)
+    assert caught.value.what == "train.optimizer.name: unknown value 'adamwx'"
+    assert caught.value.hint == "did you mean adamw?" and caught.value.where.startswith("pipe.yaml:2:")
+
+
+def test_a_device_that_is_not_there_is_the_machines_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(Unavailable, match="no CUDA device"):
+        Train(device="cuda").run(_work(tmp_path))
+
+
+@pytest.mark.parametrize("seed", [0, 2**32, 2**63 - 1])
+def test_any_seed_trains(seed: int, tmp_path: Path) -> None:
+    assert Train(steps=1, seed=seed).run(_work(tmp_path)).passed
+
+
+@pytest.mark.parametrize(
+    ("bad", "good", "seen"),
+    [
+        ("calls >= 1", False, "0 accepted, 4 rejected, the last 4 in a row"),
+        ("calls >= 3", False, "2 accepted, 2 rejected, the last 2 in a row"),
+        ("calls == 4", False, "3 accepted, 1 rejected, the last 1 in a row"),
+        ("calls == 2", True, "3 accepted, 1 rejected"),
+        ("calls < 1", True, "4 accepted, 0 rejected"),
+    ],
+)
+def test_a_run_must_end_in_accepted_steps(bad: str, good: bool, seen: str, tmp_path: Path) -> None:
+    text = f"""
+calls = 0
+def loss(model, batch):
+    global calls
+    calls += 1
+    return model(batch[0]).sum() * (float("nan") if {bad} else 1.0)
+"""
+    work = _work(tmp_path, TASK + text)
+    report = Train(steps=4, batch_size=4).run(work)
+    gate = next(g for g in report.gates if g.name == "steps accepted")
+    assert (gate.passed, gate.seen) == (good, seen) and report.passed == good
+    first = {"calls >= 1": 1, "calls >= 3": 3, "calls == 4": 4}.get(bad)
+    assert good or f"first rejected step is {first}:" in gate.hint
+    assert Report.from_json(report.to_json()).gates == report.gates
+    assert isinstance(work.log, Quiet)
+    said = [s for s in work.log.said if "rejected: loss or gradients" in s]
+    assert len(said) == (bad != "calls < 1") and set(said) <= set(report.notes)
 
 
 def test_configuring_imports_no_torch() -> None:

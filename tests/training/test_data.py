@@ -156,7 +156,7 @@ def test_the_wrong_thing_is_told(source: Any, message: str) -> None:
 
 
 def test_an_empty_iterable_ends_in_a_message() -> None:
-    with pytest.raises(TaskError, match="no batches"):
+    with pytest.raises(TaskError, match="no samples"):
         _take(Batches([], batch_size=2), 1)
 
 

@@ -80,7 +80,20 @@ def test_a_gradient_far_above_its_median_is_told_once() -> None:
         mo.step(model.weight.sum() * (1000.0 if i in (25, 26) else 1.0))
     assert [w for w in mo.warnings if "above 100 times its median" in w] == mo.warnings and len(mo.warnings) == 1
     mo.step(model.weight.sum() * 1000.0)
-    assert len(mo.warnings) == 2, "its cause was gone in between"
+    (told,) = mo.warnings
+    assert told.endswith("(2 times)"), "its cause was gone in between"
+
+
+def test_each_kind_is_said_once_a_run_and_counted() -> None:
+    _, mo = _scalar()
+    monitor, said = mo.lanes[""].monitor, []
+    monitor.speak = said.append
+    for i in range(47):
+        monitor._when("clip", True, f"{i}% of the steps were clipped")
+        monitor._when("clip", False, "")
+    monitor.warn("other", "something else")
+    assert said == ["0% of the steps were clipped", "something else"]
+    assert mo.warnings == ["0% of the steps were clipped (47 times)", "something else"]
 
 
 def test_a_gradient_that_stays_tiny_is_told() -> None:
@@ -117,6 +130,14 @@ def test_waiting_for_data_is_told(tmp_path: Path) -> None:
         mo.step(model.weight.sum() * x)
     assert float(_rows(mo, tmp_path / "m.csv")[0]["wait_rate"]) > 0.3
     assert any("waiting for data" in w for w in mo.warnings)
+
+
+def test_data_in_memory_is_never_told_to_load_faster(tmp_path: Path) -> None:
+    model, mo = _scalar(training={"log_interval": 1})
+    monitor = mo.lanes[""].monitor
+    monitor.loads, monitor.waited = False, 1e6
+    mo.step(model.weight.sum())
+    assert float(_rows(mo, tmp_path / "m.csv")[0]["wait_rate"]) > 0.3 and mo.warnings == []
 
 
 def test_validation_shows_the_deploy_gap(tmp_path: Path) -> None:

@@ -135,6 +135,33 @@ def test_an_unknown_field_names_the_nearest(written: dict[str, Any], field: str,
 
 
 @pytest.mark.parametrize(
+    ("written", "field", "what", "hint"),
+    [
+        ({"optimizer": "adamw"}, "optimizer", "expected a mapping, for example optimizer: {name: adamw}", ""),
+        ({"optimizer": "adamv"}, "optimizer", "for example optimizer: {name: adam}; saw 'adamv'", ""),
+        ({"scheduler": "cosin"}, "scheduler", "for example scheduler: {name: cosine}", ""),
+        ({"scheduler": 3}, "scheduler", "for example scheduler: {name: constant}", ""),
+        ({"clip": 1.0}, "clip", "for example clip: {max_norm: …}", ""),
+        ({"optimizer": {"name": "adamv"}}, "optimizer.name", "unknown value 'adamv'", "did you mean adam?"),
+        ({"scheduler": {"name": "zzz"}}, "scheduler.name", "unknown value 'zzz'", "valid names: constant, cosine"),
+        ({"training": {"mixed_precision": "fp61"}}, "training.mixed_precision", "unknown value", "did you mean fp16?"),
+        ({"optimizer": {"zzz": 1}}, "optimizer.zzz", "no such field", "valid names: alpha, base_batch_size"),
+        ({"optimizer": {"ema_decay": 1}}, "optimizer.ema_decay", "no such field", "did you mean training.ema_decay?"),
+        ({"zzz": {"a": 1}}, "zzz.a", "no such field", "valid names: accumulate"),
+        ({"preset": "zzz"}, "preset", "no preset", "valid names: vision"),
+    ],
+)
+def test_a_wrong_name_or_shape_is_told_with_what_is_right(
+    written: dict[str, Any], field: str, what: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        shapes.load(written)
+    error = caught.value
+    assert error.where == field and what in error.what and hint in error.hint
+    assert "?," not in str(error) and ("did you mean" in error.hint) == hint.startswith("did")
+
+
+@pytest.mark.parametrize(
     ("written", "field"),
     [
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr"),

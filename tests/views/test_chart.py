@@ -88,3 +88,11 @@ def test_a_long_network_has_a_line_and_no_dots() -> None:
     svg = draw(many("s", 2000, 30.0))
     assert paths(svg, "dots") == [""]
     assert len(ElementTree.tostring(svg)) < 60_000
+
+
+def test_the_name_of_the_lowest_layer_is_below_the_line() -> None:
+    svg = draw(Report(stage="s", records=values(40)))
+    name = next(e for e in svg.iter("text") if e.get("class") == "name")
+    line = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", paths(svg, "line")[0])]
+    height = 11  # of its letters, in user units
+    assert float(name.get("y", "")) - height > max(line)

@@ -225,3 +225,14 @@ def test_in_a_browser_a_link_opens_a_layer(tmp_path: Path) -> None:
     assert 'aria-expanded="true"' in follow and 'aria-sort="none"' in follow
     assert re.search(rf"1 of {len({m or n for n, m, _ in LAYERS}) + 60} rows match", follow)
     assert "25 of 60 rows" in dom
+
+
+def test_a_failed_run_says_which_gates_failed_and_what_it_left_undone() -> None:
+    reports = sample_reports()
+    del reports["engine"]
+    text = page("net", run_of(reports), reports, ["engine"])
+    head = text[text.index("<header>") : text.index("</header>")]
+    assert "1 gate failed" in head and "without a result: engine" in head
+    passed = {"export": reports["export"]}
+    text = page("net", run_of(passed), passed)
+    assert "failed" not in text[text.index("<header>") : text.index("</header>")]

@@ -1,0 +1,70 @@
+"""Which files of the project a string with wildcards matches, as glob and pathlib would, bounded to the project."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from layerline.pipeline.imports import is_foreign_folder
+
+_KEPT_BY_TOOLS = frozenset({".git", ".layerline"})
+
+
+def has_wildcard(text: str) -> bool:
+    """Whether a string may be a pattern."""
+    return any(sign in text for sign in "*?[")
+
+
+def matches(folder: Path, parts: Sequence[str], project: Path) -> Iterator[Path]:
+    """Files and folders below `folder` that the parts of a pattern match, in a fixed order; "**" is any depth.
+
+    Nothing outside `project` is matched, nor what git, Layerline or an environment keeps there.
+    """
+    if not folder.is_relative_to(project):
+        return
+    if not parts:
+        yield folder
+        return
+    head, rest = parts[0], parts[1:]
+    if head == "**":
+        yield from matches(folder, rest or ["*"], project)
+        for path in _inside(folder):
+            if _is_folder(path) and not (path.is_symlink() and folder.resolve().is_relative_to(path.resolve())):
+                yield from matches(path, parts, project)
+    elif has_wildcard(head):
+        for path in _inside(folder):
+            if fnmatchcase(path.name, head) and (not rest or _is_folder(path)):
+                yield from matches(path, rest, project)
+    else:
+        path = Path(os.path.normpath(folder / head))
+        if _is_there(path) and path.name not in _KEPT_BY_TOOLS:
+            yield from matches(path, rest, project)
+
+
+def size_and_time(path: Path) -> tuple[int, int]:
+    """In bytes and nanoseconds; zeros for a link that leads nowhere."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_size, found.st_mtime_ns
+    return 0, 0
+
+
+def _is_there(path: Path) -> bool:
+    with suppress(OSError):  # the name is too long, or not ours to read
+        return path.exists()
+    return False
+
+
+def _is_folder(path: Path) -> bool:
+    with suppress(OSError):
+        return path.is_dir()
+    return False
+
+
+def _inside(folder: Path) -> list[Path]:
+    with suppress(OSError):  # not ours to read
+        return [p for p in sorted(folder.iterdir()) if p.name not in _KEPT_BY_TOOLS and not is_foreign_folder(p)]
+    return []

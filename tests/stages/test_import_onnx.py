@@ -1,0 +1,597 @@
+"""import-onnx: whatever people bring is read, named, raised and proved, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from layerline.backends import large
+from layerline.graph import io
+from layerline.layers import parts, probes
+from layerline.layers.identity import modules
+from layerline.layers.signature import Dim, Signature
+from layerline.pipeline.errors import ConfigError, StageError
+from layerline.stages.import_onnx import ImportOnnx
+from tests.stages.foreign import conv, imported, model, project, same
+
+RNG = np.random.default_rng(7)
+
+
+def _floats(*shape: int) -> Any:
+    return RNG.standard_normal(shape).astype("f")
+
+
+# Opsets and format versions (T12)
+
+
+@pytest.mark.parametrize("opset", [11, 12, 13, 17, 20, 21])
+def test_old_opsets_are_raised_and_newer_ones_stay(opset: int, tmp_path: Path) -> None:
+    given = conv(opset)
+    report, out = imported(tmp_path, given)
+    assert report.passed and report.metrics["opset_before"] == opset and report.metrics["opset"] == max(opset, 20)
+    made = io.load(out / io.FILE)
+    assert made.ir_version == 10
+    onnx.checker.check_model(made, full_check=True)
+    for n in (1, 2, 5):
+        same(given, out, {"x": _floats(n, 3, 8, 8)})
+    assert {"c", "r", "p", "f", "y"} <= {r.name for r in report.records}, "the file's own names"
+
+
+def test_the_opset_may_be_lower_and_an_ancient_one_is_refused(tmp_path: Path) -> None:
+    report, _ = imported(tmp_path / "a", conv(), opset=13)
+    assert report.metrics["opset"] == 13
+    with pytest.raises(StageError, match="opset 10; 11 is the oldest"):
+        imported(tmp_path / "b", conv(10))
+
+
+@pytest.mark.parametrize("version", [3, 4, 8, 13, 99])
+def test_any_format_version_becomes_one_that_runtimes_read(version: int, tmp_path: Path) -> None:
+    given = conv(17)
+    if version == 3:  # then every initializer had to be an input too
+        given.graph.input.extend(helper.make_tensor_value_info(t.name, 1, t.dims) for t in given.graph.initializer)
+    given.ir_version = version
+    report, out = imported(tmp_path, given)
+    assert io.load(out / io.FILE).ir_version == 10
+    assert any(f"ir_version {version} became 10" in n for n in report.notes) == (version > 10)
+
+
+def test_an_opset_from_the_future_is_told_with_both_numbers(tmp_path: Path) -> None:
+    given = conv(17)
+    given.opset_import[0].version = 999
+    with pytest.raises(StageError, match=rf"opset 999; .*up to {onnx.defs.onnx_opset_version()}"):
+        imported(tmp_path, given)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_softmax_means_what_it_meant(axis: int, tmp_path: Path) -> None:
+    """Until opset 12 it flattened what follows its axis."""
+    given = model(
+        f"""<ir_version: 7, opset_import: ["" : 12]>
+        g (float[n,4,5] x) => (float[n,4,5] y) {{ s = Softmax <axis = {axis}> (x)
+        y = Exp (s) }}"""
+    )
+    report, out = imported(tmp_path, given)
+    assert report.passed
+    same(given, out, {"x": _floats(3, 4, 5)})
+
+
+# Weights (T22, T41)
+
+
+def test_weights_as_constant_nodes_stay_and_count(tmp_path: Path) -> None:
+    given = conv()
+    constants = [helper.make_node("Constant", [], [t.name], value=t) for t in given.graph.initializer]
+    nodes = [*constants, *given.graph.node]
+    del given.graph.initializer[:], given.graph.node[:]
+    given.graph.node.extend(nodes)
+    report, out = imported(tmp_path, given)
+    assert report.passed and {t.name for t in io.tensors(io.load(out / io.FILE))} >= {"w", "b"}
+
+
+def test_initializers_that_are_inputs_are_no_inputs(tmp_path: Path) -> None:
+    given = conv()
+    given.graph.input.extend(helper.make_tensor_value_info(t.name, 1, t.dims) for t in given.graph.initializer)
+    report, out = imported(tmp_path, given)
+    assert [i.name for i in io.load(out / io.FILE).graph.input] == ["x"]
+    assert [v.name for v in Signature.load(out).inputs] == ["x"]
+    assert any("2 initializers were also inputs" in n for n in report.notes)
+
+
+@pytest.mark.parametrize("location", ["model.data", "deep/inside/weights.bin"])
+def test_external_data_is_found_where_the_file_says(location: str, tmp_path: Path) -> None:
+    (tmp_path / location).parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(conv(), str(tmp_path / "model.onnx"), save_as_external_data=True, location=location, size_threshold=0)
+    with pytest.raises(ConfigError, match="no part of the key") as error:
+        imported_in_place(tmp_path)
+    assert location in error.value.hint
+    report, out = imported_in_place(tmp_path, external=(location,))
+    assert report.passed and sorted(p.name for p in out.iterdir()) == [
+        "model.onnx", "probes.safetensors", "signature.json"
+    ]  # fmt: skip
+    assert ImportOnnx(file="model.onnx", external=(location,)).files() == ("model.onnx", location)
+
+
+def imported_in_place(root: Path, **config: Any) -> Any:
+    for folder in ("out", "scratch"):
+        if (root / folder).exists():
+            (root / folder).rmdir()
+    return imported(root, None, **config)
+
+
+@pytest.mark.parametrize(
+    ("location", "said"),
+    [("../w.bin", "outside the model's folder"), ("/w.bin", "outside the model's folder"), ("w.bin", "not beside")],
+)
+def test_external_data_elsewhere_is_refused_with_the_tensors_name(location: str, said: str, tmp_path: Path) -> None:
+    given = conv()
+    tensor = given.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=location)
+    with pytest.raises(StageError, match=said) as error:
+        imported(tmp_path, given)
+    assert "'w'" in error.value.what
+
+
+def test_models_past_one_message_are_raised_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large, "MESSAGE", 16)
+    monkeypatch.setattr(large, "LEAST", 16)
+    monkeypatch.setitem(io.save.__kwdefaults__, "external_over", 16)
+    given = model(
+        """<ir_version: 7, opset_import: ["" : 12]> g (float[n,64] x) => (float[n,64] y)
+        { h = MatMul (x, w)
+          y = Softmax (h) }""",
+        w=_floats(64, 64),
+    )
+    report, out = imported(tmp_path, given)
+    assert report.passed and (out / "model.onnx.data").stat().st_size >= 64 * 64 * 4
+    same(given, out, {"x": _floats(3, 64)})
+
+
+# Control flow and functions (T10, T20)
+
+SQUEEZE = """
+<ir_version: 7, opset_import: ["" : {opset}]>
+g (float[2,c,3] x) => (float y)
+{{
+  s = Shape (x)
+  i = Constant <value = int64 {{1}}> ()
+  d = Gather (s, i)
+  q = Equal (d, i)
+  y = If (q) <then_branch = t () => (ty) {{ ty = Squeeze {squeeze} }},
+              else_branch = e () => (ey) {{ ey = Identity (x) }}>
+}}
+"""
+
+
+@pytest.mark.parametrize(("opset", "squeeze"), [(11, "<axes = [1]> (x)"), (13, "(x, axes)"), (17, "(x, axes)")])
+@pytest.mark.parametrize("shaped", [True, False])
+def test_a_squeeze_in_a_branch_keeps_its_axes(opset: int, squeeze: str, shaped: bool, tmp_path: Path) -> None:
+    axes = {"axes": np.array([1])} if opset > 11 else {}
+    given = model(SQUEEZE.format(opset=opset, squeeze=squeeze), **axes)
+    kind = given.graph.output[0].type.tensor_type
+    kind.ClearField("shape")
+    if shaped:
+        kind.shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in range(3))
+    report, out = imported(tmp_path / "found", given)
+    assert report.passed
+    if shaped:
+        onnx.checker.check_model(io.load(out / io.FILE), full_check=True)
+    else:
+        assert any("no one rank" in n for n in report.notes)
+    for channels in (1, 2):
+        same(given, out, {"x": _floats(2, channels, 3)})
+    _, out = imported(tmp_path / "declared", given, dims={"c": {"min": 1, "max": 2}})
+    assert {f["x"].shape[1] for f in probes.load(out)} == {1, 2}, "both branches are probed"
+
+
+def test_a_weight_that_branches_share_stays_one(tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 7, opset_import: ["" : 11]>
+        g (float[n,4] x, bool c, int64[k] ids) => (float[n,4] y, float[k,4] z)
+        {
+          y = If (c) <then_branch = t () => (float[n,4] ty) { a = MatMul (x, w)
+                                               ty = Add (a, one) },
+                      else_branch = e () => (float[n,4] ey) { m = MatMul (x, w)
+                                               ey = Mul (m, two) }>
+          z = Gather (w, ids)
+        }""",
+        w=_floats(4, 4), one=np.float32(1), two=np.float32(2),
+    )  # fmt: skip
+    report, out = imported(tmp_path, given)
+    made = io.load(out / io.FILE)
+    assert report.passed and [t.name for t in io.tensors(made)].count("w") == 1
+    for c in (True, False):
+        same(given, out, {"x": _floats(3, 4), "c": np.array(c), "ids": np.array([0, 3, 1])})
+    names = [n.name for g in io.graphs(made) for n in g.node]
+    assert len(set(names)) == len(names) and "" not in names
+    ids = next(v for v in Signature.load(out).inputs if v.name == "ids")
+    assert (ids.low, ids.high) == (0, 3), "rows of the table that they pick from"
+
+
+def test_a_loop_with_outer_weights(tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 7, opset_import: ["" : 11]>
+        g (float[2] x, int64 n) => (float[2] y, float[k,2] s)
+        {
+          t = Constant <value = bool {1}> ()
+          y, s = Loop (n, t, x) <body = b (int64 i, bool ci, float[2] st) => (bool co, float[2] so, float[2] sc)
+            { co = Identity (ci)
+              so = Add (st, w)
+              u = Unsqueeze <axes = [0]> (so)
+              sc = Squeeze <axes = [0]> (u) }>
+        }""",
+        w=np.array([1, 2], "f"),
+    )
+    report, out = imported(tmp_path, given)
+    assert report.passed
+    for n in (0, 1, 4):
+        same(given, out, {"x": np.zeros(2, "f"), "n": np.array(n)})
+
+
+@pytest.mark.parametrize("inner", [13, 18])
+def test_functions_are_inlined(inner: int, tmp_path: Path) -> None:
+    given = model(
+        f"""<ir_version: 8, opset_import: ["" : {inner}, "mine" : 1]>
+        g (float[n,4] x) => (float[n,4] y) {{ h = mine.twice (x)
+          y = mine.twice (h) }}
+        <domain: "mine", opset_import: ["" : {inner}]>
+        twice (a) => (b) {{ k = Constant <value = float {{2.0}}> ()
+          t = Mul (a, k)
+          b = Softmax <axis = 1> (t) }}"""
+    )
+    report, out = imported(tmp_path, given)
+    made = io.load(out / io.FILE)
+    assert report.passed and not made.functions and any("inlined" in n for n in report.notes)
+    same(given, out, {"x": _floats(3, 4)})
+
+
+def test_operators_of_another_domain_stay(tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 7, opset_import: ["" : 12, "com.microsoft" : 1]>
+        g (float[n,4] x) => (float[n,4] y) { h = com.microsoft.Gelu (x)
+          y = Relu (h) }"""
+    )
+    report, _ = imported(tmp_path, given)
+    assert report.passed
+
+
+# Names
+
+
+def test_names_become_module_paths(tmp_path: Path) -> None:
+    given = conv()
+    for node, name in zip(given.graph.node, ["/a/a.0/conv/Conv", "/a/a.0/Relu_1", "pool@0", "", "pool@0"], strict=True):
+        node.name = name
+    report, out = imported(tmp_path, given)
+    found = modules(io.load(out / io.FILE))
+    assert (found["c"], found["r"], found["p"]) == ("a.0.conv", "a.0", "pool@0")
+    assert found["f"] == "Flatten_f" and found["y"].startswith("Softmax_"), "no name, and one that is taken"
+    assert {r.name: r.module for r in report.records}["c"] == "a.0.conv"
+    assert any("2 nodes had no name of their own" in n for n in report.notes)
+
+
+def test_the_same_file_gives_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (imported(tmp_path / name, conv())[1] for name in "ab")
+    for name in ("model.onnx", "signature.json", "probes.safetensors"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+# Sizes
+
+OPEN = """<ir_version: 8, opset_import: ["" : 17]>
+g (float{shape} x) => (float[?,?,?,?] y) {{ y = Conv <pads = [1,1,1,1]> (x, w) }}"""
+
+
+@pytest.mark.parametrize("nameless", ["?", "-1", "0", ""])
+def test_sizes_without_a_name_get_one_each(nameless: str, tmp_path: Path) -> None:
+    given = model(OPEN.format(shape="[n,3,h,v]"), w=_floats(2, 3, 3, 3))
+    for axis in (0, 2, 3):
+        dim = given.graph.input[0].type.tensor_type.shape.dim[axis]
+        dim.Clear()
+        if nameless in ("-1", "0"):
+            dim.dim_value = int(nameless)
+        elif nameless:
+            dim.dim_param = nameless
+    report, out = imported(tmp_path, given)
+    signature = Signature.load(out)
+    assert signature.inputs[0].shape == ("x_dim0", 3, "x_dim2", "x_dim3")
+    assert signature.outputs[0].shape == ("x_dim0", 2, "x_dim2", "x_dim3"), "which sizes follow which was seen"
+    assert signature.dims["x_dim0"] == Dim(min=1, max=8) and signature.dims["x_dim2"] == Dim(min=32, max=128)
+    assert [row["told by"] for row in report.tables["dimensions"]] == ["trial"] * 3
+    assert any("x_dim0 1 to 8" in n and "`dims`" in n for n in report.notes)
+
+
+def test_dims_fix_rename_tie_and_bound(tmp_path: Path) -> None:
+    given = model(OPEN.format(shape="[n,3,h,v]"), w=_floats(2, 3, 3, 3))
+    dims = {"n": {"name": "batch", "max": 5}, "h": 16, "v": {"min": 8, "max": 24, "multiple": 8}}
+    _, out = imported(tmp_path, given, dims=dims)
+    signature = Signature.load(out)
+    assert signature.inputs[0].shape == ("batch", 3, 16, "v")
+    assert signature.dims == {"batch": Dim(min=1, max=5), "v": Dim(min=8, max=24, multiple=8)}
+    shapes = {f["x"].shape for f in probes.load(out)}
+    assert (
+        {s[0] for s in shapes} >= {1, 2, 5} and {s[3] for s in shapes} == {8, 16, 24} and {s[2] for s in shapes} == {16}
+    )
+    onnx.checker.check_model(io.load(out / io.FILE), full_check=True)
+
+
+@pytest.mark.parametrize(
+    ("dims", "said"),
+    [
+        ({"height": 4}, "there is no dimension 'height'"),
+        ({"n": {"min": 4, "max": 2}}, "max 2 is below min 4"),
+        ({"n": {"name": "s", "max": 4}, "h": {"name": "s", "max": 8}}, "other bounds"),
+    ],
+)
+def test_wrong_dims_are_told(dims: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, ValueError), match=said):
+        imported(tmp_path, model(OPEN.format(shape="[n,3,h,v]"), w=_floats(2, 3, 3, 3)), dims=dims)
+
+
+ADD = """<ir_version: 8, opset_import: ["" : 17]>
+g (float[a,2] x, float[2,b] z) => (float[a,2] y) { t = Transpose (z)
+  y = Add (x, t) }"""
+
+
+def test_sizes_that_move_together_are_found_out(tmp_path: Path) -> None:
+    given = model(ADD.replace("Add", "Sub"))
+    given.graph.node[1].op_type = "Concat"
+    given.graph.node[1].attribute.append(helper.make_attribute("axis", 1))
+    report, out = imported(tmp_path, given)
+    signature = Signature.load(out)
+    assert [v.shape for v in signature.inputs] == [("a", 2), (2, "a")] and list(signature.dims) == ["a"]
+    assert any("b is always the size of a" in n for n in report.notes)
+
+
+def test_a_declared_size_that_the_model_refuses_is_an_error(tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[n,h] x) => (float[n,2,k] y) { y = Reshape (x, s) }""",
+        s=np.array([0, 2, -1]),
+    )
+    _, out = imported(tmp_path / "found", given)
+    assert Signature.load(out).dims["h"].multiple == 2, "the step was found out"
+    with pytest.raises(ConfigError, match="h is declared to take 7, the model takes multiples of 2"):
+        imported(tmp_path / "odd", given, dims={"h": {"min": 7, "max": 9}})
+    one = model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[n,h] x) => (float[n,4] y) { y = MatMul (x, w) }""",
+        w=_floats(48, 4),
+    )
+    with pytest.raises(ConfigError, match="h takes 49 by declaration, but not in the model"):
+        imported(tmp_path / "one", one, dims={"h": {"min": 48, "max": 64}})
+
+
+def test_a_size_that_nothing_else_fits_is_fixed(tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[n,h] x) => (float[n,4] y) { y = MatMul (x, w) }""",
+        w=_floats(48, 4),
+    )
+    report, out = imported(tmp_path, given)
+    assert Signature.load(out).inputs[0].shape == ("n", 48)
+    assert any("h is fixed at 48" in n for n in report.notes)
+
+
+def test_sizes_at_which_something_runs_empty_are_no_sizes(tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[1,1,h] x) => (float[1,1,k] y) { y = MaxPool <kernel_shape = [9]> (x) }"""
+    )
+    _, out = imported(tmp_path, given, {"x": _floats(4, 1, 12)})
+    assert all(f["x"].shape[2] >= 9 for f in probes.load(out)) and Signature.load(out).dims["h"].min >= 9
+
+
+def test_a_model_that_runs_on_nothing_tried_says_what_to_give(tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[n,h] x) => (float[n,4] y) { y = MatMul (x, w) }""",
+        w=_floats(977, 4),
+    )
+    with pytest.raises(StageError, match="no inputs were found that the model runs on") as error:
+        imported(tmp_path / "a", given)
+    assert "dims" in error.value.hint and "samples" in error.value.hint
+    _, out = imported(tmp_path / "b", given, dims={"h": 977})
+    assert Signature.load(out).inputs[0].shape == ("n", 977)
+
+
+# What inputs hold
+
+
+def test_integers_of_which_nothing_is_known_go_below_zero(tmp_path: Path) -> None:
+    given = model("""<ir_version: 8, opset_import: ["" : 17]> g (int64[n] x) => (int64[n] y) { y = Abs (x) }""")
+    report, out = imported(tmp_path, given)
+    fed = np.concatenate([f["x"] for f in probes.load(out)])
+    assert fed.min() == -8 and fed.max() == 8 and Signature.load(out).inputs[0].low is None
+    assert "nothing tells their range" in str(report.tables["inputs"][0]["fed with"])
+
+
+def test_integers_that_must_not_be_negative_are_not(tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (int64[1] n) => (float[k] y) { y = ConstantOfShape (n) }"""
+    )
+    _, out = imported(tmp_path, given)
+    assert all(f["n"].min() >= 0 for f in probes.load(out))
+
+
+def test_a_declared_range_is_kept_to(tmp_path: Path) -> None:
+    given = model("""<ir_version: 8, opset_import: ["" : 17]> g (int32[n] x) => (int32[n] y) { y = Neg (x) }""")
+    _, out = imported(tmp_path / "a", given, ranges={"x": {"low": 3, "high": 5}})
+    fed = np.concatenate([f["x"] for f in probes.load(out)])
+    assert set(fed.tolist()) == {3, 4, 5}
+    assert (Signature.load(out).inputs[0].low, Signature.load(out).inputs[0].high) == (3, 5)
+    for ranges, said in (
+        ({"z": {"low": 0, "high": 1}}, "no integer input 'z'"),
+        ({"x": {"low": 2, "high": 1}}, "above"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            imported(tmp_path / str(len(said)), given, ranges=ranges)
+
+
+@pytest.mark.parametrize("number", [16000, 3, -2])
+def test_numbers_that_lead_into_another_branch_are_fed(number: int, tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x, int64 rate) => (float[n,4] y)
+        { q = Equal (rate, k)
+          y = If (q) <then_branch = t () => (ty) { ty = Exp (x) }, else_branch = e () => (ey) { ey = Neg (x) }> }""",
+        k=np.array(number),
+    )
+    _, out = imported(tmp_path, given)
+    fed = [int(f["rate"]) for f in probes.load(out)]
+    assert number in fed and any(f != number for f in fed)
+
+
+@pytest.mark.parametrize("dtype", ["float", "float16", "double", "bool", "uint8", "int32"])
+def test_every_type_is_fed(dtype: str, tmp_path: Path) -> None:
+    given = model(
+        f"""<ir_version: 8, opset_import: ["" : 17]> g ({dtype}[n,3] x) => ({dtype}[n,3] y) {{ y = Identity (x) }}"""
+    )
+    report, out = imported(tmp_path, given)
+    assert report.passed and len(probes.load(out)) >= 3
+
+
+def test_text_and_unknown_ranks_are_refused_by_name(tmp_path: Path) -> None:
+    text = model("""<ir_version: 8, opset_import: ["" : 17]> g (string[n] x) => (string[n] y) { y = Identity (x) }""")
+    with pytest.raises(StageError, match="the input is text") as error:
+        imported(tmp_path / "a", text)
+    assert error.value.where == "x"
+    unknown = conv(17)
+    unknown.graph.input[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(StageError, match="how many axes"):
+        imported(tmp_path / "b", unknown)
+    _, out = imported(tmp_path / "c", unknown, {"x": _floats(6, 3, 8, 8)})
+    assert Signature.load(out).inputs[0].shape == ("x_dim0", 3, "x_dim2", "x_dim3")
+
+
+# Samples
+
+
+def test_samples_are_the_probes(tmp_path: Path) -> None:
+    x = _floats(20, 3, 8, 8)
+    report, out = imported(tmp_path, conv(), {"x": x, "label": np.arange(20)})
+    feeds = probes.load(out)
+    np.testing.assert_array_equal(feeds[0]["x"], x[:2])
+    np.testing.assert_array_equal(feeds[1]["x"], x[2:6])
+    assert {len(f["x"]) for f in feeds} == {1, 2, 3, 4, 8} and report.tables["inputs"][0]["fed with"] == "20 samples"
+
+
+def test_samples_of_a_fixed_batch_and_whole_inputs(tmp_path: Path) -> None:
+    fixed = conv()
+    fixed.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 3
+    _, out = imported(tmp_path / "fixed", fixed, {"x": _floats(10, 3, 8, 8)})
+    assert {f["x"].shape for f in probes.load(out)} == {(3, 3, 8, 8)}
+    state = model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x, float[2,n,4] h, int64 r) => (float[2,n,4] y)
+        { c = Cast <to = 1> (r)
+          m = Mul (h, c)
+          y = Add (x, m) }"""
+    )
+    h = _floats(5, 2, 1, 4)
+    _, out = imported(tmp_path / "whole", state, {"x": _floats(5, 4), "h": h, "r": np.full(5, 16)})
+    feeds = probes.load(out)
+    np.testing.assert_array_equal(feeds[0]["h"], h[0])
+    assert feeds[0]["x"].shape == (1, 4) and feeds[0]["r"].shape == ()
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        ({"y": np.zeros((4, 3, 8, 8), "f")}, "there is no input 'y'"),
+        ({"label": np.zeros(4)}, "there is no array 'x'"),
+        ({"x": np.zeros((4, 3, 8, 9), "f")}, r"the shape \(4, 3, 8, 9\), the model takes \(n, 3, 8, 8\)"),
+        ({"x": np.zeros((4, 8), "f")}, "the model takes"),
+        ({"x": np.zeros((4, 3, 8, 8), "c8")}, "holds complex64, the model takes float32"),
+        ({"x": np.zeros((0, 3, 8, 8), "f")}, "equally many samples"),
+    ],
+)
+def test_samples_that_do_not_fit_are_told(samples: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        imported(tmp_path, conv(), samples)
+
+
+def test_samples_may_hold_no_objects(tmp_path: Path) -> None:
+    project(tmp_path, conv())
+    np.savez(tmp_path / "samples.npz", x=np.array([{}], dtype=object))
+    with pytest.raises(ConfigError, match="plain arrays"):
+        imported(tmp_path, None, data="samples.npz")
+    np.save((tmp_path / "samples.npz").open("wb"), np.zeros(3))
+    with pytest.raises(ConfigError, match="a single array"):
+        imported_in_place(tmp_path, data="samples.npz")
+
+
+# The comparison
+
+
+def test_a_wrong_conversion_fails_and_names_the_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerline.graph import adopt
+
+    real = adopt.raise_opset
+
+    def wrong(given: onnx.ModelProto, to: int) -> onnx.ModelProto:
+        out = real(given, to)
+        out.graph.node[1].op_type = "Sigmoid"
+        return out
+
+    monkeypatch.setattr(adopt, "raise_opset", wrong)
+    report, _ = imported(tmp_path, conv())
+    first = report.first_failing()
+    assert not report.passed and first is not None and first.name == "r"
+
+
+@pytest.mark.parametrize("held", [1, 1 << 30])
+def test_what_cannot_be_held_at_once_is_compared_in_parts(held: int, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(parts, "HELD", held)
+    report, _ = imported(tmp_path, conv())
+    assert {r.name for r in report.records} == {"c", "r", "p", "f", "y"} and report.passed
+    assert any("inner values on 1 of" in n for n in report.notes) == (held == 1)
+
+
+def test_random_operators_are_named_and_not_judged(tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (float[n,4] y)
+        { r = RandomNormalLike (x)
+          y = Add (x, r) }"""
+    )
+    report, _ = imported(tmp_path, given)
+    assert report.passed and any("drawn at random (RandomNormalLike)" in n for n in report.notes)
+    assert all(r.tolerance is None for r in report.records)
+
+
+def test_no_inputs_and_no_onnx_are_refused(tmp_path: Path) -> None:
+    constant = model(
+        """<ir_version: 8, opset_import: ["" : 17]> g () => (float y) { y = Identity (k) }""", k=np.float32(1)
+    )
+    with pytest.raises(StageError, match="takes no inputs"):
+        imported(tmp_path / "a", constant)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "model.onnx").write_bytes(b"\x08\xff garbage")
+    with pytest.raises(StageError, match=r"not (a readable|valid) ONNX|ONNX"):
+        imported(tmp_path / "b", None)
+
+
+def test_what_is_not_valid_is_refused(tmp_path: Path) -> None:
+    broken = conv(20)
+    broken.graph.node[1].input[0] = "nowhere"
+    with pytest.raises(StageError, match="nowhere"):
+        imported(tmp_path, broken)
+
+
+def test_the_report_and_signature_are_plain(tmp_path: Path) -> None:
+    report, out = imported(tmp_path, conv())
+    text = (out / "signature.json").read_text() + json.dumps(report.to_json())
+    assert str(tmp_path) not in text
+
+
+def test_numbers_survive_any_layout_of_the_weights(tmp_path: Path) -> None:
+    """float_data and raw_data are the same tensor."""
+    given = conv()
+    for tensor in given.graph.initializer:
+        array = numpy_helper.to_array(tensor)
+        tensor.CopyFrom(helper.make_tensor(tensor.name, 1, array.shape, array.reshape(-1).tolist()))
+    _, out = imported(tmp_path / "a", given)
+    _, other = imported(tmp_path / "b", conv())
+    assert (out / io.FILE).read_bytes() == (other / io.FILE).read_bytes()

@@ -1,0 +1,45 @@
+"""A run's lines: which figures they show, and that none is wider than the terminal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from layerline.pipeline.report import Report
+from layerline.pipeline.runner import Result
+from layerline.views.lines import figures, stage_line
+from tests.views.samples import diff, record
+
+CASES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"nodes_before": 27, "nodes_after": 17}, ["27 -> 17 nodes"]),
+    ({"rewrites": 3, "bytes_before": 119_000, "bytes_after": 42_123}, ["119 kB -> 42.1 kB", "rewrites 3"]),
+    ({"accuracy": 0.979, "accuracy_float": 0.98}, ["accuracy 0.979 (float 0.98)"]),
+    ({"onnx_bytes": 5_000_000, "samples_s": 1000.0}, ["onnx 5 MB", "samples/s 1000"]),
+    ({"nodes_before": 3, "loss": None}, ["nodes before 3"]),
+    ({str(i): i for i in range(9)}, ["0 0", "1 1", "2 2"]),
+]
+
+
+@pytest.mark.parametrize(("metrics", "shown"), CASES)
+def test_figures(metrics: dict[str, Any], shown: list[str]) -> None:
+    assert figures(metrics) == shown
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+@pytest.mark.parametrize("reason", ["never ran", "train.optimizer.weight_decay 0.1 -> 0.2, " * 4])
+def test_a_line_is_never_wider_than_the_terminal(width: int, reason: str) -> None:
+    worst, metrics = diff("conv", "layer1.0.conv1", db=9.3), {f"figure {i}": i for i in range(3)}
+    report = Report(stage="quantize", records=(worst,), metrics=metrics)
+    result = Result(name="quantize", state="ran", reason=reason, seconds=12.0, record=record(report))
+    line = stage_line(result, 8, width).plain
+    assert len(line) <= width and line.startswith("✓ quantize  ran ")
+    assert reason[:5] in line
+    assert width < 160 or len(reason) > 20 or "worst layer1.0.conv1 9.3 dB  figure 0 0  figure 1 1" in line
+
+
+def test_equal_everywhere() -> None:
+    report = Report(stage="fuse", records=(diff("conv", "conv", db=math.inf),))
+    result = Result(name="fuse", state="cached", reason="fresh", record=record(report))
+    assert stage_line(result, 4, 80).plain.endswith("  all equal")
