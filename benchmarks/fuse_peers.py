@@ -43,7 +43,7 @@ class Result:
 
 
 def ours(model: fuse_models.Model, out: Path) -> None:
-    done = fuse(io.load(model.path), [model.feed(0), model.feed(1)], out.parent)
+    done = fuse(io.load(model.path), [model.feed(0), model.feed(1)])
     onnx.save(done.model, str(out))
 
 

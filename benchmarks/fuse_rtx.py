@@ -71,8 +71,7 @@ def main(names: Sequence[str], folder: Path) -> None:
         if names and model.name not in names:
             continue
         proto, feeds = io.load(model.path), [model.feed(0), model.feed(1)]
-        with tempfile.TemporaryDirectory() as scratch:
-            fused = fuse(proto, feeds, Path(scratch)).model
+        fused = fuse(proto, feeds).model
         results = [build(m.SerializeToString(), feeds) for m in (proto, fused)]
         built[model.name] = results[0][1] > 0, results[1][1] > 0
         print(f"| {model.name} | {_cell(*results[0])} | {_cell(*results[1])} |", flush=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import onnx
 
+from layerline.backends.large import is_large
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph import io
 from layerline.graph.apply import Rewritten, rewrite
 from layerline.graph.bisect import guilty
 from layerline.graph.facts import Array
@@ -18,9 +17,6 @@ from layerline.graph.prove import Proof, prove
 from layerline.graph.rule import Rule, Site
 from layerline.graph.rules import RULES
 from layerline.pipeline.errors import StageError
-
-# onnx's checker takes serialised models, which end at 2 GiB.
-CHECKABLE = 1_900_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +35,6 @@ class Fused(Rewritten):
 def fuse(
     model: onnx.ModelProto,
     feeds: Sequence[Mapping[str, Array]],
-    scratch: Path,
     *,
     rules: Sequence[Rule] = RULES,
     floors: Mapping[str, float] | None = None,
@@ -49,7 +44,6 @@ def fuse(
 
     Args:
         feeds: real inputs, at other sizes too where axes are dynamic.
-        scratch: a folder for files too large for one message.
         floors: relative L2 noise floor of values by name; see `prove`.
 
     Raises:
@@ -59,7 +53,7 @@ def fuse(
         raise StageError("there is no feed to prove rewrites on", where="feeds")
 
     def proofs_of(some: Rewritten) -> list[Proof]:
-        return prove(some.unfused, some.types, some.firings, feeds, floors or {}, scratch)
+        return prove(some.unfused, some.types, some.firings, feeds, floors or {})
 
     denied: frozenset[Site] = frozenset()
     undone: list[Proof] = []
@@ -67,14 +61,14 @@ def fuse(
         done = rewrite(model, rules, denied=denied, fold_limit=fold_limit)
         proofs = proofs_of(done)
         failed = next((p for p in proofs if not p.passed), None)
-        fault, told = _examine(done.model, model, scratch) if failed is None else (None, [])
+        fault, told = _examine(done.model, model) if failed is None else (None, [])
         if failed is None and fault is None:
             finished = replace(done, notes=(*done.notes, *told))
             return Fused(**vars(finished), proofs=tuple(proofs), undone=tuple(undone))
         if failed is None or _is_shared(failed, proofs):
             # One of many: the first k firings are right, the next one isn't.
             def good(some: Rewritten) -> bool:
-                return all(p.passed for p in proofs_of(some)) and _examine(some.model, model, scratch)[0] is None
+                return all(p.passed for p in proofs_of(some)) and _examine(some.model, model)[0] is None
 
             firing = guilty(model, good, rules, denied=denied, fold_limit=fold_limit)
             if firing is None:
@@ -90,20 +84,22 @@ def _is_shared(failed: Proof, proofs: Sequence[Proof]) -> bool:
     return any(p.firing is not failed.firing and p.firing.after == failed.firing.after for p in proofs)
 
 
-def _examine(model: onnx.ModelProto, original: onnx.ModelProto, scratch: Path) -> tuple[str | None, list[str]]:
+def _examine(model: onnx.ModelProto, original: onnx.ModelProto) -> tuple[str | None, list[str]]:
     """Why a result can't be used (None where it can), and what should be told of it.
 
     It can't be used when onnxruntime doesn't load it, or when onnx's plain check refuses it and passes the original. A
     complaint of onnx's shape check alone is told: a file may hide a fault from that check behind shapes that can't be
     inferred, folding makes them known, and runtimes take the model as before.
     """
-    large = sum(len(t.raw_data) for t in model.graph.initializer) > CHECKABLE
-    source: Path | bytes = io.save(model, scratch) if large else model.SerializeToString()
     try:
-        OnnxRuntime().open(source)
+        OnnxRuntime().open(model)
     except StageError as error:
         return error.what, []
-    full = None if large else _complaint(source, full=True)
+    if is_large(model):
+        # onnx's checker takes serialised models, which end at 2 GiB.
+        return None, []
+    source = model.SerializeToString()
+    full = _complaint(source, full=True)
     if full is None:
         return None, []
     before = original.SerializeToString()
@@ -114,7 +110,7 @@ def _examine(model: onnx.ModelProto, original: onnx.ModelProto, scratch: Path) -
     return None, [] if _complaint(before, full=True) else [told]
 
 
-def _complaint(source: Path | bytes, full: bool) -> str | None:
+def _complaint(source: bytes, full: bool) -> str | None:
     try:
         onnx.checker.check_model(source, full_check=full)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:

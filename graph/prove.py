@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from onnx import TensorProto, helper
 
 from layerline.backends.base import Feed
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph import io
 from layerline.graph.rule import After, Firing
 from layerline.pipeline.errors import StageError
 
@@ -74,7 +72,6 @@ def prove(
     firings: Sequence[Firing],
     feeds: Sequence[Feed],
     floors: Mapping[str, float],
-    scratch: Path,
 ) -> list[Proof]:
     """One proof per firing, in order.
 
@@ -92,7 +89,7 @@ def prove(
         _Pair(name, after, types.get(name, 0), types.get(name, 0) not in _STEP or opset < REDUCES)
         for name, after in wanted.values()
     ]
-    errors = dict(zip(wanted, _errors(unfused, pairs, feeds, scratch), strict=True))
+    errors = dict(zip(wanted, _errors(unfused, pairs, feeds), strict=True))
     return [_proof(firing, errors, types, floors, len(feeds)) for firing in firings]
 
 
@@ -114,30 +111,28 @@ def tolerance(name: str, types: Mapping[str, int], floors: Mapping[str, float]) 
     return MULTIPLE * max(floors.get(name, 0.0), LEAST * _STEP.get(types.get(name, 0), 0.0))
 
 
-def _errors(unfused: onnx.ModelProto, pairs: list[_Pair], feeds: Sequence[Feed], scratch: Path) -> list[float]:
+def _errors(unfused: onnx.ModelProto, pairs: list[_Pair], feeds: Sequence[Feed]) -> list[float]:
     """The worst error of each pair over the feeds; inf for one that the runtime can't run or whose shapes clash."""
     if not pairs:
         return []
     try:
-        errors = _run(unfused, pairs, feeds, scratch)
+        errors = _run(unfused, pairs, feeds)
     except StageError:
-        _run(unfused, [], feeds, scratch)  # when the unfused model is what can't run, this says so
+        _run(unfused, [], feeds)  # when the unfused model is what can't run, this says so
         if len(pairs) == 1:
             return [math.inf]
         half = len(pairs) // 2
-        return _errors(unfused, pairs[:half], feeds, scratch) + _errors(unfused, pairs[half:], feeds, scratch)
+        return _errors(unfused, pairs[:half], feeds) + _errors(unfused, pairs[half:], feeds)
     # Sums that are not finite say nothing about which side has the NaN; those few values are looked at whole.
     unclear = [i for i, e in enumerate(errors) if math.isnan(e)]
-    again = _errors(unfused, [replace(pairs[i], whole=True) for i in unclear], feeds, scratch)
+    again = _errors(unfused, [replace(pairs[i], whole=True) for i in unclear], feeds)
     for index, error in zip(unclear, again, strict=True):
         errors[index] = error
     return errors
 
 
-def _run(unfused: onnx.ModelProto, pairs: list[_Pair], feeds: Sequence[Feed], scratch: Path) -> list[float]:
-    model = _proof_model(unfused, pairs)
-    large = sum(len(t.raw_data) for t in io.tensors(model)) > io.EXTERNAL_OVER
-    session = OnnxRuntime().open(io.save(model, scratch) if large else model.SerializeToString())
+def _run(unfused: onnx.ModelProto, pairs: list[_Pair], feeds: Sequence[Feed]) -> list[float]:
+    session = OnnxRuntime().open(_proof_model(unfused, pairs))
     errors = [0.0] * len(pairs)
     for feed in feeds:
         found = session.run(feed)

@@ -81,12 +81,14 @@ def call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
     who = f"{type(module).__name__}.forward()"
     order, named = _named(module, args, kwargs)
     kwargs = {k: kwargs[k] for k in order if k in kwargs}
-    feed = {n: v.detach().cpu().numpy() for n, v in named if isinstance(v, Tensor)}
+    # Copies: a forward() that works in place must not change what it was given.
+    feed = {n: v.detach().cpu().numpy().copy() for n, v in named if isinstance(v, Tensor)}
     if not feed:
         raise TaskError(f"the example inputs of {who} hold no tensor", where="example_inputs")
     try:
         with torch.no_grad():
-            result = module(*args, **kwargs)
+            given, named_args = pytree.tree_map_only(Tensor, torch.clone, (tuple(args), dict(kwargs)))
+            result = module(*given, **named_args)
     except Exception as error:
         raise TaskError(f"{who} raised {type(error).__name__}: {error}", where="example_inputs") from error
     results = {f"{n}_out" if n in feed else n: v.numpy() for n, v in _tensors(result)}

@@ -175,7 +175,8 @@ def _samples(work: Work, call: Call, count: int) -> Feed:
     if hook is None or count == 0:
         return {}
     size = next((len(a) for a in call.feed.values() if a.ndim), 1)
-    return call.named(*first_samples(work.task.call(hook), count + size, hook))
+    with work.task.blaming(f"{hook}()"):
+        return call.named(*first_samples(work.task.call(hook), count + size, hook))
 
 
 def _ranges(declared: Mapping[str, Range], call: Call) -> dict[str, tuple[int, int]]:

@@ -99,7 +99,7 @@ class Fuse(Stage):
         work.log.say(f"{_nodes(model)} nodes in; {len(rules)} rules are on")
         floors, notes = _floors(folder, model, feeds)
         chosen = _unlike(feeds, self.proof_feeds)
-        fused = fuse(model, chosen, work.scratch, rules=rules, floors=floors, fold_limit=self.fold_limit)
+        fused = fuse(model, chosen, rules=rules, floors=floors, fold_limit=self.fold_limit)
         return _Case(model=model, feeds=feeds, floors=floors, notes=notes), fused
 
     def _guilty(self, case: _Case, fused: Fused) -> Firing | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.report import LayerDiff, Report, Scalar
@@ -85,9 +85,9 @@ class ImportOnnx(Stage):
     """What integer inputs may hold, by input: `{ids: {low: 0, high: 30521}}`."""
     probes: PositiveInt = 4
     """Samples of `data` to compare on, beside the first ones and the other sizes."""
-    tolerance: Literal["auto"] | NonNegativeFloat = "auto"
-    """Greatest relative L2 error of a value against the file as given. auto: within a stated multiple of what rounding
-    does to the value, measured here."""
+    tolerance: float | None = Field(default=None, ge=0)
+    """Greatest relative L2 error of a value against the file as given; else a stated multiple of what rounding does to
+    the value, measured here."""
 
     @classmethod
     def look(cls, path: Path, data: Path | None) -> Look:
@@ -213,7 +213,7 @@ def _by_trial(feeder: Feeder) -> list[str]:
 
 
 def _compare(
-    adopted: Adopted, feeder: Feeder, feeds: Sequence[Feed], tolerance: float | Literal["auto"]
+    adopted: Adopted, feeder: Feeder, feeds: Sequence[Feed], tolerance: float | None
 ) -> tuple[tuple[LayerDiff, ...], list[str]]:
     """Every value of the imported model against the file's own; values that follow a random operator are shown alone.
 
@@ -236,12 +236,12 @@ def _compare(
     return rows, [*said[:1], *notes]
 
 
-def _allowed(row: LayerDiff, floors: Mapping[str, float], tolerance: float | Literal["auto"]) -> float:
+def _allowed(row: LayerDiff, floors: Mapping[str, float], tolerance: float | None) -> float:
     from onnx import TensorProto
 
     from layerline.graph import prove
 
-    if tolerance != "auto":
+    if tolerance is not None:
         return tolerance
     kinds = {"float32": TensorProto.FLOAT, "float64": TensorProto.DOUBLE} | {
         n: TensorProto.DataType.Value(n.upper()) for n in ("float16", "bfloat16")

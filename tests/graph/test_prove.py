@@ -102,7 +102,7 @@ def test_integers_must_be_equal() -> None:
 
 
 def test_floors_widen_what_a_firing_may_do() -> None:
-    done = fuse(MODEL, [{"x": normal(1, 2, 3, 3)}], Path(), rules=(WRONG,), floors={"r": 1.0, "y": 1.0})
+    done = fuse(MODEL, [{"x": normal(1, 2, 3, 3)}], rules=(WRONG,), floors={"r": 1.0, "y": 1.0})
     assert [f.site.value for f in done.firings] == ["r", "y"]
     assert not done.undone
 
@@ -110,7 +110,7 @@ def test_floors_widen_what_a_firing_may_do() -> None:
 def test_a_model_that_cannot_run_is_an_error_of_the_model() -> None:
     model = parse("(float[2] x) => (float[2] y)", "z = Identity(x) y = Add(z, k)", k=normal(3))
     with pytest.raises(StageError, match="onnxruntime"):
-        fuse(model, [{"x": normal(2)}], Path())
+        fuse(model, [{"x": normal(2)}])
 
 
 def test_values_made_up_on_the_way_are_proved_by_the_next_known_one() -> None:
@@ -181,7 +181,7 @@ def test_proof_measures_what_it_says() -> None:
     model = parse("(float[N] x) => (float[N] y)", "y = Relu(x)")
     done = rewrite(model, (WRONG,))
     x = normal(100)
-    [proof] = prove_firings(done.unfused, done.types, done.firings, [{"x": x}], {}, Path())
+    [proof] = prove_firings(done.unfused, done.types, done.firings, [{"x": x}], {})
     expected = np.linalg.norm(0.1 * np.minimum(x, 0)) / np.linalg.norm(np.maximum(x, 0))
     assert proof.error == pytest.approx(expected, rel=1e-5)
     assert proof.feeds == 1
@@ -225,7 +225,7 @@ def test_dropout_draws_while_it_trains(training: bool, expected: dict[str, str])
 
 def test_nothing_is_fused_without_a_feed() -> None:
     with pytest.raises(StageError, match="no feed"):
-        fuse(MODEL, [], Path())
+        fuse(MODEL, [])
 
 
 def test_reasons_of_the_last_round_are_the_ones_that_count() -> None:

@@ -1,0 +1,47 @@
+"""Models past one message: onnxruntime is handed the weights beside the graph, and gives the same."""
+
+from __future__ import annotations
+
+import gc
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from layerline.backends import large
+from layerline.backends.onnxruntime import OnnxRuntime
+
+
+def _model(dtype: str) -> onnx.ModelProto:
+    weight = np.random.default_rng(0).integers(-5, 5, (64, 8)).astype(getattr(ml_dtypes, dtype, dtype))
+    nodes = [helper.make_node("Cast", ["w"], ["wide"], to=1), helper.make_node("MatMul", ["x", "wide"], ["y"])]
+    infos = [helper.make_tensor_value_info(n, 1, ["n", s]) for n, s in (("x", 64), ("y", 8))]
+    graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], [numpy_helper.from_array(weight, "w")])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int8", "bfloat16"])
+def test_the_same_numbers(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = _model(dtype), np.random.default_rng(1).random((3, 64), "f")
+    whole = OnnxRuntime().open(model, ["wide"]).run({"x": x})
+    monkeypatch.setattr(large, "MESSAGE", 1)
+    monkeypatch.setattr(large, "LEAST", 1)
+    session = OnnxRuntime().open(model, ["wide"])
+    gc.collect()
+    for _ in range(3):
+        split = session.run({"x": x})
+        assert all(np.array_equal(split[n], whole[n]) for n in whole), "the weights outlive the call that read them"
+
+
+def test_only_weights_travel_apart() -> None:
+    model = _model("float32")
+    model.graph.initializer.append(numpy_helper.from_array(np.ones(3, "f"), "small"))
+    light, heavy = large.split(model)
+    assert list(heavy) == ["w"] and [t.name for t in light.graph.initializer] == ["small"]
+    light.graph.ClearField("initializer")
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    bare.graph.ClearField("initializer")
+    assert light == bare and len(model.graph.initializer) == 2

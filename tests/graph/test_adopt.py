@@ -1,0 +1,100 @@
+"""Foreign graphs: every node gets one name, every name a module path, every version one that is read."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, parser
+
+from layerline.graph import io, usage
+from layerline.graph.adopt import adopt, module_path, name_nodes
+from layerline.graph.opset import raise_opset
+from layerline.layers.identity import modules
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "path"),
+    [
+        ("/layer1/conv1/Conv", "Conv", "layer1.conv1"),
+        ("/layer1/layer1.0/conv1/Conv_3", "Conv", "layer1.0.conv1"),
+        ("/encoder/layer/layer.0/attention/self/query/MatMul", "MatMul", "encoder.layer.0.attention.self.query"),
+        ("/net/net.1/net.1.0/Relu", "Relu", "net.1.0"),
+        ("/layer1/layer10/Add", "Add", "layer1.layer10"),
+        ("/Add_2", "Add", ""),
+        ("/a/Convolution", "Conv", "/a/Convolution"),
+        ("layer1/conv1/Conv", "Conv", "layer1/conv1/Conv"),
+        ("p2o.Conv.0", "Conv", "p2o.Conv.0"),
+        ("Conv@0", "Conv", "Conv@0"),
+        ("", "Conv", ""),
+    ],
+)
+def test_module_paths(name: str, op: str, path: str) -> None:
+    assert module_path(name, op) == path
+
+
+@given(st.lists(st.sampled_from(["", "a", "Relu_v1", "Relu_v2", "Relu_v1_2"]), min_size=1, max_size=8))
+def test_every_node_gets_a_name_and_those_that_are_unique_stay(names: list[str]) -> None:
+    nodes = [helper.make_node("Relu", [f"v{i}"], [f"v{i + 1}"], name=n) for i, n in enumerate(names)]
+    model = helper.make_model(helper.make_graph(nodes, "g", [], []))
+    name_nodes(model)
+    found = [n.name for n in model.graph.node]
+    assert len(set(found)) == len(found) and "" not in found
+    for name in set(names) - {""}:
+        assert found[names.index(name)] == name, "the first of a name keeps it"
+    before = list(found)
+    assert name_nodes(model) == [] and [n.name for n in model.graph.node] == before
+
+
+def test_nodes_that_a_conversion_adds_belong_where_their_result_does() -> None:
+    model = parser.parse_model(
+        """<ir_version: 7, opset_import: ["" : 11]>
+        g (float[2,c,4] x) => (float[2,c,4] y) { y = Softmax <axis = 1> (x) }"""
+    )
+    model.graph.node[0].name = "/head/soft/Softmax"
+    adopted = adopt(model, 20)
+    assert len(adopted.model.graph.node) > 1 and set(modules(adopted.model).values()) == {"head.soft"}
+    assert [n.op_type for n in adopted.original.graph.node] == ["Softmax"], "the original is as it was"
+
+
+def test_weights_keep_their_order_and_bytes_when_raised() -> None:
+    model = parser.parse_model(
+        """<ir_version: 7, opset_import: ["" : 12]> g (float[n,600] x) => (float[n,2] y) {
+          a = MatMul (x, big)
+          b = Add (a, small)
+          y = Softmax (b) }"""
+    )
+    for name, dims in (("big", (600, 2)), ("small", (2,))):
+        values = [float(i) for i in range(dims[0] * (dims[1] if len(dims) > 1 else 1))]
+        model.graph.initializer.append(helper.make_tensor(name, TensorProto.FLOAT, dims, values))
+    before = io.canonical(model)
+    raised = raise_opset(before, 20)
+    assert [i.name for i in raised.graph.input] == ["x"] and before == io.canonical(model)
+    kept = {t.name: t.raw_data for t in raised.graph.initializer}
+    assert all(kept[t.name] == t.raw_data for t in before.graph.initializer)
+    onnx.checker.check_model(raised, full_check=True)
+
+
+def test_what_the_graph_says_of_its_integers() -> None:
+    model = parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (int64[n] ids, int64 rate, int64[n] free) => (float[n,4] y, bool z, bool w, int64[n] f)
+        <int64 k = {16000}, int64[1] l = {7}> {
+          c = Cast <to = 7> (ids)
+          y = Gather (table, c)
+          q = Gather (wide, ids)
+          r = Reshape (rate, one)
+          z = Equal (rate, k)
+          w = Less (r, l)
+          f = Identity (free) }"""
+    )
+    model.graph.initializer.extend(
+        [
+            helper.make_tensor("table", 1, (30, 4), [0.0] * 120),
+            helper.make_tensor("wide", 1, (99, 1), [0.0] * 99),
+            helper.make_tensor("one", 7, (1,), [1]),
+        ]
+    )
+    assert (usage.rows(model, "ids"), usage.rows(model, "rate"), usage.rows(model, "free")) == (30, None, None)
+    assert usage.compared(model, "rate") == (16000, 7) and usage.compared(model, "ids") == ()
