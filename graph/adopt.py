@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from layerline.graph import io
+from layerline.graph.facts import Array
 from layerline.graph.opset import IR_VERSION, opset_of, raise_opset
 from layerline.graph.prepare import prepare
 from layerline.graph.provenance import MODULE
-from layerline.pipeline.errors import StageError
+from layerline.pipeline.errors import ConfigError, StageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,34 @@ def adopt(given: onnx.ModelProto, opset: int) -> Adopted:
     name_nodes(model)
     stamp(model)
     return Adopted(original=original, model=model, notes=(*notes, *prepared))
+
+
+def freeze(model: onnx.ModelProto, values: Mapping[str, float]) -> dict[str, Array]:
+    """Makes inputs constants, in place: each gets the one number, in its own type and shape.
+
+    Returns:
+        What the original has to be fed with in their place.
+
+    Raises:
+        ConfigError: no such input, one whose shape varies, or a number that its type can't hold.
+    """
+    inputs, made = {i.name: i for i in model.graph.input}, dict[str, Array]()
+    for name, number in values.items():
+        if name not in inputs:
+            raise ConfigError(f"there is no input {name!r}", where="values", hint=f"inputs: {', '.join(inputs)}")
+        kind = inputs[name].type.tensor_type
+        if any(d.dim_param for d in kind.shape.dim):
+            raise ConfigError(
+                "its shape varies, so it can't be a constant", where=f"values.{name}", hint="fix it in `dims`"
+            )
+        shape = [d.dim_value for d in kind.shape.dim]
+        array = np.full(shape, number).astype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
+        if array.dtype.kind in "iub" and (array != number).any():
+            raise ConfigError(f"{array.dtype} can't hold {number}", where=f"values.{name}")
+        made[name] = array
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+        model.graph.input.remove(inputs[name])
+    return made
 
 
 def name_nodes(model: onnx.ModelProto) -> list[str]:

@@ -70,7 +70,8 @@ class Distance:
     @property
     def rel_l2(self) -> float:
         """‖a - b‖ / ‖a‖, or ‖a - b‖ where ‖a‖ is 0."""
-        return math.inf if self.mismatch else math.sqrt(self.ee / self.aa if self.aa else self.ee)
+        # Roots before the quotient: that of the squares overflows where the norms' does not.
+        return math.inf if self.mismatch else math.sqrt(self.ee) / (math.sqrt(self.aa) or 1.0)
 
     @property
     def cosine(self) -> float | None:
@@ -103,7 +104,7 @@ def decibels(signal: float, noise: float) -> float:
     """10 log10(signal / noise), of powers; inf where there is no noise."""
     if noise == 0.0:
         return math.inf
-    return 10.0 * math.log10(signal / noise) if signal / noise > 0.0 else -math.inf
+    return 10.0 * (math.log10(signal) - math.log10(noise)) if signal > 0.0 else -math.inf
 
 
 def diff_arrays(a: Any, b: Any) -> Distance:

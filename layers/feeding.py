@@ -52,6 +52,7 @@ class Feeder:
         model: the original.
         inputs: what it takes; every dimension that may vary has a name.
         declared: what is known of dimensions, by name.
+        constants: what further inputs of the model are always fed with.
 
     Attributes:
         dims: bounds of every dimension that varies: as declared, else as found.
@@ -64,6 +65,7 @@ class Feeder:
     model: onnx.ModelProto
     inputs: Sequence[Value]
     declared: Mapping[str, Declared]
+    constants: Mapping[str, Array] = field(default_factory=dict)
     dims: dict[str, Dim] = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)
     fixed: dict[str, int] = field(default_factory=dict)
@@ -106,9 +108,13 @@ class Feeder:
                 feeds += self._vary(name, source, first, limit)
         return feeds
 
+    def whole(self, feed: Feed) -> Feed:
+        """A feed with the constants, as the model as given takes it."""
+        return {**feed, **self.constants}
+
     def run(self, feed: Feed) -> dict[str, Array]:
         """The outputs of the model as given."""
-        return self._session.run(feed)
+        return self._session.run(self.whole(feed))
 
     def refuses(self, feed: Feed) -> str | None:
         """What onnxruntime says against a feed; None where it runs."""
@@ -122,7 +128,7 @@ class Feeder:
         """Elements of every value of the main graph on this feed, counted by the graph itself."""
         if self._counting is None:
             self._counting = OnnxRuntime().open(self._counted())
-        return {name.removeprefix(_COUNT): int(a) for name, a in self._counting.run(feed).items()}
+        return {name.removeprefix(_COUNT): int(a) for name, a in self._counting.run(self.whole(feed)).items()}
 
     def _candidates(self, name: str) -> list[int]:
         own = self.declared.get(name, Declared())

@@ -83,6 +83,8 @@ class ImportOnnx(Stage):
     """Sizes that vary, by the name that the file (or the report's table of dimensions) gives them."""
     ranges: dict[str, Range] = Field(default_factory=dict)
     """What integer inputs may hold, by input: `{ids: {low: 0, high: 30521}}`."""
+    values: dict[str, float] = Field(default_factory=dict)
+    """Inputs that become constants, each with its number: `{sr: 16000}`."""
     probes: PositiveInt = 4
     """Samples of `data` to compare on, beside the first ones and the other sizes."""
     tolerance: float | None = Field(default=None, ge=0)
@@ -131,7 +133,7 @@ class ImportOnnx(Stage):
         feeds = [*fed.feeds, *feeder.edges]
         dims.settle(model, dims.places(model), [(f, feeder.run(f)) for f in feeds])
         work.log.say(f"{len(model.graph.node)} nodes; comparing every value on {len(feeds)} feeds")
-        rows, notes = _compare(adopted, feeder, feeds, self.tolerance)
+        rows, notes = _compare(adopted, feeder, [feeder.whole(f) for f in feeds], self.tolerance)
         complaint = _write(model, work.out)
         probes.save(work.out, fed.feeds)
         signature(model, feeder.dims, fed.ranges).save(work.out)
@@ -192,17 +194,20 @@ class ImportOnnx(Stage):
     def _feed(
         self, work: Work, adopted: Adopted, declared: Mapping[str, Declared], arrays: Mapping[str, Any]
     ) -> tuple[Feeder, Fed]:
+        from layerline.graph.adopt import freeze
         from layerline.layers import foreign, sources
         from layerline.layers.feeding import Feeder
         from layerline.layers.interface import signature
 
+        constants = freeze(adopted.model, self.values)
         inputs = signature(adopted.model).inputs
         if not inputs:
             raise StageError("the model takes no inputs, so there is nothing to speed up", where=self.file)
-        feeder = Feeder(model=adopted.original, inputs=inputs, declared=declared)
+        feeder = Feeder(model=adopted.original, inputs=inputs, declared=declared, constants=constants)
         ranges = foreign.ranges(adopted.original, inputs, {n: (r.low, r.high) for n, r in self.ranges.items()})
         if self.data:
-            return feeder, foreign.from_samples(feeder, sources.given(arrays, inputs, self.data), self.probes, ranges)
+            given = sources.given({n: a for n, a in arrays.items() if n not in constants}, inputs, self.data)
+            return feeder, foreign.from_samples(feeder, given, self.probes, ranges)
         work.log.say("no samples given: looking for inputs that the model takes")
         return feeder, foreign.from_nothing(feeder, ranges)
 
@@ -217,7 +222,7 @@ def _compare(
 ) -> tuple[tuple[LayerDiff, ...], list[str]]:
     """Every value of the imported model against the file's own; values that follow a random operator are shown alone.
 
-    Where all are equal no noise floor is needed; else it is measured as the fuse stage does.
+    Inputs that became constants are among the feeds. Where all are equal no noise floor is needed; else it is measured as the fuse stage does.
     """
     from layerline.graph.noise import drawn, perturbed
     from layerline.layers.compare import compare
