@@ -81,14 +81,14 @@ class Given:
             where a sample is a whole input.
         whole: names of the latter. With one of them, or with a fixed first axis of size 1, a feed is one sample.
         count: samples.
-        numbers: inputs of rank 0 that are the same in every sample.
+        numbers: inputs of rank 0 that are the same in every sample, with that number.
     """
 
     inputs: tuple[Value, ...]
     arrays: Mapping[str, Array]
     whole: frozenset[str]
     count: int
-    numbers: frozenset[str]
+    numbers: Mapping[str, Array]
 
     def feed(self, sizes: Mapping[str, int], turn: int = 0) -> Feed:
         """From sample `turn` on; cut, or repeated from the start, to the sizes."""
@@ -175,9 +175,7 @@ def given(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> G
     numbers = {v.name: a[0] for v in inputs if not v.shape and (a := cast[v.name]).ndim and (a == a[0]).all()}
     cast |= numbers
     whole = frozenset(v.name for v in inputs if cast[v.name].ndim == len(v.shape) + 1)
-    return Given(
-        inputs=inputs, arrays=cast, whole=whole, count=next(iter(counts.values()), 1), numbers=frozenset(numbers)
-    )
+    return Given(inputs=inputs, arrays=cast, whole=whole, count=next(iter(counts.values()), 1), numbers=numbers)
 
 
 def _cast(array: Array, value: Value, where: str) -> Array:

@@ -22,7 +22,7 @@ class Look:
     Attributes:
         beside: further files that belong to it, relative to its folder.
         whole: arrays of the samples whose rows are whole inputs; with one of them, a batch is one sample.
-        numbers: arrays that hold one number, the same for every sample, for an input without axes.
+        numbers: inputs without axes that get the same number in every sample, with that number.
         outputs: how many the model has.
         inputs: their names.
         dims: sizes that vary, each with where it is, in words.
@@ -30,7 +30,7 @@ class Look:
 
     beside: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
-    numbers: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
     outputs: int = 1
     inputs: tuple[str, ...] = ()
     dims: Mapping[str, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
     fields = [f"file: {starter.quoted(model.name)}"]
     fields += [f"external: [{', '.join(map(starter.quoted, look.beside))}]"] if look.beside else []
     fields += [f"data: {starter.quoted(data.name)}"] if data else []
-    fields += starter.dims(look.dims)
+    fields += [*starter.dims(look.dims), *starter.values(look.numbers)]
     sources = {Path(name): model.parent / name for name in (model.name, *look.beside)}
     texts = {
         "pipe.yaml": starter.pipe_yaml(
@@ -77,7 +77,7 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
             arrays,
             inputs=look.inputs,
             whole=look.whole,
-            numbers=look.numbers,
+            numbers=tuple(look.numbers),
             outputs=look.outputs,
         ),
     }

@@ -84,6 +84,12 @@ def dims(there: Mapping[str, str]) -> list[str]:
     return [f"# dims: {{{first}}} # sizes to build for, else found by trial: {told}"]
 
 
+def values(numbers: Mapping[str, float]) -> list[str]:
+    """A comment with the inputs that might as well be constants."""
+    told = ", ".join(f"{quoted(n)}: {number}" for n, number in numbers.items())
+    return [f"# values: {{{told}}} # makes it a constant; then leave it out of samples() in task.py"] if told else []
+
+
 def quoted(text: str) -> str:
     """Text as YAML writes it."""
     plain = re.fullmatch(r"[A-Za-z_][\w./-]*", text) and text.lower() not in {"true", "false", "null", "yes", "no"}
@@ -137,7 +143,7 @@ def _samples(data: str, arrays: Mapping[str, Array], whole: Sequence[str], numbe
     if numbers:
         rows = f"array[0] if name in {list(numbers)!r} else {rows}"
     inputs = '{k: v for k, v in samples().items() if k != "label"}' if LABEL in arrays else "samples()"
-    counted = next((n for n, a in arrays.items() if a.rank), "")
+    counted = next((n for n, a in arrays.items() if a.rank and n != LABEL), "")
     return _SAMPLES.format(
         data=json.dumps(data), what=what, counted=json.dumps(counted), rows=rows, steps=steps, inputs=inputs
     )

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.pipeline.report import LayerDiff, Report, Scalar
+from layerline.pipeline.report import Report, Scalar
 from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.start import Look
 
 if TYPE_CHECKING:
     import onnx
 
-    from layerline.backends.base import Feed
     from layerline.graph.adopt import Adopted
     from layerline.layers.dims import Places
     from layerline.layers.feeding import Declared, Feeder
@@ -114,7 +112,7 @@ class ImportOnnx(Stage):
             dims={n: dims.told(p) for n, p in places.items()},
             outputs=len(model.graph.output),
             whole=tuple(sorted(given.whole)) if given else (),
-            numbers=tuple(sorted(given.numbers)) if given else (),
+            numbers={n: a.item() for n, a in sorted(given.numbers.items())} if given else {},
         )
 
     def files(self) -> tuple[str, ...]:
@@ -124,6 +122,7 @@ class ImportOnnx(Stage):
     def run(self, work: Work) -> Report:
         from layerline.layers import dims, probes
         from layerline.layers.interface import signature
+        from layerline.layers.parts import unchanged
 
         arrays = self._arrays(work)
         adopted = self._adopt(work, {name: a.ndim for name, a in arrays.items()})
@@ -133,7 +132,7 @@ class ImportOnnx(Stage):
         feeds = [*fed.feeds, *feeder.edges]
         dims.settle(model, dims.places(model), [(f, feeder.run(f)) for f in feeds])
         work.log.say(f"{len(model.graph.node)} nodes; comparing every value on {len(feeds)} feeds")
-        rows, notes = _compare(adopted, feeder, [feeder.whole(f) for f in feeds], self.tolerance)
+        rows, notes = unchanged(adopted, [feeder.whole(f) for f in feeds], feeder.elements, self.tolerance)
         complaint = _write(model, work.out)
         probes.save(work.out, fed.feeds)
         signature(model, feeder.dims, fed.ranges).save(work.out)
@@ -215,43 +214,6 @@ class ImportOnnx(Stage):
 def _by_trial(feeder: Feeder) -> list[str]:
     found = [f"{n} {d.min} to {d.max}" for n, d in feeder.dims.items() if n not in feeder.declared]
     return [f"sizes found by trial on onnxruntime: {', '.join(found)}; `dims` sets those you need"] if found else []
-
-
-def _compare(
-    adopted: Adopted, feeder: Feeder, feeds: Sequence[Feed], tolerance: float | None
-) -> tuple[tuple[LayerDiff, ...], list[str]]:
-    """Every value of the imported model against the file's own; values that follow a random operator are shown alone.
-
-    Inputs that became constants are among the feeds. Where all are equal no noise floor is needed; else it is measured as the fuse stage does.
-    """
-    from layerline.graph.noise import drawn, perturbed
-    from layerline.layers.compare import compare
-    from layerline.layers.parts import compare_in_parts
-
-    original, model = adopted.original, adopted.model
-    random = drawn(original)
-    said = [f"{value} and what follows is drawn at random ({op}): not judged" for value, op in random.items()]
-    rows, notes = compare_in_parts(original, model, feeds, feeder.elements)
-    if all(r.max_abs == 0 and r.passed for r in rows):
-        equal = "every value is equal to the last bit"
-        return tuple(replace(r, tolerance=0.0) for r in rows), [*said[:1], *notes, equal]
-    floors = {r.name: r.rel_l2 or 0.0 for r in compare(original, perturbed(original), feeds)}
-    judged = {r.name: _allowed(r, floors, tolerance) for r in rows if r.name not in random}
-    rows, notes = compare_in_parts(original, model, feeds, feeder.elements, judged)
-    return rows, [*said[:1], *notes]
-
-
-def _allowed(row: LayerDiff, floors: Mapping[str, float], tolerance: float | None) -> float:
-    from onnx import TensorProto
-
-    from layerline.graph import prove
-
-    if tolerance is not None:
-        return tolerance
-    kinds = {"float32": TensorProto.FLOAT, "float64": TensorProto.DOUBLE} | {
-        n: TensorProto.DataType.Value(n.upper()) for n in ("float16", "bfloat16")
-    }
-    return prove.tolerance(row.name, {row.name: kinds.get(row.dtype, 0)}, floors)
 
 
 def _write(model: onnx.ModelProto, folder: Path) -> list[str]:

@@ -445,6 +445,31 @@ def test_numbers_that_lead_into_another_branch_are_fed(number: int, tmp_path: Pa
     assert number in fed and any(f != number for f in fed)
 
 
+RATE = """<ir_version: 8, opset_import: ["" : 12]> g (float[n,4] x, int64 rate) => (float[n,4] y)
+{ q = Equal (rate, k)
+  y = If (q) <then_branch = t () => (ty) { ty = Exp (x) }, else_branch = e () => (ey) { ey = Neg (x) }> }"""
+
+
+@pytest.mark.parametrize(("rate", "branch"), [(16000, np.exp), (8000, np.negative)])
+def test_an_input_may_become_a_constant(rate: int, branch: Any, tmp_path: Path) -> None:
+    import onnxruntime as ort
+
+    samples = {"x": _floats(8, 4), "rate": np.arange(8)}
+    report, out = imported(tmp_path, model(RATE, k=np.array(16000)), samples, values={"rate": rate})
+    assert report.passed and [v.name for v in Signature.load(out).inputs] == ["x"]
+    assert all(set(f) == {"x"} for f in probes.load(out))
+    [y] = ort.InferenceSession(str(out / io.FILE)).run(None, {"x": samples["x"]})
+    np.testing.assert_allclose(y, branch(samples["x"]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"), [({"z": 1}, "no input 'z'"), ({"x": 1}, "its shape varies"), ({"rate": 0.5}, "can't hold 0.5")]
+)
+def test_wrong_constants_are_told(values: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        imported(tmp_path, model(RATE, k=np.array(16000)), values=values)
+
+
 @pytest.mark.parametrize("dtype", ["float", "float16", "double", "bool", "uint8", "int32"])
 def test_every_type_is_fed(dtype: str, tmp_path: Path) -> None:
     given = model(
