@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -121,6 +121,7 @@ class _Run:
         self.pairs: list[Pair] = []
         self.types: dict[str, tuple[str, Shape]] = {}
         self._sessions: dict[str, OrtSession] = {}
+        self._unclear: set[int] = set()
         self._pair(pair_values(reference, candidate, names))
 
     def measure(self, feed: Feed) -> list[tuple[Distance, Distance]]:
@@ -149,22 +150,29 @@ class _Run:
             self.types[a] = of_a[a]
 
     def _in_one_graph(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
-        found = self._joint(feed, masked=False)
-        if found and not all(math.isfinite(d.aa + d.bb + d.ee) for pair in found for d in pair):
-            found = self._joint(feed, masked=True)
-        return found
+        found = self._joint(feed, range(len(self.pairs)), masked=False)
+        bad = [i for i, pair in enumerate(found or ()) if not all(math.isfinite(d.aa + d.bb + d.ee) for d in pair)]
+        if found is None or not bad:
+            return found
+        # Only what is not finite is counted apart: measuring all of it so takes twelve nodes a value.
+        self._unclear = self._unclear | set(bad)
+        chosen = sorted(self._unclear)
+        again = self._joint(feed, chosen, masked=True)
+        return [dict(zip(chosen, again, strict=True)).get(i, pair) for i, pair in enumerate(found)] if again else None
 
-    def _joint(self, feed: Feed, *, masked: bool) -> list[tuple[Distance, Distance]] | None:
-        key = "masked" if masked else "plain"
+    def _joint(self, feed: Feed, chosen: Sequence[int], *, masked: bool) -> list[tuple[Distance, Distance]] | None:
+        key = f"masked {list(chosen)}" if masked else "plain"
         if key not in self._sessions:
-            model = joint(self.reference, self.candidate, self.pairs, masked=masked, isolated=self.isolated)
+            model = joint(
+                self.reference, self.candidate, self.pairs, masked=masked, isolated=self.isolated, measured=set(chosen)
+            )
             self._sessions[key] = OnnxRuntime().open(model)
         try:
             out = self._sessions[key].run(feed)
         except StageError:
             # Shapes that do not fit, an index out of range, a wrong feed: by hand, the one at fault gets its name.
             return None
-        tags = ((str(i), f"{i}/isolated") for i in range(len(self.pairs)))
+        tags = ((str(i), f"{i}/isolated") for i in chosen)
         found = [(_distance(out, whole, masked), _distance(out, alone, masked)) for whole, alone in tags]
         return None if any(d.mismatch for pair in found for d in pair) else found
 

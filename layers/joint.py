@@ -7,7 +7,7 @@ that name: it shows the error each layer makes by itself. ONNX Runtime frees a v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import onnx
 from onnx import helper
@@ -19,27 +19,39 @@ B, ISOLATED = "b//", "i//"
 
 
 def joint(
-    a: onnx.ModelProto, b: onnx.ModelProto, pairs: Iterable[Pair], *, masked: bool, isolated: bool
+    a: onnx.ModelProto,
+    b: onnx.ModelProto,
+    pairs: Iterable[Pair],
+    *,
+    masked: bool,
+    isolated: bool,
+    measured: Collection[int] | None = None,
 ) -> onnx.ModelProto:
-    """The graph that runs both; its outputs are `<i>/<column>` and, where isolated, `<i>/<column>/isolated`."""
+    """The graph that runs both; its outputs are `<i>/<column>` and, where isolated, `<i>/<column>/isolated`.
+
+    Args:
+        pairs: values that stand for each other; the isolated copy reads the reference's.
+        measured: indices of the pairs that have outputs; all of them.
+    """
     pairs, shared, functions = list(pairs), _shared(a, b), {(f.domain, f.name) for f in b.functions}
     extra = [i for i in _inputs(b) if i.name not in {j.name for j in a.graph.input}]
     same = {i.name: i.name for i in _inputs(b)} | {t.name: B + t.name for t in b.graph.initializer} | shared
     nodes = [*a.graph.node, *copied(b.graph.node, B, same, functions)]
     initializers = [*a.graph.initializer, *_prefixed(b, shared)]
-    measured = [(str(i), p, same.get(p.b, B + p.b)) for i, p in enumerate(pairs)]
+    chosen = [(i, p) for i, p in enumerate(pairs) if measured is None or i in measured]
+    sides = [(str(i), p, same.get(p.b, B + p.b)) for i, p in chosen]
     if isolated:
         fed, casts = feeds_of(pairs)
         nodes += casts + copied(b.graph.node, ISOLATED, same | fed, functions)
         defined = {o for n in b.graph.node for o in n.output}
-        measured += [
+        sides += [
             (f"{i}/isolated", p, ISOLATED + p.b if p.b in defined else same.get(p.b, B + p.b))
-            for i, p in enumerate(pairs)
+            for i, p in chosen
             if p.pointer is None
         ]
     opset = next(o.version for o in a.opset_import if o.domain in {"", "ai.onnx"})
     measures = Measures(opset, masked)
-    for tag, pair, other in measured:
+    for tag, pair, other in sides:
         measures.add(tag, pair, other)
     graph = helper.make_graph(
         [*nodes, *measures.nodes], "compare", [*a.graph.input, *extra], measures.outputs, initializers

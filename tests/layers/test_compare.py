@@ -146,6 +146,30 @@ def test_one_sided_nonfinite_fails_with_counts(value: float) -> None:
     assert row.max_abs == 0.0  # over what both have finite
 
 
+def test_finite_values_beside_nonfinite_ones_keep_their_measures() -> None:
+    """What is not finite is counted in a graph of its own, on the feeds and for the values that need it."""
+    text = """g (float[n, 3] x) => (float[n, 4] y, float[n, 4] z) {
+      h = MatMul (x, w)
+      l = Log (h)
+      y = Add (h, h)
+      z = Exp (l)
+    }"""
+    a, b = model(text, w=np.abs(W)), model(text, w=np.abs(W) * np.float32(1.001))
+    positive, mixed, negative = (np.array([[1, 2, s], [3, 1, s]], "f") for s in (1, -2, -9))
+    for isolated in (False, True):
+        rows = compare(a, b, [{"x": x} for x in (positive, mixed, negative)], isolated=isolated)
+        alone = compare(a, model(text, opset=19, w=np.abs(W) * np.float32(1.001)),
+                        [{"x": x} for x in (positive, mixed, negative)], isolated=isolated)  # fmt: skip
+        for one, other in zip(rows, alone, strict=True):
+            assert (one.name, one.nonfinite_a, one.one_sided) == (other.name, other.nonfinite_a, other.one_sided)
+            assert one.max_abs == pytest.approx(other.max_abs, rel=1e-4) and one.rel_l2 == pytest.approx(
+                other.rel_l2, rel=1e-4
+            )
+            if isolated:
+                shown, expected = one.extra["isolated_sqnr_db"], other.extra["isolated_sqnr_db"]
+                assert shown == pytest.approx(expected, abs=0.1)
+
+
 @pytest.mark.parametrize(("value", "one_sided"), [(math.nan, 0), (math.inf, 0)])
 def test_nonfinite_on_both_sides_is_flagged_not_equal(value: float, one_sided: int) -> None:
     identity = model(IDENTITY.format("float"))
