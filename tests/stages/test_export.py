@@ -275,6 +275,7 @@ def test_sizes_in_steps(project: Project) -> None:
     assert Signature.load(project.out).dims["w"] == Dim(min=4, max=32, multiple=4)
 
 
+LINE_10 = "module inner (task.py:10)"
 SLOW = pytest.mark.slow  # of a kind with its neighbour
 COUNTER = "self.register_buffer('n', torch.zeros(1))"
 BN, DROPOUT = "self.n = nn.BatchNorm1d(3)", "self.d = type('D', (nn.Dropout,), {'train': lambda s, m=True: s})(0.5)"
@@ -289,7 +290,7 @@ BN, DROPOUT = "self.n = nn.BatchNorm1d(3)", "self.d = type('D', (nn.Dropout,), {
         pytest.param("return self.r(x)[0]", "self.r = nn.RNN(3, 3)", "fixed at", "input x, axis 0", marks=SLOW),
         ("return x * (3 if x.shape[0] > 4 else 2)", "pass", "only holds up to 4", "input x, axis 0"),
         ("if x.sum() > 0: return x\nreturn -x", "pass", "control flow", "module inner (task.py:10)"),
-        pytest.param("return x * [1, 2][int(x[0, 0] > 0)]", "pass", "Python number", "inner (task.py:10)", marks=SLOW),
+        pytest.param("return x * [1, 2][int(x[0, 0] > 0)]", "pass", "Python number", LINE_10, marks=SLOW),
         ("return torch.special.bessel_j0(x)", "pass", "bessel_j0.default has no counter", "module inner (task.py:10)"),
         pytest.param("self.n += 1\nreturn x + self.n", COUNTER, "buffer 'inner.n'", "module inner", marks=SLOW),
         ("self.n.training = True\nreturn self.n(x)", BN, "buffer 'inner.n.running_mean'", "module inner.n"),
