@@ -35,7 +35,8 @@ def raise_opset(model: onnx.ModelProto, to: int) -> onnx.ModelProto:
     # The converter works on one message, which ends at 2 GiB; to it, weights may as well be inputs.
     stand_ins = {n: t for n, t in weights.items() if n not in {i.name for i in model.graph.input}}
     raised.graph.input.extend(helper.make_tensor_value_info(n, t.data_type, t.dims) for n, t in stand_ins.items())
-    shapeless = {o.name for o in raised.graph.output if not o.type.tensor_type.HasField("shape")}
+    tensors = {o.name for o in raised.graph.output if o.type.HasField("tensor_type")}
+    shapeless = {o.name for o in raised.graph.output if o.name in tensors and not o.type.tensor_type.HasField("shape")}
     try:
         raised = version_converter.convert_version(raised, to)
         # An output of two ranks, out of two branches, has no shape; onnx's checker wants one of every tensor.
@@ -49,7 +50,8 @@ def raise_opset(model: onnx.ModelProto, to: int) -> onnx.ModelProto:
     kept = [i for i in raised.graph.input if i.name not in stand_ins]
     del raised.graph.input[:]
     raised.graph.input.extend(kept)
-    raised.graph.initializer.extend(weights.values())
+    for tensor in weights.values():
+        raised.graph.initializer.add().CopyFrom(tensor)  # extend() would serialise it, up to 2 GiB
     for output in raised.graph.output:
         if output.name in shapeless:
             output.type.tensor_type.ClearField("shape")

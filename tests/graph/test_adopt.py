@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from layerline.graph import io, usage
 from layerline.graph.adopt import adopt, module_path, name_nodes
 from layerline.graph.opset import raise_opset
 from layerline.layers.identity import modules
+from layerline.pipeline.errors import StageError
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,17 @@ def test_weights_keep_their_order_and_bytes_when_raised() -> None:
     onnx.checker.check_model(raised, full_check=True)
 
 
+def test_sequences_stay_sequences() -> None:
+    model = parser.parse_model(
+        """<ir_version: 7, opset_import: ["" : 12]>
+        g (seq(float[n]) s, float[n] x) => (seq(float[n]) y) { y = SequenceInsert (s, x) }"""
+    )
+    raised = raise_opset(model, 20)
+    assert raised.graph.output[0].type.HasField("sequence_type") and raised.graph.input[0].type.HasField(
+        "sequence_type"
+    )
+
+
 def test_what_the_graph_says_of_its_integers() -> None:
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["" : 17]>
@@ -98,3 +111,32 @@ def test_what_the_graph_says_of_its_integers() -> None:
     )
     assert (usage.rows(model, "ids"), usage.rows(model, "rate"), usage.rows(model, "free")) == (30, None, None)
     assert usage.compared(model, "rate") == (16000, 7) and usage.compared(model, "ids") == ()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_onnxs_own_models_are_the_same_after_raising() -> None:
+    """Every node test of opset 11 to 19 that onnxruntime runs; its answers, to the last bit."""
+    from onnx.backend.test.loader import load_model_tests
+
+    from layerline.backends.onnxruntime import OnnxRuntime
+    from layerline.graph.opset import opset_of
+
+    compared = 0
+    for case in load_model_tests(kind="node"):
+        model = case.model
+        if model is None or not 11 <= opset_of(model) < 20:
+            continue
+        feed = {i.name: a for i, a in zip(model.graph.input, case.data_sets[0][0], strict=False)}
+        try:
+            expected = OnnxRuntime().open(model).run(feed)
+        except StageError:
+            continue
+        seen = OnnxRuntime().open(adopt(model, 20).model).run(feed)
+        for name, value in expected.items():
+            several = value if isinstance(value, list) else [value]
+            others = seen[name] if isinstance(value, list) else [seen[name]]
+            for one, other in zip(several, others, strict=True):
+                np.testing.assert_array_equal(other, one, err_msg=f"{case.name}: {name}")
+        compared += 1
+    assert compared > 700
