@@ -44,11 +44,10 @@ class OnnxRuntime:
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         if not self.optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        weights: list[Array] = []
         if isinstance(model, bytes | Path):
             source = model if isinstance(model, bytes) else str(model)
         else:
-            source, weights = _bytes(model, options)
+            source, _weights = _bytes(model, options)  # alive until the session has its own copy
         if taps:
             source = _with_taps(source, taps)
             if isinstance(model, Path):
@@ -56,7 +55,7 @@ class OnnxRuntime:
                 folder = str(model.parent.resolve())
                 options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         try:
-            return OrtSession(ort.InferenceSession(source, options, providers=self.providers), weights)
+            return OrtSession(ort.InferenceSession(source, options, providers=self.providers))
         except Exception as error:
             raise StageError(
                 f"onnxruntime refuses the model: {error}", where=str(getattr(model, "name", "model"))
@@ -64,10 +63,10 @@ class OnnxRuntime:
 
 
 class OrtSession:
-    """A loaded model on ONNX Runtime; `weights` are arrays that it reads and does not own."""
+    """A loaded model on ONNX Runtime."""
 
-    def __init__(self, session: Any, weights: Sequence[Array] = ()) -> None:
-        self._session, self._weights = session, weights
+    def __init__(self, session: Any) -> None:
+        self._session = session
         self.inputs = [i.name for i in session.get_inputs()]
         self.outputs = [o.name for o in session.get_outputs()]
         # Type as onnxruntime writes it ("tensor(float)") and shape, of every input, output and tap.
@@ -84,7 +83,7 @@ class OrtSession:
 
 
 def _bytes(model: ModelProto, options: Any) -> tuple[bytes, list[Array]]:
-    """A model as one message. The weights of a large one go into the options; the arrays must outlive the session."""
+    """A model as one message, and what a large one's weights are read from while its session is made."""
     from onnx import numpy_helper
     from onnxruntime import OrtValue
 

@@ -37,17 +37,15 @@ def adopt(given: onnx.ModelProto, opset: int) -> Adopted:
     """Names the nodes, inlines functions, makes initializers that were inputs constants, raises the opset.
 
     Args:
-        given: is left as it was.
+        given: becomes `original`: names and module paths are written into it.
         opset: the least version of ONNX's own operators.
 
     Raises:
         StageError: a version that can't be raised or is not known here, a sparse initializer.
     """
-    original = onnx.ModelProto()
-    original.CopyFrom(given)
-    notes = [*_readable(original), *name_nodes(original)]
-    stamp(original)
-    model, prepared = prepare(original)
+    notes = [*_readable(given), *name_nodes(given)]
+    stamp(given)
+    model, prepared = prepare(given)
     had, before = opset_of(model), model
     model = raise_opset(model, opset)
     if (now := opset_of(model)) != had:
@@ -56,7 +54,7 @@ def adopt(given: onnx.ModelProto, opset: int) -> Adopted:
     _readable(model)
     name_nodes(model)
     stamp(model)
-    return Adopted(original=original, model=model, notes=(*notes, *prepared))
+    return Adopted(original=given, model=model, notes=(*notes, *prepared))
 
 
 def freeze(model: onnx.ModelProto, values: Mapping[str, float]) -> dict[str, Array]:

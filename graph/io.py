@@ -75,7 +75,7 @@ def save(model: onnx.ModelProto, folder: Path, *, external_over: int = EXTERNAL_
     """
     model = canonical(model)
     path = folder / FILE
-    if sum(t.ByteSize() for t in tensors(model)) > external_over:
+    if sum(len(t.raw_data) or t.ByteSize() for t in tensors(model)) > external_over:
         onnx.external_data_helper.convert_model_to_external_data(model, location=f"{FILE}.data", size_threshold=1024)
     onnx.save(model, str(path))
     return path

@@ -58,7 +58,8 @@ class Feeder:
         dims: bounds of every dimension that varies: as declared, else as found.
         same: dimensions that turned out to be one, each with the one it is.
         fixed: dimensions that take a single size.
-        edges: feeds at the least size of dimensions whose bounds are not known: to compare on, not to build for.
+        edges: feeds to compare on and not to build for: dimensions of unknown bounds at their least size, integers
+            below zero.
         notes: what was left out, and why.
     """
 

@@ -73,6 +73,10 @@ def from_samples(feeder: Feeder, given: Given, count: int, known: Mapping[str, S
         array = drawn(feeds[0][name], low, high, np.random.default_rng(0))
         if feeder.refuses(feed := {**feeds[0], name: array}) is None:
             feeds.append(feed)
+    for wide in _guesses(given.inputs, known)[:1]:  # samples alone would not tell a division that rounds otherwise
+        below = {n: drawn(feeds[0][n], *span, np.random.default_rng(0)) for n, span in wide.items()}
+        if below and feeder.refuses(feed := {**feeds[0], **below}) is None:
+            feeder.edges.append(feed)
     return Fed(feeds=feeds, ranges=known, values=dict.fromkeys(feeds[0], f"{given.count} samples"))
 
 

@@ -75,7 +75,7 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
             "",
             data.name if data else "",
             arrays,
-            inputs=look.inputs,
+            inputs=look.inputs or ("input",),
             whole=look.whole,
             numbers=tuple(look.numbers),
             outputs=look.outputs,

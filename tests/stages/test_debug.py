@@ -62,10 +62,9 @@ def test_export_is_cut_down_to_the_first_bad_value(project: Path) -> None:
 def test_a_stage_that_passes_has_nothing_to_show(project: Path) -> None:
     loose = ("--set", "export.tolerance=auto")
     assert pipe(project, "run", "fuse", *loose).returncode == 0
-    for stage in ("export", "fuse"):
-        done = pipe(project, "debug", stage, *loose)
-        assert done.returncode == 0 and f"every value of {stage} passes" in done.stdout
-        assert not (project / f"debug-{stage}").exists()
+    done = pipe(project, "debug", "fuse", *loose)
+    assert done.returncode == 0 and "every value of fuse passes" in done.stdout
+    assert not (project / "debug-fuse").exists()
 
 
 def test_other_stages_say_so(project: Path) -> None:

@@ -409,6 +409,27 @@ def test_integers_of_which_nothing_is_known_go_below_zero(tmp_path: Path) -> Non
     assert "nothing tells their range" in str(report.tables["inputs"][0]["fed with"])
 
 
+def test_samples_without_negatives_do_not_hide_a_division_that_truncates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from layerline.graph import adopt
+
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (int64[n] x) => (int64[n] y) { y = Mod <fmod = 0> (x, k) }"""
+    given, real = model(text, k=np.array(3)), adopt.raise_opset
+
+    def truncating(model: onnx.ModelProto, to: int) -> onnx.ModelProto:
+        out = real(model, to)
+        out.graph.node[0].attribute[0].i = 1
+        return out
+
+    samples = {"x": np.arange(9)}
+    report, _ = imported(tmp_path / "right", given, samples)
+    assert report.passed
+    monkeypatch.setattr(adopt, "raise_opset", truncating)
+    report, out = imported(tmp_path / "wrong", given, samples)
+    assert not report.passed and all(f["x"].min() >= 0 for f in probes.load(out))
+
+
 def test_integers_that_must_not_be_negative_are_not(tmp_path: Path) -> None:
     given = model(
         """<ir_version: 8, opset_import: ["" : 17]>
