@@ -19,6 +19,8 @@ from layerline import __version__
 from layerline.pipeline.errors import PipeError, machine_lacks
 
 if TYPE_CHECKING:
+    from layerline.pipeline.ledger import Record
+    from layerline.pipeline.plan import Planner, Step
     from layerline.pipeline.project import Project
 
 app = typer.Typer(
@@ -261,8 +263,9 @@ def diff(
     from layerline.views import terminal
 
     project = _load(folder)
-    ledger, name = _planner(project).ledger, project.stage(stage).name
-    report = ledger.report(_head(project, name))
+    planner, name = _planner(project), project.stage(stage).name
+    ledger = planner.ledger
+    report = ledger.report(_head(planner, name))
     other = None
     if against is not None:
         past = ledger.find_run(against)
@@ -304,10 +307,11 @@ def path(stage: StageName, folder: Folder = _HERE) -> None:
     from layerline.pipeline.store import DamagedError
 
     project = _load(folder)
-    digest = _head(project, project.stage(stage).name).digest
+    planner = _planner(project)
+    digest = _head(planner, project.stage(stage).name).digest
     again = f"make it again with: pipe run {stage}"
     try:
-        artifact = _planner(project).store.get(digest)
+        artifact = planner.store.get(digest)
     except DamagedError as error:
         raise DamagedError(error.what, where=f"{stage} {digest[:12]}", hint=again) from None
     if artifact is None:
@@ -396,11 +400,10 @@ def _load(folder: Path, sets: Sequence[str] | None = None) -> Project:
     return load(folder, sets or ())
 
 
-def _planner(project: Project) -> Any:
-    from layerline.pipeline.runner import Runner
-    from layerline.views.terminal import Silent
+def _planner(project: Project) -> Planner:
+    from layerline.pipeline.plan import open_planner
 
-    return Runner(project, Silent()).planner
+    return open_planner(project)
 
 
 def _where(folder: Path) -> str:
@@ -408,15 +411,14 @@ def _where(folder: Path) -> str:
     return "" if folder == _HERE else f" -C {shlex.quote(str(folder))}"
 
 
-def _state(step: Any, before: Any) -> str:
+def _state(step: Step, before: Record | None) -> str:
     """Behind a stage that has to run again, one may still find its input unchanged."""
     if step.artifact:
         return "fresh"
     return "may run" if step.key is None and before else "would run"
 
 
-def _head(project: Project, stage: str) -> Any:
-    planner = _planner(project)
+def _head(planner: Planner, stage: str) -> Record:
     record = planner.ledger.head(stage)
     if record is None:  # no run is left that says so, yet its result may be there
         record = next(s.record for s in planner.steps() if s.stage.name == stage)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
 
 _CHUNK = 1 << 20
+# Begins the name of a folder whose removal was cut short.
+GONE = ".gone-"
 _MEMO_ENTRIES = 4096
 # A file changed this recently may change again within one tick of the file system's clock, unseen by its stamp.
 _SETTLED_NS = 2_000_000_000
@@ -33,13 +36,15 @@ class Hasher:
     ctime is the time of creation (Windows), and for a file changed a moment ago, nothing is remembered.
 
     Args:
-        memo: where results are kept between processes; losing it costs time, never correctness.
+        memo: where results are kept between processes; losing it costs time, never correctness. None keeps none.
     """
 
-    def __init__(self, memo: Path) -> None:
+    def __init__(self, memo: Path | None) -> None:
         self._path = memo
         self._old: dict[str, str] = {}
         self._used: dict[str, str] = {}
+        if memo is None:
+            return
         with suppress(OSError, ValueError):  # absent or torn: start from nothing
             loaded = json.loads(memo.read_text("utf-8"))
             self._old = loaded if isinstance(loaded, dict) else {}
@@ -57,7 +62,7 @@ class Hasher:
 
     def save(self) -> None:
         """Keeps for the next process what this one used, and the newest of what it didn't."""
-        if self._used.keys() <= self._old.keys():
+        if self._path is None or self._used.keys() <= self._old.keys():
             return
         others = [(stamp, value) for stamp, value in self._old.items() if stamp not in self._used]
         kept = dict(others[-_MEMO_ENTRIES:]) | self._used
@@ -81,6 +86,21 @@ def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
         temporary.unlink(missing_ok=True)
     if durable:
         sync(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Takes a file or folder away; one that another process has taken already is no fault.
+
+    A folder is renamed first, so that nobody can open half of it under its real name.
+    """
+    try:
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+            return
+        name = path.name.removeprefix(GONE)
+        shutil.rmtree(path.rename(path.with_name(f"{GONE}{name}-{os.getpid()}-{time.monotonic_ns()}")))
+    except FileNotFoundError:
+        return
 
 
 def sync(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,12 +11,11 @@ from itertools import islice
 from pathlib import Path
 
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.files import Hasher
-from layerline.pipeline.ledger import Ledger
-from layerline.pipeline.plan import Planner
+from layerline.pipeline.files import GONE, remove
+from layerline.pipeline.plan import open_planner
 from layerline.pipeline.presence import alone
 from layerline.pipeline.project import Project
-from layerline.pipeline.store import DamagedError, Store
+from layerline.pipeline.store import DamagedError
 
 # Where in the state lies what a person counts.
 _COUNTED = {"ledger/runs": "run", "store": "artifact", "work": "unfinished stage"}
@@ -68,7 +66,8 @@ def init(folder: Path, template: str) -> list[Path]:
 
 def verify(project: Project) -> tuple[int, list[Problem]]:
     """Re-hashes every artifact and report, remembering nothing; the number checked and what is wrong."""
-    store, ledger = Store(project.state / "store", Hasher(project.state / "no-memo")), Ledger(project.state / "ledger")
+    planner = open_planner(project, memo=False)
+    store, ledger = planner.store, planner.ledger
     problems, checked = [], 0
     present = list(store.digests())
     for digest in present:
@@ -114,16 +113,15 @@ def counted(gone: Sequence[Garbage]) -> list[str]:
 
 
 def _unneeded(project: Project, keep: int) -> list[Path]:
-    hasher = Hasher(project.state / "cache" / "digests.json")
-    store, ledger = Store(project.state / "store", hasher), Ledger(project.state / "ledger")
-    steps = Planner(project, store, ledger, hasher).steps()
+    planner = open_planner(project)
+    store, ledger, steps = planner.store, planner.ledger, planner.steps()
     in_use = {s.artifact.digest for s in steps if s.artifact}
     in_use |= {r.digest for run in islice(ledger.runs(), keep) for r in run.records}
     # Work that was cut short is resumed, as long as the project as it stands would still do it.
     resumable = {s.key for s in steps if s.key and not s.artifact}
     artifacts = [store.root / digest for digest in store.digests() if digest not in in_use]
     work = [p for p in sorted((project.state / "work").glob("*")) if p.is_dir() and p.name not in resumable]
-    cut_short = sorted(store.root.glob(".gone-*"))
+    cut_short = sorted(store.root.glob(f"{GONE}*"))
     return [*artifacts, *ledger.forget(keep, in_use), *work, *cut_short]
 
 
@@ -137,10 +135,5 @@ def _garbage(project: Project, path: Path) -> Garbage:
 
 def _remove(project: Project, path: Path) -> Garbage:
     garbage = _garbage(project, path)
-    if path.is_dir():
-        # Renamed first, so that a removal cut short never leaves half an artifact under its real name.
-        grave = path.with_name(f".gone-{path.name.removeprefix('.gone-')}")
-        shutil.rmtree(path.rename(grave))
-    else:
-        path.unlink(missing_ok=True)
+    remove(path)
     return garbage

@@ -142,6 +142,18 @@ class Planner:
         return describe(changes(before.parts, shown(parts))) or "its record is gone"
 
 
+def open_planner(project: Project, *, memo: bool = True) -> Planner:
+    """A planner on the project's own state.
+
+    Args:
+        project: whose state.
+        memo: whether hashes of earlier processes are believed where a file is untouched since.
+    """
+    state = project.state
+    hasher = Hasher(state / "cache" / "digests.json" if memo else None)
+    return Planner(project, Store(state / "store", hasher), Ledger(state / "ledger"), hasher)
+
+
 def shown(parts: Mapping[str, Any]) -> dict[str, str]:
     """Key parts as text: what the ledger keeps and `pipe explain` prints."""
     return {name: value if isinstance(value, str) else _text(value) for name, value in parts.items()}

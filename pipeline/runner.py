@@ -22,14 +22,13 @@ from typing import Any, Literal, Protocol
 from filelock import FileLock, Timeout
 
 from layerline.pipeline.errors import PipeError, StageError, TaskError, machine_lacks
-from layerline.pipeline.files import Hasher
-from layerline.pipeline.ledger import Ledger, Record, Run, new_run_id
-from layerline.pipeline.plan import Planner, Step, shown
+from layerline.pipeline.ledger import Record, Run, new_run_id
+from layerline.pipeline.plan import Planner, Step, open_planner, shown
 from layerline.pipeline.presence import at_work
 from layerline.pipeline.project import Project
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Log, Stage, Work
-from layerline.pipeline.store import Artifact, Store
+from layerline.pipeline.store import Artifact
 from layerline.pipeline.task import Task
 
 State = Literal["ran", "cached", "failed", "blocked"]
@@ -104,18 +103,12 @@ class Runner:
 
     project: Project
     listener: Listener
-    hasher: Hasher = field(init=False)
-    store: Store = field(init=False)
-    ledger: Ledger = field(init=False)
     planner: Planner = field(init=False)
     _told: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        state = self.project.state
-        self.hasher = Hasher(state / "cache" / "digests.json")
-        self.store = Store(state / "store", self.hasher)
-        self.ledger = Ledger(state / "ledger")
-        self.planner = Planner(self.project, self.store, self.ledger, self.hasher)
+        self.planner = open_planner(self.project)
+        self.store, self.ledger = self.planner.store, self.planner.ledger
         self._task = Task(self.project.root / self.project.task, loaded=self._same_code)
 
     def run(self, names: Sequence[str] | None = None, *, force: bool = False) -> Outcome:
@@ -144,7 +137,7 @@ class Runner:
                     filed = self._remember(run_id, results)
                 later = () if any(r.error and not r.record for r in results) else self._later(stages, made)
             finally:
-                self.hasher.save()
+                self.planner.hasher.save()
         return Outcome(run=filed, results=tuple(results), out_of_date=later)
 
     def _same_code(self) -> None:
@@ -155,7 +148,7 @@ class Runner:
         Raises:
             TaskError: a file changed between the two.
         """
-        fresh = Planner(self.project, self.store, self.ledger, self.hasher)
+        fresh = open_planner(self.project)
         for hook in sorted({h for s in self.project.stages for h in s.hooks()}):
             try:
                 same = self.planner.fingerprint(hook).digest == fresh.fingerprint(hook).digest
@@ -198,12 +191,12 @@ class Runner:
     def _advance(self, stage: Stage, made: dict[str, Artifact | None], *, forced: bool, failed: str | None) -> Result:
         if failed is not None:
             return Result(name=stage.name, state="blocked", reason=f"{failed} failed")
-        started, reason = time.monotonic(), ""
+        started, reason, ran = time.monotonic(), "", False
         try:
             step = self.planner.step(stage, made)
             reason = "forced" if forced and step.artifact else step.reason
             if step.artifact is None or forced:
-                step = self._make(step, made, reason, forced=forced)
+                step, ran = self._make(step, made, forced=forced, reason=reason)
         except BrokenPipeError:  # whoever read our output has gone: no fault of the stage
             raise
         except (PipeError, OSError, MemoryError) as error:
@@ -211,12 +204,11 @@ class Runner:
             seconds = time.monotonic() - started
             return Result(name=stage.name, state="failed", reason=reason, seconds=seconds, error=told)
         made[stage.gives] = step.artifact
-        return self._result(step, reason)
+        return self._result(step, reason, ran=ran)
 
-    def _result(self, step: Step, reason: str) -> Result:
+    def _result(self, step: Step, reason: str, *, ran: bool) -> Result:
         record = step.record
         assert record is not None
-        ran = step.reason == "ran"
         if not ran:
             reason = step.reason if record.passed else "failed before, and nothing it depends on has changed"
         state: State = "failed" if not record.passed else ("ran" if ran else "cached")
@@ -226,11 +218,11 @@ class Runner:
             reason=reason,
             seconds=record.seconds if ran else 0.0,
             record=record,
-            error=None if record.passed else self._gate(record),
+            error=None if record.passed else self.ledger.report(record).failure(),
         )
 
-    def _make(self, step: Step, made: Mapping[str, Artifact | None], reason: str, *, forced: bool) -> Step:
-        """Runs a stage under its lock, unless another process has made its artifact in the meantime."""
+    def _make(self, step: Step, made: Mapping[str, Artifact | None], *, forced: bool, reason: str) -> tuple[Step, bool]:
+        """Runs a stage under its lock, unless another process has made its artifact in the meantime; whether it ran."""
         assert step.key is not None
         work = self.project.state / "work" / step.key
         work.mkdir(parents=True, exist_ok=True)
@@ -243,12 +235,12 @@ class Runner:
         try:
             now = self.planner.step(step.stage, made)
             if now.artifact is not None and not forced:
-                return replace(now, reason="made by another process")
+                return replace(now, reason="made by another process"), False
             if not forced and (adopted := self._adopt(now, work)):
-                return replace(now, artifact=adopted, reason="finished by a run that was cut short")
+                return replace(now, artifact=adopted, reason="finished by a run that was cut short"), False
             self.listener.started(step.stage, reason)
             record, artifact = self._execute(step, work, made)
-            return replace(step, record=record, artifact=artifact, reason="ran")
+            return replace(step, record=record, artifact=artifact), True
         finally:
             lock.release()
 
@@ -300,10 +292,6 @@ class Runner:
             worst=worst.summary() if worst else None,
             metrics=report.plain_metrics(),
         )
-
-    def _gate(self, record: Record) -> StageError:
-        """The failure of a finished stage in words: its failing gates, or the first layer beyond tolerance."""
-        return self.ledger.report(record).failure()
 
     def _remember(self, run_id: str, results: Sequence[Result]) -> str:
         """Files the run and returns its id; one that ends where the newest did leaves no trace, and goes by its id."""

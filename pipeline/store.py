@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 from layerline.pipeline import canonical
 from layerline.pipeline.errors import StageError
-from layerline.pipeline.files import Hasher, sync, write_atomic
+from layerline.pipeline.files import Hasher, remove, sync, write_atomic
 
 MANIFEST = "artifact.json"
 
@@ -129,7 +127,7 @@ class Store:
 
     def remove(self, digest: str) -> None:
         """Takes an artifact away; readers see all of it or nothing."""
-        self._discard(self.root / digest)
+        remove(self.root / digest)
 
     def _read(self, folder: Path) -> Artifact:
         try:
@@ -152,15 +150,6 @@ class Store:
             raise DamagedError(f"{name} has {seen} bytes, not {size}")
         if self._hasher.file(path) != content:
             raise DamagedError(f"{name} has changed since it was written")
-
-    def _discard(self, folder: Path) -> None:
-        # Renamed first, so that nobody can open a half-deleted artifact under its real name.
-        grave = folder.with_name(f".gone-{folder.name}-{os.getpid()}-{time.monotonic_ns()}")
-        try:
-            folder.rename(grave)
-        except FileNotFoundError:
-            return  # another process was faster
-        shutil.rmtree(grave)
 
 
 def _artifact(folder: Path, manifest: dict[str, Any]) -> Artifact:

@@ -324,6 +324,7 @@ def _measured(data: _Data, made: _Made) -> tuple[dict[str, dict[str, float]] | N
     """The metrics of both models, or the reason why there are none."""
     from layerline.backends import evaluate
     from layerline.backends.onnxruntime import OnnxRuntime
+    from layerline.pipeline.metric import accuracy, score
 
     samples, task, runtime = data.evaluation(), data.work.task, OnnxRuntime()
     if samples is None:
@@ -333,9 +334,9 @@ def _measured(data: _Data, made: _Made) -> tuple[dict[str, dict[str, float]] | N
     found = evaluate.predict(sessions, samples)
     if found.targets is None:
         return None, "eval_data() gives no targets"
-    metric = task.get("metric") if task.has("metric") else evaluate.accuracy
+    metric = task.get("metric") if task.has("metric") else accuracy
     try:
-        return {name: evaluate.score(metric, outputs, found.targets) for name, outputs in found.outputs.items()}, ""
+        return {name: score(metric, outputs, found.targets) for name, outputs in found.outputs.items()}, ""
     except TaskError as error:
         if task.has("metric"):
             raise

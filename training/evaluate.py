@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import TaskError
+from layerline.pipeline.metric import Array, accuracy, joined, score
 from layerline.pipeline.task import LABELS, Task
 from layerline.training.data import Batches, described, split, to_device
 from layerline.training.golden import named_outputs
-from layerline.training.loss import default_metric
-
-Array = np.ndarray[Any, Any]
 
 
 def metric_of(task: Task, model: nn.Module, *, batch_size: int, device: torch.device) -> dict[str, float]:
@@ -36,14 +34,9 @@ def metric_of(task: Task, model: nn.Module, *, batch_size: int, device: torch.de
             with task.blaming("the model", on=lambda batch=batch: described(batch)):  # type: ignore[misc]
                 out = model(*args, **kwargs)
             outputs.append([_array(v) for v in named_outputs(out).values()])
-    joined = tuple(_joined(list(parts), "outputs") for parts in zip(*outputs, strict=True))
-    measure = task.get("metric") if task.has("metric") else default_metric
-    value = measure(joined[0] if len(joined) == 1 else joined, _joined(targets, "targets"))
-    named = value if isinstance(value, Mapping) else {"metric": value}
-    try:
-        return {str(k): float(v) for k, v in named.items()}
-    except (TypeError, ValueError) as error:
-        raise TaskError(f"metric() gave {value!r}, expected a number or numbers by name", where="metric") from error
+    parts = tuple(joined(list(p), "outputs") for p in zip(*outputs, strict=True))
+    metric = task.get("metric") if task.has("metric") else accuracy
+    return score(metric, parts[0] if len(parts) == 1 else parts, joined(targets, "targets"))
 
 
 def _drawn(task: Task, batches: Batches) -> Iterator[Any]:
@@ -65,14 +58,3 @@ def _target(target: Any) -> Array:
 
 def _array(value: Tensor) -> Array:
     return np.atleast_1d((value.float() if value.is_floating_point() else value).cpu().numpy())
-
-
-def _joined(parts: list[Array], what: str) -> Array:
-    try:
-        return np.concatenate(parts)
-    except ValueError as error:
-        raise TaskError(
-            f"the {what} of different batches cannot be joined: shapes {sorted({p.shape for p in parts})}",
-            where="eval_data",
-            hint="give batches that differ along the first axis alone",
-        ) from error

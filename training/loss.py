@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -76,21 +75,6 @@ def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
                 f"targets go from {int(target.min())} to {int(target.max())}, the model has {output.shape[1]} outputs"
             )
         raise TaskError(what, where="loss", hint="number the classes from 0, or define loss(model, batch)") from error
-
-
-def default_metric(outputs: Any, targets: Any) -> float:
-    """Accuracy for integer targets.
-
-    Raises:
-        TaskError: targets are not integers.
-    """
-    output = outputs[0] if isinstance(outputs, tuple) else outputs
-    if not np.issubdtype(np.asarray(targets).dtype, np.integer):
-        raise TaskError(
-            "targets are not classes, so accuracy means nothing", where="metric", hint="define metric(outputs, targets)"
-        )
-    axis = -1 if output.shape[:-1] == targets.shape else 1
-    return float((output.argmax(axis) == targets).mean())
 
 
 def first_output(out: Any) -> Tensor:

@@ -24,7 +24,6 @@ COLUMNS = (
     "step", "loss", "loss_smooth", "grad_norm", "clip_rate", "lr", "update_ratio", "samples_s", "wait_rate",
     "peak_mb", "loss_scale", "skipped", "metric_online", "metric_deploy", "deploy_gap",
 )  # fmt: skip
-TIMED = frozenset({"samples_s", "wait_rate", "peak_mb"})
 _SMOOTHING = 0.98
 _NORMS_KEPT = 101
 # A longer look back than this says nothing new, and the copy of the weights it takes stays small.

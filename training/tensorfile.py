@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from layerline.pipeline.errors import StageError, Unavailable
+from layerline.pipeline.files import sync
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -49,7 +50,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | No
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise Unavailable(f"cannot write: {error.strerror}", where=str(path)) from error
     finally:
@@ -140,13 +141,3 @@ def _tensor(content: Tensor, entry: Mapping[str, Any], where: str) -> Tensor:
     if content.data_ptr() % dtype.itemsize:  # another writer's file: torch needs aligned memory
         content = content.clone()
     return content.view(dtype).reshape(entry["shape"])
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "nt":  # folders cannot be opened there; the rename itself is durable
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

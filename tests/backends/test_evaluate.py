@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from layerline.backends.evaluate import accuracy, predict, score
+from layerline.backends.evaluate import predict
 from layerline.calib.samples import Batch
 from layerline.pipeline.errors import TaskError
+from layerline.pipeline.metric import accuracy, score
 
 
 class Doubling:
