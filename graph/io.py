@@ -116,11 +116,11 @@ def graphs(model: onnx.ModelProto) -> list[onnx.GraphProto]:
     """The main graph and every subgraph inside If, Loop, Scan and functions."""
     found: list[onnx.GraphProto] = []
     pending: list[onnx.GraphProto] = [model.graph]
-    pending += [g for f in model.functions for n in f.node for g in _subgraphs(n)]
+    pending += [g for f in model.functions for n in f.node for g in bodies(n)]
     while pending:
         graph = pending.pop()
         found.append(graph)
-        pending += [g for n in graph.node for g in _subgraphs(n)]
+        pending += [g for n in graph.node for g in bodies(n)]
     return found
 
 
@@ -136,7 +136,8 @@ def tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
     return found
 
 
-def _subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """The graphs that a control-flow node holds."""
     found = [a.g for a in node.attribute if a.HasField("g")]
     return found + [g for a in node.attribute for g in a.graphs]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -59,15 +60,11 @@ class Linear:
         Raises:
             Declined: MatMul would need a bias, or the result doesn't fit the weights' type.
         """
-        node, dtype = self.node, self.weight.dtype
+        node = self.node
         if node.op_type == "MatMul" and (shift.any() or self.bias.any()) and self.rank != 2:
             raise Declined(f"MatMul {node.outputs[0].name} has rank {self.rank} and takes no bias")
-        with np.errstate(over="ignore"):
-            weight = (self.weight.astype(np.float64) * self._along_weight(scale)).astype(dtype)
-            bias = (self.bias * scale + shift).astype(dtype)
-        for name, new, old in (("weight", weight, self.weight), ("bias", bias, self.bias)):
-            if not np.isfinite(new.astype(np.float64)).all() and np.isfinite(old.astype(np.float64)).all():
-                raise Declined(f"{name} of {node.op_type} {node.outputs[0].name} would overflow {dtype}")
+        weight = self._stored(self.weight.astype(np.float64) * self._along_weight(scale), self.weight, "weight")
+        bias = self._stored(self.bias * scale + shift, self.bias, "bias")
         stem = node.inputs[1].name if node.inputs[1] is not None else node.outputs[0].name
         inputs = [node.inputs[0], tape.initializer(ir.tensor(weight), f"{stem}/{tag}")]
         attributes = dict(node.attributes)
@@ -76,6 +73,23 @@ class Linear:
             inputs.append(tape.initializer(ir.tensor(bias), f"{stem}/{tag}_bias"))
         op = "Gemm" if node.op_type == "MatMul" and len(inputs) == 3 else node.op_type
         return tape.op(op, inputs, attributes)
+
+    def _stored(self, exact: Array, old: Array, name: str) -> Array:
+        """`exact` in the weights' type."""
+        where, dtype = f"{name} of {self.node.op_type} {self.node.outputs[0].name}", self.weight.dtype
+        with np.errstate(over="ignore"):
+            new = exact.astype(dtype)
+        if not np.isfinite(exact).all():
+            if np.isfinite(old.astype(np.float64)).all():
+                raise Declined(f"{where} would overflow {dtype}")
+            return new
+        back = new.astype(np.float64)
+        if not np.isfinite(back).all():
+            raise Declined(f"{where} would overflow {dtype}")
+        # Below the normal numbers of a type rounding takes more of a number, and at last all of it.
+        if np.linalg.norm(back - exact) > 4 * _step(dtype) * np.linalg.norm(exact):
+            raise Declined(f"{where} would be too small for {dtype}")
+        return new
 
     def _has_bias(self) -> bool:
         return len(self.node.inputs) > 2 and self.node.inputs[2] is not None
@@ -92,6 +106,11 @@ class Linear:
         if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1:
             return scale.reshape(-1, 1)
         return scale.reshape(1, -1)
+
+
+def _step(dtype: np.dtype[Any]) -> float:
+    """The distance from 1 to the next number; types that numpy lacks go by their size (bfloat16, 8-bit floats)."""
+    return float(np.finfo(dtype).eps) if dtype.kind == "f" else {2: 2.0**-7}.get(dtype.itemsize, 2.0**-2)
 
 
 def behind(value: ir.Value | None) -> Linear | None:
@@ -118,6 +137,8 @@ def behind(value: ir.Value | None) -> Linear | None:
     if bias is None:
         raise Declined(f"bias {given.name} of {node.op_type} {node.outputs[0].name} is computed")
     beta = node.attributes.get_float("beta", 1.0) if node.op_type == "Gemm" else 1.0
+    if beta == 0 and not np.isfinite(bias.astype(np.float64)).all():
+        raise Declined(f"bias {given.name} of Gemm {node.outputs[0].name} is not finite, and beta = 0 leaves it out")
     shaped = bias if node.op_type == "Gemm" else bias.reshape(-1, *(1,) * (out_rank - 2))
     return Linear(node, weight, beta * linear.per_channel(shaped, f"bias {given.name}"), out_rank, axis)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import onnx
-import onnx.inliner
+from collections.abc import Mapping
 
-from layerline.graph import io
+import onnx
+
+from layerline.graph import functions, io
 from layerline.pipeline.errors import StageError
 
 
@@ -15,6 +16,7 @@ def prepare(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     - The two spellings of ONNX's own domain become one.
     - Initializers that are also inputs become constants: they are the weights of old files, not inputs anyone feeds.
     - Model-local functions are inlined where the versions they ask for allow it.
+    - No value in a body has the name of one around it.
 
     Raises:
         StageError: a sparse initializer, which neither the runtime's optimiser nor TensorRT reads.
@@ -35,8 +37,10 @@ def prepare(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
             notes.append(f"{len(doubled)} initializers were also inputs ({doubled[0]}, …); they are constants now")
     _one_domain(out)
     if out.functions:
-        out, note = _inline(out)
+        out, note = functions.inline(out)
         notes.append(note)
+    if shadowing := _unshadow(out):
+        notes.append(f"{len(shadowing)} values in bodies were called like others around them ({shadowing[0]}, …)")
     return out, notes
 
 
@@ -47,11 +51,47 @@ def _one_domain(model: onnx.ModelProto) -> None:
             item.domain = ""
 
 
-def _inline(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
-    names = ", ".join(sorted({f.name for f in model.functions}))
-    try:
-        inlined = onnx.inliner.inline_local_functions(model, convert_version=True)
-    except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
-        return model, f"functions {names} are left as they are: onnx can't inline them ({error})"
-    left = ", ".join(sorted({f.name for f in inlined.functions}))
-    return inlined, f"inlined the model's functions: {names}" + (f"; left as they are: {left}" if left else "")
+def _unshadow(model: onnx.ModelProto) -> list[str]:
+    """Gives what a body calls like something around it a name of its own, in place; returns the names it had.
+
+    ONNX forbids such names and onnxruntime reads them, the innermost first; moved from one graph into another, a node
+    would read something else.
+    """
+    taken = {n for g in io.graphs(model) for n in _defined(g)}
+    found: list[str] = []
+
+    def visit(graph: onnx.GraphProto, around: frozenset[str], renamed: Mapping[str, str]) -> None:
+        own = {n: _free(n, taken) for n in sorted(_defined(graph) & around)}
+        found.extend(own)
+        renamed = {**renamed, **own}
+        if renamed:
+            _rename(graph, renamed)
+        within = around | _defined(graph)
+        for node in graph.node:
+            for body in io.bodies(node):
+                visit(body, within, renamed)
+
+    visit(model.graph, frozenset(), {})
+    return found
+
+
+def _defined(graph: onnx.GraphProto) -> set[str]:
+    stored = {t.name for t in graph.initializer}
+    return stored | {i.name for i in graph.input} | {o for n in graph.node for o in n.output if o}
+
+
+def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    """Renames what a graph itself defines and reads; its bodies are left."""
+    for node in graph.node:
+        node.input[:] = [names.get(v, v) for v in node.input]
+        node.output[:] = [names.get(v, v) for v in node.output]
+    for item in (*graph.initializer, *graph.input, *graph.output, *graph.value_info):
+        item.name = names.get(item.name, item.name)
+
+
+def _free(name: str, taken: set[str]) -> str:
+    number = 2
+    while f"{name}_{number}" in taken:
+        number += 1
+    taken.add(f"{name}_{number}")
+    return f"{name}_{number}"

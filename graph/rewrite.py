@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import onnx
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
@@ -61,6 +62,7 @@ class Rewriting:
         self._inferred = -1
         bodies = [g for g in model.graphs() if g is not model.graph]
         self._ends = {o.name: o.shape for g in bodies for o in g.outputs if o.name}
+        self._begins = [(i, i.shape) for g in bodies for i in g.inputs]
         self._told = shapes.declared(model)
         self.known = {v.name for v in values(model.graph) if v.name}
         self._owner: dict[int, ir.Node] = {}
@@ -85,9 +87,11 @@ class Rewriting:
                     self._owner[id(body)] = node
                     pending.append(body)
 
-    def around(self, graph: ir.Graph) -> list[ir.Graph]:
-        """The graphs around a body, outermost first."""
-        return [owner.graph for owner in self._owners(graph) if owner.graph is not None]
+    def reachable(self, graph: ir.Graph) -> list[ir.Graph]:
+        """The graphs around a body whose tensors it may read, outermost first: none through a foreign operator."""
+        owners = self._owners(graph)
+        foreign = max((i for i, owner in enumerate(owners) if owner.domain), default=-1)
+        return [owner.graph for owner in owners[foreign + 1 :] if owner.graph is not None]
 
     def infer(self) -> None:
         """Works out all shapes anew, unless nothing has fired since they were."""
@@ -96,8 +100,10 @@ class Rewriting:
             self._inferred = len(self.firings)
 
     def finish(self) -> None:
-        """Shapes of the rewritten model; a body's output that nothing is known of keeps what the file said of it."""
+        """Shapes of the rewritten model; bodies take and give what the file said, where nothing is known."""
         self.infer()
+        for value, said in self._begins:
+            value.shape = value.shape or said
         for body in (g for g in self.model.graphs() if g is not self.model.graph):
             for output in body.outputs:
                 output.shape = output.shape or self._ends.get(output.name or "")
@@ -109,6 +115,8 @@ class Rewriting:
             new = rewrite(node, tape, self)
             if new is not None:
                 _refuse_other_outputs(node)
+                if reason := shapes.clash(node.outputs[0], new, tape.nodes, self.model):
+                    raise Declined(reason)
                 fired = self.fire(rule, node.outputs[0], new, tape)
         except Declined as declined:
             self.decline(rule, node.outputs[0], str(declined))
@@ -182,6 +190,14 @@ class Rewriting:
             self._late[len(self.firings) - 1] = known_after(pairs[0][1], self.known)
         return True
 
+    def merge(self, rule: str, old: ir.Value, new: ir.Value) -> None:
+        """What reads one stored tensor reads another of the same bytes, which is no change to prove."""
+        site = self._site(rule, old)
+        if self.permits(rule, old):
+            old.replace_all_uses_with(new)
+            drop_initializer(old)
+            self.firings.append(Firing(site, new.name or "", (old.name or "",), (), {}))
+
     def record(self) -> tuple[Firing, ...]:
         """The firings in order.
 
@@ -228,7 +244,7 @@ class Rewriting:
 
     def _site(self, rule: str, value: ir.Value) -> Site:
         node = value.producer()
-        owners = self._owners(node.graph) if node is not None and node.graph is not None else []
+        owners = self._owners(value.graph if node is None else node.graph)
         return Site(rule, value.name or "", tuple(o.name or "" for o in owners))
 
     def _owners(self, graph: ir.Graph | None) -> list[ir.Node]:
@@ -263,7 +279,7 @@ class Rewriting:
         names = {new: old.name for old, new in pairs.items()}
         stem = next(iter(pairs)).name
         for value in tape.initializers:
-            value.name = names.get(value) or self.fresh(value.name or f"{stem}/constant")
+            _call(value, names.get(value) or self.fresh(value.name or f"{stem}/constant"))
             node.graph.register_initializer(value)
         self._nodes.discard(node.name)
         for count, made in enumerate(tape.nodes):
@@ -292,6 +308,15 @@ def drop_initializer(value: ir.Value) -> None:
     graph = value.graph
     if graph is not None and value.is_initializer() and not (value.is_graph_input() or value.is_graph_output()):
         graph.initializers.pop(value.name or "")
+
+
+def _call(value: ir.Value, name: str) -> None:
+    """Names a stored tensor, and not the tensor of the unfused model that it may have come from."""
+    if value.name != name and isinstance(value.const_value, ir.serde.TensorProtoTensor):
+        apart = onnx.TensorProto()
+        apart.CopyFrom(value.const_value.raw)
+        value.const_value = ir.serde.TensorProtoTensor(apart)
+    value.name = name
 
 
 def _is_made(value: ir.Value, tape: Made) -> bool:

@@ -9,11 +9,13 @@ onnx's own inference is asked node by node, because it forgets what shape tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import onnx
 import onnx_ir as ir
 
+from layerline.graph import loops
 from layerline.graph.facts import constant_tensor, subgraphs
 from layerline.graph.symbolic import LONGEST, Size, Symbols, is_size, quotient, sizes
 
@@ -54,6 +56,31 @@ def infer(model: ir.Model, told: Declared | None = None) -> None:
     _infer_graph(model.graph, model, told or {})
 
 
+def clash(old: ir.Value, new: ir.Value, made: Sequence[ir.Node], model: ir.Model) -> str | None:
+    """How the shape of `new`, computed by nodes just made that are still without names, differs from that of `old`.
+
+    A constant of more axes than what it is joined with widens the result: a rule that leaves it out would change the
+    shape. None where the two agree as far as both are known. The nodes are left as they were.
+    """
+    outputs = [o for n in made for o in n.outputs]
+    were = [(o, o.name, o.shape, o.type) for o in outputs]
+    known = Symbols()
+    for count, output in enumerate(outputs):
+        output.name = f"made {count}"
+    for node in made:
+        _infer_one(node, model, known, {})
+    a, b = sizes(old), sizes(new)
+    for output, name, shape, kind in were:
+        output.name, output.shape, output.type = name, shape, kind
+    if a is None or b is None or (len(a) == len(b) and not any(map(_differ, a, b))):
+        return None
+    return f"{old.name} has shape {list(a)}, what would replace it {list(b)}"
+
+
+def _differ(a: Size, b: Size) -> bool:
+    return isinstance(a, int) and isinstance(b, int) and a != b
+
+
 def _infer_graph(graph: ir.Graph, model: ir.Model, told: Declared) -> None:
     for value in graph.initializers.values():
         assert value.const_value is not None
@@ -61,21 +88,27 @@ def _infer_graph(graph: ir.Graph, model: ir.Model, told: Declared) -> None:
     known = Symbols()
     for node in graph:
         bodies = subgraphs(node)
-        for body in bodies:
-            _infer_body(body, model)
-        for output in node.outputs:
-            output.shape = None
         if bodies:
-            _from_bodies(node, bodies)
-        else:
-            _infer_node(node, model)
-        own = _OURS.get(node.op_type) if node.domain == "" else None
-        if own is not None and (shape := own(node, known)) is not None:
-            _refine(node.outputs[0], shape)
-        for output in node.outputs:
-            if (said := told.get(output.name or "")) is not None:
-                _refine(output, tuple(d if isinstance(d, int) else d.value for d in said))
-            _name_sizes(output)
+            loops.infer_bodies(node, partial(_infer_graph, model=model, told={}))
+        _infer_one(node, model, known, told)
+
+
+def _infer_one(node: ir.Node, model: ir.Model, known: Symbols, told: Declared) -> None:
+    """Shapes and types of a node's outputs; its bodies have theirs already."""
+    for output in node.outputs:
+        output.shape = None
+    bodies = subgraphs(node)
+    if bodies:
+        _from_bodies(node, bodies)
+    else:
+        _infer_node(node, model)
+    own = _OURS.get(node.op_type) if node.domain == "" else None
+    if own is not None and (shape := own(node, known)) is not None:
+        _refine(node.outputs[0], shape)
+    for output in node.outputs:
+        if (said := told.get(output.name or "")) is not None:
+            _refine(output, tuple(d if isinstance(d, int) else d.value for d in said))
+        _name_sizes(output)
 
 
 def _infer_node(node: ir.Node, model: ir.Model) -> None:
@@ -114,16 +147,6 @@ def _small(value: ir.Value) -> onnx.TensorProto | None:
     if tensor is None or tensor.size > LONGEST or tensor.dtype == ir.DataType.STRING:
         return None
     return ir.serde.serialize_tensor(tensor)
-
-
-def _infer_body(body: ir.Graph, model: ir.Model) -> None:
-    """What a loop carries may change its shape from one turn to the next, whatever its declaration says."""
-    told = [v.shape for v in body.inputs]
-    for value in body.inputs:
-        value.shape = None
-    _infer_graph(body, model, {})
-    for value, shape in zip(body.inputs, told, strict=True):
-        value.shape = shape
 
 
 def _from_bodies(node: ir.Node, bodies: list[ir.Graph]) -> None:

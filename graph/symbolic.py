@@ -3,6 +3,9 @@
 An element is a number, or the name of a symbolic size ("batch"), or a product of them ("6*batch"). Two equal names are
 the same number in every run. A name that starts with "?" is a number the graph computes in a way that isn't followed;
 unlike a size it may be negative.
+
+Integers wrap around where a type ends, as they do in every runtime. Sizes of axes are taken to be below 2**31, so a
+name fits each type followed here; of a product of names that is taken for granted in int64 alone.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ Size = int | str
 Sizes = tuple[Size, ...]
 # Shape tensors are short; anything longer is data.
 LONGEST = 64
-_INTEGERS = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL})
+_BITS = {ir.DataType.INT64: 64, ir.DataType.INT32: 32}
+_INTEGERS = frozenset({*_BITS, ir.DataType.BOOL})
+_LARGEST_SIZE = 2**31 - 1
 
 
 class Symbols:
@@ -49,7 +54,9 @@ class Symbols:
         node = value.producer()
         step = _STEPS.get(node.op_type) if node is not None and node.domain == "" else None
         found = step(node, self) if step is not None and node is not None else None
-        return found if found is not None and len(found) <= LONGEST else None
+        if found is None or len(found) > LONGEST:
+            return None
+        return tuple(_held(item, value.dtype, f"?{value.name}[{i}]") for i, item in enumerate(found))
 
 
 def sizes(value: ir.Value | None) -> Sizes | None:
@@ -83,6 +90,15 @@ def quotient(items: Iterable[Size], by: Iterable[Size]) -> Size | None:
     if below[0] == 0 or above[0] % below[0]:
         return None
     return product([above[0] // below[0], *names])
+
+
+def _held(item: Size, kind: ir.DataType | None, otherwise: str) -> Size:
+    """What an integer type makes of an element; `otherwise` where that depends on how large its sizes are."""
+    bits = _BITS.get(kind) if kind is not None else None
+    if isinstance(item, int):
+        return item if bits is None else (item + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+    factor, names = _factors([item])
+    return item if (len(names), factor) == (1, 1) or (bits == 64 and factor <= _LARGEST_SIZE) else otherwise
 
 
 def _factors(items: Iterable[Size]) -> tuple[int, list[str]]:
@@ -135,7 +151,7 @@ def _slice(node: ir.Node, known: Symbols) -> Sizes | None:
         bounds = [known.of(v) for v in (*node.inputs[1:3], *node.inputs[4:5])]
     picked = [b[0] for b in bounds if b is not None and len(b) == 1]
     numbers = [p for p in picked if isinstance(p, int)]
-    return data[slice(*numbers)] if len(numbers) == len(bounds) else None
+    return data[slice(*numbers)] if len(numbers) == len(bounds) and 0 not in numbers[2:] else None
 
 
 def _concat(node: ir.Node, known: Symbols) -> Sizes | None:
@@ -223,8 +239,16 @@ def _constant_of_shape(node: ir.Node, known: Symbols) -> Sizes | None:
 
 
 def _reduce_prod(node: ir.Node, known: Symbols) -> Sizes | None:
-    of = known.of(node.inputs[0])
-    return (product(of),) if of is not None and all(is_size(x) for x in of) else None
+    of, axes = known.of(node.inputs[0]), known.of(node.inputs[1]) if len(node.inputs) > 1 else ()
+    if of is None or axes is None:
+        return None
+    idle: int = node.attributes.get_int("noop_with_empty_axes", 0)
+    if idle and not axes:
+        return of
+    whole = product(of)
+    # How a long product wraps is the runtime's own business.
+    beyond = isinstance(whole, int) and _held(whole, node.outputs[0].dtype, "") != whole
+    return (whole,) if all(is_size(x) for x in of) and not beyond else None
 
 
 _STEPS: dict[str, Step] = {

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph import linear
-from layerline.graph.facts import Array, constant, parent
+from layerline.graph.facts import Array, constant, parent, rank
 from layerline.graph.rewrite import Rewriting
 from layerline.graph.rule import Declined, on, sole
 
@@ -24,7 +24,8 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # n
         amount = constant(other)
         if amount is None or value is None or other is None:
             continue
-        moves = _moves(value) if amount.size == 1 and amount.ndim <= 1 and node.op_type in ("Mul", "Div") else []
+        single = amount.size == 1 and amount.ndim <= min(rank(value) or 0, 1)
+        moves = _moves(value) if single and node.op_type in ("Mul", "Div") else []
         before = linear.behind(moves[-1].inputs[0] if moves else value)
         if before is None:
             continue

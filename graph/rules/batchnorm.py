@@ -36,7 +36,10 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
         if given.shape != (before.channels,):
             raise Declined(f"{value.name if value else ''} of {where} has shape {given.shape}, not {before.channels}")
     gamma, beta, mean, var = (p.astype(np.float64) for p in parameters if p is not None)
-    scale = gamma / np.sqrt(var + node.attributes.get_float("epsilon", DEFAULT_EPSILON))
+    spread = var + node.attributes.get_float("epsilon", DEFAULT_EPSILON)
+    if not (spread > 0).all():
+        raise Declined(f"{where} divides by the root of a variance that is not above 0 ({spread.min()})")
+    scale = gamma / np.sqrt(spread)
     return before.scaled(tape, scale, beta - mean * scale, "batchnorm")
 
 

@@ -29,7 +29,7 @@ def noop(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa
         return None
     if value.dtype == to:
         return value
-    return tape.op("Cast", [value], {"to": int(to)}) if node.op_type == "CastLike" else None
+    return tape.op("Cast", [value], _to(node, to)) if node.op_type == "CastLike" else None
 
 
 def chain(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
@@ -38,9 +38,16 @@ def chain(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noq
     if inner is None or value is None or value.dtype is None:
         return None
     middle, last = _target(inner), _target(node)
+    if last == _D.STRING:
+        raise Declined(f"{node.outputs[0].name} writes numbers out, which reads otherwise in another type")
     if middle is None or value.dtype not in _HOLDS.get(middle, ()):
         raise Declined(f"Cast {inner.outputs[0].name} to {middle} may change {value.name} of type {value.dtype}")
-    return tape.op("Cast", [value], {"to": int(last)}) if last is not None else None
+    return tape.op("Cast", [value], _to(node, last)) if last is not None else None
+
+
+def _to(node: ir.Node, to: ir.DataType) -> dict[str, ir.Attr | int]:
+    """The node's own attributes (what becomes of numbers beyond an 8-bit float) with the type it casts to."""
+    return {**node.attributes, "to": int(to)}
 
 
 def _target(node: ir.Node) -> ir.DataType | None:

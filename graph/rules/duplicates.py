@@ -3,40 +3,62 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.facts import is_random, subgraphs
-from layerline.graph.rewrite import Rewriting, drop_initializer
+from layerline.graph.rewrite import Rewriting
 from layerline.graph.rule import Declined, Rule
-
-_DIGEST = "layerline.digest"
 
 
 def initializers(work: Rewriting) -> None:
-    """Within a graph, and in bodies also against the graphs around them (whose tensors a body may read)."""
+    """Within a graph, and in bodies also against the graphs around them.
+
+    A body may read what is stored around it; the names of a prepared model leave no doubt whose tensor is meant. Bodies
+    of foreign operators keep their own.
+    """
     for graph in work.graphs():
-        kept: dict[Hashable, ir.Value] = {}
-        for outer in reversed(work.around(graph)):
-            kept |= {_contents(v): v for v in outer.initializers.values()}
+        alike: dict[Hashable, list[ir.Value]] = {}
+        for outer in work.reachable(graph):
+            for value in outer.initializers.values():
+                alike.setdefault(_look(value), []).append(value)
         for value in list(graph.initializers.values()):
-            first = kept.setdefault(_contents(value), value)
-            if first is not value and not value.is_graph_output():
-                value.replace_all_uses_with(first)
-                drop_initializer(value)
+            group = alike.setdefault(_look(value), [])
+            first = next((v for v in group if _digest(v) == _digest(value)), value)
+            if first is value:
+                group.append(value)
+            elif value.is_graph_output():
+                work.decline(INITIALIZERS.name, value, f"stored tensor {value.name} is a graph output")
+            else:
+                work.merge(INITIALIZERS.name, value, first)
 
 
-def _contents(value: ir.Value) -> Hashable:
+def _look(value: ir.Value) -> Hashable:
+    """What equal tensors share and few others do; nothing large is read for it."""
     tensor = value.const_value
     if tensor is None or tensor.dtype == ir.DataType.STRING:
         return id(value)
-    # A value keeps its tensor for life, so its digest is taken once.
-    known: Hashable = value.meta.get(_DIGEST)
-    if known is None:
-        digest = hashlib.blake2b(tensor.tobytes(), digest_size=16).digest()
-        known = value.meta[_DIGEST] = tensor.dtype, tuple(tensor.shape.numpy()), digest
+    return _once(value, "look", lambda: (tensor.dtype, tuple(tensor.shape.numpy()), _head(tensor)))
+
+
+def _head(tensor: ir.TensorProtocol) -> bytes:
+    array = tensor.numpy()
+    return array.ravel()[:16].tobytes() if array.flags.c_contiguous else array.tobytes()[:64]
+
+
+def _digest(value: ir.Value) -> Hashable:
+    tensor = value.const_value
+    assert tensor is not None
+    return _once(value, "digest", lambda: hashlib.blake2b(tensor.tobytes(), digest_size=16).digest())
+
+
+def _once(value: ir.Value, key: str, found: Callable[[], Hashable]) -> Hashable:
+    """A value keeps its tensor for life, so what is read of it is read once."""
+    if key not in value.meta:
+        value.meta[key] = found()
+    known: Hashable = value.meta[key]
     return known
 
 
@@ -53,9 +75,21 @@ def nodes(work: Rewriting) -> None:
 
 
 def _meaning(node: ir.Node) -> Hashable:
-    attributes = tuple(sorted((a.name, a.type, repr(a.value)) for a in node.attributes.values()))
+    attributes = tuple(sorted((a.name, a.type, _exact(a)) for a in node.attributes.values()))
     present = tuple(bool(o.name) for o in node.outputs)
     return node.op_identifier(), tuple(id(v) for v in node.inputs), attributes, present
+
+
+def _exact(attribute: ir.Attr) -> str:
+    """What an attribute holds, to the last bit: tensors print a few digits only."""
+    if attribute.is_ref() or attribute.type not in (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS):
+        return repr((attribute.ref_attr_name, attribute.value))
+    tensors = [attribute.as_tensor()] if attribute.type == ir.AttributeType.TENSOR else attribute.as_tensors()
+    return repr([(t.dtype, tuple(t.shape), _content(t)) for t in tensors])
+
+
+def _content(tensor: ir.TensorProtocol) -> object:
+    return tensor.numpy().tolist() if tensor.dtype == ir.DataType.STRING else tensor.tobytes()
 
 
 def _merge(work: Rewriting, node: ir.Node, first: ir.Node) -> None:

@@ -20,10 +20,10 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
         return tape.op("HardSwish", [x])
     if not close(whole.number, 1 / 6, node.outputs[0]) or len(whole.values) not in (1, 2):
         return None
-    for clipped in whole.values:
+    for index, clipped in enumerate(whole.values):
         x = _unclipped(clipped)
-        rest = [v for v in whole.values if v is not clipped]
-        if x is None or (rest and rest != [x]):
+        rest = [*whole.values[:index], *whole.values[index + 1 :]]
+        if x is None or rest not in ([], [x]):
             continue
         only_within(node, x)
         if rest and work.opset >= SINCE:

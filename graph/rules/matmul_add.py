@@ -19,6 +19,8 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # n
         matmul = product.producer() if product is not None else None
         if matmul is None or bias is None or matmul.op_type != "MatMul" or matmul.domain != "":
             continue
+        if bias is product:
+            raise Declined(f"{node.outputs[0].name} adds MatMul {product.name} to itself; both are needed")
         a, b = matmul.inputs
         if rank(a) != 2 or rank(b) != 2:
             raise Declined(

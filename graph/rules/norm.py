@@ -138,6 +138,8 @@ def affine(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # no
         if node.op_type == "Add" and norm.op_type == "RMSNormalization":
             return None
         sole(node.inputs[side], node)
+        if others := [o.name for o in norm.outputs[1:] if o.uses() or o.is_graph_output()]:
+            raise Declined(f"second output {others[0]} of {norm.op_type} {norm.outputs[0].name} is used")
         if (count := rank(norm.inputs[0])) is None or amount.ndim > count:
             raise Declined(f"constant {_name(node.inputs[1 - side])} of shape {amount.shape} adds dimensions")
         return _scaled(node, norm, scale, _per_element(amount, scale, _name(node.inputs[1 - side])), tape)
@@ -161,10 +163,14 @@ def _scaled(node: ir.Node, norm: ir.Node, scale: Array, amount: Array, tape: Tap
     bias = constant(given)
     if given is not None and bias is None:
         raise Declined(f"bias {given.name} of {norm.outputs[0].name} is computed")
-    if node.op_type == "Mul":
-        scale, bias = scale * amount, None if bias is None else bias * amount
-    else:
-        bias = amount if bias is None else bias + amount
+    finite = np.isfinite(scale).all() and (bias is None or np.isfinite(bias).all())
+    with np.errstate(over="ignore", invalid="ignore"):
+        if node.op_type == "Mul":
+            scale, bias = scale * amount, None if bias is None else bias * amount
+        else:
+            bias = amount if bias is None else bias + amount
+    if finite and not (np.isfinite(scale).all() and (bias is None or np.isfinite(bias).all())):
+        raise Declined(f"scale or bias of {norm.op_type} {norm.outputs[0].name} would overflow {scale.dtype}")
     stem = node.outputs[0].name
     inputs = [norm.inputs[0], tape.initializer(ir.tensor(np.ascontiguousarray(scale)), f"{stem}/scale")]
     if bias is not None:

@@ -73,10 +73,17 @@ def _at_least_zero(value: ir.Value | None, depth: int = 6) -> bool:
     if node.op_type in _AT_LEAST_ZERO:
         return True
     if node.op_type == "Clip":
-        low = scalar(node.inputs[1]) if len(node.inputs) > 1 else node.attributes.get_float("min", -math.inf)
-        return low is not None and low >= 0
+        return all(end is not None and end >= 0 for end in _ends(node))
     tensors = node.inputs if node.op_type == "Concat" else node.inputs[:1]
     return node.op_type in _KEEPS_SIGN and all(_at_least_zero(v, depth - 1) for v in tensors)
+
+
+def _ends(clip: ir.Node) -> tuple[float | None, float | None]:
+    """Both bounds of a Clip: the upper one wins where it is below the lower one; None for one that is computed."""
+    if len(clip.inputs) == 1:
+        return clip.attributes.get_float("min", -math.inf), clip.attributes.get_float("max", math.inf)
+    low, high = (*clip.inputs[1:], None)[:2]
+    return -math.inf if low is None else scalar(low), math.inf if high is None else scalar(high)
 
 
 def _before(node: ir.Node, opset: int) -> _Pad | None:

@@ -28,6 +28,8 @@ def _split(node: ir.Node, work: Rewriting) -> None:
     indices = [scalar(p.inputs[1]) if p.op_type == "SequenceAt" else None for p in picks]
     if node.outputs[0].is_graph_output() or not picks or None in indices:
         raise Declined(f"sequence {name} is used other than by picking fixed pieces")
+    if away := next((p for p in picks if p.graph is not node.graph), None):
+        raise Declined(f"piece {away.outputs[0].name} of sequence {name} is picked in the body of another node")
     chosen = [int(i) % len(lengths) for i in indices if i is not None and -len(lengths) <= i < len(lengths)]
     if len(chosen) < len(picks) or len(set(chosen)) < len(chosen):
         raise Declined(f"pieces {indices} of sequence {name} are not {len(picks)} different ones of {len(lengths)}")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
+from layerline.graph.bounds import Bounds, bounds, of
 from layerline.graph.facts import constant, parent, rank, scalar
 from layerline.graph.rewrite import Rewriting
-from layerline.graph.rule import Declined, on, only_within
+from layerline.graph.rule import Declined, Rule, on, only_within
 
 SINCE = 13
-FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
 def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
@@ -42,48 +43,50 @@ def _axis(node: ir.Node) -> int | None:
     return int(given.item()) % count
 
 
-def guard(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
-    """Where(IsNaN(s), 0, s) after a Softmax whose scores are finite.
+def guard(work: Rewriting) -> None:
+    """Where(IsNaN(s), 0, s) after a Softmax whose scores are finite in every run.
 
-    torch writes it for rows that a mask of -inf covers whole. Where no mask can be -inf, a row is NaN only when a
-    product has overflowed already, and TensorRT's fused attention is lost to the guard.
+    torch writes it for rows that a mask of -inf covers whole, and TensorRT's fused attention is lost to it. A row is
+    NaN too when a score is NaN or a product has overflowed, so it goes only where neither can be (graph/bounds.py).
     """
-    test = parent(node.inputs[0], "IsNaN")
-    softmax = parent(node.inputs[2], "Softmax")
+    for graph in work.graphs():
+        found: Bounds | None = None
+        for node in graph:
+            if node.op_type == "Where" and node.domain == "" and (softmax := _guarded(node)) is not None:
+                found = bounds(graph) if found is None else found
+                work.attempt(GUARD.name, node, partial(_unguarded, scores=softmax.inputs[0], found=found))
+
+
+def _guarded(node: ir.Node) -> ir.Node | None:
+    test, softmax = parent(node.inputs[0], "IsNaN"), parent(node.inputs[2], "Softmax")
     if test is None or softmax is None or test.inputs[0] is not node.inputs[2] or scalar(node.inputs[1]) != 0.0:
         return None
-    if _bound(softmax.inputs[0]) > FLOAT_MAX:
-        raise Declined(
-            f"scores {softmax.inputs[0].name if softmax.inputs[0] else ''} of {node.outputs[0].name} may be -inf"
-        )
+    return softmax
+
+
+def _unguarded(
+    node: ir.Node,
+    tape: Tape,  # noqa: ARG001
+    work: Rewriting,  # noqa: ARG001
+    *,
+    scores: ir.Value | None,
+    found: Bounds,
+) -> ir.Value | None:
+    if not math.isfinite(of(scores, found)):
+        name = scores.name if scores is not None else ""
+        raise Declined(f"scores {name} of {node.outputs[0].name} may be NaN or infinite: {_cause(scores, found)}")
     return node.inputs[2]
 
 
-def _bound(value: ir.Value | None, depth: int = 8) -> float:
-    """How large the constants can make a value whose products of matrices are of ordinary size; inf where anything can.
-
-    Two masks of the most negative number, each finite, add up to -inf: so it is sums that are bounded.
-    """
-    stored = constant(value)
-    if stored is not None:
-        return float(abs(stored).max(initial=0))
-    node = value.producer() if value is not None else None
-    if node is None or node.domain != "" or depth == 0:
-        return math.inf
-    if node.op_type in ("MatMul", "Gemm"):
-        return 0.0
-    if node.op_type in ("Reshape", "Transpose", "Expand", "Unsqueeze", "Squeeze", "Identity", "Slice"):
-        return _bound(node.inputs[0], depth - 1)
-    if node.op_type == "Div":
-        by = scalar(node.inputs[1])
-        return _bound(node.inputs[0], depth - 1) / abs(by) if by else math.inf
-    if node.op_type not in ("Add", "Sub", "Mul", "Where"):
-        return math.inf
-    parts = [_bound(v, depth - 1) for v in node.inputs[1 if node.op_type == "Where" else 0 :]]
-    if node.op_type == "Mul":
-        return parts[0] * parts[1] if math.isfinite(max(parts)) else math.inf
-    return max(parts) if node.op_type == "Where" else sum(parts)
+def _cause(value: ir.Value | None, found: Bounds) -> str:
+    """The first value upwards that nothing bounds while all it is computed from is bounded; or an input."""
+    while value is not None and (node := value.producer()) is not None:
+        open_ = [v for v in node.inputs if v is not None and not math.isfinite(of(v, found))]
+        if not open_:
+            return f"{node.op_type} {value.name} is not bounded"
+        value = open_[0]
+    return f"{value.name if value is not None else 'a value'} can hold anything"
 
 
 RULE = on("softmax", "softmax written out to Softmax (opset 13)", ["Div"], rewrite)
-GUARD = on("softmax-nan-guard", "replacing NaN after a Softmax whose scores are finite", ["Where"], guard)
+GUARD = Rule("softmax-nan-guard", "replacing NaN after a Softmax whose scores are finite in every run", guard)

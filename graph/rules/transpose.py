@@ -82,19 +82,21 @@ def _gain(value: ir.Value, perm: tuple[int, ...], reader: ir.Node, depth: int) -
         return 0
     if node is None or depth == 0 or any(c is not reader for c in consumers(value)) or value.is_graph_output():
         return None
+    if rank(value) != len(perm):
+        return None
     if node.op_type == "Transpose" and node.domain == "":
         first = permutation(node)
         return 1 if first is not None and [first[p] for p in perm] == list(range(len(perm))) else None
-    if not _is_elementwise(node) or rank(value) != len(perm):
+    if not _is_elementwise(node):
         return None
     gains = [_gain(v, perm, node, depth - 1) for v in _tensors(node) if v is not None]
     return None if None in gains or not any(gains) else sum(g for g in gains if g is not None)
 
 
 def _is_small(value: ir.Value, perm: tuple[int, ...]) -> bool:
-    """A constant that can be turned along with the rest: a scalar, or one with every axis."""
+    """A constant that can be turned along with the rest: one number that adds no axis, or one with every axis."""
     array = constant(value)
-    return array is not None and (array.size == 1 or array.ndim == len(perm))
+    return array is not None and (array.ndim == len(perm) or (array.size == 1 and array.ndim < len(perm)))
 
 
 def _tensors(node: ir.Node) -> Sequence[ir.Value | None]:

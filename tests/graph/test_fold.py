@@ -126,6 +126,40 @@ def test_equal_tensors_are_stored_once() -> None:
     assert set(stored(done.model)) == {"w1", "w3", "w4"}
 
 
+def test_merged_tensors_are_told() -> None:
+    """Also in a body, against the graph around it; nothing is proved where the bytes are the same."""
+    body = """d = Div(x, k3) a = Mul(d, k) y = If (c) <
+      then_branch: graph = t () => (float[] ty) { b = Add(a, k3) ty = Mul(b, k2) },
+      else_branch: graph = e () => (float[] ey) { ey = Sub(a, k2) }>"""
+    model = parse("(float[N] x, bool c) => (float[] y)", body, k=np.float32(3), k2=np.float32(3), k3=np.float32(4))
+    own = model.graph.node[2].attribute[0].g
+    own.initializer.append(numpy_helper.from_array(np.float32(4), "own"))
+    own.node[0].input[1] = "own"
+    done = prove(
+        model, *({"x": normal(3), "c": np.array(c)} for c in (True, False)), rules=only("duplicate-initializers")
+    )
+    merged = [f for f in done.firings if f.site.rule == "duplicate-initializers"]
+    assert [(f.site.value, f.result, len(f.site.inside), f.after) for f in merged] == [
+        ("k2", "k", 0, {}),
+        ("own", "k3", 1, {}),
+    ]
+    assert [p.error for p in done.proofs if p.firing in merged] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("apart", [1e-10, 1e-16, 0.0])
+@pytest.mark.parametrize("kind", ["double", "float"])
+def test_nodes_are_equal_to_the_last_bit_or_not_at_all(apart: float, kind: str) -> None:
+    """Tensors print a few digits only."""
+    dtype = np.float64 if kind == "double" else np.float32
+    numbers = [np.array([v], dtype) for v in (1.0, 1.0 + apart)]
+    model = parse(f"(int64[1] s) => ({kind}[?] y)", "y = Sub(c1, c0)")
+    for index, number in enumerate(numbers):
+        node = onnx.helper.make_node("ConstantOfShape", ["s"], [f"c{index}"], value=numpy_helper.from_array(number))
+        model.graph.node.insert(index, node)
+    done = prove(model, {"s": np.array([3])})
+    assert ("duplicate-nodes" in fired(done)) is bool(numbers[0] == numbers[1])
+
+
 def test_equal_nodes_are_computed_once() -> None:
     body = """a = Relu(x) b = Relu(x) c = Elu <alpha = 2.0>(x) d = Elu <alpha = 3.0>(x) s = Add(a, b) t = Add(c, d)
               y = Add(s, t)"""

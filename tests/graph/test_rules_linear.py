@@ -315,3 +315,54 @@ def test_integer_products_make_no_gemm() -> None:
     )
     done = prove(model, {"x": np.arange(15, dtype=np.int32).reshape(3, 5)})
     assert ops(done.model) == ["MatMul", "Add"]
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (5, 3)])
+def test_product_added_to_itself_stays(shape: tuple[int, int]) -> None:
+    """Gemm would need the product beside it."""
+    done = prove(parse("(float[N, 3] x) => (float[N, 3] y)", "m = MatMul(x, w) y = Add(m, m)", w=normal(3, 3)),
+                 {"x": normal(*shape)})  # fmt: skip
+    assert ops(done.model) == ["MatMul", "Add"]
+    assert "adds MatMul m to itself" in reason(done, "matmul-add")
+
+
+@pytest.mark.parametrize("stray", [np.nan, np.inf])
+def test_bias_that_beta_leaves_out_must_be_finite(stray: float) -> None:
+    bias = normal(5)
+    bias[2] = stray
+    body = "c = Gemm <beta = 0.0>(x, w, b) y = Mul(c, k)"
+    done = prove(parse("(float[N, 4] x) => (float[N, 5] y)", body, w=normal(4, 5), b=bias, k=normal(5)),
+                 {"x": normal(3, 4)})  # fmt: skip
+    assert ops(done.model) == ["Gemm", "Mul"]
+    assert "is not finite, and beta = 0 leaves it out" in reason(done, "affine")
+
+
+@pytest.mark.parametrize("move", ["Squeeze(m)", "Reshape(m, none)"])
+@pytest.mark.parametrize(("shape", "expected"), [((), 2), ((1,), 3)])
+def test_constant_with_an_axis_behind_a_scalar_stays(move: str, shape: tuple[int, ...], expected: int) -> None:
+    """Rank 0 times (1,) has rank 1."""
+    model = parse("(float[1, 3] x) => (float[] y)", f"m = MatMul(x, w) r = {move} y = Mul(r, k)", w=normal(3, 1),
+                  k=np.full(shape, 2, np.float32), none=np.array([], np.int64))  # fmt: skip
+    done = prove(model, {"x": normal(1, 3)})
+    assert len(ops(done.model)) == expected
+
+
+@pytest.mark.parametrize(("scale", "why"), [(1e-4, "too small for float16"), (1e4, "overflow float16")])
+def test_weights_that_leave_their_type_stay(scale: float, why: str) -> None:
+    half, scale = np.float16, np.float16(scale)
+    factor = 1e-3 if scale < 1 else 60
+    model = parse("(float16[N, 4] x) => (float16[N, 3] y)", "c = MatMul(x, w) y = Mul(c, k)",
+                  w=(normal(4, 3) * factor).astype(half), k=scale)  # fmt: skip
+    done = prove(model, {"x": (normal(2, 4) / (1 if scale < 1 else 1e4)).astype(half)})
+    assert ops(done.model) == ["MatMul", "Mul"]
+    assert why in reason(done, "affine")
+
+
+@pytest.mark.parametrize("var", [0.0, -1.0])
+def test_batchnorm_without_a_variance_stays(var: float) -> None:
+    tensors = statistics(3) | {"var": np.array([1, var, 1], np.float32)}
+    body = "c = Conv(x, w) y = BatchNormalization <epsilon = 0.0>(c, gamma, beta, mean, var)"
+    model = parse("(float[N, 4, 6] x) => (float[N, 3, 4] y)", body, w=normal(3, 4, 3), **tensors)
+    done = prove(model, {"x": normal(2, 4, 6)})
+    assert ops(done.model) == ["Conv", "BatchNormalization"]
+    assert "a variance that is not above 0" in reason(done, "batchnorm")

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
+from layerline.graph.fuse import fuse
 from tests.graph.fusing import fired, normal, only, ops, parse, prove, reason, run
 
 X = "(float[N, 3, 4] x)"
@@ -298,3 +299,67 @@ def test_sequence_just_put_together_is_no_sequence() -> None:
 def test_rules_switched_off_do_not_fire() -> None:
     model = parse(f"{X} => (float[N, 3, 4] y)", "z = Identity(x) w = Transpose <perm = [0, 1, 2]>(z) y = Relu(w)")
     assert ops(prove(model, {"x": normal(2, 3, 4)}, rules=only("identity")).model) == ["Transpose", "Relu"]
+
+
+@pytest.mark.parametrize(
+    ("signature", "body"),
+    [
+        ("(float[2, 3, 4, 5] x, float[3, 5] z)", "b = Transpose <perm = [1, 0]>(z)"),
+        ("(float[2, 3, 4, 5] x, float[5, 3] z)", "b = Relu(z)"),
+        ("(float[2, 3, 4, 5] x, float[3] z)", "b = Transpose <perm = [0]>(z)"),
+    ],
+)
+def test_transposes_of_another_rank_stay(signature: str, body: str) -> None:
+    body = f"a = Transpose <perm = [0, 2, 3, 1]>(x) {body} c = Add(a, b) d = Mul(c, c)"
+    model = parse(f"{signature} => (float[] y)", f"{body} y = Transpose <perm = [0, 3, 1, 2]>(d)")
+    shapes = [[d.dim_value for d in i.type.tensor_type.shape.dim] for i in model.graph.input]
+    done = prove(model, {"x": normal(*shapes[0]), "z": normal(*shapes[1])})
+    assert ops(done.model).count("Transpose") >= 2
+
+
+@pytest.mark.parametrize("axes", [4, 5])
+@pytest.mark.parametrize("op", ["Add(a, k)", "Mul(k, a)", "Where(t, k, a)"])
+def test_constant_that_widens_a_transposed_value_stays(axes: int, op: str) -> None:
+    perm = [*range(axes - 2), axes - 1, axes - 2]
+    model = parse("(float[2, 3, 4] x) => (float[] y)",
+                  f"a = Transpose <perm = [0, 2, 1]>(x) b = {op} y = Transpose <perm = {perm}>(b)",
+                  k=np.ones((1,) * axes, np.float32), t=np.array(False))  # fmt: skip
+    done = prove(model, {"x": normal(2, 3, 4)}, rules=only("transpose-cancel"))
+    assert ops(done.model).count("Transpose") == 2
+
+
+def picks(inside: str) -> onnx.ModelProto:
+    body = f"""s = SplitToSequence <axis = 0>(x, k) {"p = SequenceAt(s, zero)" if inside == "one" else "p = Neg(x)"}
+      r = If (c) <then_branch: graph = t () => (float[] ty) {{ ta = SequenceAt(s, one) ty = Relu(ta) }},
+                  else_branch: graph = e () => (float[] ey) {{ ey = Neg(x) }}>"""
+    return parse("(float[2, 3] x, bool c) => (float[] p, float[] r)", body, k=np.array([1, 1]), zero=np.array(0),
+                 one=np.array(1))  # fmt: skip
+
+
+@pytest.mark.parametrize("inside", ["one", "all"])
+def test_sequence_picked_in_a_body_stays(inside: str) -> None:
+    done = prove(picks(inside), *({"x": normal(2, 3), "c": np.array(c)} for c in (True, False)))
+    assert "SplitToSequence" in ops(done.model)
+    assert "is picked in the body of another node" in reason(done, "split-sequence")
+
+
+@pytest.mark.parametrize("saturate", [0, 1])
+@pytest.mark.parametrize(
+    "body", ["a = Cast <to = 1>(x) b = Cast <to = 17, saturate = {s}>(a)", "b = CastLike <saturate = {s}>(x, l)"]
+)
+def test_what_becomes_of_numbers_beyond_an_8_bit_float_is_kept(body: str, saturate: int) -> None:
+    model = parse("(float16[N] x) => (float[N] y)", f"{body.format(s=saturate)} y = Cast <to = 1>(b)", 20)
+    model.graph.initializer.append(onnx.helper.make_tensor("l", onnx.TensorProto.FLOAT8E4M3FN, [1], [0.0]))
+    done = fuse(model, [{"x": np.array([1, 2, 500, -600], np.float16)}])
+    assert not done.undone
+    assert ops(done.model) == ["Cast", "Cast"]
+    assert [a.i for a in done.model.graph.node[0].attribute if a.name == "saturate"] == [saturate]
+
+
+@pytest.mark.parametrize("first", [1, 11])
+def test_numbers_written_out_stay_in_their_type(first: int) -> None:
+    """0.1 in half precision reads otherwise as a float."""
+    model = parse("(float16[N] x) => (string[N] y)", f"a = Cast <to = {first}>(x) y = Cast <to = 8>(a)")
+    done = fuse(model, [{"x": np.array([0.1, 2], np.float16)}])
+    assert ops(done.model) == ["Cast", "Cast"]
+    assert "writes numbers out" in reason(done, "cast-cast")

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.graph.fusing import fired, normal, ops, parse, prove, reason
+from tests.graph.fusing import fired, normal, ops, parse, prove, reason, run
 
 SCALARS = {
     "half": np.float32(0.5),
@@ -141,28 +141,53 @@ def test_softmax_without_its_maximum_stays() -> None:
     assert "doesn't take off the maximum" in reason(done, "softmax")
 
 
-SCORES = "s = MatMul(q, k) z = Add(s, mask)"
-REST = "p = Softmax <axis = -1>(z) n = IsNaN(p) w = Where(n, zero, p) y = MatMul(w, v)"
-SIGNATURE = "(float[N, 4, 8] q, float[N, 8, 4] k, float[N, 4, 8] v) => (float[N, 4, 8] y)"
-FEED = {"q": normal(2, 4, 8), "k": normal(2, 8, 4, seed=1), "v": normal(2, 4, 8, seed=2)}
+GUARD = "p = Softmax <axis = -1>(z) n = IsNaN(p) w = Where(n, zero, p) y = MatMul(w, e)"
+EMBEDDED = "e = Gather(table, i) t = Transpose <perm = [0, 2, 1]>(e) s = MatMul(e, t)"
 LEAST = np.finfo(np.float32).min
 
 
-def test_guard_goes_where_the_mask_is_finite() -> None:
+def guarded(
+    scores: str, signature: str = "(int64[N, 4] i) => (float[N, 4, 8] y)", **tensors: object
+) -> onnx.ModelProto:
+    return parse(signature, f"{scores} {GUARD}", table=normal(50, 8), zero=np.float32(0), **tensors)
+
+
+TOKENS = {"i": np.array([[0, 3, 7, 49]])}
+
+
+@pytest.mark.parametrize("norm", ["", "x = LayerNormalization(e0, g)"])
+def test_guard_goes_where_nothing_can_be_nan(norm: str) -> None:
+    """Tokens in, and a mask that is finite."""
     mask = np.where(np.tri(4, dtype=bool), 0, LEAST).astype(np.float32)
-    model = parse(SIGNATURE, f"{SCORES} {REST}", mask=mask, zero=np.float32(0))
-    assert "IsNaN" not in ops(prove(model, FEED).model)
+    scores = f"{EMBEDDED} z = Add(s, mask)"
+    if norm:
+        scores = scores.replace("e = Gather", "e0 = Gather").replace("t = ", f"{norm.replace('x =', 'e =')} t = ")
+    done = prove(guarded(scores, mask=mask, g=normal(8)), TOKENS)
+    assert "IsNaN" not in ops(done.model)
 
 
-@pytest.mark.parametrize("low", [-np.inf, LEAST])
-def test_guard_stays_where_a_row_can_be_masked_whole(low: float) -> None:
+@pytest.mark.parametrize("mask", [-np.inf, LEAST, np.nan])
+def test_guard_stays_where_a_row_can_be_masked_whole(mask: float) -> None:
     """By a mask of -inf, or by two of the most negative number, which add up to it."""
-    mask = np.zeros((4, 4), np.float32)
-    mask[1] = low
-    scores = SCORES if np.isinf(low) else SCORES.replace("z =", "z0 =") + " z = Add(z0, mask)"
-    done = prove(parse(SIGNATURE, f"{scores} {REST}", mask=mask, zero=np.float32(0)), FEED)
+    rows = np.zeros((4, 4), np.float32)
+    rows[1] = mask
+    scores = f"{EMBEDDED} {'z0 = Add(s, mask) z = Add(z0, mask)' if mask == LEAST else 'z = Add(s, mask)'}"
+    done = prove(guarded(scores, mask=rows), TOKENS)
     assert "IsNaN" in ops(done.model)
-    assert "may be -inf" in reason(done, "softmax-nan-guard")
+    assert "z of w may be NaN or infinite" in reason(done, "softmax-nan-guard")
+
+
+@pytest.mark.parametrize("scores", ["z = MatMul(e, t)", "a = Sigmoid(e) z = MatMul(a, t)", "a = Tanh(e) z = Mul(a, a)"])
+def test_guard_stays_behind_inputs_that_may_hold_anything(scores: str) -> None:
+    """NaN, and numbers whose products overflow: ordinary feeds prove nothing about them."""
+    signature = "(float[N, 4, 4] e) => (float[N, 4, 4] y)"
+    model = guarded(f"t = Transpose <perm = [0, 2, 1]>(e) {scores}", signature)
+    done = prove(model, {"e": normal(2, 4, 4)})
+    assert "e can hold anything" in reason(done, "softmax-nan-guard")
+    odd = normal(1, 4, 4)
+    odd[0, 0, 0] = np.nan
+    for feed in ({"e": odd}, {"e": np.full((1, 4, 4), 3e38, np.float32) * np.sign(normal(4, 4))}):
+        np.testing.assert_allclose(run(done.model, feed)["y"], run(model, feed)["y"], rtol=1e-5)
 
 
 HARD = {"three": np.float32(3), "zero": np.float32(0), "six": np.float32(6)}
@@ -187,3 +212,58 @@ def test_clip_of_other_bounds_is_no_hard_swish() -> None:
     body = "a = Add(x, three) c = Clip(a, zero, three) m = Mul(x, c) y = Div(m, six)"
     model = parse("(float[N, 5] x) => (float[N, 5] y)", body, **HARD)
     assert ops(prove(model, {"x": 4 * normal(7, 5)}).model) == ["Add", "Clip", "Mul", "Div"]
+
+
+@pytest.mark.parametrize("opset", [13, 17])
+@pytest.mark.parametrize("body", ["m = Mul(c, c) y = Div(m, six)", "m = Mul(c, w) y = Div(m, six)"])
+def test_hard_sigmoid_of_something_else_is_no_hard_swish(body: str, opset: int) -> None:
+    """clip(x + 3, 0, 6) times itself, or times another value."""
+    model = parse("(float[N, 5] x) => (float[N, 5] y)", f"w = Abs(x) a = Add(x, three) c = Clip(a, zero, six) {body}",
+                  opset=opset, **HARD)  # fmt: skip
+    done = prove(model, {"x": 4 * normal(7, 5)})
+    assert "Clip" in ops(done.model)
+    assert not done.undone
+
+
+WIDE = (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "body", "wide"),
+    [
+        ("gelu", f"{ERF} m = Mul(x, a) y = Mul(m, half)", "half"),
+        ("gelu", f"{ERF} m = Mul(x, a) y = Mul(m, half)", "root2"),
+        ("gelu", f"{TANH} h = Mul(x, half) y = Mul(h, a)", "cubic"),
+        ("hard-swish", "a = Add(x, three) c = Clip(a, zero, six) m = Mul(x, c) y = Div(m, six)", "three"),
+        ("hard-swish", "a = Add(x, three) c = Clip(a, zero, six) y = Div(c, six2)", "six2"),
+        ("layer-norm", f"{variance([-1], 20)} r = Sqrt(v) y = Div(d, r)", "eps"),
+        ("layer-norm", f"{variance([-1], 20)} r = Sqrt(v) i = Div(one, r) y = Mul(d, i)", "one"),
+        ("rms-norm", "q = Pow(x, two) w = ReduceMean(q, axes) v = Add(w, eps) r = Sqrt(v) y = Div(x, r)", "eps"),
+    ],
+)
+@pytest.mark.parametrize("size", ["3", "M"])
+def test_constant_with_more_axes_than_x_widens_the_result(rule: str, body: str, wide: str, size: str) -> None:
+    tensors = SCALARS | HARD | {"axes": np.array([-1]), "six2": np.float32(6)}
+    tensors |= {wide: np.full(WIDE, tensors[wide], np.float32)}
+    opset = 23 if rule == "rms-norm" else 20
+    done = prove(parse(f"(float[N, {size}, 5] x) => (float[] y)", body, opset, **tensors), {"x": normal(2, 3, 5)})
+    assert rule not in fired(done)
+    assert "y has shape" in reason(done, rule)
+
+
+def test_norm_whose_statistics_are_read_stays() -> None:
+    model = parse("(float[N, 8] x) => (float[N, 8] y, float[N, 1] m)", "n, m = LayerNormalization(x, g) y = Mul(n, k)",
+                  g=normal(8), k=np.float32(2))  # fmt: skip
+    done = prove(model, {"x": normal(2, 8)})
+    assert ops(done.model) == ["LayerNormalization", "Mul"]
+    assert "second output m of LayerNormalization n is used" in reason(done, "norm-affine")
+
+
+def test_scale_of_a_norm_that_would_overflow_stays() -> None:
+    model = parse("(float[N, 8] x) => (float[N, 8] y)", "n = LayerNormalization(x, g) y = Mul(n, k)",
+                  g=np.full(8, 1e-30, np.float32) * np.float32(1e-8), k=np.float32(2))  # fmt: skip
+    assert ops(prove(model, {"x": normal(2, 8)}).model) == ["LayerNormalization"]
+    large = parse("(float[N, 8] x) => (float[N, 8] y)", "n = LayerNormalization(x, g) y = Mul(n, k)",
+                  g=np.full(8, 1e20, np.float32), k=np.float32(1e20))  # fmt: skip
+    done = prove(large, {"x": np.zeros((2, 8), np.float32)})
+    assert "would overflow float32" in reason(done, "norm-affine")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -10,10 +12,10 @@ from hypothesis import strategies as st
 
 from layerline.graph import shapes
 from layerline.graph.symbolic import Symbols, is_size, product, quotient, sizes
-from tests.graph.fusing import parse
+from tests.graph.fusing import normal, parse, prove, run
 
 
-def elements(body: str, signature: str = "(float[batch, seq, 6] x) => (int64[] y)", **tensors: object) -> object:
+def elements(body: str, signature: str = "(float[batch, seq, 6] x) => (int64[] y)", **tensors: Any) -> object:
     model = ir.serde.deserialize_model(parse(signature, body, **tensors))
     shapes.infer(model)
     return Symbols().of(model.graph.outputs[0])
@@ -119,3 +121,53 @@ def test_sizes_of_old_exporters_that_mean_any(size: int) -> None:
     model = ir.serde.deserialize_model(proto)
     shapes.infer(model)
     assert sizes(model.graph.outputs[0]) == ("x#0", 3)
+
+
+WRAPS = [
+    ("(int32[1] y)", "s = Shape(x) c = Cast <to = 6>(s) y = Mul(c, k)", {"k": np.array([100000], np.int32)}),
+    ("(int32[1] y)", "s = Shape(x) c = Cast <to = 6>(s) d = Mul(c, c) y = Add(d, c)", {}),
+    ("(int32[1] y)", "s = Shape(x) c = Cast <to = 6>(s) y = Sub(k, c)", {"k": np.array([-(2**31)], np.int32)}),
+    ("(int32[1] y)", "s = Shape(x) q = Mul(s, s) c = Cast <to = 6>(q) y = Identity(c)", {}),
+    ("(int64[1] y)", "s = Shape(x) q = Mul(s, s) c = Cast <to = 6>(q) y = Cast <to = 7>(c)", {}),
+    ("(int64[1] y)", "s = Shape(x) y = Mul(s, k)", {"k": np.array([2**62])}),
+    ("(int64[1] y)", "s = Shape(x) y = Add(s, k)", {"k": np.array([2**63 - 1])}),
+    ("(int64[1] y)", "s = Shape(x) y = Sub(k, s)", {"k": np.array([-(2**63)])}),
+    ("(int64[1] y)", "s = Shape(x) c = Concat <axis = 0>(s, k, k) y = ReduceProd(c)", {"k": np.array([2**31])}),
+    ("(int32[1] y)", "s = Shape(x) b = Cast <to = 9>(s) y = Cast <to = 6>(b)", {}),
+    ("(int64[1] y)", "s = Shape(x) b = Cast <to = 3>(s) y = Cast <to = 7>(b)", {}),
+    ("(int64[1] y)", "s = Shape(x) b = Cast <to = 2>(s) y = Cast <to = 7>(b)", {}),
+    ("(int64[1] y)", "s = Shape(x) b = Cast <to = 13>(s) y = Cast <to = 7>(b)", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("output", "body", "tensors"), WRAPS)
+@pytest.mark.parametrize("size", ["100000", "N"])
+def test_integers_wrap_as_they_do_in_the_runtime(output: str, body: str, tensors: dict[str, Any], size: str) -> None:
+    model = parse(f"(float[{size}] x) => {output}", body, **tensors)
+    done = prove(model, {"x": normal(100000)})
+    for count in (100000, 70000) if size == "N" else (100000,):
+        feed = {"x": np.zeros(count, np.float32)}
+        np.testing.assert_array_equal(run(done.model, feed)["y"], run(model, feed)["y"])
+
+
+@pytest.mark.parametrize(
+    ("body", "known"),
+    [
+        ("c = Cast <to = 6>(s) d = Mul(c, k) e = Div(d, k) y = Cast <to = 7>(e)", False),
+        ("c = Cast <to = 6>(s) y = Cast <to = 7>(c)", True),
+        ("d = Mul(s, two) e = Div(d, two) y = Identity(e)", True),
+        ("d = Mul(s, large) e = Div(d, large) y = Identity(e)", False),
+        ("d = Mul(s, s) c = Cast <to = 6>(d) y = Cast <to = 7>(c)", False),
+    ],
+)
+def test_product_that_may_wrap_is_not_followed_by_name(body: str, known: bool) -> None:
+    """n * 100000 / 100000 is n in int64, and in int32 only while n is small."""
+    given = {"k": np.array([100000], np.int32), "two": np.array([2]), "large": np.array([2**40])}
+    found = elements(f"s = Shape(x) {body}", "(float[n] x) => (int64[] y)", **given)
+    assert (found == ("n",)) is known
+
+
+@pytest.mark.parametrize(("attributes", "expected"), [("", ("2*n",)), (", noop_with_empty_axes = 1", ("n", 2))])
+def test_reduction_over_no_axes(attributes: str, expected: tuple[object, ...]) -> None:
+    body = f"s = Shape(x) y = ReduceProd <keepdims = 0{attributes}>(s)"
+    assert elements(body, "(float[n, 2] x) => (int64[] y)", opset=18) == expected
