@@ -21,14 +21,21 @@ class OnnxRuntime:
         providers: execution providers in order of preference.
         optimize: whether the runtime may rewrite the graph. Off by default: a comparison must see the graph as written.
         threads: intra-op threads; 0 leaves the choice to the runtime.
+        few_runs: weights stay as they lie; laying them out anew for the kernels takes as long as it saves in some eight
+            runs.
     """
 
     name = "onnxruntime"
 
     def __init__(
-        self, providers: Sequence[str] = ("CPUExecutionProvider",), *, optimize: bool = False, threads: int = 0
+        self,
+        providers: Sequence[str] = ("CPUExecutionProvider",),
+        *,
+        optimize: bool = False,
+        threads: int = 0,
+        few_runs: bool = False,
     ) -> None:
-        self.providers, self.optimize, self.threads = list(providers), optimize, threads
+        self.providers, self.optimize, self.threads, self.few_runs = list(providers), optimize, threads, few_runs
 
     def unavailable_reason(self) -> str | None:
         return None if find_spec("onnxruntime") else "onnxruntime is not installed: pip install onnxruntime-gpu"
@@ -42,8 +49,12 @@ class OnnxRuntime:
         options.intra_op_num_threads = self.threads
         # Sizes and reductions are taken as soon as they can be, and what they read is let go.
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+        if self.few_runs:
+            options.add_session_config_entry("session.disable_prepacking", "1")
         if not self.optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+            # Planning who reuses whose memory takes seconds where thousands of values are tapped, and saves none of it.
+            options.enable_mem_reuse = False
         if isinstance(model, bytes | Path):
             source = model if isinstance(model, bytes) else str(model)
         else:
@@ -83,21 +94,20 @@ class OrtSession:
 
 
 def _bytes(model: ModelProto, options: Any) -> tuple[bytes, list[Array]]:
-    """A model as one message, and what a large one's weights are read from while its session is made."""
-    from onnx import numpy_helper
+    """A model's graph as a message, and the arrays its weights are read from while its session is made."""
     from onnxruntime import OrtValue
 
-    from layerline.backends import large
+    from layerline.backends import light
 
-    arrays: list[Array] = []
-    if large.is_large(model):
-        model, heavy = large.split(model)
-        model.graph.initializer.extend(large.absent(t) for t in heavy.values())
-        arrays = [numpy_helper.to_array(t) for t in heavy.values()]
-        kinds = [t.data_type for t in heavy.values()]
-        values = [OrtValue.ortvalue_from_numpy_with_onnx_type(a, k) for a, k in zip(arrays, kinds, strict=True)]
-        options.add_external_initializers(list(heavy), values)
-    return model.SerializeToString(), arrays
+    graph, weights = light.split(model)
+    for name in light.unread(model) & weights.keys():
+        del weights[name]
+    graph.graph.initializer.extend(light.absent(t) for t in weights.values())
+    arrays = [light.stored(t) for t in weights.values()]
+    kinds = [t.data_type for t in weights.values()]
+    values = [OrtValue.ortvalue_from_numpy_with_onnx_type(a, k) for a, k in zip(arrays, kinds, strict=True)]
+    options.add_external_initializers(list(weights), values)
+    return graph.SerializeToString(), arrays
 
 
 def _with_taps(source: str | bytes, taps: Sequence[str]) -> bytes:

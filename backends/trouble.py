@@ -117,6 +117,8 @@ def plain(text: str) -> str:
 
 
 def _hint(text: str) -> str:
+    if "equal ranks" in text:
+        return "fix the sizes that its condition depends on, so that fuse leaves one branch"
     if "build-time constant" in text or "not a constant" in text or "must be an initializer" in text:
         return "run fuse: constant folding makes it an initializer, unless it depends on an input"
     if "dedicated kernel" in text:

@@ -6,6 +6,7 @@ without a name, or prints to the terminal. What a parser names well is left to i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import onnx
@@ -16,9 +17,12 @@ from layerline.graph import facts, prepare
 from layerline.graph.checks_qdq import quantizers
 from layerline.graph.checks_types import TYPES, cast_away, edge
 from layerline.graph.site import Refusal, Site, known, name, readable, sites
+from layerline.graph.symbolic import Symbols, sizes
 from layerline.pipeline.errors import StageError
 
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+# Sizes that the graph computes on the way, and what onnx's shape inference calls those it can't tell.
+_NAMELESS = re.compile(r"[#?]|^unk__\d+$")
 
 
 def examine(model: onnx.ModelProto) -> tuple[str, ...]:
@@ -97,4 +101,66 @@ def _recurrent(site: Site) -> Iterator[Refusal]:
         yield site.refuse(site.node.outputs[-1], what, hint)
 
 
-_CHECKS: tuple[Callable[[Site], Iterator[Refusal]], ...] = (*TYPES, quantizers, _training, _axes, _recurrent)
+def _ranks(site: Site) -> Iterator[Refusal]:
+    """Branches of different rank: one of them has to be gone when TensorRT builds."""
+    node, symbols = site.node, Symbols()
+    if node.op_type != "If" or known(node.inputs[0]):
+        return
+    if all(isinstance(x, int) for x in symbols.of(node.inputs[0]) or ("?",)):
+        return
+    for output, *ends in zip(node.outputs, *(body.outputs for body in facts.subgraphs(node)), strict=True):
+        ranks = {_rank(end) for end in ends}
+        if None not in ranks and len(ranks) > 1:
+            on, hint = _settle(*_leaves(node.inputs[0], symbols))
+            told = " and ".join(sorted(map(str, ranks)))
+            what = f"its branches have {told} axes, and which is taken depends on {on}"
+            yield site.refuse(output, what, hint)
+
+
+def _rank(value: ir.Value | None) -> int | None:
+    """Also behind a Squeeze or Unsqueeze whose axes lie outside of the branch, which shape inference gives up on."""
+    if facts.rank(value) is not None:
+        return facts.rank(value)
+    node = facts.parent(value, "Squeeze", "Unsqueeze", "Identity")
+    if node is None or (before := _rank(node.inputs[0])) is None:
+        return None
+    axes = facts.constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    moved = 0 if node.op_type == "Identity" else None if axes is None else axes.size
+    return None if moved is None else before - moved if node.op_type == "Squeeze" else before + moved
+
+
+def _settle(dims: list[str], inputs: list[str]) -> tuple[str, str]:
+    """What decides a condition, and how to decide it before the build."""
+    told = [f"the size {d}" for d in dims] + [f"what {i} holds" for i in inputs]
+    fixed = [f"dims: {{{', '.join(f'{d}: <size>' for d in dims)}}}"] * bool(dims)
+    fixed += [f"values: {{{', '.join(f'{i}: <number>' for i in inputs)}}}"] * bool(inputs)
+    hint = f"fix that in pipe.yaml and fuse leaves one branch: import-onnx {{{', '.join(fixed)}}}"
+    return " and ".join(told), hint + (", or leave the axis out of export's `dynamic`" if dims else "")
+
+
+def _leaves(condition: ir.Value | None, symbols: Symbols) -> tuple[list[str], list[str]]:
+    """Sizes of inputs, and inputs by whose values, a value is decided; an inner size by all that lies before it."""
+    dims, inputs = dict[str, None](), dict[str, None]()
+    pending, seen = [(condition, False)], set[tuple[ir.Value, bool]]()
+    while pending:
+        value, of_shape = pending.pop()
+        if value is None or (value, of_shape) in seen or (not of_shape and readable(value)):
+            continue
+        seen.add((value, of_shape))
+        items = (sizes(value) if of_shape else symbols.of(value)) or ()
+        names = {n for item in items if isinstance(item, str) for n in re.findall(r"[^*/()\s\d][^*/()\s]*", item)}
+        node = value.producer()
+        if node is None and of_shape:
+            # Sizes without a name are called so when the file is imported.
+            dims |= dict.fromkeys(sorted(n.replace("#", "_dim") for n in names))
+        elif node is None:
+            inputs |= {value.name or "": None}
+        elif names and not any(_NAMELESS.search(n) for n in names):
+            dims |= dict.fromkeys(sorted(names))
+        else:
+            of_shape = of_shape or node.op_type in ("Shape", "Size")
+            pending += [(v, of_shape) for v in node.inputs if v is not None and v.const_value is None]
+    return list(dims), list(inputs)
+
+
+_CHECKS: tuple[Callable[[Site], Iterator[Refusal]], ...] = (*TYPES, quantizers, _training, _axes, _recurrent, _ranks)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 
+from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.facts import Array
 from layerline.pipeline.errors import StageError
 
@@ -20,16 +20,11 @@ def evaluate(nodes: Sequence[ir.Node], wanted: Iterable[ir.Value], model: ir.Mod
         StageError: the runtime has no kernel for one of them, or one of them fails.
     """
     proto = _submodel(nodes, wanted, model)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    names = [o.name for o in proto.graph.output]
     try:
-        session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        return dict(zip(names, map(np.asarray, session.run(names, {})), strict=True))
-    except Exception as error:
-        raise StageError(f"onnxruntime can't compute it ({str(error).splitlines()[0]})", where=names[0]) from error
+        return {k: np.asarray(v) for k, v in OnnxRuntime(threads=1, few_runs=True).open(proto).run({}).items()}
+    except StageError as error:
+        where = proto.graph.output[0].name
+        raise StageError(f"onnxruntime can't compute it ({error.what.splitlines()[0]})", where=where) from error
 
 
 def _submodel(nodes: Sequence[ir.Node], wanted: Iterable[ir.Value], model: ir.Model) -> onnx.ModelProto:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import onnx
 
-from layerline.backends.large import is_large
+from layerline.backends import light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.apply import Rewritten, rewrite
 from layerline.graph.bisect import guilty
@@ -92,17 +92,14 @@ def _examine(model: onnx.ModelProto, original: onnx.ModelProto) -> tuple[str | N
     inferred, folding makes them known, and runtimes take the model as before.
     """
     try:
-        OnnxRuntime().open(model)
+        OnnxRuntime(few_runs=True).open(model)
     except StageError as error:
         return error.what, []
-    if is_large(model):
-        # onnx's checker takes serialised models, which end at 2 GiB.
-        return None, []
-    source = model.SerializeToString()
+    source = light.weightless(model)[0].SerializeToString()
     full = _complaint(source, full=True)
     if full is None:
         return None, []
-    before = original.SerializeToString()
+    before = light.weightless(original)[0].SerializeToString()
     plain = _complaint(source, full=False)
     if plain and not _complaint(before, full=False):
         return plain, []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import onnx
-from onnx import helper, version_converter
+from onnx import version_converter
 
-from layerline.backends import large
+from layerline.backends import light
 from layerline.graph.io import graphs
 from layerline.pipeline.errors import StageError
 
@@ -30,11 +30,9 @@ def raise_opset(model: onnx.ModelProto, to: int) -> onnx.ModelProto:
         return model
     if have < OLDEST:
         raise StageError(f"the model is at opset {have}; {OLDEST} is the oldest that can be raised", where="opset")
-    raised, weights = large.split(model)
-    raised.ir_version = max(raised.ir_version, 4)  # before 4 an initializer had to be an input as well
     # The converter works on one message, which ends at 2 GiB; to it, weights may as well be inputs.
-    stand_ins = {n: t for n, t in weights.items() if n not in {i.name for i in model.graph.input}}
-    raised.graph.input.extend(helper.make_tensor_value_info(n, t.data_type, t.dims) for n, t in stand_ins.items())
+    raised, weights = light.weightless(model)
+    stand_ins = weights.keys() - {i.name for i in model.graph.input}
     tensors = {o.name for o in raised.graph.output if o.type.HasField("tensor_type")}
     shapeless = {o.name for o in raised.graph.output if o.name in tensors and not o.type.tensor_type.HasField("shape")}
     try:

@@ -16,12 +16,14 @@ from layerline.layers.distance import Distance, diff_arrays
 from layerline.layers.identity import modules
 from layerline.layers.indices import pointed_at, pointers
 from layerline.layers.joint import ISOLATED, isolated_model, joint
-from layerline.layers.reductions import Pair
+from layerline.layers.reductions import COUNTS, SUMS, Pair, trusted
 from layerline.layers.types import CODES, Shape, infer
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import LayerDiff, Scalar
 
 __all__ = ["Distance", "compare", "diff_arrays", "pair_values", "why_two_sessions"]
+FEW = 8
+"""Feeds up to which a session isn't worth preparing for more."""
 
 
 def compare(
@@ -57,7 +59,8 @@ def compare(
     Raises:
         StageError: a model or feed that onnxruntime refuses, an unknown name in `pairs`, no feed at all.
     """
-    run = _Run(reference, candidate, pairs, isolated)
+    few = isinstance(feeds, Sequence) and len(feeds) <= FEW
+    run = _Run(reference, candidate, pairs, isolated, OnnxRuntime(few_runs=few))
     totals = apart = [Distance()] * len(run.pairs)
     for feed in feeds:
         found = run.measure(feed)
@@ -114,9 +117,14 @@ class _Run:
     """One comparison: what is paired, and the sessions, each opened when it is first needed."""
 
     def __init__(
-        self, reference: onnx.ModelProto, candidate: onnx.ModelProto, names: Mapping[str, str] | None, isolated: bool
+        self,
+        reference: onnx.ModelProto,
+        candidate: onnx.ModelProto,
+        names: Mapping[str, str] | None,
+        isolated: bool,
+        runtime: OnnxRuntime,
     ) -> None:
-        self.reference, self.candidate, self.isolated = reference, candidate, isolated
+        self.reference, self.candidate, self.isolated, self.runtime = reference, candidate, isolated, runtime
         self.one_graph, self.measured = why_two_sessions(reference, candidate) is None, 0
         self.pairs: list[Pair] = []
         self.types: dict[str, tuple[str, Shape]] = {}
@@ -146,34 +154,29 @@ class _Run:
             if pointer is not None and pointer.axis < 0:
                 pointer = replace(pointer, axis=pointer.axis + len(of_a[pointer.data][1]))
             codes = {"dtype_a": CODES.get(kind_a, 0), "dtype_b": CODES.get(kind_b, 0)}
-            self.pairs.append(Pair(a=a, b=b, pointer=pointer, **codes))
+            self.pairs.append(Pair(a=a, b=b, pointer=pointer, rank=min(len(shape), len(shape_b)), **codes))
             self.types[a] = of_a[a]
 
     def _in_one_graph(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
-        found = self._joint(feed, range(len(self.pairs)), masked=False)
-        bad = [i for i, pair in enumerate(found or ()) if not all(math.isfinite(d.aa + d.bb + d.ee) for d in pair)]
-        if found is None or not bad:
+        found = self._joint(feed)
+        bad = {i for i, pair in enumerate(found or ()) if i not in self._unclear and not all(map(trusted, pair))}
+        if not bad:
             return found
-        # Only what is not finite is counted apart: measuring all of it so takes twelve nodes a value.
-        self._unclear = self._unclear | set(bad)
-        chosen = sorted(self._unclear)
-        again = self._joint(feed, chosen, masked=True)
-        return [dict(zip(chosen, again, strict=True)).get(i, pair) for i, pair in enumerate(found)] if again else None
+        # What holds NaN or Inf, or what float32 can't sum, is taken apart from here on: that costs twice the time.
+        self._unclear |= bad
+        self._sessions.pop("joint")
+        return self._joint(feed)
 
-    def _joint(self, feed: Feed, chosen: Sequence[int], *, masked: bool) -> list[tuple[Distance, Distance]] | None:
-        key = f"masked {list(chosen)}" if masked else "plain"
-        if key not in self._sessions:
-            model = joint(
-                self.reference, self.candidate, self.pairs, masked=masked, isolated=self.isolated, measured=set(chosen)
-            )
-            self._sessions[key] = OnnxRuntime().open(model)
+    def _joint(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
+        if "joint" not in self._sessions:
+            model = joint(self.reference, self.candidate, self.pairs, masked=self._unclear, isolated=self.isolated)
+            self._sessions["joint"] = self.runtime.open(model)
         try:
-            out = self._sessions[key].run(feed)
+            out = self._sessions["joint"].run(feed)
         except StageError:
             # Shapes that do not fit, an index out of range, a wrong feed: by hand, the one at fault gets its name.
             return None
-        tags = ((str(i), f"{i}/isolated") for i in chosen)
-        found = [(_distance(out, whole, masked), _distance(out, alone, masked)) for whole, alone in tags]
+        found = [(_distance(out, str(i)), _distance(out, f"{i}/isolated")) for i in range(len(self.pairs))]
         return None if any(d.mismatch for pair in found for d in pair) else found
 
     def _by_hand(self, feed: Feed) -> list[tuple[Distance, Distance]]:
@@ -192,7 +195,7 @@ class _Run:
     def _side(self, key: str, model: onnx.ModelProto, taps: list[str], feed: Feed) -> dict[str, Array]:
         if key not in self._sessions:
             taps += [p.pointer.data for p in self.pairs if p.pointer and key == "a"]
-            self._sessions[key] = OnnxRuntime().open(model, list(dict.fromkeys(taps)))
+            self._sessions[key] = self.runtime.open(model, list(dict.fromkeys(taps)))
         session = self._sessions[key]
         other = {i.name for m in (self.reference, self.candidate) for i in m.graph.input}
         feed = {k: v for k, v in feed.items() if k in session.inputs or k not in other}
@@ -204,18 +207,23 @@ def _may_be_equal(a: Shape, b: Shape) -> bool:
     return len(a) == len(b) and not any(isinstance(x, int) and isinstance(y, int) and x != y for x, y in sizes)
 
 
-def _distance(out: Mapping[str, Any], tag: str, masked: bool) -> Distance:
-    if f"{tag}/aa" not in out:
+def _distance(out: Mapping[str, Any], tag: str) -> Distance:
+    if f"{tag}/peak" not in out:
         return Distance()
-    (shape_a, shape_b), bad = ((tuple(out[f"{tag}/shape_{s}"].tolist()) for s in "ab"), out.get(f"{tag}/bad", 0))
-    sums: dict[str, Any] = {k: float(out[f"{tag}/{k}"]) for k in ("aa", "bb", "ee", "l1")}
-    sums |= {k: int(out[f"{tag}/{k}"]) for k in ("nonfinite_a", "nonfinite_b", "one_sided") if masked}
+    shape_a, shape_b = (tuple(out[f"{tag}/shape_{s}"].tolist()) for s in "ab")
+    counts = {k: int(out[f"{tag}/{k}"]) for k in COUNTS if f"{tag}/{k}" in out}
+    sums = out[f"{tag}/sums"] if f"{tag}/sums" in out else [out[f"{tag}/{k}"] for k in SUMS]
+    aa, bb, ee, l1 = map(float, sums)
     return Distance(
-        count=math.prod(shape_a) - int(bad),
+        count=math.prod(shape_a) - counts.pop("bad", 0),
+        aa=aa,
+        bb=bb,
+        ee=ee,
+        l1=l1,
         # The maximum over no element is -inf.
         peak=max(float(out[f"{tag}/peak"]), 0.0),
         mismatch="" if shape_a == shape_b else f"shape {shape_a} against {shape_b}",
-        **sums,
+        **counts,
     )
 
 

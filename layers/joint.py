@@ -2,7 +2,8 @@
 
 The nodes of the candidate are copied in beside the reference's under a prefix, sharing its inputs and the initializers
 that are the same. A third copy, where asked for, reads the reference's values wherever the candidate has a value of
-that name: it shows the error each layer makes by itself. ONNX Runtime frees a value once its reductions have run.
+that name: it shows the error each layer makes by itself. Nodes are ordered so that each pair is measured as soon as it
+is there: ONNX Runtime frees a value once all that reads it has run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import onnx
 from onnx import helper
 
-from layerline.layers.reductions import DOMAIN, Measures, Pair
+from layerline.graph.order import in_order
+from layerline.layers.reductions import Measures, Pair
 
 # Names of the candidate, and of the copy that is fed the reference's values.
 B, ISOLATED = "b//", "i//"
@@ -23,43 +25,40 @@ def joint(
     b: onnx.ModelProto,
     pairs: Iterable[Pair],
     *,
-    masked: bool,
-    isolated: bool,
-    measured: Collection[int] | None = None,
+    masked: Collection[int] = (),
+    isolated: bool = False,
 ) -> onnx.ModelProto:
     """The graph that runs both; its outputs are `<i>/<column>` and, where isolated, `<i>/<column>/isolated`.
 
     Args:
         pairs: values that stand for each other; the isolated copy reads the reference's.
-        measured: indices of the pairs that have outputs; all of them.
+        masked: indices of the pairs whose elements that are not finite are counted and left out.
     """
     pairs, shared, functions = list(pairs), _shared(a, b), {(f.domain, f.name) for f in b.functions}
     extra = [i for i in _inputs(b) if i.name not in {j.name for j in a.graph.input}]
     same = {i.name: i.name for i in _inputs(b)} | {t.name: B + t.name for t in b.graph.initializer} | shared
     nodes = [*a.graph.node, *copied(b.graph.node, B, same, functions)]
     initializers = [*a.graph.initializer, *_prefixed(b, shared)]
-    chosen = [(i, p) for i, p in enumerate(pairs) if measured is None or i in measured]
-    sides = [(str(i), p, same.get(p.b, B + p.b)) for i, p in chosen]
+    sides = [(i, str(i), p, same.get(p.b, B + p.b)) for i, p in enumerate(pairs)]
     if isolated:
         fed, casts = feeds_of(pairs)
         nodes += casts + copied(b.graph.node, ISOLATED, same | fed, functions)
         defined = {o for n in b.graph.node for o in n.output}
         sides += [
-            (f"{i}/isolated", p, ISOLATED + p.b if p.b in defined else same.get(p.b, B + p.b))
-            for i, p in chosen
+            (i, f"{i}/isolated", p, ISOLATED + p.b if p.b in defined else same.get(p.b, B + p.b))
+            for i, p in enumerate(pairs)
             if p.pointer is None
         ]
     opset = next(o.version for o in a.opset_import if o.domain in {"", "ai.onnx"})
-    measures = Measures(opset, masked)
-    for tag, pair, other in sides:
-        measures.add(tag, pair, other)
-    graph = helper.make_graph(
-        [*nodes, *measures.nodes], "compare", [*a.graph.input, *extra], measures.outputs, initializers
-    )
+    measures = Measures(opset)
+    for i, tag, pair, other in sorted(sides, key=lambda side: side[0]):
+        measures.add(tag, pair, other, masked=i in masked)
+    ordered = in_order(measures.nodes, nodes)
+    graph = helper.make_graph(ordered, "compare", [*a.graph.input, *extra], measures.outputs, initializers)
     graph.sparse_initializer.extend(a.graph.sparse_initializer)
-    opsets = {o.domain: o for o in (*a.opset_import, *b.opset_import, helper.make_opsetid(DOMAIN, 1))}
+    opsets = {o.domain: o for o in (*a.opset_import, *b.opset_import)}
     model = helper.make_model(graph, opset_imports=list(opsets.values()), ir_version=max(a.ir_version, b.ir_version, 8))
-    model.functions.extend([*a.functions, *_renamed_functions(b, functions), *measures.functions.values()])
+    model.functions.extend([*a.functions, *_renamed_functions(b, functions)])
     return model
 
 

@@ -1,15 +1,38 @@
-"""The measuring end of a joint graph: each kind of measure is one ONNX function that reduces a pair to scalars."""
+"""The measuring end of a joint graph: each kind of measure is a few nodes that reduce a pair to scalars."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import onnx
 from onnx import helper, parser
 
+from layerline.layers.distance import Distance
 from layerline.layers.indices import Pointer
 
-DOMAIN = "layerline"
+SUMS = ("aa", "bb", "ee", "l1")
+# Rows are summed in float32 and the rows' sums in float64: half the time of float64 throughout, and as good as that
+# while the squares stay within float32's range, which `trusted` tells. The last axis is short, so no sum is long. One
+# Cast a pair: with thousands of them in a graph onnxruntime takes seconds to open it.
+_ROWS = """last = Constant <value = int64[1] {{-1}}> ()
+ first = Constant <value = int64[1] {{0}}> ()
+ table = Constant <value = int64[2] {{-1, 4}}> ()
+ d = Sub (a, b)
+ e = Abs (d)
+ {rows}
+ row = Concat <axis = -1> (aa, bb, ee, l1)
+ wide = Cast <to = 11> (row)
+ flat = Reshape (wide, table)
+ sums = {total}
+ peak = ReduceMax <keepdims = 0> (e)
+ shape_a = Shape (a)
+ shape_b = Shape (b)"""
+_ROW = {"aa": ("SumSquare", "a"), "bb": ("SumSquare", "b"), "ee": ("SumSquare", "d"), "l1": ("Sum", "e")}
+ROW_COLUMNS = ("sums", "peak", "shape_a", "shape_b")
+FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
+SMALLEST = 1e-35
+"""Mean square from which on float32 rounds a square as it rounds any number: below 1e-38 digits go missing."""
 
 # Float64 throughout: float32 squares overflow at 1.8e19, and ‖a‖ - ‖b‖ needs every digit where the two are close.
 _HEAD = "x = Cast <to = 11> (a)\n y = Cast <to = 11> (b)\n shape_a = Shape (a)\n shape_b = Shape (b)"
@@ -18,7 +41,7 @@ _SUMS = """aa = ReduceSumSquare <keepdims = 0> (u)
  ee = ReduceSumSquare <keepdims = 0> (e)
  l1 = ReduceSum <keepdims = 0> (e)
  peak = ReduceMax <keepdims = 0> (e)"""
-COLUMNS = ("aa", "bb", "ee", "l1", "peak", "shape_a", "shape_b")
+COLUMNS = (*SUMS, "peak", "shape_a", "shape_b")
 _PLAIN = f"""{_HEAD}
  u = Identity (x)
  v = Identity (y)
@@ -37,7 +60,8 @@ _INT64 = f"""{_HEAD}
  e = Max (f, least)
  {_SUMS}"""
 # Over the elements both sides have finite, with the others counted; a second pass, for feeds that need it.
-MASKED_COLUMNS = (*COLUMNS, "bad", "nonfinite_a", "nonfinite_b", "one_sided")
+COUNTS = ("bad", "nonfinite_a", "nonfinite_b", "one_sided")
+MASKED_COLUMNS = (*COLUMNS, *COUNTS)
 _COUNT = "{0}_f = Cast <to = 11> ({0}_m)\n {0} = ReduceSum <keepdims = 0> ({0}_f)"
 _MASKED = f"""{_HEAD}
  nan_a = IsNaN (x)
@@ -58,7 +82,7 @@ _MASKED = f"""{_HEAD}
  d = Sub (u, v)
  e = Abs (d)
  {_SUMS}
- {" ".join(_COUNT.format(c) for c in MASKED_COLUMNS[-4:])}"""
+ {" ".join(_COUNT.format(c) for c in COUNTS)}"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +94,7 @@ class Pair:
         b: name in the candidate.
         dtype_a: element type in the reference, as in TensorProto.
         dtype_b: element type in the candidate.
+        rank: number of axes, where known.
         pointer: what it points at, for a value that holds indices; `axis` counts from the front.
     """
 
@@ -77,27 +102,60 @@ class Pair:
     b: str
     dtype_a: int
     dtype_b: int
+    rank: int = 0
     pointer: Pointer | None = None
 
 
-class Measures:
-    """Grows the measuring end of a joint graph; each kind of measure is one local function, written once."""
+def trusted(measured: Distance) -> bool:
+    """Whether the plain sums of one pair are good as they are: finite, and clear of float32's lower end."""
+    if not math.isfinite(measured.aa + measured.bb + measured.ee):
+        return False
+    return measured.peak == 0.0 or min(measured.aa, measured.ee) >= SMALLEST * measured.count
 
-    def __init__(self, opset: int, masked: bool) -> None:
-        self.opset, self.masked = opset, masked
+
+class Measures:
+    """Grows the measuring end of a joint graph.
+
+    Each kind of measure is written down once, as a function, and stamped out: functions that the runtime inlines run
+    after everything else, and keep every value alive until then.
+    """
+
+    def __init__(self, opset: int) -> None:
+        self.opset = opset
         self.nodes: list[onnx.NodeProto] = []
         self.outputs: list[onnx.ValueInfoProto] = []
-        self.functions: dict[str, onnx.FunctionProto] = {}
+        self._kinds: dict[str, onnx.FunctionProto] = {}
 
-    def add(self, tag: str, pair: Pair, other: str) -> None:
-        a, b, integer = pair.a, other, pair.dtype_a == pair.dtype_b == onnx.TensorProto.INT64
+    def add(self, tag: str, pair: Pair, other: str, *, masked: bool) -> None:
+        a, b = pair.a, other
         if pair.pointer is not None:
             a, b = (self._pointed_at(f"{tag}/{side}", pair.pointer, x) for side, x in (("a", a), ("b", b)))
-            integer = False
-        columns = MASKED_COLUMNS if self.masked else COLUMNS
-        kind, body = ("Masked", _MASKED) if self.masked else ("Integer", _INT64) if integer else ("Plain", _PLAIN)
+        kind, body = ("Masked", _MASKED) if masked else self._kind(pair)
+        columns = {"Masked": MASKED_COLUMNS, "Rows": ROW_COLUMNS}.get(kind, COLUMNS)
+        if kind == "Rows":
+            a, b = (self._float32(f"{tag}/{x}", x, t) for x, t in ((a, pair.dtype_a), (b, pair.dtype_b)))
         self._call(kind, "a, b", columns, body, [a, b], [f"{tag}/{c}" for c in columns])
         self.outputs += [helper.make_empty_tensor_value_info(f"{tag}/{c}") for c in columns]
+
+    def _kind(self, pair: Pair) -> tuple[str, str]:
+        if pair.pointer is None and pair.dtype_a == pair.dtype_b == onnx.TensorProto.INT64:
+            return "Integer", _INT64
+        if pair.pointer is None and pair.rank and {pair.dtype_a, pair.dtype_b} <= FLOATS:
+            rows = "\n ".join(f"{out} = {self._reduce(op, x, 'last', 1)}" for out, (op, x) in _ROW.items())
+            return "Rows", _ROWS.format(rows=rows, total=self._reduce("Sum", "flat", "first", 0))
+        return "Plain", _PLAIN
+
+    def _reduce(self, op: str, value: str, axis: str, keep: int) -> str:
+        # The axes moved from an attribute to an input: of ReduceSum at 13, of the others at 18.
+        if self.opset >= (13 if op == "Sum" else 18):
+            return f"Reduce{op} <keepdims = {keep}> ({value}, {axis})"
+        return f"Reduce{op} <axes = [{ {'last': -1, 'first': 0}[axis] }], keepdims = {keep}> ({value})"
+
+    def _float32(self, name: str, value: str, dtype: int) -> str:
+        if dtype == onnx.TensorProto.FLOAT:
+            return value
+        self.nodes.append(helper.make_node("Cast", [value], [f"{name}/float32"], to=onnx.TensorProto.FLOAT))
+        return f"{name}/float32"
 
     def _pointed_at(self, name: str, pointer: Pointer, index: str) -> str:
         body = f"""axis = Constant <value = int64[1] {{{pointer.axis}}}> ()
@@ -118,8 +176,15 @@ class Measures:
     def _call(
         self, kind: str, takes: str, gives: tuple[str, ...], body: str, inputs: list[str], outputs: list[str]
     ) -> None:
-        if kind not in self.functions:
-            head = f'<domain: "{DOMAIN}", opset_import: ["" : {self.opset}]>'
+        if kind not in self._kinds:
+            head = f'<domain: "layerline", opset_import: ["" : {self.opset}]>'
             text = f"{head}\n{kind} ({takes}) => ({', '.join(gives)}) {{\n {body}\n}}"
-            self.functions[kind] = parser.parse_function(text)
-        self.nodes.append(helper.make_node(kind, inputs, outputs, domain=DOMAIN))
+            self._kinds[kind] = parser.parse_function(text)
+        function = self._kinds[kind]
+        names = dict(zip((*function.input, *function.output), (*inputs, *outputs), strict=True))
+        for node in function.node:
+            stamped = onnx.NodeProto()
+            stamped.CopyFrom(node)
+            stamped.input[:] = [names.get(n, f"{outputs[0]}/{n}") for n in node.input]
+            stamped.output[:] = [names.get(n, f"{outputs[0]}/{n}") for n in node.output]
+            self.nodes.append(stamped)

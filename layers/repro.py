@@ -36,7 +36,7 @@ def reproduce(traced: Traced, probes: Sequence[Probe], rows: Sequence[LayerDiff]
     if bad is None:
         return None
     good = {r.name for r in rows if r.passed} | {i.name for i in traced.model.graph.input}
-    session = OnnxRuntime().open(traced.tapped())
+    session = OnnxRuntime(few_runs=True).open(traced.model, traced.taps())
     cut = region(traced.model, bad.name, good, types_of(session))
     folder.mkdir(parents=True, exist_ok=True)
     io.save(cut, folder)
@@ -85,7 +85,7 @@ def _info(name: str, types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> 
 
 def _worst(traced: Traced, probes: Sequence[Probe], value: str, cut: onnx.ModelProto) -> dict[str, Array]:
     """Inputs, expected and seen values on the probe that shows the difference best."""
-    session, names = OnnxRuntime().open(cut), [i.name for i in cut.graph.input]
+    session, names = OnnxRuntime(few_runs=True).open(cut), [i.name for i in cut.graph.input]
     best, most = dict[str, Array](), -1.0
     for feed, torchs in zip(probes, _torch_values(traced, probes, {*names, value}), strict=True):
         known = dict(feed.feed) | torchs

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import onnx
-from onnx import helper
 
+from layerline.backends import light
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.pipeline.errors import StageError
 
@@ -36,28 +34,6 @@ def infer(model: onnx.ModelProto, values: list[str]) -> dict[str, tuple[str, Sha
     """
     taps = list(dict.fromkeys(values))
     try:
-        return types_of(OnnxRuntime().open(_weightless(model).SerializeToString(), taps))
+        return types_of(OnnxRuntime(few_runs=True).open(light.weightless(model)[0], taps))
     except StageError:  # an operator that wants its weights constant
-        return types_of(OnnxRuntime().open(model, taps))
-
-
-def _weightless(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with its large initializers as inputs: types and shapes are the same, and nothing large is copied."""
-    given = {i.name for i in model.graph.input}
-    large = [t for t in model.graph.initializer if math.prod(t.dims) > 1024]
-    graph = helper.make_graph(
-        model.graph.node,
-        model.graph.name or "weightless",
-        [*model.graph.input, *(_info(t) for t in large if t.name not in given)],
-        model.graph.output,
-        [t for t in model.graph.initializer if math.prod(t.dims) <= 1024],
-        value_info=model.graph.value_info,
-    )
-    graph.sparse_initializer.extend(model.graph.sparse_initializer)
-    out = helper.make_model(graph, opset_imports=model.opset_import, ir_version=max(model.ir_version, 4))
-    out.functions.extend(model.functions)
-    return out
-
-
-def _info(tensor: onnx.TensorProto) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+        return types_of(OnnxRuntime(few_runs=True).open(model, taps))

@@ -64,9 +64,9 @@ def test_another_shape_is_no_rounding() -> None:
 
 
 def test_errors_hidden_by_broadcasting_are_seen() -> None:
-    """(3, 1) against (3, 3): a difference that broadcasts could be 0 everywhere."""
+    """(3, 1) against (3, 3), which only a run tells: a difference that broadcasts could be 0 everywhere."""
     rule = on("narrow", "", ["Expand"], lambda node, tape, work: tape.op("Identity", [node.inputs[0]]))
-    model = parse("(float[3, 1] x) => (float[3, 3] y)", "e = Expand(x, s) y = Relu(e)", s=np.array([3, 3]))
+    model = parse("(float[N, M] x) => (float[3, 3] y)", "e = Expand(x, s) y = Relu(e)", s=np.array([3, 3]))
     done = prove(model, {"x": normal(3, 1)}, rules=(rule,), undone=True)
     assert [p.error for p in done.undone] == [np.inf]
 

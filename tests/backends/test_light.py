@@ -1,4 +1,4 @@
-"""Models past one message: onnxruntime is handed the weights beside the graph, and gives the same."""
+"""onnxruntime is handed the weights beside the graph, and gives the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from layerline.backends import large
+from layerline.backends import light
 from layerline.backends.onnxruntime import OnnxRuntime
 
 
@@ -25,9 +25,8 @@ def _model(dtype: str) -> onnx.ModelProto:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int8", "bfloat16"])
 def test_the_same_numbers(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = _model(dtype), np.random.default_rng(1).random((3, 64), "f")
-    whole = OnnxRuntime().open(model, ["wide"]).run({"x": x})
-    monkeypatch.setattr(large, "MESSAGE", 1)
-    monkeypatch.setattr(large, "LEAST", 1)
+    whole = OnnxRuntime().open(model.SerializeToString(), ["wide"]).run({"x": x})
+    monkeypatch.setattr(light, "LEAST", 1)
     session = OnnxRuntime().open(model, ["wide"])
     gc.collect()
     for _ in range(3):
@@ -38,10 +37,17 @@ def test_the_same_numbers(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_weights_travel_apart() -> None:
     model = _model("float32")
     model.graph.initializer.append(numpy_helper.from_array(np.ones(3, "f"), "small"))
-    light, heavy = large.split(model)
-    assert list(heavy) == ["w"] and [t.name for t in light.graph.initializer] == ["small"]
-    light.graph.ClearField("initializer")
+    graph, heavy = light.split(model)
+    assert list(heavy) == ["w"] and [t.name for t in graph.graph.initializer] == ["small"]
+    graph.graph.ClearField("initializer")
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
     bare.graph.ClearField("initializer")
-    assert light == bare and len(model.graph.initializer) == 2
+    assert graph == bare and len(model.graph.initializer) == 2
+
+
+def test_what_nothing_reads_is_left_out() -> None:
+    model = _model("float32")
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((64, 64), "f"), "unread"))
+    assert light.unread(model) == {"unread"}
+    assert OnnxRuntime().open(model).run({"x": np.ones((1, 64), "f")})["y"].shape == (1, 8)

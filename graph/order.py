@@ -1,0 +1,37 @@
+"""The order of a graph's nodes: what is measured comes as early as it can, so that the rest can be let go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import onnx
+
+
+def in_order(wanted: Iterable[onnx.NodeProto], others: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """The wanted nodes in their order, each with all it needs right before it; then what is left."""
+    nodes = [*wanted, *others]
+    makers = {o: n for n in nodes for o in n.output if o}
+    ordered, opened, done = list[onnx.NodeProto](), set[int](), set[int]()
+    stack = nodes[::-1]
+    while stack:
+        node = stack[-1]
+        if id(node) not in opened:
+            opened.add(id(node))
+            needed = [makers[v] for v in reads(node) if v in makers]
+            stack += [n for n in reversed(needed) if id(n) not in opened]
+            continue
+        stack.pop()
+        if id(node) not in done:
+            done.add(id(node))
+            ordered.append(node)
+    return ordered
+
+
+def reads(node: onnx.NodeProto) -> Iterator[str]:
+    """Names a node reads, those that its bodies take from outside among them."""
+    yield from node.input
+    for attribute in node.attribute:
+        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            made = {o for n in graph.node for o in n.output} | {v.name for v in (*graph.input, *graph.initializer)}
+            outside = [*(v for n in graph.node for v in reads(n)), *(o.name for o in graph.output)]
+            yield from (v for v in outside if v not in made)
