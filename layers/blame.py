@@ -87,6 +87,12 @@ def _fixed_axis(text: str, axes: Axes, line: str) -> StageError | None:
     return None
 
 
+def place(source: str) -> tuple[str, int] | None:
+    """Input and axis of a size as torch.export tells it: `L['x'].size()[1]`."""
+    found = _AXIS.search(source)
+    return _place(found) if found else None
+
+
 def _place(found: re.Match[str]) -> tuple[str, int]:
     path = f"['{found[1]}']{found[2]}" if found[1] else found[4]
     return "_".join(re.findall(r"\w+", path)), int(found[3] or found[5])

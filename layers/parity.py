@@ -66,7 +66,7 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
     Args:
         rule: what values are judged by; None for the measured floor (`tolerance: auto`).
     """
-    session = OnnxRuntime().open(traced.tapped())
+    session = OnnxRuntime(few_runs=True).open(traced.model, traced.taps())
     tally = Tally(traced, rule)
     seen: list[tuple[Probe, dict[str, Apart] | StageError]] = []
     ran: list[tuple[Probe, dict[str, Array]]] = []

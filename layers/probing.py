@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
-import torch
-from torch.export import ExportedProgram
 
 from layerline.backends.base import Array, Feed
+from layerline.layers import guards
 from layerline.layers.axes import Axes
 from layerline.layers.calls import Call
+from layerline.layers.guards import Guard, Span
+from layerline.layers.memory import activation_bytes
 from layerline.layers.parity import Probe
 from layerline.layers.probes import drawn
 from layerline.layers.signature import Dim
-from layerline.layers.tracing import Traced
+from layerline.layers.tracing import Traced, quiet
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.report import Gate
 
 MEMORY = 64 << 20
 """Bytes that the inner values of one probe should stay within; greater sizes of an axis are not run."""
+GUARDED = 256 << 20
+"""Bytes that may be spent on a size at which forward() is known to branch."""
+TRACES = 4
+"""Times that forward() is traced again at most, to see how it branches further."""
 BEYOND = 4
 """Where no upper bound is declared, an axis is run at up to this many times the example's size."""
 
@@ -41,6 +48,12 @@ class Prober:
     integers: Mapping[str, tuple[int, int]]
     notes: list[str] = field(default_factory=list)
     dims: dict[str, Dim] = field(default_factory=dict)
+    _spans: dict[str, Span] = field(default_factory=dict)
+    _tried: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._seen = {n: self.axes.size(self.call.feed, n) for n in self.axes.bounds}
+        self._regions: list[Sequence[Guard]] = [self.traced.guards]
 
     def probes(self, real: Feed, count: int) -> list[Probe]:
         """All probes; the example comes first.
@@ -51,7 +64,7 @@ class Prober:
 
         Raises:
             ConfigError: the module itself refuses a size or integer that is declared.
-            StageError: an axis is declared wider than the traced program holds for.
+            StageError: it fails on samples of its own data.
         """
         example = Probe(label="example", feed=self.call.feed, outputs=self.call.results)
         return [example, *self._samples(real, count), *self._sizes(), *self._integers()]
@@ -90,40 +103,101 @@ class Prober:
         return None
 
     def _sizes(self) -> list[Probe]:
-        """All axes at their least and one step above, each at its greatest with the others least, what lies beyond."""
-        seen = {n: self.axes.size(self.call.feed, n) for n in self.axes.bounds}
-        low, high, beyond = {}, {}, {}
+        """All axes at their least and a step above, each at its greatest with the others least; what breaks a guard."""
+        seen, low, high = self._seen, dict[str, int](), dict[str, int]()
         for name, bounds in self.axes.bounds.items():
-            holds = self._holds(name)
             low[name] = bounds.min or self._least(name)
-            high[name] = bounds.max or min(BEYOND * seen[name], holds or BEYOND * seen[name])
-            if bounds.max is None and holds is not None:
-                # Does the module itself end there, or only what was traced of it?
-                beyond[name] = holds + bounds.multiple
+            high[name] = bounds.max or min(BEYOND * seen[name], self._holds(name) or BEYOND * seen[name])
         next_up = {n: low[n] + b.multiple * (1 + (low[n] + b.multiple == seen[n])) for n, b in self.axes.bounds.items()}
         up = {n: size for n, size in next_up.items() if size <= high[n]}
         top = {n: self._top(n, seen, low, high[n]) for n in seen}
-        wanted = [low, up, *({**low, n: top[n]} for n in seen)]
-        wanted += [{n: s} for n, s in beyond.items() if s <= self._room(n, seen, seen)]
-        found = self._each(wanted, seen)
+        found = self._each([low, up, *({**low, n: top[n]} for n in seen)], seen)
         for name, bounds in self.axes.bounds.items():
             ran = [seen[name], *(p.sizes[name] for p in found if name in p.sizes)]
             if high[name] > max(ran):
                 self.notes.append(f"{name} was run up to {max(ran)} of {high[name]}: more would take too much memory")
             most = bounds.max or self._holds(name) or max(ran)
             self.dims[name] = Dim(min=low[name], max=most, multiple=bounds.multiple)
+        # Where no end is declared: does the module itself end there, or only what was traced of it?
+        ends = {n: b.max or max(high[n], self._room(n, seen, seen)) for n, b in self.axes.bounds.items()}
+        self._spans = {n: Span(low=low[n], high=ends[n], step=b.multiple) for n, b in self.axes.bounds.items()}
+        return found + self._breaking(self.traced.guards, found, [])
+
+    def _breaking(
+        self, taken: Sequence[Guard], known: Sequence[Probe], regions: Sequence[Sequence[Guard]]
+    ) -> list[Probe]:
+        """A probe for each guard that none of those known breaks, where any size does; outside of the regions."""
+        found: list[Probe] = []
+        for guard in taken:
+            if any(not guard.holds({**self._seen, **p.sizes}) for p in (*known, *found)):
+                continue
+            sizes = (
+                at for at in guard.broken(self._spans, self._seen) if not any(self._inside(at, r) for r in regions)
+            )
+            at = next(sizes, None)
+            if at is None or (label := _label(at)) in self._tried:
+                continue
+            self._tried.add(label)
+            if self._bytes(at) > GUARDED:
+                self.notes.append(f"{label} was not run, which breaks {guard}: it would take too much memory")
+            elif isinstance(made := self._sized(at), Probe):
+                found.append(made)
+            elif len(at) == 1:
+                self._refused(*next(iter(at.items())), made)
+            else:
+                self.notes.append(f"forward() itself refuses {label}: {made}")
         return found
+
+    def deeper(self, probes: Sequence[Probe], root: Path) -> list[Probe]:
+        """Where a guard is broken and forward() still gives the same, it may ask further: those sizes, traced again.
+
+        Args:
+            root: the project's folder, for source lines.
+        """
+        found: list[Probe] = []
+        asked = [g for g in self.traced.guards if g.branches]
+        pending = [p for p in probes if p.sizes and not self._inside(p.sizes, asked)]
+        while pending and len(self._regions) <= TRACES:
+            probe = pending.pop(0)
+            least = {n: 2 * b.multiple for n, b in self.axes.bounds.items()}
+            at = {**self._seen, **probe.sizes}
+            # A size of one can't be traced as dynamic.
+            if any(at[n] < least[n] for n in at) or any(self._inside(at, r) for r in self._regions):
+                continue
+            with quiet():
+                taken = guards.elsewhere(self.call, self.axes, probe.feed, root)
+            if isinstance(taken, str):
+                self.notes.append(f"what forward() does about {probe.label} can't be traced: {taken}")
+                continue
+            self._regions.append(taken)
+            outside = [p for p in (*probes, *found) if not any(self._inside(p.sizes, r) for r in self._regions)]
+            more = self._breaking(taken, outside, self._regions)
+            found += more
+            pending += more
+        return found
+
+    def explained(self, gates: Sequence[Gate], probes: Sequence[Probe]) -> tuple[Gate, ...]:
+        """The gates; those that failed at a size that breaks a guard say which."""
+        sizes = {p.gate: {**self._seen, **p.sizes} for p in probes if p.sizes}
+        return tuple(self._blamed(g, sizes[g.name]) if not g.passed and g.name in sizes else g for g in gates)
+
+    def _blamed(self, gate: Gate, at: Mapping[str, int]) -> Gate:
+        broken = [g for g in self.traced.guards if not g.holds(at)]
+        if not broken:
+            return gate
+        told = " and ".join(dict.fromkeys(str(g) for g in sorted(broken, key=lambda g: not g.line)[:3]))
+        hint = (
+            f"forward() branches on sizes, and the ONNX has the branch for {told}: make it branch on values "
+            "(torch.where), or keep the other sizes out by min, max or multiple"
+        )
+        return replace(gate, hint=hint)
+
+    def _inside(self, at: Mapping[str, int], region: Sequence[Guard]) -> bool:
+        return all(g.holds({**self._seen, **at}) for g in region)
 
     def _holds(self, name: str) -> int | None:
         """The greatest size the traced program holds for; None where it has no end."""
-        holds, declared = self.traced.ranges.get(name, (0, None))[1], self.axes.bounds[name].max
-        if declared is not None and holds is not None and declared > holds:
-            raise StageError(
-                f"{name} is declared up to {declared}, but the traced model only holds up to {holds}",
-                where="input {}, axis {}".format(*self.axes.places(name)[0]),
-                hint=f"forward() branches on this size; make it branch on values instead, or declare max: {holds}",
-            )
-        return holds
+        return self.traced.ranges.get(name, (0, None))[1]
 
     def _least(self, name: str) -> int:
         """The smallest size that the module itself takes: one step, two, four, …"""
@@ -142,6 +216,12 @@ class Prober:
     def _room(self, name: str, seen: Mapping[str, int], others: Mapping[str, int]) -> int:
         rest = math.prod(others[n] / seen[n] for n in seen if n != name)
         return int(seen[name] * MEMORY / max(activation_bytes(self.traced.program) * rest, 1))
+
+    def _bytes(self, at: Mapping[str, int]) -> int:
+        """Bytes of all inner values at these sizes."""
+        sizes = {**self._seen, **at}
+        known = {symbol: sizes[name] // step for symbol, (name, step) in self.traced.symbols.items()}
+        return activation_bytes(self.traced.program, known)
 
     def _each(self, wanted: Sequence[Mapping[str, int]], seen: Mapping[str, int]) -> list[Probe]:
         """Probes at the wanted sizes, each once; what the module refuses together is tried axis by axis."""
@@ -202,17 +282,6 @@ class Prober:
             return self.call.run(feed)
         except Exception as error:  # noqa: BLE001 - which sizes and values the user's module refuses is the question
             return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-
-
-def activation_bytes(program: ExportedProgram) -> int:
-    """Bytes of all inner values at the example's size."""
-    values = [n.meta.get("val") for n in program.graph.nodes if n.op == "call_function"]
-    return sum(_count(t) * t.element_size() for t in values if isinstance(t, torch.Tensor))
-
-
-def _count(tensor: torch.Tensor) -> int:
-    hints = (size if isinstance(size, int) else size.node.hint for size in tensor.shape)
-    return math.prod(1 if h is None else int(h) for h in hints)
 
 
 def _label(sizes: Mapping[str, int]) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from layerline.backends.base import Array, Feed
-from layerline.layers import floor, identity, randomness, sums
+from layerline.layers import flips, floor, identity, randomness, sums
 from layerline.layers.distance import Distance, diff_arrays
 from layerline.layers.indices import pointed_at, pointers
 from layerline.layers.taps import Twin, array
@@ -35,12 +36,23 @@ class Within:
             return float(np.divide(off, allowed, out=np.zeros_like(off), where=off > 0).max(initial=0.0))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Apart:
-    """A distance, and the share of `Within` that it uses up, where that is the rule."""
+    """A distance, and the share of `Within` that it uses up, where that is the rule; measured when first asked for."""
 
-    distance: Distance
-    used: float
+    measure: Callable[[], tuple[Distance, float]]
+
+    @property
+    def distance(self) -> Distance:
+        return self._measured[0]
+
+    @property
+    def used(self) -> float:
+        return self._measured[1]
+
+    @cached_property
+    def _measured(self) -> tuple[Distance, float]:
+        return self.measure()
 
 
 class Tally:
@@ -57,7 +69,7 @@ class Tally:
         self.traced, self.rule, self.twin = traced, rule, Twin(traced.program)
         drawn = randomness.drawn(traced.program)
         self.random = {v: drawn[n] for v, n in traced.nodes.items() if n in drawn}
-        self._pointers = pointers(traced.model.graph)
+        self._pointers, self._steps = pointers(traced.model.graph), flips.steps(traced.model.graph)
         self._values: dict[str, list[str]] = {}
         for value, node in traced.nodes.items():
             self._values.setdefault(node, []).append(value)
@@ -66,6 +78,7 @@ class Tally:
         self._noise: dict[str, Distance] = {}
         self._index_noise: dict[str, Distance] = {}
         self._used: dict[str, float] = {}
+        self._flips: dict[str, int] = {}
 
     def measure(self, feeds: Sequence[Feed], found: Sequence[dict[str, Array]]) -> None:
         """Adds feeds.
@@ -74,14 +87,14 @@ class Tally:
             feeds: arrays by input name.
             found: the ONNX's values for each, by name; what has been compared is taken out.
         """
-        pointed = {p.data for p in self._pointers.values()}
+        read = {p.data for p in self._pointers.values()}.union(*map(self._steps.operands, self._steps.known))
         for node, twins in self.twin.values(feeds):
             for t in twins if node in self._owners else ():
                 noise = sum((diff_arrays(d, s) for s, d in _parts(t.single, t.double)), Distance())
                 self._noise[node] = self._noise.get(node, Distance()) + noise
                 for value in (v for v in self._values.get(node, ()) if v in found[t.feed]):
                     self._compare(value, array(t.single), array(t.double), found[t.feed])
-                    if value not in pointed:
+                    if value not in read:
                         del found[t.feed][value]
 
     def floors(self) -> dict[str, float]:
@@ -113,10 +126,38 @@ class Tally:
 
     def apart(self, value: str, reference: Array, found: Mapping[str, Array]) -> Apart:
         """How far the ONNX's value is from float32 ones that were got otherwise; indices by what they point at."""
+        # The noise that may move a step is known after `measure`, which takes values out of `found`.
+        held = {v: found[v] for v in (value, *self._steps.operands(value)) if v in found}
+        if value in self._steps.known:
+            return Apart(lambda: self._apart(value, reference, held))
+        measured = self._apart(value, reference, found)
+        return Apart(lambda: measured)
+
+    def _apart(self, value: str, reference: Array, found: Mapping[str, Array]) -> tuple[Distance, float]:
         a, onnx = self._meant(value, (reference, found[value]), found)
+        a = self._settled(value, a, onnx, found)[0]
         distance = diff_arrays(a, onnx)
         used = self.rule.used(a, onnx) if self.rule and not distance.mismatch else distance.max_abs
-        return Apart(distance=distance, used=used)
+        return distance, used
+
+    def _settled(self, value: str, truth: Array, onnx: Array, found: Mapping[str, Array]) -> tuple[Array, int]:
+        """The truth with the ONNX's elements where a step may lie on either side, and how many of them differed."""
+        loose = self._steps.loose(value, found, self._off(found)) if truth.shape == onnx.shape else None
+        if loose is None or loose.shape != truth.shape or not (flipped := loose & (truth != onnx)).any():
+            return truth, 0
+        return np.where(flipped, onnx, truth), int(flipped.sum())
+
+    def _off(self, found: Mapping[str, Array]) -> Callable[[str], float]:
+        """By how much an element of a value may be off: as for the whole of it, a multiple of torch's own error."""
+
+        def off(value: str) -> float:
+            node = self.traced.owners.get(value, "")
+            if node not in self._noise:  # an input of the model is what it is
+                return 0.0
+            greatest = float(np.abs(found[value][np.isfinite(found[value])]).max(initial=0.0))
+            return floor.MULTIPLE * max(self._noise[node].peak, floor.LEAST * greatest)
+
+        return off
 
     def _meant(self, value: str, sides: tuple[Array, ...], found: Mapping[str, Array]) -> tuple[Array, ...]:
         point = self._pointers.get(value)
@@ -129,6 +170,10 @@ class Tally:
         if value in self._pointers:
             self._index_noise[value] = self._index_noise.get(value, Distance()) + diff_arrays(double, single)
         truth = single if self.rule else double
+        truth, flipped = self._settled(value, truth, onnx, found)
+        if flipped:
+            self._flips[value] = self._flips.get(value, 0) + flipped
+            single = np.where(truth == onnx, truth, single)
         error = diff_arrays(truth, onnx)
         if error.nonfinite_a or error.nonfinite_b:
             # Float64 does not overflow where float32 does: which elements are NaN or Inf is for float32 to say.
@@ -146,6 +191,8 @@ class Tally:
             return {"extra": extra | {"nondeterministic": self.random[value]}}
         error, used = self._error[value], self._used.get(value, 0.0)
         measures, extra = error.measures(), extra | error.flags
+        if value in self._flips:
+            extra |= {"flips": self._flips[value]}
         if error.mismatch:
             return measures | {"tolerance": 0.0, "extra": extra}
         if self.rule:

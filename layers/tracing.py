@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from layerline.layers import identity
 from layerline.layers.axes import Axes
 from layerline.layers.blame import blame, dropped
 from layerline.layers.calls import Call
+from layerline.layers.guards import Guard, Symbols, guards, noting, symbols
 from layerline.pipeline.errors import ConfigError, StageError
 
 _NOT_IN_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
@@ -39,6 +40,8 @@ class Traced:
         nodes: program node of each ONNX value that is one, by value name.
         owners: program node that each ONNX value is, or lies inside of.
         ranges: sizes the program holds for, by axis name; None where there is no upper end.
+        symbols: the axis that each of torch's symbols stands for.
+        guards: conditions on sizes under which the program is what the module does.
     """
 
     program: ExportedProgram
@@ -46,18 +49,13 @@ class Traced:
     nodes: Mapping[str, str]
     owners: Mapping[str, str]
     ranges: Mapping[str, tuple[int, int | None]]
+    symbols: Symbols = field(default_factory=dict)
+    guards: tuple[Guard, ...] = ()
 
-    def tapped(self) -> bytes:
-        """The model, serialised, with every value of the program that numpy has a type for among its outputs."""
+    def taps(self) -> list[str]:
+        """Every value of the program that numpy has a type for."""
         meta = {n.name: n.meta.get("val") for n in self.program.graph.nodes}
-        outputs = self.model.graph.output
-        count, known = len(outputs), {o.name for o in outputs}
-        taps = [v for v, n in self.nodes.items() if getattr(meta[n], "dtype", None) not in _NOT_IN_NUMPY]
-        # In place and back: a large model is not copied for this.
-        outputs.extend(onnx.helper.make_empty_tensor_value_info(t) for t in taps if t not in known)
-        data: bytes = self.model.SerializeToString()
-        del outputs[count:]
-        return data
+        return [v for v, n in self.nodes.items() if getattr(meta[n], "dtype", None) not in _NOT_IN_NUMPY]
 
 
 def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
@@ -80,7 +78,7 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
     shapes = call.shapes(axes.specs())
     _forget_decompositions()
     try:
-        with quiet():
+        with quiet(), noting(root) as taken:
             exported = torch.onnx.export(
                 call.module, args, kwargs=kwargs, dynamic_shapes=shapes if axes.names else None, dynamo=True,
                 opset_version=opset, optimize=False, verbose=False,
@@ -89,7 +87,9 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
             _fold(exported.model, set(exported.exported_program.state_dict))
     except Exception as error:
         raise blame(error, call, axes, root) from error
-    return _named(exported.exported_program, exported.model_proto, call, axes, opset, root)
+    traced = _named(exported.exported_program, exported.model_proto, call, axes, opset, root)
+    known = symbols(taken, call, axes)
+    return replace(traced, symbols=known, guards=guards(taken, known))
 
 
 @contextmanager

@@ -173,6 +173,7 @@ def _blame(record: LayerDiff, failing: int) -> str:
     else:
         seen = getattr(record, record.judged)
         what = f"{record.judged} {'not measured' if seen is None else f'{seen:.3g}'}, tolerance {record.tolerance:.3g}"
+    what += f"; {cause}" if (cause := record.extra.get("cause")) else ""
     others = f" ({failing - 1} later values fail too)" if failing > 1 else ""
     return f"{record.name} ({record.op} {record.module}): {what}{others}"
 

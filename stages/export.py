@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -120,8 +121,12 @@ class Export(Stage):
         work.log.say(f"{nodes} nodes; comparing {values} values on {len(found)} feeds")
         result = parity(traced, found, rule := _rule(self.tolerance))
         failed = {g.name for g in result.gates if not g.passed}
-        if narrower := prober.narrower([p for p in found if p.gate in failed]):
-            result = parity(traced, found := [*found, *narrower], rule)
+        more = prober.narrower([p for p in found if p.gate in failed])
+        if not failed and all(r.passed for r in result.rows):
+            more = prober.deeper(found, work.task.path.parent)
+        if more:
+            result = parity(traced, found := [*found, *more], rule)
+        result = replace(result, gates=prober.explained(result.gates, found))
         return prober, found, _golden(work, call), result
 
     def _call(self, work: Work) -> tuple[Call, Axes]:
@@ -217,6 +222,7 @@ def _golden(work: Work, call: Call) -> list[Gate]:
 
 
 def _report(stage: Export, prober: Prober, result: Parity, gates: list[Gate]) -> Report:
+    from layerline.layers.flips import blamed
     from layerline.layers.floor import LEAST, MULTIPLE
 
     auto = stage.tolerance == "auto"
@@ -225,20 +231,30 @@ def _report(stage: Export, prober: Prober, result: Parity, gates: list[Gate]) ->
         own = f"torch's own float32 error against float64 (at least {LEAST:.0e})"
         judged = f"a value passes within {MULTIPLE:g} times its floor, {own}"
     fixed = [f"input {n} is no tensor: its value {v!r} is part of the graph" for n, v in prober.call.fixed.items()]
-    nodes = len(prober.traced.model.graph.node)
+    model = prober.traced.model
+    rows = blamed(result.rows, model.graph)
     return Report(
         stage=stage.name,
         reference="torch float64" if auto else "torch float32",
         candidate="onnx on onnxruntime",
-        records=result.rows,
+        records=rows,
         gates=(*gates, *result.gates),
-        notes=(judged, *_first_off(result.rows), *fixed, *prober.notes, *result.notes),
-        metrics={"nodes": nodes, "values_compared": len(result.rows), "opset": stage.opset},
+        notes=(judged, *_first_off(rows), *_flipped(rows), *fixed, *prober.notes, *result.notes),
+        metrics={"nodes": len(model.graph.node), "values_compared": len(rows), "opset": stage.opset},
     )
 
 
+def _flipped(rows: Sequence[LayerDiff]) -> list[str]:
+    return [
+        f"{r.extra['flips']} elements of {r.where} lie on the other side of a threshold than in torch: what they are "
+        "made of lies within its own noise of it"
+        for r in rows
+        if r.extra.get("flips")
+    ]
+
+
 def _first_off(rows: Sequence[LayerDiff]) -> list[str]:
-    """Where the difference starts, in a sentence."""
+    """Where the difference starts, in a sentence, and what jumped on the way there."""
     first = next((r for r in rows if not r.passed), None)
     if first is None:
         return []
@@ -246,4 +262,5 @@ def _first_off(rows: Sequence[LayerDiff]) -> list[str]:
     why = first.extra.get("mismatch") or (f"{first.one_sided} one-sided NaN or Inf" if first.one_sided else None)
     allowance = "its floor" if first.judged == "rel_l2" else "what rtol and atol allow"
     why = why or f"relative L2 {first.rel_l2:.1e} is {first.extra['ratio']:.1f} times {allowance}"
-    return [f"it starts at {first.name} ({where}): {why}; `pipe debug export` writes the smallest model that shows it"]
+    told = f"it starts at {first.name} ({where}): {why}; `pipe debug export` writes the smallest model that shows it"
+    return [told, *filter(None, [str(first.extra.get("cause") or "")])]

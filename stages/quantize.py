@@ -242,11 +242,12 @@ def _write(out: Path, made: _Made) -> None:
 def _report(stage: Quantize, made: _Made, feeds: list[Feed]) -> Report:
     from layerline.graph.qdq import weight_sqnr
     from layerline.layers.compare import compare
+    from layerline.layers.flips import blamed
 
     if stage.mode == "none":
         return Report(stage=stage.name, notes=("mode none: the model is passed on as it is",))
     rows = _table(made, weight_sqnr(made.reference, made.plan))
-    records = compare(made.reference, made.measured, feeds, isolated=True)
+    records = blamed(compare(made.reference, made.measured, feeds, isolated=True), made.reference.graph)
     values = made.plan.values
     return Report(
         stage=stage.name,

@@ -304,3 +304,57 @@ def test_suspects_are_the_constructs_that_fail_without_a_name() -> None:
     [found] = suspects(model([outer], inputs, [("y", F, None)]))
     assert "If inside the branch of an If" in found and "inner" in found
     assert suspects(models.conv()) == ()
+
+
+def two_ranks(decides: list[onnx.NodeProto], shape: list[int | str | None], **stored: object) -> onnx.ModelProto:
+    """An If on `c` that either takes axis 1 of x away or leaves it; the axes to take away lie outside of the branch."""
+    then, other = graph([node("Squeeze", ["x", "axes"], ["t"])], ["t"]), graph([node("Identity", ["x"], ["e"])], ["e"])
+    choice = node("If", ["c"], ["y"], "choose", then_branch=then, else_branch=other)
+    inputs = [("x", F, shape), ("rate", I64, [])]
+    return model([*decides, choice], inputs, [("y", F, None)], {"axes": [1], "one": 1, **stored})
+
+
+SIZE_IS_ONE = [node("Shape", ["x"], ["s"]), node("Gather", ["s", "one"], ["d"]), node("Equal", ["d", "one"], ["c"])]
+INNER = [
+    node("AveragePool", ["x"], ["p"], kernel_shape=[2], strides=[2]),
+    *[node("Shape", ["p"], ["s"]), node("Gather", ["s", "two"], ["d"]), node("Equal", ["d", "one"], ["c"])],
+]
+BOTH = [node("Size", ["x"], ["d"]), node("Add", ["d", "rate"], ["e"]), node("Equal", ["e", "one"], ["c"])]
+
+
+@pytest.mark.parametrize(
+    ("decides", "shape", "told"),
+    [
+        (SIZE_IS_ONE, ["n", "chan", 3], ("the size chan", "import-onnx {dims: {chan: <size>}}")),
+        (
+            INNER,
+            [2, "chan", "len"],
+            ("the size chan and the size len", "import-onnx {dims: {chan: <size>, len: <size>}}"),
+        ),
+        (
+            [node("Equal", ["rate", "one"], ["c"])],
+            [2, 1, 3],
+            ("what rate holds", "import-onnx {values: {rate: <number>}}"),
+        ),
+        (BOTH, ["n", 1, 3], ("the size n and what rate holds", "dims: {n: <size>}, values: {rate: <number>}")),
+        (SIZE_IS_ONE, ["n", None, 3], ("the size n and the size x_dim1", "x_dim1: <size>}}")),
+    ],
+)
+def test_branches_of_two_ranks_name_the_size_to_fix(
+    decides: list[onnx.NodeProto], shape: list[int | str | None], told: tuple[str, str]
+) -> None:
+    tensor, text = only(two_ranks(decides, shape, two=2))
+    assert tensor == "y" and "If node choose" in text and "its branches have 2 and 3 axes" in text
+    assert told[0] in text and told[1] in text
+
+
+@pytest.mark.parametrize("shape", [["n", 1, 3], [2, 5, 3]])
+def test_a_size_that_is_known_decides_the_branch(shape: list[int | str | None]) -> None:
+    assert refusals(two_ranks(SIZE_IS_ONE, shape)) == ()
+
+
+def test_branches_of_one_rank_are_no_trouble() -> None:
+    same = two_ranks(SIZE_IS_ONE, ["n", "chan", 3])
+    branch = next(a.g for n in same.graph.node for a in n.attribute if a.name == "then_branch")
+    branch.node[0].CopyFrom(node("Relu", ["x"], ["t"]))
+    assert refusals(same) == ()

@@ -17,10 +17,10 @@ from layerline.graph import io
 from layerline.layers import floor, probes
 from layerline.layers.signature import Dim, Signature
 from layerline.pipeline.errors import ConfigError, PipeError, StageError, TaskError
-from layerline.pipeline.report import Report
+from layerline.pipeline.report import LayerDiff, Report
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
-from layerline.stages.export import Export
+from layerline.stages.export import Export, _first_off, _flipped
 from layerline.training import golden, names, tensorfile
 
 HEAD = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
@@ -288,7 +288,6 @@ BN, DROPOUT = "self.n = nn.BatchNorm1d(3)", "self.d = type('D', (nn.Dropout,), {
         ("return x + self.h", "self.register_buffer('h', torch.zeros(2, 3))", "fixed at 2", "input x, axis 0"),
         ("for i in range(x.shape[0]): x = x + i\nreturn x", "pass", "fixed at 2", "input x, axis 0 (task.py:10)"),
         pytest.param("return self.r(x)[0]", "self.r = nn.RNN(3, 3)", "fixed at", "input x, axis 0", marks=SLOW),
-        ("return x * (3 if x.shape[0] > 4 else 2)", "pass", "only holds up to 4", "input x, axis 0"),
         ("if x.sum() > 0: return x\nreturn -x", "pass", "control flow", "module inner (task.py:10)"),
         pytest.param("return x * [1, 2][int(x[0, 0] > 0)]", "pass", "Python number", LINE_10, marks=SLOW),
         ("return torch.special.bessel_j0(x)", "pass", "bessel_j0.default has no counter", "module inner (task.py:10)"),
@@ -307,11 +306,62 @@ def test_what_cannot_be_exported_is_named(project: Project, body: str, init: str
     assert error.value.hint
 
 
-def test_a_branch_on_an_undeclared_size_fails_at_that_size(project: Project) -> None:
-    report = project.export(module("return x * (3 if x.shape[0] > 4 else 2)"), dynamic={"x": {0: "n"}})
+T16: dict[int, Any] = {1: {"name": "t", "max": 16}}
+
+
+@pytest.mark.parametrize(
+    ("condition", "dynamic", "sizes", "guard"),
+    [
+        ("t == 7", T16, "t=7", "t != 7 (task.py:11)"),
+        ("t > 4", T16, "t=16", "t <= 4 (task.py:11)"),
+        ("t > 8 and t < 12", T16, "t=9", "t <= 8 (task.py:11)"),
+        ("b * t > 64", T16 | {0: {"name": "b", "max": 8}}, "b=8, t=9", "t*b <= 64 (task.py:11)"),
+        ("t == 200", {1: "t"}, "t=200", "t != 200 (task.py:11)"),
+        pytest.param("t % 5 == 0", {1: {"name": "t", "max": 9}}, "t=5", "(t % 5) != 0 (task.py:11)", marks=SLOW),
+        pytest.param("b == t", {1: {"name": "t", "min": 3}, 0: "b"}, "b=3", "b != t (task.py:11)", marks=SLOW),
+        pytest.param("t > 5 and t == 13", T16, "t=13", "t <= 5 (task.py:11)", marks=SLOW),
+    ],
+)
+def test_a_branch_on_a_size_fails_at_that_size(
+    project: Project, condition: str, dynamic: Mapping[int, Any], sizes: str, guard: str
+) -> None:
+    """Also where no other probe has the size."""
+    body = f"b, t = x.shape[:2]\nif {condition}: return x * 2\nreturn x"
+    report = project.export(module(body, example="torch.randn(2, 3, 3),"), dynamic={"x": dynamic})
     failed = [g for g in report.gates if not g.passed]
-    assert not report.passed and failed
-    assert all(g.name.startswith("module itself, n=") for g in failed)
+    assert not report.passed
+    assert f"module itself, {sizes}" in [g.name for g in failed]
+    assert all(guard in g.hint for g in failed)
+
+
+@pytest.mark.parametrize("condition", ["t == 7", "t > 4", pytest.param("t > 8 and t < 12", marks=SLOW)])
+def test_a_branch_that_gives_the_same_passes(project: Project, condition: str) -> None:
+    body = f"t = x.shape[1]\nif {condition}: return x + x\nreturn x * 2"
+    report = project.export(module(body, example="torch.randn(2, 3, 3),"), dynamic={"x": T16})
+    assert report.passed
+    assert not any("forward()" in n for n in report.notes)
+
+
+def test_a_size_that_no_bounds_allow_is_not_run(project: Project) -> None:
+    body = "if x.shape[1] in (17, 6): return x * 2\nreturn x"
+    steps = {1: {"name": "t", "max": 16, "multiple": 4}}
+    report = project.export(module(body, example="torch.randn(2, 8, 3),"), dynamic={"x": steps})
+    assert report.passed
+    assert {f["x"].shape[1] for f in probes.load(project.out)} == {4, 8, 12, 16}
+
+
+def test_a_size_in_the_middle_that_the_module_refuses(project: Project) -> None:
+    body = "if x.shape[1] == 7: raise ValueError('seven')\nreturn x * 2"
+    with pytest.raises(ConfigError, match="forward\\(\\) itself fails at 7: ValueError: seven"):
+        project.export(module(body, example="torch.randn(2, 3, 3),"), dynamic={"x": T16})
+
+
+def test_a_size_that_takes_too_much_memory_is_told(project: Project) -> None:
+    body = "if x.shape[1] == 99999: return x\nreturn torch.einsum('btc,bsc->bts', x, x)"
+    report = project.export(module(body, example="torch.randn(2, 3, 3),"), dynamic={"x": {1: "t"}})
+    assert report.passed
+    (note,) = (n for n in report.notes if "too much memory" in n)
+    assert note.startswith("t=99999 was not run, which breaks t != 99999 (task.py:10)")
 
 
 def test_a_size_the_module_itself_refuses(project: Project) -> None:
@@ -350,6 +400,18 @@ def test_where_it_starts_is_told_and_written_down(project: Project) -> None:
     assert "linear (inner.l, task.py:10)" in told and "pipe debug export" in told
     assert nothing_allowed.debug(work, project.root / "bug").name == "linear"
     assert (project.root / "bug" / io.FILE).is_file()
+
+
+def test_jumps_are_counted_and_told_as_causes() -> None:
+    rows = (
+        LayerDiff(name="gt", op="Greater", module="inner", rel_l2=0.0, tolerance=0.0, extra={"flips": 2}),
+        LayerDiff(
+            name="where", op="Where", module="inner", rel_l2=0.5, tolerance=1e-6, extra={"ratio": 9.0, "cause": "it"}
+        ),
+    )
+    (note,) = _flipped(rows)
+    assert note.startswith("2 elements of inner lie on the other side of a threshold than in torch")
+    assert [n[:21] for n in _first_off(rows)] == ["it starts at where (i", "it"]
 
 
 def test_model_must_be_a_module(project: Project) -> None:

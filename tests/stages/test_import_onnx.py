@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from layerline.backends import large
+from layerline.backends import light
 from layerline.graph import io
 from layerline.layers import parts, probes
 from layerline.layers.identity import modules
@@ -140,8 +140,7 @@ def test_external_data_elsewhere_is_refused_with_the_tensors_name(location: str,
 
 
 def test_models_past_one_message_are_raised_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large, "MESSAGE", 16)
-    monkeypatch.setattr(large, "LEAST", 16)
+    monkeypatch.setattr(light, "LEAST", 16)
     monkeypatch.setitem(io.save.__kwdefaults__, "external_over", 16)
     given = model(
         """<ir_version: 7, opset_import: ["" : 12]> g (float[n,64] x) => (float[n,64] y)
