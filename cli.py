@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import json
 import os
@@ -19,8 +18,7 @@ from layerline import __version__
 from layerline.pipeline.errors import PipeError, machine_lacks
 
 if TYPE_CHECKING:
-    from layerline.pipeline.ledger import Record
-    from layerline.pipeline.plan import Planner, Step
+    from layerline.pipeline.plan import Planner
     from layerline.pipeline.project import Project
 
 app = typer.Typer(
@@ -157,30 +155,65 @@ def run(
     project = _load(folder.resolve(), sets)
     names = None if stages == ["all"] else stages
     project.require_task(names)
-    if as_json or rank():  # of several ranks the first one speaks
-        with _interruptible(), _inside(project.root), _stdout_to_stderr():
-            done = Runner(project, terminal.Silent()).run(names, force=force)
-        if not rank():
-            _print_json(done.to_json())
-    else:
-        live = terminal.Live(terminal.console(), width=max(len(s.name) for s in project.stages))
-        with _interruptible(), _inside(project.root), contextlib.closing(live):
-            done = Runner(project, live).run(names, force=force)
+    silent = as_json or rank() > 0  # of several ranks the first one speaks
+    live = terminal.listener(project.stages, silent=silent)
+    with _at_work(project, as_json=silent), contextlib.closing(live):
+        done = Runner(project, live).run(names, force=force)
+    if as_json and not rank():
+        _print_json(done.to_json())
     for result in done.results:
         if result.error is not None:
             terminal.error(result.error)
             if _DEBUG:
                 raise result.error
-    if not (as_json or rank()):
+    if not silent:
         terminal.outcome(terminal.console(), done, _where(folder), sets or ())
     raise typer.Exit(done.exit_code)
 
 
 @app.command()
+def resume(
+    prove: Annotated[bool, typer.Option("--prove", help="Show that going on changes no bit; trains nothing.")] = False,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --prove: optimizer steps, before and after the checkpoint.", show_default="10"),
+    ] = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+    folder: Folder = _HERE,
+) -> None:
+    """Go on with a training that was cut short, or prove that going on changes no bit.
+
+    Alone it is `pipe run train`: a training that was cut short goes on by itself, whichever command asks for it.
+    """
+    from layerline.pipeline import resume as resuming
+    from layerline.views import documents, terminal
+
+    project = _load(folder.resolve(), sets)
+    stage = resuming.resumable(project)
+    if not prove:
+        if steps is not None:
+            raise PipeError("--steps goes with --prove", hint="how long to train stands in pipe.yaml")
+        run([stage.name], sets=sets, as_json=as_json, folder=folder)
+        return
+    project.require_task([stage.name])
+    live = terminal.listener([stage], silent=as_json)
+    with _at_work(project, as_json=as_json), contextlib.closing(live):
+        found = resuming.prove(project, steps or 10, live)
+    if as_json:
+        _print_json({"stage": stage.name, "passed": found.passed, "report": documents.plain(found)})
+    elif found.passed:
+        terminal.findings(terminal.console(), found)
+    if not found.passed:
+        raise found.failure()
+
+
+@app.command()
 def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """What is fresh, what would run, and why."""
+    from layerline.pipeline import lookup
     from layerline.pipeline.presence import claim
-    from layerline.views import terminal
+    from layerline.views import documents, terminal
 
     project = _load(folder, sets)
     project.require_task()
@@ -189,42 +222,23 @@ def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -
     with contextlib.suppress(OSError):  # a project that can't be written can be looked at
         claim(project.state)
     planner.hasher.save()
-    states = {s.stage.name: _state(s, planner.ledger.head(s.stage.name)) for s in steps}
-    if not as_json:
+    states = lookup.states(planner, steps)
+    if as_json:
+        _print_json(documents.status(steps, states))
+    else:
         terminal.status(terminal.console(), steps, states)
-        return
-    rows = [
-        {
-            "name": s.stage.name,
-            "state": states[s.stage.name],
-            "reason": s.reason,
-            "key": s.key,
-            "digest": s.artifact.digest if s.artifact else None,
-            "passed": s.record.passed if s.artifact and s.record else None,
-        }
-        for s in steps
-    ]
-    _print_json({"stages": rows})
 
 
 @app.command()
 def runs(as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """The runs that changed something, newest first."""
-    from layerline.views import terminal
+    from layerline.views import documents, terminal
 
-    rows = [
-        {
-            "id": run.id,
-            "time": max((r.created for r in run.records), default=""),
-            "stages": [r.stage for r in run.records],
-            "passed": run.passed,
-        }
-        for run in _planner(_load(folder)).ledger.runs()
-    ]
+    found = documents.runs(_planner(_load(folder)).ledger.runs())
     if as_json:
-        _print_json({"runs": rows})
-    elif rows:
-        terminal.runs(terminal.console(), rows)
+        _print_json(found)
+    elif found["runs"]:
+        terminal.runs(terminal.console(), found["runs"])
     else:
         typer.echo(f"there is no run yet: pipe run all{_where(folder)}")
 
@@ -232,8 +246,7 @@ def runs(as_json: AsJson = False, folder: Folder = _HERE) -> None:
 @app.command()
 def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """Each part of a stage's key: same or changed, old and new value."""
-    from layerline.pipeline.plan import changes, shown
-    from layerline.views import terminal
+    from layerline.views import documents, terminal
 
     project = _load(folder, sets)
     planner, name = _planner(project), project.stage(stage).name
@@ -241,14 +254,10 @@ def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder
     before = step.record or planner.ledger.head(name)
     old = before.parts if before else None
     prints = {hook: planner.fingerprint(hook) for hook in step.stage.hooks()}
-    if not as_json:
+    if as_json:
+        _print_json(documents.explain(step, old, prints))
+    else:
         terminal.explain(terminal.console(), step, old, prints)
-        return
-    changed = changes(old or {}, shown(step.parts))
-    parts = {n: {"now": v, "before": (old or {}).get(n), "changed": n in changed} for n, v in shown(step.parts).items()}
-    gone = {n: {"now": None, "before": o, "changed": True} for n, (o, v) in changed.items() if v is None}
-    reached = {h: {"reached": p.reached, "whole": dict(p.whole), "files": dict(p.files)} for h, p in prints.items()}
-    _print_json({"stage": name, "key": step.key, "reason": step.reason, "parts": parts | gone, "hooks": reached})
 
 
 @app.command()
@@ -260,22 +269,16 @@ def diff(
     folder: Folder = _HERE,
 ) -> None:
     """The per-layer table of a stage's newest run, worst first."""
-    from layerline.views import terminal
+    from layerline.pipeline import lookup
+    from layerline.views import documents, terminal
 
     project = _load(folder)
     planner, name = _planner(project), project.stage(stage).name
-    ledger = planner.ledger
-    report = ledger.report(_head(planner, name))
-    other = None
+    report, other = planner.ledger.report(lookup.head(planner, name)), None
     if against is not None:
-        past = ledger.find_run(against)
-        record = next((r for r in past.records if r.stage == name), None)
-        if record is None:
-            raise PipeError(f"run {past.id} has no stage {name}", hint="name a run that went through it")
-        other, against = ledger.report(record), past.id
+        against, other = lookup.report_in(planner.ledger, against, name)
     if as_json:
-        documents = {"report": json.loads(report.to_json()), "against": json.loads(other.to_json()) if other else None}
-        _print_json({"stage": name, "run": against, **documents})
+        _print_json(documents.diff(name, report, against, other))
     else:
         terminal.diff(terminal.console(), report, top, other, against or "")
 
@@ -287,36 +290,27 @@ def report(
     folder: Folder = _HERE,
 ) -> None:
     """One self-contained HTML page for a run."""
+    from layerline.pipeline import lookup
     from layerline.pipeline.files import write_atomic
     from layerline.views import html
 
     if not output.parent.is_dir():
         raise PipeError(f"there is no folder {output.parent}", hint="make it, or write elsewhere with -o")
     project = _load(folder)
-    ledger = _planner(project).ledger
-    found = ledger.find_run(run_id)
-    done = {r.stage for r in found.records}
-    missing = [] if found.passed else [s.name for s in project.stages if s.name not in done]
-    write_atomic(output, html.page(project.name, found, {r.stage: ledger.report(r) for r in found.records}, missing))
+    planner = _planner(project)
+    found = planner.ledger.find_run(run_id)
+    reports = {r.stage: planner.ledger.report(r) for r in found.records}
+    missing = [] if found.passed else [s.name for s in project.stages if s.name not in reports]
+    write_atomic(output, html.page(project.name, found, reports, missing, lookup.logs(planner, found)))
     typer.echo(f"wrote {output}")
 
 
 @app.command()
 def path(stage: StageName, folder: Folder = _HERE) -> None:
     """The folder of a stage's newest artifact, for scripts."""
-    from layerline.pipeline.store import DamagedError
+    from layerline.pipeline import lookup
 
-    project = _load(folder)
-    planner = _planner(project)
-    digest = _head(planner, project.stage(stage).name).digest
-    again = f"make it again with: pipe run {stage}"
-    try:
-        artifact = planner.store.get(digest)
-    except DamagedError as error:
-        raise DamagedError(error.what, where=f"{stage} {digest[:12]}", hint=again) from None
-    if artifact is None:
-        raise PipeError(f"the artifact of {stage} is gone from the store", hint=again)
-    typer.echo(artifact.path.resolve())
+    typer.echo(lookup.artifact(_load(folder), stage).path.resolve())
 
 
 @app.command()
@@ -332,18 +326,18 @@ def debug(
     """Find where a stage goes wrong, and write the smallest model that shows it."""
     from layerline.pipeline.debug import debug as find
     from layerline.pipeline.report import Report
-    from layerline.views import terminal
+    from layerline.views import documents, terminal
 
     project, target = _load(folder.resolve(), sets), (output or Path(f"debug-{stage}")).resolve()
-    live = terminal.Silent() if as_json else terminal.Live(terminal.console(), width=len(stage))
-    with _interruptible(), _inside(project.root), _stdout_to_stderr() if as_json else contextlib.nullcontext():
+    live = terminal.listener([project.stage(stage)], silent=as_json)
+    with _at_work(project, as_json=as_json), contextlib.closing(live):
         bad = find(project, stage, target, live)
     found = Report(
         stage=stage, reference="the reference", candidate="the first value that fails", records=(bad,) if bad else ()
     )
     written = sorted(str(p.relative_to(target)) for p in target.rglob("*") if p.is_file())
     if as_json:
-        _print_json({"stage": stage, "found": json.loads(found.to_json())["records"], "files": written})
+        _print_json({"stage": stage, "found": documents.plain(found)["records"], "files": written})
     elif bad is None:
         typer.echo(f"every value of {stage} passes: there is nothing to show")
     else:
@@ -355,10 +349,11 @@ def debug(
 def verify(as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """Re-hash everything in the store."""
     from layerline.pipeline import housekeeping
+    from layerline.views import documents
 
     checked, problems = housekeeping.verify(_load(folder))
     if as_json:
-        _print_json({"checked": checked, "problems": [{"what": p.what, "fault": p.fault} for p in problems]})
+        _print_json(documents.verify(checked, problems))
     else:
         for problem in problems:
             typer.echo(f"{problem.what}: {problem.fault}")
@@ -378,20 +373,22 @@ def gc(
 ) -> None:
     """Remove what neither the newest runs nor the project as it stands need."""
     from layerline.pipeline import housekeeping
+    from layerline.views import documents
 
     found = housekeeping.collect(_load(folder), keep, dry_run=dry_run)
-    gone = found or []
-    size = sum(g.size for g in gone)
     if as_json:
-        _print_json({"removed": [g.path for g in gone], "bytes": size, "dry_run": dry_run, "busy": found is None})
+        _print_json(documents.gc(found, dry_run=dry_run))
         return
     if found is None:
         typer.echo("a run is going on in this project: nothing was removed; try again when it is done")
         return
     verb = "would remove" if dry_run else "removed"
-    for item in gone if verbose else ():
+    for item in found if verbose else ():
         typer.echo(f"{verb} {item.path}")
-    typer.echo(f"{verb} {', '.join(housekeeping.counted(gone))}, {size / 1e6:.1f} MB" if gone else "nothing to remove")
+    size = sum(g.size for g in found)
+    typer.echo(
+        f"{verb} {', '.join(housekeeping.counted(found))}, {size / 1e6:.1f} MB" if found else "nothing to remove"
+    )
 
 
 def _load(folder: Path, sets: Sequence[str] | None = None) -> Project:
@@ -406,59 +403,18 @@ def _planner(project: Project) -> Planner:
     return open_planner(project)
 
 
+@contextlib.contextmanager
+def _at_work(project: Project, *, as_json: bool) -> Iterator[None]:
+    """Around whatever runs the user's code."""
+    from layerline.pipeline.surroundings import inside, stdout_to_stderr
+
+    with _interruptible(), inside(project.root), stdout_to_stderr() if as_json else contextlib.nullcontext():
+        yield
+
+
 def _where(folder: Path) -> str:
     """What a command needs to be about the same project."""
     return "" if folder == _HERE else f" -C {shlex.quote(str(folder))}"
-
-
-def _state(step: Step, before: Record | None) -> str:
-    """Behind a stage that has to run again, one may still find its input unchanged."""
-    if step.artifact:
-        return "fresh"
-    return "may run" if step.key is None and before else "would run"
-
-
-def _head(planner: Planner, stage: str) -> Record:
-    record = planner.ledger.head(stage)
-    if record is None:  # no run is left that says so, yet its result may be there
-        record = next(s.record for s in planner.steps() if s.stage.name == stage)
-    if record is None:
-        raise PipeError(f"stage {stage} has not run yet", hint=f"pipe run {stage}")
-    return record
-
-
-@contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[None]:
-    """Hooks open the project's files by their relative names, wherever the command was given."""
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Keeps standard output for the JSON document, whatever task.py, a library or a child process prints."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        _flush()  # what is still held back belongs there too
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _flush() -> None:
-    """Writes out what Python and the C library hold back for standard output."""
-    if sys.__stdout__ is not None:
-        sys.__stdout__.flush()
-    if os.name == "posix":
-        ctypes.CDLL(None).fflush(None)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 from collections.abc import Collection, Mapping
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from layerline.training.config import Config
     from layerline.training.fit import Run
     from layerline.training.lane import Lane
+    from layerline.training.prove import Difference, Proof
 
 _DEFAULTS: Mapping[str, Any] = {
     "scheduler.name": "cosine", "scheduler.warmup_ratio": 0.05, "clip.max_norm": 1.0,
@@ -105,19 +107,9 @@ class Train(Stage):
         return launch.follow(self.name, timeout_s=self.config().distributed.timeout_s)
 
     def run(self, work: Work) -> Report:
-        import torch
-
         from layerline.training import checkpoint, fit, launch, ranks
 
-        config = self.config()
-        cuda = self.device != "cpu" and torch.cuda.is_available()
-        if self.device == "cuda" and not cuda:
-            raise Unavailable(
-                "torch finds no CUDA device here",
-                where="train.device",
-                hint="set it to auto or cpu, or mend the driver",
-            )
-        device = launch.device("cuda" if cuda else "cpu")
+        config, device = self.config(), launch.device(self._device())
         with fit.deterministic(), ranks.together(), memory_told():
             run = fit.prepare(work.task, config, epochs=self.epochs, steps=self.steps, batch_size=self.batch_size,
                               seed=self.seed, workers=self.workers, device=device)  # fmt: skip
@@ -127,6 +119,70 @@ class Train(Stage):
             if run.lane.skipped:
                 work.log.say(_rejected(run.lane))
             return _report(run)
+
+    def prove_resume(self, work: Work, steps: int) -> Report:
+        """Whether this training goes on bit for bit after a kill: `steps` optimizer steps before a checkpoint and as
+        many after it, in one process and in two.
+
+        It begins where an interrupted training stands, or else from the start: a finished one has no step left to take.
+        """
+        from layerline.training import prove
+
+        how = self.model_dump(include={"epochs", "steps", "batch_size", "seed", "workers"})
+        arguments = {"task": str(work.task.path), "config": self.config().model_dump(mode="json"), **how}
+        kept = work.scratch / "checkpoints"
+        start = kept if any(kept.glob("step-*.safetensors")) else None
+        proof = prove.prove(
+            "layerline.training.refit:make", steps, arguments={**arguments, "device": self._device()},
+            start=start, progress=work.log.progress,
+        )  # fmt: skip
+        return _proved(proof, interrupted=start is not None)
+
+    def _device(self) -> str:
+        import torch
+
+        cuda = self.device != "cpu" and torch.cuda.is_available()
+        if self.device == "cuda" and not cuda:
+            raise Unavailable(
+                "torch finds no CUDA device here",
+                where="train.device",
+                hint="set it to auto or cpu, or mend the driver",
+            )
+        return "cuda" if cuda else "cpu"
+
+
+def _proved(proof: Proof, *, interrupted: bool) -> Report:
+    found = proof.difference
+    notes: tuple[str, ...] = ()
+    if interrupted:
+        where = f"{proof.begun_from}, the newest checkpoint of the training that was cut short"
+        notes = (
+            f"began from {where}" if proof.begun_from else "too little is left of the training that was cut short",
+        )
+    return Report(
+        stage="train", reference="straight", candidate="resumed in a fresh process",
+        metrics={"began_at_step": proof.first, "steps": proof.steps, "compared": proof.compared}, notes=notes,
+        gates=(Gate("goes on bit for bit", proof.passed, str(proof), "no difference", _mend(found) if found else ""),),
+        tables={"First difference": [dataclasses.asdict(found)]} if found else {},
+    )  # fmt: skip
+
+
+def _mend(found: Difference) -> str:
+    """What to do about a difference, by what it begins with."""
+    if not found.repeats:
+        return (
+            "resuming is not at fault: a second time it gave something else again. An operator is not deterministic, "
+            "of which torch warns, or a hook draws from the clock or the system"
+        )
+    if found.name.startswith("data/"):
+        return (
+            "train_data() gave other samples: it draws from a generator of its own or keeps count between samples. "
+            "Draw from random, numpy.random or torch, which are seeded for each batch"
+        )
+    return (
+        "model() or loss() keeps something that is neither parameter nor buffer (a number in Python, a generator of "
+        "its own): register_buffer() makes it part of the checkpoint"
+    )
 
 
 def _gather(raw: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:

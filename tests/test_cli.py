@@ -17,9 +17,11 @@ import pytest
 from rich.console import Console
 
 from layerline import cli
-from layerline.pipeline import housekeeping
+from layerline.pipeline import housekeeping, table
 from layerline.pipeline.errors import StageError
+from layerline.pipeline.report import Gate, Report
 from layerline.pipeline.runner import Result
+from layerline.pipeline.stage import Work
 from layerline.views import terminal
 from tests.pipeline import driver, fakes
 from tests.pipeline.conftest import fake_stages, folder
@@ -148,6 +150,61 @@ def test_project_is_as_if_the_command_was_given_there(
     assert pipe("status").code == 2  # no project here
     missing = pipe("run", "all", "-C", "nowhere")
     assert missing.code == 2 and "there is no pipe.yaml in" in missing.err and "pipe init" in missing.err
+
+
+# ------------------------------------------------------------------------------------------------ resume
+
+
+ASKED: list[int] = []
+
+
+class Trainer(fakes.Source):
+    """Goes on from checkpoints, it says, and proves it for an even number of steps."""
+
+    def prove_resume(self, work: Work, steps: int) -> Report:
+        ASKED.append(steps)
+        print("a hook")
+        gate = Gate("goes on bit for bit", steps % 2 == 0, f"{steps} steps", "no difference", "look there")
+        return Report(stage=self.name, gates=(gate,), metrics={"steps": steps})
+
+
+@pytest.fixture
+def proved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """`source` is a Trainer: the steps it was asked to prove."""
+    monkeypatch.setitem(fakes.STANDARD, "source", f"{__name__}:Trainer")
+    table.stage_class.cache_clear()
+    ASKED.clear()
+    return ASKED
+
+
+def test_resume_alone_is_run(pipe: Pipe, proved: list[int]) -> None:
+    said = pipe("resume")
+    assert (said.code, proved) == (0, []) and re.search(r"^✓ source  ran .*\(never ran\)$", said.out, re.M)
+    assert said.out.splitlines()[-1] == "next: pipe run all"
+    assert pipe("resume", "--set", "source.rate=2", "--json").document["stages"][0]["reason"] == "rate 1.0 -> 2.0"
+    assert pipe("resume", "--steps", "3") == Said(
+        2, "", "error --steps goes with --prove\n  how long to train stands in pipe.yaml\n"
+    )
+
+
+def test_resume_prove(pipe: Pipe, proved: list[int], folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = pipe("resume", "--prove")
+    assert (said.code, said.err, proved) == (0, "", [10])
+    assert "✓ goes on bit for bit: 10 steps, expected no difference" in said.out.splitlines()
+    assert not folder.state.exists(), "it only looks"
+    failed = pipe("resume", "--prove", "--steps", "3")
+    assert failed.code == 1
+    assert failed.err == "error source: goes on bit for bit: 3 steps, expected no difference\n  look there\n"
+    document = pipe("resume", "--prove", "--steps", "3", "--json").document
+    assert list(document) == ["stage", "passed", "report"] and document["passed"] is False
+    assert document["report"]["gates"][0]["seen"] == "3 steps"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "start it without torchrun" in pipe("resume", "--prove").err
+
+
+def test_resume_where_nothing_is_trained(pipe: Pipe) -> None:
+    told = "error nothing is trained in this project; its stages are source, double, judge\n  pipe run all\n"
+    assert pipe("resume", "--prove") == Said(2, "", told)
 
 
 # ------------------------------------------------------------------------------------------------ looking at it
@@ -362,7 +419,20 @@ def test_version_and_help(pipe: Pipe) -> None:
     assert pipe("--version") == Said(0, f"{__version__}\n", "")
     said = pipe("--help")
     assert said.code == 0
-    for command in ("init", "run", "status", "explain", "diff", "report", "path", "verify", "gc", "runs", "debug"):
+    for command in (
+        "init",
+        "run",
+        "status",
+        "explain",
+        "diff",
+        "report",
+        "path",
+        "verify",
+        "gc",
+        "runs",
+        "debug",
+        "resume",
+    ):
         assert re.search(rf"^  {command} ", said.out, re.M)
 
 
@@ -382,6 +452,9 @@ USAGE = [
     ["diff", "source", "--against", "2099"],
     ["report", "--run", "2099"],
     ["run", "all", "--set", "nonsense"],
+    ["resume"],
+    ["resume", "--prove"],
+    ["resume", "--prove", "--steps", "0"],
 ]
 
 

@@ -125,9 +125,7 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
     with _interrupts() as interrupted:
         stream = run.batches.forever()
         while run.attempted < run.total:
-            with run.task.blaming("drawing a batch of train_data()"):
-                batch = next(stream)
-            _one_batch(run, batch)
+            one_batch(run, stream)
             now = time.perf_counter()
             done = run.attempted
             due = (save_every and done - saved_step >= save_every) or now - saved_at > max(
@@ -162,9 +160,11 @@ def _agreed(run: Run, save: bool, stop: bool) -> tuple[bool, bool]:
     return asked >= 1.0, asked >= 2.0
 
 
-def _one_batch(run: Run, batch: Any) -> None:
+def one_batch(run: Run, stream: Iterator[Any]) -> Any:
+    """Trains on the next batch of `stream`, and gives it back; the last one of an epoch ends a window."""
     mo = run.mo
-    batch = to_device(batch, run.device)
+    with run.task.blaming("drawing a batch of train_data()"):
+        batch = to_device(next(stream), run.device)
     with mo.autocast():
         loss = run.loss(mo.model, batch)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
@@ -177,6 +177,7 @@ def _one_batch(run: Run, batch: Any) -> None:
     mo.step(loss * samples, weight=samples)
     if run.batches.position == 0:
         mo.flush()
+    return batch
 
 
 def _default_loss(task: Task, model: nn.Module, batch: Any) -> Tensor:

@@ -1,29 +1,61 @@
 """Proof that a resumed run goes on bit for bit: the same steps in one process, and split over two.
 
-`make` names a function that builds everything anew and returns (ModelOptimizer, step): `package.module:function` or
-`path/to/file.py:function`. Each run has a process of its own, so that nothing but the checkpoint can be carried over.
+Each run has a process of its own, so that nothing but the checkpoint can be carried over. After every step both tell
+digests of all they hold, so what differs first has a step as well as a name.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from layerline.pipeline.errors import ConfigError, StageError
-from layerline.training import checkpoint, tensorfile
+from layerline.pipeline.errors import ConfigError, PipeError, StageError, TaskError, Unavailable
+from layerline.training import tensorfile
 
-if TYPE_CHECKING:
-    from layerline.training.optimizer import ModelOptimizer
+_ERRORS: Mapping[str, type[PipeError]] = {e.__name__: e for e in (ConfigError, TaskError, StageError, Unavailable)}
+_ABSENT = "absent"
+# The current folder comes last: user code may lie there, and must not stand in for a module of python's own.
+_START = "import sys; sys.path.append(sys.path.pop(0)); from layerline.training.rerun import main; main()"
 
-Made = tuple["ModelOptimizer", Callable[[], object]]
+
+def _untold(*_: int) -> None:
+    """Nobody asked how far it is."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that is not the same.
+
+    Attributes:
+        name: the tensor or counter, as in a checkpoint; `data/…` is what the step was given.
+        step: the run's own number of the step after which it was seen.
+        after: the same, counted from the checkpoint.
+        straight, resumed: digests of a tensor, values of a counter.
+        max_abs: max |a - b| of a tensor at the end of both runs; None where there is no such figure.
+        repeats: whether resuming a second time gave what the first time gave. Where it didn't, resuming isn't at fault:
+            the steps are not deterministic.
+    """
+
+    name: str
+    step: int
+    after: int
+    straight: str
+    resumed: str
+    max_abs: float | None
+    repeats: bool
+
+    def __str__(self) -> str:
+        far = "" if self.max_abs is None else f"; at the end max |a-b| is {self.max_abs:.3g}"
+        return (
+            f"{self.name} differs first, at step {self.step} ({self.after} after the checkpoint): "
+            f"{self.straight} straight, {self.resumed} resumed{far}"
+        )
 
 
 @dataclass(frozen=True)
@@ -31,99 +63,111 @@ class Proof:
     """What the comparison found.
 
     Attributes:
-        steps: calls of step() after the checkpoint.
-        compared: tensors compared, besides all counters.
-        first_difference: the first tensor or counter that differs; empty when all are equal.
+        first: step at which the runs began.
+        begun_from: name of the checkpoint they began from; empty where they began anew.
+        steps: calls of step() before the checkpoint, and after it.
+        compared: tensors and counters compared after each step.
+        difference: where the runs part; None when all is equal after every step.
     """
 
+    first: int
+    begun_from: str
     steps: int
     compared: int
-    first_difference: str = ""
+    difference: Difference | None = None
 
     @property
     def passed(self) -> bool:
-        return not self.first_difference
+        return self.difference is None
+
+    @property
+    def first_difference(self) -> str:
+        """The name of the first tensor or counter that differs; empty when all are equal."""
+        return self.difference.name if self.difference else ""
 
     def __str__(self) -> str:
-        if self.passed:
-            return f"all {self.compared} tensors are equal after {self.steps} steps in a fresh process"
-        return f"{self.first_difference} differs first, after {self.steps} steps in a fresh process"
+        if self.difference is None:
+            steps = f"{self.steps} step{'' if self.steps == 1 else 's'}"
+            return f"all {self.compared} tensors and counters are equal after {steps} in a fresh process"
+        return str(self.difference)
 
 
-def prove(make: str, steps: int, *, arguments: dict[str, Any] | None = None) -> Proof:
+def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, start: Path | None = None,
+          progress: Callable[[int, int], object] = _untold) -> Proof:  # fmt: skip
     """Runs `steps` calls of step(), saves, runs as many again; then a fresh process loads and runs the second half.
 
     Args:
-        make: what to build, see above.
+        make: what builds everything anew and returns (ModelOptimizer, step): `package.module:function` or
+            `path/to/file.py:function`. A dict of tensors that step() returns is compared as well. A third part of the
+            result, a function, tells how many calls are left: fewer than `steps` are made where there is no room.
         steps: calls of step() in each half.
         arguments: keyword arguments of the function; plain data.
+        start: a checkpoint, or a folder of them, to begin from.
+        progress: told (calls made, calls in all).
 
     Raises:
-        StageError: a run failed; with what it said.
+        PipeError: a run failed; with what it said.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        middle, straight, resumed = (Path(folder) / f"{n}.safetensors" for n in ("middle", "straight", "resumed"))
-        _spawn({"make": make, "arguments": arguments or {}, "steps": steps, "save": [str(middle), str(straight)]})
-        _spawn(
-            {"make": make, "arguments": arguments or {}, "steps": steps, "load": str(middle), "save": [str(resumed)]}
-        )
-        return _compare(straight, resumed, steps)
+    if steps < 1:
+        raise ConfigError(f"a proof takes a step at least, got {steps}", where="steps")
+    with tempfile.TemporaryDirectory(prefix="layerline-proof-") as temporary:
+        folder = Path(temporary)
+        middle, straight, resumed = (folder / f"{n}.safetensors" for n in ("middle", "straight", "resumed"))
+        what = {"make": make, "arguments": dict(arguments or {}), "steps": steps}
+        begin = {"start": str(start) if start else "", "middle": str(middle), "save": str(straight)}
+        first, *a = _run({**what, **begin}, folder, lambda done: progress(done, 3 * steps))
+        steps = first["steps"]
+        again = {**what, "steps": steps, "load": str(middle), "save": str(resumed)}
+        b = _run(again, folder, lambda done: progress(2 * steps + done, 3 * steps))
+        proof = Proof(first["first"], first["from"], steps, len(b[-1]["state"]))
+        if (found := _parting(a, b)) is None:
+            return proof
+        far = _distance(found[1], straight, resumed)
+        repeats = _parting(b, _run(again, folder, _untold)) is None
+    i, name = found
+    one, other = (str(run[i]["state"].get(name, _ABSENT)) for run in (a, b))
+    return replace(proof, difference=Difference(name, a[i]["at"], i + 1, one, other, far, repeats))
 
 
-def _spawn(job: dict[str, Any]) -> None:
-    done = subprocess.run(  # noqa: S603  (this interpreter, this module)
-        [sys.executable, "-m", "layerline.training.prove", json.dumps(job)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise StageError(f"the run in a fresh process failed: {lines[-1]}", where=job["make"])
+def _run(job: Mapping[str, Any], folder: Path, progress: Callable[[int], object]) -> list[dict[str, Any]]:
+    """What a run in a process of its own told; of the steps before the checkpoint it tells only that they were made."""
+    told: list[dict[str, Any]] = []
+    done = 0
+    command = [sys.executable, "-c", _START, json.dumps(job)]
+    with (folder / "stderr").open("w+", encoding="utf-8", errors="replace") as said:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, encoding="utf-8") as process:  # noqa: S603  (this interpreter, our module)
+            assert process.stdout is not None
+            try:
+                for fact in map(json.loads, process.stdout):
+                    if "error" in fact:
+                        raise _ERRORS[fact["error"]](fact["what"], where=fact["where"], hint=fact["hint"])
+                    if "steps" not in fact:
+                        done += 1
+                        progress(done)
+                    if fact:
+                        told.append(fact)
+            except BaseException:  # an interrupt, too: nothing is left running
+                process.kill()
+                raise
+        if process.returncode:
+            said.seek(0)
+            last = (said.read().strip().splitlines() or [f"it ended with code {process.returncode}"])[-1]
+            raise StageError(f"the run in a fresh process failed: {last}", where=str(job["make"]))
+    return told
 
 
-def _compare(straight: Path, resumed: Path, steps: int) -> Proof:
-    (a, meta_a), (b, meta_b) = tensorfile.load(straight), tensorfile.load(resumed)
-    names = [*a, *(n for n in b if n not in a)]
-    for name in names:
-        same = name in a and name in b and a[name].dtype == b[name].dtype and a[name].shape == b[name].shape
-        if not same or tensorfile.raw_bytes(a[name]) != tensorfile.raw_bytes(b[name]):
-            return Proof(steps, len(names), name)
-    return Proof(steps, len(names), _first_change(meta_a, meta_b))
+def _parting(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
+    """The first step (from 0) after which two runs differ, and the name of what differs first in it."""
+    for i, (one, other) in enumerate(zip(a, b, strict=True)):
+        x, y = one["state"], other["state"]
+        names = sorted({**x, **y}, key=lambda n: not n.startswith("data/"))  # what only one was given comes early too
+        if differing := next((n for n in names if x.get(n) != y.get(n)), None):
+            return i, differing
+    return None
 
 
-def _first_change(a: Any, b: Any, path: str = "") -> str:
-    if isinstance(a, dict) and isinstance(b, dict):
-        keys = [*a, *(k for k in b if k not in a)]
-        return next((c for k in keys if (c := _first_change(a.get(k), b.get(k), f"{path}/{k}"))), "")
-    return "" if a == b else path.lstrip("/")
-
-
-def _function(make: str) -> Callable[..., Made]:
-    place, _, name = make.rpartition(":")
-    if place.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-        if spec is None or spec.loader is None or not Path(place).is_file():
-            raise ConfigError("there is no such file", where=place)
-        sys.path.insert(0, str(Path(place).parent))
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
-    function: Callable[..., Made] = getattr(module, name)
-    return function
-
-
-def main() -> None:
-    """One run of a proof; the job is the command line's one argument."""
-    job = json.loads(sys.argv[1])
-    mo, step = _function(job["make"])(**job["arguments"])
-    if "load" in job:
-        mo.load_ckpt(job["load"])
-    for path in job["save"]:
-        for _ in range(job["steps"]):
-            step()
-        # Rows hold measured times, which no run repeats.
-        checkpoint.save(mo, Path(path), timings=path == job["save"][0] and len(job["save"]) > 1)
-
-
-if __name__ == "__main__":
-    main()
+def _distance(name: str, straight: Path, resumed: Path) -> float | None:
+    a, b = (tensorfile.load(path)[0].get(name) for path in (straight, resumed))
+    if a is None or b is None or a.shape != b.shape or not a.numel() or name.startswith("rng/"):
+        return None
+    return float((a.double() - b.double()).abs().max())

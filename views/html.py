@@ -12,6 +12,7 @@ from urllib.parse import quote
 from layerline.pipeline.ledger import Record, Run
 from layerline.pipeline.report import Gate, Report, Scalar
 from layerline.views.chart import chart
+from layerline.views.curves import curves, validated
 from layerline.views.follow import follow, follow_views
 from layerline.views.grid import (
     FAILED,
@@ -44,7 +45,13 @@ SUMMARY = (
 )
 
 
-def page(title: str, run: Run, reports: Mapping[str, Report], missing: Sequence[str] = ()) -> str:
+def page(
+    title: str,
+    run: Run,
+    reports: Mapping[str, Report],
+    missing: Sequence[str] = (),
+    logs: Mapping[str, str] | None = None,
+) -> str:
     """The run as a self-contained page; the same input gives the same text.
 
     Args:
@@ -52,6 +59,7 @@ def page(title: str, run: Run, reports: Mapping[str, Report], missing: Sequence[
         run: gives the stages and their order.
         reports: by stage; a stage without one is shown with what its record holds.
         missing: stages that a failed run left without a result.
+        logs: by stage, the text of the metrics.csv that a training left.
     """
     known = {r.stage: reports[r.stage] for r in run.records if r.stage in reports}
     style, script = (
@@ -61,7 +69,10 @@ def page(title: str, run: Run, reports: Mapping[str, Report], missing: Sequence[
         _header(title, run, known, missing),
         _stages(run, known),
         _layers(known),
-        *(_stage(i, record, known.get(record.stage)) for i, record in enumerate(run.records)),
+        *(
+            _stage(i, record, known.get(record.stage), (logs or {}).get(record.stage, ""))
+            for i, record in enumerate(run.records)
+        ),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -168,7 +179,7 @@ def _figure(svg: str) -> str:
     )
 
 
-def _stage(i: int, record: Record, report: Report | None) -> str:
+def _stage(i: int, record: Record, report: Report | None, log: str) -> str:
     facts = {
         "artifact": f"{escape(record.kind)} <code>{escape(record.digest)}</code>",
         "key": f"<code>{escape(record.key)}</code>",
@@ -177,7 +188,21 @@ def _stage(i: int, record: Record, report: Report | None) -> str:
     listed = "".join(f"<dt>{name}</dt><dd>{fact}</dd>" for name, fact in facts.items())
     said = _said(report) if report else '<p class="lead">The report of this stage is missing.</p>'
     title = f"<h2>{escape(record.stage)} {_badge(record.passed)}</h2>"
-    return f'<section id="stage-{i}">{title}{said}<dl class="facts">{listed}</dl></section>'
+    return f'<section id="stage-{i}">{title}{_training(log)}{said}<dl class="facts">{listed}</dl></section>'
+
+
+def _training(log: str) -> str:
+    svg = curves(log)
+    if not svg:
+        return ""
+    if validated(log):
+        told = (
+            "The deploy gap is the metric of the weights that are trained less that of what would ship: their average, "
+            "masked and fake-quantised where that is asked for. Above zero, what ships is behind."
+        )
+    else:
+        told = "No metric was taken on the way: <code>train.training.valid_interval</code> adds the deploy gap."
+    return f'<p class="lead">{told}</p>{scrolling(svg, "Training, by step")}'
 
 
 def _said(report: Report) -> str:

@@ -57,6 +57,8 @@ class Silent:
 
     def finished(self, result: Result) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Live:
     """A listener that draws: a bar for the stage at work, a line for each stage that is done."""
@@ -93,6 +95,11 @@ class Live:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def listener(stages: Sequence[Stage], *, silent: bool) -> Live | Silent:
+    """What draws the work on these stages, or says nothing of it."""
+    return Silent() if silent else Live(console(), width=max(len(s.name) for s in stages))
 
 
 def outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = ()) -> None:

@@ -1,0 +1,76 @@
+"""What commands that only look are about: a stage's newest record, its artifact, its report in another run."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from layerline.pipeline.errors import PipeError
+from layerline.pipeline.ledger import Ledger, Record, Run
+from layerline.pipeline.plan import Planner, Step, open_planner
+from layerline.pipeline.project import Project
+from layerline.pipeline.report import Report
+from layerline.pipeline.store import Artifact, DamagedError
+
+
+def states(planner: Planner, steps: list[Step]) -> dict[str, str]:
+    """`fresh`, `would run` or `may run` by stage; behind one that has to run again, the input may turn out the same."""
+    found = {}
+    for step in steps:
+        may = step.key is None and planner.ledger.head(step.stage.name)
+        found[step.stage.name] = "fresh" if step.artifact else ("may run" if may else "would run")
+    return found
+
+
+def head(planner: Planner, stage: str) -> Record:
+    """The record of a stage's newest run.
+
+    Raises:
+        PipeError: it has not run yet.
+    """
+    record = planner.ledger.head(stage)
+    if record is None:  # no run is left that says so, yet its result may be there
+        record = next(s.record for s in planner.steps() if s.stage.name == stage)
+    if record is None:
+        raise PipeError(f"stage {stage} has not run yet", hint=f"pipe run {stage}")
+    return record
+
+
+def artifact(project: Project, stage: str) -> Artifact:
+    """A stage's newest artifact, checked.
+
+    Raises:
+        PipeError: there is none, or it is damaged or gone.
+    """
+    planner, again = open_planner(project), f"make it again with: pipe run {stage}"
+    digest = head(planner, project.stage(stage).name).digest
+    try:
+        found = planner.store.get(digest)
+    except DamagedError as error:
+        raise DamagedError(error.what, where=f"{stage} {digest[:12]}", hint=again) from None
+    if found is None:
+        raise PipeError(f"the artifact of {stage} is gone from the store", hint=again)
+    return found
+
+
+def report_in(ledger: Ledger, run_id: str, stage: str) -> tuple[str, Report]:
+    """A stage's report in another run, and the run's whole id.
+
+    Raises:
+        PipeError: there is no such run, or it has no such stage.
+    """
+    past = ledger.find_run(run_id)
+    record = next((r for r in past.records if r.stage == stage), None)
+    if record is None:
+        raise PipeError(f"run {past.id} has no stage {stage}", hint="name a run that went through it")
+    return past.id, ledger.report(record)
+
+
+def logs(planner: Planner, run: Run) -> dict[str, str]:
+    """The training log (metrics.csv) beside each checkpoint of a run, by stage; none where the artifact is gone."""
+    found = {}
+    for record in (r for r in run.records if r.kind == "checkpoint"):
+        with suppress(DamagedError):  # `pipe verify` tells; a report of the run can do without
+            artifact = planner.store.get(record.digest)
+            if artifact is not None and (file := artifact.path / "metrics.csv").is_file():
+                found[record.stage] = file.read_text("utf-8")
+    return found

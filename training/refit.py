@@ -1,0 +1,67 @@
+"""The `train` stage's run as a proof wants it: built anew from plain data, one optimizer step a call.
+
+It is made of the stage's own parts, so what is proved is what `pipe run train` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from layerline.pipeline.task import Task
+from layerline.training import fit, launch
+from layerline.training.config import Config
+from layerline.training.optimizer import ModelOptimizer
+
+Step = Callable[[], dict[str, Tensor]]
+
+
+def make(*, task: str, config: Mapping[str, Any], device: str, **fields: Any) -> tuple[ModelOptimizer, Step,
+                                                                                       Callable[[], int]]:  # fmt: skip
+    """(ModelOptimizer, one optimizer step, how many are left).
+
+    A step gives the batches it was made of. It goes on into half of the next accumulation window, and so a checkpoint
+    between two steps lies where the stage's own may lie: in a window that is open.
+
+    Args:
+        task: path of the task file.
+        config: ModelOptimizer's configuration.
+        device: "cpu" or "cuda".
+        fields: the stage's epochs, steps, batch_size, seed and workers.
+    """
+    with fit.deterministic():
+        run = fit.prepare(Task(Path(task)), Config.model_validate(config), device=launch.device(device), **fields)
+    stream, half = run.batches.forever(), run.mo.config.accumulate.steps // 2
+
+    def left() -> int:
+        return run.total - run.attempted
+
+    def step() -> dict[str, Tensor]:
+        seen: dict[str, Tensor] = {}
+        before = run.attempted
+        with fit.deterministic():
+            while run.attempted == before or (run.lane.window.micro < half and left() and not _ends_epoch(run)):
+                place = f"data/epoch {run.batches.epoch}/batch {run.batches.position}"
+                seen |= dict(_tensors(fit.one_batch(run, stream), place))
+        return seen
+
+    return run.mo, step, left
+
+
+def _ends_epoch(run: fit.Run) -> bool:
+    """Whether the next batch may be an epoch's last, which ends a window early."""
+    return run.batches.per_epoch is None or run.batches.position + 1 == run.batches.per_epoch
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _tensors(part, f"{name}/{key}")
+    elif isinstance(value, tuple | list):
+        for i, part in enumerate(value):
+            yield from _tensors(part, f"{name}/{i}")

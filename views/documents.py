@@ -1,0 +1,78 @@
+"""What `--json` prints: one document a command, for scripts. Their fields are described in docs/cli.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from layerline.pipeline.fingerprint import Fingerprint
+from layerline.pipeline.housekeeping import Garbage, Problem
+from layerline.pipeline.ledger import Run
+from layerline.pipeline.plan import Step, changes, shown
+from layerline.pipeline.report import Report
+
+Document = dict[str, Any]
+
+
+def status(steps: Sequence[Step], states: Mapping[str, str]) -> Document:
+    rows = [
+        {
+            "name": s.stage.name,
+            "state": states[s.stage.name],
+            "reason": s.reason,
+            "key": s.key,
+            "digest": s.artifact.digest if s.artifact else None,
+            "passed": s.record.passed if s.artifact and s.record else None,
+        }
+        for s in steps
+    ]
+    return {"stages": rows}
+
+
+def runs(found: Iterable[Run]) -> Document:
+    rows = [
+        {
+            "id": run.id,
+            "time": max((r.created for r in run.records), default=""),
+            "stages": [r.stage for r in run.records],
+            "passed": run.passed,
+        }
+        for run in found
+    ]
+    return {"runs": rows}
+
+
+def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fingerprint]) -> Document:
+    before, new = old or {}, shown(step.parts)
+    changed = changes(before, new)
+    parts = {n: {"now": v, "before": before.get(n), "changed": n in changed} for n, v in new.items()}
+    gone = {n: {"now": None, "before": o, "changed": True} for n, (o, v) in changed.items() if v is None}
+    reached = {h: {"reached": p.reached, "whole": dict(p.whole), "files": dict(p.files)} for h, p in prints.items()}
+    return {
+        "stage": step.stage.name,
+        "key": step.key,
+        "reason": step.reason,
+        "parts": parts | gone,
+        "hooks": reached,
+    }
+
+
+def diff(stage: str, report: Report, run: str | None, other: Report | None) -> Document:
+    return {"stage": stage, "run": run, "report": plain(report), "against": plain(other) if other else None}
+
+
+def plain(report: Report) -> Document:
+    """A report as JSON holds it: figures that are not finite are words."""
+    document: Document = json.loads(report.to_json())
+    return document
+
+
+def verify(checked: int, problems: Sequence[Problem]) -> Document:
+    return {"checked": checked, "problems": [{"what": p.what, "fault": p.fault} for p in problems]}
+
+
+def gc(found: Sequence[Garbage] | None, *, dry_run: bool) -> Document:
+    gone = found or ()
+    size = sum(g.size for g in gone)
+    return {"removed": [g.path for g in gone], "bytes": size, "dry_run": dry_run, "busy": found is None}
