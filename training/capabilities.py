@@ -35,7 +35,7 @@ def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Rank
 
     Raises:
         StageError: a rank is missing, or has another model or configuration.
-        ConfigError: a combination that cannot work.
+        ConfigError: a combination that cannot work, or nothing to train.
     """
     models, options = list(models), config.distributed
     wrapped = any(isinstance(m, DistributedDataParallel) for m in models)
@@ -46,7 +46,10 @@ def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Rank
         _check_shard(models, config, wrapped=wrapped, custom=custom)
     from layerline.training import distributed, ranks, sharding
 
-    group = ranks.join(options, next(models[0].parameters()).device)
+    first = next((p for m in models for p in m.parameters() if p.requires_grad), None)
+    if first is None:
+        raise ConfigError("no parameter of the model requires a gradient", where="model")
+    group = ranks.join(options, first.device)
     if group is None or split:
         return group
     for model in models:

@@ -7,9 +7,18 @@ This module imports no torch: `pipe.yaml` is checked with it before anything run
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 OptimizerName = Literal["sgd", "rmsprop", "adam", "adamw", "adafactor", "lamb", "lion", "sophia", "custom"]
 SchedulerName = Literal[
@@ -23,9 +32,18 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
-    """Frozen; an unknown field is an error."""
+    """Frozen; an unknown field is an error, and so is a yes where a number is meant (Python takes it for 1)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_is_true(cls, value: Any, info: ValidationInfo) -> Any:
+        numbers = value if isinstance(value, list | tuple) else (value,)
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if any(v is True for v in numbers) and annotation is not bool and bool not in get_args(annotation):
+            raise ValueError("expected a number")
+        return value
 
 
 class OptimizerConfig(Section):
@@ -52,11 +70,15 @@ class OptimizerConfig(Section):
     """How `lr` grows with batch_size / base_batch_size."""
     batch_size: PositiveInt | None = None
     base_batch_size: PositiveInt = 256
+    lr_range: tuple[PositiveFloat, PositiveFloat] | None = None
+    """The lowest and the highest rate to start from; `lr`, scaled with the batch, is brought into it."""
 
     @model_validator(mode="after")
     def _scaling_needs_a_batch_size(self) -> OptimizerConfig:
         if self.lr_scaling != "none" and self.batch_size is None:
             raise ValueError("lr_scaling needs batch_size: samples per optimizer step, over all ranks")
+        if self.lr_range is not None and self.lr_range[0] > self.lr_range[1]:
+            raise ValueError("lr_range is (lowest, highest)")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs momentum above 0")
         return self
@@ -64,10 +86,12 @@ class OptimizerConfig(Section):
     @property
     def scaled_lr(self) -> float:
         """The rate after scaling with the batch: linear (Goyal et al. 2017) or square root (Hoffer et al. 2017)."""
-        if self.lr_scaling == "none" or self.batch_size is None:
-            return self.lr
-        ratio = self.batch_size / self.base_batch_size
-        return self.lr * (ratio if self.lr_scaling == "linear" else math.sqrt(ratio))
+        rate = self.lr
+        if self.lr_scaling != "none" and self.batch_size is not None:
+            ratio = self.batch_size / self.base_batch_size
+            rate *= ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
+        low, high = self.lr_range or (0.0, math.inf)
+        return min(max(rate, low), high)
 
 
 class SchedulerConfig(Section):

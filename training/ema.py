@@ -134,7 +134,5 @@ class Ema:
     def load(self, averages: Mapping[str, Tensor], updates: int) -> None:
         """Goes on from saved averages; what is not among them starts at the present weights."""
         self.updates = updates
-        self._copy()
-        for name, shadow in zip(self.names, self.shadow, strict=True):
-            if name in averages:
-                shadow.copy_(averages[name])
+        for name, shadow, source in zip(self.names, self.shadow, self.sources, strict=True):
+            shadow.copy_(averages.get(name, source))

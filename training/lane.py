@@ -103,7 +103,7 @@ class Lane:
         window.add(loss.detach(), weight)
         if window.factor != 1.0:
             loss = loss * window.factor
-        with _ALONE if self.peers is None else self.peers.guarded("the backward pass"):
+        with _ALONE if self.peers is None else self.peers.backward():
             self._differentiate(loss)
         if self.masters is not None:
             self.masters.collect()
@@ -152,6 +152,8 @@ class Lane:
                 where=fresh[0].name,
                 hint="construct ModelOptimizer after changing the model",
             )
+        if self.peers is not None:
+            self.peers.admit(fresh)
         for member in fresh:
             group = {"params": [member.param], "lr": self.rate.base}
             self.optimizer.add_param_group(group if member.decay else {**group, "weight_decay": 0.0})

@@ -6,6 +6,7 @@ would ship.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.errors import ConfigError, StageError
+from layerline.training import deploy
 from layerline.training.names import named
-from layerline.training.parts import like
+from layerline.training.parts import like, whole
 
 if TYPE_CHECKING:
     from layerline.training.lane import Lane
+    from layerline.training.peers import Peers
 
 Scope = Literal["layer", "global"]
 Method = Literal["layer", "global", "channels"]
@@ -114,10 +117,11 @@ class Gradual:
                 f"grows from {self.initial} to {self.final}", where="masks", hint="0 <= initial <= final < 1"
             )
 
-    def due(self, step: int) -> bool:
-        """Whether masks are chosen after accepted step number `step`."""
-        inside = self.begin <= step <= self.end
-        return inside and ((step - self.begin) % self.every == 0 or step == self.end)
+    def latest(self, step: int) -> int | None:
+        """The last step up to accepted step number `step` at which masks are chosen; None before the first."""
+        if step < self.begin:
+            return None
+        return self.end if step >= self.end else step - (step - self.begin) % self.every
 
     def choose(self, model: nn.Module, step: int) -> dict[str, Tensor]:
         """The masks of that step."""
@@ -126,34 +130,47 @@ class Gradual:
 
 
 class Masks:
-    """The masks of one model, and when they change.
+    """The masks of one model, and when they change. What is masked once stays so, whatever is added.
 
     Args:
         lane: model, masters and averages that are masked.
-        masks: True or 1 where a weight stays, by parameter name; or a schedule that chooses them.
-
-    Raises:
-        ConfigError: a name that is no parameter, another shape, a value that is neither 0 nor 1.
+        masks: as for `add`.
     """
 
     def __init__(self, lane: Lane, masks: Mapping[str, Tensor] | Gradual) -> None:
         self._lane = lane
-        self.gradual = masks if isinstance(masks, Gradual) else None
+        self.gradual: Gradual | None = None
+        self._chosen: int | None = None  # the step of the schedule that the masks are of
         self.masks: dict[str, Tensor] = {}
         self._targets: list[Tensor] = []
         self._factors: list[Tensor] = []
-        if not isinstance(masks, Gradual):
+        self.add(masks)
+
+    def add(self, masks: Mapping[str, Tensor] | Gradual) -> None:
+        """Masks besides those there are: a weight stays where all of them leave it. A second schedule takes the place
+        of the first.
+
+        Args:
+            masks: True or 1 where a weight stays, by parameter name; or a schedule that chooses them. One that has
+                begun already is taken up where it would be now.
+
+        Raises:
+            ConfigError: a name that is no parameter, another shape, a value that is neither 0 nor 1.
+            StageError: ranks have different masks.
+        """
+        if self._lane.peers is not None:
+            _compare(self._lane.peers, masks)
+        if isinstance(masks, Gradual):
+            self.gradual, self._chosen = masks, None
+            self._follow(self._lane.steps)
+        else:
             self._set(masks)
-        elif masks.due(lane.steps):
-            self._set(masks.choose(lane.model, lane.steps))
 
     def apply(self) -> None:
         """Zeroes what is masked, in one foreach call, or chooses anew; called inside each accepted step."""
-        step = self._lane.steps + 1
-        if self.gradual is not None and self.gradual.due(step):
-            self._set(self.gradual.choose(self._lane.model, step))
-        elif self._targets:
+        if self._targets:
             torch._foreach_mul_(self._targets, self._factors)
+        self._follow(self._lane.steps + 1)  # what the step has brought back counts as zero there
 
     @property
     def sparsity(self) -> float:
@@ -165,21 +182,49 @@ class Masks:
         return {"masks": dict(self.masks), "gradual": asdict(self.gradual) if self.gradual else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The lane has its counters already."""
         self.gradual = Gradual(**state["gradual"]) if state["gradual"] else None
+        self._chosen = self.gradual.latest(self._lane.steps) if self.gradual else None
+        self.masks = {}
         self._set({n: m.clone() for n, m in state["masks"].items()})
+
+    def _follow(self, step: int) -> None:
+        """Chooses masks where the schedule has moved on, whether or not it was asked at that very step."""
+        latest = self.gradual.latest(step) if self.gradual is not None else None
+        if self.gradual is None or latest is None or latest == self._chosen:
+            return
+        with deploy.online(self._lane):
+            self._set(self.gradual.choose(self._lane.model, latest))
+        self._chosen = latest
 
     @torch.no_grad()
     def _set(self, masks: Mapping[str, Tensor]) -> None:
-        lane, self.masks, self._targets, self._factors = self._lane, {}, [], []
+        lane, now = self._lane, dict(self.masks)
         for given, mask in masks.items():
             name = lane.named.aliases.get(given, given)
-            param = _masked(lane, name, mask)
-            self.masks[name] = mask.detach().to(param.device, torch.bool)
-            for target in _copies(lane, name, param):
-                self._targets.append(target)
-                self._factors.append(like(target, self.masks[name].to(target.dtype)))
-        if self._targets:
-            torch._foreach_mul_(self._targets, self._factors)
+            kept = mask.detach().to(_masked(lane, name, mask).device, torch.bool)
+            now[name] = now[name] & kept if name in now else kept
+        self.masks, self._targets, self._factors = now, [], []
+        with deploy.online(lane):  # the weights themselves, not what holds their place meanwhile
+            for name, kept in now.items():
+                for target in _copies(lane, name, lane.named.params[name]):
+                    self._targets.append(target)
+                    self._factors.append(like(target, kept.to(target.dtype)))
+            if self._targets:
+                torch._foreach_mul_(self._targets, self._factors)
+
+
+def _compare(peers: Peers, masks: Mapping[str, Tensor] | Gradual) -> None:
+    digest = hashlib.sha256()
+    for name, mask in () if isinstance(masks, Gradual) else masks.items():
+        digest.update(f"{name} {tuple(mask.shape)}".encode())
+        digest.update((whole(mask.detach()) != 0).cpu().numpy().tobytes())
+    told = peers.gather(repr(masks) if isinstance(masks, Gradual) else digest.hexdigest())
+    other = next((rank for rank, seen in enumerate(told) if seen != told[0]), None)
+    if other is not None:
+        raise StageError(
+            f"rank {other} has other masks than rank 0", where="masks", hint="give every rank the same ones"
+        )
 
 
 def _layers(model: nn.Module) -> dict[str, tuple[nn.Linear | nn.modules.conv._ConvNd, nn.Parameter]]:

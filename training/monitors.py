@@ -20,6 +20,9 @@ from torch import Tensor
 from layerline.pipeline.errors import Unavailable
 from layerline.training.config import MonitorConfig
 
+if sys.platform != "win32":
+    import resource
+
 COLUMNS = (
     "step", "loss", "loss_smooth", "grad_norm", "clip_rate", "lr", "update_ratio", "samples_s", "wait_rate",
     "peak_mb", "loss_scale", "skipped", "metric_online", "metric_deploy", "deploy_gap",
@@ -167,8 +170,8 @@ class Monitor:
     def _ratio(self) -> float | None:
         if self._before is None:
             return None
-        size = self._before.norm().item()
-        moved = self._before.sub_(torch.cat(self._watched)).norm().item()
+        size = torch.linalg.vector_norm(self._before).item()
+        moved = torch.linalg.vector_norm(self._before.sub_(torch.cat(self._watched))).item()
         self._before = None
         return moved / size if size else None
 
@@ -211,8 +214,6 @@ def peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
         return 0
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

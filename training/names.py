@@ -30,7 +30,7 @@ class Named:
         params: parameters by canonical name.
         buffers: persistent buffers by canonical name.
         aliases: further names of tied tensors -> the name they are kept under.
-        owners: the module that holds each named tensor.
+        owners: the module that holds each named tensor, also under its further names.
     """
 
     params: dict[str, nn.Parameter]
@@ -69,15 +69,18 @@ def named(model: nn.Module) -> Named:
     out = Named({}, {}, {}, {})
     seen: dict[tuple[object, ...], str] = {}
     for path, module in modules(model):
-        for name, param in module._parameters.items():
-            if param is not None and _first(out, seen, f"{path}.{name}".lstrip("."), param):
-                out.params[f"{path}.{name}".lstrip(".")] = param
-                out.owners[f"{path}.{name}".lstrip(".")] = module
-        for name, buffer in module._buffers.items():
-            kept = buffer is not None and name not in module._non_persistent_buffers_set
-            if kept and buffer is not None and _first(out, seen, f"{path}.{name}".lstrip("."), buffer):
-                out.buffers[f"{path}.{name}".lstrip(".")] = buffer
-                out.owners[f"{path}.{name}".lstrip(".")] = module
+        for last, param in module._parameters.items():
+            name = f"{path}.{last}".lstrip(".")
+            if param is not None:
+                out.owners[name] = module
+                if _first(out, seen, name, param):
+                    out.params[name] = param
+        for last, buffer in module._buffers.items():
+            name = f"{path}.{last}".lstrip(".")
+            if buffer is not None and last not in module._non_persistent_buffers_set:
+                out.owners[name] = module
+                if _first(out, seen, name, buffer):
+                    out.buffers[name] = buffer
     return out
 
 

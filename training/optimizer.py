@@ -225,19 +225,28 @@ class ModelOptimizer:
 
     # Pruning and memory.
 
-    def apply_mask(self, masks: Mapping[str, Tensor] | Gradual, *, only: str | None = None) -> None:
+    def apply_mask(
+        self, masks: Mapping[str, Tensor] | Gradual, *, replace: bool = False, only: str | None = None
+    ) -> None:
         """Zeroes weights now and after every accepted step, in the weights, their masters and the average.
+
+        Masks that were applied before hold as well: a weight stays where all of them leave it.
 
         Args:
             masks: True or 1 where a weight stays, by parameter name (`layerline.training.masks` chooses some); or
                 `Gradual`, which chooses them while training goes on.
+            replace: drops the masks before; what they held at zero is trained again. `{}` then leaves none.
             only: the model, where there are several.
 
         Raises:
             ConfigError: a name that is no parameter, another shape, a value that is neither 0 nor 1.
+            StageError: ranks have different masks.
         """
         lane = self._lane(only)
-        lane.masks = Masks(lane, masks)
+        if replace or lane.masks is None:
+            lane.masks = Masks(lane, masks)
+        else:
+            lane.masks.add(masks)
         if lane.peers is not None:
             lane.peers.changed()
 

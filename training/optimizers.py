@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ class Rule:
         fused: torch has a fused kernel for it.
         foreach: it takes foreach=True.
         states: tensors of a parameter's size that it keeps for each one.
+        complex: it takes complex parameters.
     """
 
     make: type[torch.optim.Optimizer]
@@ -39,13 +41,16 @@ class Rule:
     fused: bool = False
     foreach: bool = True
     states: int = 2
+    complex: bool = False
 
 
 TABLE: Mapping[str, Rule] = {
-    "sgd": Rule(torch.optim.SGD, {"momentum": "momentum", "nesterov": "nesterov"}, fused=True, states=1),
-    "rmsprop": Rule(torch.optim.RMSprop, {"alpha": "alpha", "eps": "eps", "momentum": "momentum"}, states=1),
-    "adam": Rule(torch.optim.Adam, {"betas": "betas", "eps": "eps"}, fused=True),
-    "adamw": Rule(torch.optim.AdamW, {"betas": "betas", "eps": "eps"}, fused=True),
+    "sgd": Rule(torch.optim.SGD, {"momentum": "momentum", "nesterov": "nesterov"}, fused=True, states=1,
+                complex=True),
+    "rmsprop": Rule(torch.optim.RMSprop, {"alpha": "alpha", "eps": "eps", "momentum": "momentum"}, states=1,
+                    complex=True),
+    "adam": Rule(torch.optim.Adam, {"betas": "betas", "eps": "eps"}, fused=True, complex=True),
+    "adamw": Rule(torch.optim.AdamW, {"betas": "betas", "eps": "eps"}, fused=True, complex=True),
     "adafactor": Rule(torch.optim.Adafactor, {}, states=0),
     "lamb": Rule(Lamb, {"betas": "betas", "eps": "eps"}, foreach=False),
     "lion": Rule(Lion, {"betas": "betas"}, foreach=False, states=1),
@@ -59,9 +64,15 @@ def build(config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[
     """The optimizer over a decaying and a sparing group; `stepped` are the members' parameters or their masters.
 
     Raises:
-        ConfigError: `custom` without an optimizer, or a field that this optimizer has not.
+        ConfigError: `custom` without an optimizer, a field that this optimizer has not, or complex parameters that it
+            cannot take.
     """
     rule = rule_of(config)
+    complex_ones = [m.name for m, s in zip(members, stepped, strict=True) if s.is_complex()]
+    if complex_ones and not rule.complex:
+        can = ", ".join(name for name, r in TABLE.items() if r.complex)
+        raise ConfigError(f"{config.name} is not defined for complex parameters, as {complex_ones[0]} is",
+                          where="optimizer.name", hint=f"these are: {can}")  # fmt: skip
     arguments: dict[str, Any] = {"lr": config.scaled_lr}
     for name in _OWN_FIELDS:
         if (value := getattr(config, name)) is not None:
@@ -77,7 +88,9 @@ def build(config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[
             elif decay is not None:
                 group["weight_decay"] = decay
             groups.append(group)
-    return rule.make(groups, **arguments, **_fast_path(rule, stepped))
+    # torch's fused SGD fails on a momentum that begins later: of a layer left out so far, of a parameter that joins.
+    fused = rule.fused and not config.momentum
+    return rule.make(groups, **arguments, **_fast_path(stepped, fused=fused, foreach=rule.foreach))
 
 
 def rule_of(config: OptimizerConfig) -> Rule:
@@ -101,10 +114,10 @@ def rule_of(config: OptimizerConfig) -> Rule:
 
 
 def check_custom(optimizer: Any) -> None:
-    """Refuses an object that cannot step.
+    """Refuses an object that cannot step, or not by itself.
 
     Raises:
-        ConfigError: names the method that is missing.
+        ConfigError: names the method that is missing, or the argument that nobody can give.
     """
     for method in ("step", "zero_grad"):
         if not callable(getattr(optimizer, method, None)):
@@ -113,11 +126,26 @@ def check_custom(optimizer: Any) -> None:
                 where="optimizer",
                 hint="any object with step() and zero_grad() will do",
             )
+    if needed := _needed(optimizer.step):
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step() needs {needed}, and gradients are given to it, not computed by it",
+            where="optimizer",
+            hint="use an optimizer whose step() takes nothing",
+        )
 
 
-def _fast_path(rule: Rule, params: Sequence[nn.Parameter]) -> dict[str, Any]:
+def _needed(call: Any) -> str:
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):  # not written in Python: it doesn't say
+        return ""
+    return next((p.name for p in parameters
+                 if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)), "")  # fmt: skip
+
+
+def _fast_path(params: Sequence[nn.Parameter], *, fused: bool, foreach: bool) -> dict[str, Any]:
     plain = all(type(p) is nn.Parameter and p.is_floating_point() for p in params)
     devices = {p.device.type for p in params}
-    if rule.fused and plain and devices <= {"cpu", "cuda"} and len(devices) == 1:
+    if fused and plain and devices <= {"cpu", "cuda"} and len(devices) == 1:
         return {"fused": True}
-    return {"foreach": True} if rule.foreach and plain else {}
+    return {"foreach": True} if foreach and plain else {}

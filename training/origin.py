@@ -7,7 +7,7 @@ gradients that the loss sent to the model's outputs, so the loss function itself
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
-from layerline.training.ema import statistics
-from layerline.training.names import named, unwrap
-from layerline.training.replay import Apart, Draws
+from layerline.training.names import modules, named, unwrap
+from layerline.training.replay import Apart, Past
 
 Phase = Literal["parameter", "input", "forward", "loss", "backward"]
 _SHOWN = 8
@@ -68,16 +67,21 @@ class Pass:
 
     Attributes:
         args, kwargs: what forward was given; not copied.
-        draws: the random state it began with.
+        start: the buffers and the random state it began with.
         autocast: (device type, dtype, on).
         gradients: what the loss sent back, by index of the output tensor.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    draws: Draws
+    start: Past
     autocast: tuple[str, torch.dtype, bool]
     gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model was in training mode."""
+        return self.start.modes[0][1]
 
     @property
     def batch(self) -> int:
@@ -90,17 +94,19 @@ def trace(model: nn.Module, kept: Pass) -> Origin | None:
     """Runs the pass again and finds where its first NaN or Inf that matters came from; None when all is finite.
 
     An operator is an origin when its result isn't finite and everything it was given is. An Inf that was written on
-    purpose (a mask filled with -inf) is none, unless nothing else explains the NaN that follows.
+    purpose (a mask filled with -inf) is none, unless nothing else explains the NaN that follows. An Inf that was there
+    before the first operator may be such a mask, too: a weight, a buffer or an input that has one is the origin when no
+    operator explains what follows, and every sample that has the Inf was spoilt.
     """
     model = unwrap(model)
-    found = _given(model, kept)
-    if found is not None:
-        return found
+    given = list(_given(model, kept))
+    if (nan := next((g for g in given if _has(g.tensor, torch.isnan)), None)) is not None:
+        return nan.origin()
     watch = _Watch(model, kept.batch)
     device, dtype, on = kept.autocast
     params = [p for p in model.parameters() if p.requires_grad]
     with (
-        Apart(model.modules(), kept.draws),
+        Apart(model.modules(), kept.start),
         torch.enable_grad(),
         torch.compiler.set_stance("force_eager"),
         watch.tracker,
@@ -108,7 +114,9 @@ def trace(model: nn.Module, kept: Pass) -> Origin | None:
         with watch, torch.autocast(device, dtype, enabled=on):
             outputs = output_tensors(model(*kept.args, **kept.kwargs))
         if (bad := next((o for o in outputs if not _finite(o)), None)) is not None:
-            return watch.origin() or _origin("forward", "", "the output", bad, kept.batch)
+            return _explain(watch, given, _rows(bad, kept.batch)) or _origin(
+                "forward", "", "the output", bad, kept.batch
+            )
         for index, gradient in kept.gradients.items():
             if not _finite(gradient):
                 return _origin("loss", "", f"the gradient of the model's output {index}", gradient, kept.batch)
@@ -121,7 +129,15 @@ def trace(model: nn.Module, kept: Pass) -> Origin | None:
             gradients = torch.autograd.grad(total, params, allow_unused=True)
         if all(g is None or _finite(g) for g in gradients):
             return None
-    return watch.origin()
+    return _explain(watch, given, ())
+
+
+def weights(model: nn.Module) -> Origin | None:
+    """The first trained parameter that is not finite."""
+    for name, param in named(model).params.items():
+        if param.requires_grad and not _finite(param):
+            return _origin("parameter", name.rpartition(".")[0], name, param, 0)
+    return None
 
 
 def output_tensors(out: Any) -> list[Tensor]:
@@ -159,16 +175,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._births.append((born, meant and not nan, had_inf))
         return out
 
-    def origin(self) -> Origin | None:
-        """The birth that explains the first NaN; without one, the first Inf that nobody meant."""
+    def origin(self) -> tuple[Origin | None, bool]:
+        """The birth that explains the first NaN (without one, the first Inf that nobody meant), and whether it came
+        from an Inf that no operator made."""
         nan = next((i for i, (born, _, _) in enumerate(self._births) if born.nan), None)
         if nan is None:
-            return next((born for born, meant, _ in self._births if not meant), None)
+            first = next((born for born, meant, _ in self._births if not meant), None)
+            return first, first is None
         born, _, from_inf = self._births[nan]
-        if from_inf:
-            before = [b for b, meant, _ in self._births[:nan] if not meant and not b.nan]
-            return before[-1] if before else born
-        return born
+        before = [b for b, meant, _ in self._births[:nan] if from_inf and not meant and not b.nan]
+        return (before[-1], False) if before else (born, from_inf)
 
     def _module(self) -> str:
         path: str = max(self.tracker.parents, key=lambda n: (n != "Global", n.count("."), len(n)))
@@ -176,19 +192,51 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return path.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def _given(model: nn.Module, kept: Pass) -> Origin | None:
-    """A fault that was there before the first operator ran."""
-    known = named(model)
-    running = statistics(known)  # the pass has written to them, and in training nothing reads them
-    for name, tensor in known.tensors.items():
-        if name not in running and _has(tensor, torch.isnan):
-            return _origin("parameter", name.rpartition(".")[0], name, tensor, 0)
+@dataclass(frozen=True)
+class _Given:
+    """A tensor that was there before the first operator ran."""
+
+    phase: Phase
+    what: str
+    tensor: Tensor
+    batch: int
+    trained: bool = False
+
+    def origin(self) -> Origin:
+        module = self.what.rpartition(".")[0] if self.phase == "parameter" else ""
+        return _origin(self.phase, module, self.what, self.tensor, self.batch)
+
+    def explains(self, spoilt: tuple[int, ...]) -> bool:
+        """Whether its Inf, if it has one, goes with the samples that were spoilt; () is all of them."""
+        if not _has(self.tensor, torch.isinf):
+            return False
+        own, everywhere = _rows(self.tensor, self.batch), not spoilt or len(spoilt) == self.batch
+        return self.trained or everywhere or (bool(own) and set(own) <= set(spoilt))
+
+
+def _given(model: nn.Module, kept: Pass) -> Iterator[_Given]:
+    for name, param in named(model).params.items():
+        yield _Given("parameter", name, param, 0, param.requires_grad)
+    paths = {id(m): path for path, m in modules(model)}
+    training = {id(m) for m, mode in kept.start.modes if mode}
+    for module, name, buffer in kept.start.buffers:
+        # In training nothing reads running statistics.
+        if not (isinstance(module, nn.modules.batchnorm._NormBase) and id(module) in training):
+            yield _Given("parameter", f"{paths.get(id(module), '')}.{name}".lstrip("."), buffer, 0)
     places = [(f"input {i}", a) for i, a in enumerate(kept.args)] + [(f"input {k}", v) for k, v in kept.kwargs.items()]
     for place, value in places:
         for tensor in tree_leaves(value):
-            if isinstance(tensor, Tensor) and _has(tensor, torch.isnan):  # an Inf may well be a mask
-                return _origin("input", "", place, tensor, kept.batch)
-    return None
+            if isinstance(tensor, Tensor):
+                yield _Given("input", place, tensor, kept.batch)
+
+
+def _explain(watch: _Watch, given: Sequence[_Given], spoilt: tuple[int, ...]) -> Origin | None:
+    born, from_inf = watch.origin()
+    if from_inf:
+        rows = born.samples if born is not None else spoilt
+        if (first := next((g for g in given if g.explains(rows)), None)) is not None:
+            return first.origin()
+    return born
 
 
 def _origin(phase: Phase, module: str, what: str, tensor: Tensor, batch: int) -> Origin:

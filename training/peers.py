@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from layerline.training.ema import statistics
-from layerline.training.ranks import Ranks
+from layerline.training.hooks import Attached
+from layerline.training.ranks import Ranks, kind
 
 if TYPE_CHECKING:
+    from layerline.training.groups import Member
     from layerline.training.lane import Lane
 
 
@@ -42,17 +44,17 @@ class Peers(ABC):
         self.seconds: list[float] = []
         self.ask = self.asked = 0.0
         self._since, self._ready = time.perf_counter(), 0.0
-        self._statistics = list(statistics(lane.named).values())
-        self._buffers = [b for n, b in lane.named.buffers.items() if n not in statistics(lane.named)]
-        lane.model.register_forward_pre_hook(lambda _, a, k: self._enters(a, k), with_kwargs=True)
-        lane.model.register_forward_hook(
-            lambda *_: ranks.pulse.at("the user's code after the forward pass", lane.steps + 1)
-        )
+        lane.model.register_forward_pre_hook(Attached(self._enters), with_kwargs=True)
+        lane.model.register_forward_hook(Attached(self._leaves))
         lane.monitor.add_columns(list(self.figures()))
 
     @abstractmethod
     def arm(self, *, sync: bool) -> None:
         """Before a forward pass: whether its backward pass shall reduce gradients."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around each backward pass."""
+        return self.guarded("the backward pass")
 
     @abstractmethod
     def reduce(self, lane: Lane, *, synced: bool) -> None:
@@ -104,6 +106,16 @@ class Peers(ABC):
         with self.guarded("exchanging notes"):
             return self.ranks.gather(thing)
 
+    def admit(self, fresh: Sequence[Member]) -> None:
+        """Before parameters join: the same ones on every rank, which start from the values of rank 0.
+
+        Raises:
+            StageError: on every rank, where other parameters would join on one of them.
+        """
+        self.ranks.compare([(f"parameter {m.name}", kind(m.param)) for m in fresh])
+        with self.guarded("sharing weights"), torch.no_grad():
+            spread([m.param.detach() for m in fresh], self.lane.config.distributed.bucket_mb * 2**20)
+
     @abstractmethod
     def changed(self) -> None:
         """Weights were written outside of a step."""
@@ -132,16 +144,21 @@ class Peers(ABC):
         pulse.at("forward", self.lane.steps + 1)
         pulse.inputs = ", ".join(str(tuple(t.shape)) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
 
+    def _leaves(self, *_: Any) -> None:
+        self.ranks.pulse.at("the user's code after the forward pass", self.lane.steps + 1)
+
     @torch.no_grad()
     def _settle_buffers(self) -> None:
         """Running statistics become their mean over the ranks, so that they count all samples; other buffers are those
         of rank 0."""
-        for flat, parts in flattened(self._statistics, 1 << 30):
+        known = self.lane.named
+        averaged = statistics(known)
+        # As the model holds them now: a forward pass may put new tensors in the place of its buffers.
+        live = {n: known.owners[n]._buffers[n.rpartition(".")[2]] for n in known.buffers}
+        for flat, parts in flattened([b for n, b in live.items() if b is not None and n in averaged], 1 << 30):
             dist.all_reduce(flat.div_(self.ranks.size))
             unflatten(flat, parts)
-        for flat, parts in flattened(self._buffers, 1 << 30):
-            dist.broadcast(flat, 0)
-            unflatten(flat, parts)
+        spread([b for n, b in live.items() if b is not None and n not in averaged], 1 << 30)
 
 
 def flattened(tensors: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
@@ -159,6 +176,13 @@ def flattened(tensors: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, li
             bucket.append(tensor)
             held += tensor.numel() * tensor.element_size()
         yield torch.cat([t.flatten() for t in bucket]), bucket
+
+
+def spread(tensors: Sequence[Tensor], size: int) -> None:
+    """Gives tensors the values they have on rank 0, in messages of at most `size` bytes."""
+    for flat, parts in flattened(tensors, size):
+        dist.broadcast(flat, 0)
+        unflatten(flat, parts)
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -24,6 +24,12 @@ REFUSED: Mapping[str, str] = {
     "sharding with triage": "it replays a step on one rank, and a sharded layer needs all of them",
     "sharding with adafactor": "its row and column statistics need whole matrices",
     "sharding with sophia": "it needs second derivatives, which sharded layers have not",
+    "parameters that join a sharded model": "its units are split once; change the model before",
+    "DistributedDataParallel with static_graph": "it allows no pass that is not reduced",
+    "ranks with different masks or joining parameters": "they would train different models",
+    "lamb, lion, adafactor and sophia on complex parameters": "they are not defined there",
+    "an optimizer whose step() needs an argument (LBFGS)": "gradients are given to it, not computed by it",
+    "a field that the optimizer or schedule does not read": "it would be ignored without a word",
     "sharding of several models or with a custom optimizer": "split them yourself with fully_shard first",
     "two fields that set the same thing to different values": "there is no telling which one is meant",
 }

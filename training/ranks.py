@@ -174,8 +174,8 @@ def lines(known: Named, config: Config) -> list[Line]:
     """What must be the same on every rank, one line each: tensors in their order, ties, configuration, torch."""
     out: list[Line] = [("torch", str(torch.__version__))]
     for name, param in known.params.items():
-        out.append((f"parameter {name}", _kind(param) + ("" if param.requires_grad else ", frozen")))
-    out += [(f"buffer {name}", _kind(buffer)) for name, buffer in known.buffers.items()]
+        out.append((f"parameter {name}", kind(param) + ("" if param.requires_grad else ", frozen")))
+    out += [(f"buffer {name}", kind(buffer)) for name, buffer in known.buffers.items()]
     out += [(f"tied {name}", kept) for name, kept in known.aliases.items()]
     out += [(f"config {path}", repr(value)) for path, value in _flat(config.model_dump(mode="json"))]
     return [line for line in out if line[0] not in _OWN]
@@ -189,7 +189,8 @@ def _difference(mine: Sequence[Line], theirs: Sequence[Line], rank: int) -> str:
     return "nothing"
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def kind(tensor: torch.Tensor) -> str:
+    """Type and shape, as a line for `Ranks.compare` says them."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,8 @@ from layerline.training.config import Config
 class Rate:
     """The learning rate of one optimizer.
 
-    A user's own optimizer keeps its rates, groups and scheduler as long as the configuration asks for a constant rate.
+    Where the configuration asks for a constant rate, the rates are the optimizer's own: a user's scheduler may move
+    them, and a checkpoint brings them back as they were.
 
     Args:
         config: `scheduler`, and `optimizer.lr` for an optimizer without groups.
@@ -26,7 +28,10 @@ class Rate:
         self._bases = [float(g["lr"]) for g in self._groups]
         self.base = self._bases[0] if self._bases else config.optimizer.scaled_lr
         self.schedule = schedules.build(config.scheduler, self.base)
-        self.plateau = schedules.Plateau(config.scheduler) if config.scheduler.name == "plateau" else None
+        self.plateau: schedules.Plateau | None = None
+        if config.scheduler.name == "plateau":
+            self.plateau = schedules.Plateau(config.scheduler, schedules.floor_ratio(config.scheduler, self.base))
+        self._constant = config.scheduler.name == "constant" and not schedules.warmup_steps(config.scheduler)
         self._multiplier = 1.0
         self.set(0)
 
@@ -43,11 +48,16 @@ class Rate:
         if multiplier == self._multiplier:
             return
         self._multiplier = multiplier
-        for group, base in zip(self._groups, self._bases, strict=True):
+        # A group that the user has added since comes at its full rate.
+        self._bases += [float(g["lr"]) for g in self._groups[len(self._bases) :]]
+        self._write([base * multiplier for base in self._bases])
+
+    def _write(self, rates: Sequence[float]) -> None:
+        for group, rate in zip(self._groups, rates, strict=False):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(base * multiplier)
+                group["lr"].fill_(rate)
             else:
-                group["lr"] = base * multiplier
+                group["lr"] = rate
 
     def adopt(self, group: dict[str, Any]) -> None:
         """Takes in a group that was added later, at its full rate."""
@@ -64,10 +74,15 @@ class Rate:
         return float(self._groups[0]["lr"]) if self._groups else self.base * self._multiplier
 
     def state_dict(self) -> dict[str, Any]:
-        return {"plateau": self.plateau.state_dict() if self.plateau else None}
+        rates = [float(g["lr"]) for g in self._groups]
+        return {"plateau": self.plateau.state_dict() if self.plateau else None, "bases": self._bases, "rates": rates}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         if self.plateau is not None and state["plateau"] is not None:
             self.plateau.load_state_dict(state["plateau"])
+        if self._constant:
+            if state.get("bases") == self._bases:  # otherwise another rate is configured now
+                self._write(state["rates"])
+            return
         self._multiplier = math.nan
         self.set(step)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.names import unwrap
-from layerline.training.replay import Apart, draws
+from layerline.training.replay import Apart, past
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -31,39 +31,48 @@ class Checkpointed:
     bodies itself is left to them.
 
     Gradients are those of the plain model, bit for bit: the second run has the same random numbers (torch, numpy,
-    python), the same autocast and its own copy of the buffers, so that BatchNorm counts a batch once. Forward hooks on
-    recomputed layers run twice.
+    python), the same autocast, and copies of the buffers as they were before the first, so that spectral norms and
+    counters steer it alike and BatchNorm counts a batch once. What a layer remembers in plain attributes is its own
+    affair. Forward hooks on recomputed layers run twice.
+
+    Layers may be replaced, added and removed afterwards. New ones of a ModuleList keep their activations.
 
     Args:
         model: as the user has it, wrapped or not.
         every: layers recomputed together.
-
-    Attributes:
-        segments: the layers of each segment, by canonical path.
 
     Raises:
         ConfigError: there is nothing to cut.
     """
 
     def __init__(self, model: nn.Module, every: int = 4) -> None:
-        self.segments: list[tuple[str, ...]] = []
+        self._bodies = list(_bodies(model, every))
         self._undo: list[tuple[nn.Module, Any]] = []
-        for path, body in _bodies(model, every):
-            names = {layer: f"{path}.{n}".lstrip(".") for n, layer in body.named_children()}
+        for _, body in self._bodies:
             if isinstance(body, nn.Sequential):
-                cut = _Cut(body, every)
-                self._replace(body, cut)
-                self.segments += [tuple(names[layer] for layer in segment) for segment in cut.segments]
+                self._replace(body, _Cut(body, every))
             else:
-                for layer, name in names.items():
+                for layer in body.children():
                     self._replace(layer, _Alone(layer))
-                    self.segments.append((name,))
-        if not self.segments:
+        if not self._undo:
             raise ConfigError(
                 "the model has no nn.Sequential or nn.ModuleList of two layers or more",
                 where="memory.checkpointing",
                 hint="there is nothing to cut: leave it off",
             )
+
+    @property
+    def segments(self) -> list[tuple[str, ...]]:
+        """The layers of each segment, by canonical path."""
+        cut: list[tuple[str, ...]] = []
+        for path, body in self._bodies:
+            names = {layer: f"{path}.{n}".lstrip(".") for n, layer in body.named_children()}
+            forward = body.__dict__.get("forward")
+            if isinstance(forward, _Cut):
+                cut += [tuple(names[layer] for layer in segment) for segment in forward.segments()]
+            else:
+                cut += [(name,) for layer, name in names.items() if isinstance(layer.__dict__.get("forward"), _Alone)]
+        return cut
 
     def remove(self) -> None:
         """Takes checkpointing off again."""
@@ -82,14 +91,19 @@ class _Cut:
     """The forward of a Sequential in segments. An object, not a closure: a deep copy of the model takes it along."""
 
     def __init__(self, body: nn.Sequential, every: int) -> None:
-        self.segments: list[list[nn.Module]] = []
-        for layer in body:
-            if not self.segments or (len(self.segments[-1]) >= every and not _overwrites(layer)):
-                self.segments.append([])
-            self.segments[-1].append(layer)
+        self._body, self._every = body, every
+
+    def segments(self) -> list[list[nn.Module]]:
+        """The layers that the body has now."""
+        out: list[list[nn.Module]] = []
+        for layer in self._body:
+            if not out or (len(out[-1]) >= self._every and not _overwrites(layer)):
+                out.append([])
+            out[-1].append(layer)
+        return out
 
     def __call__(self, *args: Any) -> Any:
-        for segment in self.segments:
+        for segment in self.segments():
             args = (_recomputed(partial(_chain, segment), segment, args, {}),)
         return args[0]
 
@@ -128,7 +142,7 @@ def _chain(layers: Sequence[nn.Module], *args: Any) -> Any:
 
 def _contexts(layers: Sequence[nn.Module]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     inner = [m for layer in layers for m in layer.modules()]
-    return nullcontext(), Apart(inner, draws())
+    return nullcontext(), Apart(inner, past(inner))
 
 
 def _bodies(module: nn.Module, every: int, path: str = "") -> Iterator[tuple[str, nn.Module]]:

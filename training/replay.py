@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,30 +37,55 @@ def redraw(state: Draws) -> None:
         torch.cuda.set_rng_state_all(state.cuda)
 
 
+class Past(NamedTuple):
+    """What a pass of some modules began with: their buffers, copied, training or not, and the random state."""
+
+    buffers: list[tuple[nn.Module, str, Tensor]]
+    modes: list[tuple[nn.Module, bool]]
+    draws: Draws
+
+
+def past(modules: Iterable[nn.Module]) -> Past:
+    """Kept before a pass that will be run again."""
+    modules = list(modules)
+    copies = [(m, n, b.detach().clone()) for m, n, b in _buffers(modules)]
+    return Past(copies, [(m, m.training) for m in modules], draws())
+
+
 class Apart:
-    """Inside, modules work on copies of their buffers; random draws begin at `start` and leave no trace.
+    """Inside, modules work on copies of their buffers, and random draws leave no trace.
 
     The buffers themselves are not written to, so that a backward pass which saved them is not disturbed. Can be entered
     again and again.
 
     Args:
         modules: those whose buffers are put aside.
-        start: the random state to begin with; None goes on from the present one.
+        start: the state to begin with; None goes on from the present one.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], start: Draws | None = None) -> None:
+    def __init__(self, modules: Iterable[nn.Module], start: Past | None = None) -> None:
         self._modules, self._start = list(modules), start
-        self._aside: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
 
     def __enter__(self) -> None:
-        self._before = draws()
-        self._aside = [(m._buffers, n, b) for m in self._modules for n, b in m._buffers.items() if b is not None]
-        for buffers, name, buffer in self._aside:
-            buffers[name] = buffer.clone()
+        now = list(_buffers(self._modules))
+        self._before = Past(now, [(m, m.training) for m in self._modules], draws())
+        for module, name, buffer in self._start.buffers if self._start else now:
+            module._buffers[name] = buffer.detach().clone()
         if self._start is not None:
-            redraw(self._start)
+            _set_modes(self._start.modes)
+            redraw(self._start.draws)
 
     def __exit__(self, *_: object) -> None:
-        for buffers, name, buffer in self._aside:
-            buffers[name] = buffer
-        redraw(self._before)
+        for module, name, buffer in self._before.buffers:
+            module._buffers[name] = buffer
+        _set_modes(self._before.modes)
+        redraw(self._before.draws)
+
+
+def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
+
+
+def _buffers(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    return ((m, n, b) for m in modules for n, b in m._buffers.items() if b is not None)

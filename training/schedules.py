@@ -16,14 +16,22 @@ from layerline.training.config import SchedulerConfig
 
 Schedule = Callable[[int], float]
 _NEED_TOTAL = ("cosine", "polynomial", "one_cycle")
+# What only some schedules read -> which ones.
+_READ_BY = {
+    "power": ("polynomial",), "step_size": ("step",), "gamma": ("step", "exponential"), "div_factor": ("one_cycle",),
+    "final_div_factor": ("one_cycle",), "factor": ("plateau",), "patience": ("plateau",), "threshold": ("plateau",),
+    "mode": ("plateau",),
+}  # fmt: skip
 
 
 def build(config: SchedulerConfig, lr: float) -> Schedule:
     """The schedule; `lr` is the base rate, which `min_lr` is measured against.
 
     Raises:
-        ConfigError: a length that the schedule needs is missing, or warm-up is as long as the whole run.
+        ConfigError: a length that the schedule needs is missing, warm-up is as long as the whole run, or a field that
+            this schedule does not read.
     """
+    _check_fields(config)
     total, floor = config.total_steps, floor_ratio(config, lr)
     warmup = warmup_steps(config)
     if total is None and config.name in _NEED_TOTAL:
@@ -32,11 +40,11 @@ def build(config: SchedulerConfig, lr: float) -> Schedule:
             where="scheduler.total_steps",
             hint="the number of optimizer steps, not of micro-batches",
         )
-    if total is not None and warmup >= total and config.name != "one_cycle":
+    if total is not None and warmup >= total:
         raise ConfigError(f"warm-up takes {warmup} steps of a run of {total}", where="scheduler.warmup_steps")
     if config.name == "one_cycle":
         assert total is not None
-        return _one_cycle(config, total)
+        return _one_cycle(config, total, floor)
     decay = _decay(config, total or 0, warmup, floor)
     return lambda step: (step + 1) / warmup if step < warmup else decay(step)
 
@@ -65,6 +73,18 @@ def floor_ratio(config: SchedulerConfig, lr: float) -> float:
     return config.min_lr / lr
 
 
+def _check_fields(config: SchedulerConfig) -> None:
+    for name, readers in _READ_BY.items():
+        if config.name not in readers and getattr(config, name) != type(config).model_fields[name].default:
+            raise ConfigError(
+                f"{config.name} has no {name}", where=f"scheduler.{name}", hint=f"it is for {' and '.join(readers)}"
+            )
+    floors = [f for f in ("min_lr", "min_lr_ratio") if getattr(config, f)]
+    if config.name == "constant" and floors:
+        raise ConfigError(f"a constant rate has no {floors[0]}", where=f"scheduler.{floors[0]}",
+                          hint="name a schedule that decays, cosine for example")  # fmt: skip
+
+
 def _decay(config: SchedulerConfig, total: int, warmup: int, floor: float) -> Schedule:
     span = max(total - warmup, 1)
 
@@ -88,14 +108,14 @@ def _decay(config: SchedulerConfig, total: int, warmup: int, floor: float) -> Sc
     return lambda _: 1.0  # constant; plateau multiplies it
 
 
-def _one_cycle(config: SchedulerConfig, total: int) -> Schedule:
-    # Smith & Topin 2018, cosine flanks as in torch.optim.lr_scheduler.OneCycleLR.
+def _one_cycle(config: SchedulerConfig, total: int, floor: float) -> Schedule:
+    # Smith & Topin 2018, cosine flanks as in torch.optim.lr_scheduler.OneCycleLR; with a lowest rate it ends there.
     if config.warmup_steps is not None:
         rise = float(config.warmup_steps) - 1
     else:
         rise = (0.3 if config.warmup_ratio is None else config.warmup_ratio) * total - 1
     first = 1 / config.div_factor
-    last = first / config.final_div_factor
+    last = max(first / config.final_div_factor, floor)
 
     def multiplier(step: int) -> float:
         if step <= rise:
@@ -111,9 +131,15 @@ def _cosine_between(start: float, end: float, t: float) -> float:
 
 @dataclass
 class Plateau:
-    """Multiplies the rate by `factor` once `patience` validations in a row brought no improvement."""
+    """Multiplies the rate by `factor` once `patience` validations in a row brought no improvement.
+
+    Attributes:
+        floor: the lowest rate as a share of the base rate.
+        scale: what the rate is multiplied by now.
+    """
 
     config: SchedulerConfig
+    floor: float = 0.0
     best: float | None = None
     waited: int = 0
     scale: float = field(default=1.0)
@@ -125,7 +151,7 @@ class Plateau:
             return
         self.waited += 1
         if self.waited > self.config.patience:
-            self.scale, self.waited = self.scale * self.config.factor, 0
+            self.scale, self.waited = max(self.scale * self.config.factor, self.floor), 0
 
     def _better(self, metric: float) -> bool:
         if math.isnan(metric):

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -148,6 +148,8 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"cannot read the configuration: {error.strerror}", where=str(path)) from error
     except YAMLError as error:
         raise ConfigError(f"not valid YAML: {error}", where=path.name) from error
+    if raw is None:
+        return {}  # an empty file asks for nothing
     if not isinstance(raw, Mapping):
         raise ConfigError(f"holds {type(raw).__name__}, expected sections with fields", where=path.name)
     return raw
@@ -168,17 +170,25 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield path, value
 
 
-def _known() -> tuple[frozenset[str], frozenset[str]]:
-    fields = set()
+def _names(annotation: Any) -> frozenset[str]:
+    """The words that a field takes; upper and lower case are the same there."""
+    if get_origin(annotation) is Literal:
+        return frozenset(a for a in get_args(annotation) if isinstance(a, str))
+    return frozenset[str]().union(*map(_names, get_args(annotation)))
+
+
+def _known() -> dict[str, frozenset[str]]:
+    fields: dict[str, frozenset[str]] = {}
     for section, info in Config.model_fields.items():
         model = info.annotation
         assert isinstance(model, type) and issubclass(model, Section)
-        fields |= {f"{section}.{name}" for name in model.model_fields}
-    sections = set(Config.model_fields) | {p.rpartition(".")[0] for p in MOVES}
-    return frozenset(fields), frozenset(sections)
+        fields |= {f"{section}.{name}": _names(field.annotation) for name, field in model.model_fields.items()}
+    return fields
 
 
-FIELDS, SECTIONS = _known()
+NAMES = _known()
+FIELDS = frozenset(NAMES)
+SECTIONS = frozenset(Config.model_fields) | {p.rpartition(".")[0] for p in MOVES}
 
 
 def _example(section: str, value: Any) -> str:
@@ -210,10 +220,10 @@ def guess(nearest: str, valid: Sequence[str]) -> str:
 
 
 def _spelling(target: str, value: Any) -> Any:
-    table = SPELLINGS.get(target)
-    if table is None:
-        return value
+    table = SPELLINGS.get(target, {})
     key = value.lower() if isinstance(value, str) else value
+    if isinstance(key, str) and key in NAMES.get(target, ()):
+        return key
     return table[key] if isinstance(key, str | bool | int | float | None) and key in table else value
 
 
@@ -225,6 +235,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _apply_preset(preset: Any, fields: dict[str, Any], written: dict[str, str]) -> None:
+    preset = preset.lower() if isinstance(preset, str) else preset
     if preset not in PRESETS:
         near = difflib.get_close_matches(str(preset), PRESETS, 1, _CLOSE)
         hint = guess(near[0] if near else "", list(PRESETS))
@@ -235,9 +246,12 @@ def _apply_preset(preset: Any, fields: dict[str, Any], written: dict[str, str]) 
         if target in fields or _RIVALS.get(target) in fields or (own_optimizer and target.startswith("optimizer.")):
             continue
         fields[target], written[target] = value, f"preset {preset}"
-    if preset == "nlp-finetune" and "optimizer.lr" in fields:
-        low, high = FINETUNE_RATES
-        fields["optimizer.lr"] = min(max(float(fields["optimizer.lr"]), low), high)
+    if preset == "nlp-finetune":  # of whatever optimizer
+        fields.setdefault("optimizer.lr_range", FINETUNE_RATES)
+        written.setdefault("optimizer.lr_range", f"preset {preset}")
+        rate = _product(fields.get("optimizer.lr"), 1.0)
+        if rate is not None and fields["optimizer.lr_range"] == FINETUNE_RATES and "optimizer.lr_scaling" not in fields:
+            fields["optimizer.lr"] = min(max(rate, FINETUNE_RATES[0]), FINETUNE_RATES[1])
 
 
 def _check_exclusive(fields: Mapping[str, Any], written: Mapping[str, str]) -> None:

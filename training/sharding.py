@@ -26,6 +26,7 @@ from layerline.training.peers import Peers
 from layerline.training.ranks import Ranks
 
 if TYPE_CHECKING:
+    from layerline.training.groups import Member
     from layerline.training.lane import Lane
 
 
@@ -81,6 +82,19 @@ class Shards(Peers):
         self.ready()
         with self.guarded("reducing gradients"):
             self._settle_buffers()
+
+    def admit(self, fresh: Sequence[Member]) -> None:
+        """Nothing joins: units are split once, and what was frozen then takes no gradient.
+
+        Raises:
+            ConfigError: there is a parameter to join.
+        """
+        if fresh:
+            raise ConfigError(
+                "a parameter cannot join a model that is sharded already",
+                where=fresh[0].name,
+                hint="change the model, and unfreeze what shall be trained, before ModelOptimizer shards it",
+            )
 
     def norms(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         """From the norms of the parts, in one collective."""

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from layerline.pipeline.errors import StageError
-from layerline.training.origin import Origin, Pass, output_tensors, trace
-from layerline.training.replay import draws
+from layerline.training.hooks import Attached
+from layerline.training.names import unwrap
+from layerline.training.origin import Origin, Pass, output_tensors, trace, weights
+from layerline.training.replay import past
 
 if TYPE_CHECKING:
     from layerline.training.lane import Lane
@@ -33,6 +35,7 @@ class Finding:
         micro_batch: the micro-batch of the window it began in; 0 is the first.
         origin: where it began; None when the same micro-batches, run again, are finite.
         rank: whose micro-batch it was, where there are several ranks.
+        seen: whether every loss of the window came through calls of the model, so that all of it could be run again.
     """
 
     step: int
@@ -41,27 +44,32 @@ class Finding:
     micro_batch: int = 0
     origin: Origin | None = None
     rank: int | None = None
+    seen: bool = True
 
     @property
     def repeats(self) -> bool:
         """Whether running the step again gave it again."""
-        return self.origin is not None
+        return self.origin is not None and self.seen
 
     def __str__(self) -> str:
         seen = f"the loss is {self.loss:g}" if not math.isfinite(self.loss) else f"the gradient norm is {self.norm:g}"
         rank = "" if self.rank is None else f" on rank {self.rank}"
+        if self.origin is None and not self.seen:
+            why = "the loss does not come through calls of the model alone, and nothing else can be run again"
+            return f"step {self.step}: {seen}{rank}; where it began is not known: {why}"
         if self.origin is None:
             return f"step {self.step}: {seen}{rank}; run again, the step is finite: it does not repeat"
         micro = f" of micro-batch {self.micro_batch}" if self.micro_batch else ""
-        return f"step {self.step}: {seen}; it began{rank} {self.origin}{micro}; it repeats"
+        repeats = "; it repeats" if self.seen else ""
+        return f"step {self.step}: {seen}; it began{rank} {self.origin}{micro}{repeats}"
 
 
 class Recorder:
-    """Keeps what it takes to run the present window's micro-batches again: their inputs, by reference, and the random
-    state (some ten microseconds each).
+    """Keeps what it takes to run the present window's micro-batches again: their inputs, by reference, the random state
+    (some ten microseconds each) and copies of the buffers.
 
     Args:
-        lane: whose model is watched. Passes in eval mode or without gradients are not kept.
+        lane: whose model is watched. Passes without gradients are not kept.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -69,12 +77,9 @@ class Recorder:
         self._window = (-1, -1)
         self.passes: list[Pass] = []
         model = lane.model
-        # Functions, not methods: a deep copy of the model must not copy the optimizer behind them.
         self._handles = [
-            model.register_forward_pre_hook(
-                lambda m, a, k: self._before(a, k) if m is model else None, with_kwargs=True
-            ),
-            model.register_forward_hook(lambda m, _, out: self._after(out) if m is model else None),
+            model.register_forward_pre_hook(Attached(self._before), with_kwargs=True),
+            model.register_forward_hook(Attached(self._after)),
         ]
 
     def remove(self) -> None:
@@ -84,12 +89,15 @@ class Recorder:
 
     def find(self, loss: float, norm: float) -> Finding:
         """Runs the window's passes again, first to last, until one isn't finite."""
-        step, passes = self._lane.steps + 1, self.passes
+        # What no gradient came back to, in eval mode, is no part of the step.
+        lane, passes = self._lane, [p for p in self.passes if p.training or p.gradients]
+        step, losses = lane.steps + 1, lane.window.losses
         self.passes = []  # the model is watched while it runs again, too
         for index, kept in enumerate(passes):
-            if (origin := trace(self._lane.model, kept)) is not None:
+            if (origin := trace(lane.model, kept)) is not None:
                 return Finding(step, loss, norm, index, origin)
-        losses = self._lane.window.losses
+        if sum(bool(kept.gradients) for kept in passes) < max(lane.window.micro, len(losses)):
+            return Finding(step, loss, norm, origin=weights(lane.model), seen=False)
         bad = next((i for i, value in enumerate(losses) if not torch.isfinite(value)), None)
         if bad is None:
             return Finding(step, loss, norm)
@@ -101,13 +109,13 @@ class Recorder:
         lane = self._lane
         if (window := (lane.steps, lane.skipped)) != self._window:
             self._window, self.passes = window, []
-        if torch.is_grad_enabled() and lane.model.training:
-            device = lane.device.type
+        if torch.is_grad_enabled():
+            device, start = lane.device.type, past(unwrap(lane.model).modules())
             how = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-            self.passes.append(Pass(args, kwargs, draws(), how))
+            self.passes.append(Pass(args, kwargs, start, how))
 
-    def _after(self, out: Any) -> None:
-        if not torch.is_grad_enabled() or not self._lane.model.training or not self.passes:
+    def _after(self, _: Any, out: Any) -> None:
+        if not torch.is_grad_enabled() or not self.passes:
             return
         gradients = self.passes[-1].gradients
         for index, tensor in enumerate(output_tensors(out)):

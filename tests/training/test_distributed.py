@@ -293,8 +293,253 @@ def test_parameters_without_a_gradient_somewhere_or_everywhere() -> None:
     assert moved == pytest.approx({"parts.always.weight": 3.0, "parts.never.weight": 0.0, "parts.here.weight": 1.5})
     assert all((first[0][n] == second[0][n]).all() for n in start)
     assert first[1] == [
-        "parts.never.weight gets no gradient: gradients are reduced after the backward pass, not during it"
+        "parts.never.weight gets no gradient: what is sent with it waits for the end of the backward pass"
     ]
+
+
+class _Drops(nn.Module):
+    """A layer is left out where its bit is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, left_out: int = 0) -> Tensor:
+        h = self.first(x).tanh()
+        for i, layer in enumerate(self.layers):
+            h = h if left_out >> i & 1 else h + layer(h)
+        out: Tensor = self.last(h)
+        return out
+
+
+# What rank leaves out at step.
+_LEFT_OUT: dict[str, Callable[[int, int], int]] = {
+    "on all ranks, later": lambda rank, step: int(step == 3),
+    "on all ranks, at first": lambda rank, step: int(step < 2),
+    "on one rank, from the first step": lambda rank, step: rank,
+    "on one rank, once": lambda rank, step: int(step == 3 and rank == 1),
+    "here one, there the other": lambda rank, step: 1 + rank,
+    "now these, now those": lambda rank, step: [0, 1, 2, 3, 3, 2, 1, 0][(5 * step + 3 * rank) % 8],
+}
+_MEANWHILE: dict[str, dict[str, Any] | None] = {
+    "plain": None, "own wrapper": {}, "bucket views": {"gradient_as_bucket_view": True},
+    "find_unused": {"find_unused_parameters": True},
+}  # fmt: skip
+_MOMENTUM = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+
+
+def _uneven(step: int, rank: int) -> Tensor:
+    return torch.randn(3 + rank + step, 4, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def _drop_alone(left_out: Callable[[int, int], int], every: int, frozen: int) -> list[Tensor]:
+    """All samples of each window in one loss, by hand."""
+    model = _Drops()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for start in range(0, 8, every):
+        if start >= frozen:
+            model.layers[1].requires_grad_(False)
+        pairs = [(step, rank) for step in range(start, min(start + every, 8)) for rank in (0, 1)]
+        losses = [model(_uneven(*pair), left_out(pair[1], pair[0])).square().sum() for pair in pairs]
+        optimizer.zero_grad()
+        (torch.stack(losses).sum() / sum(len(_uneven(*pair)) for pair in pairs)).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def _drop_apart(rank: int, left_out: str, wrapped: dict[str, Any] | None, every: int, frozen: int) -> list[Any]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    plain = _Drops()
+    model = plain if wrapped is None else DistributedDataParallel(plain, **wrapped)
+    mo = ModelOptimizer(
+        model, {"optimizer": _MOMENTUM, "accumulate": {"steps": every}, "distributed": {**GLOO, "timeout_s": 20}}
+    )
+    for step in range(8):
+        if step >= frozen:
+            plain.layers[1].requires_grad_(False)
+        x = _uneven(step, rank)
+        mo.step(mo.model(x, _LEFT_OUT[left_out](rank, step)).square().sum(), weight=len(x))
+    mo.flush()
+    return [p.detach().numpy() for p in plain.parameters()]
+
+
+def _every_drop(rank: int) -> dict[Any, list[Any]]:
+    ModelOptimizer(_Drops(), {"distributed": GLOO})  # so that there is a group to wrap a model in
+    return {
+        (left_out, how, every, frozen): _drop_apart(rank, left_out, _MEANWHILE[how], every, frozen)
+        for left_out in _LEFT_OUT for how in _MEANWHILE for every in (1, 3) for frozen in (3, 8)
+    }  # fmt: skip
+
+
+def test_any_rank_may_leave_out_any_layer_in_any_window() -> None:
+    """Also one that is frozen on the way; the wrapper waits for it all the same."""
+    first, second = good(run(_every_drop))
+    for case, weights in first.items():
+        left_out, _, every, frozen = case
+        for a, b, alone in zip(weights, second[case], _drop_alone(_LEFT_OUT[left_out], every, frozen), strict=True):
+            assert (a == b).all(), case
+            assert abs(a - alone.numpy()).max() < 3e-6, case
+
+
+def _passes(rank: int) -> dict[str, list[Any]]:
+    """Two losses of one forward pass; no backward pass on one rank; a second pass through the plain model; half."""
+
+    def two(mo: ModelOptimizer, x: Tensor, step: int) -> None:
+        out = mo.model(x)
+        lane = mo.lanes[""]
+        with lane.peers.backward():  # type: ignore[union-attr]
+            out.square().mean().backward(retain_graph=True)
+        mo.step(out.mean())
+
+    def none(mo: ModelOptimizer, x: Tensor, step: int) -> None:
+        loss = mo.model(x).square().mean()
+        mo.step(None if rank == 1 and step in (0, 2) else loss)
+
+    def plain(mo: ModelOptimizer, x: Tensor, step: int) -> None:
+        mo.backward(mo.model(x, 1).square().mean())
+        mo.step(mo.lanes[""].model(x, 2).square().mean())
+
+    def half(mo: ModelOptimizer, x: Tensor, step: int) -> None:
+        mo.step(mo.model(x.half(), (rank + step) % 3).float().square().mean())
+
+    out = {}
+    for case in (two, none, plain, half):
+        model = _Drops().half() if case is half else _Drops()
+        mo = ModelOptimizer(model, {"optimizer": {"name": "sgd", "lr": 0.1}, "distributed": {**GLOO, "timeout_s": 20}})
+        for step in range(5):
+            case(mo, _uneven(step, rank), step)
+        out[case.__name__] = [p.detach().float().numpy() for p in model.parameters()]
+    return out
+
+
+def test_backward_passes_that_the_wrapper_does_not_expect() -> None:
+    first, second = good(run(_passes))
+
+    def loss(case: str, model: nn.Module, step: int, rank: int) -> Tensor:
+        x = _uneven(step, rank)
+        terms = {
+            "two": lambda: model(x).square().mean() + model(x).mean(),
+            "none": lambda: model(x).square().mean() * (0 if rank == 1 and step in (0, 2) else 1),
+            "plain": lambda: model(x, 1).square().mean() + model(x, 2).square().mean(),
+            "half": lambda: model(x, (rank + step) % 3).square().mean(),
+        }
+        out: Tensor = terms[case]()
+        return out
+
+    for case, weights in first.items():
+        model = _Drops()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            optimizer.zero_grad()
+            ((loss(case, model, step, 0) + loss(case, model, step, 1)) / 2).backward()
+            optimizer.step()
+        for a, b, alone in zip(weights, second[case], model.parameters(), strict=True):
+            assert (a == b).all(), case
+            assert abs(a - alone.detach().numpy()).max() < (1e-3 if case == "half" else 1e-6), case
+
+
+class _Grows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(4, 2)
+        self.late: nn.Module | None = None
+
+    def grow(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.late = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.a(x)
+        return out if self.late is None else out + self.late(x)
+
+
+def _grown(rank: int, size: int, how: str, config: dict[str, Any]) -> list[Any]:
+    model = _Grows()
+    if how == "unfrozen":
+        model.grow(5)
+        model.late.requires_grad_(False)  # type: ignore[union-attr]
+    mo = ModelOptimizer(model, {"optimizer": {"name": "sgd", "lr": 0.1}, "training": {"ema_decay": 0.5}, **config})
+    for step in range(6):
+        if step == 3:
+            if how == "joined":
+                model.grow(5 + rank)  # the values of rank 0 count
+            else:
+                model.late.requires_grad_(True)  # type: ignore[union-attr]
+            assert mo.join() == ["late.weight", "late.bias"]
+        parts = [_uneven(2, r)[:5] for r in ((rank,) if size == 2 else (0, 1))]
+        mo.step(mo.model(torch.cat(parts) + step / 10).square().mean())
+    return [*(p.detach().numpy() for p in model.parameters()), *_weights(mo).values()]
+
+
+def _both_ways(rank: int) -> list[list[Any]]:
+    config: dict[str, Any] = {"distributed": {**GLOO, "timeout_s": 20}}
+    return [
+        _grown(rank, 2, how, {**config, "accumulate": {"steps": every}})
+        for how in ("joined", "unfrozen") for every in (1, 2)
+    ]  # fmt: skip
+
+
+def test_parameters_that_join_later_are_reduced_as_well() -> None:
+    first, second = good(run(_both_ways))
+    alone = [_grown(0, 1, how, {"accumulate": {"steps": every}}) for how in ("joined", "unfrozen") for every in (1, 2)]
+    for ours, theirs, expected in zip(first, second, alone, strict=True):
+        for a, b, c in zip(ours, theirs, expected, strict=True):
+            assert (a == b).all() and abs(a - c).max() < 1e-6
+
+
+def _unequal(rank: int) -> list[str]:
+    """What is refused: static_graph, other parameters that join, a parameter that joins shards, other masks."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    said = []
+    mo = ModelOptimizer(_Drops(), {"distributed": GLOO})
+    model = _Grows()
+    other = ModelOptimizer(model, {"distributed": GLOO})
+    model.late = nn.Linear(4, 2) if rank else nn.Linear(4, 2, bias=False)
+    sharded = _Grows()
+    split = ModelOptimizer(sharded, {"distributed": {**GLOO, "shard": "zero2"}})
+    sharded.grow(1)
+    attempts: list[Callable[[], Any]] = [
+        lambda: ModelOptimizer(DistributedDataParallel(_Drops(), static_graph=True), {"accumulate": {"steps": 2}}),
+        lambda: mo.apply_mask({"first.weight": torch.eye(4) if rank else 1 - torch.eye(4)}),
+        split.join,
+        other.join,
+    ]
+    for attempt in attempts:
+        with pytest.raises((ConfigError, StageError)) as error:
+            attempt()
+        said.append(str(error.value))
+    assert not mo.lanes[""].masks
+    return said
+
+
+def test_what_ranks_refuse_of_one_another() -> None:
+    for static, masks, shards, joins in good(run(_unequal)):
+        assert static.startswith("model: the model's DistributedDataParallel has static_graph")
+        assert "rank 1 has other masks than rank 0" in masks
+        assert "late.weight: a parameter cannot join a model that is sharded already" in shards
+        assert "rank 0 has nothing more, rank 1 has parameter late.bias: float32 (2,)" in joins
+
+
+def _saved_whole(rank: int) -> bool:
+    import copy
+    import io
+
+    model = _model()
+    ModelOptimizer(model, {"distributed": GLOO, "nonfinite": {"triage": True}})
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    x, _ = _data()
+    return all(torch.equal(m(x), model(x)) for m in (loaded, copy.deepcopy(model)))
+
+
+def test_a_model_that_is_watched_can_be_saved_and_copied() -> None:
+    assert good(run(_saved_whole)) == [True, True]
 
 
 def _gan(rank: int) -> dict[str, Any]:

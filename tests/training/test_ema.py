@@ -218,3 +218,15 @@ def test_ten_and_ten_steps_are_twenty(warmup: Any, start: int, tmp_path: Path) -
     assert resumed.current_lr == mo.current_lr
     assert all(torch.equal(t, resumed.export()[n]) for n, t in mo.export().items())
     assert all(torch.equal(t, again.state_dict()[n]) for n, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_an_average_that_was_not_saved_starts_at_the_weights(dtype: torch.dtype) -> None:
+    sources = {"old": torch.full((2,), 2.0, dtype=dtype), "new": torch.full((3,), 3.0, dtype=dtype)}
+    followed = ema.Ema({n: torch.zeros_like(t) for n, t in sources.items()}, EmaConfig(decay=0.5))
+    for source, tensor in zip(followed.sources, sources.values(), strict=True):
+        source.copy_(tensor)
+    held = followed.shadow[0]
+    followed.load({"old": torch.full((2,), 0.25, dtype=held.dtype)}, 7)
+    assert followed.updates == 7 and followed.shadow[0] is held, "in place"
+    assert [t.tolist() for t in followed.values().values()] == [[0.25, 0.25], [3.0, 3.0, 3.0]]

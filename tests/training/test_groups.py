@@ -114,3 +114,53 @@ def test_parameters_gained_later_join() -> None:
     mo.step(model(torch.ones(1, 2)).sum())
     assert model.scale.item() == pytest.approx(0.9)
     assert mo.export()["scale"].item() == pytest.approx(0.95)
+
+
+class Tied(nn.Module):
+    """The head is registered before the embedding, so the weight is kept under its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 5, bias=False)
+        self.body = nn.Linear(4, 4)
+        self.emb = nn.Embedding(5, 4)
+        self.head.weight = self.emb.weight
+
+
+@pytest.mark.parametrize(
+    ("no_decay", "reason"),
+    [
+        ([], "weight"),
+        (["embeddings"], "embedding"),
+        (["emb.*"], "no_decay emb.*"),
+        (["head.*"], "no_decay head.*"),
+        (["body.weight", "emb.*"], "no_decay emb.*"),
+    ],
+)
+def test_a_tied_weight_is_known_by_all_its_names(no_decay: list[str], reason: str) -> None:
+    found = {m.name: m for m in members(named(Tied()), no_decay)}
+    assert list(found) == ["head.weight", "body.weight", "body.bias"]
+    assert found["head.weight"].reason == reason and found["head.weight"].decay is (reason == "weight")
+
+
+def test_a_tied_sparse_embedding_is_refused_by_its_own_name() -> None:
+    model = Tied()
+    model.emb.sparse = True
+    with pytest.raises(ConfigError, match="sparse") as caught:
+        members(named(model))
+    assert caught.value.where == "emb.weight"
+
+
+def test_the_length_of_weight_normalisation_does_not_decay() -> None:
+    new = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 3, 2))
+    old = nn.utils.weight_norm(nn.Linear(4, 3))
+    own = nn.Module()
+    own.size_g = nn.Parameter(torch.ones(2, 2))  # not a weight norm's
+    spectral = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+    model = nn.ModuleDict({"new": new, "old": old, "own": own, "spectral": spectral})
+    assert {m.name: m.reason for m in members(named(model))} == {
+        "new.bias": "bias", "new.parametrizations.weight.original0": "norm",
+        "new.parametrizations.weight.original1": "weight",
+        "old.bias": "bias", "old.weight_g": "norm", "old.weight_v": "weight", "own.size_g": "weight",
+        "spectral.bias": "bias", "spectral.parametrizations.weight.original": "weight",
+    }  # fmt: skip

@@ -214,3 +214,74 @@ def test_wrong_questions() -> None:
     bad.weight.data[0, 0] = torch.nan
     with pytest.raises(ConfigError, match=r"weight: a weight that is not finite"):
         channels(bad, 0.5)
+
+
+def test_masks_add_up_unless_they_replace() -> None:
+    model = nn.Linear(4, 4)
+    mo = ModelOptimizer(model, {"optimizer": {"name": "sgd", "lr": 0.1}, "training": {"ema_decay": 0.5}})
+    rows, columns = torch.ones(4, 4), torch.ones(4, 4)
+    rows[0], columns[:, 1] = 0, 0
+    both = (rows * columns).bool()
+
+    def step() -> Tensor:
+        mo.step((model(torch.randn(8, 4)) - 1).square().mean())
+        return model.weight.detach() != 0
+
+    mo.apply_mask({"weight": rows})
+    mo.apply_mask({"weight": columns, "bias": torch.tensor([1, 0, 1, 1])})
+    assert torch.equal(step(), both) and torch.equal(mo.export()["weight"] != 0, both) and model.bias[1] == 0
+    mo.apply_mask(Gradual(final=0.75, begin=0, end=2, every=1))
+    step()
+    kept = step()
+    assert int(kept.sum()) == 4 and not (kept & ~both).any() and model.bias[1] == 0
+    mo.apply_mask({"weight": columns}, replace=True)
+    assert torch.equal(step(), columns.bool()) and model.bias[1] != 0
+    mo.apply_mask({}, replace=True)
+    assert step().all()
+
+
+def test_a_wrong_mask_changes_nothing() -> None:
+    mo = ModelOptimizer(model := nn.Linear(4, 4), {})
+    mo.apply_mask({"weight": torch.eye(4)})
+    for replace in (True, False):
+        with pytest.raises(ConfigError):
+            mo.apply_mask({"weight": 1 - torch.eye(4), "nothing": torch.ones(1)}, replace=replace)
+    assert torch.equal(model.weight != 0, torch.eye(4).bool())
+    mo.step(model(torch.randn(8, 4)).square().sum())
+    assert torch.equal(model.weight != 0, torch.eye(4).bool())
+
+
+@pytest.mark.parametrize(("asked", "zeros"), [(0, 0), (3, 0), (10, 8), (20, 8)])
+def test_a_schedule_that_has_begun_is_taken_up_where_it_would_be(asked: int, zeros: int, tmp_path: Path) -> None:
+    def make() -> tuple[nn.Linear, ModelOptimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        return model, ModelOptimizer(model, {"optimizer": {"name": "sgd", "lr": 0.01}})
+
+    def train(pair: tuple[nn.Linear, ModelOptimizer], steps: int) -> Tensor:
+        model, mo = pair
+        for _ in range(steps):
+            mo.step(model(torch.randn(8, 4, generator=torch.Generator().manual_seed(mo.global_step))).square().mean())
+        return (model.weight == 0).sum()
+
+    pair = make()
+    train(pair, asked)
+    pair[1].apply_mask(Gradual(final=0.5, begin=0, end=10, every=5))
+    assert int((pair[0].weight == 0).sum()) == zeros
+    again = make()
+    again[1].load_ckpt(pair[1].save_ckpt(tmp_path / "a.safetensors"))
+    assert train(pair, 10) == train(again, 10) == 8
+    assert torch.equal(pair[0].weight, again[0].weight)
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_masks_inside_the_average_hold_in_the_weights(masters: bool) -> None:
+    model = nn.Linear(4, 4).half()
+    config = {"training": {"ema_decay": 0.5}, "precision": {"master_weights": masters}, "optimizer": {"name": "sgd"}}
+    mo = ModelOptimizer(model, config)
+    mo.step(model(torch.randn(8, 4).half()).float().square().mean())
+    with mo.ema():
+        mo.apply_mask({"weight": torch.eye(4)})
+        assert torch.equal(model.weight != 0, torch.eye(4).bool())
+    assert torch.equal(model.weight != 0, torch.eye(4).bool())
+    assert torch.equal(mo.export()["weight"] != 0, torch.eye(4).bool())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -219,3 +220,77 @@ def test_the_cache_is_emptied_after_each_accepted_step_when_asked(monkeypatch: p
         assert emptied == [torch.device("cpu")] * expected
     monkeypatch.undo()
     memory.empty_cache(torch.device("cpu"))  # there is none
+
+
+class Ramp(nn.Module):
+    """A buffer steers the forward pass: written in place, replaced, or a number."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 4), how
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "replaced":
+            self.n = self.n + 1
+        else:
+            self.n += 1
+        out: Tensor = self.layer(x) * (self.n.item() if self.how == "number" else self.n.clone())
+        return out
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("how", ["in place", "replaced", "number", "spectral", "mode"])
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
+def test_the_second_run_begins_with_the_buffers_of_the_first(kind: Any, how: str, every: int) -> None:
+    """Also where a module is called several times, and where its mode changes before the backward pass."""
+
+    def make() -> nn.Module:
+        _seed(0)
+        made: dict[str, Callable[[], nn.Module]] = {
+            "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+            "mode": lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+        }
+        layers = [made.get(how, lambda: Ramp(how))() for _ in range(3)]
+        return kind(layers) if kind is nn.ModuleList else kind(*layers)
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        _seed(1)
+        total = torch.zeros(())
+        for x in torch.randn(3, 5, 4):
+            for layer in model.children() if kind is nn.ModuleList else [model]:
+                x = layer(x)
+            total = total + x.square().mean()
+        model.eval()
+        total.backward()
+        return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+    plain, model = make(), make()
+    Checkpointed(model, every)
+    for a, b in zip(gradients(plain), gradients(model), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_layers_may_change_afterwards() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)])
+    on = Checkpointed(model, 2)
+    model[1] = nn.Identity()
+    model.append(nn.Linear(2, 7))
+    plain = nn.Sequential(*model.children())
+    x = torch.ones(1, 2)
+    assert model(x).shape == (1, 7) and torch.equal(model(x), plain(x))
+    assert on.segments == [("0", "1"), ("2", "3"), ("4",)]
+    del model[0]
+    assert torch.equal(model(x), nn.Sequential(*model.children())(x)) and on.segments[-1] == ("2", "3")
+    on.remove()
+    assert "forward" not in model.__dict__
+
+
+def test_the_layers_of_a_list_may_change_afterwards() -> None:
+    model = Net(layers=2)
+    on = Checkpointed(model, 4)
+    model.blocks[0] = Block(8)
+    model.blocks.append(Block(8))
+    assert [s for s in on.segments if s[0].startswith("blocks")] == [("blocks.1",)]
+    model(torch.randn(4, 8)).sum().backward()
+    assert [block.calls for block in model.blocks] == [1, 2, 1]

@@ -252,3 +252,72 @@ def test_sophia_is_no_optimizer_for_half() -> None:
     with pytest.raises(ConfigError, match="half"):
         ModelOptimizer(nn.Linear(1, 1).bfloat16(), {"optimizer": {"name": "sophia"}})
     assert Sophia([{"params": [nn.Parameter(torch.ones(1))]}]).wants_curvature()
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w = nn.Parameter(torch.randn(3, 2, dtype=torch.cfloat))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_complex_parameters_are_stepped_as_pairs_or_refused(name: str) -> None:
+    model = Complex()
+    config = {"optimizer": {"name": name, "lr": 0.1, "weight_decay": 0.0}, "training": {"ema_decay": 0.9}}
+    if not TABLE[name].complex:
+        with pytest.raises(ConfigError, match="not defined for complex") as caught:
+            ModelOptimizer(model, config)
+        assert caught.value.where == "optimizer.name" and "adamw" in caught.value.hint
+        return
+    pairs = nn.Module()
+    pairs.w = nn.Parameter(torch.view_as_real(model.w.detach()).clone())
+    mo, other = ModelOptimizer(model, config), ModelOptimizer(pairs, config)
+    for _ in range(3):
+        mo.step((model.w - 1).abs().square().sum())
+        other.step((pairs.w - torch.tensor([1.0, 0.0])).square().sum())
+    assert torch.allclose(torch.view_as_real(model.w.detach()), pairs.w, atol=1e-6)
+
+
+class NeedsMore:
+    param_groups: list[Any] = []  # noqa: RUF012
+
+    def step(self, closure: Any, *, scale: float) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+def test_an_optimizer_that_cannot_step_by_itself_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    for optimizer, name in ((torch.optim.LBFGS(model.parameters()), "LBFGS"), (NeedsMore(), "NeedsMore")):
+        with pytest.raises(ConfigError, match=rf"{name}\.step\(\) needs closure") as caught:
+            ModelOptimizer(model, {}, optimizer=optimizer)
+        assert caught.value.where == "optimizer"
+    for optimizer in (torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)):
+        ModelOptimizer(model, {}, optimizer=optimizer)
+
+
+def test_nothing_to_train_is_said_with_ranks_as_well() -> None:
+    for config in ({}, {"distributed": {"backend": "gloo"}}, {"distributed": {"shard": "zero2"}}):
+        for model in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)):
+            with pytest.raises(ConfigError, match="no parameter of the model requires a gradient"):
+                ModelOptimizer(model, config)
+
+
+@pytest.mark.parametrize("name", [n for n in TABLE if n != "sophia"])
+def test_a_layer_that_is_used_later_and_one_that_joins(name: str) -> None:
+    """Momentum and averages begin with a parameter's own first gradient."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    optimizer: dict[str, Any] = {"name": name, "lr": 1e-3}
+    if name in ("sgd", "rmsprop"):
+        optimizer["momentum"] = 0.9
+    mo = ModelOptimizer(model, {"optimizer": optimizer})
+    for step in range(6):
+        if step == 4:
+            model["c"] = nn.Linear(2, 2)
+            assert mo.join() == ["c.weight", "c.bias"]
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        used = [layer for key, layer in model.items() if key != "b" or step in (2, 3)]
+        assert mo.step(sum(layer(torch.ones(1, 2)).square().sum() for layer in used))  # type: ignore[arg-type]
+        moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+        assert {n[0] for n in moved} == {key for key, layer in model.items() if layer in used}

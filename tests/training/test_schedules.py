@@ -133,3 +133,80 @@ def test_current_lr_is_that_of_the_coming_step() -> None:
         before = model.weight.item()
         mo.step(model(torch.ones(1, 1)).sum())
         assert before - model.weight.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"name": "cosine", "total_steps": 9, "gamma": 0.5}, "scheduler.gamma"),
+        ({"name": "cosine", "total_steps": 9, "power": 2.0}, "scheduler.power"),
+        ({"name": "step", "step_size": 2, "patience": 3}, "scheduler.patience"),
+        ({"name": "exponential", "step_size": 2}, "scheduler.step_size"),
+        ({"name": "constant", "min_lr": 0.1}, "scheduler.min_lr"),
+        ({"name": "constant", "min_lr_ratio": 0.1}, "scheduler.min_lr_ratio"),
+        ({"name": "constant", "mode": "min"}, "scheduler.mode"),
+        ({"name": "one_cycle", "total_steps": 3, "warmup_steps": 10}, "scheduler.warmup_steps"),
+        ({"name": "one_cycle", "total_steps": 3, "warmup_steps": 3}, "scheduler.warmup_steps"),
+        ({"name": "one_cycle", "total_steps": 9, "warmup_ratio": 1.0}, "scheduler.warmup_steps"),
+        ({"name": "plateau", "min_lr": 2.0}, "scheduler.min_lr"),
+    ],
+)
+def test_what_a_schedule_does_not_read_is_refused(fields: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelOptimizer(nn.Linear(1, 1), {"optimizer": {"lr": 1.0}, "scheduler": fields})
+    assert caught.value.where == where
+
+
+def test_the_lowest_rate_holds_in_every_schedule_that_has_one() -> None:
+    plateau = {"name": "plateau", "patience": 0, "factor": 0.1, "min_lr": 0.3}
+    mo = ModelOptimizer(nn.Linear(1, 1), {"optimizer": {"lr": 2.0, "name": "sgd"}, "scheduler": plateau})
+    rates = []
+    for _ in range(4):
+        mo.validate(lambda _: 0.5)
+        rates.append(mo.current_lr)
+    assert rates == pytest.approx([2.0, 0.3, 0.3, 0.3])
+    for fields in ({"min_lr": 0.5}, {"min_lr_ratio": 0.25}):
+        cycle = schedules.build(SchedulerConfig(name="one_cycle", total_steps=10, **fields), 2.0)
+        assert [cycle(2), cycle(9), cycle(50)] == pytest.approx([1.0, 0.25, 0.25])
+        assert min(map(cycle, range(2, 10))) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("custom", [True, False])
+def test_a_scheduler_of_the_users_is_resumed(custom: bool, tmp_path: Any) -> None:
+    """The optimizer's rates are not written where the configuration asks for none; another lr in it counts."""
+
+    def make(lr: float = 1.0) -> tuple[ModelOptimizer, Any]:
+        model = nn.Linear(1, 1)
+        own = torch.optim.SGD(model.parameters(), lr=lr) if custom else None
+        mo = ModelOptimizer(model, {"optimizer": {"name": "sgd", "lr": lr}}, optimizer=own)
+        scheduler = torch.optim.lr_scheduler.StepLR(mo.lanes[""].optimizer, 1, 0.5)
+        mo.register("s", scheduler)
+        return mo, scheduler
+
+    def run(mo: ModelOptimizer, scheduler: Any, steps: int) -> list[float]:
+        seen = []
+        for _ in range(steps):
+            mo.step(mo.model(torch.ones(1, 1)).sum())
+            scheduler.step()
+            seen.append(mo.current_lr)
+        return seen
+
+    first = make()
+    assert run(*first, 2) == [0.5, 0.25]
+    path = first[0].save_ckpt(tmp_path / "a.safetensors")
+    mo, scheduler = make()
+    mo.load_ckpt(path)
+    assert mo.current_lr == 0.25 and run(mo, scheduler, 2) == [0.125, 0.0625] == run(*first, 2)
+    if not custom:
+        other, _ = make(lr=3.0)
+        other.load_ckpt(path)
+        assert other.current_lr == 3.0
+
+
+def test_a_group_that_is_added_later_follows_the_schedule() -> None:
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    own = torch.optim.SGD(first.parameters(), lr=1.0)
+    mo = ModelOptimizer(first, {"scheduler": {"name": "step", "step_size": 1, "gamma": 0.5}}, optimizer=own)
+    own.add_param_group({"params": second.parameters(), "lr": 4.0})
+    mo.step(first(torch.ones(1, 1)).sum())
+    assert [g["lr"] for g in own.param_groups] == [0.5, 2.0]

@@ -219,3 +219,73 @@ def test_the_normal_form_is_one_for_all_ways_of_saying_it() -> None:
 def test_checking_a_configuration_imports_no_torch() -> None:
     code = "import sys; from layerline.training import shapes; shapes.load({}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("written", "section", "field", "value"),
+    [
+        ({"optimizer": {"name": "AdamW"}}, "optimizer", "name", "adamw"),
+        ({"optimizer": {"name": "SGD"}}, "optimizer", "name", "sgd"),
+        ({"scheduler": {"name": "Constant"}}, "scheduler", "name", "constant"),
+        ({"scheduler": {"name": "Cosine_With_Warmup", "total_steps": 9}}, "scheduler", "name", "cosine"),
+        ({"training": {"mixed_precision": "FP16"}}, "precision", "amp", "fp16"),
+        ({"precision": {"amp": "BFloat16"}}, "precision", "amp", "bf16"),
+        ({"precision": {"loss_scale": "Dynamic"}}, "precision", "loss_scale", "dynamic"),
+        ({"nonfinite": {"policy": "Skip"}}, "nonfinite", "policy", "skip"),
+        ({"distributed": {"backend": "GLOO"}}, "distributed", "backend", "gloo"),
+        ({"distributed": {"shard": "ZeRO3"}}, "distributed", "shard", "zero3"),
+        ({"preset": "Vision"}, "optimizer", "name", "sgd"),
+    ],
+)
+def test_names_are_the_same_in_upper_and_lower_case(written: Any, section: str, field: str, value: Any) -> None:
+    assert getattr(getattr(shapes.load(written), section), field) == value
+
+
+@pytest.mark.parametrize(
+    ("written", "where"),
+    [
+        ({"optimizer": {"lr": True}}, "optimizer.lr"),
+        ({"optimizer": {"betas": [True, 0.9]}}, "optimizer.betas"),
+        ({"optimizer": {"weight_decay": True}}, "optimizer.weight_decay"),
+        ({"training": {"accumulate_steps": True}}, "training.accumulate_steps"),
+        ({"training": {"grad_clip_norm": True}}, "training.grad_clip_norm"),
+        ({"training": {"ema_decay": True}}, "training.ema_decay"),
+        ({"precision": {"loss_scale": True}}, "precision.loss_scale"),
+    ],
+)
+def test_a_yes_is_no_number(written: Any, where: str) -> None:
+    with pytest.raises(ConfigError, match="expected a number") as caught:
+        shapes.load(written)
+    assert caught.value.where == where
+
+
+def test_a_yes_stays_a_yes_where_one_is_meant() -> None:
+    config = shapes.load(
+        {"training": {"ema_decay": 0.9, "ema_warmup": True}, "optimizer": {"momentum": 0.9, "nesterov": True}}
+    )
+    assert config.ema.warmup is True and config.optimizer.nesterov is True
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n", "---\n", "optimizer:\n"])
+def test_an_empty_file_asks_for_nothing(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    assert shapes.load(path) == shapes.load({})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rate"),
+    [
+        ({"lr_scaling": "linear", "batch_size": 4096}, 5e-5),
+        ({"lr_scaling": "sqrt", "batch_size": 64}, 1e-5),
+        ({"lr_scaling": "linear", "batch_size": 512, "lr": 1e-5}, 2e-5),
+        ({"lr_scaling": "linear", "batch_size": 512, "lr": 1e-6}, 1e-5),
+        ({"name": "lion"}, 5e-5),
+        ({"lr": 1.0, "lr_range": [1e-6, 1e-3]}, 1e-3),
+    ],
+)
+def test_nlp_finetune_clamps_the_rate_that_is_used(optimizer: Any, rate: float) -> None:
+    config = shapes.load({"preset": "nlp-finetune", "optimizer": optimizer})
+    assert config.optimizer.scaled_lr == pytest.approx(rate, rel=1e-12)
+    low, high = config.optimizer.lr_range or (0, 0)
+    assert low <= config.optimizer.scaled_lr <= high

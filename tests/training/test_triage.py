@@ -260,9 +260,8 @@ def test_a_copy_of_the_model_does_not_report_to_the_recorder() -> None:
     recorder = Recorder(lane)
     copy.deepcopy(model)(torch.randn(4, 4))
     assert not recorder.passes
-    model.eval()(torch.randn(4, 4))
     with torch.no_grad():
-        model.train()(torch.randn(4, 4))
+        model(torch.randn(4, 4))
     assert not recorder.passes
 
 
@@ -342,3 +341,149 @@ def test_the_search_for_a_loss_scale_is_no_incident(tmp_path: Path) -> None:
             out = model(torch.full((3, 4), 30.0))
         moved.append(mo.step(out.float().square().mean()))
     assert not moved[0] and moved[-1] and not any(w.startswith("step") for w in mo.warnings)
+
+
+# What was there before the first operator, and what nobody looked at.
+
+
+def _with_inf(where: str, first: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    made = {"linear": nn.Linear(4, 4), "layer norm": nn.LayerNorm(4), "batch norm": nn.BatchNorm1d(4)}
+    model = nn.Sequential(made[first], nn.LayerNorm(4), nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        if where == "input":
+            x[2, 1] = math.inf
+        elif where == "minus":
+            x[2, 1] = -math.inf
+        else:
+            dict(model.named_parameters())[where].view(-1)[0] = math.inf
+    return model, x
+
+
+@pytest.mark.parametrize("first", ["linear", "layer norm", "batch norm"])
+@pytest.mark.parametrize("where", ["input", "minus", "0.weight", "0.bias", "1.weight", "2.weight"])
+def test_an_inf_that_was_there_is_named_itself(where: str, first: str) -> None:
+    model, x = _with_inf(where, first)
+    origin = _look(model, x).origin
+    assert origin is not None and origin.inf == 1 and not origin.nan
+    if where in ("input", "minus"):
+        assert (origin.phase, origin.tensor, origin.samples) == ("input", "input 0", (2,))
+    else:
+        assert (origin.phase, origin.tensor) == ("parameter", where)
+
+
+class Additive(nn.Module):
+    """The mask comes as an argument or a buffer, and is -inf where nothing shall be seen."""
+
+    def __init__(self, fault: Any = lambda x: x) -> None:
+        super().__init__()
+        self.linear, self.fault = nn.Linear(4, 4), fault
+        self.register_buffer("causal", torch.full((5, 5), -math.inf).triu(1))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.linear(x) @ x.transpose(1, 2) + self.causal + mask
+        out: Tensor = self.fault(scores.softmax(-1) @ x)
+        return out
+
+
+@pytest.mark.parametrize("padded", [(), (1,), (1, 2)])
+def test_a_mask_that_came_along_is_not_the_origin_of_another_fault(padded: tuple[int, ...]) -> None:
+    mask = torch.zeros(3, 1, 5)
+    for sample in padded:
+        mask[sample, :, -1] = -math.inf
+    fault = lambda out: out * torch.where(out > out.max() - 1e-6, math.nan, 1.0)  # noqa: E731
+    origin = _look(Additive(fault), (torch.randn(3, 5, 4), mask)).origin
+    assert origin is not None and origin.phase == "forward" and origin.tensor != "input 1"
+
+
+def test_a_mask_that_hides_all_of_a_sample() -> None:
+    mask = torch.zeros(3, 1, 5)
+    mask[1] = -math.inf
+    origin = _look(Additive(), (torch.randn(3, 5, 4), mask)).origin
+    assert origin is not None
+    assert (origin.phase, origin.tensor, origin.samples) == ("input", "input 1", (1,))
+    mask[2, :, -1] = -math.inf  # as it should be; then it is the operator that could not do it
+    origin = _look(Additive(), (torch.randn(3, 5, 4), mask)).origin
+    assert origin is not None and origin.tensor == "_softmax" and origin.samples == (1,)
+
+
+def test_a_step_in_eval_mode_is_looked_at() -> None:
+    model = _net().eval()
+    x = torch.randn(3, 4)
+    x[1, 0] = math.nan
+    finding = _look(model, x)
+    assert finding.seen and finding.origin is not None and finding.origin.tensor == "input 0"
+    # A pass that no gradient came back to is no part of the step.
+    model = _net().train()
+    lane = Lane(model, Config())
+    recorder = Recorder(lane)
+    model.eval()(x)
+    lane.backward(model.train()(torch.randn(3, 4)).sum() * math.nan)
+    lane.window.close()
+    found = recorder.find(math.nan, math.nan)
+    assert found.origin is not None and found.origin.phase == "loss" and found.micro_batch == 0
+
+
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_what_was_not_seen_is_not_judged(mixed: bool) -> None:
+    """A loss that doesn't come through the model's forward; also beside one that does."""
+    model = OwnLoss()
+    mo = ModelOptimizer(model, {"accumulate": {"steps": 2 if mixed else 1}, "nonfinite": {"triage": True}})
+    if mixed:
+        mo.step(model(torch.ones(3, 4)).square().mean())
+    assert not mo.step(model.loss(torch.full((3, 4), math.nan)))
+    (text,) = mo.warnings
+    assert text == ("step 1: the loss is nan; where it began is not known: the loss does not come through calls of the "
+                    "model alone, and nothing else can be run again")  # fmt: skip
+    judge = mo.lanes[""].judge
+    assert judge is not None and not judge.findings[0].repeats
+    with torch.no_grad():
+        model.linear.weight[0, 0] = math.inf
+    found = Recorder(mo.lanes[""]).find(math.nan, math.nan) if mixed else None
+    mo.step(model.loss(torch.ones(3, 4)))
+    assert found is None or found.origin is None or found.origin.tensor == "linear.weight"
+
+
+class Counts(nn.Module):
+    """Divides by zero the second time it is run, and never again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        out: Tensor = self.linear(x) / (self.runs - 2)
+        return out
+
+
+def test_a_pass_is_run_again_with_the_buffers_it_began_with() -> None:
+    model = Counts()
+    model(torch.ones(1, 4))
+    origin = _look(model, torch.ones(3, 4)).origin
+    assert origin is not None and origin.tensor == "div" and float(model.runs) == 2
+
+
+def test_a_model_that_is_looked_at_can_be_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    mo = ModelOptimizer(model, {"nonfinite": {"triage": True}, "memory": {"checkpointing": True}})
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    x = torch.randn(3, 4)
+    assert torch.equal(loaded(x), model(x)) and torch.equal(copy.deepcopy(model)(x), model(x))
+    assert len(mo.lanes[""].judge.recorder.passes) == 2  # type: ignore[union-attr]
