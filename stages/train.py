@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from layerline.training.config import Config
     from layerline.training.fit import Run
     from layerline.training.lane import Lane
-    from layerline.training.prove import Difference, Proof
+    from layerline.training.prove import Proof
 
 _DEFAULTS: Mapping[str, Any] = {
     "scheduler.name": "cosine", "scheduler.warmup_ratio": 0.05, "clip.max_norm": 1.0,
@@ -40,7 +40,7 @@ class Train(Stage):
     """
 
     name: ClassVar[str] = "train"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     takes: ClassVar[Mapping[str, str]] = {}
     gives: ClassVar[str] = "checkpoint"
     uses: ClassVar[tuple[str, ...]] = ("model", "train_data", "loss")
@@ -126,17 +126,17 @@ class Train(Stage):
 
         It begins where an interrupted training stands, or else from the start: a finished one has no step left to take.
         """
-        from layerline.training import prove
+        from layerline.training import checkpoint, prove
 
         how = self.model_dump(include={"epochs", "steps", "batch_size", "seed", "workers"})
         arguments = {"task": str(work.task.path), "config": self.config().model_dump(mode="json"), **how}
         kept = work.scratch / "checkpoints"
-        start = kept if any(kept.glob("step-*.safetensors")) else None
+        start = kept if checkpoint.rotation(kept) else None
         proof = prove.prove(
             "layerline.training.refit:make", steps, arguments={**arguments, "device": self._device()},
             start=start, progress=work.log.progress,
         )  # fmt: skip
-        return _proved(proof, interrupted=start is not None)
+        return _proved(proof, asked=steps, interrupted=start is not None)
 
     def _device(self) -> str:
         import torch
@@ -151,38 +151,22 @@ class Train(Stage):
         return "cuda" if cuda else "cpu"
 
 
-def _proved(proof: Proof, *, interrupted: bool) -> Report:
+def _proved(proof: Proof, *, asked: int, interrupted: bool) -> Report:
     found = proof.difference
-    notes: tuple[str, ...] = ()
+    notes: list[str] = []
     if interrupted:
         where = f"{proof.begun_from}, the newest checkpoint of the training that was cut short"
-        notes = (
-            f"began from {where}" if proof.begun_from else "too little is left of the training that was cut short",
+        notes.append(
+            f"began from {where}" if proof.begun_from else "too little is left of the training that was cut short"
         )
+    if proof.steps < asked:
+        notes.append(f"{asked} steps were asked for; each half of what the training has left is {proof.steps}")
     return Report(
         stage="train", reference="straight", candidate="resumed in a fresh process",
-        metrics={"began_at_step": proof.first, "steps": proof.steps, "compared": proof.compared}, notes=notes,
-        gates=(Gate("goes on bit for bit", proof.passed, str(proof), "no difference", _mend(found) if found else ""),),
+        metrics={"began_at_step": proof.first, "steps": proof.steps, "compared": proof.compared}, notes=tuple(notes),
+        gates=(Gate("goes on bit for bit", proof.passed, str(proof), "no difference", proof.hint),),
         tables={"First difference": [dataclasses.asdict(found)]} if found else {},
     )  # fmt: skip
-
-
-def _mend(found: Difference) -> str:
-    """What to do about a difference, by what it begins with."""
-    if not found.repeats:
-        return (
-            "resuming is not at fault: a second time it gave something else again. An operator is not deterministic, "
-            "of which torch warns, or a hook draws from the clock or the system"
-        )
-    if found.name.startswith("data/"):
-        return (
-            "train_data() gave other samples: it draws from a generator of its own or keeps count between samples. "
-            "Draw from random, numpy.random or torch, which are seeded for each batch"
-        )
-    return (
-        "model() or loss() keeps something that is neither parameter nor buffer (a number in Python, a generator of "
-        "its own): register_buffer() makes it part of the checkpoint"
-    )
 
 
 def _gather(raw: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
@@ -191,14 +175,33 @@ def _gather(raw: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
     _refuse_unknown(raw, fields)
     sections = {k: v for k, v in raw.items() if k in shapes.SECTIONS or k == "preset"}
     own = {k: v for k, v in raw.items() if k not in sections}
+    try:
+        recipe = _dotted(own.get("recipe"))
+    except ConfigError as error:
+        raise _placed(error, raw) from error
     scheduler = sections.get("scheduler")
-    name = scheduler.get("name", "cosine") if isinstance(scheduler, Mapping) else "cosine"
+    name = recipe.get("scheduler.name", "cosine")
+    name = scheduler.get("name", name) if isinstance(scheduler, Mapping) else name
     # A warm-up of our own choice belongs to a schedule of our own choice.
     defaults = {k: v for k, v in _DEFAULTS.items() if k != "scheduler.warmup_ratio" or name == "cosine"}
     try:
-        return {**own, "recipe": shapes.normal_form({**shapes.nested(own.get("recipe") or {}), **sections}, defaults)}
+        return {**own, "recipe": shapes.normal_form({**sections, **recipe}, defaults)}
     except ConfigError as error:
         raise _placed(error, raw) from error
+
+
+def _dotted(recipe: Any) -> dict[str, Any]:
+    """A recipe by field (`clip.max_norm`), whether it was written so or in sections: what the sections beside it say
+    otherwise is then a contradiction."""
+    if recipe is None:
+        return {}
+    if not isinstance(recipe, Mapping):
+        raise ConfigError(f"expected a mapping, for example {{clip.max_norm: 1}}; saw {recipe!r}", where="recipe")
+    return {
+        f"{section}.{name}" if name else section: value
+        for section, fields in recipe.items()
+        for name, value in (fields.items() if isinstance(fields, Mapping) else [("", fields)])
+    }
 
 
 def _refuse_unknown(raw: Mapping[str, Any], fields: Collection[str]) -> None:
@@ -218,6 +221,9 @@ def _placed(error: ConfigError, raw: Any) -> ValidationError:
     text = f"{error.what}; {error.hint}" if error.hint else error.what
     kind = PydanticCustomError("told", "{text}", {"text": text, "what": error.what, "hint": error.hint})
     place = tuple(error.where.split("."))
+    recipe = raw.get("recipe") if isinstance(raw, Mapping) else None
+    if isinstance(recipe, Mapping) and place[0] not in raw:  # there a field may be one key
+        place = ("recipe", *((error.where,) if error.where in recipe else place))
     for step in place:
         raw = raw.get(step) if isinstance(raw, Mapping) else None
     details: InitErrorDetails = {"type": kind, "loc": place, "input": raw}
@@ -255,6 +261,8 @@ def _accepted(lane: Lane) -> Gate:
         seen += f", the last {lane.skipped_in_a_row} in a row"
     good = lane.steps > 0 and not lane.skipped_in_a_row and math.isfinite(lane.loss)
     hint = f"the first rejected step is {lane.first_rejected}: look for a division or log of 0, or lower the rate"
+    if not lane.config.nonfinite.triage:
+        hint += "; `nonfinite: {triage: true}` under train names the operator and the samples"
     return Gate("steps accepted", good, seen, "some, and the last one", "" if good else hint)
 
 

@@ -7,12 +7,16 @@ window is Σ grad(loss_i) / Σ weight_i whatever the split.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.errors import ConfigError, StageError
+
+# A parameter, the gradient it had, and how often that had been written to.
+Witness = tuple[Tensor, Tensor, int]
 
 
 def loss_factor(scale: float, weight: float | None) -> float:
@@ -22,6 +26,54 @@ def loss_factor(scale: float, weight: float | None) -> float:
     by a power of two, which costs no precision.
     """
     return scale if not weight else scale * 2.0 ** -round(math.log2(weight))
+
+
+def check_loss(loss: object) -> None:
+    """Refuses what no backward pass can begin at.
+
+    Raises:
+        ConfigError: no tensor, more than one number, or nothing that a gradient could come from.
+    """
+    if not isinstance(loss, Tensor):
+        seen, hint = f"a {type(loss).__name__}", "give the loss itself, not loss.item()"
+    elif loss.numel() != 1:
+        seen, hint = f"a tensor of shape {tuple(loss.shape)}", "take its mean, or its sum with weight="
+    elif loss.is_complex():
+        seen, hint = f"a tensor of {loss.dtype}", "take its real part or its magnitude"
+    elif not loss.requires_grad:
+        seen, hint = (
+            "a tensor without a gradient",
+            "compute it from the model, outside of torch.no_grad() and undetached",
+        )
+    else:
+        return
+    raise ConfigError(f"a loss is one real number with a gradient, got {seen}", where="loss", hint=hint)
+
+
+def counted(weight: object) -> float:
+    """A weight as a plain number, whatever counted it: python, numpy or a tensor of one element.
+
+    Raises:
+        ConfigError: no number, a negative one, or one that is not finite.
+    """
+    try:
+        number = math.nan if isinstance(weight, str | bytes) else float(weight)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        seen = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) and weight.numel() != 1 \
+            else repr(weight)  # fmt: skip
+        raise ConfigError(f"a weight counts samples or tokens, got {seen}", where="weight",
+                          hint="give a finite number from 0 on")  # fmt: skip
+    return number
+
+
+def witness(params: Iterable[Tensor]) -> Witness | None:
+    """One gradient, by which it shows whether all are still there."""
+    for param in params:
+        if (grad := param.grad) is not None:
+            return param, grad, grad._version
+    return None
 
 
 @dataclass
@@ -35,6 +87,8 @@ class Window:
         micro: micro-batches closed by step().
         weight: Σ weight of the closed ones.
         losses: detached loss of every backward call.
+        open: backward calls since the last micro-batch was closed.
+        witness: a gradient as the last backward call left it.
         weighted: whether weights are given in this window; None before the first loss.
         factor: what every loss of the window was multiplied by (the loss scale); the gradients still carry it.
     """
@@ -45,12 +99,20 @@ class Window:
     weighted: bool | None = None
     factor: float = 1.0
     carried_loss: float = 0.0
+    open: int = 0
+    witness: Witness | None = None
 
-    def add(self, loss: Tensor, weight: float | None) -> None:
-        """Takes in one backward call.
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing has been added yet, by a backward call or by hand."""
+        return self.weighted is None and not self.micro
+
+    def check(self, weight: float | None, params: Iterable[Tensor]) -> None:
+        """Before a further backward call, with this weight.
 
         Raises:
-            ConfigError: a weight that is not positive, or weights for some losses of a window only.
+            ConfigError: some losses of the window have a weight and some have none.
+            StageError: the gradients so far were cleared.
         """
         weighted = weight is not None
         if self.weighted is not None and weighted is not self.weighted:
@@ -59,19 +121,41 @@ class Window:
                 where="weight",
                 hint="give the number of samples (or tokens) with each, or with none",
             )
+        self.check_gradients(params)
+
+    def add(self, loss: Tensor, weight: float | None) -> None:
+        """Takes in one backward call that was checked."""
+        self.weighted = weight is not None
         if weight is not None:
-            if not weight >= 0:
-                raise ConfigError(f"a weight counts samples or tokens, got {weight}", where="weight")
             self.weight += weight
-        self.weighted = weighted
         self.losses.append(loss)
+        self.open += 1
 
     def close(self) -> int:
         """Ends a micro-batch; returns how many the window holds."""
         if not self.weighted:
             self.weight += 1.0
         self.micro += 1
+        self.open = 0
         return self.micro
+
+    def check_gradients(self, params: Iterable[Tensor]) -> None:
+        """Whether what was added is still there: a loop's own zero_grad() would take it away without a word.
+
+        Raises:
+            StageError: the gradients were cleared.
+        """
+        if self.witness is None:
+            return
+        param, grad, version = self.witness
+        now = param.grad
+        if now is grad and now._version == version:
+            return
+        if now is None or not any(p.grad is not None and p.grad.any() for p in params):
+            raise StageError(
+                "the gradients of a window were cleared before its step, and the window is dropped", where="step",
+                hint="leave zero_grad() out: ModelOptimizer clears gradients after each step",
+            )  # fmt: skip
 
     def total_loss(self) -> float:
         """Σ loss of the window (one synchronisation)."""
@@ -82,13 +166,15 @@ class Window:
 
     def clear(self) -> None:
         self.micro, self.weight, self.weighted, self.factor, self.carried_loss = 0, 0.0, None, 1.0, 0.0
+        self.open, self.witness = 0, None
         self.losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {"micro": self.micro, "weight": self.weight, "weighted": self.weighted, "factor": self.factor,
-                "loss": self.total_loss()}  # fmt: skip
+                "loss": self.total_loss(), "open": self.open}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.losses.clear()
         self.micro, self.weight, self.weighted = state["micro"], state["weight"], state["weighted"]
-        self.factor, self.carried_loss = state["factor"], state["loss"]
+        self.factor, self.carried_loss, self.open = state["factor"], state["loss"], state["open"]
+        self.witness = None

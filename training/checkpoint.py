@@ -7,6 +7,8 @@ is pickled.
 
 from __future__ import annotations
 
+import copy
+import math
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from layerline.pipeline.errors import StageError
-from layerline.training import deploy, names, rng, tensorfile
+from layerline.pipeline.errors import ConfigError, StageError
+from layerline.training import deploy, names, rng, saved, tensorfile
 from layerline.training.lane import Lane
 from layerline.training.masks import Masks
 from layerline.training.parts import whole
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 SUFFIX = ".safetensors"
+# What other tools call such a file: hardly meant as a folder's name.
+_OTHERS = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle", ".tar", ".zip", ".npz", ".h5", ".hdf5", ".model", ".onnx")
 
 
 def save(mo: ModelOptimizer, path: Path, *, timings: bool = True) -> Path:
@@ -39,6 +43,9 @@ def save(mo: ModelOptimizer, path: Path, *, timings: bool = True) -> Path:
         path: a file ending in .safetensors, or a folder.
         timings: whether the monitors' rows go in; without them the same training gives the same bytes.
     """
+    if path.suffix != SUFFIX and not path.is_dir() and (path.suffix.lower() in _OTHERS or path.exists()):
+        raise ConfigError(f"a checkpoint is a {SUFFIX} file, or lies in a folder", where=str(path),
+                          hint=f"{path.with_suffix(SUFFIX).name}")  # fmt: skip
     target = path if path.suffix == SUFFIX else path / f"step-{mo.global_step:08d}{SUFFIX}"
     with ExitStack() as stack:
         for lane in mo.lanes.values():
@@ -69,7 +76,9 @@ def roll_back(mo: ModelOptimizer, name: str) -> str | None:
     if mo.saved is None:
         return None
     _, tensors, meta = _read(mo, mo.saved)
-    _restore_lane(mo.lanes[name], meta["lanes"][name], f"{name}/" if name else "", tensors)
+    state = saved.read(mo.lanes[name], meta["lanes"][name], f"{name}/" if name else "", tensors)
+    _load_others(mo, {name: state.parts["optimizer"]}, {})
+    _restore_lane(mo.lanes[name], state)
     return mo.saved.name
 
 
@@ -100,7 +109,8 @@ def restore(mo: ModelOptimizer, tensors: Mapping[str, Tensor], meta: Mapping[str
     """Puts a saved state into `mo`.
 
     Raises:
-        StageError: another format, other models, or tensors that do not fit.
+        StageError: another format, other models, another optimizer, or tensors that do not fit. Nothing is changed
+            then; nor where something that was registered, or a custom optimizer, refuses its state.
     """
     if meta.get("format") != FORMAT:
         raise StageError(f"a checkpoint of format {meta.get('format')!r}, expected {FORMAT}", where="checkpoint")
@@ -109,11 +119,11 @@ def restore(mo: ModelOptimizer, tensors: Mapping[str, Tensor], meta: Mapping[str
                          where="checkpoint")  # fmt: skip
     for change in _changes(meta["config"], mo.config.model_dump(mode="json")):
         warnings.warn(f"resuming with another configuration: {change}", stacklevel=4)
-    for name, lane in mo.lanes.items():
-        _restore_lane(lane, meta["lanes"][name], f"{name}/" if name else "", tensors)
-    for name, extra in mo.extras.items():
-        if name in meta["extras"]:
-            extra.load_state_dict(unpack(meta["extras"][name], f"extras/{name}", tensors))
+    lanes = {n: saved.read(lane, meta["lanes"][n], f"{n}/" if n else "", tensors) for n, lane in mo.lanes.items()}
+    extras = {n: unpack(meta["extras"][n], f"extras/{n}", tensors) for n in mo.extras if n in meta["extras"]}
+    _load_others(mo, {n: state.parts["optimizer"] for n, state in lanes.items()}, extras)
+    for name, state in lanes.items():
+        _restore_lane(mo.lanes[name], state)
     _restore_draws(meta, tensors, 0 if mo.ranks is None else mo.ranks.rank)
 
 
@@ -179,6 +189,7 @@ def _restore_draws(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], rank:
 
 
 def _lane_state(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> dict[str, Any]:
+    lane.refresh()
     for name, tensor in lane.named.tensors.items():
         tensors[f"{prefix}online/{name}"] = tensor.detach()
     if lane.masters is not None:
@@ -206,73 +217,114 @@ def _lane_state(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> 
     return {"counters": counters, "aliases": lane.named.aliases, **packed}
 
 
-def _restore_lane(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str, Tensor]) -> None:
-    def part(name: str) -> Any:
-        return unpack(saved[name], f"{prefix}{name}", tensors)
+def _load_others(mo: ModelOptimizer, optimizers: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+    """Gives states to the user's own objects, which alone can tell whether they fit: all take theirs, or none."""
+    loads = [(mo.extras[name], state) for name, state in extras.items()]
+    for name, part in optimizers.items():
+        lane = mo.lanes[name]
+        if not lane.custom:
+            continue
+        if part["custom"] is None or not hasattr(lane.optimizer, "load_state_dict"):
+            _say_stateless(lane, f"{type(lane.optimizer).__name__} begins without the state it had: "
+                                 "it was not saved, or it has no load_state_dict()")  # fmt: skip
+        else:
+            loads.append((lane.optimizer, part["custom"]))
+    done: list[tuple[Any, Any]] = []
+    try:
+        for thing, state in loads:
+            # A torch optimizer looks at a state before it takes it.
+            before = None if isinstance(thing, torch.optim.Optimizer) else copy.deepcopy(thing.state_dict())
+            done.append((thing, before))
+            thing.load_state_dict(state)
+    except BaseException:
+        for thing, before in reversed(done):
+            if before is not None:
+                thing.load_state_dict(before)
+        raise
 
-    def under(kind: str) -> dict[str, Tensor]:
-        start = f"{prefix}{kind}/"
-        return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
 
+def _restore_lane(lane: Lane, state: saved.Saved) -> None:
     deploy.switch(lane, ema=False)
     if lane.peers is not None:
         lane.peers.changed()
-        tensors = lane.peers.split(tensors, prefix)
-    names.load(lane.model, under("online"))
+    weights, parts, counters = state.weights, state.parts, state.counters
+    names.load(lane.model, weights["online"])
     if lane.masters is not None:
-        by_name = under("masters") or under("online")
+        by_name = weights["masters"] or weights["online"]
         lane.masters.adopt([by_name[n] for n, p in zip(lane.names, lane.params, strict=True) if lane.masters.has(p)])
-    counters = saved["counters"]
     lane.steps, lane.skipped, lane.skipped_in_a_row = counters["steps"], counters["skipped"], counters["in_a_row"]
     lane.first_rejected = counters.get("first_rejected", 0)
     if lane.ema is not None:
-        lane.ema.load(under("ema"), counters["ema_updates"])
-    _restore_optimizer(lane, part("optimizer"))
-    lane.rate.load_state_dict(part("rate"), lane.steps)
-    lane.scale.load_state_dict(part("scale"))
-    window = part("window")
+        lane.ema.load(weights["ema"], counters["ema_updates"])
+    if not lane.custom:
+        _restore_optimizer(lane, parts["optimizer"])
+    lane.reach.weights = math.inf
+    lane.rate.load_state_dict(parts["rate"], lane.steps)
+    lane.scale.load_state_dict(parts["scale"])
+    window = parts["window"]
     lane.window.load_state_dict(window)
     with torch.no_grad():
         for name, param in zip(lane.names, lane.stepped, strict=True):
             grad = window["grads"].get(name)
             param.grad = None if grad is None else torch.empty_like(param).copy_(grad)
-    if lane.guard is not None and saved["guard"]:
-        lane.guard.load_state_dict(part("guard"))
-    if "masks" in saved:
+    if lane.guard is not None:
+        lane.guard.keep()
+        lane.guard.load_state_dict(parts["guard"])
+    if "masks" in parts:
         lane.masks = lane.masks or Masks(lane, {})
-        lane.masks.load_state_dict(part("masks"))
-    if "monitor" in saved:
-        lane.monitor.load_state_dict(part("monitor"))
+        lane.masks.load_state_dict(parts["masks"])
+    if "monitor" in parts:
+        lane.monitor.load_state_dict(parts["monitor"])
     if lane.peers is not None:
         lane.peers.arm(sync=lane.window.micro == lane.config.accumulate.steps - 1)
 
 
 def _optimizer_state(lane: Lane) -> dict[str, Any]:
     """By parameter name for our own optimizers; as it comes for a custom one that has a state_dict."""
+    name = saved.optimizer_name(lane)
     if lane.custom:
-        return {"custom": lane.optimizer.state_dict() if hasattr(lane.optimizer, "state_dict") else None}
+        if not hasattr(lane.optimizer, "state_dict"):
+            _say_stateless(lane, f"{name} has no state_dict(): its state is not in the checkpoint")
+            return {"name": name, "custom": None}
+        return {"name": name, "custom": lane.optimizer.state_dict()}
     name_of = {id(p): n for n, p in zip(lane.names, lane.stepped, strict=True)}
-    steps = [g["step"] for g in lane.optimizer.param_groups if "step" in g]
-    return {"state": {name_of[id(p)]: dict(s) for p, s in lane.optimizer.state.items()}, "group_steps": steps}
+    # Parameters that joined later have taken fewer steps, whatever group a fresh optimizer puts them in.
+    steps = {name_of[id(p)]: g["step"] for g in lane.optimizer.param_groups if "step" in g for p in g["params"]}
+    state = {name_of[id(p)]: dict(s) for p, s in lane.optimizer.state.items()}
+    return {"name": name, "state": state, "group_steps": steps}
 
 
-def _restore_optimizer(lane: Lane, saved: Mapping[str, Any]) -> None:
-    if lane.custom:
-        if saved.get("custom") is not None and hasattr(lane.optimizer, "load_state_dict"):
-            lane.optimizer.load_state_dict(saved["custom"])
-        return
-    if "state" not in saved:
-        raise StageError("the checkpoint was written with a custom optimizer", where="optimizer")
-    current = lane.optimizer.state_dict()
+def _say_stateless(lane: Lane, text: str) -> None:
+    lane.monitor.warn("stateless", text)
+    warnings.warn(text, stacklevel=2)
+
+
+def _restore_optimizer(lane: Lane, found: Mapping[str, Any]) -> None:
     of_name = dict(zip(lane.names, lane.stepped, strict=True))
+    _restore_steps(lane, {id(of_name[n]): step for n, step in found["group_steps"].items()})
+    current = lane.optimizer.state_dict()
     order = {id(p): i for i, p in enumerate(p for g in lane.optimizer.param_groups for p in g["params"])}
-    unknown = sorted(set(saved["state"]) - set(of_name))
-    if unknown:
-        raise StageError(f"optimizer state of unknown parameters {unknown[:5]}", where="optimizer")
-    current["state"] = {order[id(of_name[n])]: _copied(s) for n, s in saved["state"].items()}
-    for group, step in zip(current["param_groups"], saved["group_steps"], strict=False):
-        group["step"] = step
+    current["state"] = {order[id(of_name[n])]: _copied(s) for n, s in found["state"].items()}
     lane.optimizer.load_state_dict(current)
+
+
+def _restore_steps(lane: Lane, steps: Mapping[int, int]) -> None:
+    """Steps are counted by group: one whose parameters have taken different numbers is parted."""
+    for group in list(lane.optimizer.param_groups):
+        params = group["params"]
+        counts = sorted({steps.get(id(p)) for p in params}, key=lambda count: -(count or 0))
+        for index, count in enumerate(counts):
+            part = [p for p in params if steps.get(id(p)) == count]
+            if index == 0:
+                group["params"] = part
+                target = group
+            else:
+                lane.rate.part(group)
+                lane.optimizer.add_param_group({**group, "params": part})
+                target = lane.optimizer.param_groups[-1]
+            target.pop("step", None)
+            if count is not None:
+                target["step"] = count
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ This module imports no torch: `pipe.yaml` is checked with it before anything run
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -24,6 +25,13 @@ OptimizerName = Literal["sgd", "rmsprop", "adam", "adamw", "adafactor", "lamb", 
 SchedulerName = Literal[
     "constant", "cosine", "polynomial", "inverse_sqrt", "one_cycle", "step", "exponential", "plateau"
 ]
+# What only some update rules read, under the names of their arguments; and which of it each one takes.
+RULE_FIELDS = ("betas", "eps", "momentum", "nesterov", "alpha", "rho", "update_interval")
+_TAKEN: Mapping[str, tuple[str, ...]] = {
+    "sgd": ("momentum", "nesterov"), "rmsprop": ("alpha", "eps", "momentum"), "adam": ("betas", "eps"),
+    "adamw": ("betas", "eps"), "adafactor": (), "lamb": ("betas", "eps"), "lion": ("betas",),
+    "sophia": ("betas", "eps", "rho", "update_interval"),
+}  # fmt: skip
 Amp = Literal["fp32", "bf16", "fp16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -84,6 +92,17 @@ class OptimizerConfig(Section):
         return self
 
     @property
+    def ignored(self) -> str:
+        """The first field given that this rule does not read; empty where it reads all of them."""
+        taken = _TAKEN.get(self.name, RULE_FIELDS)
+        return next((n for n in RULE_FIELDS if getattr(self, n) is not None and n not in taken), "")
+
+    @property
+    def takes(self) -> str:
+        """The fields that this rule reads, in words."""
+        return ", ".join(("lr", "weight_decay", *_TAKEN.get(self.name, ())))
+
+    @property
     def scaled_lr(self) -> float:
         """The rate after scaling with the batch: linear (Goyal et al. 2017) or square root (Hoffer et al. 2017)."""
         rate = self.lr
@@ -125,7 +144,7 @@ class SchedulerConfig(Section):
 
 
 class ClipConfig(Section):
-    """Gradient clipping by total norm; off while max_norm is None."""
+    """Gradient clipping by total norm; off while max_norm is None (0 is written for it, too)."""
 
     max_norm: PositiveFloat | None = None
 
@@ -189,6 +208,11 @@ class NonFiniteConfig(Section):
     triage: bool = False
     """Replay the first such step and name the module and tensor where it began."""
 
+    @property
+    def patience(self) -> int:
+        """Rejected steps in a row that the policy answers."""
+        return 1 if self.policy == "stop" else self.limit
+
 
 class MemoryConfig(Section):
     """Trading time for memory."""
@@ -237,7 +261,7 @@ class Config(Section):
 
     def replace(self, **sections: Any) -> Config:
         """A checked copy with some sections (or fields of them, as dicts) changed."""
-        raw = self.model_dump()
+        raw = self.model_dump(exclude_unset=True)  # what nobody has set stays so
         for name, value in sections.items():
-            raw[name] = {**raw[name], **value} if isinstance(value, dict) else value
+            raw[name] = {**raw.get(name, {}), **value} if isinstance(value, dict) else value
         return Config.model_validate(raw)

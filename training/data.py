@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from layerline.pipeline.errors import TaskError
@@ -328,9 +329,8 @@ def example_inputs(task: Task, n: int = 2) -> tuple[tuple[Any, ...], dict[str, A
     if task.has("example_inputs"):
         given = task.call("example_inputs")
         if isinstance(given, Mapping):
-            return (), {k: as_tensor(v) if hasattr(v, "shape") else v for k, v in given.items()}
-        given = given if isinstance(given, tuple) else (given,)
-        return tuple(as_tensor(v) if hasattr(v, "shape") else v for v in given), {}
+            return (), {k: _in_tensors(v) for k, v in given.items()}
+        return tuple(map(_in_tensors, given if isinstance(given, tuple) else (given,))), {}
     hook = next((h for h in ("eval_data", "train_data", "calib_data") if task.has(h)), None)
     if hook is None:
         raise TaskError(
@@ -341,6 +341,11 @@ def example_inputs(task: Task, n: int = 2) -> tuple[tuple[Any, ...], dict[str, A
     source = task.call(hook)
     with task.blaming(f"drawing a batch of {hook}()"):
         return first_samples(source, n, hook)
+
+
+def _in_tensors(given: Any) -> Any:
+    """Arrays as tensors, also those in dicts, lists and tuples."""
+    return pytree.tree_map(lambda v: as_tensor(v) if hasattr(v, "shape") else v, given)
 
 
 def first_samples(source: Any, n: int, hook: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from layerline.pipeline.errors import ConfigError
 from layerline.training.lane import Lane
 from layerline.training.parts import whole
 from layerline.training.precision import HALF
@@ -17,10 +18,12 @@ def switch(lane: Lane, *, ema: bool) -> None:
     """Puts averages or trained weights into the model, in place; nothing where they are there already."""
     if lane.ema is None or lane.ema.swapped is ema:
         return
-    with torch.no_grad():
-        lane.ema.swap()
+    lane.refresh()
+    lane.ema.swap()
     if lane.masters is not None:
         lane.masters.publish()
+    if lane.guard is not None:
+        lane.guard.hold() if ema else lane.guard.release()
     if lane.peers is not None:
         lane.peers.changed()
 
@@ -38,6 +41,7 @@ def online(lane: Lane) -> Iterator[None]:
 
 def shipped(lane: Lane) -> dict[str, Tensor]:
     """Copies of the weights that would ship: averages where there are any, float32, tied tensors once."""
+    lane.refresh()
     with online(lane):
         tensors: dict[str, Tensor] = {**lane.named.tensors, **(lane.ema.values() if lane.ema else {})}
         if lane.ema is None and lane.masters is not None:
@@ -51,16 +55,19 @@ def validate(lane: Lane, metric: Callable[[nn.Module], float]) -> dict[str, floa
 
     Returns:
         `online`, `deploy` and `gap` = online - deploy.
+
+    Raises:
+        ConfigError: the metric is no number.
     """
     modes = [(m, m.training) for m in lane.model.modules()]
     lane.model.eval()
     try:
         with torch.no_grad(), online(lane):
             with _without_fake_quant(lane.model):
-                plain = float(metric(lane.model))
+                plain = _number(metric(lane.model))
             same = lane.ema is None and not _fake_quants(lane.model)
             switch(lane, ema=True)
-            deploy = plain if same else float(metric(lane.model))
+            deploy = plain if same else _number(metric(lane.model))
             switch(lane, ema=False)
     finally:
         for module, training in modes:
@@ -70,6 +77,17 @@ def validate(lane: Lane, metric: Callable[[nn.Module], float]) -> dict[str, floa
         lane.rate.set(lane.steps)
     lane.monitor.validated(lane.steps, plain, deploy)
     return {"online": plain, "deploy": deploy, "gap": plain - deploy}
+
+
+def _number(metric: object) -> float:
+    try:
+        if not isinstance(metric, str | bytes):
+            return float(metric)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    seen = f"a tensor of shape {tuple(metric.shape)}" if isinstance(metric, Tensor) else f"a {type(metric).__name__}"
+    hint = f"give one of {', '.join(map(str, metric))}" if isinstance(metric, Mapping) else "give a float"
+    raise ConfigError(f"the metric is one number, got {seen}", where="validate", hint=hint)
 
 
 def _fake_quants(model: nn.Module) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.training.config import EmaConfig
-from layerline.training.names import Named
+from layerline.training.names import Named, Slots
 from layerline.training.parts import local
 from layerline.training.precision import HALF, Masters
 
@@ -42,38 +42,63 @@ def averaged(model: Named, masters: Masters | None = None) -> dict[str, Tensor]:
 
 def statistics(model: Named) -> dict[str, Tensor]:
     """Running means and variances of the normalisation layers."""
-    return {
-        n: b for n, b in model.buffers.items()
-        if isinstance(model.owners[n], nn.modules.batchnorm._NormBase) and b.is_floating_point()
-    }  # fmt: skip
+    return {n: b for n, b in norm_buffers(model).items() if b.is_floating_point()}
+
+
+def norm_buffers(model: Named) -> dict[str, Tensor]:
+    """All that normalisation layers keep from batch to batch: their statistics, and how many batches they counted."""
+    return {n: b for n, b in model.buffers.items() if isinstance(model.owners[n], nn.modules.batchnorm._NormBase)}
 
 
 class Ema:
     """The average of a set of tensors.
 
     Args:
-        sources: tensors by canonical name; they are read at each update and never replaced.
+        sources: tensors by canonical name. They are read as they are at each update, and so may be moved by
+            `tensor.data = …`, as `module.to()` does.
         config: decay, start step, warm-up.
+        live: those among the last `sources` that are buffers, wherever the model holds them by then.
 
     Attributes:
-        sources: what is followed.
-        shadow: the averages, float32 or wider, in the order of `sources`.
+        shadow: the averages, float32 or wider, in the order of `names`.
         updates: how often the average was updated.
         swapped: whether the sources hold the averages just now.
     """
 
-    def __init__(self, sources: Mapping[str, Tensor], config: EmaConfig) -> None:
+    def __init__(self, sources: Mapping[str, Tensor], config: EmaConfig, live: Slots | None = None) -> None:
         self.config = config
-        self.names = list(sources)
-        self.sources = [s.detach() for s in sources.values()]
+        self._live = live if live is not None and live.names else None
+        self.names = [n for n in sources if live is None or n not in live.names] + (live.names if live else [])
+        self._fixed = [sources[n] for n in self.names[: len(self.names) - len(live.names if live else ())]]
         # Copied at once, so that the first average counts the weights that training started from.
-        self.shadow = [s.float().clone() if s.dtype in HALF else s.clone() for s in self.sources]
-        # Each rank averages its own part of tensors that are split.
-        self._here, self._averages = [local(s) for s in self.sources], [local(s) for s in self.shadow]
-        self._mixed = any(s.dtype in HALF for s in self.sources)
+        self.shadow = [_wide(s) for s in self.sources]
         self._backup: list[Tensor | None] = []
+        self._statistics: list[Tensor] = []
+        self._arrange()
         self.updates = 0
         self.swapped = False
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """What is followed, in the order of `names`."""
+        return [*self._fixed, *self._live.now()] if self._live is not None else self._fixed
+
+    def _arrange(self) -> None:
+        # Each rank averages its own part of tensors that are split.
+        self._here, self._averages = [local(s) for s in self._fixed], [local(s) for s in self.shadow]
+        self._mixed = any(s.dtype in HALF for s in self.sources)
+
+    def follow(self, sources: Mapping[str, Tensor], live: Slots) -> None:
+        """The model's tensors have other names by now, or there are others; averages of what stayed go on."""
+        old = {id(s): a for s, a in zip(self.sources, self.shadow, strict=True)}
+        named = dict(zip(self.names, self.shadow, strict=True))
+        fixed = {n: s for n, s in sources.items() if n not in live.names}
+        averages = [old[id(s)] if id(s) in old else _wide(s) for s in fixed.values()]
+        averages += [named[n] if n in named and named[n].shape == s.shape else _wide(s)
+                     for n, s in zip(live.names, live.now(), strict=True)]  # fmt: skip
+        self.names, self._fixed, self.shadow = [*fixed, *live.names], list(fixed.values()), averages
+        self._live = live if live.names else None
+        self._arrange()
 
     def update(self, step: int) -> None:
         """Follows the weights after accepted step number `step` (1 is the first); copies them until `start_step`.
@@ -83,21 +108,20 @@ class Ema:
         if step < self.config.start_step:
             return
         if self.updates == 0 and self.config.start_step > 1:
-            self._copy()
+            with torch.no_grad():
+                self._copy()
             self.updates = 1
             return
         self.updates += 1
-        sources = [s.float() if s.dtype in HALF else s for s in self._here] if self._mixed else self._here
-        torch._foreach_lerp_(self._averages, sources, 1.0 - decay_at(self.config, self.updates))
-
-    def add(self, name: str, source: Tensor) -> None:
-        """Follows one more tensor, from its present value on."""
-        self.names.append(name)
-        self.sources.append(source.detach())
-        self.shadow.append(source.detach().float().clone() if source.dtype in HALF else source.detach().clone())
-        self._here.append(local(self.sources[-1]))
-        self._averages.append(local(self.shadow[-1]))
-        self._mixed = self._mixed or source.dtype in HALF
+        sources = self._here if self._live is None else [*self._here, *self._live.now()]
+        if self._mixed:
+            sources = [s.float() if s.dtype in HALF else s for s in sources]
+        enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # torch.no_grad() takes a third as long as averaging ten small tensors
+        try:
+            torch._foreach_lerp_(self._averages, sources, 1.0 - decay_at(self.config, self.updates))
+        finally:
+            torch._C._set_grad_enabled(enabled)
 
     def values(self) -> dict[str, Tensor]:
         """The averages by name; the weights themselves while averaging has not begun."""
@@ -105,15 +129,21 @@ class Ema:
         return dict(zip(self.names, tensors, strict=True))
 
     def _copy(self) -> None:
-        torch._foreach_copy_(self._averages, self._here)
+        torch._foreach_copy_(self._averages, [local(s) for s in self.sources])
 
+    @torch.no_grad()
     def swap(self) -> None:
         """Exchanges weights and averages in place, one tensor at a time.
 
-        A half-precision source cannot carry the average without loss, so its own value is kept aside meanwhile.
+        A half-precision source cannot carry the average without loss, so its own value is kept aside meanwhile. What a
+        forward pass in training mode does to running statistics meanwhile is nobody's: neither average nor model has it
+        afterwards.
         """
+        first = len(self._fixed)
         if not self.updates and self.config.start_step:
             self._copy()
+        if not self.swapped:
+            self._statistics = [s.clone() for s in self.shadow[first:]]
         for i, (source, shadow) in enumerate(zip(self.sources, self.shadow, strict=True)):
             if source.dtype == shadow.dtype:
                 held = source.clone()
@@ -129,10 +159,20 @@ class Ema:
                 source.copy_(shadow)
         self.swapped = not self.swapped
         if not self.swapped:
+            for shadow, kept in zip(self.shadow[first:], self._statistics, strict=True):
+                shadow.copy_(kept)
             self._backup.clear()
+            self._statistics.clear()
 
+    @torch.no_grad()
     def load(self, averages: Mapping[str, Tensor], updates: int) -> None:
         """Goes on from saved averages; what is not among them starts at the present weights."""
         self.updates = updates
         for name, shadow, source in zip(self.names, self.shadow, self.sources, strict=True):
             shadow.copy_(averages.get(name, source))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A copy in float32 or wider."""
+    tensor = tensor.detach()
+    return tensor.float().clone() if tensor.dtype in HALF else tensor.clone()

@@ -86,6 +86,9 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     rank, size = (group.rank, group.size) if group else (0, 1)
     if size > 2 and "overlap" not in config.distributed.model_fields_set:
         config = config.replace(distributed={"overlap": False})  # a killed run must end in the same bytes
+    if config.monitor.valid_interval and not task.has("eval_data"):
+        raise TaskError("there is no such hook, and training.valid_interval asks for the metric over its data",
+                        where="eval_data", hint="define eval_data(), or leave valid_interval out")  # fmt: skip
     rng.seed_all(seed)
     model = task.call("model")
     if not isinstance(model, nn.Module):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import StageError
+from layerline.pipeline.given import check_checkpoint
 from layerline.training import checkpoint, names, tensorfile
 from layerline.training.names import Named
 
@@ -58,6 +59,7 @@ class Fit:
         tensors: what fits, by canonical name.
         missing: names that the model has and the file has not.
         wrong: names that the model has not, and shapes that differ, in words.
+        extra: the former.
         notes: what was left out or filled in.
     """
 
@@ -65,6 +67,7 @@ class Fit:
     tensors: Mapping[str, Tensor]
     missing: tuple[str, ...] = ()
     wrong: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -79,8 +82,9 @@ def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
         trust: whether a pickle may run code where it needs to.
 
     Raises:
-        StageError: not readable, or needs trust; names the classes that it wants to make.
+        StageError: no checkpoint, not readable, or needs trust; names the classes that it wants to make.
     """
+    check_checkpoint(path)
     if path.suffix == checkpoint.SUFFIX:
         tensors, meta = tensorfile.load(path)
         if "lanes" not in meta:
@@ -101,6 +105,20 @@ def _load(path: Path, *, weights_only: bool) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # how else it could be read, which nobody here chooses
         return torch.load(path, map_location="cpu", weights_only=weights_only)
+
+
+def check(fit: Fit, known: Named) -> None:
+    """Refuses weights that are no numbers, here or in the model's own types. A buffer may hold Inf, as masks do.
+
+    Raises:
+        StageError: NaN, Inf, or a number that the model's type can't hold; names the tensor and the first element.
+    """
+    for name, own in known.tensors.items():
+        tensor, param = fit.tensors[name], name in known.params
+        tensor = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+        _refuse(fit, name, tensor, ~tensor.isfinite() if param else tensor.isnan(), "a finite number")
+        beyond = tensor.isfinite() & ~tensor.to(own.dtype).isfinite()
+        _refuse(fit, name, tensor, beyond, f"what {_type(own)} can hold")
 
 
 def states(tree: Any, path: str = "") -> Iterator[State]:
@@ -157,7 +175,7 @@ def fit(state: State, known: Named, ignore: Sequence[str] = ()) -> Fit:
     fitted = _judge(state, {n: t for n, t in bare.items() if n in target}, known, unknown)
     notes = [f"left out of {state.where}: {', '.join(dropped[:_SHOWN])}"] if dropped else []
     notes += [f"{state.where} names its tensors without {state.prefix}"] if state.prefix else []
-    return replace(fitted, notes=(*fitted.notes, *notes))
+    return replace(fitted, notes=(*fitted.notes, *notes), extra=tuple(n for n in extra if n not in dropped))
 
 
 def _parts(state: State, known: Named) -> Iterator[State]:
@@ -183,6 +201,11 @@ def _judge(state: State, given: Mapping[str, Tensor], known: Named, wrong: list[
         for n, t in given.items()
         if t.shape != target[n].shape
     ]
+    wrong += [
+        f"{n} is {_type(t)}, the model has {_type(target[n])}"
+        for n, t in given.items()
+        if t.shape == target[n].shape and not _convertible(t, target[n])
+    ]
     return Fit(
         state=state,
         tensors={**given, **counters},
@@ -190,6 +213,29 @@ def _judge(state: State, given: Mapping[str, Tensor], known: Named, wrong: list[
         wrong=tuple(wrong),
         notes=(f"{len(counters)} counters of batches are not in the file and stay at 0",) if counters else (),
     )
+
+
+def _refuse(fit: Fit, name: str, tensor: Tensor, bad: Tensor, expected: str) -> None:
+    if not bad.any():
+        return
+    at = tuple(int(i) for i in bad.nonzero()[0])
+    raise StageError(
+        f"{name}{list(at) if at else ''} is {tensor[at].item()}, expected {expected}; {int(bad.sum())} of "
+        f"{bad.numel()} elements are not that",
+        where=fit.state.where,
+        hint="take a checkpoint from before it went wrong",
+    )
+
+
+def _convertible(given: Tensor, own: Tensor) -> bool:
+    """Whether the numbers mean the same in the model's type: integers in place of floats are quantised ones."""
+    if own.is_floating_point() or own.is_complex():
+        return given.is_floating_point() or (own.is_complex() and given.is_complex())
+    return not given.is_complex() and bool((given == given.to(own.dtype)).all())
+
+
+def _type(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _completed(fits: Sequence[Fit], online: Fit | None, known: Named) -> list[Fit]:
@@ -237,13 +283,27 @@ def _averaged(path: str) -> bool:
 
 def _nothing_fits(there: Sequence[State], fits: Sequence[Fit], known: Named) -> StageError:
     expected = _some({n: tuple(t.shape) for n, t in known.tensors.items()})
-    said = f"nothing in the file fits the model; {_listed(there)}; expected {len(known.tensors)} tensors: {expected}"
+    said = ["nothing in the file fits the model", f"expected {len(known.tensors)} tensors: {expected}", _listed(there)]
     nearest = max(fits, key=lambda f: (len(f.tensors), -len(f.missing) - len(f.wrong)), default=None)
+    hint = "does model() build the network that was saved?"
     if nearest is not None and nearest.tensors:
         faults = [*(f"missing {n} {tuple(known.tensors[n].shape)}" for n in nearest.missing), *nearest.wrong]
-        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        said += f"; nearest is {nearest.state.where}: {'; '.join(faults[:_SHOWN])}{more}"
-    return StageError(said, where="weights", hint="does model() build the network that was saved?")
+        more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+        said += [f"nearest is {nearest.state.where}:", *(f"  {f}" for f in (*faults[:_SHOWN], *more))]
+        if len(nearest.extra) == len(faults):
+            hint = f"if the model need not have them: ignore: [{', '.join(_patterns(nearest.extra, known))}]"
+    return StageError("\n    ".join(said), where="weights", hint=hint)
+
+
+def _patterns(extra: Sequence[str], known: Named) -> list[str]:
+    """The fewest patterns of whole modules that take in these names and none of the model's."""
+    found = dict[str, None]()
+    for name in extra:
+        parts = name.split(".")
+        heads = (".".join(parts[:i]) + "." for i in range(1, len(parts)))
+        head = next((h for h in heads if not any(n.startswith(h) for n in known.tensors)), None)
+        found[f"{head}*" if head else name] = None
+    return list(found)
 
 
 def _listed(found: Sequence[State]) -> str:
@@ -270,8 +330,14 @@ def _refusal(path: Path, error: Exception) -> StageError:
         if "torchscript" in str(reason).lower():
             unsafe = ["a TorchScript program"]
     if not unsafe:
-        said = " ".join(str(error).split()).rpartition("Please file an issue")[0] or str(error)
-        return StageError(f"torch can't read it as weights: {said:.300}", where=path.name)
+        # What follows is torch's advice to run the pickle's code, or where to file an issue.
+        said = str(error).rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
+        said = " ".join(said.partition("Please file an issue")[0].split()) or "no message"
+        return StageError(
+            f"torch can't read it as weights; damaged, or no checkpoint at all: {type(error).__name__}: {said:.300}",
+            where=path.name,
+            hint="expected .safetensors, or what torch.save writes of a state dict",
+        )
     return StageError(
         f"it holds more than weights: {', '.join(sorted(unsafe)[:_SHOWN])}; reading that runs code from the file",
         where=path.name,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,36 +17,76 @@ from layerline.training.names import modules
 
 
 def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a call by the names of forward's arguments; those of *args are `<name>_0`, `<name>_1`, …
+    """The tensors of a call by the names of forward's arguments, then keys and positions (`batch_image`, `args_0`).
 
     Raises:
         TaskError: the call does not fit forward().
     """
+    signature = inspect.signature(model.forward)
     try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TaskError(f"the example does not fit forward(): {error}", where="example_inputs") from error
+        raise misfit(signature, args, kwargs, error) from error
     flat: dict[str, Any] = {}
     for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
             flat |= value
-        elif kind is inspect.Parameter.VAR_POSITIONAL:
-            flat |= {f"{name}_{i}": v for i, v in enumerate(value)}
         else:
             flat[name] = value
-    return {n: v for n, v in flat.items() if isinstance(v, Tensor)}
+    return dict(_tensors(flat, ()))
+
+
+def misfit(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
+) -> TaskError:
+    """The error for arguments that forward() does not take: both lists of names, and where a name comes from."""
+    takes = [n for n in signature.parameters if n != "self"]
+    given = [*(f"{len(args)} by position" for _ in args[:1]), *kwargs]
+    left = [n for n in takes if n not in kwargs][len(args) :]
+    hint = "call the arrays of the data (or what example_inputs() gives) as forward() calls its arguments"
+    if kwargs and len(left) == 1 and not set(kwargs) & set(takes):
+        keys = [k.removeprefix(f"{left[0]}_") for k in kwargs]
+        told, called = ", ".join(f"{k!r}: …" for k in keys), ", ".join(f"{left[0]}_{k}" for k in keys)
+        hint += (
+            f"; where it takes a dict, call them {called}, and let example_inputs() give {{{left[0]!r}: {{{told}}}}}"
+        )
+    return TaskError(
+        f"the example does not fit forward(): {error}; it gives {', '.join(given) or 'nothing'}, "
+        f"forward() takes {', '.join(takes) or 'nothing'}",
+        where="example_inputs",
+        hint=hint,
+    )
 
 
 def named_outputs(out: Any) -> dict[str, Tensor]:
-    """The tensors a model returns: `output`, `output_0`, `output_1`, … or the keys of a dict."""
-    if isinstance(out, Tensor):
-        return {"output": out}
-    if isinstance(out, Mapping):
-        return {str(k): v for k, v in out.items() if isinstance(v, Tensor)}
-    if isinstance(out, tuple | list):
-        return {f"output_{i}": v for i, v in enumerate(out) if isinstance(v, Tensor)}
-    raise TaskError(f"the model returns {type(out).__name__}, expected tensors", where="model")
+    """The tensors a model returns, by their keys and fields: `output`, `output_0`, `boxes`, `heads_mask`.
+
+    Raises:
+        TaskError: there is none.
+    """
+    fields = isinstance(out, Mapping) or hasattr(out, "_fields") or dataclasses.is_dataclass(out)
+    if found := dict(_tensors(out, () if fields else ("output",))):
+        return found
+    raise TaskError(
+        f"the model returns {type(out).__name__}, expected tensors",
+        where="model",
+        hint="return a tensor, or tensors in tuples, lists, dicts, named tuples or dataclasses",
+    )
+
+
+def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in a tree, named as the export stage names it."""
+    inside: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Tensor):
+        yield "_".join(path), value
+    elif isinstance(value, Mapping):
+        inside = value.items()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+    elif isinstance(value, tuple | list):
+        inside = zip(getattr(value, "_fields", range(len(value))), value, strict=True)
+    for key, item in inside:
+        yield from _tensors(item, (*path, str(key)))
 
 
 def forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -64,9 +105,23 @@ def forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     except Exception as error:  # the model is the user's code
         if ran_out_of_memory(error):
             raise
+        told, hint = _unnamed(model, kwargs)
         raise TaskError(
-            f"the model cannot run on the example: {type(error).__name__}: {error}", where="example_inputs"
+            f"the model cannot run on the example: {type(error).__name__}: {error}{told}",
+            where="example_inputs",
+            hint=hint,
         ) from error
+
+
+def _unnamed(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, str]:
+    """Arguments that a forward(**kwargs) lets pass and has no name for, and what to do; both empty where none is."""
+    takes = [p for p in inspect.signature(model.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = [p.name for p in takes]
+    unknown = [k for k in kwargs if k not in names]
+    if not unknown:
+        return "", ""
+    told = f"; it gives {', '.join(unknown)}, which forward() does not name: it takes {', '.join(names)}"
+    return told, "call the arrays of the data (or what example_inputs() gives) as forward() calls its arguments"
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:

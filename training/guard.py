@@ -8,32 +8,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerline.training.names import Slots
+
 
 class Guard:
-    """Copies of the normalisation statistics as the last accepted step left them.
+    """Copies of what normalisation layers keep (means, variances, counters) as the last accepted step left it.
 
     Args:
-        live: the statistics by name; usually few and small.
+        live: where these buffers are; usually few and small.
     """
 
-    def __init__(self, live: Mapping[str, Tensor]) -> None:
-        self.names = list(live)
-        self._live = list(live.values())
-        self._kept = [t.clone() for t in self._live]
+    def __init__(self, live: Slots) -> None:
+        self._live = live
+        self._kept = [t.clone() for t in live.now()]
+        self._aside: list[Tensor] = []
+
+    def follow(self, live: Slots) -> None:
+        """The model's layers were changed."""
+        kept = dict(zip(self._live.names, self._kept, strict=True))
+        self._kept = [kept[n] if n in kept and kept[n].shape == t.shape else t.clone()
+                      for n, t in zip(live.names, live.now(), strict=True)]  # fmt: skip
+        self._live = live
 
     def keep(self) -> None:
         """Takes the present values as good."""
-        torch._foreach_copy_(self._kept, self._live)
+        torch._foreach_copy_(self._kept, self._live.now())
 
-    def restore(self) -> list[str]:
-        """Puts back every statistic that is not finite; returns their names."""
-        bad = [i for i, t in enumerate(self._live) if not torch.isfinite(t).all()]
-        for i in bad:
-            self._live[i].copy_(self._kept[i])
-        return [self.names[i] for i in bad]
+    def restore(self) -> None:
+        """Puts the values of the last accepted step back."""
+        torch._foreach_copy_(self._live.now(), self._kept)
+
+    def hold(self) -> None:
+        """While the model holds its averages, what is not averaged (counters) is put aside as well."""
+        self._aside = [t.clone() for t in self._counters()]
+
+    def release(self) -> None:
+        """Ends `hold`."""
+        if self._aside:
+            torch._foreach_copy_(self._counters(), self._aside)
+            self._aside = []
+
+    def _counters(self) -> list[Tensor]:
+        return [t for t in self._live.now() if not t.is_floating_point()]
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(zip(self.names, self._kept, strict=True))
+        return dict(zip(self._live.names, self._kept, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        torch._foreach_copy_(self._kept, [state[n] for n in self.names])
+        """What is not in `state` stays."""
+        for name, kept in zip(self._live.names, self._kept, strict=True):
+            if name in state:
+                kept.copy_(state[name])

@@ -9,24 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.training import memory, norms, optimizers
-from layerline.training.accumulate import Window, loss_factor
+from layerline.training import follow, memory, norms, optimizers
+from layerline.training.accumulate import Window, check_loss, counted, loss_factor, witness
 from layerline.training.config import Config
-from layerline.training.ema import Ema, averaged, statistics
+from layerline.training.ema import Ema, averaged, norm_buffers, statistics
 from layerline.training.foreach import Sophia
 from layerline.training.groups import members
 from layerline.training.guard import Guard
 from layerline.training.monitors import Monitor
-from layerline.training.names import named
-from layerline.training.parts import local
+from layerline.training.names import Slots, named
 from layerline.training.precision import HALF, LossScale, Masters
 from layerline.training.rate import Rate
+from layerline.training.reach import Kept, Reach
 
 if TYPE_CHECKING:
     from layerline.training.masks import Masks
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
 # Beyond this an unclipped gradient's square overflows float32 and would stay in the optimizer's state as Inf.
 _GREATEST_NORM = 1e18
 _FEW = 32
+# How often the model is looked through for what was changed in it (some microseconds a layer): at first, then so often.
+_LOOK_EVERY = 64
 _ALONE = nullcontext()
+_TRAINED = attrgetter("requires_grad")
 
 
 class Lane:
@@ -57,6 +61,8 @@ class Lane:
         loss, grad_norm: of the last accepted step, per sample and before clipping; NaN before the first.
         peers: what other ranks contribute to a step; None in a single process.
         masks: put back on after each accepted step.
+        frozen: parameters of the model that are not trained.
+        kinds: type and device of each of `params`, which stay.
         judge: told of each rejected step while its gradients are still there; it decides whether to go on.
     """
 
@@ -71,7 +77,7 @@ class Lane:
         self.masters = _masters(config, self.params, custom=self.custom)
         self.stepped = [self.masters.stepped(p) for p in self.params] if self.masters else self.params
         if self.custom:
-            optimizers.check_custom(optimizer)
+            optimizers.check_custom(optimizer, self.params)
         else:
             optimizer = optimizers.build(config.optimizer, self.members, self.stepped)
         self.optimizer: Any = optimizer
@@ -79,9 +85,14 @@ class Lane:
         self.rate = Rate(config, optimizer)
         self.scale = LossScale(config.precision)
         self.window = Window()
-        self.ema = Ema(averaged(self.named, self.masters), config.ema) if config.ema.on else None
-        self.monitor = Monitor(config.monitor, self.names, [local(p) for p in self.stepped])
-        self.guard = Guard(live) if (live := statistics(self.named)) else None
+        self.reach = Reach(optimizer, self.params, self.stepped)
+        self.ema = (
+            Ema(averaged(self.named, self.masters), config.ema, Slots(self.named, statistics(self.named)))
+            if config.ema.on
+            else None
+        )
+        self.monitor = Monitor(config.monitor, self.names, self.stepped)
+        self.guard = Guard(live) if (live := Slots(self.named, norm_buffers(self.named))).names else None
         self.peers: Peers | None = None
         self.masks: Masks | None = None
         self.judge: Judge | None = None
@@ -91,22 +102,65 @@ class Lane:
         if text := norms.warning(model, config.accumulate.steps):
             self.monitor.warn("batch_norm", text)
         self._max_norm = config.clip.max_norm or math.inf
+        self.kinds = [(p.dtype, p.device) for p in self.params]
+        self.frozen = follow.left_out(self)
+        self._look_at = 0
+        self._counts: set[int] = set()  # how many gradients a step had, where it was not all of them
+        if self.custom and (idle := optimizers.idle(optimizer, self.names, self.params)):
+            self.monitor.warn("idle", f"{idle[0]} is trained by nobody: the optimizer does not hold it")
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
-        """Adds the gradients of one loss to the window; see Window for the meaning of `weight`."""
+        """Adds the gradients of one loss to the window; see Window for the meaning of `weight`.
+
+        Raises:
+            ConfigError: the model holds its averages; a loss or weight that is none. The window stays as it was.
+            StageError: its gradients were cleared in between.
+
+        Whatever the backward pass itself raises drops the window: a part of its gradients may have been added.
+        """
+        self._add(loss, weight)
+        self.window.witness = witness(self.stepped)
+
+    def _add(self, loss: Tensor, weight: float | None) -> None:
         window = self.window
         if self.ema is not None and self.ema.swapped:
-            raise ConfigError("the model holds its EMA weights", where="step", hint="call switch_to_online() first")
-        if self.scale.on and not window.losses and not window.micro:
-            shared = weight if self.peers is None or weight is None else self.peers.agree(weight)
-            window.factor = loss_factor(self.scale.value, shared)
-        window.add(loss.detach(), weight)
-        if window.factor != 1.0:
-            loss = loss * window.factor
-        with _ALONE if self.peers is None else self.peers.backward():
-            self._differentiate(loss)
-        if self.masters is not None:
-            self.masters.collect()
+            self.refuse_averages("step")
+        if not (isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim and not loss.is_complex()):
+            check_loss(loss)
+        if weight is not None:
+            weight = counted(weight)
+        try:
+            if window.weighted is not None:
+                window.check(weight, self.stepped)
+            if self.scale.on and window.untouched:
+                shared = weight if self.peers is None or weight is None else self.peers.agree(weight)
+                window.factor = loss_factor(self.scale.value, shared)
+            window.add(loss.detach(), weight)
+            if window.factor != 1.0:
+                loss = loss * window.factor
+            with _ALONE if self.peers is None else self.peers.backward():
+                self._differentiate(loss)
+            if self.masters is not None:
+                self.masters.collect()
+            window.witness = None  # of an earlier call: this one has written to it
+        except ConfigError:
+            raise
+        except BaseException as error:
+            self.forget()
+            if isinstance(error, RuntimeError) and "through the graph a second time" in str(error):
+                raise ConfigError("a backward pass has gone through the graph of this loss already", where="loss",
+                                  hint="mo.step(loss) runs it: leave loss.backward() out, or call mo.step() without "
+                                       "the loss; of losses that share a graph, give the sum") from error  # fmt: skip
+            raise
+
+    def refuse_averages(self, where: str) -> None:
+        """Training would change the average and not the weights.
+
+        Raises:
+            ConfigError: the model holds its averages.
+        """
+        if self.ema is not None and self.ema.swapped:
+            raise ConfigError("the model holds its EMA weights", where=where, hint="call switch_to_online() first")
 
     def _differentiate(self, loss: Tensor) -> None:
         if self.sophia is not None and self.sophia.wants_curvature():
@@ -119,53 +173,91 @@ class Lane:
     def step(self, loss: Tensor | None = None, weight: float | None = None) -> bool:
         """Ends a micro-batch; the last one of a window steps the optimizer. True when the weights moved."""
         if loss is not None:
-            self.backward(loss, weight)
+            self._add(loss, weight)
+        else:
+            self._check_begun()
         wanted = self.config.accumulate.steps
-        moved = self.window.close() >= wanted and self._update(synced=True)
+        if self.window.close() >= wanted:
+            moved = self._update(synced=True)
+        else:
+            moved, self.window.witness = False, witness(self.stepped)
         if self.peers is not None and wanted > 1:
             self.peers.arm(sync=self.window.micro == wanted - 1)
         return moved
 
     def flush(self) -> bool:
         """Steps on what a short last window holds, divided by what it holds. True when the weights moved."""
-        if not self.window.micro and not self.window.losses:
+        if self.window.untouched:
             return False
-        if not self.window.micro:
+        self.refuse_averages("flush")
+        if self.window.open:
             self.window.close()
         moved = self._update(synced=False)
         if self.peers is not None:
             self.peers.arm(sync=self.config.accumulate.steps == 1)
         return moved
 
+    def _check_begun(self) -> None:
+        """A step without a loss ends what backward() has added, here or by hand; a rank of several may have nothing."""
+        self.refuse_averages("step")
+        if self.window.open or self.peers is not None:
+            return
+        if self.window.weighted is not None:
+            raise StageError("nothing was added since the last step()", where="step",
+                             hint="pass the loss, mo.step(loss), or call mo.backward(loss) first")  # fmt: skip
+        if all(p.grad is None for p in self.stepped):
+            raise self._no_gradient()
+
+    def _no_gradient(self) -> StageError:
+        self.refresh()
+        return StageError("no parameter has a gradient", where="step", hint="pass the loss: mo.step(loss)")
+
     def join(self) -> list[str]:
         """Takes in trained parameters that the model has gained since; their names.
 
         Raises:
-            ConfigError: the optimizer is the user's own, or the new parameters are half and would need masters.
+            ConfigError: the optimizer is the user's own and does not hold them yet, they are half and would need
+                masters, or the model holds its averages.
         """
-        self.named = named(self.model)
+        self.refuse_averages("join")
+        self.refresh(warn=False)
         known = {id(p) for p in self.params}
         fresh = [m for m in members(self.named, self.config.optimizer.no_decay) if id(m.param) not in known]
-        if fresh and (self.custom or _masters(self.config, [m.param for m in fresh], custom=self.custom)):
-            raise ConfigError(
-                "these parameters can only join at construction: they need masters, or the optimizer is custom",
-                where=fresh[0].name,
-                hint="construct ModelOptimizer after changing the model",
-            )
+        late = [m.param for m in fresh]
+        if self.custom and (idle := optimizers.idle(self.optimizer, [m.name for m in fresh], late)):
+            raise ConfigError("a custom optimizer must hold a parameter before it joins", where=idle[0],
+                              hint="optimizer.add_param_group({'params': …}) first")  # fmt: skip
+        if fresh and _masters(self.config, late, custom=self.custom):
+            raise ConfigError("a half parameter needs a master, and can only join at construction",
+                              where=fresh[0].name, hint="make ModelOptimizer after changing the model")  # fmt: skip
         if self.peers is not None:
             self.peers.admit(fresh)
         for member in fresh:
-            group = {"params": [member.param], "lr": self.rate.base}
-            self.optimizer.add_param_group(group if member.decay else {**group, "weight_decay": 0.0})
-            self.rate.adopt(self.optimizer.param_groups[-1])
+            member.param.grad = None  # what passes before have left there is none of a window's
             self.params.append(member.param)
             self.names.append(member.name)
             if self.stepped is not self.params:
                 self.stepped.append(member.param)
-            if self.ema is not None:
-                self.ema.add(member.name, member.param)
+            if self.custom:
+                continue
+            group: dict[str, Any] = {"params": [member.param], "lr": self.rate.base}
+            decay = self.config.optimizer.weight_decay if member.decay else 0.0
+            self.optimizer.add_param_group(group if decay is None else {**group, "weight_decay": decay})
+            self.rate.adopt(self.optimizer.param_groups[-1])
         self.members += tuple(fresh)
+        self.kinds += [(m.param.dtype, m.param.device) for m in fresh]
+        self.frozen = follow.left_out(self)
+        self.reach = Reach(self.optimizer, self.params, self.stepped)
+        follow.take_over(self)
         return [m.name for m in fresh]
+
+    def refresh(self, *, warn: bool = True) -> None:
+        """Follows what was done to the model since; see `follow.refresh`.
+
+        Raises:
+            ConfigError: a trained parameter is gone, or is another tensor, or of another type or device.
+        """
+        follow.refresh(self, warn=warn)
 
     def forget(self) -> None:
         """Drops the window: its losses, its gradients, its estimate of the curvature."""
@@ -178,12 +270,35 @@ class Lane:
             self.sophia.forget()
 
     def _update(self, *, synced: bool) -> bool:
+        """The step at the end of a window. Whatever it raises drops the window."""
+        try:
+            return self._attempt(synced=synced)
+        except BaseException as error:
+            sparse = next((n for n, p in zip(self.names, self.stepped, strict=True)
+                           if p.grad is not None and p.grad.layout is not torch.strided), None)  # fmt: skip
+            self.forget()
+            if sparse is not None:
+                raise ConfigError("sparse gradients are not supported", where=sparse,
+                                  hint="sparse=False where its embedding is looked up") from error  # fmt: skip
+            if isinstance(error, RuntimeError | TypeError):
+                self.refresh()  # what was changed in the model is a better reason
+            raise
+
+    def _attempt(self, *, synced: bool) -> bool:
         window, peers = self.window, self.peers
+        if window.witness is not None:
+            window.check_gradients(self.stepped)
+        if self.steps >= self._look_at or (self.frozen and any(map(_TRAINED, self.frozen))):
+            self.refresh()
+            self._look_at = self.steps + min(self.steps + 1, _LOOK_EVERY)
         if peers is not None:
             peers.reduce(self, synced=synced)
         grads = [p.grad for p in self.stepped if p.grad is not None]
+        if len(grads) != len(self.stepped) and len(grads) not in self._counts:
+            self._counts.add(len(grads))
+            self.refresh()  # a parameter that was replaced has no gradient any more
         if not grads:
-            raise StageError("no parameter has a gradient", where="step", hint="pass the loss: mo.step(loss)")
+            raise self._no_gradient()
         sizes = torch._foreach_norm(grads) if peers is None else peers.norms(grads)
         # The one synchronisation of a step: everything after it is decided on the CPU.
         raw_norm, weight, total_loss = _total(sizes), window.weight, window.total_loss()
@@ -198,10 +313,9 @@ class Lane:
             norm = _total(torch._foreach_norm(grads, dtype=torch.float64)) * unscale
         if not (math.isfinite(loss) and (norm < _GREATEST_NORM or self._max_norm < norm < math.inf)):
             return self._reject(loss, norm)
-        self._accept(grads, norm, loss, unscale, sizes)
-        return True
+        return self._accept(grads, norm, loss, unscale, sizes)
 
-    def _accept(self, grads: list[Tensor], norm: float, loss: float, unscale: float, sizes: Sequence[Tensor]) -> None:
+    def _accept(self, grads: list[Tensor], norm: float, loss: float, unscale: float, sizes: Sequence[Tensor]) -> bool:
         monitor, number, clipped = self.monitor, self.steps + 1, norm > self._max_norm
         factor = unscale * (self._max_norm / (norm + 1e-6)) if clipped else unscale
         if factor != 1.0:
@@ -210,20 +324,17 @@ class Lane:
                 self.sophia.rescale(unscale)
         if log := monitor.due(number):
             monitor.before()
-        self.optimizer.step()
-        if self.masters is not None:
-            self.masters.publish()
-        if self.masks is not None:
-            self.masks.apply()
+        if not self._move(self._max_norm if clipped else norm):
+            return False
         self.steps, self.skipped_in_a_row, self.loss, self.grad_norm = number, 0, loss, norm
         if self.ema is not None:
             self.ema.update(number)
         if self.guard is not None:
             self.guard.keep()
-        counted = 1.0 / (unscale * self.window.factor)
-        monitor.accepted(loss, norm, counted * (self.peers.size if self.peers else 1), clipped=clipped)
+        samples = 1.0 / (unscale * self.window.factor)
+        monitor.accepted(loss, norm, samples * (self.peers.size if self.peers else 1), clipped=clipped)
         if log:
-            layers = [n.item() * unscale for n in sizes] if monitor.per_layer else ()
+            layers = self._by_parameter(sizes, unscale) if monitor.per_layer else ()
             monitor.row(step=number, loss=loss, norm=norm, lr=self.rate.current, scale=self.scale.value,
                         skipped=self.skipped, layer_norms=layers,
                         further=self.peers.figures() if self.peers else None)  # fmt: skip
@@ -234,41 +345,95 @@ class Lane:
         self.forget()
         if self.config.memory.empty_cache:
             memory.empty_cache(self.device)
+        return True
+
+    def _move(self, norm: float) -> bool:
+        """Steps the optimizer on a gradient of this norm; False where that made a weight Inf or NaN and was undone."""
+        masters, kept = self.masters, None
+        if masters is not None and masters.follow():
+            self.reach.weights = math.inf
+        if not self.reach.safe(norm, None if self.peers is None else self.peers.greatest):
+            kept = Kept(self.optimizer, self.params, self.stepped, state=self.reach.known)
+        self.optimizer.step()
+        if masters is not None:
+            masters.publish()
+        if kept is not None and self._spoilt(kept):
+            return False
+        if self.masks is not None:
+            self.masks.apply()
+            if masters is not None:
+                masters.settled()
+        return True
+
+    def _by_parameter(self, sizes: Sequence[Tensor], unscale: float) -> list[float]:
+        """The norm of each parameter's gradient; NaN, an empty cell, where it has none."""
+        norms = iter(sizes)
+        return [math.nan if p.grad is None else next(norms).item() * unscale for p in self.stepped]
+
+    def _spoilt(self, kept: Kept) -> bool:
+        """Takes back a step that has written Inf or NaN into a weight; its gradients, loss and norm were finite."""
+        at = kept.spoilt()
+        if not (at is not None if self.peers is None else self.peers.greatest(float(at is not None))):
+            return False
+        kept.restore()
+        if self.masters is not None:
+            self.masters.publish()
+        self._count_rejected(answered=False)
+        name = "a weight of another rank" if at is None else self.names[at]
+        what = f"the update of step {self.steps + 1} makes {name} Inf or NaN"
+        hint = "lower the learning rate, or keep the weights in float32"
+        self.monitor.warn("update", f"{what}: it was taken back")
+        if not self.reach.known:
+            raise StageError(f"{what}, and the optimizer's own state cannot be put back", where=name, hint=hint)
+        if self.skipped_in_a_row >= self.config.nonfinite.patience:
+            raise StageError(f"{what}, {self.skipped_in_a_row} steps in a row", where=name, hint=hint)
+        if self.guard is not None:
+            self.guard.restore()
+        self.forget()
+        return True
+
+    def _count_rejected(self, *, answered: bool) -> None:
+        self.skipped += 1
+        self.first_rejected = self.first_rejected or self.steps + self.skipped
+        self.skipped_in_a_row += not answered
 
     def _reject(self, loss: float, norm: float) -> bool:
         # fp16 gradients overflow as a matter of course while the scale is being found; a loss never should.
         answered = self.scale.on and not self.scale.at_floor and math.isfinite(loss)
-        self.skipped += 1
-        self.first_rejected = self.first_rejected or self.steps + self.skipped
-        self.skipped_in_a_row += not answered
+        self._count_rejected(answered=answered)
         if self.scale.on:
             self.scale.overflowed()
             self.monitor.scale_fell(self.scale.value, at_floor=self.scale.at_floor)
         try:
             if self.judge is not None and not answered:
                 self.judge.rejected(self, loss, norm)
-            elif not answered and self.skipped_in_a_row >= (
-                1 if self.config.nonfinite.policy == "stop" else self.config.nonfinite.limit
-            ):
+            elif not answered and self.skipped_in_a_row >= self.config.nonfinite.patience:
                 raise self.not_finite(loss, norm)
         finally:
             if self.guard is not None:
                 self.guard.restore()
             self.forget()
+        if not answered and not self.config.nonfinite.triage:
+            self.monitor.warn("rejected", f"step {self.steps + 1} was rejected, since {_seen(loss, norm)}; "
+                                          "nonfinite.triage: true says where such a thing begins")  # fmt: skip
         return False
 
     def not_finite(self, loss: float, norm: float) -> StageError:
         """The error for a rejected step, naming the first parameter whose gradient is not finite."""
         bad = [n for n, p in zip(self.names, self.stepped, strict=True)
                if p.grad is not None and not torch.isfinite(p.grad).all()]  # fmt: skip
-        what = f"the loss is {loss:g}" if not math.isfinite(loss) else f"the gradient norm is {norm:g}"
         where = f"; the first gradient that is not finite is that of {bad[0]}" if bad else ""
         rows = f", {self.skipped_in_a_row} steps in a row" if self.skipped_in_a_row > 1 else ""
         return StageError(
-            f"{what} at step {self.steps + 1}{rows}{where}",
+            f"{_seen(loss, norm)} at step {self.steps + 1}{rows}{where}",
             where=bad[0] if bad else "loss",
-            hint="lower the learning rate, clip gradients, or look for a division or log of 0 there",
+            hint="lower the learning rate, clip gradients, or look for a division or log of 0 there; "
+            "nonfinite.triage: true says where it begins",
         )
+
+
+def _seen(loss: float, norm: float) -> str:
+    return f"the gradient norm is {norm:g}" if math.isfinite(loss) else f"the loss is {loss:g}"
 
 
 def _masters(config: Config, params: Sequence[nn.Parameter], *, custom: bool) -> Masters | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,6 +84,8 @@ def first_output(out: Any) -> Tensor:
         return out
     if isinstance(logits := getattr(out, "logits", None), Tensor):
         return logits
+    if dataclasses.is_dataclass(out) and not isinstance(out, type):
+        out = {f.name: getattr(out, f.name) for f in dataclasses.fields(out)}
     values = list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, tuple | list) else []
     if values and isinstance(values[0], Tensor):
         return values[0]

@@ -6,10 +6,11 @@ would ship.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 Scope = Literal["layer", "global"]
 Method = Literal["layer", "global", "channels"]
-_CONVS = (nn.modules.conv._ConvNd,)
 _TRANSPOSED = (nn.modules.conv._ConvTransposeNd,)
 
 
@@ -43,6 +43,7 @@ def magnitude(model: nn.Module, sparsity: float, *, scope: Scope = "layer") -> d
     Returns:
         True where a weight stays, by canonical parameter name.
     """
+    _check_word("scope", scope, Scope)
     weights = {n: p.detach().abs().float() for n, (_, p) in _layers(model).items()}
     _check(sparsity, weights)
     if scope == "layer":
@@ -106,6 +107,7 @@ class Gradual:
     method: Method = "layer"
 
     def __post_init__(self) -> None:
+        _check_word("method", self.method, Method)
         if not 0 <= self.begin < self.end or self.every < 1:
             raise ConfigError(
                 f"begins at {self.begin}, ends at {self.end}, every {self.every}",
@@ -169,8 +171,13 @@ class Masks:
     def apply(self) -> None:
         """Zeroes what is masked, in one foreach call, or chooses anew; called inside each accepted step."""
         if self._targets:
-            torch._foreach_mul_(self._targets, self._factors)
+            with torch.no_grad():
+                torch._foreach_mul_(self._targets, self._factors)
         self._follow(self._lane.steps + 1)  # what the step has brought back counts as zero there
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Parameters are called otherwise by now: old name -> new name."""
+        self.masks = {names.get(n, n): m for n, m in self.masks.items()}
 
     @property
     def sparsity(self) -> float:
@@ -254,6 +261,13 @@ def _keep(scores: Tensor, drop: int) -> Tensor:
     return keep
 
 
+def _check_word(what: str, word: str, words: Any) -> None:
+    if word not in get_args(words):
+        near = difflib.get_close_matches(str(word), get_args(words), 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(get_args(words))}"
+        raise ConfigError(f"no {what} is called {word!r}", where="masks", hint=hint)
+
+
 def _check(sparsity: float, weights: Mapping[str, Tensor]) -> None:
     if not 0 <= sparsity <= 1:
         raise ConfigError(f"a sparsity of {sparsity}", where="masks", hint="it is a share, 0 to 1")
@@ -266,9 +280,9 @@ def _check(sparsity: float, weights: Mapping[str, Tensor]) -> None:
 
 def _copies(lane: Lane, name: str, param: nn.Parameter) -> list[Tensor]:
     """Everything that holds the parameter's values: itself, its master, its average."""
-    out = [param.detach()]
+    out: list[Tensor] = [param]
     if lane.masters is not None and lane.masters.has(param):
-        out.append(lane.masters.stepped(param).detach())
+        out.append(lane.masters.stepped(param))
     if lane.ema is not None and name in lane.ema.names:
         out.append(lane.ema.shadow[lane.ema.names.index(name)])
     return out

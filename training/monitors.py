@@ -19,6 +19,7 @@ from torch import Tensor
 
 from layerline.pipeline.errors import Unavailable
 from layerline.training.config import MonitorConfig
+from layerline.training.parts import local
 
 if sys.platform != "win32":
     import resource
@@ -29,6 +30,10 @@ COLUMNS = (
 )  # fmt: skip
 _SMOOTHING = 0.98
 _NORMS_KEPT = 101
+# Warnings are thought over each so many accepted steps, however often rows are written.
+_REVIEW = 10
+_ADDRESS = Tensor.data_ptr
+_LOW = 50
 # A longer look back than this says nothing new, and the copy of the weights it takes stays small.
 _RATIO_BYTES = 64 * 2**20
 
@@ -55,7 +60,8 @@ class Monitor:
         self._active: set[str] = set()
         self._told: dict[str, str] = {}
         self._times: Counter[str] = Counter()
-        self._watched = _within(params, _RATIO_BYTES)
+        self._params = params
+        self._watched, self._at = _within(params, _RATIO_BYTES), _addresses(params)
         self._before: Tensor | None = None
         self._device = params[0].device
         self._norms: deque[float] = deque(maxlen=_NORMS_KEPT)
@@ -64,8 +70,9 @@ class Monitor:
         self._smooth: float | None = None
         self._clipped = self._steps = 0
         self._weight = 0.0
-        self._since = time.perf_counter()
-        self.waited = 0.0
+        self._since = self._reviewed = time.perf_counter()
+        self.waited = self._waited_then = 0.0
+        self._clipped_lately = self._lately = 0
         self._scale_drops = 0
         self._writer = _tensorboard(config.tensorboard) if config.tensorboard else None
 
@@ -89,6 +96,8 @@ class Monitor:
 
     def before(self) -> None:
         """Called before a step that will be a row."""
+        if (at := _addresses(self._params)) != self._at:  # `module.to()` has moved them
+            self._watched, self._at = _within(self._params, _RATIO_BYTES), at
         self._before = torch.cat(self._watched) if self._watched else None
 
     def accepted(self, loss: float, norm: float, weight: float, *, clipped: bool) -> None:
@@ -100,7 +109,13 @@ class Monitor:
         if norm > 100 * self._median:
             self.warn("norm_high", f"gradient norm {norm:.3g} is above 100 times its median {self._median:.3g}")
         self._low = self._low + 1 if norm < 0.1 * self._median < math.inf else 0
+        if self._low == _LOW:
+            self.warn("norm_low", f"gradient norm below a tenth of its median for {_LOW} steps")
         self._norms.append(norm)
+        self._clipped_lately += clipped
+        self._lately += 1
+        if self._lately == _REVIEW:
+            self._review(norm)
 
     def scale_fell(self, scale: float, *, at_floor: bool) -> None:
         """Takes in one rejected step of fp16."""
@@ -109,7 +124,7 @@ class Monitor:
             self.warn("scale", f"the loss scale is down to {scale:g} and steps still overflow")
         elif self._scale_drops >= 5:
             self.warn(
-                "scale", f"the loss scale keeps falling: {scale:g} now, {self._scale_drops} halvings since the last row"
+                "scale", f"the loss scale keeps falling: {scale:g} now, {self._scale_drops} halvings in a few steps"
             )
 
     def row(self, *, step: int, loss: float, norm: float, lr: float, scale: float, skipped: int,
@@ -124,7 +139,6 @@ class Monitor:
             "samples_s": self._weight / seconds, "wait_rate": self.waited / seconds if self.waited else None,
             "peak_mb": peak_bytes(self._device) / 2**20, "loss_scale": scale, "skipped": skipped,
         }  # fmt: skip
-        self._judge(values, steps)
         layers = (c for c in self.columns if c.startswith("grad_norm/"))
         values |= dict(zip(layers, layer_norms, strict=False)) | dict(further or {})
         self.rows.append(array("d", [_cell(values.get(c)) for c in self.columns]))
@@ -132,7 +146,8 @@ class Monitor:
             for name, value in values.items():
                 if value is not None and name != "step":
                     self._writer.add_scalar(name, value, step)
-        self._clipped = self._steps = self._scale_drops = 0
+        self._clipped = self._steps = 0
+        self._waited_then -= self.waited  # goes on counting over the row
         self._weight, self._since, self.waited = 0.0, now, 0.0
 
     def validated(self, step: int, online: float, deploy: float) -> None:
@@ -154,7 +169,8 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         flat = torch.tensor([list(r) for r in self.rows], dtype=torch.float64).reshape(-1, len(self.columns))
-        counts = {"clipped": self._clipped, "steps": self._steps, "low": self._low, "weight": self._weight}
+        counts = {"clipped": self._clipped, "steps": self._steps, "low": self._low, "weight": self._weight,
+                  "clipped_lately": self._clipped_lately, "lately": self._lately}  # fmt: skip
         return {"rows": flat, "columns": list(self.columns), "smooth": self._smooth, "norms": list(self._norms),
                 "median": self._median, **counts}  # fmt: skip
 
@@ -165,7 +181,9 @@ class Monitor:
         self._norms.clear()
         self._norms.extend(state["norms"])
         self._clipped, self._steps, self._low = state["clipped"], state["steps"], state["low"]
-        self._weight, self._since = state["weight"], time.perf_counter()
+        self._clipped_lately, self._lately = state["clipped_lately"], state["lately"]
+        self._weight, self._since, self.waited = state["weight"], time.perf_counter(), 0.0
+        self._reviewed, self._waited_then = self._since, 0.0
 
     def _ratio(self) -> float | None:
         if self._before is None:
@@ -175,21 +193,22 @@ class Monitor:
         self._before = None
         return moved / size if size else None
 
-    def _judge(self, values: dict[str, Any], steps: int) -> None:
-        self._median = statistics.median(self._norms) if len(self._norms) >= 10 else math.inf
-        if values["grad_norm"] <= 100 * self._median:
+    def _review(self, norm: float) -> None:
+        now = time.perf_counter()
+        clipped = self._clipped_lately / self._lately
+        wait = (self.waited - self._waited_then) / max(now - self._reviewed, 1e-9)
+        self._median = statistics.median(self._norms)
+        if norm <= 100 * self._median:
             self._active.discard("norm_high")
-        self._when("norm_low", self._low >= 50, f"gradient norm below a tenth of its median for {self._low} steps")
-        self._when(
-            "clip",
-            values["clip_rate"] > 0.3 and steps >= 10,
-            f"{values['clip_rate']:.0%} of the steps were clipped: lower the rate or raise the bound",
-        )
-        wait = values["wait_rate"] or 0.0
+        if not self._low:
+            self._active.discard("norm_low")
+        self._when("clip", clipped > 0.3, f"{clipped:.0%} of the steps were clipped: lower the rate or raise the bound")
         slow = self.loads and wait > 0.3
         self._when("wait", slow, f"{wait:.0%} of the time goes to waiting for data: more workers may help")
         if self._scale_drops == 0:
             self._active.discard("scale")
+        self._clipped_lately = self._lately = self._scale_drops = 0
+        self._reviewed, self._waited_then = now, self.waited
 
     def _when(self, key: str, cause: bool, text: str) -> None:
         if cause:
@@ -223,7 +242,7 @@ def _within(params: Sequence[Tensor], budget: int) -> list[Tensor]:
 
     Of a sharded parameter it is this rank's part.
     """
-    parts = [getattr(p, "_local_tensor", p).detach() for p in params]
+    parts = [local(p).detach() for p in params]
     kept: list[Tensor] = []
     for part in parts:
         budget -= part.numel() * part.element_size()
@@ -233,6 +252,10 @@ def _within(params: Sequence[Tensor], budget: int) -> list[Tensor]:
         if dense and (part.dtype, part.device) == (parts[0].dtype, parts[0].device):
             kept.append(part.as_strided((part.numel(),), (1,)))
     return kept
+
+
+def _addresses(params: Sequence[Tensor]) -> list[int]:
+    return list(map(_ADDRESS, params))
 
 
 def _cell(value: float | None) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from layerline.pipeline.errors import StageError, TaskError
+from layerline.pipeline.errors import ConfigError, StageError, TaskError
+from layerline.training.parts import local
 
 # Wrapper class -> the attribute that holds the user's own module. Matched by class, so that a user's submodule that
 # happens to be called `module` keeps its name.
@@ -41,6 +42,23 @@ class Named:
     @property
     def tensors(self) -> dict[str, Tensor]:
         return {**self.params, **self.buffers}
+
+
+class Slots:
+    """Buffers of a model as it holds them at the moment: a forward pass may put new tensors in their place.
+
+    Args:
+        model: where they are.
+        names: which ones.
+    """
+
+    def __init__(self, model: Named, names: Iterable[str]) -> None:
+        self.names = list(names)
+        self._at = [(model.owners[n]._buffers, n.rpartition(".")[2]) for n in self.names]
+
+    def now(self) -> list[Tensor]:
+        """The tensors, in the order of `names`."""
+        return [held[last] for held, last in self._at]  # type: ignore[misc]  # named() leaves out what is None
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -84,6 +102,22 @@ def named(model: nn.Module) -> Named:
     return out
 
 
+def check_apart(models: Mapping[str, nn.Module]) -> None:
+    """Refuses models that train a parameter together: its gradients would mix, and two optimizers step it.
+
+    Raises:
+        ConfigError: names the parameter, in both models.
+    """
+    seen: dict[tuple[object, ...], str] = {}
+    for model, module in models.items():
+        mine = {_identity(p): n for n, p in named(module).params.items() if p.requires_grad}
+        for key, name in mine.items():
+            if key in seen:
+                raise ConfigError(f"two models train this parameter: {seen[key]} and {model}.{name}", where=name,
+                                  hint="keep it in one of them, or freeze it (requires_grad_(False))")  # fmt: skip
+        seen |= {key: f"{model}.{name}" for key, name in mine.items()}
+
+
 def strip(state: Mapping[str, Tensor], known: Named) -> dict[str, Tensor]:
     """A state dict saved from a wrapped model, under canonical names; tied names fall together.
 
@@ -108,14 +142,12 @@ def bare(key: str) -> str:
     return key
 
 
-def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies a state dict into the model in place, whatever wrappers either was saved or is living under.
+def check(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A state dict's tensors and the model's own, both by canonical name.
 
     Raises:
         StageError: names that are missing, unknown or of another shape; all are listed.
     """
-    import torch
-
     known = named(model)
     given = strip(state, known)
     target = known.tensors
@@ -131,6 +163,18 @@ def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         raise StageError(
             f"the weights do not fit the model: {shown}", hint="was model() changed since they were saved?"
         )
+    return given, target
+
+
+def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copies a state dict into the model in place, whatever wrappers either was saved or is living under.
+
+    Raises:
+        StageError: as `check`, before anything is copied.
+    """
+    import torch
+
+    given, target = check(model, state)
     with torch.no_grad():
         for name, tensor in target.items():
             tensor.copy_(given[name])
@@ -161,10 +205,10 @@ def _first(out: Named, seen: dict[tuple[object, ...], str], name: str, tensor: T
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
-    local = getattr(tensor, "_local_tensor", tensor)  # a sharded tensor's own part
-    if local.numel() == 0 or local.device.type == "meta":
+    part = local(tensor)
+    if part.numel() == 0 or part.device.type == "meta":
         return (id(tensor),)
-    return local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype
+    return part.device, part.data_ptr(), tuple(part.shape), part.stride(), part.dtype
 
 
 def _strip_name(key: str, names: set[str]) -> str:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from layerline.pipeline.errors import ConfigError
-from layerline.training import capabilities, checkpoint, deploy, memory, precision, shapes
+from layerline.pipeline.errors import ConfigError, machine_lacks
+from layerline.training import capabilities, checkpoint, deploy, memory, optimizers, precision, shapes
 from layerline.training.config import Config
 from layerline.training.lane import Lane
 from layerline.training.loss import default_loss
 from layerline.training.masks import Gradual, Masks
 from layerline.training.memory import LayerMemory
-from layerline.training.names import unwrap
-from layerline.training.plan import Plan, plan
+from layerline.training.names import check_apart, unwrap
+from layerline.training.plan import Plan, plan, plan_all
 from layerline.training.prove import Proof, prove
 from layerline.training.verify import AccumulationCheck, verify
 
@@ -42,7 +44,7 @@ class ModelOptimizer:
 
     Raises:
         ConfigError: an unknown field, a wrong value, two fields that contradict each other, a model without parameters
-            to train.
+            to train, an optimizer beside fields that it doesn't read.
     """
 
     def __init__(
@@ -52,11 +54,19 @@ class ModelOptimizer:
         *,
         optimizer: Any = None,
     ) -> None:
-        self.config = shapes.load(config if config is not None else {})
+        self.config = shapes.load(config if config is not None else {}, whole=True)
         models = dict(model) if isinstance(model, Mapping) else {"": model}
         own = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(models, optimizer)
         if not models or set(own) - set(models):
             raise ConfigError(f"models are {sorted(models)}, optimizers {sorted(own)}", where="optimizer")
+        for name, given in models.items():
+            if not isinstance(given, nn.Module):
+                raise ConfigError(f"expected a torch.nn.Module, got {type(given).__name__}", where=name or "model",
+                                  hint="several models go in by name: {'g': g, 'd': d}")  # fmt: skip
+        check_apart(models)
+        if all(own.get(n) is not None for n in models):
+            for given in own.values():
+                optimizers.check_unread(self.config.optimizer, given)
         self.checkpointed = capabilities.checkpoint_layers(models.values(), self.config)
         self.ranks = capabilities.enlist(models.values(), self.config, custom=optimizer is not None)
         self.lanes = {n: Lane(m, self.config, own.get(n), shared=len(models) > 1) for n, m in models.items()}
@@ -66,6 +76,8 @@ class ModelOptimizer:
         for name, lane in self.lanes.items():
             capabilities.attach(lane, self.ranks, partial(checkpoint.roll_back, self, name))
         self._metric: Callable[[nn.Module], float] | None = None
+        self._validated: str | None = None
+        self._saved_at = -1
 
     @property
     def model(self) -> nn.Module:
@@ -89,10 +101,12 @@ class ModelOptimizer:
             weight: what the sum is over. The window's gradient is Σ grad(loss) / Σ weight, whatever the split.
             only: the model to train, where there are several.
         """
-        self._lane(only).backward(loss, weight)
+        self._lane(only, "backward").backward(loss, weight)
 
     def step(self, loss: Tensor | None = None, *, weight: float | None = None, only: str | None = None) -> bool:
         """Ends a micro-batch (after backward, where a loss is given); every `accumulate.steps`-th steps the optimizer.
+
+        An error of the backward pass or of the step drops the window; a loss or weight that is refused leaves it.
 
         Without `weight` each micro-batch counts the same, whatever its size: give loss sums and weights where sizes
         differ.
@@ -101,9 +115,11 @@ class ModelOptimizer:
             Whether the weights moved.
 
         Raises:
-            StageError: losses or gradients have not been finite for too long.
+            ConfigError: a loss or weight that is none, or the model holds its averages.
+            StageError: losses, gradients or updates have not been finite for too long, there is nothing to step on, or
+                the gradients were cleared in between.
         """
-        moved = self._lane(only).step(loss, weight)
+        moved = self._lane(only, "step").step(loss, weight)
         return self._after(moved)
 
     def flush(self) -> bool:
@@ -114,23 +130,32 @@ class ModelOptimizer:
     def _after(self, moved: bool) -> bool:
         if moved:
             step, config = self.global_step, self.config.monitor
-            if self._metric is not None and config.valid_interval and step % config.valid_interval == 0:
-                self.validate(self._metric)
+            if config.valid_interval and step % config.valid_interval == 0:
+                self._validate_now()
             if config.save_interval and step % config.save_interval == 0:
                 self.save_ckpt(config.save_dir)
+                self._saved_at = step
         return moved
 
-    def _lane(self, only: str | None) -> Lane:
+    def _validate_now(self) -> None:
+        if self._metric is not None:
+            self.validate(self._metric, only=self._validated)
+            return
+        every = self.config.monitor.valid_interval
+        self._main.monitor.warn("valid", f"valid_interval is {every}, but there is no metric to call: "
+                                         "give it one, mo.validate_with(metric)")  # fmt: skip
+
+    def _lane(self, only: str | None, method: str) -> Lane:
         if only is None:
             if len(self.lanes) > 1:
-                raise ConfigError(f"which of {sorted(self.lanes)}?", where="step", hint="mo.step(loss, only=…)")
+                raise ConfigError(f"which of {sorted(self.lanes)}?", where=method, hint=f"mo.{method}(…, only=…)")
             return self._main
         if only not in self.lanes:
             raise ConfigError(f"no model is called {only!r}; there are {sorted(self.lanes)}", where="only")
         return self.lanes[only]
 
     def __getitem__(self, name: str) -> Lane:
-        return self._lane(name)
+        return self._lane(name, "[]")
 
     # What a loop reads.
 
@@ -191,7 +216,15 @@ class ModelOptimizer:
     # State.
 
     def register(self, name: str, thing: Any) -> None:
-        """Saves and loads `thing` (with state_dict() and load_state_dict()) with every checkpoint: data position, …"""
+        """Saves and loads `thing` (with state_dict() and load_state_dict()) with every checkpoint: data position, …
+
+        Raises:
+            ConfigError: it lacks one of the two.
+        """
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(thing, method, None)):
+                raise ConfigError(f"{type(thing).__name__} has no {method}()", where=f"register {name!r}",
+                                  hint="give an object with state_dict() and load_state_dict(state)")  # fmt: skip
         self.extras[name] = thing
 
     def save_ckpt(self, path: str | Path) -> Path:
@@ -215,13 +248,21 @@ class ModelOptimizer:
         return {f"{n}.{k}" if n else k: t for n, lane in self.lanes.items() for k, t in deploy.shipped(lane).items()}
 
     def export_metrics(self, path: str | Path) -> None:
-        """Writes the rows so far as CSV; several models get one file each, `<stem>-<name>.csv`. Of several ranks the
-        first one writes."""
+        """Writes the rows so far as CSV, and makes its folder where there is none; several models get one file each,
+        `<stem>-<name>.csv`. Of several ranks the first one writes.
+
+        Raises:
+            Unavailable: it cannot be written there.
+        """
         if self.ranks is not None and self.ranks.rank > 0:
             return
-        for name, lane in self.lanes.items():
-            target = Path(path)
-            lane.monitor.write_csv(target.with_name(f"{target.stem}-{name}{target.suffix}") if name else target)
+        target = Path(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            for name, lane in self.lanes.items():
+                lane.monitor.write_csv(target.with_name(f"{target.stem}-{name}{target.suffix}") if name else target)
+        except OSError as error:
+            raise machine_lacks(error) from error
 
     # Pruning and memory.
 
@@ -242,7 +283,7 @@ class ModelOptimizer:
             ConfigError: a name that is no parameter, another shape, a value that is neither 0 nor 1.
             StageError: ranks have different masks.
         """
-        lane = self._lane(only)
+        lane = self._lane(only, "apply_mask")
         if replace or lane.masks is None:
             lane.masks = Masks(lane, masks)
         else:
@@ -256,9 +297,12 @@ class ModelOptimizer:
         Args:
             inputs: arguments of one forward pass, which is run to measure activations and leaves no trace; without them
                 activations are None.
-            only: the model, where there are several.
+            only: the model, where there are several; without it and without inputs all of them, `<name>.<module>`.
         """
-        lane = self._lane(only)
+        if only is None and len(self.lanes) > 1 and not (inputs or named_inputs):
+            return [dataclasses.replace(row, module=f"{name}.{row.module}".rstrip("."))
+                    for name, lane in self.lanes.items() for row in memory.report(lane)]  # fmt: skip
+        lane = self._lane(only, "layer_memory_report")
 
         def forward() -> Any:
             with self.autocast():
@@ -268,19 +312,32 @@ class ModelOptimizer:
 
     # Validation.
 
-    def validate_with(self, metric: Callable[[nn.Module], float]) -> None:
-        """Calls `validate(metric)` every `valid_interval` steps from now on (one model)."""
-        self._metric = metric
+    def validate_with(self, metric: Callable[[nn.Module], float], *, only: str | None = None) -> None:
+        """Calls `validate(metric)` every `monitor.valid_interval` steps from now on, before a checkpoint is written.
+
+        Args:
+            metric: gets the model, in eval mode; higher is better.
+            only: the model, where there are several.
+        """
+        self._lane(only, "validate_with")
+        self._metric, self._validated = metric, only
 
     def validate(self, metric: Callable[[nn.Module], float], *, only: str | None = None) -> dict[str, float]:
         """Measures the online weights and what would ship (EMA, masks, fake-quant) side by side.
 
-        The model is in eval mode meanwhile. A plateau schedule follows the metric of what would ship.
+        The model is in eval mode meanwhile. A plateau schedule follows the metric of what would ship. A checkpoint that
+        `save_interval` wrote after this very step is written again, with the figures in it.
 
         Returns:
             `online`, `deploy` and their difference `gap`.
+
+        Raises:
+            ConfigError: the metric is no number.
         """
-        return deploy.validate(self._lane(only), metric)
+        found = deploy.validate(self._lane(only, "validate"), metric)
+        if self._saved_at == self.global_step:
+            self.save_ckpt(self.config.monitor.save_dir)
+        return found
 
     def verify_accumulation(
         self,
@@ -298,22 +355,30 @@ class ModelOptimizer:
             micro: parts; `accumulate.steps` (at least 3) by default.
             only: the model, where there are several.
         """
-        return verify(self._lane(only), batch, loss, micro or max(self.config.accumulate.steps, 3))
+        return verify(
+            self._lane(only, "verify_accumulation"), batch, loss, micro or max(self.config.accumulate.steps, 3)
+        )
 
     # What it does.
 
     def plan(self, only: str | None = None) -> Plan:
-        """Groups, learning-rate curve, bytes planned and measured, and what is refused; print() it."""
-        return plan(self._lane(only))
+        """Groups, learning-rate curve, bytes planned and measured, and what is refused here; print() it.
 
-    def prove_resume(self, steps: int, make: str) -> Proof:
+        Of several models it is the first one's, with the `others`.
+        """
+        return plan_all(self.lanes) if only is None else plan(self._lane(only, "plan"))
+
+    def prove_resume(self, steps: int, make: str, *, start: str | Path | None = None) -> Proof:
         """Whether a run split over two processes equals one in a single process, bit for bit.
+
+        The processes build everything anew with `make`, whatever state this object is in, and leave it alone.
 
         Args:
             steps: calls of step() before the checkpoint, and after it.
             make: `module:function` or `file.py:function` that returns (ModelOptimizer, step) built anew.
+            start: a checkpoint, or a folder of them, to begin from; without it from the beginning.
         """
-        return prove(make, steps)
+        return prove(make, steps, start=None if start is None else Path(start))
 
     def watch(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Hands on the loader's batches and counts the time spent waiting for them (`wait_rate`, and a warning)."""
@@ -330,4 +395,26 @@ class ModelOptimizer:
 
     def join(self) -> list[str]:
         """Takes in parameters that the model has gained since (fake-quantisation scales, a new head); their names."""
+        check_apart({name: lane.model for name, lane in self.lanes.items()})
         return [n for lane in self.lanes.values() for n in lane.join()]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelOptimizer:
+        """Another one over copies of the models, in the same state; it shares nothing with this one.
+
+        Raises:
+            ConfigError: several ranks train together.
+        """
+        if self.ranks is not None:
+            raise ConfigError("ranks train together, and a copy would be one more group", where="copy",
+                              hint="save_ckpt, and load_ckpt in another run")  # fmt: skip
+        with ExitStack() as stack:
+            for lane in self.lanes.values():
+                stack.enter_context(deploy.online(lane))
+            models = copy.deepcopy({n: lane.model for n, lane in self.lanes.items()}, memo)
+            own = {n: copy.deepcopy(lane.optimizer, memo) for n, lane in self.lanes.items() if lane.custom}
+            twin = ModelOptimizer(models.get("", models), self.config, optimizer=own or None)
+            twin.extras = copy.deepcopy(self.extras, memo)
+            tensors, meta = checkpoint.state(self)
+            checkpoint.restore(twin, {n: t.clone() for n, t in tensors.items()}, meta)
+        twin._metric, twin._validated, twin.saved = self._metric, self._validated, self.saved
+        return twin

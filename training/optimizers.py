@@ -1,4 +1,4 @@
-"""Every optimizer by name in one explicit table: which class, which fields it takes, which fast path it has."""
+"""Every optimizer by name in one explicit table: which class, which fast path it has."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
-from layerline.training.config import OptimizerConfig
+from layerline.training.config import RULE_FIELDS, OptimizerConfig
 from layerline.training.foreach import Lamb, Lion, Sophia
 from layerline.training.groups import Member
 
@@ -29,7 +29,6 @@ class Rule:
 
     Attributes:
         make: the class; called with parameter groups and keyword arguments.
-        fields: configuration fields it takes besides lr and weight_decay -> name of its argument.
         fused: torch has a fused kernel for it.
         foreach: it takes foreach=True.
         states: tensors of a parameter's size that it keeps for each one.
@@ -37,7 +36,6 @@ class Rule:
     """
 
     make: type[torch.optim.Optimizer]
-    fields: Mapping[str, str]
     fused: bool = False
     foreach: bool = True
     states: int = 2
@@ -45,19 +43,15 @@ class Rule:
 
 
 TABLE: Mapping[str, Rule] = {
-    "sgd": Rule(torch.optim.SGD, {"momentum": "momentum", "nesterov": "nesterov"}, fused=True, states=1,
-                complex=True),
-    "rmsprop": Rule(torch.optim.RMSprop, {"alpha": "alpha", "eps": "eps", "momentum": "momentum"}, states=1,
-                    complex=True),
-    "adam": Rule(torch.optim.Adam, {"betas": "betas", "eps": "eps"}, fused=True, complex=True),
-    "adamw": Rule(torch.optim.AdamW, {"betas": "betas", "eps": "eps"}, fused=True, complex=True),
-    "adafactor": Rule(torch.optim.Adafactor, {}, states=0),
-    "lamb": Rule(Lamb, {"betas": "betas", "eps": "eps"}, foreach=False),
-    "lion": Rule(Lion, {"betas": "betas"}, foreach=False, states=1),
-    "sophia": Rule(Sophia, {"betas": "betas", "eps": "eps", "rho": "rho", "update_interval": "update_interval"},
-                   foreach=False),
-}  # fmt: skip
-_OWN_FIELDS = ("betas", "eps", "momentum", "nesterov", "alpha", "rho", "update_interval")
+    "sgd": Rule(torch.optim.SGD, fused=True, states=1, complex=True),
+    "rmsprop": Rule(torch.optim.RMSprop, states=1, complex=True),
+    "adam": Rule(torch.optim.Adam, fused=True, complex=True),
+    "adamw": Rule(torch.optim.AdamW, fused=True, complex=True),
+    "adafactor": Rule(torch.optim.Adafactor, states=0),
+    "lamb": Rule(Lamb, foreach=False),
+    "lion": Rule(Lion, foreach=False, states=1),
+    "sophia": Rule(Sophia, foreach=False),
+}
 
 
 def build(config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -74,9 +68,7 @@ def build(config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[
         raise ConfigError(f"{config.name} is not defined for complex parameters, as {complex_ones[0]} is",
                           where="optimizer.name", hint=f"these are: {can}")  # fmt: skip
     arguments: dict[str, Any] = {"lr": config.scaled_lr}
-    for name in _OWN_FIELDS:
-        if (value := getattr(config, name)) is not None:
-            arguments[rule.fields[name]] = value
+    arguments |= {name: value for name in RULE_FIELDS if (value := getattr(config, name)) is not None}
     decay = config.weight_decay
     groups = []
     for wanted in (True, False):
@@ -105,19 +97,16 @@ def rule_of(config: OptimizerConfig) -> Rule:
             where="optimizer.name",
             hint="ModelOptimizer(model, config, optimizer=…) with step() and zero_grad()",
         )
-    rule = TABLE[config.name]
-    for name in _OWN_FIELDS:
-        if getattr(config, name) is not None and name not in rule.fields:
-            takes = ", ".join(("lr", "weight_decay", *rule.fields))
-            raise ConfigError(f"{config.name} has no {name}; it takes {takes}", where=f"optimizer.{name}")
-    return rule
+    if name := config.ignored:
+        raise ConfigError(f"{config.name} has no {name}; it takes {config.takes}", where=f"optimizer.{name}")
+    return TABLE[config.name]
 
 
-def check_custom(optimizer: Any) -> None:
-    """Refuses an object that cannot step, or not by itself.
+def check_custom(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
+    """Refuses an object that cannot step, or not by itself, or that steps what is not the model's.
 
     Raises:
-        ConfigError: names the method that is missing, or the argument that nobody can give.
+        ConfigError: names the method that is missing, or the argument that nobody can give; else as `check_held`.
     """
     for method in ("step", "zero_grad"):
         if not callable(getattr(optimizer, method, None)):
@@ -126,12 +115,63 @@ def check_custom(optimizer: Any) -> None:
                 where="optimizer",
                 hint="any object with step() and zero_grad() will do",
             )
-    if needed := _needed(optimizer.step):
+    # A scheduler of torch's puts a function of its own in the place of the method: it is the class that says.
+    step = getattr(type(optimizer), "step", None)
+    if needed := _needed(optimizer.step if step is None else step.__get__(optimizer)):
         raise ConfigError(
             f"{type(optimizer).__name__}.step() needs {needed}, and gradients are given to it, not computed by it",
             where="optimizer",
             hint="use an optimizer whose step() takes nothing",
         )
+    check_held(optimizer, params)
+
+
+def check_held(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
+    """Refuses an optimizer with a parameter whose gradient nobody would divide, unscale, clip and save.
+
+    Raises:
+        ConfigError: names its place and shape.
+    """
+    known = {id(p) for p in params}
+    for index, held in enumerate(_held(optimizer)):
+        if held.requires_grad and id(held) not in known:
+            raise ConfigError(
+                f"parameter {index} of {type(optimizer).__name__}, of shape {tuple(held.shape)}, is not the model's",
+                where="optimizer",
+                hint="make it a part of the model first (a loss's own too); what is one by now joins by join()",
+            )
+
+
+def idle(optimizer: Any, names: Sequence[str], params: Sequence[nn.Parameter]) -> list[str]:
+    """Parameters that a custom optimizer leaves out; none where it does not say what it holds."""
+    held = {id(p) for p in _held(optimizer)}
+    return [n for n, p in zip(names, params, strict=True) if id(p) not in held] if held else []
+
+
+def own_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """The parameter groups of any optimizer; none where it does not keep any."""
+    return [g for g in getattr(optimizer, "param_groups", ()) if isinstance(g, dict) and "params" in g]
+
+
+def check_unread(config: OptimizerConfig, optimizer: Any) -> None:
+    """Refuses fields that a custom optimizer has its own of; a rate is read where it has no groups that hold one.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    read = {"name"} if config.name == "custom" else set()
+    if not any("lr" in g for g in own_groups(optimizer)):
+        read |= {"lr", "lr_scaling", "batch_size", "base_batch_size", "lr_range"}
+    for field in sorted(config.model_fields_set - read, key=list(type(config).model_fields).index):
+        raise ConfigError(
+            f"{type(optimizer).__name__} is given, and does not read {field}: {getattr(config, field)!r}",
+            where=f"optimizer.{field}",
+            hint="leave it out, or leave optimizer= out; `name: custom` says that the optimizer is given",
+        )
+
+
+def _held(optimizer: Any) -> list[Tensor]:
+    return [p for g in own_groups(optimizer) for p in g["params"] if isinstance(p, Tensor)]
 
 
 def _needed(call: Any) -> str:

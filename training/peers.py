@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from layerline.training.ema import statistics
 from layerline.training.hooks import Attached
+from layerline.training.names import Slots
 from layerline.training.ranks import Ranks, kind
 
 if TYPE_CHECKING:
@@ -101,6 +102,10 @@ class Peers(ABC):
         with self.guarded("exchanging notes"):
             return sum(row[0] for row in self.ranks.floats(value)) / self.ranks.size
 
+    def greatest(self, value: float) -> float:
+        """The greatest of a value over ranks that hold different parts of the weights; they ask at the same step."""
+        return value
+
     def gather(self, thing: Any) -> list[Any]:
         """A small object of each rank, in their order."""
         with self.guarded("exchanging notes"):
@@ -154,11 +159,10 @@ class Peers(ABC):
         known = self.lane.named
         averaged = statistics(known)
         # As the model holds them now: a forward pass may put new tensors in the place of its buffers.
-        live = {n: known.owners[n]._buffers[n.rpartition(".")[2]] for n in known.buffers}
-        for flat, parts in flattened([b for n, b in live.items() if b is not None and n in averaged], 1 << 30):
+        for flat, parts in flattened(Slots(known, averaged).now(), 1 << 30):
             dist.all_reduce(flat.div_(self.ranks.size))
             unflatten(flat, parts)
-        spread([b for n, b in live.items() if b is not None and n not in averaged], 1 << 30)
+        spread(Slots(known, [n for n in known.buffers if n not in averaged]).now(), 1 << 30)
 
 
 def flattened(tensors: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, list[Tensor]]]:

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from layerline.training import norms
 from layerline.training.lane import Lane
-from layerline.training.optimizers import TABLE
+from layerline.training.optimizers import TABLE, own_groups
+from layerline.training.refused import refused
 
-# Each of these is an error where it is asked for; the reason is the one given here.
-REFUSED: Mapping[str, str] = {
-    "sophia with half parameters": "its estimate of the curvature needs float32 parameters; use precision.amp",
-    "custom optimizer with master_weights": "it holds the parameters themselves and cannot be made to step copies",
-    "a step while the model holds its EMA weights": "it would train the average; call switch_to_online() first",
-    "weighted and unweighted losses in one window": "their gradients have no common divisor",
-    "sparse gradients": "norms, clipping and averaging are defined on dense ones; use Embedding(sparse=False)",
-    "cosine, polynomial and one_cycle without total_steps": "they are functions of the length of the run",
-    "a warm-up as long as the run": "the peak rate would never be reached",
-    "sharding with half parameters": "float32 masters are not sharded; use precision.amp",
-    "sharding with triage": "it replays a step on one rank, and a sharded layer needs all of them",
-    "sharding with adafactor": "its row and column statistics need whole matrices",
-    "sharding with sophia": "it needs second derivatives, which sharded layers have not",
-    "parameters that join a sharded model": "its units are split once; change the model before",
-    "DistributedDataParallel with static_graph": "it allows no pass that is not reduced",
-    "ranks with different masks or joining parameters": "they would train different models",
-    "lamb, lion, adafactor and sophia on complex parameters": "they are not defined there",
-    "an optimizer whose step() needs an argument (LBFGS)": "gradients are given to it, not computed by it",
-    "a field that the optimizer or schedule does not read": "it would be ignored without a word",
-    "sharding of several models or with a custom optimizer": "split them yourself with fully_shard first",
-    "two fields that set the same thing to different values": "there is no telling which one is meant",
-}
+_HEAD = ("lr", "betas", "eps", "momentum", "nesterov", "alpha", "rho", "weight_decay", "fused", "foreach")
 
 
 @dataclass(frozen=True)
@@ -40,12 +20,15 @@ class Plan:
     """The plan of one model; `str()` prints it.
 
     Attributes:
-        groups: parameter name -> ("decay" or "no decay", why, elements).
+        groups: parameter name -> ("decay" or "no decay", why, elements). Of a custom optimizer it is what its groups
+            say, and why is the group's number; "unknown" where it has none, "not held" where it leaves one out.
         curve: (step, learning rate) at eleven points of the run.
         bytes: kind -> (planned, measured); measured is None before the first step.
         elements: trained parameters.
         notes: sentences on this configuration.
-        refused: combination -> why.
+        refused: combination with a part of this configuration in it -> why (`layerline.training.refused` has them all).
+        model: its name, where there are several.
+        others: the plans of the further models, where there are several.
     """
 
     optimizer: str
@@ -55,10 +38,12 @@ class Plan:
     elements: int
     notes: tuple[str, ...]
     refused: Mapping[str, str]
+    model: str = ""
+    others: tuple[Plan, ...] = ()
 
     def __str__(self) -> str:
         width = max(len(n) for n in self.groups)
-        lines = [self.optimizer, "", "groups"]
+        lines = [f"{self.model}: {self.optimizer}" if self.model else self.optimizer, "", "groups"]
         lines += [f"  {n:<{width}}  {g:<8}  {why:<10} {size:>12,}" for n, (g, why, size) in self.groups.items()]
         lines += ["", "learning rate"] + [f"  step {step:>9,}  {rate:.3e}" for step, rate in self.curve]
         lines += ["", f"bytes per trained parameter ({self.elements:,} of them)"]
@@ -67,7 +52,13 @@ class Plan:
             lines.append(f"  {kind:<10}  planned {planned / self.elements:.2f}, {seen}")
         lines += ["", "notes"] + [f"  {n}" for n in self.notes] if self.notes else []
         lines += ["", "refused"] + [f"  {what}: {why}" for what, why in self.refused.items()]
-        return "\n".join(lines)
+        return "\n\n\n".join(["\n".join(lines), *map(str, self.others)])
+
+
+def plan_all(lanes: Mapping[str, Lane]) -> Plan:
+    """The plan of the first lane, with those of the others."""
+    first, *others = (replace(plan(lane), model=name) for name, lane in lanes.items())
+    return replace(first, others=tuple(others))
 
 
 def plan(lane: Lane) -> Plan:
@@ -77,22 +68,40 @@ def plan(lane: Lane) -> Plan:
     points = sorted({round(i * (total - 1) / 10) for i in range(11)})
     return Plan(
         optimizer=_headline(lane),
-        groups={m.name: ("decay" if m.decay else "no decay", m.reason, m.param.numel()) for m in lane.members},
+        groups=_groups(lane),
         curve=tuple((s, lane.rate.at(s)) for s in points),
         bytes=_bytes(lane),
         elements=sum(p.numel() for p in lane.params),
         notes=tuple(_notes(lane)),
-        refused=REFUSED,
+        refused=refused(lane),
     )
 
 
+def _groups(lane: Lane) -> dict[str, tuple[str, str, int]]:
+    if not lane.custom:
+        return {m.name: ("decay" if m.decay else "no decay", m.reason, m.param.numel()) for m in lane.members}
+    held = own_groups(lane.optimizer)
+    index = {id(p): i for i, group in enumerate(held) for p in group["params"]}
+    out = {}
+    for name, param in zip(lane.names, lane.params, strict=True):
+        at = index.get(id(param))
+        if at is None:
+            told = ("not held", "") if held else ("unknown", "")
+        else:
+            decay = held[at].get("weight_decay")
+            told = ("unknown" if decay is None else "decay" if decay else "no decay"), f"group {at}"
+        out[name] = (*told, param.numel())
+    return out
+
+
 def _headline(lane: Lane) -> str:
+    name = type(lane.optimizer).__name__
     if lane.custom:
-        return f"{type(lane.optimizer).__name__} (custom)"
+        held = own_groups(lane.optimizer)
+        fields = [", ".join(f"{k}={g[k]}" for k in _HEAD if g.get(k) is not None) for g in held]
+        return f"{name}({' | '.join(fields)}) (custom)" if any(fields) else f"{name} (custom)"
     first = {**lane.optimizer.param_groups[0], "lr": lane.rate.base}
-    shown = ("lr", "betas", "eps", "momentum", "nesterov", "alpha", "rho", "weight_decay", "fused", "foreach")
-    fields = ", ".join(f"{k}={first[k]}" for k in shown if first.get(k) is not None)
-    return f"{type(lane.optimizer).__name__}({fields})"
+    return f"{name}({', '.join(f'{k}={first[k]}' for k in _HEAD if first.get(k) is not None)})"
 
 
 def _bytes(lane: Lane) -> dict[str, tuple[int, int | None]]:
@@ -142,6 +151,14 @@ def _notes(lane: Lane) -> Iterable[str]:
         yield "master_weights: the parameters are float32 already and are their own masters"
     if lane.custom and not hasattr(lane.optimizer, "state_dict"):
         yield f"{type(lane.optimizer).__name__} has no state_dict(): a checkpoint cannot hold its state"
+    if len({float(g["lr"]) for g in own_groups(lane.optimizer) if "lr" in g}) > 1:
+        yield "the curve is that of the optimizer's first group; the others keep their ratio to it"
+    if lane.custom and not own_groups(lane.optimizer):
+        yield f"{type(lane.optimizer).__name__} has no param_groups: what it decays, and at which rate, it does not say"
+    if config.nonfinite.policy == "rollback" and not config.monitor.save_interval:
+        yield "rollback needs a checkpoint to roll back to: monitor.save_interval, or mo.save_ckpt() in the loop"
+    if config.monitor.valid_interval:
+        yield f"every {config.monitor.valid_interval} steps it calls the metric of mo.validate_with(metric)"
     if config.scheduler.name == "plateau":
         yield "plateau moves with mo.validate(): without it the rate stays"
     if config.scheduler.total_steps is None:

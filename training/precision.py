@@ -81,6 +81,7 @@ class Masters:
         masters = [nn.Parameter(p.detach().float()) for p in self.half]
         self.full: list[Tensor] = [*masters]
         self._of = {id(p): m for p, m in zip(self.half, masters, strict=True)}
+        self._written: list[int] = []  # the tensors' own count of writes; empty has all of them compared
 
     def stepped(self, param: nn.Parameter) -> nn.Parameter:
         """What the optimizer steps for `param`: its master, or itself."""
@@ -106,9 +107,30 @@ class Masters:
         if self.half:
             with torch.no_grad():
                 torch._foreach_copy_(self.half, self.full)
+            self.settled()
+
+    def settled(self) -> None:
+        """The halves are what the masters say, and whoever writes to them from now on is someone else."""
+        self._written = [p._version for p in self.half]
+
+    @torch.no_grad()
+    def follow(self) -> bool:
+        """Takes over what someone else has written into halves since; a value that is but the master's, rounded, stays.
+
+        Writes through `.data` leave no mark and are seen at the first step only.
+        """
+        now = [p._version for p in self.half]
+        if now == self._written:
+            return False
+        for i, (half, full) in enumerate(zip(self.half, self.full, strict=True)):
+            if not self._written or now[i] != self._written[i]:
+                full.copy_(torch.where(half == full.to(half.dtype), full, half.float()))
+        self._written = now
+        return True
 
     def adopt(self, tensors: Sequence[Tensor]) -> None:
         """Sets the masters, in the order of `half`."""
         if self.half:
             with torch.no_grad():
                 torch._foreach_copy_(self.full, list(tensors))
+            self.settled()

@@ -57,6 +57,24 @@ class Difference:
             f"{self.straight} straight, {self.resumed} resumed{far}"
         )
 
+    @property
+    def hint(self) -> str:
+        """What to do about it, by what it begins with."""
+        if not self.repeats:
+            return (
+                "resuming is not at fault: a second time it gave something else again. An operator is not "
+                "deterministic, of which torch warns, or a hook draws from the clock or the system"
+            )
+        if self.name.startswith("data/"):
+            return (
+                "train_data() gave other samples: it draws from a generator of its own or keeps count between samples. "
+                "Draw from random, numpy.random or torch, which are seeded for each batch"
+            )
+        return (
+            "model(), loss() or the loop keeps something that is neither parameter nor buffer (a number in Python, a "
+            "generator of its own): register_buffer() makes it part of the checkpoint, and so does mo.register()"
+        )
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -67,6 +85,7 @@ class Proof:
         begun_from: name of the checkpoint they began from; empty where they began anew.
         steps: calls of step() before the checkpoint, and after it.
         compared: tensors and counters compared after each step.
+        accepted: optimizer steps that moved the weights, in the straight run; where there are none nothing is proved.
         difference: where the runs part; None when all is equal after every step.
     """
 
@@ -74,21 +93,25 @@ class Proof:
     begun_from: str
     steps: int
     compared: int
+    accepted: int
     difference: Difference | None = None
 
     @property
     def passed(self) -> bool:
-        return self.difference is None
+        return self.difference is None and self.accepted > 0
 
     @property
-    def first_difference(self) -> str:
-        """The name of the first tensor or counter that differs; empty when all are equal."""
-        return self.difference.name if self.difference else ""
+    def hint(self) -> str:
+        """What to do where it failed; empty where it passed."""
+        if self.difference is not None:
+            return self.difference.hint
+        return "" if self.accepted else "see why steps are rejected: nonfinite.triage: true says where it begins"
 
     def __str__(self) -> str:
         if self.difference is None:
             steps = f"{self.steps} step{'' if self.steps == 1 else 's'}"
-            return f"all {self.compared} tensors and counters are equal after {steps} in a fresh process"
+            none = "" if self.accepted else ", but no step was accepted: nothing was trained, so nothing is proved"
+            return f"all {self.compared} tensors and counters are equal after {steps} in a fresh process{none}"
         return str(self.difference)
 
 
@@ -119,7 +142,7 @@ def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, 
         steps = first["steps"]
         again = {**what, "steps": steps, "load": str(middle), "save": str(resumed)}
         b = _run(again, folder, lambda done: progress(2 * steps + done, 3 * steps))
-        proof = Proof(first["first"], first["from"], steps, len(b[-1]["state"]))
+        proof = Proof(first["first"], first["from"], steps, len(b[-1]["state"]), a[-1]["at"] - first["first"])
         if (found := _parting(a, b)) is None:
             return proof
         far = _distance(found[1], straight, resumed)

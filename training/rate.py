@@ -64,6 +64,11 @@ class Rate:
         self._bases.append(float(group["lr"]))
         group["lr"] *= self._multiplier
 
+    def part(self, group: dict[str, Any]) -> None:
+        """A part of `group` is about to become a group of its own, the last one."""
+        at = next(i for i, known in enumerate(self._groups) if known is group)
+        self._bases.append(self._bases[at])
+
     def at(self, step: int) -> float:
         """The rate after `step` accepted steps, as far as it is known now."""
         return self.base * self.schedule(step) * (self.plateau.scale if self.plateau else 1.0)

@@ -31,17 +31,9 @@ def build(config: SchedulerConfig, lr: float) -> Schedule:
         ConfigError: a length that the schedule needs is missing, warm-up is as long as the whole run, or a field that
             this schedule does not read.
     """
-    _check_fields(config)
-    total, floor = config.total_steps, floor_ratio(config, lr)
-    warmup = warmup_steps(config)
-    if total is None and config.name in _NEED_TOTAL:
-        raise ConfigError(
-            f"{config.name} needs the length of the run",
-            where="scheduler.total_steps",
-            hint="the number of optimizer steps, not of micro-batches",
-        )
-    if total is not None and warmup >= total:
-        raise ConfigError(f"warm-up takes {warmup} steps of a run of {total}", where="scheduler.warmup_steps")
+    check_fields(config)
+    check_length(config)
+    total, floor, warmup = config.total_steps, floor_ratio(config, lr), warmup_steps(config)
     if config.name == "one_cycle":
         assert total is not None
         return _one_cycle(config, total, floor)
@@ -73,7 +65,29 @@ def floor_ratio(config: SchedulerConfig, lr: float) -> float:
     return config.min_lr / lr
 
 
-def _check_fields(config: SchedulerConfig) -> None:
+def check_length(config: SchedulerConfig) -> None:
+    """Refuses a schedule whose length is missing, or taken up by its warm-up.
+
+    Raises:
+        ConfigError: as `build`.
+    """
+    total, warmup = config.total_steps, warmup_steps(config)
+    if total is None and config.name in _NEED_TOTAL:
+        raise ConfigError(
+            f"{config.name} needs the length of the run",
+            where="scheduler.total_steps",
+            hint="the number of optimizer steps, not of micro-batches",
+        )
+    if total is not None and warmup >= total:
+        raise ConfigError(f"warm-up takes {warmup} steps of a run of {total}", where="scheduler.warmup_steps")
+
+
+def check_fields(config: SchedulerConfig) -> None:
+    """Refuses fields that the schedule does not read, and misses what it can't do without; whatever the run's length.
+
+    Raises:
+        ConfigError: names the field.
+    """
     for name, readers in _READ_BY.items():
         if config.name not in readers and getattr(config, name) != type(config).model_fields[name].default:
             raise ConfigError(
@@ -83,6 +97,8 @@ def _check_fields(config: SchedulerConfig) -> None:
     if config.name == "constant" and floors:
         raise ConfigError(f"a constant rate has no {floors[0]}", where=f"scheduler.{floors[0]}",
                           hint="name a schedule that decays, cosine for example")  # fmt: skip
+    if config.name == "step" and config.step_size is None:
+        raise ConfigError("step needs the number of steps between two decays", where="scheduler.step_size")
 
 
 def _decay(config: SchedulerConfig, total: int, warmup: int, floor: float) -> Schedule:
@@ -98,9 +114,7 @@ def _decay(config: SchedulerConfig, total: int, warmup: int, floor: float) -> Sc
     if config.name == "inverse_sqrt":
         return lambda step: max(floor, math.sqrt(max(warmup, 1) / max(step, warmup, 1)))
     if config.name == "step":
-        if config.step_size is None:
-            raise ConfigError("step needs the number of steps between two decays", where="scheduler.step_size")
-        size, gamma = config.step_size, config.gamma or 0.1
+        size, gamma = config.step_size or 1, config.gamma or 0.1
         return lambda step: max(floor, gamma ** (step // size))
     if config.name == "exponential":
         rate = config.gamma or 0.999

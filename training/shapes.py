@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from layerline.pipeline.errors import ConfigError
+from layerline.training import schedules
 from layerline.training.config import Config, OptimizerName, SchedulerName, Section
 
 # What is written -> the one field it means.
@@ -70,6 +71,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "clip.max_norm": 1.0,
     },
 }  # fmt: skip
+_PAIRS = ("optimizer.betas", "optimizer.lr_range")
 # A guess that is less like what was written than this (difflib's ratio) would mislead.
 _CLOSE = 0.6
 FINETUNE_RATES = (1e-5, 5e-5)
@@ -77,18 +79,32 @@ _EXCLUSIVE = (("scheduler.warmup_ratio", "scheduler.warmup_steps"), ("scheduler.
 _RIVALS = {a: b for pair in _EXCLUSIVE for a, b in (pair, pair[::-1])}
 
 
-def load(source: Config | Mapping[str, Any] | str | Path) -> Config:
+def load(source: Config | Mapping[str, Any] | str | Path, *, whole: bool = False) -> Config:
     """The typed configuration from a dict in either shape, a YAML file, or itself.
 
+    Args:
+        source: the configuration.
+        whole: whether it is complete: a field that nobody reads is an error then, and a schedule must have its length.
+
     Raises:
-        ConfigError: unknown field (with the nearest one), wrong value, or two fields that contradict each other.
+        ConfigError: unknown field (with the nearest one), wrong value, or two fields that contradict each other; of a
+            file with line and column.
     """
     if isinstance(source, Config):
+        if whole:
+            _check_read(source, {})
         return source
     if isinstance(source, str | Path):
-        return load(_read(Path(source)))
+        return _load_file(Path(source), whole=whole)
+    if not isinstance(source, Mapping):
+        raise ConfigError(f"expected a dict, the path of a YAML file or a Config, got {type(source).__name__}",
+                          where="config")  # fmt: skip
     fields, written = canonical_fields(source)
-    return _validate(fields, written)
+    config = _validate(fields, written)
+    if whole:
+        _check_read(config, written)
+        _check_length(config, written)
+    return config
 
 
 def normal_form(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,6 +119,7 @@ def normal_form(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
         if path not in fields and fields.get(_RIVALS.get(path, "")) is None:
             fields[path], written[path] = value, path
     config = _validate(fields, written)
+    _check_read(config, written)
     return {p: _plain(getattr(getattr(config, p.partition(".")[0]), p.partition(".")[2])) for p in sorted(fields)}
 
 
@@ -138,21 +155,71 @@ def canonical_fields(source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     return fields, written
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _load_file(path: Path, *, whole: bool) -> Config:
+    """As `load`, its errors at the place in the file."""
     from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
     try:
-        raw = YAML(typ="safe").load(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        raw, tree = YAML(typ="safe").load(text), YAML(typ="rt").load(text)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration: {error.strerror}", where=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"it is not UTF-8 text: {error}", where=path.name) from error
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        problem = str(error.problem or error.context).split("\n")[0]
+        raise ConfigError(f"not valid YAML: {problem}", where=f"{path.name}{place}") from error
     except YAMLError as error:
-        raise ConfigError(f"not valid YAML: {error}", where=path.name) from error
+        raise ConfigError(f"not valid YAML: {str(error).splitlines()[0]}", where=path.name) from error
     if raw is None:
-        return {}  # an empty file asks for nothing
+        return load({}, whole=whole)  # an empty file asks for nothing
     if not isinstance(raw, Mapping):
         raise ConfigError(f"holds {type(raw).__name__}, expected sections with fields", where=path.name)
-    return raw
+    try:
+        return load(raw, whole=whole)
+    except ConfigError as error:
+        place = f"{path.name}:{_position(tree, error.where)}"
+        raise ConfigError(f"{error.where}: {error.what}", where=place, hint=error.hint) from error
+
+
+def _position(tree: Any, field: str) -> str:
+    """Line and column of a field, or of the innermost section that is there."""
+    position = (0, 0)
+    for key in field.split("."):
+        marks = getattr(getattr(tree, "lc", None), "data", None) or {}
+        if key not in marks:
+            break
+        position, tree = tuple(marks[key][:2]), tree[key]
+    return f"{position[0] + 1}:{position[1] + 1}"
+
+
+def _check_read(config: Config, written: Mapping[str, str]) -> None:
+    """What optimizer, schedule or average would ignore is an error here already, before anything is made of it."""
+    rule = config.optimizer
+    if rule.ignored:
+        path = f"optimizer.{rule.ignored}"
+        raise ConfigError(f"{rule.name} has no {rule.ignored}; it takes {rule.takes}", where=written.get(path, path))
+    for name in ("start_step", "warmup"):
+        if "decay" not in config.ema.model_fields_set and getattr(config.ema, name):
+            raise ConfigError("there is no average: EMA is off", where=written.get(f"ema.{name}", f"ema.{name}"),
+                              hint="set ema.decay, for example to 0.999")  # fmt: skip
+    try:
+        schedules.check_fields(config.scheduler)
+    except ConfigError as error:
+        raise ConfigError(error.what, where=written.get(error.where, error.where), hint=error.hint) from error
+
+
+def _check_length(config: Config, written: Mapping[str, str]) -> None:
+    try:
+        schedules.check_length(config.scheduler)
+    except ConfigError as error:
+        asking = (written.get(f"scheduler.{n}", "") for n in ("warmup_ratio", "warmup_steps", "name"))
+        source = next((w for w in asking if w.startswith("preset ")), "")
+        what = f"{error.what}, and the {source} asks for it" if source else error.what
+        raise ConfigError(what, where=error.where, hint=error.hint) from error
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -287,6 +354,9 @@ def _validate(fields: Mapping[str, Any], written: Mapping[str, str]) -> Config:
         first = error.errors()[0]
         path = ".".join(str(p) for p in first["loc"][:2])
         message = first["msg"].removeprefix("Value error, ")
+        if path in _PAIRS and first["type"] in ("missing", "too_long", "tuple_type"):
+            seen = fields.get(path)
+            raise ConfigError(f"expected two numbers, got {seen!r}", where=written.get(path, path)) from error
         if first["type"] == "literal_error" and isinstance(first["input"], str):
             valid = re.findall(r"'([^']+)'", first["ctx"]["expected"])
             near = difflib.get_close_matches(first["input"], valid, 1, _CLOSE)

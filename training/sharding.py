@@ -6,6 +6,7 @@ The model keeps its forward and its parameter names, so the loop calls it as bef
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -103,6 +104,12 @@ class Shards(Peers):
         with self.guarded("reducing gradients"):
             dist.all_reduce(squares)
         return list(squares.sqrt().unbind())
+
+    def greatest(self, value: float) -> float:
+        """The greatest over all ranks; NaN where one has it."""
+        with self.guarded("exchanging notes"):
+            values = [row[0] for row in self.ranks.floats(value)]
+        return math.nan if any(map(math.isnan, values)) else max(values)
 
     def split(self, tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
         """Whatever has a parameter's name and shape is split as the parameter is."""

@@ -60,8 +60,22 @@ class Finding:
         if self.origin is None:
             return f"step {self.step}: {seen}{rank}; run again, the step is finite: it does not repeat"
         micro = f" of micro-batch {self.micro_batch}" if self.micro_batch else ""
-        repeats = "; it repeats" if self.seen else ""
+        repeats = "; run again, it repeats" if self.seen else ""
         return f"step {self.step}: {seen}; it began{rank} {self.origin}{micro}{repeats}"
+
+
+def _advice(origin: Origin | None) -> tuple[str, str]:
+    """Where to look, and what for."""
+    if origin is None:
+        return "loss", "what isn't run again is left: the loss, or something in the loop that changes gradients"
+    if origin.phase == "input":
+        return "the batch", "look at these samples: mend them, or leave them out of the data"
+    if origin.phase == "parameter":
+        return origin.tensor, "it was spoilt before this step: start from a sound checkpoint, or see who writes to it"
+    if origin.phase == "loss":
+        return "loss", "look for a division, log or root of 0 in the loss function"
+    where = origin.module or "the model"
+    return where, "look for a division, log or root of 0, or for too great a number, there; or lower the learning rate"
 
 
 class Recorder:
@@ -151,12 +165,13 @@ class Judge:
         """
         if self.recorder is not None and lane.skipped_in_a_row == 1:
             self._look(lane, self.recorder.find(loss, norm))
-        if lane.skipped_in_a_row < (1 if self._config.policy == "stop" else self._config.limit):
+        if lane.skipped_in_a_row < self._config.patience:
             return
         if self._config.policy != "rollback":
             raise self._end(lane, loss, norm, "")
         if (where := self._roll_back()) is None:
-            raise self._end(lane, loss, norm, "; there is no checkpoint to roll back to")
+            what = self._end(lane, loss, norm, "; there is no checkpoint to roll back to").what
+            raise StageError(what, where="nonfinite.policy", hint="set monitor.save_interval, or call mo.save_ckpt()")
         self._times = self._times + 1 if where == self._where else 1
         self._where = where
         if self._times > _ROLL_BACKS:
@@ -174,6 +189,10 @@ class Judge:
         lane.monitor.warn(f"finding {finding.step}", str(finding))
 
     def _end(self, lane: Lane, loss: float, norm: float, more: str) -> StageError:
-        error = lane.not_finite(loss, norm)
-        found = f"; {self.findings[-1]}" if self.findings else ""
-        return StageError(f"{error.what}{more}{found}", where=error.where, hint=error.hint)
+        if self.recorder is None or not self.findings:
+            error = lane.not_finite(loss, norm)
+            return StageError(f"{error.what}{more}", where=error.where, hint=error.hint)
+        found, times = self.findings[-1], lane.skipped_in_a_row
+        rows = f"; {times} steps in a row were rejected" if times > 1 else ""
+        where, hint = _advice(found.origin)
+        return StageError(f"{found}{rows}{more}", where=where, hint=hint)

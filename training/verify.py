@@ -68,7 +68,8 @@ def verify(lane: Lane, batch: Any, loss: Loss, micro: int) -> AccumulationCheck:
         ConfigError: fewer samples than parts, or a window has begun.
     """
     samples = size(batch)
-    if lane.window.micro or lane.window.losses:
+    lane.refuse_averages("verify_accumulation")
+    if not lane.window.untouched:
         raise ConfigError("a window has begun", where="verify_accumulation", hint="call flush() first")
     if samples < micro or micro < 2:
         raise ConfigError(f"{samples} samples cannot be split into {micro} parts", where="verify_accumulation",

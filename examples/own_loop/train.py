@@ -66,8 +66,9 @@ def main() -> None:
     """Trains to the end, from the newest checkpoint where there is one."""
     mo, step = build()
     if "--prove" in sys.argv:
-        print(mo.prove_resume(20, f"{__file__}:build"))
-        return
+        proof = mo.prove_resume(20, f"{__file__}:build")
+        print(proof)
+        sys.exit(0 if proof.passed else proof.hint)
     if any((HERE / "checkpoints").glob("*")):
         print(f"going on from {mo.load_ckpt(HERE / 'checkpoints').name}")
     print(mo.plan())

@@ -584,7 +584,7 @@ def test_a_bad_sample_on_one_rank_rejects_the_step_on_all_and_is_named() -> None
     for moved, said, _ in good(run(_judged)):
         assert not moved
         where = "on rank 1 in the batch: input 0 (float32 12×5) has 1 NaN, sample 3"
-        assert said == [f"step 1: the loss is nan; it began {where}; it repeats"]
+        assert said == [f"step 1: the loss is nan; it began {where}; run again, it repeats"]
 
 
 # What is told instead of a wait.

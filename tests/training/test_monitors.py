@@ -52,6 +52,20 @@ def test_per_layer_norms_on_request(tmp_path: Path) -> None:
     assert float(row["grad_norm/weight"]) == pytest.approx(5) and float(row["grad_norm/bias"]) == pytest.approx(1)
 
 
+def test_a_parameter_without_a_gradient_has_an_empty_cell_of_its_own(tmp_path: Path) -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.used, self.last = nn.Linear(1, 1), nn.Linear(1, 1, bias=False), nn.Linear(1, 1)
+
+    model = Part()
+    mo = ModelOptimizer(model, {"monitor": {"log_interval": 1, "per_layer": True}})
+    mo.step(model.used.weight.sum() * 3 + model.last.bias.sum() * 4)
+    (row,) = _rows(mo, tmp_path / "m.csv")
+    cells = {n.removeprefix("grad_norm/"): v for n, v in row.items() if "/" in n}
+    assert cells == {"first.weight": "", "first.bias": "", "used.weight": "3", "last.weight": "", "last.bias": "4"}
+
+
 def test_the_update_ratio_of_channels_last_weights(tmp_path: Path) -> None:
     model = nn.Conv2d(2, 3, 3, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     nn.init.constant_(model.weight, 2.0)
@@ -108,6 +122,28 @@ def test_much_clipping_is_told() -> None:
     for _ in range(10):
         mo.step(model.weight.sum())
     assert mo.warnings == ["100% of the steps were clipped: lower the rate or raise the bound"]
+
+
+@pytest.mark.parametrize("interval", [0, 1, 3, 7, 1000])
+def test_warnings_do_not_depend_on_how_often_rows_are_written(interval: int) -> None:
+    model, mo = _scalar(training={"log_interval": interval, "grad_clip_norm": 0.1})
+    for _ in range(10):
+        mo.step(model.weight.sum())
+    assert mo.warnings == ["100% of the steps were clipped: lower the rate or raise the bound"]
+    model, mo = _scalar(training={"log_interval": interval}, optimizer={"name": "sgd", "lr": 1e-9})
+    for i in range(70):
+        mo.step(model.weight.sum() * (1e5 if i == 60 else 1.0))
+    assert mo.warnings == ["gradient norm 1e+05 is above 100 times its median 1"]
+    model, mo = _scalar(training={"log_interval": interval})
+    for x in mo.watch(_slowly(20)):
+        mo.step(model.weight.sum() * x)
+    assert any("waiting for data" in w for w in mo.warnings)
+
+
+def _slowly(count: int) -> Any:
+    for _ in range(count):
+        time.sleep(0.003)
+        yield 1.0
 
 
 def test_a_scale_that_keeps_falling_is_told() -> None:

@@ -54,7 +54,7 @@ def test_the_text_says_groups_curve_bytes_and_refusals() -> None:
     assert plan.groups["0.weight"] == ("decay", "weight", 4) and plan.groups["1.weight"] == ("no decay", "norm", 2)
     assert plan.curve[0] == (0, pytest.approx(1e-3)) and plan.curve[-1][0] == 100
     text = str(plan)
-    for part in ("AdamW(lr=0.001", "0.weight", "no decay", "step         0", "not measured yet", "refused", "sophia"):
+    for part in ("AdamW(lr=0.001", "0.weight", "no decay", "step         0", "not measured yet", "refused", "warm-up"):
         assert part in text
     assert any("BatchNorm" in n for n in plan.notes)
     assert any("loss scale serves fp16" in n for n in plan.notes)
@@ -140,7 +140,12 @@ def broken():
 def test_the_proof_names_the_first_tensor_that_differs(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(MAKE)
     proof = prove(f"{tmp_path}/own.py:make", 3, arguments={"leak": True})
-    assert not proof.passed and "/" in proof.first_difference and "differs first" in str(proof)
+    assert (
+        proof.difference is not None
+        and not proof.passed
+        and "/" in proof.difference.name
+        and "differs first" in str(proof)
+    )
 
 
 @pytest.mark.slow  # starts python three times

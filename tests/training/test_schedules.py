@@ -178,7 +178,7 @@ def test_a_scheduler_of_the_users_is_resumed(custom: bool, tmp_path: Any) -> Non
     def make(lr: float = 1.0) -> tuple[ModelOptimizer, Any]:
         model = nn.Linear(1, 1)
         own = torch.optim.SGD(model.parameters(), lr=lr) if custom else None
-        mo = ModelOptimizer(model, {"optimizer": {"name": "sgd", "lr": lr}}, optimizer=own)
+        mo = ModelOptimizer(model, {} if custom else {"optimizer": {"name": "sgd", "lr": lr}}, optimizer=own)
         scheduler = torch.optim.lr_scheduler.StepLR(mo.lanes[""].optimizer, 1, 0.5)
         mo.register("s", scheduler)
         return mo, scheduler
@@ -204,9 +204,12 @@ def test_a_scheduler_of_the_users_is_resumed(custom: bool, tmp_path: Any) -> Non
 
 
 def test_a_group_that_is_added_later_follows_the_schedule() -> None:
-    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
-    own = torch.optim.SGD(first.parameters(), lr=1.0)
-    mo = ModelOptimizer(first, {"scheduler": {"name": "step", "step_size": 1, "gamma": 0.5}}, optimizer=own)
-    own.add_param_group({"params": second.parameters(), "lr": 4.0})
-    mo.step(first(torch.ones(1, 1)).sum())
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model[1].requires_grad_(False)
+    own = torch.optim.SGD(model[0].parameters(), lr=1.0)
+    mo = ModelOptimizer(model, {"scheduler": {"name": "step", "step_size": 1, "gamma": 0.5}}, optimizer=own)
+    model[1].requires_grad_(True)
+    own.add_param_group({"params": model[1].parameters(), "lr": 4.0})
+    assert mo.join() == ["1.weight", "1.bias"]
+    mo.step(model(torch.ones(1, 1)).sum())
     assert [g["lr"] for g in own.param_groups] == [0.5, 2.0]

@@ -211,7 +211,7 @@ def test_the_micro_batch_is_named() -> None:
     good, bad = torch.randn(4, 4), torch.randn(4, 4)
     bad[2] = torch.nan
     found = _look(_net(), good, good, bad)
-    assert found.micro_batch == 2 and str(found).endswith("sample 2 of micro-batch 2; it repeats")
+    assert found.micro_batch == 2 and str(found).endswith("sample 2 of micro-batch 2; run again, it repeats")
 
 
 def test_random_layers_are_run_again_with_the_same_draws() -> None:
@@ -286,14 +286,14 @@ def test_skip_goes_on_and_gives_up_after_the_limit(tmp_path: Path) -> None:
     assert not _step(model, mo, math.nan) and not _step(model, mo, math.inf)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     assert _step(model, mo) and not _step(model, mo, math.nan) and not _step(model, mo, math.nan)
-    with pytest.raises(StageError, match=r"the loss is nan at step 3, 3 steps in a row.*it began in the loss function"):
+    with pytest.raises(StageError, match=r"it began in the loss function.*; 3 steps in a row"):
         _step(model, mo, math.nan)
     assert [w.split(":")[0] for w in mo.warnings] == ["step 2", "step 3"]
 
 
 def test_stop_ends_at_the_first(tmp_path: Path) -> None:
     model, mo = _mo(tmp_path, policy="stop", triage=True)
-    with pytest.raises(StageError, match=r"the loss is inf at step 1; .*step 1: the loss is inf; it began in the loss"):
+    with pytest.raises(StageError, match=r"^loss: step 1: the loss is inf; it began in the loss"):
         _step(model, mo, math.inf)
 
 
