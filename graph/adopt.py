@@ -10,12 +10,14 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from layerline.backends.base import MODULE
 from layerline.graph import io
 from layerline.graph.facts import Array
 from layerline.graph.opset import IR_VERSION, opset_of, raise_opset
 from layerline.graph.prepare import prepare
-from layerline.graph.provenance import MODULE
 from layerline.pipeline.errors import ConfigError, StageError
+
+_INLINED = re.compile(r"__Inline_\d+__(?=/)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +109,13 @@ def stamp(model: onnx.ModelProto) -> None:
 
 
 def module_path(name: str, op: str) -> str:
-    """`/layer1/layer1.0/conv1/Conv` is torch's way to write layer1.0.conv1; any other name stands for itself."""
-    folder, _, last = name.rpartition("/")
-    if not name.startswith("/") or not re.fullmatch(rf"{re.escape(op)}(_\d+)?", last):
+    """`/layer1/layer1.0/conv1/Conv` is torch's way to write layer1.0.conv1; any other name stands for itself.
+
+    A graph that was inlined left its own name before that: it stays, as the outermost module.
+    """
+    written = f"/{_INLINED.sub('', name)}" if _INLINED.search(name) else name
+    folder, _, last = written.rpartition("/")
+    if not written.startswith("/") or not re.fullmatch(rf"{re.escape(op)}(_\d+)?", last):
         return name
     parts: list[str] = []
     for part in filter(None, folder.split("/")):

@@ -16,20 +16,10 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from layerline.graph.facts import Array, constant, dim, parent, rank, scalar
+from layerline.graph.facts import LIMITS, Array, constant, dim, parent, rank, scalar
 
 Bounds = dict[ir.Value, float]
 
-# Largest number and the distance from 1 to the next one.
-_FLOATS = {
-    ir.DataType.DOUBLE: (float(np.finfo(np.float64).max), 2.0**-52),
-    ir.DataType.FLOAT: (float(np.finfo(np.float32).max), 2.0**-23),
-    ir.DataType.FLOAT16: (65504.0, 2.0**-10),
-    ir.DataType.BFLOAT16: ((2 - 2.0**-7) * 2.0**127, 2.0**-7),
-}
-_BITS = {"BOOL": 0, "INT8": 8, "INT16": 16, "INT32": 32, "INT64": 64}
-_BITS |= {"UINT8": 8, "UINT16": 16, "UINT32": 32, "UINT64": 64}
-_INTEGERS = {ir.DataType[name]: 2.0**bits for name, bits in _BITS.items()}
 # Sums of products, and what is worked out in several steps, stay this far from the end of the type and are off by less.
 _ROOM = 2.0
 # Some hardware takes the smallest numbers for 0.
@@ -52,8 +42,10 @@ def of(value: ir.Value | None, found: Bounds) -> float:
     """The bound of one value: what its type or its stored numbers say, or what was found."""
     if value is None:
         return math.inf
-    if value.dtype in _INTEGERS:
-        return _INTEGERS[value.dtype]
+    if value.dtype == ir.DataType.BOOL:
+        return 1.0
+    if value.dtype is not None and value.dtype.is_integer():
+        return float(2.0**value.dtype.bitwidth)
     stored = constant(value)
     if stored is None:
         return found.get(value, math.inf)
@@ -68,7 +60,7 @@ def _greatest(stored: Array) -> float:
 
 
 def _largest(value: ir.Value) -> float:
-    return _FLOATS[value.dtype][0] if value.dtype in _FLOATS else 0.0
+    return LIMITS[value.dtype][0] if value.dtype in LIMITS else 0.0
 
 
 Step = Callable[[ir.Node, Bounds], float]
@@ -156,9 +148,9 @@ def _times(*parts: float) -> float:
 def _rounded(node: ir.Node, exact: float) -> float:
     """The bound of one correctly rounded operation: numbers just past the largest are rounded back to it."""
     kind = node.outputs[0].dtype
-    if kind not in _FLOATS or math.isnan(exact):
+    if kind not in LIMITS or math.isnan(exact):
         return math.inf
-    largest, step = _FLOATS[kind]
+    largest, step = LIMITS[kind]
     return min(exact * (1 + step), largest) if exact < largest * (1 + step / 4) else math.inf
 
 

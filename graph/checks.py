@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
+from layerline.backends.base import SOURCE
 from layerline.graph import facts, prepare
 from layerline.graph.checks_qdq import quantizers
 from layerline.graph.checks_types import TYPES, cast_away, edge
@@ -74,12 +75,39 @@ def _refusals(graph: ir.Graph) -> tuple[Refusal, ...]:
     return tuple({(r.tensor, r.what): r for r in reversed(found)}.values())[::-1]
 
 
+def refuse_training(model: onnx.ModelProto) -> None:
+    """Lets nothing pass that drops values, or takes its statistics from the batch, in every run.
+
+    Raises:
+        StageError: about the first such node; says which switch of the file to turn.
+    """
+    for site in sites(_inferred(model)):
+        # What is computed from constants may still turn out false; fuse works it out.
+        decided = site.node.op_type != "Dropout" or _switch(site.node)
+        if decided and (found := next(_training(site), None)) is not None:
+            raise StageError(found.what, where=found.where, hint=found.hint)
+
+
 def _training(site: Site) -> Iterator[Refusal]:
-    node = site.node
+    node, traced = site.node, _traced(site.node, site.inside)
+    at_home = "call model.eval() before export"
     if node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0) == 1:
-        yield site.refuse(node.outputs[0], "BatchNormalization is in training mode", "call model.eval() before export")
+        hint = "set the node's attribute training_mode to 0, or export again after model.eval()"
+        what = "BatchNormalization is in training mode: it takes the batch's own statistics"
+        yield site.refuse(node.outputs[0], what, at_home if traced else hint)
     if node.op_type == "Dropout" and facts.trains(node):
-        yield site.refuse(node.outputs[0], "Dropout is in training mode", "call model.eval() before export")
+        hint = _switch(node) or "make its third input, training_mode, false"
+        what = "Dropout is in training mode: it drops values in every run"
+        yield site.refuse(node.outputs[0], what, at_home if traced else f"{hint}, or export again after model.eval()")
+
+
+def _switch(dropout: ir.Node) -> str:
+    """How to switch a Dropout off: in pipe.yaml where that is an input, in the file where it is stored there."""
+    mode = dropout.inputs[2] if len(dropout.inputs) > 2 else None
+    if mode is not None and mode.is_graph_input() and not mode.is_initializer():
+        return f"fix that input in pipe.yaml: import-onnx {{values: {{{mode.name}: 0}}}}"
+    stored = facts.constant(mode)
+    return f"store false in {mode.name}, its third input" if mode is not None and stored is not None else ""
 
 
 def _axes(site: Site) -> Iterator[Refusal]:
@@ -96,8 +124,8 @@ def _recurrent(site: Site) -> Iterator[Refusal]:
     """A recurrent operator becomes a loop; the builder loses track of loops in a conditional's branches."""
     branch = next((n for n in site.inside if n.op_type == "If" and not readable(n.inputs[0])), None)
     if site.node.op_type in _RECURRENT and branch is not None:
-        what = f"{site.node.op_type} lies in a branch of the If node {name(branch)}"
-        hint = "take it out of the branch, or fix the condition and export without the If"
+        on, hint = _settle(branch, site.inside[: site.inside.index(branch)])
+        what = f"{site.node.op_type} lies in a branch of the If node {name(branch)}, and which is taken depends on {on}"
         yield site.refuse(site.node.outputs[-1], what, hint)
 
 
@@ -111,7 +139,7 @@ def _ranks(site: Site) -> Iterator[Refusal]:
     for output, *ends in zip(node.outputs, *(body.outputs for body in facts.subgraphs(node)), strict=True):
         ranks = {_rank(end) for end in ends}
         if None not in ranks and len(ranks) > 1:
-            on, hint = _settle(*_leaves(node.inputs[0], symbols))
+            on, hint = _settle(node, site.inside)
             told = " and ".join(sorted(map(str, ranks)))
             what = f"its branches have {told} axes, and which is taken depends on {on}"
             yield site.refuse(output, what, hint)
@@ -129,13 +157,31 @@ def _rank(value: ir.Value | None) -> int | None:
     return None if moved is None else before - moved if node.op_type == "Squeeze" else before + moved
 
 
-def _settle(dims: list[str], inputs: list[str]) -> tuple[str, str]:
-    """What decides a condition, and how to decide it before the build."""
-    told = [f"the size {d}" for d in dims] + [f"what {i} holds" for i in inputs]
+def _settle(choice: ir.Node, inside: tuple[ir.Node, ...]) -> tuple[str, str]:
+    """What decides an If, and how to decide it before the build.
+
+    Sizes that a branch was not made for leave an If in it open for good: what picks the branch is told as well.
+    """
+    dims, inputs = dict[str, None](), dict[str, None]()
+    for each in (choice, *(n for n in inside if n.op_type == "If")):
+        sized, held = _leaves(each.inputs[0], Symbols())
+        dims, inputs = dims | dict.fromkeys(sized), inputs | dict.fromkeys(held)
+    told = " and ".join([*(f"the size {d}" for d in dims), *(f"what {i} holds" for i in inputs)])
+    if not told:
+        return "constants alone", "no input and no size decides it: take the If out of the model"
+    if _traced(choice, inside):
+        ways = [f"leave {', '.join(dims)} out of export's `dynamic`"] * bool(dims)
+        ways += [f"let example_inputs() give {', '.join(inputs)} as a plain number"] * bool(inputs)
+        return told, f"fix that and fuse leaves one branch: {', and '.join(ways)}"
     fixed = [f"dims: {{{', '.join(f'{d}: <size>' for d in dims)}}}"] * bool(dims)
     fixed += [f"values: {{{', '.join(f'{i}: <number>' for i in inputs)}}}"] * bool(inputs)
-    hint = f"fix that in pipe.yaml and fuse leaves one branch: import-onnx {{{', '.join(fixed)}}}"
-    return " and ".join(told), hint + (", or leave the axis out of export's `dynamic`" if dims else "")
+    return told, f"fix that in pipe.yaml and fuse leaves one branch: import-onnx {{{', '.join(fixed)}}}"
+
+
+def _traced(choice: ir.Node, inside: tuple[ir.Node, ...]) -> bool:
+    """Whether the model was exported from the project's own module: its nodes know their source lines."""
+    graph = (*inside, choice)[0].graph
+    return graph is not None and any(SOURCE in n.metadata_props for n in graph)
 
 
 def _leaves(condition: ir.Value | None, symbols: Symbols) -> tuple[list[str], list[str]]:

@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
 Array = npt.NDArray[Any]
+
+
+def limits(dtype: npt.DTypeLike) -> tuple[float, float]:
+    """The largest number of a floating-point type, and the distance from 1 to the next one."""
+    info = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    return float(info.max), float(info.eps)
+
+
+LIMITS = {
+    kind: limits(kind.numpy())
+    for kind in (ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+}
+"""Of the types that graphs compute in."""
 
 # Each run gives other numbers, so none of these may ever become a constant or be merged with its like.
 RANDOM = frozenset(

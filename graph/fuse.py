@@ -95,11 +95,11 @@ def _examine(model: onnx.ModelProto, original: onnx.ModelProto) -> tuple[str | N
         OnnxRuntime(few_runs=True).open(model)
     except StageError as error:
         return error.what, []
-    source = light.weightless(model)[0].SerializeToString()
+    source = light.weightless(model).SerializeToString()
     full = _complaint(source, full=True)
     if full is None:
         return None, []
-    before = light.weightless(original)[0].SerializeToString()
+    before = light.weightless(original).SerializeToString()
     plain = _complaint(source, full=False)
     if plain and not _complaint(before, full=False):
         return plain, []

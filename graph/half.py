@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 
+from layerline.backends.base import MODULE
 from layerline.calib.plan import Kept
 from layerline.graph.facts import constant
 from layerline.graph.naming import Names, first_output, module_of
 from layerline.graph.opset import raise_opset
 from layerline.graph.precision import float32_nodes, half_slots
-from layerline.graph.provenance import MODULE
 from layerline.graph.types import infer_types
 from layerline.graph.weights import drop_unread
 

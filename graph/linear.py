@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.facts import Array, constant, rank
+from layerline.graph.facts import Array, constant, limits, rank
 from layerline.graph.rule import Declined
 
 OPS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
@@ -87,7 +86,7 @@ class Linear:
         if not np.isfinite(back).all():
             raise Declined(f"{where} would overflow {dtype}")
         # Below the normal numbers of a type rounding takes more of a number, and at last all of it.
-        if np.linalg.norm(back - exact) > 4 * _step(dtype) * np.linalg.norm(exact):
+        if np.linalg.norm(back - exact) > 4 * limits(dtype)[1] * np.linalg.norm(exact):
             raise Declined(f"{where} would be too small for {dtype}")
         return new
 
@@ -106,11 +105,6 @@ class Linear:
         if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1:
             return scale.reshape(-1, 1)
         return scale.reshape(1, -1)
-
-
-def _step(dtype: np.dtype[Any]) -> float:
-    """The distance from 1 to the next number; types that numpy lacks go by their size (bfloat16, 8-bit floats)."""
-    return float(np.finfo(dtype).eps) if dtype.kind == "f" else {2: 2.0**-7}.get(dtype.itemsize, 2.0**-2)
 
 
 def behind(value: ir.Value | None) -> Linear | None:

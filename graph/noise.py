@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
 from layerline.graph.facts import RANDOM
+from layerline.graph.io import bodies
 
 # Operators whose stored floats are weights. Elsewhere a float may be a size (Resize scales), a bound or a switch, where
 # one rounding step more is another program and not noise.
@@ -62,6 +63,19 @@ def drawn(model: onnx.ModelProto) -> dict[str, str]:
     return found
 
 
+def unjudged(graph: onnx.GraphProto, random: Mapping[str, str]) -> dict[str, str]:
+    """A report's figure for what nobody could compare, the outputs before all: an untested one must not pass for equal.
+
+    Args:
+        random: values that are drawn, each with the operator, as `drawn` finds them.
+    """
+    outputs = [o.name for o in graph.output if o.name in random]
+    if not random:
+        return {}
+    which = f"output {', '.join(outputs)}" if outputs else f"{len(random)} inner values"
+    return {"not_judged": f"{which}: random ({random[next(iter(outputs or random))]})"}
+
+
 def _step(array: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     towards = np.where(rng.random(array.shape) < 0.5, -np.inf, np.inf).astype(array.dtype)
     with np.errstate(over="ignore"):
@@ -101,5 +115,4 @@ def _random_inside(node: onnx.NodeProto, never: set[str]) -> str | None:
     trains = node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] and node.input[2] not in never
     if node.op_type in RANDOM or trains:
         return str(node.op_type)
-    bodies = [b for a in node.attribute for b in (*([a.g] if a.HasField("g") else []), *a.graphs)]
-    return next((r for b in bodies for n in b.node if (r := _random_inside(n, never))), None)
+    return next((r for b in bodies(node) for n in b.node if (r := _random_inside(n, never))), None)

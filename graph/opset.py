@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import onnx
-from onnx import version_converter
+from onnx import checker, shape_inference, version_converter
 
 from layerline.backends import light
 from layerline.graph.io import graphs
@@ -12,6 +12,7 @@ from layerline.pipeline.errors import StageError
 OLDEST = 11
 # The newest ir_version that every opset here can be written in and onnxruntime 1.22 and later read.
 IR_VERSION = 10
+_REFUSALS = (checker.ValidationError, shape_inference.InferenceError, version_converter.ConvertError)
 
 
 def opset_of(model: onnx.ModelProto) -> int:
@@ -31,8 +32,9 @@ def raise_opset(model: onnx.ModelProto, to: int) -> onnx.ModelProto:
     if have < OLDEST:
         raise StageError(f"the model is at opset {have}; {OLDEST} is the oldest that can be raised", where="opset")
     # The converter works on one message, which ends at 2 GiB; to it, weights may as well be inputs.
-    raised, weights = light.weightless(model)
-    stand_ins = weights.keys() - {i.name for i in model.graph.input}
+    raised = light.weightless(model)
+    stand_ins = {i.name for i in raised.graph.input} - {i.name for i in model.graph.input}
+    stay = {t.name for t in raised.graph.initializer}
     tensors = {o.name for o in raised.graph.output if o.type.HasField("tensor_type")}
     shapeless = {o.name for o in raised.graph.output if o.name in tensors and not o.type.tensor_type.HasField("shape")}
     try:
@@ -40,15 +42,15 @@ def raise_opset(model: onnx.ModelProto, to: int) -> onnx.ModelProto:
         # An output of two ranks, out of two branches, has no shape; onnx's checker wants one of every tensor.
         for output in (o for o in raised.graph.output if o.type.HasField("tensor_type")):
             output.type.tensor_type.shape.SetInParent()
-        onnx.checker.check_model(raised)
-    except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
+        checker.check_model(raised)
+    except (RuntimeError, ValueError, *_REFUSALS) as error:
         raise StageError(
             f"opset {have} can't be raised to {to}: {error}", where="opset", hint=f"export the model at opset {to}"
         ) from error
     kept = [i for i in raised.graph.input if i.name not in stand_ins]
     del raised.graph.input[:]
     raised.graph.input.extend(kept)
-    for tensor in weights.values():
+    for tensor in (t for t in model.graph.initializer if t.name not in stay):
         raised.graph.initializer.add().CopyFrom(tensor)  # extend() would serialise it, up to 2 GiB
     for output in raised.graph.output:
         if output.name in shapeless:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import onnx
 
+from layerline.graph.io import bodies
+
 
 def in_order(wanted: Iterable[onnx.NodeProto], others: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
     """The wanted nodes in their order, each with all it needs right before it; then what is left."""
@@ -30,8 +32,7 @@ def in_order(wanted: Iterable[onnx.NodeProto], others: Iterable[onnx.NodeProto])
 def reads(node: onnx.NodeProto) -> Iterator[str]:
     """Names a node reads, those that its bodies take from outside among them."""
     yield from node.input
-    for attribute in node.attribute:
-        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-            made = {o for n in graph.node for o in n.output} | {v.name for v in (*graph.input, *graph.initializer)}
-            outside = [*(v for n in graph.node for v in reads(n)), *(o.name for o in graph.output)]
-            yield from (v for v in outside if v not in made)
+    for graph in bodies(node):
+        made = {o for n in graph.node for o in n.output} | {v.name for v in (*graph.input, *graph.initializer)}
+        outside = [*(v for n in graph.node for v in reads(n)), *(o.name for o in graph.output)]
+        yield from (v for v in outside if v not in made)

@@ -18,8 +18,12 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper
 
-from layerline.backends.base import Feed
+from layerline.backends.base import Array, Feed
+from layerline.backends.light import Light, Weight, split, travels
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.graph.facts import LIMITS
+from layerline.graph.io import bodies
+from layerline.graph.opset import opset_of
 from layerline.graph.order import in_order
 from layerline.graph.rule import After, Firing
 from layerline.pipeline.errors import StageError
@@ -30,8 +34,7 @@ LEAST = 4.0
 """No floor is taken to be lower than this many rounding steps of the value's type (relative L2)."""
 REDUCES = 8
 """The first opset for which onnxruntime has all the operators that reduce a pair."""
-_STEP = {TensorProto.FLOAT: 2.0**-23, TensorProto.DOUBLE: 2.0**-52, TensorProto.FLOAT16: 2.0**-10}
-_STEP[TensorProto.BFLOAT16] = 2.0**-7
+_STEP = {int(kind): epsilon for kind, (_, epsilon) in LIMITS.items()}
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def prove(
     Raises:
         StageError: onnxruntime refuses the unfused model, or can't run it on a feed.
     """
-    opset = next((o.version for o in unfused.opset_import if o.domain == ""), 0)
+    opset = opset_of(unfused)
     # Firings inside one body share the node around it: it is proved once.
     wanted = {(name, id(after)): (name, after) for firing in firings for name, after in firing.after.items()}
     pairs = [
@@ -171,24 +174,33 @@ def _whole_error(a: Any, b: Any) -> float:
     return float(np.linalg.norm(x[finite] - y[finite])) / (norm or 1.0)
 
 
-def _proof_model(unfused: onnx.ModelProto, pairs: Sequence[_Pair]) -> onnx.ModelProto:
-    model = onnx.ModelProto()
-    model.CopyFrom(unfused)
-    graph, added, outputs = model.graph, list[onnx.NodeProto](), dict[str, None]()
+def _proof_model(unfused: onnx.ModelProto, pairs: Sequence[_Pair]) -> Light:
+    light = split(unfused)
+    graph, added, outputs = light.model.graph, list[onnx.NodeProto](), dict[str, None]()
     for index, pair in enumerate(pairs):
         names = _own_names(pair.after, index)
         added += (_renamed(node, names) for node in pair.after.nodes)
         for name, tensor in pair.after.tensors.items():
-            graph.initializer.append(ir.serde.serialize_tensor(tensor))
-            graph.initializer[-1].name = names[name]
+            if travels(tensor.dtype.value, tensor.nbytes):
+                shape = tensor.shape.numpy()
+                light.weights[names[name]] = Weight(tensor.dtype.value, shape, partial(_unsigned, tensor))
+            else:
+                graph.initializer.append(ir.serde.serialize_tensor(tensor))
+                graph.initializer[-1].name = names[name]
         nodes, ends = _ends(index, pair)
         added += nodes
         outputs |= dict.fromkeys(ends)
     if pairs:
+        ordered = in_order(added, unfused.graph.node)
         del graph.node[:], graph.output[:]
-        graph.node.extend(in_order(added, unfused.graph.node))
+        graph.node.extend(ordered)
         graph.output.extend(helper.make_empty_tensor_value_info(o) for o in outputs)
-    return model
+    return light
+
+
+def _unsigned(tensor: ir.TensorProtocol) -> Array:
+    array = np.ascontiguousarray(tensor.numpy())
+    return array.reshape(-1).view(f"u{array.itemsize}")
 
 
 def _sides(index: int, pair: _Pair) -> tuple[str, str]:
@@ -232,10 +244,9 @@ def _renamed(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
 def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
     node.input[:] = [names.get(v, v) for v in node.input]
     node.output[:] = [names.get(v, v) for v in node.output]
-    for attribute in node.attribute:
-        for body in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-            for inner in body.node:
-                _rename(inner, names)
+    for body in bodies(node):
+        for inner in body.node:
+            _rename(inner, names)
 
 
 def _key(index: int, what: str) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
-MODULE = "layerline.module"
-"""Module paths of everything the node computes, the main one first, separated by a comma and a blank."""
+from layerline.backends.base import MODULE
+
+# Under MODULE stand the paths of everything the node computes, the main one first, separated by a comma and a blank.
 RULE = "layerline.rule"
 """Rules that made the node, in the order they fired, separated likewise."""
 SOURCES = "layerline.sources"

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
+from layerline.backends.base import MODULE
 from layerline.calib import assign
 from layerline.calib.calibrators import Calibrator
 from layerline.calib.histogram import Histogram
@@ -25,7 +26,6 @@ from layerline.graph.facts import captures
 from layerline.graph.naming import Names, first_output
 from layerline.graph.opset import raise_opset
 from layerline.graph.placement import Placement
-from layerline.graph.provenance import MODULE
 from layerline.graph.types import infer_types
 from layerline.graph.weights import drop_unread, weight_of
 from layerline.pipeline.errors import StageError

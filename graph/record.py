@@ -56,6 +56,8 @@ def undone(proof: Proof) -> str:
     """A sentence for the report's notes."""
     site = proof.firing.site
     moved = f"it moved the value by {proof.error:.2e}, whose floor allows {proof.tolerance:.2e}"
+    if math.isinf(proof.error):
+        moved = "onnxruntime refuses the model with it, or the value gets another shape, or NaN or Inf on one side"
     return f"undone: rule {site.rule} at {site.value} ({proof.why or moved})"
 
 

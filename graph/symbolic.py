@@ -10,6 +10,7 @@ name fits each type followed here; of a product of names that is taken for grant
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
@@ -23,6 +24,7 @@ LONGEST = 64
 _BITS = {ir.DataType.INT64: 64, ir.DataType.INT32: 32}
 _INTEGERS = frozenset({*_BITS, ir.DataType.BOOL})
 _LARGEST_SIZE = 2**31 - 1
+_SUMS = (" + ", " - ")
 
 
 class Symbols:
@@ -72,8 +74,11 @@ def is_size(item: Size) -> bool:
 
 
 def product(items: Iterable[Size]) -> Size:
-    """The product of sizes: a number, or names in alphabetical order behind their factor."""
-    factor, names = _factors(items)
+    """The product of sizes: a number, or names in alphabetical order behind their factor; sums are in brackets."""
+    others = [item for item in items if item != 1]
+    if len(others) == 1 and isinstance(others[0], str) and len(_parts(others[0])) == 1:
+        return others[0]
+    factor, names = _factors(others)
     if factor == 0 or not names:
         return factor
     return "*".join(([str(factor)] if factor != 1 else []) + sorted(names))
@@ -89,7 +94,7 @@ def quotient(items: Iterable[Size], by: Iterable[Size]) -> Size | None:
         names.remove(name)
     if below[0] == 0 or above[0] % below[0]:
         return None
-    return product([above[0] // below[0], *names])
+    return product([above[0] // below[0], *map(_bare, names)])
 
 
 def _held(item: Size, kind: ir.DataType | None, otherwise: str) -> Size:
@@ -104,12 +109,37 @@ def _held(item: Size, kind: ir.DataType | None, otherwise: str) -> Size:
 def _factors(items: Iterable[Size]) -> tuple[int, list[str]]:
     factor, names = 1, []
     for item in items:
-        for part in item.split("*") if isinstance(item, str) else [item]:
+        for part in _parts(item) if isinstance(item, str) else [item]:
             if isinstance(part, int) or part.isdecimal():
                 factor *= int(part)
             else:
                 names.append(part)
     return factor, names
+
+
+def _parts(size: str) -> list[str]:
+    """The factors that a size is written as: asterisks inside brackets are not its own, and a sum is one factor."""
+    outside = _outside(size)
+    if any(sign in outside for sign in _SUMS) or "//" in outside:
+        return [f"({size})"]
+    cuts = [-1, *(i for i, c in enumerate(outside) if c == "*"), len(size)]
+    return [size[start + 1 : end] for start, end in itertools.pairwise(cuts)]
+
+
+def _bare(size: str) -> str:
+    """A sum without the brackets that it had as a factor: alone it is written without."""
+    inner = size[1:-1] if size.startswith("(") and size.endswith(")") else ""
+    return inner if any(sign in _outside(inner) for sign in _SUMS) else size
+
+
+def _outside(text: str) -> str:
+    """The text with all that stands in brackets blanked out."""
+    depth, found = 0, []
+    for c in text:
+        depth -= c == ")"
+        found.append(" " if depth else c)
+        depth += c == "("
+    return "".join(found)
 
 
 Step = Callable[[ir.Node, Symbols], "Sizes | None"]

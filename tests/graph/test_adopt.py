@@ -30,6 +30,10 @@ from layerline.pipeline.errors import StageError
         ("p2o.Conv.0", "Conv", "p2o.Conv.0"),
         ("Conv@0", "Conv", "Conv@0"),
         ("", "Conv", ""),
+        ("If_0_then_branch__Inline_0__/decoder/decoder/1/Relu", "Relu", "If_0_then_branch.decoder.decoder.1"),
+        ("If_0_else_branch__Inline_0__/stft/Unsqueeze_1", "Unsqueeze", "If_0_else_branch.stft"),
+        ("If_0__Inline_12__/a/If_then_branch__Inline_3__/b/Conv", "Conv", "If_0.a.If_then_branch.b"),
+        ("If_0_then_branch__Inline_0__Add_3", "Add", "If_0_then_branch__Inline_0__Add_3"),
     ],
 )
 def test_module_paths(name: str, op: str, path: str) -> None:

@@ -7,7 +7,8 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from layerline.graph.checks import examine, refusals, suspects
+from layerline.backends.base import SOURCE
+from layerline.graph.checks import examine, refusals, refuse_training, suspects
 from layerline.pipeline.errors import StageError
 from tests.backends import models
 from tests.backends.models import BOOL, I64, U8, WEIGHT, F, graph, model, node
@@ -280,6 +281,7 @@ def recurrent(op: str, condition: str) -> onnx.ModelProto:
 def test_a_recurrent_operator_in_a_branch_names_itself_and_the_if(op) -> None:
     tensor, told = only(recurrent(op, "input"))
     assert tensor == "h" and f"{op} lies in a branch of the If node choose" in told
+    assert "depends on what c holds" in told and "values: {c: <number>}" in told
     assert refusals(recurrent(op, "constant")) == ()
 
 
@@ -358,3 +360,60 @@ def test_branches_of_one_rank_are_no_trouble() -> None:
     branch = next(a.g for n in same.graph.node for a in n.attribute if a.name == "then_branch")
     branch.node[0].CopyFrom(node("Relu", ["x"], ["t"]))
     assert refusals(same) == ()
+
+
+PADDED = [
+    node("Reshape", ["none", "all"], ["pads"]),
+    node("Pad", ["x", "pads"], ["p"]),
+    *[node("Shape", ["p"], ["s"]), node("Gather", ["s", "one"], ["d"]), node("Equal", ["d", "one"], ["c"])],
+]
+"""A size that follows from constants in a way that shape inference gives up on, as in a branch that can't be folded."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "told", "hint"),
+    [
+        ([2, 5, 3], "depends on what rate holds", "import-onnx {values: {rate: <number>}}"),
+        (["n", 5, 3], "depends on the size n and what rate holds", "dims: {n: <size>}, values: {rate: <number>}}"),
+    ],
+)
+def test_an_if_in_a_branch_names_what_picks_the_branch(shape: list[int | str | None], told: str, hint: str) -> None:
+    inner = two_ranks(PADDED, shape).graph
+    outer = [
+        node("Equal", ["rate", "one"], ["fast"]),
+        node("If", ["fast"], ["y"], "outer", then_branch=graph([*inner.node], ["y"]),
+             else_branch=graph([node("Identity", ["x"], ["e2"])], ["e2"])),
+    ]  # fmt: skip
+    stored = {"axes": [1], "one": 1, "none": [[0, 0, 0], [0, 0, 0]], "all": [-1]}
+    proto = model(outer, [("x", F, shape), ("rate", I64, [])], [("y", F, None)], stored)
+    found = next(r for r in refusals(proto) if "If node choose" in r.where)
+    assert told in found.what and hint in found.hint and "dynamic" not in found.hint
+
+
+def test_what_decides_is_never_left_blank() -> None:
+    _, text = only(two_ranks(PADDED, [2, 5, 3], none=[[0, 0, 0], [0, 0, 0]], all=[-1]))
+    assert "depends on constants alone" in text and "import-onnx" not in text
+
+
+def test_a_model_of_the_project_is_told_about_export() -> None:
+    proto = two_ranks(BOTH, ["n", 1, 3])
+    proto.graph.node[0].metadata_props.add(key=SOURCE, value="task.py:3")
+    _, text = only(proto)
+    assert "leave n out of export's `dynamic`" in text and "give rate as a plain number" in text
+    assert "import-onnx" not in text
+
+
+def dropout(*, stored: bool | None) -> onnx.ModelProto:
+    inputs = [("x", F, [2]), *([("t", BOOL, [])] if stored is None else [])]
+    weights = {"r": np.float32(0.5), **({} if stored is None else {"t": np.array(stored)})}
+    return model([node("Dropout", ["x", "r", "t"], ["y"], "drop")], inputs, [("y", F, None)], weights)
+
+
+@pytest.mark.parametrize(
+    ("stored", "told"), [(None, "import-onnx {values: {t: 0}}"), (True, "store false in t, its third input")]
+)
+def test_a_dropout_of_a_file_names_its_switch(stored: bool | None, told: str) -> None:
+    with pytest.raises(StageError, match="Dropout is in training mode") as error:
+        refuse_training(dropout(stored=stored))
+    assert told in error.value.hint and "node drop" in error.value.where
+    refuse_training(dropout(stored=False))

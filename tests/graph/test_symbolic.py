@@ -106,6 +106,35 @@ def test_shapes(body: str, expected: tuple[object, ...]) -> None:
     assert all(e in ("?", f) for e, f in zip(expected, found, strict=True)), found
 
 
+@pytest.mark.parametrize(
+    ("items", "whole"),
+    [
+        (["a + 1"], "a + 1"),
+        (["a + 1", 1], "a + 1"),
+        (["a + 1", "b"], "(a + 1)*b"),
+        (["(3*h + 1)", "batch"], "(3*h + 1)*batch"),
+        (["(((h - 1)//4)) + 1", "(((w - 1)//4)) + 1"], "((((h - 1)//4)) + 1)*((((w - 1)//4)) + 1)"),
+        (["2*((h//4))", 3], "6*((h//4))"),
+        (["h//2", 2], "2*(h//2)"),
+        (["Min(64, 2*seq)", 2], "2*Min(64, 2*seq)"),
+        (["/Shape_0#0", 4], "4*/Shape_0#0"),
+    ],
+)
+def test_a_sum_is_one_factor(items: list[int | str], whole: str) -> None:
+    assert product(items) == whole
+    for item in items:
+        rest = list(items)
+        rest.remove(item)
+        # What its own exporter wrote in brackets, or without, may come back the other way.
+        assert str(quotient([whole], [item])).strip("()") == str(product(rest)).strip("()")
+
+
+def test_sizes_that_differ_have_names_that_differ() -> None:
+    assert product(["(3*h + 1)", "batch"]) != product(["(3*batch*h + 1)"])
+    assert product(["a + 1", "b"]) != product(["a + 1*b"])
+    assert quotient(["(3*h + 1)"], [3]) is None and quotient(["2*h + 1"], [2]) is None
+
+
 def test_unknown_sizes_get_names_of_their_own() -> None:
     model = ir.serde.deserialize_model(
         parse("(float[N, M] x, int64[2] s) => (float[] y)", "a = Reshape(x, s) y = Relu(a)")
