@@ -1,4 +1,4 @@
-"""The two types every backend provides."""
+"""The two types every backend provides, and what nodes carry from stage to stage."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from layerline.pipeline.errors import StageError
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Array]
+
+MODULE, SOURCE = "layerline.module", "layerline.source"
+"""Metadata of a node: the path of the torch module it comes from, and the line of the user's file. Not the exporter's
+own: later stages and other exporters never have to know how torch writes its scopes."""
 
 
 class Session(Protocol):

@@ -7,7 +7,9 @@ at 2 GiB; the graph alone is small, and the runtime takes arrays as they lie in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 
 import numpy as np
 import onnx
@@ -21,53 +23,100 @@ _STAYS = ("INT2", "UINT2", "INT4", "UINT4", "FLOAT4E2M1", "COMPLEX64", "COMPLEX1
 """Types that share a byte or that the runtime takes no array of."""
 
 
-def split(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, TensorProto]]:
-    """A copy without the weights of its main graph, and those by name; the weights themselves are not copied."""
-    light, heavy = onnx.ModelProto(), dict[str, TensorProto]()
+class Weight:
+    """A tensor that travels beside its graph.
+
+    Args:
+        kind: element type, as in TensorProto.
+        shape: as stored.
+        read: gives its bytes as unsigned integers of the element's size (numpy lacks names for some types), flat; it is
+            called once, when they are first needed.
+    """
+
+    def __init__(self, kind: int, shape: Sequence[int], read: Callable[[], Array]) -> None:
+        self.kind, self.shape, self._read = kind, tuple(shape), read
+
+    @cached_property
+    def array(self) -> Array:
+        return self._read().reshape(self.shape)
+
+    def same(self, other: Weight) -> bool:
+        """Whether the two are equal to the last bit."""
+        alike = (self.kind, self.shape) == (other.kind, other.shape)
+        return alike and np.array_equal(self.array, other.array)
+
+
+@dataclass(frozen=True)
+class Light:
+    """A model in two parts.
+
+    Attributes:
+        model: without the weights of its main graph.
+        weights: those, by name; external initializers in ONNX's words.
+    """
+
+    model: onnx.ModelProto
+    weights: dict[str, Weight]
+
+
+def split(model: onnx.ModelProto) -> Light:
+    """The two parts of a model; the weights are not copied until they are asked for."""
+    light = Light(onnx.ModelProto(), {})
     for field, value in model.ListFields():
         if field.name != "graph":
-            _set(light, field.name, value)
+            _set(light.model, field.name, value)
     for field, value in model.graph.ListFields():
         if field.name != "initializer":
-            _set(light.graph, field.name, value)
-    stays = {TensorProto.DataType.Value(n) for n in _STAYS if n in TensorProto.DataType.keys()}  # noqa: SIM118
+            _set(light.model.graph, field.name, value)
     for tensor in model.graph.initializer:
-        if len(tensor.raw_data) > LEAST and tensor.data_type not in stays:
-            heavy[tensor.name] = tensor
+        if travels(tensor.data_type, len(tensor.raw_data)):
+            light.weights[tensor.name] = Weight(tensor.data_type, tensor.dims, partial(_stored, tensor))
         else:
-            light.graph.initializer.append(tensor)
-    return light, heavy
+            light.model.graph.initializer.append(tensor)
+    return light
 
 
-def weightless(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, TensorProto]]:
-    """As `split`, with an input in place of every weight: types and shapes follow as before."""
-    light, heavy = split(model)
-    light.ir_version = max(light.ir_version, 4)  # before 4 an initializer had to be an input as well
-    given = {i.name for i in light.graph.input}
-    light.graph.input.extend(
-        helper.make_tensor_value_info(n, t.data_type, t.dims) for n, t in heavy.items() if n not in given
+def weightless(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The graph with an input in place of every weight: types and shapes follow as before."""
+    light = split(model)
+    light.model.ir_version = max(light.model.ir_version, 4)  # before 4 an initializer had to be an input as well
+    given = {i.name for i in light.model.graph.input}
+    light.model.graph.input.extend(
+        helper.make_tensor_value_info(n, w.kind, w.shape) for n, w in light.weights.items() if n not in given
     )
-    return light, heavy
+    return light.model
 
 
-def unread(model: onnx.ModelProto) -> set[str]:
-    """Stored tensors of the main graph that nothing reads: the runtime drops them and won't be handed them."""
-    return {t.name for t in model.graph.initializer} - set(_read(model.graph))
+def travels(kind: int, size: int) -> bool:
+    """Whether a tensor of this element type and so many bytes goes beside the graph."""
+    return size > LEAST and kind not in _stays()
 
 
-def absent(tensor: TensorProto) -> TensorProto:
-    """A stand-in for a tensor whose bytes come from elsewhere."""
-    out = TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+def message(light: Light) -> tuple[bytes, dict[str, Weight]]:
+    """A message with a stand-in for each weight that is read, and those weights: the runtime takes no others."""
+    read, out = set(_read(light.model.graph)), onnx.ModelProto()
+    out.CopyFrom(light.model)
+    weights = {n: w for n, w in light.weights.items() if n in read}
+    out.graph.initializer.extend(_absent(n, w) for n, w in weights.items())
+    return out.SerializeToString(), weights
+
+
+def _absent(name: str, weight: Weight) -> TensorProto:
+    out = TensorProto(name=name, data_type=weight.kind, dims=weight.shape)
     out.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", "memory"), ("offset", "0"), ("length", str(len(tensor.raw_data)))):
+    for key, value in (("location", "memory"), ("offset", "0"), ("length", str(weight.array.nbytes))):
         out.external_data.add(key=key, value=value)
     return out
 
 
-def stored(tensor: TensorProto) -> Array:
-    """A weight's bytes as unsigned integers of its element size: numpy lacks names for some types."""
+@cache
+def _stays() -> frozenset[int]:
+    return frozenset(code for name, code in TensorProto.DataType.items() if name in _STAYS)
+
+
+def _stored(tensor: TensorProto) -> Array:
     raw = tensor.raw_data
-    array: Array = np.frombuffer(raw, f"u{len(raw) // math.prod(tensor.dims)}").reshape(tensor.dims)
+    array: Array = np.frombuffer(raw, f"u{len(raw) // math.prod(tensor.dims)}")
     return array
 
 

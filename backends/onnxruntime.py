@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,12 @@ from layerline.pipeline.errors import StageError
 
 if TYPE_CHECKING:
     from onnx import ModelProto
+
+    from layerline.backends.light import Light
+
+_STATUS = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
+_PLACE = re.compile(r"/\S*onnxruntime_src/\S+:\d+ [^\n]*?\) (?=\S)")
+_NODE = re.compile(r"Non-zero status code returned while running (\w+) node\. Name:'([^']*)' Status Message: ")
 
 
 class OnnxRuntime:
@@ -40,7 +47,7 @@ class OnnxRuntime:
     def unavailable_reason(self) -> str | None:
         return None if find_spec("onnxruntime") else "onnxruntime is not installed: pip install onnxruntime-gpu"
 
-    def open(self, model: Path | bytes | ModelProto, taps: Sequence[str] = ()) -> OrtSession:
+    def open(self, model: Path | bytes | ModelProto | Light, taps: Sequence[str] = ()) -> OrtSession:
         """Loads a file, its bytes, or a model in memory; the last may be larger than one message can be."""
         import onnxruntime as ort
 
@@ -69,8 +76,14 @@ class OnnxRuntime:
             return OrtSession(ort.InferenceSession(source, options, providers=self.providers))
         except Exception as error:
             raise StageError(
-                f"onnxruntime refuses the model: {error}", where=str(getattr(model, "name", "model"))
+                f"onnxruntime refuses the model: {plain(error)}", where=str(getattr(model, "name", "model"))
             ) from error
+
+
+def plain(error: Exception) -> str:
+    """What onnxruntime says, without its status codes and the places in its own sources; the node's name stays."""
+    text = _STATUS.sub("", _PLACE.sub("", str(error)))
+    return _NODE.sub(r"\1 node \2: ", text).strip()
 
 
 class OrtSession:
@@ -90,24 +103,19 @@ class OrtSession:
         try:
             return dict(zip(self.outputs, self._session.run(None, dict(feed)), strict=True))
         except Exception as error:
-            raise StageError(f"onnxruntime could not run the model: {error}", where="run") from error
+            raise StageError(f"onnxruntime could not run the model: {plain(error)}", where="run") from error
 
 
-def _bytes(model: ModelProto, options: Any) -> tuple[bytes, list[Array]]:
+def _bytes(model: ModelProto | Light, options: Any) -> tuple[bytes, list[Array]]:
     """A model's graph as a message, and the arrays its weights are read from while its session is made."""
     from onnxruntime import OrtValue
 
     from layerline.backends import light
 
-    graph, weights = light.split(model)
-    for name in light.unread(model) & weights.keys():
-        del weights[name]
-    graph.graph.initializer.extend(light.absent(t) for t in weights.values())
-    arrays = [light.stored(t) for t in weights.values()]
-    kinds = [t.data_type for t in weights.values()]
-    values = [OrtValue.ortvalue_from_numpy_with_onnx_type(a, k) for a, k in zip(arrays, kinds, strict=True)]
+    message, weights = light.message(model if isinstance(model, light.Light) else light.split(model))
+    values = [OrtValue.ortvalue_from_numpy_with_onnx_type(w.array, w.kind) for w in weights.values()]
     options.add_external_initializers(list(weights), values)
-    return graph.SerializeToString(), arrays
+    return message, [w.array for w in weights.values()]
 
 
 def _with_taps(source: str | bytes, taps: Sequence[str]) -> bytes:

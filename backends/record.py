@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from layerline.backends.base import MODULE
 from layerline.backends.network import COMPUTE, Layer, compute_precisions
 from layerline.backends.profiles import Profile
 from layerline.backends.tensorrt import Built
@@ -15,7 +16,6 @@ from layerline.pipeline.report import LayerDiff
 if TYPE_CHECKING:
     import onnx
 
-_MODULE = "layerline.module"
 _FLOAT = ("float32", "float16", "bfloat16")
 
 
@@ -48,7 +48,7 @@ def names(model: onnx.ModelProto) -> Names:
     values: dict[str, Origin] = {}
     modules: dict[str, str] = {}
     for node in _nodes(model.graph):
-        module = next((p.value for p in node.metadata_props if p.key == _MODULE), "")
+        module = next((p.value for p in node.metadata_props if p.key == MODULE), "")
         given = [o for o in node.output if o]
         name = node.name or (f"node_of_{given[0]}" if given else "")
         modules[name] = module

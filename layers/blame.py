@@ -9,9 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
+import onnx
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from layerline.backends.base import MODULE, SOURCE
+from layerline.graph import io
 from layerline.layers import axes as axis_names
 from layerline.layers.axes import Axes
 from layerline.layers.calls import Call
@@ -34,6 +37,7 @@ _CONSTRUCTS = (
     (r"attributes? .*(?:assigned|mutated)|was assigned during export",
      "forward() assigns a tensor to an attribute of the module", "keep no state: make it an input and an output"),
 )  # fmt: skip
+_NUMPY = re.compile(r"\.numpy\(|\b(?:np|numpy)\.\w+(?:\.\w+)*\(")
 _TO_NUMBER = re.compile(r"\.item\(|\.tolist\(|\b(?:int|float|bool|range)\(")
 
 
@@ -62,6 +66,22 @@ def blame(error: BaseException, call: Call, axes: Axes, root: Path) -> StageErro
         where=where,
         hint="change what forward() does there; --debug shows the whole traceback",
     )
+
+
+def refused(model: onnx.ModelProto, error: StageError) -> StageError:
+    """onnxruntime's complaint about an exported model, with the module and line of the node that it names."""
+    words = set(re.findall(r"[\w./-]+", error.what))
+    node = next((n for g in io.graphs(model) for n in g.node if n.name and n.name in words), None)
+    if node is None:
+        return error
+    known = {p.key: p.value for p in node.metadata_props}
+    where, hint = _where(known.get(MODULE, ""), known.get(SOURCE, "")), error.hint
+    if "Could not find an implementation" in error.what:
+        hint = (
+            f"onnxruntime has no {node.op_type} for these types: compute in float32 there (.float()); half precision "
+        )
+        hint += "is for quantize to choose"
+    return StageError(error.what, where=where, hint=hint)
 
 
 def dropped(program: ExportedProgram, root: Path) -> StageError | None:
@@ -110,10 +130,26 @@ def _fixing_line(frames: Sequence[FrameType], root: Path) -> str:
 
 
 def _no_operator(node: fx.Node, root: Path) -> StageError:
+    numpy = next((n for n in _behind(node) if _NUMPY.search(str(n.meta.get("stack_trace") or ""))), None)
+    if numpy is not None:
+        # What torch makes of numpy's functions is what the exporter stumbles over; nobody wrote it.
+        return StageError(
+            f"the exporter can't follow this: a tensor is turned into a numpy array, and {node.target} of that has no "
+            "counterpart in ONNX", where=_origin(numpy, root), hint="stay in torch: numpy is not traced",
+        )  # fmt: skip
     return StageError(
         f"{node.target} has no counterpart in ONNX", where=_origin(node, root),
         hint="write it with operators that ONNX has, or compute it outside of the model",
     )  # fmt: skip
+
+
+def _behind(node: fx.Node) -> list[fx.Node]:
+    """The node and all that it is computed from, in the graph's order."""
+    found = {node}
+    for n in reversed(node.graph.nodes):
+        if n in found:
+            found.update(n.all_input_nodes)
+    return [n for n in node.graph.nodes if n in found]
 
 
 def _origin(node: fx.Node, root: Path) -> str:

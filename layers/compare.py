@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import onnx
 
 from layerline.backends.base import Array, Feed
+from layerline.backends.light import Light, split
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.graph.noise import drawn
 from layerline.layers.distance import Distance, diff_arrays
@@ -169,7 +171,7 @@ class _Run:
 
     def _joint(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
         if "joint" not in self._sessions:
-            model = joint(self.reference, self.candidate, self.pairs, masked=self._unclear, isolated=self.isolated)
+            model = joint(*self._sides, self.pairs, masked=self._unclear, isolated=self.isolated)
             self._sessions["joint"] = self.runtime.open(model)
         try:
             out = self._sessions["joint"].run(feed)
@@ -178,6 +180,10 @@ class _Run:
             return None
         found = [(_distance(out, str(i)), _distance(out, f"{i}/isolated")) for i in range(len(self.pairs))]
         return None if any(d.mismatch for pair in found for d in pair) else found
+
+    @cached_property
+    def _sides(self) -> tuple[Light, Light]:
+        return split(self.reference), split(self.candidate)
 
     def _by_hand(self, feed: Feed) -> list[tuple[Distance, Distance]]:
         a = self._side("a", self.reference, [p.a for p in self.pairs], feed)

@@ -26,6 +26,9 @@ TRIES = 400
 """Combinations of sizes that are tried before a model without samples and bounds is given up."""
 _FIRST, _SIZES = (BATCH, 1, 4), (64, 2, 32, 48, 16, 1, 128, 224, 256, 512, 576, 3, 80, 320, 640, 1024, 4096, 16000)
 _COUNT = "elements of "
+# What onnxruntime's Size takes: no sequences, no text, and none of the types that it knows but computes nothing on.
+_COUNTABLE = {f"tensor({t})" for t in ("float", "double", "float16", "bool")}
+_COUNTABLE |= {f"tensor({s}int{b})" for s in ("", "u") for b in (8, 16, 32, 64)}
 _STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -89,7 +92,7 @@ class Feeder:
             said = self.refuses(feed) or next((f"{n} is empty" for n, a in self.run(feed).items() if not a.size), None)
             if said is None:
                 return at
-            complaint = complaint or f"at {_told(at)}: {said}"
+            complaint = complaint or f"at {told(at)}: {said}"
         return complaint
 
     def vary(self, source: Source, first: Mapping[str, int]) -> list[Feed]:
@@ -129,7 +132,8 @@ class Feeder:
         """Elements of every value of the main graph on this feed, counted by the graph itself."""
         if self._counting is None:
             self._counting = OnnxRuntime().open(self._counted())
-        return {name.removeprefix(_COUNT): int(a) for name, a in self._counting.run(self.whole(feed)).items()}
+        found = self._counting.run(self.whole(feed))
+        return {name.removeprefix(_COUNT): int(a) for name, a in found.items() if name.startswith(_COUNT)}
 
     def _candidates(self, name: str) -> list[int]:
         own = self.declared.get(name, Declared())
@@ -159,6 +163,12 @@ class Feeder:
         least = own or Declared(min=min(sizes), max=max(sizes))
         step = least.multiple or self._step(tied, source, first)
         self.dims[name] = Dim(min=least.min or min(sizes), max=least.max or max(sizes), multiple=step)
+        if own is not None and own.max is None:
+            found = self.dims[name]
+            self.notes.append(
+                f"{name} is declared without max, and goes to {found.max}, the greatest size that was run: engines are "
+                f"built up to there; dims: {{{name}: {{min: {found.min}, max: <size>}}}} says what you need"
+            )
         at = {**first, **dict.fromkeys(tied, step)}
         if own is None and step < min(sizes) and self._refuses(source, at) is None:
             self.edges.append(source.feed(at))
@@ -214,10 +224,12 @@ class Feeder:
     def _counted(self) -> onnx.ModelProto:
         values = [o for n in self.model.graph.node if n.op_type != "Constant" for o in n.output if o]
         types = OnnxRuntime().open(self.model, values).types
-        kept = {v for v in values if types[v][0].startswith("tensor(") and "string" not in types[v][0]}
+        kept = {v for v in values if types[v][0] in _COUNTABLE}
         counted = onnx.ModelProto()
         counted.CopyFrom(self.model)
-        del counted.graph.node[:], counted.graph.output[:]
+        del counted.graph.node[:]
+        if kept:  # a graph has to give something
+            del counted.graph.output[:]
         for node in self.model.graph.node:
             counted.graph.node.append(node)
             # Counted right where it is made: at the end, every value would have to live until then.
@@ -254,5 +266,6 @@ def _likeliest(lists: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
                 heapq.heappush(heap, (rank + 1, after))
 
 
-def _told(at: Mapping[str, int]) -> str:
+def told(at: Mapping[str, int]) -> str:
+    """Sizes by name, in words."""
     return ", ".join(f"{n}={s}" for n, s in at.items()) or "its only size"

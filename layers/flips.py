@@ -16,6 +16,7 @@ import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 
+from layerline.graph.order import reads
 from layerline.layers.indices import pointers
 from layerline.pipeline.report import LayerDiff
 
@@ -144,7 +145,7 @@ def behind(graph: onnx.GraphProto, value: str, wanted: Iterable[str]) -> list[st
     pending, seen = [value], set[str]()
     while pending:
         node = made.get(pending.pop())
-        fresh = set(node.input if node is not None else ()) - seen
+        fresh = set(reads(node) if node is not None else ()) - seen
         seen |= fresh
         pending += fresh
     return [w for w in wanted if w in seen]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import onnx
 
 from layerline.backends.base import Feed
 from layerline.graph import usage
-from layerline.layers.feeding import BATCH, Declared, Feeder
+from layerline.layers.feeding import BATCH, Declared, Feeder, told
 from layerline.layers.probes import drawn
 from layerline.layers.signature import Value
 from layerline.layers.sources import WIDE, Drawn, Given
@@ -67,7 +67,7 @@ def from_samples(feeder: Feeder, given: Given, count: int, known: Mapping[str, S
     batch = max((feeder.declared.get(b, Declared()).fit(BATCH) for b in batches), default=BATCH)
     first = given.sizes(batch)
     if said := feeder.refuses(given.feed(first)):
-        raise StageError(f"the model does not run on the samples: {said}", where="data")
+        raise _misfit(feeder, given, first, batches, said)
     feeds = [given.feed(first), *_next(feeder, given, count, batch, first), *feeder.vary(given, first)]
     for name, (low, high) in known.items():
         array = drawn(feeds[0][name], low, high, np.random.default_rng(0))
@@ -78,6 +78,20 @@ def from_samples(feeder: Feeder, given: Given, count: int, known: Mapping[str, S
         if below and feeder.refuses(feed := {**feeds[0], **below}) is None:
             feeder.edges.append(feed)
     return Fed(feeds=feeds, ranges=known, values=dict.fromkeys(feeds[0], f"{given.count} samples"))
+
+
+def _misfit(feeder: Feeder, given: Given, first: Mapping[str, int], batches: Iterable[str], said: str) -> StageError:
+    """The error for samples that the model refuses; where it runs on other numbers of them, with the number."""
+    for size in (s for s in (1, 4, 8, 16, 32, 64, 3) if s not in (first[b] for b in batches)):
+        at = dict.fromkeys(sorted(batches), size)
+        if at and feeder.refuses(given.feed({**first, **at})) is None:
+            wanted, takes = told({b: first[b] for b in at}), told(at)
+            return StageError(
+                f"the model runs at {takes} alone, not at {wanted}, though its file says that this size varies: {said}",
+                where="data",
+                hint=f"that size is written into the node named: dims: {{{', '.join(f'{b}: {size}' for b in at)}}}",
+            )
+    return StageError(f"the model does not run on the samples: {said}", where="data")
 
 
 def from_nothing(feeder: Feeder, known: Mapping[str, Span]) -> Fed:

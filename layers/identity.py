@@ -9,10 +9,8 @@ from pathlib import Path, PurePath
 
 import onnx
 
+from layerline.backends.base import MODULE, SOURCE
 from layerline.graph import io
-
-# Ours, not the exporter's: later stages and other exporters never have to know how torch writes its scopes.
-MODULE, SOURCE = "layerline.module", "layerline.source"
 
 _SCOPES, _TRACE = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.stack_trace"
 _OURS = Path(__file__).resolve().parent

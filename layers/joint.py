@@ -13,6 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import onnx
 from onnx import helper
 
+from layerline.backends.light import Light
+from layerline.graph.io import bodies
+from layerline.graph.opset import opset_of
 from layerline.graph.order import in_order
 from layerline.layers.reductions import Measures, Pair
 
@@ -21,24 +24,25 @@ B, ISOLATED = "b//", "i//"
 
 
 def joint(
-    a: onnx.ModelProto,
-    b: onnx.ModelProto,
+    reference: Light,
+    candidate: Light,
     pairs: Iterable[Pair],
     *,
     masked: Collection[int] = (),
     isolated: bool = False,
-) -> onnx.ModelProto:
-    """The graph that runs both; its outputs are `<i>/<column>` and, where isolated, `<i>/<column>/isolated`.
+) -> Light:
+    """The graph that runs both; its outputs are `<i>/<column>` and, where isolated, `<i>/isolated/<column>`.
 
     Args:
         pairs: values that stand for each other; the isolated copy reads the reference's.
         masked: indices of the pairs whose elements that are not finite are counted and left out.
     """
-    pairs, shared, functions = list(pairs), _shared(a, b), {(f.domain, f.name) for f in b.functions}
-    extra = [i for i in _inputs(b) if i.name not in {j.name for j in a.graph.input}]
-    same = {i.name: i.name for i in _inputs(b)} | {t.name: B + t.name for t in b.graph.initializer} | shared
+    a, b = reference.model, candidate.model
+    pairs, shared, functions = list(pairs), _shared(reference, candidate), {(f.domain, f.name) for f in b.functions}
+    stored = [*(t.name for t in b.graph.initializer), *candidate.weights]
+    given = [i for i in b.graph.input if i.name not in stored]
+    same = {i.name: i.name for i in given} | {n: n if n in shared else B + n for n in stored}
     nodes = [*a.graph.node, *copied(b.graph.node, B, same, functions)]
-    initializers = [*a.graph.initializer, *_prefixed(b, shared)]
     sides = [(i, str(i), p, same.get(p.b, B + p.b)) for i, p in enumerate(pairs)]
     if isolated:
         fed, casts = feeds_of(pairs)
@@ -49,17 +53,18 @@ def joint(
             for i, p in enumerate(pairs)
             if p.pointer is None
         ]
-    opset = next(o.version for o in a.opset_import if o.domain in {"", "ai.onnx"})
-    measures = Measures(opset)
+    measures = Measures(opset_of(a))
     for i, tag, pair, other in sorted(sides, key=lambda side: side[0]):
         measures.add(tag, pair, other, masked=i in masked)
     ordered = in_order(measures.nodes, nodes)
-    graph = helper.make_graph(ordered, "compare", [*a.graph.input, *extra], measures.outputs, initializers)
+    inputs = [*a.graph.input, *(i for i in given if i.name not in {j.name for j in a.graph.input})]
+    initializers = [*a.graph.initializer, *_prefixed(b, shared)]
+    graph = helper.make_graph(ordered, "compare", inputs, measures.outputs, initializers)
     graph.sparse_initializer.extend(a.graph.sparse_initializer)
     opsets = {o.domain: o for o in (*a.opset_import, *b.opset_import)}
     model = helper.make_model(graph, opset_imports=list(opsets.values()), ir_version=max(a.ir_version, b.ir_version, 8))
     model.functions.extend([*a.functions, *_renamed_functions(b, functions)])
-    return model
+    return Light(model, reference.weights | {B + n: w for n, w in candidate.weights.items() if n not in shared})
 
 
 def isolated_model(b: onnx.ModelProto, pairs: Iterable[Pair]) -> onnx.ModelProto:
@@ -118,17 +123,16 @@ def _copied_node(
     out.output[:] = [write(x) for x in node.output]
     if (node.domain, node.op_type) in functions:
         out.op_type = B + node.op_type
-    for attribute in out.attribute:
-        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-            inner = [_copied_node(n, read, write, functions) for n in graph.node]
-            for item in (*graph.input, *graph.initializer):
-                item.name = write(item.name)
-            defined = {o for n in inner for o in n.output} | {i.name for i in (*graph.input, *graph.initializer)}
-            for item in graph.output:
-                # A branch may also return a value of the outer scope as it is.
-                item.name = write(item.name) if write(item.name) in defined else read(item.name)
-            del graph.node[:], graph.value_info[:]
-            graph.node.extend(inner)
+    for graph in bodies(out):
+        inner = [_copied_node(n, read, write, functions) for n in graph.node]
+        for item in (*graph.input, *graph.initializer):
+            item.name = write(item.name)
+        defined = {o for n in inner for o in n.output} | {i.name for i in (*graph.input, *graph.initializer)}
+        for item in graph.output:
+            # A branch may also return a value of the outer scope as it is.
+            item.name = write(item.name) if write(item.name) in defined else read(item.name)
+        del graph.node[:], graph.value_info[:]
+        graph.node.extend(inner)
     return out
 
 
@@ -144,15 +148,11 @@ def _renamed_functions(b: onnx.ModelProto, functions: set[tuple[str, str]]) -> l
     return out
 
 
-def _inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    constants = {t.name for t in model.graph.initializer}
-    return [i for i in model.graph.input if i.name not in constants]
-
-
-def _shared(a: onnx.ModelProto, b: onnx.ModelProto) -> dict[str, str]:
-    """Initializers that both have under one name with the same content."""
-    known = {t.name: t for t in a.graph.initializer}
-    return {t.name: t.name for t in b.graph.initializer if t.name in known and _equal(known[t.name], t)}
+def _shared(a: Light, b: Light) -> set[str]:
+    """Stored tensors that both have under one name with the same content."""
+    known = {t.name: t for t in a.model.graph.initializer}
+    small = {t.name for t in b.model.graph.initializer if t.name in known and _equal(known[t.name], t)}
+    return small | {n for n, w in b.weights.items() if n in a.weights and w.same(a.weights[n])}
 
 
 def _equal(a: onnx.TensorProto, b: onnx.TensorProto) -> bool:
@@ -161,7 +161,7 @@ def _equal(a: onnx.TensorProto, b: onnx.TensorProto) -> bool:
     return bool(a.SerializeToString() == b.SerializeToString())
 
 
-def _prefixed(b: onnx.ModelProto, shared: Mapping[str, str]) -> list[onnx.TensorProto]:
+def _prefixed(b: onnx.ModelProto, shared: Collection[str]) -> list[onnx.TensorProto]:
     out = []
     for tensor in b.graph.initializer:
         if tensor.name not in shared:

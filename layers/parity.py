@@ -7,7 +7,6 @@ the ONNX, so each probe's outputs are also compared with what the module itself 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ from layerline.backends.base import Array, Feed
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph import noise
 from layerline.layers import floor, identity
+from layerline.layers.blame import refused
 from layerline.layers.tally import Apart, Tally, Within
 from layerline.layers.tracing import Traced
 from layerline.layers.types import types_of
@@ -66,7 +66,10 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
     Args:
         rule: what values are judged by; None for the measured floor (`tolerance: auto`).
     """
-    session = OnnxRuntime(few_runs=True).open(traced.model, traced.taps())
+    try:
+        session = OnnxRuntime(few_runs=True).open(traced.model, traced.taps())
+    except StageError as error:
+        raise refused(traced.model, error) from error
     tally = Tally(traced, rule)
     seen: list[tuple[Probe, dict[str, Apart] | StageError]] = []
     ran: list[tuple[Probe, dict[str, Array]]] = []
@@ -74,7 +77,7 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
         try:
             found = session.run(probe.feed)
         except StageError as error:
-            seen.append((probe, error))
+            seen.append((probe, refused(traced.model, error)))
             continue
         seen.append((probe, {k: tally.apart(k, a, found) for k, a in probe.outputs.items()}))
         ran.append((probe, found))
@@ -88,20 +91,18 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
     rows = tally.rows(types_of(session))
     return Parity(
         rows=rows,
-        gates=(*(_gate(traced, probe, what, tally, floors) for probe, what in seen), *_folded(traced, tally.random)),
+        gates=(*(_gate(probe, what, tally, floors) for probe, what in seen), *_folded(traced, tally.random)),
         floors=floors,
         notes=(*notes, *_random(traced, tally.random), *_nonfinite(rows)),
     )
 
 
-def _gate(
-    traced: Traced, probe: Probe, seen: dict[str, Apart] | StageError, tally: Tally, floors: Mapping[str, float]
-) -> Gate:
+def _gate(probe: Probe, seen: dict[str, Apart] | StageError, tally: Tally, floors: Mapping[str, float]) -> Gate:
     """Whether the ONNX does on this probe what the module itself does."""
     hint = "a size or value was fixed while tracing: take it from the input's shape, or declare min, max or multiple"
     name = probe.gate
     if isinstance(seen, StageError):
-        return Gate(name, False, f"the ONNX can't run: {_named_module(traced, seen.what)}", "runs", hint)
+        return Gate(name, False, f"the ONNX can't run: {seen.where}: {seen.what}", "runs", hint)
     # Both sides are float32 here, each off the truth by about the floor.
     judged = [k for k in seen if k not in tally.random]
     allowed = {k: 1.0 if tally.rule else 2.0 * floor.tolerance(floors.get(k, 0.0)) for k in judged}
@@ -138,11 +139,3 @@ def _folded(traced: Traced, random: Mapping[str, str]) -> list[Gate]:
         for value, op in random.items()
         if value not in kept
     ][:1]
-
-
-def _named_module(traced: Traced, message: str) -> str:
-    """onnxruntime's message with the module path of the node it names."""
-    node = re.search(r"Name:'(.*?)'", message)
-    paths = identity.modules(traced.model)
-    where = next((paths.get(n.output[0], "") for n in traced.model.graph.node if node and n.name == node[1]), "")
-    return f"module {where}: {message}" if where else message

@@ -11,7 +11,7 @@ import numpy as np
 
 from layerline.backends.base import Array, Feed
 from layerline.layers import guards
-from layerline.layers.axes import Axes
+from layerline.layers.axes import Axes, Bounds
 from layerline.layers.calls import Call
 from layerline.layers.guards import Guard, Span
 from layerline.layers.memory import activation_bytes
@@ -28,6 +28,8 @@ GUARDED = 256 << 20
 """Bytes that may be spent on a size at which forward() is known to branch."""
 TRACES = 4
 """Times that forward() is traced again at most, to see how it branches further."""
+STEP = 128
+"""The greatest step of an axis that is looked for."""
 BEYOND = 4
 """Where no upper bound is declared, an axis is run at up to this many times the example's size."""
 
@@ -104,6 +106,7 @@ class Prober:
 
     def _sizes(self) -> list[Probe]:
         """All axes at their least and a step above, each at its greatest with the others least; what breaks a guard."""
+        self._find_steps()
         seen, low, high = self._seen, dict[str, int](), dict[str, int]()
         for name, bounds in self.axes.bounds.items():
             low[name] = bounds.min or self._least(name)
@@ -199,11 +202,30 @@ class Prober:
         """The greatest size the traced program holds for; None where it has no end."""
         return self.traced.ranges.get(name, (0, None))[1]
 
+    def _find_steps(self) -> None:
+        """Gives every axis without a declared step the one that forward() itself keeps to: five halvings take 32."""
+        for name, bounds in self.axes.bounds.items():
+            if bounds.multiple == 1 and (step := self._step(name, bounds)) > 1:
+                known = {**self.axes.bounds, name: replace(bounds, multiple=step)}
+                self.axes = replace(self.axes, bounds=known)
+                self.notes.append(
+                    f"forward() itself takes {name} in steps of {step}, found by trial: `multiple: {step}` declares it"
+                )
+
+    def _step(self, name: str, bounds: Bounds) -> int:
+        """The smallest step, up or down from the example's size, to one that forward() takes; 1 where there is none."""
+        seen = self._seen[name]
+        for step in (s for s in range(1, min(seen, STEP) + 1) if seen % s == 0):
+            near = [s for s in (seen + step, seen - step) if (bounds.min or 1) <= s <= (bounds.max or s)]
+            if any(isinstance(self._sized({name: s}), Probe) for s in near):
+                return step
+        return 1
+
     def _least(self, name: str) -> int:
         """The smallest size that the module itself takes: one step, two, four, …"""
         seen, size = self.axes.size(self.call.feed, name), self.axes.bounds[name].multiple
         while size < seen and isinstance(refused := self._sized({name: size}), str):
-            self.notes.append(f"forward() itself refuses {name}={size}: {refused}")
+            self._note_refused(name, size, refused)
             size *= 2
         return min(size, seen)
 
@@ -247,8 +269,19 @@ class Prober:
             raise ConfigError(
                 f"{name} is declared from {bounds.min} to {bounds.max}; forward() itself fails at {size}: {why}",
                 where="dynamic.{}.{}".format(*self.axes.places(name)[0]),
+                hint=f"it takes steps of {bounds.multiple}: `multiple: {bounds.multiple}`" * (bounds.multiple > 1),
             )
-        self.notes.append(f"forward() itself refuses {name}={size}: {why}")
+        self._note_refused(name, size, why)
+
+    def _note_refused(self, name: str, size: int, why: str) -> None:
+        """One note for an axis, with what was said to the first of its sizes."""
+        begin = f"forward() itself refuses {name}="
+        at = next((i for i, note in enumerate(self.notes) if note.startswith(begin)), None)
+        if at is None:
+            self.notes.append(f"{begin}{size}: {why}")
+        else:
+            sizes, _, first = self.notes[at].partition(": ")
+            self.notes[at] = f"{sizes}, {size}: {first}"
 
     def _sized(self, sizes: Mapping[str, int]) -> Probe | str:
         """A probe at these sizes, or what the module raises at them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,18 @@ def drawn(program: ExportedProgram) -> dict[str, str]:
         if source or _draws(node):
             found[node.name] = source or str(node.target)
     return found
+
+
+def first(program: ExportedProgram, nodes: Mapping[str, str], lines: Mapping[str, str]) -> str:
+    """The first random operator with its line, in words; empty where there is none.
+
+    Args:
+        nodes: program node of each value, by value name.
+        lines: line of each value, in topological order.
+    """
+    random = drawn(program)
+    at = next((v for v in lines if nodes.get(v) in random), None)
+    return f"{random[nodes[at]]} ({lines[at]})" if at else next(iter(random.values()), "")
 
 
 def dropout(program: ExportedProgram) -> tuple[fx.Node, float] | None:

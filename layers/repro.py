@@ -13,9 +13,11 @@ from safetensors.numpy import save_file
 from layerline.backends.base import Array
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph import io
+from layerline.graph.order import reads
+from layerline.layers.arrays import array
 from layerline.layers.distance import diff_arrays
 from layerline.layers.parity import Probe
-from layerline.layers.taps import Twin, array
+from layerline.layers.taps import Twin
 from layerline.layers.tracing import Traced
 from layerline.layers.types import types_of
 from layerline.pipeline.report import LayerDiff
@@ -59,7 +61,7 @@ def region(
             inputs[name] = None
         elif name in makers and id(makers[name]) not in nodes:
             nodes.add(id(makers[name]))
-            pending += _reads(makers[name])
+            pending += reads(makers[name])
     out = onnx.ModelProto()
     out.CopyFrom(model)
     out.graph.Clear()
@@ -69,13 +71,6 @@ def region(
     out.graph.input.extend(_info(i, types) for i in sorted(inputs))
     out.graph.output.append(_info(value, types))
     return out
-
-
-def _reads(node: onnx.NodeProto) -> list[str]:
-    """Names a node reads, those that its bodies take from outside included."""
-    inner = [g for a in node.attribute for g in (*([a.g] if a.HasField("g") else []), *a.graphs)]
-    made = {o for g in inner for n in g.node for o in n.output} | {i.name for g in inner for i in g.input}
-    return [v for v in (*node.input, *(v for g in inner for n in g.node for v in _reads(n))) if v and v not in made]
 
 
 def _info(name: str, types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> onnx.ValueInfoProto:

@@ -17,6 +17,7 @@ from layerline.backends.base import Array, Feed
 from layerline.layers.probes import drawn, resized
 from layerline.layers.signature import Value
 from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.given import check_answers, check_samples, checked_cast
 
 LABEL = "label"
 """The array of this name is what a metric compares with, unless the model has such an input."""
@@ -155,7 +156,7 @@ def given(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> G
 
     Raises:
         ConfigError: an unknown or missing name, another rank, a size that the model fixes otherwise, a type that can't
-            be cast without loss, arrays of different length, no sample.
+            be cast, a number beyond that type, NaN or Inf, arrays (answers included) of different length, no sample.
     """
     inputs, names = tuple(inputs), [v.name for v in inputs]
     held = [k for k in arrays if k in names or k != LABEL]
@@ -166,10 +167,10 @@ def given(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> G
         raise ConfigError(
             f"there is no array {missing[0]!r}; found {', '.join(held) or 'none'}", where=where, hint=takes
         )
+    check_samples(arrays, where)
+    if LABEL in arrays and LABEL not in names:
+        check_answers(arrays[LABEL], where)
     counts = {k: len(arrays[k]) for k in held if arrays[k].ndim}
-    if len(set(counts.values())) > 1 or 0 in counts.values():
-        seen = ", ".join(f"{k} {n}" for k, n in counts.items())
-        raise ConfigError(f"expected equally many samples along every first axis, saw {seen}", where=where)
     cast = {v.name: _cast(arrays[v.name], v, where) for v in inputs}
     # A number that never changes need not part the samples.
     numbers = {v.name: a[0] for v in inputs if not v.shape and (a := cast[v.name]).ndim and (a == a[0]).all()}
@@ -195,4 +196,4 @@ def _cast(array: Array, value: Value, where: str) -> Array:
         )
     if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
         raise ConfigError(f"the array holds {array.dtype}, the model takes {dtype}", where=place)
-    return array.astype(dtype, copy=False)
+    return checked_cast(array, dtype, value.name, where)

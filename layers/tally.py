@@ -13,9 +13,10 @@ import torch
 
 from layerline.backends.base import Array, Feed
 from layerline.layers import flips, floor, identity, randomness, sums
+from layerline.layers.arrays import array
 from layerline.layers.distance import Distance, diff_arrays
 from layerline.layers.indices import pointed_at, pointers
-from layerline.layers.taps import Twin, array
+from layerline.layers.taps import Twin
 from layerline.layers.tracing import Traced
 from layerline.pipeline.report import LayerDiff, Scalar
 
@@ -211,4 +212,5 @@ def _parts(single: Any, double: Any) -> list[tuple[Array, Array]]:
     if isinstance(single, torch.Tensor):
         return [(array(single), array(double))]
     several = zip(single, double, strict=True) if isinstance(single, list | tuple) else ()
-    return [(array(s), array(d)) for s, d in several if isinstance(s, torch.Tensor) and s.is_floating_point()]
+    inexact = ((s, d) for s, d in several if isinstance(s, torch.Tensor) and (s.is_floating_point() or s.is_complex()))
+    return [(array(s), array(d)) for s, d in inexact]

@@ -11,14 +11,17 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
-from layerline.backends.base import Array, Feed
+from layerline.backends.base import Feed
+from layerline.layers.arrays import tensor
 from layerline.pipeline.errors import StageError
 
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_WIDE = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64) | dict.fromkeys(
+    (torch.complex64, torch.complex32), torch.complex128
+)
 
 
 class Twins(NamedTuple):
-    """A node's value on one feed: as the program gives it, and with every floating-point number in float64."""
+    """A node's value on one feed: as the program gives it, and with all floating-point numbers twice as wide."""
 
     feed: int
     single: Any
@@ -44,13 +47,16 @@ class Twin:
         graph = self.program.graph_module
         runs = {i: (_Plain(graph), _Double(graph)) for i in range(len(feeds))}
         stored = self._stored()
-        given = {i: iter([torch.from_numpy(a.copy()) for a in feed.values()]) for i, feed in enumerate(feeds)}
+        given = {i: iter(feed.values()) for i, feed in enumerate(feeds)}
         for node in self.program.graph.nodes:
             if node.op == "output":
                 return
             if node.op == "placeholder":
+                meta = node.meta.get("val")
+                pairs = isinstance(meta, Tensor) and meta.is_complex()
                 for i, (single, _) in runs.items():
-                    single.env[node] = stored[node.name] if node.name in stored else next(given[i])
+                    known = node.name in stored
+                    single.env[node] = stored[node.name] if known else tensor(next(given[i]), complex_pairs=pairs)
                 continue
             self._widen(node, runs, stored)
             yield node.name, [t for i in list(runs) if (t := self._run(node, i, runs)) is not None]
@@ -115,13 +121,6 @@ class _Double(_Plain):
         return super().call_function(target, args, kwargs)
 
 
-def array(tensor: Tensor) -> Array:
-    """As numpy; what numpy has no type for becomes float32, which holds all of it."""
-    tensor = tensor.detach()
-    found: Array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
-    return found
-
-
 def _run(interpreter: fx.Interpreter, node: fx.Node) -> Any:
     with torch.no_grad():
         try:
@@ -131,11 +130,11 @@ def _run(interpreter: fx.Interpreter, node: fx.Node) -> Any:
 
 
 def _widened(value: Any) -> Any:
-    return pytree.tree_map(lambda v: v.double() if isinstance(v, Tensor) and v.dtype in _FLOATS else v, value)
+    return pytree.tree_map(lambda v: v.to(_WIDE.get(v.dtype, v.dtype)) if isinstance(v, Tensor) else v, value)
 
 
 def _wide_type(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _FLOATS else value
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def _as(value: Any, like: Any) -> Any:

@@ -21,13 +21,12 @@ from torch.export.graph_signature import OutputKind, TensorArgument
 from layerline.graph.facts import RANDOM
 from layerline.layers import axes as axis_names
 from layerline.layers import identity
+from layerline.layers.arrays import NOT_IN_NUMPY
 from layerline.layers.axes import Axes
 from layerline.layers.blame import blame, dropped
 from layerline.layers.calls import Call
 from layerline.layers.guards import Guard, Symbols, guards, noting, symbols
 from layerline.pipeline.errors import ConfigError, StageError
-
-_NOT_IN_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,7 @@ class Traced:
     def taps(self) -> list[str]:
         """Every value of the program that numpy has a type for."""
         meta = {n.name: n.meta.get("val") for n in self.program.graph.nodes}
-        return [v for v, n in self.nodes.items() if getattr(meta[n], "dtype", None) not in _NOT_IN_NUMPY]
+        return [v for v, n in self.nodes.items() if getattr(meta[n], "dtype", None) not in NOT_IN_NUMPY]
 
 
 def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
@@ -75,10 +74,13 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
     if opset > newest:
         raise ConfigError(f"the installed onnx knows opsets up to {newest}", where=f"opset {opset}")
     args, kwargs = call.arguments(call.feed)
+    if args and isinstance(args[-1], dict) and not kwargs:
+        # torch takes a dict in the last place for the keywords, unless there is another behind it.
+        args = (*args, {})
     shapes = call.shapes(axes.specs())
     _forget_decompositions()
     try:
-        with quiet(), noting(root) as taken:
+        with quiet(), call.tensors_alone(), noting(root) as taken:
             exported = torch.onnx.export(
                 call.module, args, kwargs=kwargs, dynamic_shapes=shapes if axes.names else None, dynamo=True,
                 opset_version=opset, optimize=False, verbose=False,

@@ -34,6 +34,6 @@ def infer(model: onnx.ModelProto, values: list[str]) -> dict[str, tuple[str, Sha
     """
     taps = list(dict.fromkeys(values))
     try:
-        return types_of(OnnxRuntime(few_runs=True).open(light.weightless(model)[0], taps))
+        return types_of(OnnxRuntime(few_runs=True).open(light.weightless(model), taps))
     except StageError:  # an operator that wants its weights constant
         return types_of(OnnxRuntime(few_runs=True).open(model, taps))

@@ -33,7 +33,8 @@ def debug(project: Project, name: str, folder: Path, listener: Listener) -> Laye
     stage = project.stage(name)
     if not isinstance(stage, Debugs):
         able = [s.name for s in project.stages if isinstance(s, Debugs)]
-        raise ConfigError(f"stage {name} shows all it knows in its report", hint=f"debug takes: {', '.join(able)}")
+        hint = f"see: pipe diff {name}; debug takes: {', '.join(able)}"
+        raise ConfigError(f"stage {name} shows all it knows in its report", hint=hint)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError("it is there already", where=str(folder), hint="name an empty folder: -o DIR")
     inputs = _inputs(Runner(project, listener), name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib.util
 import shutil
 import zipfile
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
-from layerline.pipeline import starter, table
+from layerline.pipeline import starter, table, trees
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.task import HOOKS
 
@@ -56,7 +58,7 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
         Everything written.
 
     Raises:
-        ConfigError: a file is there already (nothing is overwritten), or the samples don't fit the model.
+        ConfigError: a file is there already (nothing is overwritten), or the samples don't fit the model or each other.
         StageError: the model can't be read.
     """
     arrays = _arrays(data) if data else {}
@@ -97,22 +99,29 @@ def from_checkpoint(
         trust: whether a pickle may run code.
 
     Raises:
-        ConfigError: a file is there already, there is no such module, or the samples can't be read.
+        ConfigError: a file is there already, there is no such module or factory in it, or the samples can't be read or
+            don't fit each other.
+        StageError: the file is no checkpoint, as its first bytes show.
     """
-    arrays = _arrays(data) if data else {}
+    from layerline.pipeline.given import check_checkpoint
+
+    check_checkpoint(_there(weights))
+    arrays = _arrays(data, float32=True) if data else {}
     module, call = _factory(model)
+    modules = _local(module)
+    _check_factory(model, modules)
     fields = [
-        f"file: {starter.quoted(_there(weights).name)}",
+        f"file: {starter.quoted(weights.name)}",
         *(["trust: true # its pickled code may run"] if trust else []),
     ]
     inputs = [n for n, a in arrays.items() if a.rank and n != starter.LABEL]
-    dynamic = ["dynamic:", *(f"  {starter.quoted(n)}: {{0: batch}}" for n in inputs)] if inputs else []
+    dynamic = ["dynamic:", *(f"  {starter.quoted(n)}: {{0: batch}}" for n in inputs)] if inputs else [starter.FIXED]
     stages = {"import-weights": fields, "export": dynamic, "quantize": starter.mode(arrays)}
     texts = {
         "pipe.yaml": starter.pipe_yaml(folder.resolve().name, weights.name, stages),
         "task.py": starter.task_py(weights.name, call, data.name if data else "", arrays),
     }
-    files = {Path(weights.name): weights, **_local(module)}
+    files = {Path(weights.name): weights, **modules}
     return _write(folder, texts, files | ({Path(data.name): data} if data else {}))
 
 
@@ -122,14 +131,24 @@ def _there(path: Path) -> Path:
     return path
 
 
-def _arrays(data: Path) -> dict[str, starter.Array]:
+def _arrays(data: Path, *, float32: bool = False) -> dict[str, starter.Array]:
+    """What the samples hold, checked; `float32`: they go into a network that computes in it."""
     import numpy as np
+
+    from layerline.pipeline import given
 
     try:
         with np.load(_there(data), allow_pickle=False) as file:
-            return {n: starter.Array(a.ndim, a.dtype.kind) for n in file.files if (a := file[n]) is not None}
+            arrays = {n: file[n] for n in file.files}
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
         raise ConfigError(f"not an .npz file of plain arrays ({error})", where=str(data)) from error
+    given.check_samples(arrays, data.name)
+    if float32 and starter.LABEL in arrays:
+        given.check_answers(arrays[starter.LABEL], data.name)
+    for name, array in arrays.items() if float32 else ():
+        if array.dtype == np.float64:
+            given.checked_cast(array, np.float32, name, data.name)
+    return {n: starter.Array(a.ndim, a.dtype.kind) for n, a in arrays.items()}
 
 
 def _factory(spec: str) -> tuple[str, str]:
@@ -144,6 +163,34 @@ def _factory(spec: str) -> tuple[str, str]:
         module,
         f"from {module} import {imported}\n\n\ndef model():\n    return {name}{'.' if rest else ''}{rest}()\n",
     )
+
+
+def _check_factory(spec: str, files: Mapping[Path, Path]) -> None:
+    """Refuses a module that is not among the files copied along, and a factory that it does not define.
+
+    Raises:
+        ConfigError: names the nearest of those there are.
+    """
+    module, _, attribute = spec.partition(":")
+    if not files:
+        return  # installed: what it holds is known when it is imported
+    stem = Path(*module.split("."))
+    source = next((files[p] for p in (stem.with_suffix(".py"), stem / "__init__.py") if p in files), None)
+    if source is None:
+        there = ", ".join(sorted(".".join(p.with_suffix("").parts) for p in files))
+        raise ConfigError(f"there is no module {module!r} here", where="--model", hint=f"there are: {there}")
+    try:
+        body = ast.parse(source.read_bytes()).body
+    except SyntaxError as error:
+        raise ConfigError(f"not valid Python: {error.msg}", where=f"{source.name}:{error.lineno}") from None
+    imports = (n for s in body for n in ast.walk(s) if isinstance(n, ast.Import | ast.ImportFrom))
+    names = {(a.asname or a.name).partition(".")[0] for n in imports for a in n.names}
+    names, wanted = names.union(*map(trees.bound_names, body)), attribute.partition(".")[0]
+    # `from x import *` and a __getattr__ hold names that only importing it shows.
+    if not names & {wanted, "*", "__getattr__"}:
+        near = difflib.get_close_matches(wanted, names, 1)
+        hint = f"did you mean {module}:{near[0]}?" if near else f"it defines {', '.join(sorted(names)) or 'nothing'}"
+        raise ConfigError(f"{source.name} defines no {wanted!r}", where="--model", hint=hint)
 
 
 def _local(module: str) -> dict[Path, Path]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from layerline.pipeline.errors import TaskError
+from layerline.pipeline.errors import StageError, TaskError
 from layerline.pipeline.report import Gate, LayerDiff, Report
 from layerline.pipeline.stage import Stage, Work
 
@@ -68,7 +68,7 @@ class Export(Stage):
     """Exports through torch.export and proves the result on probes, which later stages reuse."""
 
     name: ClassVar[str] = "export"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     takes: ClassVar[Mapping[str, str]] = {"weights": "weights"}
     gives: ClassVar[str] = "onnx"
     uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data", "calib_data")
@@ -101,13 +101,22 @@ class Export(Stage):
         return _report(self, prober, result, gates)
 
     def debug(self, work: Work, folder: Path) -> LayerDiff | None:
-        """Writes the smallest ONNX that shows the first bad value, with inputs, to `folder`; None where all is good."""
+        """Writes the smallest ONNX that shows the first bad value, with inputs, to `folder`; None where all is good.
+
+        Raises:
+            StageError: every value passes, and a gate fails: no part of the ONNX is at fault.
+        """
         from layerline.layers.repro import reproduce
 
-        prober, found, _, result = self._prove(work)
-        return reproduce(prober.traced, found, result.rows, folder)
+        prober, found, gates, result = self._prove(work)
+        bad = reproduce(prober.traced, found, result.rows, folder)
+        failed = [g for g in (*gates, *result.gates) if not g.passed]
+        if bad is None and failed:
+            raise _at_the_gates(failed)
+        return bad
 
     def _prove(self, work: Work) -> tuple[Prober, list[Probe], list[Gate], Parity]:
+        from layerline.layers import identity, randomness, state
         from layerline.layers.parity import parity
         from layerline.layers.probing import Prober
         from layerline.layers.tracing import trace
@@ -127,7 +136,10 @@ class Export(Stage):
         if more:
             result = parity(traced, found := [*found, *more], rule)
         result = replace(result, gates=prober.explained(result.gates, found))
-        return prober, found, _golden(work, call), result
+        kept, notes = state.gate(call, found, work.task.path.parent)
+        prober.notes += notes
+        random = randomness.first(traced.program, traced.nodes, identity.sources(traced.model))
+        return prober, found, [*_golden(work, call, random), *kept], result
 
     def _call(self, work: Work) -> tuple[Call, Axes]:
         """The module with its weights and an example that is large enough along every dynamic axis to trace with."""
@@ -145,7 +157,7 @@ class Export(Stage):
         if all(grown[n] is a for n, a in first.feed.items()):
             return first, axes
         try:
-            return call(first.module, *first.arguments(grown)), axes
+            return call(first.pristine(), *first.arguments(grown)), axes
         except TaskError as error:
             seen = ", ".join(f"{n}={axes.size(grown, n)}" for n in axes.bounds)
             raise TaskError(
@@ -153,6 +165,15 @@ class Export(Stage):
                 where="example_inputs",
                 hint="give an example of at least 2 there, or tie the other inputs' axes by the same name in `dynamic`",
             ) from error
+
+
+def _at_the_gates(failed: Sequence[Gate]) -> StageError:
+    told = "; ".join(f"{g.name}: {g.seen}, expected {g.expected}" for g in failed)
+    return StageError(
+        f"every inner value passes, so there is no smaller model to show; what fails is {told}",
+        where="export",
+        hint="; ".join(dict.fromkeys(g.hint for g in failed if g.hint)) or "see: pipe diff export",
+    )
 
 
 def _module(work: Work) -> nn.Module:
@@ -179,7 +200,7 @@ def _samples(work: Work, call: Call, count: int) -> Feed:
     hook = next((h for h in ("eval_data", "train_data") if work.task.has(h)), None)
     if hook is None or count == 0:
         return {}
-    size = next((len(a) for a in call.feed.values() if a.ndim), 1)
+    size = _batch(call)
     with work.task.blaming(f"{hook}()"):
         return call.named(*first_samples(work.task.call(hook), count + size, hook))
 
@@ -199,13 +220,14 @@ def _rule(tolerance: Literal["auto"] | Tolerance) -> Within | None:
     return None if tolerance == "auto" else Within(rtol=tolerance.rtol, atol=tolerance.atol)
 
 
-def _golden(work: Work, call: Call) -> list[Gate]:
-    """Whether the module, as loaded here, still gives what the ema stage recorded."""
+def _golden(work: Work, call: Call, draw: str = "") -> list[Gate]:
+    """Whether the module, as loaded here, still gives what the ema stage recorded; `draw` is a random operator."""
+    from layerline.layers.arrays import array
     from layerline.layers.distance import diff_arrays
     from layerline.training import tensorfile
 
     path = work.inputs["weights"] / "golden.safetensors"
-    stored = {k: v.numpy() for k, v in tensorfile.load(path)[0].items()} if path.is_file() else {}
+    stored = {k: array(v) for k, v in tensorfile.load(path)[0].items()} if path.is_file() else {}
     feed = {n: stored[f"inputs/{n}"] for n in call.feed if f"inputs/{n}" in stored}
     if feed.keys() != call.feed.keys():
         return []
@@ -215,13 +237,15 @@ def _golden(work: Work, call: Call) -> list[Gate]:
     seen, limit = {n: f"relative L2 {e:.1e}" for n, e in errors.items()}, f"at most {GOLDEN:.0e}"
     again = outputs if all(e <= GOLDEN for e in errors.values()) else call.run(feed)
     random = {n for n, a in outputs.items() if again[n].tobytes() != a.tobytes()}
-    hint = dict.fromkeys(random, "non-deterministic op: the model differs from itself on the same input")
+    told = f"non-deterministic op{f' {draw}' if draw else ''}: the model differs from itself on the same input"
+    hint = dict.fromkeys(random, f"{told}; take it out, or give what it draws as an input")
     return [
         Gate(f"golden {n}", e <= GOLDEN, seen[n], limit, hint.get(n, "was model() changed?")) for n, e in errors.items()
     ]
 
 
 def _report(stage: Export, prober: Prober, result: Parity, gates: list[Gate]) -> Report:
+    from layerline.graph.noise import unjudged
     from layerline.layers.flips import blamed
     from layerline.layers.floor import LEAST, MULTIPLE
 
@@ -230,7 +254,6 @@ def _report(stage: Export, prober: Prober, result: Parity, gates: list[Gate]) ->
     if auto:
         own = f"torch's own float32 error against float64 (at least {LEAST:.0e})"
         judged = f"a value passes within {MULTIPLE:g} times its floor, {own}"
-    fixed = [f"input {n} is no tensor: its value {v!r} is part of the graph" for n, v in prober.call.fixed.items()]
     model = prober.traced.model
     rows = blamed(result.rows, model.graph)
     return Report(
@@ -239,9 +262,48 @@ def _report(stage: Export, prober: Prober, result: Parity, gates: list[Gate]) ->
         candidate="onnx on onnxruntime",
         records=rows,
         gates=(*gates, *result.gates),
-        notes=(judged, *_first_off(rows), *_flipped(rows), *fixed, *prober.notes, *result.notes),
-        metrics={"nodes": len(model.graph.node), "values_compared": len(rows), "opset": stage.opset},
+        notes=(
+            judged,
+            *_first_off(rows),
+            *_flipped(rows),
+            *_no_tensors(prober.call),
+            *_fixed(prober),
+            *prober.notes,
+            *result.notes,
+        ),
+        metrics={
+            **unjudged(model.graph, {r.name: str(op) for r in rows if (op := r.extra.get("nondeterministic"))}),
+            "nodes": len(model.graph.node),
+            "values_compared": sum("nondeterministic" not in r.extra for r in rows),
+            **({} if prober.axes.names else {"batch": f"fixed at {_batch(prober.call)}"}),
+            "opset": stage.opset,
+        },
     )
+
+
+def _fixed(prober: Prober) -> list[str]:
+    """That no size can change, which nobody may have meant."""
+    name = next((n for n, a in prober.call.feed.items() if a.ndim), None)
+    if prober.axes.names or name is None:
+        return []
+    size = _batch(prober.call)
+    return [
+        f"no axis is dynamic: the batch is fixed at {size}, the example's; `dynamic: {{{name}: {{0: batch}}}}` frees it"
+    ]
+
+
+def _batch(call: Call) -> int:
+    return next((len(a) for a in call.feed.values() if a.ndim), 1)
+
+
+def _no_tensors(call: Call) -> list[str]:
+    """What of the arguments and results the ONNX has not, or has in another form."""
+    fixed = [f"input {n} is no tensor: its value {v!r} is part of the graph" for n, v in call.fixed.items()]
+    left = [
+        f"output {n} is no tensor ({v!r} for the example): the ONNX does not give it" for n, v in call.left_out.items()
+    ]
+    pairs = [f"input {n} is complex: the ONNX takes (real, imaginary) on a last axis" for n in call.complex_inputs]
+    return [*fixed, *left, *pairs]
 
 
 def _flipped(rows: Sequence[LayerDiff]) -> list[str]:

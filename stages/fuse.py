@@ -7,11 +7,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
-from layerline.pipeline.report import LayerDiff, Report
+from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.report import LayerDiff, Report, Scalar
 from layerline.pipeline.stage import Stage, Work
 
 if TYPE_CHECKING:
@@ -24,6 +26,17 @@ if TYPE_CHECKING:
 
 COPIED = ("signature.json", "probes.safetensors", "floor.json")
 TABLE_ROWS = 200
+
+
+def _rule_name(name: str) -> str:
+    """Refuses a name that no rule has, where pipe.yaml has its line; asked only where rules are named at all."""
+    from layerline.graph.apply import select
+
+    try:
+        select({name: True})
+    except ConfigError as error:
+        raise PydanticCustomError("told", "{what}", {"what": error.what, "hint": error.hint}) from None
+    return name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +53,12 @@ class Fuse(Stage):
     """Folds constants and merges nodes; nothing here changes numbers beyond rounding."""
 
     name: ClassVar[str] = "fuse"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     takes: ClassVar[Mapping[str, str]] = {"model": "onnx"}
     gives: ClassVar[str] = "fused"
     env: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnx-ir", "onnxruntime")
 
-    rules: dict[str, bool] = Field(default_factory=dict)
+    rules: dict[Annotated[str, AfterValidator(_rule_name)], bool] = Field(default_factory=dict)
     """Rules switched off (or on) by name; those not named are on. docs/fusion.md lists them."""
     fold_limit: int = Field(default=1 << 20, ge=0)
     """Bytes that one folded constant may add to the file beyond what it frees."""
@@ -183,15 +196,17 @@ def _blame(firing: Firing | None) -> str:
 
 def _report(model: onnx.ModelProto, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequence[str]) -> Report:
     from layerline.graph import record
-    from layerline.graph.noise import drawn
+    from layerline.graph.noise import drawn, unjudged
 
-    random = [f"{v} and what follows is drawn at random ({op}): not judged" for v, op in drawn(model).items()]
+    found = drawn(model)
+    random = [f"{v} and what follows is drawn at random ({op}): not judged" for v, op in found.items()]
     return Report(
         stage=Fuse.name,
         reference="unfused onnx on onnxruntime",
         candidate="fused onnx on onnxruntime",
         records=rows,
         metrics={
+            **unjudged(model.graph, found),
             "nodes_before": _nodes(model),
             "nodes_after": _nodes(fused.model),
             "initializer_bytes_before": _bytes(model),
@@ -201,11 +216,18 @@ def _report(model: onnx.ModelProto, fused: Fused, rows: tuple[LayerDiff, ...], n
         },
         notes=(*notes, *random[:1], *map(record.undone, fused.undone)),
         tables={
-            "rewrites": record.fired(fused.proofs)[:TABLE_ROWS],
+            **_cut("rewrites", record.fired(fused.proofs)),
             "undone": record.fired(fused.undone),
-            "declined": record.declined(fused.declines)[:TABLE_ROWS],
+            **_cut("declined", record.declined(fused.declines)),
         },
     )
+
+
+def _cut(title: str, rows: list[dict[str, Scalar]]) -> dict[str, list[dict[str, Scalar]]]:
+    """A table of at most TABLE_ROWS rows, whose title says so where there are more."""
+    if len(rows) <= TABLE_ROWS:
+        return {title: rows}
+    return {f"{title}, the first {TABLE_ROWS} of {len(rows)} (all: rewrites.json)": rows[:TABLE_ROWS]}
 
 
 def _nodes(model: onnx.ModelProto) -> int:

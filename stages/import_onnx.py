@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.pipeline.report import Report, Scalar
+from layerline.pipeline.report import LayerDiff, Report, Scalar
 from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.start import Look
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from layerline.layers.dims import Places
     from layerline.layers.feeding import Declared, Feeder
     from layerline.layers.foreign import Fed
+
+
+_UNHEARD = ("BFLOAT16", "INT4", "UINT4", "FLOAT4", "INT2", "UINT2")
 
 
 class _Field(BaseModel):
@@ -64,7 +67,7 @@ class ImportOnnx(Stage):
     data, functions, nested If and Loop. Its own names stay."""
 
     name: ClassVar[str] = "import-onnx"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     takes: ClassVar[Mapping[str, str]] = {}
     gives: ClassVar[str] = "onnx"
     env: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnxruntime")
@@ -98,10 +101,13 @@ class ImportOnnx(Stage):
             ConfigError: the samples do not fit it.
         """
         from layerline.graph import io
+        from layerline.graph.wellformed import refuse_broken
         from layerline.layers import dims, sources
         from layerline.layers.interface import signature
 
         model, arrays = io.read(path), sources.read(data) if data else {}
+        refuse_broken(model)
+        _refuse_types(model)
         ranks = {k: a.ndim for k, a in arrays.items()}
         places = dims.name(model, ranks)
         inputs = signature(model).inputs
@@ -141,14 +147,15 @@ class ImportOnnx(Stage):
             reference=f"{self.file} on onnxruntime",
             candidate="imported onnx on onnxruntime",
             records=rows,
-            notes=(*adopted.notes, *feeder.notes, *_by_trial(feeder), *notes, *complaint),
-            metrics=_metrics(adopted, len(rows), len(feeds)),
+            notes=(*adopted.notes, *feeder.notes, *_by_trial(feeder), *notes, *_nonfinite(rows), *complaint),
+            metrics=_metrics(adopted, rows, len(feeds)),
             tables=_tables(model, feeder, fed),
         )
 
     def _adopt(self, work: Work, ranks: Mapping[str, int]) -> Adopted:
         """The model with names for everything, as it is and as the pipeline goes on with it."""
         from layerline.graph import adopt, io
+        from layerline.graph.wellformed import refuse_broken
         from layerline.layers import dims, identity
 
         path = work.root / self.file
@@ -161,6 +168,8 @@ class ImportOnnx(Stage):
                 hint=f"list it: external: [{', '.join(inside)}]",
             )
         given = io.load(path)
+        refuse_broken(given)
+        _refuse_types(given)
         dims.name(given, ranks)
         identity.stamp(given, work.root)
         return adopt.adopt(given, self.opset)
@@ -194,11 +203,13 @@ class ImportOnnx(Stage):
         self, work: Work, adopted: Adopted, declared: Mapping[str, Declared], arrays: Mapping[str, Any]
     ) -> tuple[Feeder, Fed]:
         from layerline.graph.adopt import freeze
+        from layerline.graph.checks import refuse_training
         from layerline.layers import foreign, sources
         from layerline.layers.feeding import Feeder
         from layerline.layers.interface import signature
 
         constants = freeze(adopted.model, self.values)
+        refuse_training(adopted.model)
         inputs = signature(adopted.model).inputs
         if not inputs:
             raise StageError("the model takes no inputs, so there is nothing to speed up", where=self.file)
@@ -211,9 +222,35 @@ class ImportOnnx(Stage):
         return feeder, foreign.from_nothing(feeder, ranges)
 
 
+def _refuse_types(model: onnx.ModelProto) -> None:
+    """Refuses inputs and outputs of types that numpy has not and onnxruntime passes to nobody.
+
+    Raises:
+        StageError: names the first.
+    """
+    import onnx
+
+    stored = {t.name for t in model.graph.initializer}
+    for what, values in (("input", model.graph.input), ("output", model.graph.output)):
+        for value in (v for v in values if v.name not in stored):
+            kind = onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type)
+            if kind.startswith(_UNHEARD if what == "output" else (*_UNHEARD, "FLOAT8")):
+                raise StageError(
+                    f"the {what} is {kind.lower()}, which numpy has not, so that nobody can feed or read it",
+                    where=value.name,
+                    hint="put a Cast to float32 behind that input, or before that output",
+                )
+
+
 def _by_trial(feeder: Feeder) -> list[str]:
     found = [f"{n} {d.min} to {d.max}" for n, d in feeder.dims.items() if n not in feeder.declared]
     return [f"sizes found by trial on onnxruntime: {', '.join(found)}; `dims` sets those you need"] if found else []
+
+
+def _nonfinite(rows: Sequence[LayerDiff]) -> list[str]:
+    """Equal is not right: what holds NaN or Inf in the file as well says so."""
+    both = [r for r in rows if r.nonfinite_a]
+    return [f"{len(both)} values hold NaN or Inf in the file as given, first {both[0].name}"] if both else []
 
 
 def _write(model: onnx.ModelProto, folder: Path) -> list[str]:
@@ -240,12 +277,15 @@ def _write(model: onnx.ModelProto, folder: Path) -> list[str]:
     return []
 
 
-def _metrics(adopted: Adopted, compared: int, feeds: int) -> dict[str, Scalar]:
+def _metrics(adopted: Adopted, rows: Sequence[LayerDiff], feeds: int) -> dict[str, Scalar]:
+    from layerline.graph.noise import drawn, unjudged
     from layerline.graph.opset import opset_of
 
+    random = drawn(adopted.model)
     return {
+        **unjudged(adopted.model.graph, random),
         "nodes": len(adopted.model.graph.node),
-        "values_compared": compared,
+        "values_compared": sum(r.name not in random for r in rows),
         "feeds": feeds,
         "opset_before": opset_of(adopted.original),
         "opset": opset_of(adopted.model),

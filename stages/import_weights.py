@@ -24,7 +24,7 @@ class ImportWeights(Stage):
     """
 
     name: ClassVar[str] = "import-weights"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     takes: ClassVar[Mapping[str, str]] = {}
     gives: ClassVar[str] = "weights"
     uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data", "calib_data")
@@ -47,12 +47,13 @@ class ImportWeights(Stage):
 
     def run(self, work: Work) -> Report:
         from layerline.layers import tensors
-        from layerline.training import data, found, shipping
+        from layerline.training import data, found, names, shipping
 
         model, path = shipping.network(work.task), work.root / self.file
         tree, notes = found.read(path, trust=self.trust)
         online, averages = found.choose(tree, model, key=self.key, ignore=self.ignore)
         fit = self._chosen(online, averages)
+        found.check(fit, names.named(model))
         work.log.say(f"{len(fit.tensors)} tensors in {fit.state.where}")
         example = data.example_inputs(work.task)
         shipping.ship(model, example, fit.tensors, work.out)
@@ -82,14 +83,13 @@ def _pairs(
     model: nn.Module, example: Example, fit: Fit, online: Fit | None, averages: Fit | None
 ) -> tuple[str, list[Pair]]:
     """Online weights and averages where the file has both; else each tensor as it was stored, and as it is now."""
-    import torch
-
+    from layerline.layers.arrays import NOT_IN_NUMPY
     from layerline.training import names, shipping
 
     if online and averages:
         return "online weights", shipping.compared(model, example, online.tensors, averages.tensors)
-    # numpy has no bfloat16; float32 holds every one of its values.
-    stored = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in fit.tensors.items()}
+    # float32 holds every value of the types that numpy has not.
+    stored = {n: t.float() if t.dtype in NOT_IN_NUMPY else t for n, t in fit.tensors.items()}
     return "weights in the file", [
         shipping.Pair(n, "parameter", n.rpartition(".")[0], stored[n], t) for n, t in names.named(model).tensors.items()
     ]

@@ -19,10 +19,10 @@ def _model(dtype: str) -> onnx.ModelProto:
     nodes = [helper.make_node("Cast", ["w"], ["wide"], to=1), helper.make_node("MatMul", ["x", "wide"], ["y"])]
     infos = [helper.make_tensor_value_info(n, 1, ["n", s]) for n, s in (("x", 64), ("y", 8))]
     graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], [numpy_helper.from_array(weight, "w")])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int8", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int8", "bfloat16", "int4"])
 def test_the_same_numbers(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = _model(dtype), np.random.default_rng(1).random((3, 64), "f")
     whole = OnnxRuntime().open(model.SerializeToString(), ["wide"]).run({"x": x})
@@ -37,17 +37,26 @@ def test_the_same_numbers(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_weights_travel_apart() -> None:
     model = _model("float32")
     model.graph.initializer.append(numpy_helper.from_array(np.ones(3, "f"), "small"))
-    graph, heavy = light.split(model)
-    assert list(heavy) == ["w"] and [t.name for t in graph.graph.initializer] == ["small"]
-    graph.graph.ClearField("initializer")
+    apart = light.split(model)
+    assert list(apart.weights) == ["w"] and [t.name for t in apart.model.graph.initializer] == ["small"]
+    apart.model.graph.ClearField("initializer")
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
     bare.graph.ClearField("initializer")
-    assert graph == bare and len(model.graph.initializer) == 2
+    assert apart.model == bare and len(model.graph.initializer) == 2
+
+
+def test_equal_to_the_last_bit() -> None:
+    (one,), (other,) = (light.split(_model("float32")).weights.values() for _ in range(2))
+    assert one.same(other)
+    halves = light.split(_model("float64")).weights["w"]
+    assert not one.same(halves)
+    negative = light.Weight(one.kind, one.shape, lambda: np.where(one.array == 0, 1 << 31, one.array).astype("u4"))
+    assert not one.same(negative), "-0.0 is not 0.0"
 
 
 def test_what_nothing_reads_is_left_out() -> None:
     model = _model("float32")
     model.graph.initializer.append(numpy_helper.from_array(np.ones((64, 64), "f"), "unread"))
-    assert light.unread(model) == {"unread"}
+    assert list(light.message(light.split(model))[1]) == ["w"]
     assert OnnxRuntime().open(model).run({"x": np.ones((1, 64), "f")})["y"].shape == (1, 8)

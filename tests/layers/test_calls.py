@@ -68,6 +68,56 @@ def test_names_of_results(returns: Callable[[Tensor], Any], names: tuple[str, ..
     assert call(module(lambda x: returns(x)), (X,), {}).outputs == names
 
 
+@pytest.mark.parametrize("value", [3, 2.5, True, "text", 1j, torch.Size((2,))])
+def test_numbers_beside_tensors_are_left_out_and_told(value: Any) -> None:
+    found = call(module(lambda x: {"y": x * 2, "n": value}), (X,), {})
+    assert found.outputs == ("y",) and list(found.left_out.values()) == [value[0] if value == (2,) else value]
+
+
+def test_a_parameter_may_come_out() -> None:
+    net = nn.Linear(3, 3)
+    net.forward = lambda x: (x, net.weight, net.bias[:1])  # type: ignore[method-assign]
+    assert [*call(net, (X,), {}).results] == ["output_0", "output_1", "output_2"]
+
+
+@pytest.mark.parametrize(
+    ("forward", "args", "where"),
+    [
+        (lambda x, x_a: x["a"] + x_a, ({"a": X}, X), "input x_a"),
+        (lambda x: x["b_0"], ({"b": [X], "b_0": X},), "input x_b_0"),
+        (lambda x: {"a": [x], "a_0": x}, (X,), "output a_0"),
+        (lambda x: {"x": x, "x_out": x}, (X,), "output x_out"),
+    ],
+)
+def test_two_tensors_of_one_name_are_refused(forward: Callable[..., Any], args: tuple[Any, ...], where: str) -> None:
+    with pytest.raises(TaskError, match="would both be called") as error:
+        call(module(forward), args, {})
+    assert error.value.where == where
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn])
+def test_types_that_no_runtime_passes_are_named(kind: torch.dtype) -> None:
+    for forward, x, where in ((lambda x: x.to(kind), X, "output output"), (lambda x: x.float(), X.to(kind), "input x")):
+        with pytest.raises(StageError, match=str(kind).removeprefix("torch.")) as error:
+            call(module(forward), (x,), {})
+        assert error.value.where == where
+    with pytest.raises(StageError, match="sparse_coo"):
+        call(module(lambda x: x.to_sparse()), (X,), {})
+
+
+@pytest.mark.parametrize("result", [None, 3, (None, "a")])
+def test_no_tensor_comes_out(result: Any) -> None:
+    with pytest.raises(StageError, match="returns no tensor"):
+        call(module(lambda x: result), (X,), {})
+
+
+def test_complex_numbers_are_pairs() -> None:
+    found = call(module(lambda x: x.conj() * 2), (torch.complex(X, X + 1),), {})
+    np.testing.assert_array_equal(found.feed["x"], torch.stack([X, X + 1], -1).numpy())
+    np.testing.assert_array_equal(found.run(found.feed)["output"], 2 * torch.stack([X, -X - 1], -1).numpy())
+    assert found.complex_inputs == ["x"]
+
+
 def test_one_tensor_given_twice_becomes_two() -> None:
     args, _ = call(module(lambda a, b: a + b), (X, X), {}).arguments({"a": X.numpy(), "b": X.numpy()})
     assert args[0].data_ptr() != args[1].data_ptr()

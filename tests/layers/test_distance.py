@@ -91,3 +91,15 @@ def test_decibels() -> None:
     assert decibels(100.0, 1.0) == 20.0
     assert decibels(1.0, 0.0) == math.inf
     assert decibels(0.0, 1.0) == -math.inf
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 9), (4, 0)])
+def test_complex_numbers_against_their_pairs(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    pairs = rng.standard_normal((*shape, 2))
+    whole = pairs[..., 0] + 1j * pairs[..., 1]
+    for a, b in ((whole, pairs), (pairs, whole), (whole.T.copy().T, whole)):
+        found = diff_arrays(a, b)
+        assert not found.mismatch and found.rel_l2 == 0.0 and found.count == pairs.size
+    if shape:
+        assert diff_arrays(whole, whole.conj()).max_abs == pytest.approx(2 * np.abs(pairs[..., 1]).max(initial=0.0))

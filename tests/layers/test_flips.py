@@ -154,6 +154,15 @@ def test_what_a_value_is_computed_from() -> None:
     assert behind(graph, "a", ["b"]) == []
 
 
+def test_a_branch_is_computed_from_what_it_captures() -> None:
+    branch = helper.make_graph([helper.make_node("Relu", ["j"], ["o"])], "t", [], [onnx.ValueInfoProto(name="o")])
+    nodes = [
+        helper.make_node("Round", ["x"], ["j"]),
+        helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch),
+    ]
+    assert behind(helper.make_graph(nodes, "g", [], []), "y", ["j", "o"]) == ["j"]
+
+
 def test_only_what_jumps_is_a_step() -> None:
     nodes = [
         helper.make_node("Cast", ["x"], ["half"], to=onnx.TensorProto.FLOAT16),

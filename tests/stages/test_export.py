@@ -20,7 +20,7 @@ from layerline.pipeline.errors import ConfigError, PipeError, StageError, TaskEr
 from layerline.pipeline.report import LayerDiff, Report
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
-from layerline.stages.export import Export, _first_off, _flipped
+from layerline.stages.export import Axis, Export, _first_off, _flipped
 from layerline.training import golden, names, tensorfile
 
 HEAD = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
@@ -438,3 +438,148 @@ def test_fields_in_short_and_in_full() -> None:
     spelt = json.loads(short.model_dump_json())["dynamic"]["x"]["0"]
     assert spelt == {"name": "n", "min": None, "max": None, "multiple": 1}
     assert Export(tolerance={"rtol": 0.1}).tolerance.atol == 1e-5
+
+
+def _one(body: str, init: str = "pass", takes: str = "x", example: str = "torch.randn(2, 6),") -> str:
+    return f"""
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {init}
+
+    def forward(self, {takes}):
+        {body}
+
+def model(): return Inner()
+def example_inputs(): return ({example})
+"""
+
+
+@pytest.mark.parametrize(
+    ("takes", "example", "names"),
+    [
+        ("x", "{'a': torch.randn(2, 3), 'b': torch.randn(2, 3)},", ["x_a", "x_b"]),
+        ("y, x", "torch.randn(2, 3), {'a': torch.randn(2, 3), 'b': torch.randn(2, 3)}", ["y", "x_a", "x_b"]),
+        ("*xs", "{'a': torch.randn(2, 3), 'b': torch.randn(2, 3)},", ["xs_0_a", "xs_0_b"]),
+        ("x, y=None", "{'b': torch.randn(2, 3), 'a': (torch.randn(2, 3),)},", ["x_b", "x_a_0"]),
+    ],
+)
+def test_a_dict_in_the_last_place(project: Project, takes: str, example: str, names: list[str]) -> None:
+    body = f"x = {'xs[0]' if takes == '*xs' else 'x'}; a = x['a']; return (a if torch.is_tensor(a) else a[0]) - x['b']"
+    report = project.export(_one(body, takes=takes, example=example), dynamic={n: {0: "b"} for n in names})
+    assert report.passed and [*project.shapes()][:-1] == names
+
+
+COMPLEX = {
+    "fft": "return torch.fft.rfft(x).abs()",
+    "stft": "return torch.stft(x, 4, 2, window=torch.ones(4), return_complex=True).abs()",
+    "product": "c = torch.view_as_complex(x.reshape(-1, 3, 2).contiguous()); return torch.view_as_real(c * c)",
+    "conj": "c = torch.fft.fft(x); return (c * c.conj()).real",
+    "output": "return torch.fft.fft(x)",
+}
+
+
+@pytest.mark.parametrize("what", COMPLEX)
+def test_complex_inner_values(project: Project, what: str) -> None:
+    report = project.export(_one(COMPLEX[what]), dynamic={"x": {0: "b"}})
+    assert report.passed and all(r.tolerance is not None for r in report.records)
+
+
+def test_complex_weights_and_inputs(project: Project) -> None:
+    turned = "self.register_buffer('f', torch.polar(torch.ones(6), torch.arange(6.0)))"
+    report = project.export(
+        _one("return (x * self.f).abs()", turned, example="torch.randn(2, 6, dtype=torch.complex64),"),
+        dynamic={"x": {0: "b"}},
+    )
+    assert report.passed and project.shapes()["x"] == ["b", 6, 2] and any("is complex" in n for n in report.notes)
+
+
+@pytest.mark.parametrize(
+    "value", ["x.shape[0]", "x.shape[0] / 2", "3", "2.5", "True", "'a'", "None", "{'n': 1}", "x.shape"]
+)
+def test_what_is_no_tensor_among_the_outputs_is_left_out(project: Project, value: str) -> None:
+    report = project.export(_one(f"return x * 2, {value}"), dynamic={"x": {0: "b"}})
+    assert report.passed and [*project.shapes()] == ["x", "output_0"]
+    assert value == "None" or any("output_1" in n and "does not give it" in n for n in report.notes)
+
+
+def test_parameters_and_buffers_among_the_outputs(project: Project) -> None:
+    init = "self.w = nn.Parameter(torch.ones(3)); self.register_buffer('k', torch.ones(2))"
+    report = project.export(_one("return x * 2, self.w, self.w[:2], self.k, x", init), dynamic={"x": {0: "b"}})
+    assert report.passed and project.shapes()["output_1"] == [3]
+
+
+def test_state_in_an_attribute_fails_by_name(project: Project) -> None:
+    source = _one("self.s = self.s or x.shape[1]; return x * self.s", "self.s = None")
+    report = project.export(source, dynamic={"x": {1: "t"}})
+    gate = next(g for g in report.gates if g.name == "module keeps no state")
+    assert not gate.passed and "'s' (model, task.py:11)" in gate.seen
+    report = project.export(_one("self.calls += 1; return x * 2", "self.calls = 0"), dynamic={"x": {0: "b"}})
+    assert report.passed and any("'calls'" in n for n in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("body", "told", "line"),
+    [
+        ("return (x.bfloat16() * 3).float()", "Mul", 11),
+        ("return x * float(x.detach().numpy().max())", "numpy", 11),
+        ("y = x.numpy()\n        return x * float(y.max())", "numpy", 11),
+    ],
+)
+def test_the_runtime_and_numpy_are_blamed_on_module_and_line(project: Project, body: str, told: str, line: int) -> None:
+    outer = (
+        "class Outer(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.inner = Inner()\n"
+    )
+    outer += "    def forward(self, x):\n        return self.inner(x)\ndef model(): return Outer()\n"
+    with pytest.raises(StageError, match=told) as error:
+        project.export(_one(body) + outer)
+    assert error.value.where.startswith("module inner") and f"task.py:{line}" in error.value.where and error.value.hint
+
+
+UNSHUFFLE = module("return F.pixel_unshuffle(x, 4)", example="torch.randn(1, 3, 8, 32),")
+
+
+def test_a_step_that_nobody_declared_is_found(project: Project) -> None:
+    report = project.export(UNSHUFFLE, dynamic={"x": {0: "batch", 2: "h", 3: "w"}})
+    dims = Signature.load(project.out).dims
+    assert report.passed and (dims["h"].multiple, dims["w"].multiple, dims["batch"].multiple) == (4, 4, 1)
+    assert {f["x"].shape[2] % 4 for f in probes.load(project.out)} == {0}
+    assert [n for n in report.notes if "steps of 4" in n and "`multiple: 4`" in n] and dims["h"].min == 4
+    assert not any("refuses" in n for n in report.notes)
+
+
+def test_a_bound_off_the_step_is_an_error_that_names_the_step(project: Project) -> None:
+    with pytest.raises(ConfigError, match="fails at 6") as error:
+        project.export(UNSHUFFLE, dynamic={"x": {2: {"name": "h", "min": 6, "max": 32}}})
+    assert "multiple: 4" in error.value.hint
+
+
+def test_sizes_that_are_refused_make_one_note(project: Project) -> None:
+    source = module("return self.c(x)", "self.c = nn.Conv1d(3, 3, 7)", "torch.randn(2, 3, 16),")
+    report = project.export(source, dynamic={"x": {2: "t"}})
+    assert len([n for n in report.notes if "refuses t=" in n]) == 1
+    assert any(n.startswith("forward() itself refuses t=1, 2, 4: ") for n in report.notes)
+
+
+def test_a_batch_that_is_fixed_is_said(project: Project) -> None:
+    report = project.export(module("return x * 2"))
+    assert report.metrics["batch"] == "fixed at 2"
+    assert any("no axis is dynamic" in n and "dynamic: {x: {0: batch}}" in n for n in report.notes)
+    assert "batch" not in project.export(module("return x * 2"), dynamic={"x": {0: "batch"}}).metrics
+
+
+def test_debug_tells_the_gates_where_no_value_is_at_fault(project: Project) -> None:
+    work = project.work(module("return x * 2 if x.shape[0] > 5 else x"))
+    stage = Export(dynamic={"x": {0: Axis(name="n", max=8)}})
+    with pytest.raises(StageError, match=r"every inner value passes.*module itself, n=8") as error:
+        stage.debug(work, project.root / "debug")
+    assert "forward() branches on sizes" in error.value.hint and not (project.root / "debug").exists()
+
+
+def test_a_random_operator_is_named_with_its_line(project: Project) -> None:
+    work = project.work(module("y = x * 2\nreturn y + torch.rand_like(y)"))
+    x = torch.ones(2, 3)
+    stored = {"inputs/x": x, "outputs/output": 2 * x}
+    tensorfile.save(project.root / "weights" / "golden.safetensors", stored)
+    (gate,) = (g for g in Export().run(work).gates if not g.passed)
+    assert "non-deterministic op" in gate.hint and "rand_like" in gate.hint and "task.py:11" in gate.hint

@@ -15,9 +15,10 @@ from layerline.graph import io
 from layerline.layers import floor, probes
 from layerline.layers.signature import Signature, Value
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.project import load
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Work
-from layerline.stages.fuse import Fuse
+from layerline.stages.fuse import Fuse, _cut
 from tests.graph.fusing import normal, parse, statistics
 
 BODY = """c = Conv(x, w) n = BatchNormalization(c, gamma, beta, mean, var) d = Dropout(n) r = Relu(d)
@@ -101,9 +102,14 @@ def test_rules_are_switched_by_name(source: Path, tmp_path: Path) -> None:
     assert "BatchNormalization" in [n.op_type for n in model.graph.node]
 
 
-def test_unknown_rule_is_a_mistake_in_the_configuration(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'batchnorm'"):
-        run(source, tmp_path / "out", rules={"batch_norm": False})
+def test_unknown_rule_is_a_mistake_in_the_configuration(tmp_path: Path) -> None:
+    """Told before any stage starts, at its line."""
+    (tmp_path / "pipe.yaml").write_text("name: p\nfuse:\n  rules:\n    fold: true\n    batch_norm: false\n")
+    with pytest.raises(ConfigError, match="did you mean 'batchnorm'") as error:
+        load(tmp_path)
+    assert error.value.where == "pipe.yaml:5:5" and error.value.what.startswith("fuse.rules.batch_norm: ")
+    with pytest.raises(ConfigError, match="did you mean 'fold'"):
+        load(tmp_path, ["fuse.rules={foldd: false}"])
 
 
 def test_a_model_without_probes_is_refused(source: Path, tmp_path: Path) -> None:
@@ -190,3 +196,9 @@ def test_debugging_writes_the_model_before_and_after_the_guilty_rewrite(
     assert "LeakyRelu" in [n.op_type for n in after.graph.node]
     monkeypatch.undo()
     assert Fuse().debug(work, tmp_path / "why") is None
+
+
+def test_a_table_that_is_cut_says_so() -> None:
+    rows: list[dict[str, Any]] = [{"rule": f"r{i}"} for i in range(480)]
+    assert _cut("rewrites", rows[:200]) == {"rewrites": rows[:200]}
+    assert _cut("rewrites", rows) == {"rewrites, the first 200 of 480 (all: rewrites.json)": rows[:200]}

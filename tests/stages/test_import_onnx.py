@@ -551,11 +551,84 @@ def test_samples_of_a_fixed_batch_and_whole_inputs(tmp_path: Path) -> None:
         ({"x": np.zeros((4, 8), "f")}, "the model takes"),
         ({"x": np.zeros((4, 3, 8, 8), "c8")}, "holds complex64, the model takes float32"),
         ({"x": np.zeros((0, 3, 8, 8), "f")}, "equally many samples"),
+        ({"x": np.zeros((6, 3, 8, 8), "f"), "label": np.zeros(5)}, "saw x 6, label 5"),
+        ({"x": np.zeros((6, 3, 8, 8), "f"), "label": np.array(5)}, "one answer for each sample"),
+        ({"x": np.zeros((2, 3, 8, 8), "f"), "label": np.array(["a", "b"])}, "holds <U1, expected numbers"),
+        ({"x": np.zeros((2, 3, 8, 8), "f"), "label": np.array([1, np.nan])}, r"label\[1\] is nan"),
+        ({"x": np.full((4, 3, 8, 8), np.nan, "f")}, r"x\[0, 0, 0, 0\] is nan.*768 of 768"),
+        ({"x": np.where(np.arange(384).reshape(2, 3, 8, 8) == 200, np.inf, 1)}, r"x\[1, 0, 1, 0\] is inf.*1 of 384"),
+        ({"x": np.full((4, 3, 8, 8), 1e39)}, r"x\[0, 0, 0, 0\] is 1e\+39, expected float32"),
     ],
 )
 def test_samples_that_do_not_fit_are_told(samples: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         imported(tmp_path, conv(), samples)
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("int32", 2**40), ("int8", -129), ("float16", 1e5), ("uint8", 256)])
+def test_numbers_beyond_the_models_type_are_told(dtype: str, number: float, tmp_path: Path) -> None:
+    given = model(
+        f"""<ir_version: 8, opset_import: ["" : 17]> g ({dtype}[n,3] x) => ({dtype}[n,3] y) {{ y = Identity (x) }}"""
+    )
+    kind = {"u": "u8", "i": "i8", "f": "f4"}[dtype[0]]
+    x = np.zeros((4, 3), kind)
+    x[2, 1] = number
+    with pytest.raises(ConfigError, match=rf"x\[2, 1\] is .*expected {dtype}"):
+        imported(tmp_path, given, {"x": x})
+
+
+def test_a_mask_of_zeros_and_minus_infinity_is_no_fault(tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[n,3] x, float[n,3] m) => (float[n,3] y)
+        { a = Add (x, m)
+          y = Softmax (a) }"""
+    )
+    mask = np.zeros((4, 3), "f")
+    mask[:, 1] = -np.inf
+    report, _ = imported(tmp_path, given, {"x": _floats(4, 3), "m": mask})
+    assert report.passed and any("values hold NaN or Inf in the file as given, first a" in n for n in report.notes)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float8e4m3fn", "float8e5m2", "int4", "uint4", "string"])
+def test_inner_types_that_onnxruntime_computes_nothing_on(kind: str, tmp_path: Path) -> None:
+    code = getattr(onnx.TensorProto, kind.upper())
+    given = model(
+        f"""<ir_version: 10, opset_import: ["" : 21]> g (float[n,3] x) => (float[n,3] y)
+        {{ b = Cast <to = {code}> (x)
+           c = Cast <to = 1> (b)
+           y = Relu (c) }}"""
+    )
+    x = np.arange(12, dtype="f").reshape(4, 3) % 7
+    report, out = imported(tmp_path, given, {"x": x}, opset=21)
+    assert report.passed
+    same(given, out, {"x": x})
+
+
+def test_inner_sequences(tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[n,3] x) => (float[n,3] y)
+        { s = SplitToSequence <axis = 1> (x, k)
+          y = ConcatFromSequence <axis = 1> (s) }""",
+        k=np.array(1),
+    )
+    report, out = imported(tmp_path, given, {"x": _floats(4, 3)})
+    assert report.passed
+    same(given, out, {"x": _floats(4, 3)})
+
+
+@pytest.mark.parametrize(("side", "kind"), [("x", "bfloat16"), ("x", "float8e4m3fn"), ("y", "bfloat16"), ("y", "int4")])
+def test_types_that_nobody_can_feed_or_read_are_named(side: str, kind: str, tmp_path: Path) -> None:
+    kinds = {"x": "float", "y": "float", side: "float"}
+    given = model(
+        f"""<ir_version: 10, opset_import: ["" : 21]> g ({kinds["x"]}[n,3] x) => ({kinds["y"]}[n,3] y)
+        {{ y = Cast <to = 1> (x) }}"""
+    )
+    value = given.graph.input[0] if side == "x" else given.graph.output[0]
+    value.type.tensor_type.elem_type = code = getattr(onnx.TensorProto, kind.upper())
+    given.graph.node[0].attribute[0].i = code if side == "y" else 1
+    with pytest.raises(StageError, match=f"is {kind}") as error:
+        imported(tmp_path, given, {"x": _floats(4, 3)}, opset=21)
+    assert error.value.where == side
 
 
 def test_samples_may_hold_no_objects(tmp_path: Path) -> None:
@@ -640,3 +713,59 @@ def test_numbers_survive_any_layout_of_the_weights(tmp_path: Path) -> None:
     _, out = imported(tmp_path / "a", given)
     _, other = imported(tmp_path / "b", conv())
     assert (out / io.FILE).read_bytes() == (other / io.FILE).read_bytes()
+
+
+DROPOUT = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x{0}) => (float[n,4] y)
+  { h = Relu (x)
+    y = Dropout (h, r, t) }"""
+
+
+def test_a_dropout_in_training_mode_is_refused_and_may_be_switched_off(tmp_path: Path) -> None:
+    rate = {"r": np.float32(0.5)}
+    with pytest.raises(StageError, match="Dropout is in training mode") as error:
+        imported(tmp_path / "stored", model(DROPOUT.replace("{0}", ""), **rate, t=np.array(True)))
+    assert "store false in t" in error.value.hint
+    given = model(DROPOUT.replace("{0}", ", bool t"), **rate)
+    with pytest.raises(StageError, match="Dropout is in training mode") as error:
+        imported(tmp_path / "open", given)
+    assert "values: {t: 0}" in error.value.hint
+    report, _ = imported(tmp_path / "off", given, values={"t": 0})
+    assert report.passed and "not_judged" not in report.metrics
+
+
+@pytest.mark.parametrize(
+    ("ending", "told", "compared"),
+    [("y = Add (x, r)", "output y: random (RandomNormalLike)", 0), ("z = Relu (r) y = Abs (x)", "2 inner values", 1)],
+)
+def test_what_nobody_could_compare_is_a_figure_of_the_report(
+    ending: str, told: str, compared: int, tmp_path: Path
+) -> None:
+    head = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (float[n,4] y)'
+    text = f"{head} {{ r = RandomNormalLike (x) {ending} }}"
+    report, _ = imported(tmp_path, model(text))
+    assert str(report.metrics["not_judged"]).startswith(told) and report.metrics["values_compared"] == compared
+    assert next(iter(report.metrics)) == "not_judged", "a line shows the first few figures"
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_batch_that_is_written_into_a_node_is_told_with_its_size(count: int, tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[N,8] x) => (float[N,4] y)
+        { h = MatMul (x, w)
+          y = Reshape (h, s) }""",
+        w=np.ones((8, 4), "f"),
+        s=np.array([count, 4]),
+    )
+    samples = {"x": np.ones((12, 8), "f")}
+    with pytest.raises(StageError, match=f"runs at N={count} alone, not at N=2") as error:
+        imported(tmp_path / "a", given, samples)
+    assert f"dims: {{N: {count}}}" in error.value.hint
+    assert "Reshape node Reshape_y" in error.value.what and "onnxruntime_src" not in error.value.what
+    report, _ = imported(tmp_path / "b", given, samples, dims={"N": count})
+    assert report.passed
+
+
+def test_a_least_size_without_a_greatest_is_told(tmp_path: Path) -> None:
+    report, out = imported(tmp_path, conv(), dims={"n": {"min": 20}})
+    most = Signature.load(out).dims["n"].max
+    assert any(f"n is declared without max, and goes to {most}" in n for n in report.notes)

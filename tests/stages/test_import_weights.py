@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from layerline.pipeline.errors import StageError
+from layerline.pipeline.errors import StageError, TaskError
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
@@ -362,6 +362,52 @@ def test_rubbish_is_no_checkpoint(tmp_path: Path) -> None:
         assert error.value.where == file
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "empty"),
+        (b"hello", "it is text.*'hello'"),
+        (b"<!DOCTYPE html><html>not found", "it is text"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git-lfs"),
+        (b'{"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}', "m-1.safetensors, m-2.safetensors"),
+        (b'{"weight_map": {"a": "m-1.bin"}}', "in 1 files: m-1.bin"),
+        (b"{}", "it is text"),
+        (b"\x80\x02half", r"damaged, or no checkpoint at all: [A-Za-z]+: \S"),
+    ],
+)
+@pytest.mark.parametrize("file", ["w.pt", "w.safetensors.index.json"])
+def test_what_is_no_checkpoint_says_what_it_is(content: bytes, said: str, file: str, tmp_path: Path) -> None:
+    _net(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(StageError, match=said) as error:
+        _import(tmp_path, file)
+    assert error.value.where == file and "weights_only" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t * float("nan"), r"backbone.0.weight\[0, 0\] is nan, expected a finite number"),
+        (lambda t: t.double() * 1e300, r"backbone.0.weight\[0, 0\] is .*expected what float32 can hold"),
+        (lambda t: t.to(torch.int8), "backbone.0.weight is int8, the model has float32"),
+        (lambda t: t.to(torch.complex64), "backbone.0.weight is complex64, the model has float32"),
+    ],
+)
+def test_weights_that_are_no_numbers_of_the_models(change: Any, said: str, tmp_path: Path) -> None:
+    state = _net(tmp_path).state_dict()
+    torch.save({n: change(t + 1) if n == "backbone.0.weight" else t for n, t in state.items()}, tmp_path / "w.pt")
+    with pytest.raises(StageError, match=said):
+        _import(tmp_path)
+
+
+def test_float8_weights_become_float32(tmp_path: Path) -> None:
+    state = _net(tmp_path).state_dict()
+    small = {n: t.to(torch.float8_e4m3fn) if t.is_floating_point() else t for n, t in state.items()}
+    torch.save(small, tmp_path / "w.pt")
+    _, shipped = _import(tmp_path)
+    assert torch.equal(shipped["emb.weight"], small["emb.weight"].float())
+
+
 def test_our_own_checkpoints_and_weights(tmp_path: Path) -> None:
     from layerline.stages.train import Train
 
@@ -388,3 +434,59 @@ def test_the_same_file_gives_the_same_bytes(tmp_path: Path) -> None:
         _import(tmp_path)
         seen.append([(tmp_path / "out" / f).read_bytes() for f in ("model.safetensors", "golden.safetensors")])
     assert seen[0] == seen[1]
+
+
+# Dicts in, dataclasses out
+
+NESTED = """
+import dataclasses, numpy as np, torch
+from torch import nn
+@dataclasses.dataclass
+class Out:
+    boxes: torch.Tensor
+    heads: list
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(3, 2)
+    def forward(self, batch):
+        h = self.a(batch["user"]["x"])
+        return Out(boxes=h, heads=[h + 1, {"mask": h > 0}])
+def model(): return Net()
+def example_inputs(): return {EXAMPLE}
+"""
+
+
+def test_nested_arrays_in_and_a_dataclass_out_go_by_the_names_of_export(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(NESTED.replace("EXAMPLE", '"batch": {"user": {"x": np.ones((2, 3), "f")}}'))
+    torch.save({"a.weight": torch.ones(2, 3), "a.bias": torch.zeros(2)}, tmp_path / "w.pt")
+    _import(tmp_path)
+    stored = load_file(tmp_path / "out" / "golden.safetensors")
+    outputs = {"outputs/boxes", "outputs/heads_0", "outputs/heads_1_mask"}
+    assert stored.keys() == {"inputs/batch_user_x", *outputs}
+    assert stored["outputs/heads_0"].tolist() == [[4.0, 4.0]] * 2
+
+
+def test_arguments_by_other_names_are_told_with_both_lists(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.ones(2, 3), "a.bias": torch.zeros(2)}, tmp_path / "w.pt")
+    (tmp_path / "task.py").write_text(NESTED.replace("EXAMPLE", '"user": np.ones(2), "batch_item": np.ones(2)'))
+    with pytest.raises(TaskError, match=r"it gives user, batch_item, forward.. takes batch") as error:
+        _import(tmp_path)
+    assert "{'batch': {'user': …, 'item': …}}" in error.value.hint and "batch_user, batch_item" in error.value.hint
+    text = NESTED.replace("self, batch)", "self, batch=None, **more)").replace("EXAMPLE", '"ids": np.ones(2)')
+    (tmp_path / "task.py").write_text(text)
+    with pytest.raises(TaskError, match=r"it gives ids, which forward.. does not name: it takes batch"):
+        _import(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("extra", "patterns"),
+    [(("aux_head.0.weight", "aux_head.0.bias"), "aux_head.*"), (("backbone.9.weight", "scale"), "backbone.9.*, scale")],
+)
+def test_names_left_over_are_told_with_their_patterns(extra: tuple[str, ...], patterns: str, tmp_path: Path) -> None:
+    torch.save(_net(tmp_path).state_dict() | dict.fromkeys(extra, torch.ones(2)), tmp_path / "w.pt")
+    with pytest.raises(StageError, match="nothing in the file fits") as error:
+        _import(tmp_path)
+    assert f"ignore: [{patterns}]" in error.value.hint
+    assert "\n      unknown " in error.value.what, "one a line"
+    _import(tmp_path, ignore=tuple(patterns.split(", ")))

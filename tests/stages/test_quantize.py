@@ -184,6 +184,20 @@ def test_samples_limit_the_calibration(work, samples):
     assert Ranges.from_json((task.out / "ranges.json").read_text()).samples == min(samples, 40)
 
 
+@pytest.mark.parametrize(
+    ("task", "seen"),
+    [
+        (CALIB, [(16, 40), (32, 40), (40, 40)]),
+        ("def calib_data():\n    return [{'x': X[:3]}, {'x': X[3:8]}]\n", [(3, 8), (8, 8)]),
+        ("def calib_data():\n    yield X[:20]\n    yield X[20:]\n", [(20, 512), (40, 512)]),
+    ],
+)
+def test_progress_counts_to_what_there_is(work, task, seen):
+    made = work(task)
+    Quantize().run(made)
+    assert [s for s in made.log.seen if isinstance(s, tuple)] == seen
+
+
 # T17, T19
 
 
@@ -248,8 +262,16 @@ def test_half_precision_needs_no_data_and_uses_it_where_there_is_some(work, mode
     assert any("probe feeds alone" in n for n in report.notes) == (task == "")
     assert all(r.sqnr_db > (50 if mode == "fp16" else 30) for r in report.records)
     assert report.metrics["bytes_after"] < report.metrics["bytes_before"]
+    assert report.metrics[f"{mode}_nodes"] == 8 and not any("quantized" in name for name in report.metrics)
     assert [g.name for g in report.gates] == (["onnxruntime runs it alike"] if mode == "fp16" else [])
     assert not (made.out / "ranges.json").exists()
+
+
+def test_where_nothing_is_converted_a_note_says_so(work):
+    report = Quantize(mode="fp16", skip=("*",)).run(work())
+    assert report.metrics["fp16_nodes"] == 0
+    assert "no node computes in fp16: nothing was converted, and the result is no smaller and no faster" in report.notes
+    assert not any("compute in fp16;" in note for note in report.notes)
 
 
 def test_what_overflows_on_the_samples_stays_float32_and_is_listed(work):

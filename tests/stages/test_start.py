@@ -35,6 +35,8 @@ class Net(nn.Module):
 
 def build():
     return Net()
+
+model = build
 """
 
 
@@ -49,6 +51,11 @@ def _samples(folder: Path, count: int = 40, **more: Any) -> Path:
     arrays = {"x": rng.standard_normal((count, 3, 8, 8)).astype("f"), "label": rng.integers(0, 2, count)} | more
     np.savez(folder / "samples.npz", **{n: a for n, a in arrays.items() if a is not None})
     return folder / "samples.npz"
+
+
+def _file(path: Path, content: bytes = b"") -> Path:
+    path.write_bytes(content)
+    return path
 
 
 def _model(folder: Path, given: onnx.ModelProto | None = None) -> Path:
@@ -239,6 +246,16 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, monkey
         (lambda: start.from_checkpoint(tmp_path / "p", weights, "nets"), ConfigError, "package.module:factory"),
         (lambda: start.from_checkpoint(tmp_path / "p", weights, "nowhere:build"), ConfigError, "no module 'nowhere'"),
         (lambda: start.from_checkpoint(tmp_path / "p", tmp_path / "none.pt", "nets:Net"), ConfigError, "no such file"),
+        (lambda: start.from_checkpoint(tmp_path / "p", _file(tmp_path / "e.pt"), "nets:Net"), StageError, "0 bytes"),
+        *((lambda f=f, s=s: f(_samples(tmp_path, 6, **s)), ConfigError, said) for f in (
+            lambda data: start.from_onnx(tmp_path / "p", _model(tmp_path), data),
+            lambda data: start.from_checkpoint(tmp_path / "p", weights, "nets:Net", data),
+        ) for s, said in (
+            ({"label": np.zeros(5)}, "saw x 6, label 5"),
+            ({"label": np.array(1)}, "one answer for each sample"),
+            ({"x": np.full((6, 3, 8, 8), np.nan, "f")}, r"x\[0, 0, 0, 0\] is nan"),
+            ({"x": np.full((6, 3, 8, 8), 1e39)}, "expected float32"),
+        )),
     ]  # fmt: skip
     for act, kind, said in wrong:
         with pytest.raises(kind, match=said):
@@ -268,3 +285,26 @@ def test_options_that_contradict_each_other(words: list[str], tmp_path: Path) ->
     command = [sys.executable, "-m", "layerline.cli", "init", "p", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "error" in done.stderr and not (tmp_path / "p").exists()
+
+
+def test_a_factory_that_its_module_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = _checkpoint(tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match="defines no 'biuld'") as error:
+        start.from_checkpoint(tmp_path / "p", weights, "nets:biuld")
+    assert "nets:build" in error.value.hint and not (tmp_path / "p").exists()
+    (tmp_path / "zoo").mkdir()
+    (tmp_path / "zoo" / "__init__.py").write_text("from nets import build as make")
+    with pytest.raises(ConfigError, match=r"no module 'zoo\.small' here"):
+        start.from_checkpoint(tmp_path / "p", weights, "zoo.small:make")
+    start.from_checkpoint(tmp_path / "p", weights, "zoo:make")
+    for hidden in ("from nets import *", "def __getattr__(name): ..."):
+        (tmp_path / "zoo" / "__init__.py").write_text(hidden)
+        start.from_checkpoint(tmp_path / hidden[:4], weights, "zoo:anything")
+
+
+def test_without_samples_what_is_needed_first_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = _checkpoint(tmp_path, monkeypatch)
+    words = ["-m", "layerline.cli", "init", "p", "--from-checkpoint", str(weights), "--model", "nets:Net"]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "next: add example_inputs() to p/task.py" in done.stdout
+    assert "# dynamic:" in (tmp_path / "p" / "pipe.yaml").read_text() and projects.load(tmp_path / "p").stages
