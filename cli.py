@@ -34,6 +34,7 @@ Folder = Annotated[Path, typer.Option("--project", "-C", help="The project's fol
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of pipe.yaml.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 StageName = Annotated[str, typer.Argument(metavar="STAGE", help="train, ema, export, fuse, quantize or engine.")]
+DEBUGGED = "export or fuse"
 _HERE = Path()
 # By its place, not its name: typer carries its own copy of click, or uses the installed one, by version.
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
@@ -135,7 +136,9 @@ def init(
         written = housekeeping.init(folder, template or "mnist")
     for path in written:
         typer.echo(f"wrote {path}")
-    typer.echo(f"next: cd {folder} && pipe run all")
+    needed = weights is not None and data is None
+    first = f"add example_inputs() to {folder / 'task.py'}: two samples for forward(); then " if needed else ""
+    typer.echo(f"next: {first}cd {folder} && pipe run all")
 
 
 @app.command()
@@ -231,7 +234,7 @@ def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -
 
 @app.command()
 def runs(as_json: AsJson = False, folder: Folder = _HERE) -> None:
-    """The runs that changed something, newest first."""
+    """The runs that changed something or ended in an error, newest first."""
     from layerline.views import documents, terminal
 
     found = documents.runs(_planner(_load(folder)).ledger.runs())
@@ -315,7 +318,7 @@ def path(stage: StageName, folder: Folder = _HERE) -> None:
 
 @app.command()
 def debug(
-    stage: StageName,
+    stage: Annotated[str, typer.Argument(metavar="STAGE", help=f"{DEBUGGED}: the stages that can.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where it goes.", show_default="debug-STAGE")
     ] = None,
@@ -323,7 +326,7 @@ def debug(
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """Find where a stage goes wrong, and write the smallest model that shows it."""
+    """Find where export or fuse goes wrong, and write the smallest model that shows it."""
     from layerline.pipeline.debug import debug as find
     from layerline.pipeline.report import Report
     from layerline.views import documents, terminal

@@ -111,6 +111,21 @@ class Samples:
             )
         self._seen = rows
 
+    def count(self) -> int | None:
+        """How many samples there will be, told without running through them; None where only that would tell.
+
+        Raises:
+            TaskError: as on iterating.
+        """
+        data, total = self._data, None
+        if isinstance(data, tuple | Mapping) or _is_array(data):
+            total = self._rows(self._named(data))
+        elif isinstance(data, list):
+            total = sum(self._samples_in(self._named(raw)) for raw in data)
+        elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+            total = self._users(len, data)
+        return total if total is None or self._limit is None else min(total, self._limit)
+
     def _cannot_replay(self, why: str) -> TaskError:
         return TaskError(
             f"the reader that {self._hook}() returned cannot be replayed: {why}, and a second pass is needed",
@@ -210,14 +225,19 @@ class Samples:
             raise TaskError(f"the columns of {self._hook}() differ in length: {seen}", where=self._hook)
         return next(iter(sizes.values()), 1)
 
+    def _samples_in(self, feed: Mapping[str, Array]) -> int:
+        """Samples of a batch: the first dimension of the first input that has one."""
+        first = next((feed[i.name] for i in self._inputs if i.shape and feed[i.name].ndim), None)
+        return 1 if first is None else int(first.shape[0])
+
     def _fit(self, arrays: dict[str, Array]) -> Iterator[Batch]:
         """One batch as it came, or, where the model's batch axis is fixed, as many as it takes."""
         feed, target = {k: v for k, v in arrays.items() if k}, arrays.get("")
-        first = next((feed[i.name] for i in self._inputs if i.shape and feed[i.name].ndim), None)
-        if first is not None and first.shape[0] == 0:
+        count = self._samples_in(feed)
+        if count == 0:
             return
         if self._fixed is None:
-            yield Batch(self._typed(feed), target, 1 if first is None else first.shape[0])
+            yield Batch(self._typed(feed), target, count)
             return
         total = self._rows(feed)
         for start in range(0, total, self._fixed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from layerline.pipeline.files import GONE, remove
 from layerline.pipeline.plan import open_planner
 from layerline.pipeline.presence import alone
 from layerline.pipeline.project import Project
+from layerline.pipeline.starter import quoted
 from layerline.pipeline.store import DamagedError
 
 # Where in the state lies what a person counts.
@@ -44,7 +46,7 @@ def templates() -> list[str]:
 
 
 def init(folder: Path, template: str) -> list[Path]:
-    """Writes a project's pipe.yaml and task.py into `folder`.
+    """Writes a project's pipe.yaml and task.py into `folder`, whose name it gets.
 
     Raises:
         ConfigError: no such template, or a file is there already; nothing is overwritten.
@@ -59,6 +61,8 @@ def init(folder: Path, template: str) -> list[Path]:
         if path.exists():
             raise ConfigError("it is there already", where=str(path), hint="choose another folder; nothing was written")
     folder.mkdir(parents=True, exist_ok=True)
+    config, name = folder / "pipe.yaml", quoted(folder.resolve().name)
+    targets[config] = re.sub(r"^name: \S+", lambda _: f"name: {name}", targets[config], count=1, flags=re.MULTILINE)
     for path, text in targets.items():
         path.write_text(text, "utf-8")
     return list(targets)

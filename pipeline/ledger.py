@@ -128,13 +128,15 @@ class Ledger:
         """The record the newest run ended with for a stage."""
         return next((r for run in self.runs() for r in run.records if r.stage == stage), None)
 
-    def find_run(self, run_id: str) -> Run:
-        """The run whose id starts with `run_id`; "last" and "previous" are understood.
+    def find_run(self, run_id: str, stage: str = "") -> Run:
+        """The run whose id starts with `run_id`; "last" and "previous" are of those with a result of `stage`.
 
         Raises:
             PipeError: none does, or several do.
         """
         runs = list(self.runs())
+        if stage and run_id in ("last", "previous"):
+            runs = [run for run in runs if any(r.stage == stage for r in run.records)]
         position = {"last": 0, "previous": 1}.get(run_id)
         found = runs[position : position + 1] if position is not None else [r for r in runs if r.id.startswith(run_id)]
         if len(found) == 1:

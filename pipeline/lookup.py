@@ -58,7 +58,7 @@ def report_in(ledger: Ledger, run_id: str, stage: str) -> tuple[str, Report]:
     Raises:
         PipeError: there is no such run, or it has no such stage.
     """
-    past = ledger.find_run(run_id)
+    past = ledger.find_run(run_id, stage)
     record = next((r for r in past.records if r.stage == stage), None)
     if record is None:
         raise PipeError(f"run {past.id} has no stage {stage}", hint="name a run that went through it")

@@ -12,6 +12,7 @@ from layerline.pipeline.files import Hasher
 from layerline.pipeline.fingerprint import Fingerprint, Reader
 from layerline.pipeline.ledger import Ledger, Record
 from layerline.pipeline.project import Project, is_outside
+from layerline.pipeline.reasons import describe
 from layerline.pipeline.stage import Stage
 from layerline.pipeline.store import Artifact, DamagedError, Store
 
@@ -76,7 +77,7 @@ class Planner:
         key = canonical.digest({**parts, "config": _configuration(stage)})
         record = self.ledger.get(key)
         if record is None:
-            reason = self._why(stage, parts)
+            reason = self._why(stage, parts, key)
             return Step(stage=stage, key=key, parts=parts, notes=notes, reason=reason)
         artifact, reason = self._artifact(record)
         return Step(
@@ -135,11 +136,13 @@ class Planner:
             raise ConfigError(f"stage {stage.name} reads {name}, which is not in the project", where="pipe.yaml")
         return self.hasher.file(path)
 
-    def _why(self, stage: Stage, parts: Mapping[str, Any]) -> str:
+    def _why(self, stage: Stage, parts: Mapping[str, Any], key: str) -> str:
         before = self.ledger.head(stage.name)
+        if any((self.project.state / "work" / key / "scratch" / "checkpoints").glob("*")):
+            return "not finished yet; a checkpoint is there to go on from"
         if before is None:
             return "never ran"
-        return describe(changes(before.parts, shown(parts))) or "its record is gone"
+        return describe(before.parts, shown(parts)) or "its record is gone"
 
 
 def open_planner(project: Project, *, memo: bool = True) -> Planner:
@@ -159,19 +162,6 @@ def shown(parts: Mapping[str, Any]) -> dict[str, str]:
     return {name: value if isinstance(value, str) else _text(value) for name, value in parts.items()}
 
 
-def changes(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
-    """Parts that differ, by name: (old, new); None where a side has no such part."""
-    names = [*new, *(n for n in old if n not in new)]
-    return {n: (old.get(n), new.get(n)) for n in names if old.get(n) != new.get(n)}
-
-
-def describe(changed: Mapping[str, tuple[str | None, str | None]]) -> str:
-    """The changes in one short phrase, the first two in full."""
-    phrases = [_phrase(name, old, new) for name, (old, new) in changed.items()]
-    more = f" and {len(phrases) - 2} more" if len(phrases) > 2 else ""
-    return ", ".join(phrases[:2]) + more
-
-
 def _text(value: Any) -> str:
     """repr, with sets in an order that is the same in every process."""
     if isinstance(value, set | frozenset):
@@ -179,16 +169,6 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_text, value)) + "]"
     return repr(value)
-
-
-def _phrase(name: str, old: str | None, new: str | None) -> str:
-    kind, _, rest = name.partition(".")
-    if kind == "hook":
-        return f"{rest}() changed"
-    if kind in ("input", "file"):
-        return f"{kind} {rest} changed"
-    label = rest if kind in ("env", "config") else name
-    return f"{label} {'unset' if old is None else old} -> {'unset' if new is None else new}"
 
 
 def _configuration(stage: Stage) -> dict[str, Any]:

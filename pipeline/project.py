@@ -255,7 +255,7 @@ def _build_stage(name: str, raw: Any, document: _Document) -> Stage:
         return stage
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        loc = (name, *first["loc"])
+        loc = (name, *(part for part in first["loc"] if part != "[key]"))  # how pydantic marks a mapping's own key
         if first["type"] == "extra_forbidden":
             valid = _fields_at(cls, first["loc"][:-1])
             raise document.error(loc, "unknown field", _nearest(str(loc[-1]), valid)) from None

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -294,14 +295,22 @@ class Runner:
         )
 
     def _remember(self, run_id: str, results: Sequence[Result]) -> str:
-        """Files the run and returns its id; one that ends where the newest did leaves no trace, and goes by its id."""
+        """Files the run and returns its id; one that ends where the newest did leaves no trace, and goes by its id.
+
+        A stage that ended in an error has no record; its run is filed as well, or the one before would pass for it.
+        """
         records = tuple(r.record for r in results if r.record)
-        if not records:
+        errored = any(r.error and not r.record for r in results)
+        if not records and not errored:
             return run_id
         newest = next(self.ledger.runs(), None)
-        if newest is not None and newest.id != run_id and all(r in newest.records for r in records):
-            return newest.id
-        self.ledger.put_run(Run(run_id, all(r.state in ("ran", "cached") for r in results), records))
+        if newest is not None and newest.id != run_id:
+            as_before = not newest.passed and newest.records == records
+            if as_before if errored else all(r in newest.records for r in records):
+                return newest.id
+        # What the error was about (a full disk) may keep this from being written, too: the error is what is told.
+        with suppress(OSError) if errored else nullcontext():
+            self.ledger.put_run(Run(run_id, all(r.state in ("ran", "cached") for r in results), records))
         return run_id
 
     def _later(self, ran: Sequence[Stage], made: dict[str, Artifact | None]) -> tuple[Step, ...]:

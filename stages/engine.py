@@ -197,7 +197,7 @@ def _metrics(built: Built) -> dict[str, Scalar]:
     from layerline.backends.network import compute_precisions
 
     counts = {f"compute_{precision}": n for precision, n in compute_precisions(built.layers).items()}
-    return {"engine_bytes": len(built.plan), "layers": len(built.layers), **counts}
+    return {"engine_bytes": len(built.plan), **counts, "layers": len(built.layers)}
 
 
 def _gates(built: Built) -> tuple[Gate, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -101,6 +101,7 @@ class _Made:
         measured: what stands for it on onnxruntime: itself, or its emulation in float32.
         plan: what is quantised, and what is not.
         ranges: what calibration saw; None where nothing was calibrated.
+        halved: nodes that compute in half precision, by its name.
         notes: for people.
     """
 
@@ -109,6 +110,7 @@ class _Made:
     measured: onnx.ModelProto
     plan: QuantPlan
     ranges: Ranges | None = None
+    halved: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -144,14 +146,16 @@ class _Data:
         self,
         model: onnx.ModelProto,
         names: list[str],
-        batches: Iterable[Batch],
+        batches: Samples | list[Batch],
         nonfinite: Literal["stop", "skip"],
     ) -> Ranges:
         """Ranges of the named values."""
         from layerline.backends.onnxruntime import OnnxRuntime
         from layerline.calib.collect import collect
 
-        log, total, runtime = self.work.log, self.stage.samples, OnnxRuntime()
+        log, runtime = self.work.log, OnnxRuntime()
+        there = len(batches) if isinstance(batches, list) else batches.count()
+        total = there or self.stage.samples  # of a reader that doesn't say: as many as are wanted
         return collect(
             lambda taps: runtime.open(model, taps),
             batches,
@@ -210,7 +214,7 @@ def _half(stage: Quantize, data: _Data, made: _Made, feeds: list[Feed], mode: st
 
     opset = half.required_opset(made.model, mode)
     reference, names = raise_opset(made.reference, opset), half.float_values(made.reference)
-    batches: Iterable[Batch] = [Batch(dict(feed), None, 1) for feed in feeds]
+    batches: Samples | list[Batch] = [Batch(dict(feed), None, 1) for feed in feeds]
     note: tuple[str, ...] = (f"the task has no samples: overflow was looked for on {len(feeds)} probe feeds alone",)
     if data.hook() is not None:
         batches, note = data.calibration()
@@ -221,13 +225,15 @@ def _half(stage: Quantize, data: _Data, made: _Made, feeds: list[Feed], mode: st
         f"{converted.nodes} nodes compute in {mode}; measured in float32 with every {mode} value rounded, "
         "because onnxruntime's CPU kernels leave that rounding out"
     )
+    nothing = f"no node computes in {mode}: nothing was converted, and the result is no smaller and no faster"
     return _Made(
         reference=reference,
         model=converted.model,
         measured=half.emulate(converted.model),
         plan=QuantPlan(values=made.plan.values, kept=(*made.plan.kept, *converted.kept)),
         ranges=made.ranges,
-        notes=(*made.notes, *(n for n in note if n not in made.notes), emulated),
+        halved={mode: converted.nodes},
+        notes=(*made.notes, *(n for n in note if n not in made.notes), emulated if converted.nodes else nothing),
     )
 
 
@@ -248,17 +254,24 @@ def _report(stage: Quantize, made: _Made, feeds: list[Feed]) -> Report:
         return Report(stage=stage.name, notes=("mode none: the model is passed on as it is",))
     rows = _table(made, weight_sqnr(made.reference, made.plan))
     records = blamed(compare(made.reference, made.measured, feeds, isolated=True), made.reference.graph)
-    values = made.plan.values
     return Report(
         stage=stage.name,
         reference="float onnx on onnxruntime",
         candidate=f"{stage.mode} onnx on onnxruntime",
         records=tuple(_with_columns(r, rows, made.plan) for r in records),
-        metrics={f"quantized_{r}s": sum(v.role == r for v in values) for r in ("activation", "weight")},
+        metrics=_counts(stage, made),
         gates=_same_on_runtime(stage, made, feeds),
         notes=made.notes,
         tables={"quantized": list(rows.values()), "stays float": [dataclasses.asdict(k) for k in made.plan.kept]},
     )
+
+
+def _counts(stage: Quantize, made: _Made) -> dict[str, Scalar]:
+    """How much was converted, and to what."""
+    halved: dict[str, Scalar] = {f"{mode}_nodes": nodes for mode, nodes in made.halved.items()}
+    if stage.mode != "int8":
+        return halved
+    return {f"quantized_{r}s": sum(v.role == r for v in made.plan.values) for r in ("activation", "weight")} | halved
 
 
 def _table(made: _Made, sqnr: Mapping[str, float]) -> dict[str, dict[str, Scalar]]:

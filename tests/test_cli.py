@@ -181,7 +181,7 @@ def test_resume_alone_is_run(pipe: Pipe, proved: list[int]) -> None:
     said = pipe("resume")
     assert (said.code, proved) == (0, []) and re.search(r"^✓ source  ran .*\(never ran\)$", said.out, re.M)
     assert said.out.splitlines()[-1] == "next: pipe run all"
-    assert pipe("resume", "--set", "source.rate=2", "--json").document["stages"][0]["reason"] == "rate 1.0 -> 2.0"
+    assert pipe("resume", "--set", "source.rate=2", "--json").document["stages"][0]["reason"] == "rate 1 -> 2"
     assert pipe("resume", "--steps", "3") == Said(
         2, "", "error --steps goes with --prove\n  how long to train stands in pipe.yaml\n"
     )
@@ -617,6 +617,20 @@ def test_a_terminal_sees_a_bar_while_a_stage_works() -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert "3/10" in text and "loss 0.1235" in text and "[changed]" in text and "a [red]word[/red]" in text
     assert "✗ source    failed" in text and "(never [ran])" in text
+
+
+def test_no_reason_pushes_the_bar_out() -> None:
+    screen = io.StringIO()
+    live = terminal.Live(Console(file=screen, force_terminal=True, width=80, highlight=False), width=14)
+    live.started(fakes.Source(), "dims.a unset -> 48, profiles changed and 9 more; " * 3)
+    live.progress(3, 8)
+    live.close()
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n").split("\n")
+    shown = [line for line in drawn if "3/8" in line]
+    assert shown and all(
+        "source" in line and sum(c in "━╺╸" for c in line) == 24 and "dims.a" in line for line in shown
+    )
+    assert max(map(len, drawn)) <= 80
 
 
 def test_nothing_is_drawn_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from layerline.pipeline import table
@@ -18,12 +19,28 @@ HEAD = PAGE.read_text("utf-8").split("<!-- fields -->")[0] if PAGE.exists() else
 
 def fields_of(name: str) -> str:
     cls = table.stage_class(name)
+    parts = [f"## {name}\n\n{_one_line((cls.__doc__ or '').split(chr(10) * 2)[0])}\n", _table(cls)]
+    for field, info in cls.model_fields.items():
+        parts += [
+            f"An entry of `{field}`: {_one_line(inner.__doc__ or '')}\n\n{_table(inner)}"
+            for inner in _inner(info.annotation)
+        ]
+    return "\n".join(parts)
+
+
+def _table(cls: type[BaseModel]) -> str:
     rows = [
         f"| `{field}` | {_type(info)} | {_default(info)} | {_meaning(info)} |"
         for field, info in cls.model_fields.items()
     ]
-    heading = f"## {name}\n\n{_one_line((cls.__doc__ or '').split(chr(10) * 2)[0])}\n\n"
-    return heading + "\n".join(["| field | type | default | meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
+    return "\n".join(["| field | type | default | meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
+
+
+def _inner(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a field is made of, where their own fields say something."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation] if all(info.description for info in annotation.model_fields.values()) else []
+    return [cls for part in get_args(annotation) for cls in _inner(part)]
 
 
 def _type(info: FieldInfo) -> str:

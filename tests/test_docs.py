@@ -15,6 +15,10 @@ import onnx
 import pytest
 from safetensors.numpy import load_file
 
+from layerline import cli
+from layerline.pipeline import table
+from layerline.pipeline.debug import Debugs
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
 PIPE = [sys.executable, "-m", "layerline.cli"]
@@ -125,3 +129,10 @@ def test_links_lead_somewhere() -> None:
     for page in pages:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_debug_is_offered_for_the_stages_that_have_one() -> None:
+    able = [name for name in table.BUILT_IN if isinstance(table.stage_class(name), Debugs)]
+    assert " or ".join(able) == cli.DEBUGGED
+    row = "| `pipe debug " + "\\|".join(able) + " [-o DIR]` |"
+    assert row in (ROOT / "docs" / "cli.md").read_text("utf-8")

@@ -13,12 +13,14 @@ from layerline.views.follow import Followed
 
 WIDTH, LEFT, RIGHT = 1240, 104, 12
 STRIP, GAP, CLEAR, TOP, BOTTOM = 96, 20, 17, 10, 30
+FLAT = 22  # of a strip whose layers are all equal: nothing in it has a height
 LEAST_SPAN_DB = 20.0
 DOTS_UP_TO = 240
 NAMED_AT_MOST = 3
 LEAST_RUN, LEAST_NUMBERED_RUN = 44, 12  # user units; of numbered ones some go without their number
 BELOW = 14  # from a point down to the baseline of its name: clear of the line, which comes from above the lowest
-CHARACTER = 6.6  # mean width of a label's character, in user units
+CHARACTER, WIDE = 6.6, 11.0  # widths of a label's character, in user units: in the mean, and of the widest ones
+LEAST_BORDERED = 6  # user units a run of layers; borders closer than that are a grey field
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,15 @@ class Scale:
     high: float
     top: int
     slots: int
+    height: int = STRIP
 
     def x(self, slot: float) -> float:
         return round(LEFT + slot * (WIDTH - RIGHT - LEFT) / self.slots, 1)
 
     def y(self, db: float) -> float:
         if math.isinf(db):
-            return self.top + (0.0 if db > 0 else STRIP)
-        return round(self.top + CLEAR + (self.high - db) / (self.high - self.low) * (STRIP - 2 * CLEAR), 1)
+            return self.top + (0.0 if db > 0 else self.height)
+        return round(self.top + CLEAR + (self.high - db) / (self.high - self.low) * (self.height - 2 * CLEAR), 1)
 
     def at(self, point: Point) -> tuple[float, float]:
         return self.x(point.slot + 0.5), self.y(point.db)
@@ -61,15 +64,17 @@ def chart(rows: Sequence[Followed], stages: Sequence[str]) -> str:
     strips = {stage: points for stage in stages if (points := _points(rows, stage))}
     if not strips:
         return ""
-    height = TOP + len(strips) * (STRIP + GAP) + BOTTOM
-    body = [_groups(rows, height)]
-    for i, (stage, points) in enumerate(strips.items()):
-        body.append(_strip(stage, points, rows, _scale(points, TOP + i * (STRIP + GAP), len(rows))))
+    drawn, top = [], TOP
+    for stage, points in strips.items():
+        scale = _scale(points, top, len(rows))
+        drawn.append(_strip(stage, points, rows, scale))
+        top += scale.height + GAP
+    height = top + BOTTOM
     label = f"SQNR of {len(rows)} layers in topological order in {', '.join(strips)}; the next table has the figures"
     return (
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}" data-slots="{len(rows)}" '
-        f'data-left="{LEFT}" data-right="{WIDTH - RIGHT}" data-height="{height - BOTTOM}">{"".join(body)}'
-        f'<path class="cursor" d=""/></svg>'
+        f'data-left="{LEFT}" data-right="{WIDTH - RIGHT}" data-height="{height - BOTTOM}">'
+        f'{_groups(rows, height)}{"".join(drawn)}<path class="cursor" d=""/></svg>'
     )
 
 
@@ -88,15 +93,17 @@ def _scale(points: Sequence[Point], top: int, slots: int) -> Scale:
     """Whole tens around the figures, at least LEAST_SPAN_DB apart: noise is not blown up to fill the strip."""
     finite = [p.db for p in points if math.isfinite(p.db)] or [0.0]
     low = math.floor(min(finite) / 10) * 10.0
-    return Scale(low, max(math.ceil(max(finite) / 10) * 10.0, low + LEAST_SPAN_DB), top, slots)
+    height = FLAT if all(p.db == math.inf for p in points) else STRIP
+    return Scale(low, max(math.ceil(max(finite) / 10) * 10.0, low + LEAST_SPAN_DB), top, slots, height)
 
 
 def _strip(stage: str, points: Sequence[Point], rows: Sequence[Followed], scale: Scale) -> str:
     crosses = "".join(f"M{x - 4:g} {y - 4:g}l8 8m0 -8l-8 8" for x, y in (scale.at(p) for p in points if not p.passed))
     dots = [p for p in points if p.passed] if len(points) <= DOTS_UP_TO else []
     names = "".join(_name(p, rows[p.slot], scale) for p in _named(points, rows, scale))
+    middle = scale.top + (15 if scale.height == FLAT else scale.height / 2)  # clear of the tick
     return (
-        f'<g><text class="stage" x="0" y="{scale.top + STRIP / 2 + 4:g}">{escape(stage)}</text>{_ticks(points, scale)}'
+        f'<g><text class="stage" x="0" y="{middle + 4:g}">{escape(stage)}</text>{_ticks(points, scale)}'
         f'<path class="line" d="{_line(points, scale)}"/>'
         f'<path class="dots" d="{_dots([p for p in dots if p.db != math.inf], scale)}"/>'
         f'<path class="dots equal" d="{_dots([p for p in dots if p.db == math.inf], scale)}"/>'
@@ -159,7 +166,7 @@ def _groups(rows: Sequence[Followed], height: int) -> str:
         left, right = scale.x(start), scale.x(stop)
         middle = (left + right) / 2
         text = _label(path, right - left)
-        if start:
+        if start and right - left >= LEAST_BORDERED:
             parts.append(f'<path class="border" d="M{left:g} {TOP}V{height - BOTTOM}"/>')
         if written <= middle - _width(text) / 2 and middle + _width(text) / 2 <= WIDTH:
             parts.append(f'<text class="group" x="{middle:g}" y="{height - 10}">{escape(text)}</text>')
@@ -190,4 +197,5 @@ def _label(path: Sequence[str], width: float) -> str:
 
 
 def _width(text: str) -> float:
-    return len(text) * CHARACTER + 6
+    wide = sum(c in "@%MWmw" for c in text)
+    return (len(text) - wide) * CHARACTER + wide * WIDE + 6

@@ -142,7 +142,8 @@ def _strip(strip: Strip, lines: Sequence[tuple[Line, Points]], scale: Scale) -> 
     )
     drawn = "".join(_line(line, points, scale, dotted=strip.filled) for line, points in lines)
     title = f'<text class="stage" x="0" y="{scale.top + STRIP / 2 + 4:g}">{strip.title}</text>'
-    return f"<g>{ticks}{_area(lines, scale) if strip.filled else ''}{drawn}{title}{_labels(lines, scale)}</g>"
+    area = _area(lines, scale) if strip.filled and len(lines) == len(strip.lines) else ""
+    return f"<g>{ticks}{area}{drawn}{title}{_labels(lines, scale)}</g>"
 
 
 def _area(lines: Sequence[tuple[Line, Points]], scale: Scale) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 from layerline.pipeline.fingerprint import Fingerprint
 from layerline.pipeline.housekeeping import Garbage, Problem
 from layerline.pipeline.ledger import Run
-from layerline.pipeline.plan import Step, changes, shown
+from layerline.pipeline.plan import Step, shown
+from layerline.pipeline.reasons import changes
 from layerline.pipeline.report import Report
 
 Document = dict[str, Any]

@@ -10,6 +10,7 @@ from html import escape
 from typing import Literal
 
 from layerline.pipeline.report import LayerDiff, Scalar
+from layerline.views.shape import shape
 
 # Which end of a column is the worse one: "low" for decibels, "high" for errors; the others have none.
 Kind = Literal["text", "verdict", "number", "low", "high"]
@@ -45,6 +46,23 @@ def figure(value: Scalar) -> str:
     return str(value)
 
 
+def is_size(name: str) -> bool:
+    """Whether a measurement counts bytes."""
+    return "bytes" in name.split("_")
+
+
+def amount(name: str, value: Scalar) -> str:
+    """The value of a measurement as a person reads it; bytes in the largest unit that leaves a whole number."""
+    if not is_size(name) or not isinstance(value, int | float) or isinstance(value, bool):
+        return figure(value)
+    count = float(value)
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
 def decibels(value: float | None) -> str:
     """A signal-to-noise ratio in dB; without any noise the two sides are equal."""
     if value is None:
@@ -78,7 +96,8 @@ def verdict(record: LayerDiff) -> str:
 
 def heading(key: str) -> str:
     """The key of a measurement as a person reads it."""
-    return key.replace("sqnr_db", "SQNR dB").replace("samples_s", "samples/s").replace("_", " ")
+    told = key.replace("sqnr_db", "SQNR dB").replace("samples_s", "samples/s")
+    return " ".join("size" if word == "bytes" else word for word in told.split("_"))
 
 
 def count(number: int, noun: str) -> str:
@@ -110,7 +129,7 @@ def records_view(records: Iterable[LayerDiff]) -> View:
             (Column("NaN/Inf b", "high"), [str(r.nonfinite_b or "") for r in rows]),
             (Column("one side only", "high"), [str(r.one_sided or "") for r in rows]),
             *_free_columns([r.extra for r in rows], worse="high"),
-            (Column("shape"), [" × ".join(map(str, r.shape)) for r in rows]),
+            (Column("shape"), [shape(r.shape, " × ") for r in rows]),
             (Column("type"), [r.dtype for r in rows]),
             (Column("order", "number"), [str(i) for i, _ in placed]),
         ]

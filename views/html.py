@@ -13,14 +13,14 @@ from layerline.pipeline.ledger import Record, Run
 from layerline.pipeline.report import Gate, Report, Scalar
 from layerline.views.chart import chart
 from layerline.views.curves import curves, validated
-from layerline.views.follow import follow, follow_views
+from layerline.views.follow import Followed, follow, follow_views
 from layerline.views.grid import (
     FAILED,
     Column,
     View,
+    amount,
     count,
     decibels,
-    figure,
     filled,
     free_view,
     grid,
@@ -65,10 +65,11 @@ def page(
     style, script = (
         resources.files("layerline.views").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js")
     )
+    rows = follow(known)
     body = [
         _header(title, run, known, missing),
-        _stages(run, known),
-        _layers(known),
+        _stages(run, known, {row.value: row.layer for row in rows}),
+        _layers(known, rows),
         *(
             _stage(i, record, known.get(record.stage), (logs or {}).get(record.stage, ""))
             for i, record in enumerate(run.records)
@@ -126,17 +127,18 @@ def _failures(run: Run, reports: Mapping[str, Report]) -> str:
     return f'<ul class="failures">{"".join(items)}</ul>' if items else ""
 
 
-def _stages(run: Run, reports: Mapping[str, Report]) -> str:
+def _stages(run: Run, reports: Mapping[str, Report], layers: Mapping[str, str]) -> str:
     heads = "".join(f'<th scope="col" class="{c.kind}">{c.label}</th>' for c in SUMMARY)
-    rows = "".join(_stage_row(i, record, reports.get(record.stage)) for i, record in enumerate(run.records))
+    rows = "".join(_stage_row(i, record, reports.get(record.stage), layers) for i, record in enumerate(run.records))
     whole = f'<table class="wide"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
     return f"<section><h2>Stages</h2>{scrolling(whole, 'Stages')}</section>"
 
 
-def _stage_row(i: int, record: Record, report: Report | None) -> str:
+def _stage_row(i: int, record: Record, report: Report | None, layers: Mapping[str, str]) -> str:
+    """`layers` has the one name that a value's layer goes by on this page; fusing gives it others."""
     worst = record.worst or {}
     records = report.records if report else ()
-    layer, sqnr = str(worst.get("layer", "")), worst.get("sqnr_db")
+    layer, sqnr = layers.get(str(worst.get("value")), str(worst.get("layer", ""))), worst.get("sqnr_db")
     metrics = [_metric(name, value) for name, value in record.metrics.items() if value is not None]
     cells = [
         _badge(record.passed),
@@ -153,11 +155,10 @@ def _stage_row(i: int, record: Record, report: Report | None) -> str:
 
 
 def _metric(name: str, value: Scalar) -> str:
-    return f'<span class="metric">{escape(heading(name))} <b>{escape(figure(value))}</b></span>'
+    return f'<span class="metric">{escape(heading(name))} <b>{escape(amount(name, value))}</b></span>'
 
 
-def _layers(reports: Mapping[str, Report]) -> str:
-    rows = follow(reports)
+def _layers(reports: Mapping[str, Report], rows: Sequence[Followed]) -> str:
     if not rows:
         return ""
     views = follow_views(rows, list(reports))
@@ -214,7 +215,7 @@ def _said(report: Report) -> str:
     if report.gates:
         parts.append(scrolling(table(_gates(report.gates), "Gates"), "Gates"))
     if report.metrics:
-        figures = (f"<dt>{escape(heading(k))}</dt><dd>{escape(figure(v))}</dd>" for k, v in report.metrics.items())
+        figures = (f"<dt>{escape(heading(k))}</dt><dd>{escape(amount(k, v))}</dd>" for k, v in report.metrics.items())
         parts.append(f'<dl class="figures"><div>{"</div><div>".join(figures)}</div></dl>')
     parts += [
         _folded(title, grid([free_view(rows)], title), len(rows)) for title, rows in report.tables.items() if rows

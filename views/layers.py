@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.cells import cell_len
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from layerline.pipeline.report import LayerDiff
 from layerline.views import grid
+from layerline.views.shape import shape
 
 _EXTRAS = {
     "isolated_sqnr_db": "own dB",
@@ -18,6 +19,10 @@ _EXTRAS = {
     "clipped": "clipped %",
     "network_layer": "engine layer",
 }
+# An engine's layer is most often its node under another name; what it computes in is why one looks.
+_FIRST_TO_GO, _STAY = "network_layer", ("type", "precision")
+_NAMES = ("layer", "value")
+_LEAST_NAME = 12
 _GAP = "  "
 _LONGEST = 60
 LEAST_SHARE = 0.01  # in percent; below it a share is only said not to be nothing
@@ -49,7 +54,7 @@ def columns(records: Sequence[LayerDiff], then: Mapping[str, LayerDiff] | None) 
         _column("layer", records, lambda r: r.module, right=False),
         _column("value", records, lambda r: r.name, right=False),
         _column("op", records, lambda r: r.op, drop=4 + len(extras), right=False),
-        _column("shape", records, lambda r: "×".join(map(str, r.shape)), drop=0, right=False),
+        _column("shape", records, lambda r: shape(r.shape), drop=0, right=False),
         _column("SQNR dB" if then is None else "now dB", records, lambda r: grid.decibels(r.sqnr_db)),
     ]
     if then is not None:
@@ -61,20 +66,42 @@ def columns(records: Sequence[LayerDiff], then: Mapping[str, LayerDiff] | None) 
         _column("max abs", records, lambda r: grid.error(r.max_abs), drop=1),
         _column("cosine", records, lambda r: grid.similarity(r.cosine), drop=2),
     ]
-    found += [_extra(name, records, drop=4 + len(extras) - 1 - i) for i, name in enumerate(extras)]
+    found += [_extra(name, records, _drop(name, 4 + len(extras) - 1 - i)) for i, name in enumerate(extras)]
     found.append(Column("", [verdict(r) for r in records], right=False))
     return [c for c in found if any(cell.plain for cell in c.cells)]
 
 
 def fitting(found: Sequence[Column], width: int) -> list[Column]:
-    """The columns left when those that matter least make way until a row fits; cells are never cut."""
+    """The columns left when those that matter least make way until a row fits.
+
+    No cell is cut, unless the columns that stay still don't fit: then of the longest names the end is shown.
+    """
     kept = list(found)
-    while sum(c.width for c in kept) + len(_GAP) * (len(kept) - 1) > width:
+    while _total(kept) > width:
         optional = [c for c in kept if c.drop is not None]
         if not optional:
-            break
+            return _with_names_cut(kept, _total(kept) - width)
         kept.remove(min(optional, key=lambda c: c.drop or 0))
     return kept
+
+
+def _total(columns: Sequence[Column]) -> int:
+    return sum(c.width for c in columns) + len(_GAP) * (len(columns) - 1)
+
+
+def _with_names_cut(columns: Sequence[Column], over: int) -> list[Column]:
+    """Takes `over` from the columns of names, always from the wider one."""
+    widths = {c.label: c.width for c in columns if c.label in _NAMES}
+    for _ in range(over):
+        widest = max(widths, key=lambda label: widths[label])
+        widths[widest] = max(widths[widest] - 1, _LEAST_NAME)
+    return [
+        replace(c, cells=[_end(cell, widths[c.label]) for cell in c.cells]) if c.label in widths else c for c in columns
+    ]
+
+
+def _end(cell: Text, width: int) -> Text:
+    return cell if cell.cell_len <= width else Text(f"…{cell.plain[cell.cell_len - width + 1 :]}")
 
 
 def lines(shown: Sequence[Column]) -> list[Text]:
@@ -117,7 +144,11 @@ def _column(
     return Column(label, [Text(text(r)) for r in records], drop, right)
 
 
-def _extra(name: str, records: Sequence[LayerDiff], drop: int) -> Column:
+def _drop(name: str, otherwise: int) -> int | None:
+    return -1 if name == _FIRST_TO_GO else None if name in _STAY else otherwise
+
+
+def _extra(name: str, records: Sequence[LayerDiff], drop: int | None) -> Column:
     return _column(
         _EXTRAS.get(name, grid.heading(name)),
         records,

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rich.cells import cell_len
 from rich.text import Text
 
+from layerline.pipeline.ledger import Record
 from layerline.pipeline.runner import Result
 from layerline.views import grid
 
 _MARKS = {"ran": ("✓", "green"), "cached": ("✓", "dim"), "failed": ("✗", "red"), "blocked": ("–", "yellow")}
 _GAP = "  "
 FIGURES = 3
+COMPUTE = "compute"
+MATTER = 2  # of the worst layer and the figures: those that no reason pushes out
 ROOM_FOR_DIGEST = 100  # columns; narrower terminals show figures in its place
+LEAST_WORST = 26  # columns for the worst layer, its figure included
+LEAST_REASON = 12  # columns; less of a reason says nothing
 
 
 def stage_line(result: Result, name_width: int, width: int) -> Text:
-    """One line no wider than `width`: figures that don't fit are left out, and a reason is shortened."""
+    """One line no wider than `width`: a reason is cut to what the figures that matter leave, the others make way."""
     record = result.record
     worked = result.state == "ran" or (result.state == "failed" and result.seconds)
     parts = [f"{result.name:{name_width}}", f"{result.state:7}", f"{result.seconds:7.1f} s" if worked else " " * 9]
@@ -25,51 +31,81 @@ def stage_line(result: Result, name_width: int, width: int) -> Text:
         parts.append(record.digest[:12] if record else " " * 12)
     mark, style = _MARKS[result.state]
     line = Text.assemble((mark, style), " ", _GAP.join(parts))
+    told = _told(record, width - line.cell_len - len(_GAP)) if record else []
+    for text in told[:MATTER]:
+        if line.cell_len + cell_len(_GAP + text) <= width:
+            line.append(_GAP + text)
     reason = _reason(result, width - line.cell_len)
-    if record:
-        candidates = ([_worst(record.worst)] if record.worst else []) + figures(record.metrics)
-        for text in filter(None, candidates):
-            added = Text(_GAP + text)
-            if line.cell_len + added.cell_len + reason.cell_len <= width:
-                line.append_text(added)
+    for text in told[MATTER:]:
+        if line.cell_len + cell_len(_GAP + text) + reason.cell_len <= width:
+            line.append(_GAP + text)
     return line.append_text(reason)
+
+
+def _told(record: Record, room: int) -> list[str]:
+    """The worst layer and the figures, what matters most first."""
+    found = figures(record.metrics)
+    # A long name makes room for the first figure, where what is left of it still says something.
+    beside = room - cell_len(found[0] + _GAP) if found else room
+    worst = _worst(record.worst, beside if beside >= LEAST_WORST else room) if record.worst else ""
+    return [text for text in (worst, *found) if text]
 
 
 def figures(metrics: Mapping[str, Any]) -> list[str]:
     """The few metrics worth a place on a line: first those with a before and an after."""
     pairs, single = [], []
-    for name, value in metrics.items():
+    for name, value in _gathered(metrics).items():
         stem = name.removesuffix("_after")
         if stem != name and f"{stem}_before" in metrics:
             pairs.append(_change(stem, metrics[f"{stem}_before"], value))
         elif f"{name}_float" in metrics:
             pairs.append(f"{grid.heading(name)} {grid.figure(value)} (float {grid.figure(metrics[f'{name}_float'])})")
         elif value is not None and not _is_of_a_pair(name, metrics):
-            single.append(f"{_label(name)} {_amount(name, value)}".strip())
+            single.append(f"{_label(name)} {grid.amount(name, value)}".strip())
     return [*pairs, *single][:FIGURES]
 
 
-def _worst(worst: Mapping[str, Any]) -> str:
+def _gathered(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics with what an engine computes in as one: a share of it would say that it is all."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        head, _, precision = name.partition("_")
+        if head == COMPUTE and precision:
+            others = f"{found[head]}, " if head in found else ""
+            found[head] = f"{others}{precision} {value}"
+        else:
+            found[name] = value
+    return found
+
+
+def _worst(worst: Mapping[str, Any], room: int) -> str:
+    """The layer that differs most; of a name longer than the room for it the end, which tells it from its likes."""
     if worst.get("sqnr_db") is None:
         return ""
     db = float(worst["sqnr_db"])
-    return "all equal" if db == float("inf") else f"worst {worst['layer']} {grid.decibels(db)} dB"
+    if db == float("inf"):
+        return "all equal"
+    name, figure = str(worst["layer"]), f"{grid.decibels(db)} dB"
+    over = cell_len(f"worst {name} {figure}") - room
+    return f"worst {f'…{name[over + 1 :]}' if over > 0 else name} {figure}"
 
 
 def _reason(result: Result, room: int) -> Text:
     if result.state == "cached" or not result.reason:
         return Text()
     found = Text(f"{_GAP}({result.reason})", "dim")
-    if found.cell_len > max(room, 12):
-        found.truncate(max(room, 12) - 1)
-        found.rstrip()
-        found.append("…")
-    return found
+    if found.cell_len <= room:
+        return found
+    found.truncate(max(room - 1, 0))
+    found.rstrip()
+    return found.append("…") if room >= LEAST_REASON else Text()
 
 
 def _change(stem: str, before: Any, after: Any) -> str:
-    text = f"{_amount(stem, before)} -> {_amount(stem, after)}"
-    return text if stem.endswith("bytes") else f"{text} {grid.heading(stem)}"
+    first, second = grid.amount(stem, before), grid.amount(stem, after)
+    if not grid.is_size(stem):
+        return f"{first} -> {second} {grid.heading(stem)}"
+    return second if first == second else f"{first} -> {second}"
 
 
 def _is_of_a_pair(name: str, metrics: Mapping[str, Any]) -> bool:
@@ -81,17 +117,3 @@ def _is_of_a_pair(name: str, metrics: Mapping[str, Any]) -> bool:
 
 def _label(name: str) -> str:
     return grid.heading(name.removesuffix("bytes").removesuffix("_"))
-
-
-def _amount(name: str, value: Any) -> str:
-    if name.endswith("bytes") and isinstance(value, int | float):
-        return _bytes(value)
-    return grid.figure(value)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"

@@ -18,12 +18,13 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.fingerprint import Fingerprint
-from layerline.pipeline.plan import Step, changes, shown
+from layerline.pipeline.plan import Step, shown
+from layerline.pipeline.reasons import changes
 from layerline.pipeline.report import Report
 from layerline.pipeline.runner import Outcome, Result
 from layerline.pipeline.stage import Stage
@@ -75,16 +76,18 @@ class Live:
         if not self._out.is_terminal:
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn())
-        self._bar = Progress(
-            *columns, TimeRemainingColumn(), TextColumn("{task.fields[figures]}"), console=self._out, transient=True
-        )
+        # The last column takes what the others leave: no text pushes the bar out.
+        told = TextColumn("{task.fields[told]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+        self._bar = Progress(*columns, TimeRemainingColumn(), told, console=self._out, transient=True, expand=True)
         self._bar.start()
-        self._task = self._bar.add_task(f"{stage.name:{self._width}} [dim]{escape(reason)}[/]", total=None, figures="")
+        self._task = self._bar.add_task(f"{stage.name:{self._width}}", total=None, told=f"[dim]{escape(reason)}[/]")
 
     def progress(self, done: int, total: int, **fields: float | str) -> None:
         if self._bar is not None and self._task is not None:
-            figures = "  ".join(f"{grid.heading(k)} {grid.figure(v)}" for k, v in fields.items())
-            self._bar.update(self._task, completed=done, total=total, figures=escape(figures))
+            self._bar.update(self._task, completed=done, total=total)
+            if fields:
+                figures = "  ".join(f"{grid.heading(k)} {grid.figure(v)}" for k, v in fields.items())
+                self._bar.update(self._task, told=escape(figures))
 
     def finished(self, result: Result) -> None:
         self.close()
@@ -202,7 +205,7 @@ def findings(out: Console, report: Report) -> None:
     for gate in report.gates:
         mark = Text("✓ ", "green") if gate.passed else Text("✗ ", "red")
         _hanging(out, mark, Text(f"{gate.name}: {gate.seen}, expected {gate.expected}"))
-    for line in _filled([f"{grid.heading(k)} {grid.figure(v)}" for k, v in report.metrics.items()], out.width):
+    for line in _filled([f"{grid.heading(k)} {grid.amount(k, v)}" for k, v in report.metrics.items()], out.width):
         out.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
     for note in report.notes:
         _hanging(out, Text("note ", "yellow"), Text(note))

@@ -124,6 +124,30 @@ def test_limits_spread_over_columns_and_datasets_and_cut_iterables():
     assert joined((X, Y), limit=99)[1].size == 10
 
 
+@pytest.mark.parametrize(
+    ("data", "limit", "count"),
+    [
+        ((X, Y), None, 10),
+        ((X, Y), 512, 10),
+        ({"x": X}, 4, 4),
+        (X, None, 10),
+        (Dataset(list(zip(X, Y, strict=True))), 512, 10),
+        ([{"x": X[:4]}, {"x": X[4:]}], 512, 10),
+        ([(X[:4], Y[:4])], None, 4),
+        ([], 512, 0),
+        (Loader(), 512, None),
+        (iter([X]), 512, None),
+    ],
+)
+def test_how_many_there_will_be_is_known_without_reading(data, limit, count):
+    assert samples(data, limit=limit).count() == count
+
+
+def test_a_batch_counts_by_its_first_input():
+    two = (In("x"), In("state", shape=(2, "n")))
+    assert samples([{"x": X, "state": X[:2]}], two).count() == 10
+
+
 def test_a_fixed_batch_axis_is_filled_up_and_the_real_rows_are_counted():
     feed, target, rows = joined((X, Y), (In("x", shape=(4, 3)),))
     assert rows == [4, 4, 2] and feed["x"].shape == (12, 3)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from layerline.pipeline import housekeeping
 from layerline.pipeline.errors import ConfigError
@@ -32,7 +33,17 @@ def test_init_writes_a_project_of_two_files(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "new" / "project").iterdir()) == ["pipe.yaml", "task.py"]
     assert [p.name for p in written] == ["pipe.yaml", "task.py"]
     examples = Path(__file__).parents[2] / "examples" / "mnist"
-    assert all(p.read_text() == (examples / p.name).read_text() for p in written)
+    config, task = ((examples / p.name).read_text() for p in written)
+    assert [p.read_text() for p in written] == [config.replace("name: mnist\n", "name: project\n"), task]
+
+
+@pytest.mark.parametrize("template", ["mnist", "blank"])
+@pytest.mark.parametrize("name", ["digits", "10", "on: off # \\1", "null"])
+def test_a_project_is_called_after_its_folder(template: str, name: str, tmp_path: Path) -> None:
+    housekeeping.init(tmp_path / name, template)
+    text = (tmp_path / name / "pipe.yaml").read_text()
+    assert yaml.safe_load(text)["name"] == name
+    assert "train:" in text  # what follows the name stays
 
 
 @pytest.mark.parametrize("there", ["pipe.yaml", "task.py"])

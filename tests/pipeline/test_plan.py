@@ -15,7 +15,7 @@ import pytest
 from layerline.pipeline import env
 from layerline.pipeline.files import Hasher
 from layerline.pipeline.ledger import Ledger
-from layerline.pipeline.plan import Planner, changes, describe, shown
+from layerline.pipeline.plan import Planner, shown
 from layerline.pipeline.project import Project
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Stage, Work
@@ -119,19 +119,6 @@ def test_sets_are_shown_in_one_order() -> None:
         "c": "text",
         "d": "None",
     }
-
-
-def test_changes_in_words() -> None:
-    old = {"config.lr": "0.1", "env.torch": "2.0", "hook.loss": "a", "input.model": "d1", "file.x": "e", "version": "1"}
-    assert changes(old, old) == {}
-    assert describe(changes(old, old | {"config.lr": "0.2"})) == "lr 0.1 -> 0.2"
-    assert describe(changes(old, old | {"config.new": "1"})) == "new unset -> 1"
-    assert describe(changes(old, {n: v for n, v in old.items() if n != "config.lr"})) == "lr 0.1 -> unset"
-    assert (
-        describe(changes(old, old | {"hook.loss": "b", "input.model": "d2"})) == "loss() changed, input model changed"
-    )
-    assert describe(changes(old, dict.fromkeys(old, "new"))) == "lr 0.1 -> new, torch 2.0 -> new and 4 more"
-    assert describe(changes(old, old | {"file.x": "f", "version": "2"})) == "file x changed, version 1 -> 2"
 
 
 def test_facts_are_found_without_importing_what_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,6 +326,37 @@ def test_a_stage_that_goes_wrong(how: str, error: type, code: int, told: str, fo
     assert folder.ran() == ["fault"]
 
 
+def test_an_errored_run_is_the_last_run_and_once(folder: Folder) -> None:
+    """Or the one before would pass for it: `pipe report` would show that as good."""
+    good = folder.run().run
+    folder.write("helper.py", "def build(bias:\n")
+    bad = folder.run()
+    ledger = folder.runner().ledger
+    last = ledger.find_run("last")
+    assert (last.id, last.passed, last.records) == (bad.run, False, ())
+    assert folder.run().run == bad.run and len(list(ledger.runs())) == 2
+    assert ledger.find_run("last", "source").id == good  # what `pipe diff` compares with went through the stage
+    folder.write("helper.py", fakes.HELPER)
+    assert folder.run().run == ledger.find_run("last").id != bad.run and ledger.find_run("last").passed
+
+
+def test_an_error_after_stages_that_were_fresh_is_filed_too(folder: Folder) -> None:
+    folder.run()
+    folder.write("pipe.yaml", "fault: {how: stage}\n")
+    done = folder.run()
+    last = folder.runner().ledger.find_run("last")
+    assert last.id == done.run and not last.passed and [r.stage for r in last.records] == ALL
+
+
+def test_work_that_was_cut_short_is_told_with_its_checkpoint(folder: Folder) -> None:
+    step = folder.runner().planner.steps()[0]
+    assert step.reason == "never ran"
+    (folder.state / "work" / str(step.key) / "scratch" / "checkpoints").mkdir(parents=True)
+    assert folder.runner().planner.steps()[0].reason == "never ran"
+    (folder.state / "work" / str(step.key) / "scratch" / "checkpoints" / "step-00000003.safetensors").touch()
+    assert folder.runner().planner.steps()[0].reason == "not finished yet; a checkpoint is there to go on from"
+
+
 @pytest.mark.parametrize("how", ["bug", "interrupt"])
 def test_what_is_no_fault_of_the_user_is_not_told_as_one(how: str, folder: Folder) -> None:
     folder.write("pipe.yaml", f"fault: {{how: {how}}}\n")

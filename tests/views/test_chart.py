@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerline.pipeline.report import LayerDiff, Report
-from layerline.views.chart import LEFT, RIGHT, WIDTH, chart
+from layerline.views.chart import FLAT, GAP, LEFT, RIGHT, STRIP, WIDTH, chart
 from layerline.views.follow import follow
 from tests.views.samples import diff, many, sample_reports, values
 
@@ -96,3 +96,25 @@ def test_the_name_of_the_lowest_layer_is_below_the_line() -> None:
     line = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", paths(svg, "line")[0])]
     height = 11  # of its letters, in user units
     assert float(name.get("y", "")) - height > max(line)
+
+
+def test_a_strip_of_equal_layers_takes_no_room_for_figures_it_has_not() -> None:
+    def height(*reports: Report) -> float:
+        return float(draw(*reports).get("viewBox", "").split()[3])
+
+    flat, drawn = Report(stage="a", records=values(math.inf)), Report(stage="b", records=values(40))
+    assert height(drawn) - height(flat) == STRIP - FLAT
+    assert height(flat, drawn) == height(drawn) + FLAT + GAP
+    mixed = Report(stage="a", records=(*values(math.inf), diff("last", db=20.0)))
+    assert height(mixed) == height(drawn)
+
+
+def test_names_of_wide_letters_leave_each_other_room() -> None:
+    names = [f"Conv@{i}Relu@{i + 1}" for i in range(240)]
+    svg = draw(Report(stage="s", records=tuple(diff(f"v{i}", name, db=30.0) for i, name in enumerate(names))))
+    labels = [(float(e.get("x", "")), e.text or "") for e in svg.iter("text") if e.get("class") == "group"]
+    # 6 units a letter, 11 a sign such as @: what a browser draws at this size, and something between two names.
+    widths = [7 * (len(text) - 2) + 2 * 11 for _, text in labels]
+    for (x, _), (y, _), a, b in zip(labels, labels[1:], widths, widths[1:], strict=False):
+        assert y - x > (a + b) / 2 - 4
+    assert 5 < len(labels) < 12 and len(paths(svg, "border")) == 0

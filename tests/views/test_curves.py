@@ -64,6 +64,11 @@ def test_only_what_was_measured_has_a_strip() -> None:
     assert curves(log([{"step": 1.0}])) == "", "a row in which nothing was measured"
 
 
+def test_one_metric_alone_has_no_area() -> None:
+    svg = draw([{"step": float(i), "metric_online": 100.0 + i} for i in (1, 2)])
+    assert len(paths(svg, "line online")) == 1 and paths(svg, "area") == []
+
+
 def test_the_gap_strip_keeps_zero_in_sight_and_one_point_is_a_dot() -> None:
     svg = draw([{"step": 7.0, "metric_online": 0.5, "metric_deploy": 0.25, "deploy_gap": 0.25}])
     assert "0" in texts(svg, "tick") and "0.25" in texts(svg, "tick")

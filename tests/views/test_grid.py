@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerline.views.grid import Column, decibels, error, figure, free_view, records_view, similarity
+from layerline.views.grid import Column, amount, decibels, error, figure, free_view, heading, records_view, similarity
 from tests.views.samples import diff
 
 positive = st.floats(min_value=1e-30, max_value=1e30)
@@ -47,6 +47,22 @@ def test_figures_of_every_kind() -> None:
     ]  # fmt: skip
     assert error(0.0) == "0"
     assert decibels(math.inf) == "equal"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("engine_bytes", 9732516, "engine size 9.73 MB"),
+        ("bytes_before", 999, "size before 999 B"),
+        ("bytes_after", 1_234_000_000, "size after 1.23 GB"),
+        ("peak_bytes", 41_000.0, "peak size 41 kB"),
+        ("layers", 9732516, "layers 9732516"),
+        ("kilobytes", 12, "kilobytes 12"),
+        ("onnx_bytes", None, "onnx size "),
+    ],
+)
+def test_bytes_have_a_unit(name: str, value: float | None, told: str) -> None:
+    assert f"{heading(name)} {amount(name, value)}" == told
 
 
 def test_records_are_worst_first_and_keep_their_order_in_a_column() -> None:

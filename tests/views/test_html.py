@@ -236,3 +236,20 @@ def test_a_failed_run_says_which_gates_failed_and_what_it_left_undone() -> None:
     passed = {"export": reports["export"]}
     text = page("net", run_of(passed), passed)
     assert "failed" not in text[text.index("<header>") : text.index("</header>")]
+
+
+def test_a_layer_that_fusing_gave_another_name_has_one_on_the_page() -> None:
+    before = Report(
+        stage="import-onnx", records=(diff("v0", "MatMul@0", "MatMul", 90.0), diff("v1", "Add@43", "Add", 90.0))
+    )
+    after = Report(stage="quantize", records=(diff("v1", "MatMul@0, Add@43", "Gemm", 20.0),))
+    reports = {r.stage: r for r in (before, after)}
+    text = page("p", run_of(reports), reports)
+    assert '<a href="#layer=Add%4043">Add@43</a>' in text and "#layer=MatMul%400%2C" not in text
+
+
+def test_bytes_are_told_in_megabytes() -> None:
+    reports = {"engine": Report(stage="engine", metrics={"engine_bytes": 9732516})}
+    text = page("p", run_of(reports), reports)
+    assert "engine size <b>9.73 MB</b>" in text and "<dt>engine size</dt><dd>9.73 MB</dd>" in text
+    assert "9732516" not in text

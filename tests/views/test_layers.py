@@ -29,7 +29,7 @@ def cell(record: LayerDiff, label: str) -> str:
 
 def test_columns_go_one_by_one_and_the_names_stay() -> None:
     found = layers.columns([FULL], None)
-    order = ["shape", "max abs", "cosine", "rel L2", "engine layer", "weight dB", "clipped %", "own dB", "op"]
+    order = ["engine layer", "shape", "max abs", "cosine", "rel L2", "weight dB", "clipped %", "own dB", "op"]
     gone: list[str] = []
     for width in range(300, 0, -1):
         kept = labels(layers.fitting(found, width))
@@ -43,6 +43,18 @@ def test_rows_fit_and_cut_no_name(width: int) -> None:
     lines = layers.lines(layers.fitting(layers.columns([FULL, diff("relu", "", "Relu", math.inf)], None), width))
     assert max(cell_len(line.plain) for line in lines) <= width
     assert LONG in lines[1].plain and "linear_31" in lines[1].plain
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_an_engine_computes_in_is_shown_at_any_width(width: int) -> None:
+    extra = {"network_layer": f"{LONG}/Conv", "type": "CONVOLUTION", "precision": "int8"}
+    names = "If_0_then_branch__Inline_0__/stft/Unsqueeze", "If_0_then_branch__Inline_0__/stft/Unsqueeze_output_0"
+    record = LayerDiff(name=names[1], module=names[0], op="Conv", shape=("batch", 16), extra=extra)
+    shown = layers.fitting(layers.columns([record], None), width)
+    assert {"layer", "value", "type", "precision"} <= set(labels(shown))
+    line = layers.lines(shown)[1].plain
+    assert cell_len(line) <= width and "CONVOLUTION" in line and "int8" in line
+    assert line.count("…") == (2 if width == 80 else 1) and "/Unsqueeze_output_0  CONVOLUTION" in line
 
 
 def test_columns_without_an_entry_are_left_out() -> None:

@@ -15,10 +15,15 @@ from tests.views.samples import diff, record
 CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"nodes_before": 27, "nodes_after": 17}, ["27 -> 17 nodes"]),
     ({"rewrites": 3, "bytes_before": 119_000, "bytes_after": 42_123}, ["119 kB -> 42.1 kB", "rewrites 3"]),
+    ({"bytes_before": 2_250_000, "bytes_after": 2_250_001, "fp16_nodes": 0}, ["2.25 MB", "fp16 nodes 0"]),
     ({"accuracy": 0.979, "accuracy_float": 0.98}, ["accuracy 0.979 (float 0.98)"]),
     ({"onnx_bytes": 5_000_000, "samples_s": 1000.0}, ["onnx 5 MB", "samples/s 1000"]),
     ({"nodes_before": 3, "loss": None}, ["nodes before 3"]),
     ({str(i): i for i in range(9)}, ["0 0", "1 1", "2 2"]),
+    (
+        {"engine_bytes": 1_944_924, "compute_float32": 4, "compute_int8": 1, "layers": 208},
+        ["engine 1.94 MB", "compute float32 4, int8 1", "layers 208"],
+    ),
 ]
 
 
@@ -35,8 +40,29 @@ def test_a_line_is_never_wider_than_the_terminal(width: int, reason: str) -> Non
     result = Result(name="quantize", state="ran", reason=reason, seconds=12.0, record=record(report))
     line = stage_line(result, 8, width).plain
     assert len(line) <= width and line.startswith("✓ quantize  ran ")
-    assert reason[:5] in line
-    assert width < 160 or len(reason) > 20 or "worst layer1.0.conv1 9.3 dB  figure 0 0  figure 1 1" in line
+    assert "  worst layer1.0.conv1 9.3 dB" in line and (width < 80 or "  figure 0 0" in line)
+    assert width < 100 or reason[:5] in line
+    assert width < 160 or len(reason) > 20 or "  figure 1 1  figure 2 2  (never ran)" in line
+
+
+@pytest.mark.parametrize("reason", ["never ran", "dims.a_long_name_of_a_dimension unset -> 48, dims.other added " * 2])
+def test_no_reason_pushes_out_what_an_engine_computes_in(reason: str) -> None:
+    metrics = {"engine_bytes": 1_944_924, "compute_float32": 4, "compute_int8": 1, "layers": 208, "build_seconds": 0.8}
+    result = Result(name="engine", state="ran", reason=reason, record=record(Report(stage="engine", metrics=metrics)))
+    line = stage_line(result, 14, 80).plain
+    assert line.endswith("  engine 1.94 MB  compute float32 4, int8 1") and len(line) <= 80
+    line = stage_line(result, 14, 120).plain
+    assert "compute float32 4, int8 1" in line and len(line) <= 120 and f"({reason[:5]}" in line
+
+
+@pytest.mark.parametrize(("width", "sizes"), [(60, False), (80, True), (100, True), (120, True)])
+def test_of_a_name_too_long_the_end_stays(width: int, sizes: bool) -> None:
+    worst = diff("x", "encoder.layers.11.self_attention.output.dense.projection", db=9.3)
+    report = Report(stage="quantize", records=(worst,), metrics={"bytes_before": 119_000, "bytes_after": 42_123})
+    result = Result(name="quantize", state="ran", reason="never ran", seconds=1.0, record=record(report))
+    line = stage_line(result, 8, width).plain
+    assert len(line) <= width and "  worst …" in line and "rojection 9.3 dB" in line
+    assert ("  119 kB -> 42.1 kB" in line) == sizes
 
 
 def test_equal_everywhere() -> None:

@@ -1,0 +1,85 @@
+"""Why a stage would run again, in few words: each field once, by the name it has in pipe.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Parts = Mapping[str, str]
+
+_LONGEST = 24
+"""Characters of a value that is told; of a longer one only that it changed."""
+
+
+def changes(old: Parts, new: Parts) -> dict[str, tuple[str | None, str | None]]:
+    """Parts that differ, by name: (old, new); None where a side has no such part."""
+    names = [*new, *(n for n in old if n not in new)]
+    return {n: (old.get(n), new.get(n)) for n in names if old.get(n) != new.get(n)}
+
+
+def describe(old: Parts, new: Parts) -> str:
+    """What differs between two stages' key parts in one short phrase, the first two in full."""
+    fields = dict.fromkeys(_field(n, old, new) for n in changes(old, new) if not _told_below(n, old, new))
+    phrases = [_phrase(name, old, new) for name in fields]
+    more = f" and {len(phrases) - 2} more" if len(phrases) > 2 else ""
+    return ", ".join(phrases[:2]) + more
+
+
+def _told_below(name: str, old: Parts, new: Parts) -> bool:
+    """Whether an empty mapping became a full one, or the other way round: its entries say so."""
+    return any(name not in side and _below(side, name) for side in (old, new))
+
+
+def _field(name: str, old: Parts, new: Parts) -> str:
+    """The largest entry around a part that one side lacks as a whole; the part itself where both have it."""
+    pieces = name.split(".")
+    if pieces[0] != "config":
+        return name
+    lacking = next((side for side in (old, new) if name not in side), None)
+    if lacking is None:
+        outer = name.rpartition(".")[0]
+        return outer if len(pieces) > 2 and _is_short(outer, old) and _is_short(outer, new) else name
+    entries = (".".join(pieces[:n]) for n in range(2, len(pieces)))
+    return next((entry for entry in entries if entry not in lacking and not _below(lacking, entry)), name)
+
+
+def _is_short(name: str, side: Parts) -> bool:
+    """Whether an entry is written as one value: `dims.x: 48` is short for `size`, the one field set below `dims.x`."""
+    return len(_set(side, name)) == 1 < len(_below(side, name))
+
+
+def _phrase(name: str, old: Parts, new: Parts) -> str:
+    kind, _, rest = name.partition(".")
+    if kind == "hook":
+        return f"{rest}() changed"
+    if kind in ("input", "file"):
+        return f"{kind} {rest} changed"
+    before, after = _value(name, old), _value(name, new)
+    label = rest if kind in ("env", "config") else name
+    if before != after and None not in (before, after):
+        return f"{label} {before} -> {after}"
+    return f"{label} {'added' if before == 'unset' else 'removed' if after == 'unset' else 'changed'}"
+
+
+def _value(name: str, side: Parts) -> str | None:
+    """What a field holds, as one writes it; None where that is too much for a phrase."""
+    held = _set(side, name)
+    text = "unset" if not held else held[0] if len(held) == 1 else "{"
+    if len(text) > _LONGEST or "{" in text:
+        return None
+    return _written(text) if name.startswith("config.") else text
+
+
+def _written(text: str) -> str:
+    if text in ("True", "False"):
+        return text.lower()
+    whole = text.removesuffix(".0")
+    return whole if whole.lstrip("-").isdecimal() else text
+
+
+def _set(side: Parts, name: str) -> list[str]:
+    """The values at and below a name, without those left open."""
+    return [v for v in (*((side[name],) if name in side else ()), *_below(side, name)) if v != "None"]
+
+
+def _below(side: Parts, name: str) -> list[str]:
+    return [v for n, v in side.items() if n.startswith(f"{name}.")]
