@@ -55,7 +55,10 @@ def of(value: ir.Value | None, found: Bounds) -> float:
 def _greatest(stored: Array) -> float:
     if stored.dtype.kind not in "fV":
         return math.inf
-    greatest = float(np.abs(stored.astype(np.float64)).max(initial=0))
+    if stored.size == 0:
+        return 0.0
+    known = stored.astype(np.float32) if stored.dtype.kind == "V" else stored
+    greatest = max(-float(known.min()), float(known.max()))
     return greatest if math.isfinite(greatest) else math.inf
 
 

@@ -6,15 +6,19 @@ from collections.abc import Iterable, Iterator
 
 import onnx
 
+from layerline.graph.facts import RANDOM
 from layerline.graph.io import bodies
 
 
-def in_order(wanted: Iterable[onnx.NodeProto], others: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """The wanted nodes in their order, each with all it needs right before it; then what is left."""
+def in_order(
+    wanted: Iterable[onnx.NodeProto], others: Iterable[onnx.NodeProto], *, rest: bool = True
+) -> list[onnx.NodeProto]:
+    """The wanted nodes in their order, each with all it needs right before it; then the rest, unless it may go."""
+    wanted = list(wanted)
     nodes = [*wanted, *others]
     makers = {o: n for n in nodes for o in n.output if o}
     ordered, opened, done = list[onnx.NodeProto](), set[int](), set[int]()
-    stack = nodes[::-1]
+    stack = (nodes if rest else wanted)[::-1]
     while stack:
         node = stack[-1]
         if id(node) not in opened:
@@ -36,3 +40,13 @@ def reads(node: onnx.NodeProto) -> Iterator[str]:
         made = {o for n in graph.node for o in n.output} | {v.name for v in (*graph.input, *graph.initializer)}
         outside = [*(v for n in graph.node for v in reads(n)), *(o.name for o in graph.output)]
         yield from (v for v in outside if v not in made)
+
+
+def moving(graph: onnx.GraphProto) -> set[str]:
+    """Values that may differ from run to run: what is computed from inputs, or drawn at random."""
+    stored = {t.name for t in graph.initializer}
+    found = {i.name for i in graph.input if i.name not in stored}
+    for node in graph.node:
+        if node.op_type in RANDOM | {"Dropout"} or bodies(node) or not found.isdisjoint(reads(node)):
+            found.update(node.output)
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnx import NodeProto, helper, parser
 
-from layerline.graph.order import in_order, reads
+from layerline.graph.order import in_order, moving, reads
 
 
 def _node(text: str) -> NodeProto:
@@ -19,11 +19,18 @@ def test_each_measure_comes_right_after_what_it_needs() -> None:
     chain = [_node(f"Relu:{a}:{b}") for a, b in ("xa", "ab", "bc", "cd")]
     measures = [_node("Shape:a:ma"), _node("Sub:a c:mc")]
     assert _names(in_order(measures, chain)) == "a ma b c mc d"
+    assert _names(in_order(measures[:1], chain, rest=False)) == "a ma"
     assert _names(in_order([], chain[::-1])) == "a b c d", "what came in the wrong order is put right"
 
 
 def test_a_circle_ends() -> None:
     assert len(in_order([_node("Relu:a:b"), _node("Relu:b:a")], [])) == 2
+
+
+def test_what_moves_from_run_to_run() -> None:
+    graph = parser.parse_graph("""g (float[2] x) => (float[2] y) <float[2] w = {1, 2}>
+        { a = Neg (w) b = Add (a, w) c = Mul (b, x) r = RandomNormalLike (w) s = Abs (r) y = Add (c, s) }""")
+    assert moving(graph) == {"x", "c", "r", "s", "y"}
 
 
 def test_bodies_read_from_outside_only_what_they_do_not_make() -> None:
