@@ -26,7 +26,8 @@ class Plan:
         bytes: kind -> (planned, measured); measured is None before the first step.
         elements: trained parameters.
         notes: sentences on this configuration.
-        refused: combination with a part of this configuration in it -> why (`layerline.training.refused` has them all).
+        refused: combination -> why; first those with a part of this configuration in them.
+        near: how many those are.
         model: its name, where there are several.
         others: the plans of the further models, where there are several.
     """
@@ -38,6 +39,7 @@ class Plan:
     elements: int
     notes: tuple[str, ...]
     refused: Mapping[str, str]
+    near: int
     model: str = ""
     others: tuple[Plan, ...] = ()
 
@@ -51,7 +53,9 @@ class Plan:
             seen = "not measured yet" if measured is None else f"measured {measured / self.elements:.2f}"
             lines.append(f"  {kind:<10}  planned {planned / self.elements:.2f}, {seen}")
         lines += ["", "notes"] + [f"  {n}" for n in self.notes] if self.notes else []
-        lines += ["", "refused"] + [f"  {what}: {why}" for what, why in self.refused.items()]
+        refusals = [f"  {what}: {why}" for what, why in self.refused.items()]
+        lines += ["", "refused beside what is configured here", *refusals[: self.near]]
+        lines += ["", "refused elsewhere", *refusals[self.near :]]
         return "\n\n\n".join(["\n".join(lines), *map(str, self.others)])
 
 
@@ -66,6 +70,7 @@ def plan(lane: Lane) -> Plan:
     config = lane.config
     total = config.scheduler.total_steps or 1000
     points = sorted({round(i * (total - 1) / 10) for i in range(11)})
+    near, far = refused(lane)
     return Plan(
         optimizer=_headline(lane),
         groups=_groups(lane),
@@ -73,7 +78,8 @@ def plan(lane: Lane) -> Plan:
         bytes=_bytes(lane),
         elements=sum(p.numel() for p in lane.params),
         notes=tuple(_notes(lane)),
-        refused=refused(lane),
+        refused=near | far,
+        near=len(near),
     )
 
 

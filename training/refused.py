@@ -12,9 +12,13 @@ from layerline.training.parts import is_split
 Concerns = Callable[[Lane], bool]
 
 
-def refused(lane: Lane) -> dict[str, str]:
-    """The combinations that have a part of this configuration in them, and why each is refused."""
-    return {what: why for what, (why, concerns) in REFUSED.items() if concerns(lane)}
+def refused(lane: Lane) -> tuple[dict[str, str], dict[str, str]]:
+    """The combinations that have a part of this configuration in them, and the others, each with why it is refused."""
+    near: dict[str, str] = {}
+    far: dict[str, str] = {}
+    for what, (why, concerns) in REFUSED.items():
+        (near if concerns(lane) else far)[what] = why
+    return near, far
 
 
 def _sharded(lane: Lane) -> bool:
