@@ -70,13 +70,16 @@ class LayerDiff:
 
     @property
     def severity(self) -> tuple[bool, float, float]:
-        """Sorts worst first: failed, then how far beyond tolerance (NaN is beyond any), then lowest SQNR."""
+        """Sorts worst first: failed, then how far beyond tolerance (NaN is beyond any), then lowest SQNR (or what the
+        relative L2 error comes to in dB, where there is none)."""
         seen = getattr(self, self.judged)
         unknown = seen is None or math.isnan(seen)
         ratio = math.inf if self.one_sided or (unknown and not self.passed) else 0.0
         if self.tolerance is not None and not ratio and not unknown:
             ratio = seen / self.tolerance if self.tolerance > 0 else (math.inf if seen > 0 else 0.0)
-        sqnr = math.inf if self.sqnr_db is None else self.sqnr_db
+        sqnr = self.sqnr_db
+        if sqnr is None:
+            sqnr = -20.0 * math.log10(self.rel_l2) if self.rel_l2 else math.inf
         return self.passed, -ratio, sqnr if not math.isnan(sqnr) else -math.inf
 
     @property

@@ -108,6 +108,12 @@ def test_a_gate_that_fails_fails_the_report() -> None:
     assert str(report.failure()) == "x: budget: 3, expected 2\n  calibrate on more"
 
 
+def test_rows_without_sqnr_are_sorted_by_their_relative_error() -> None:
+    errors = {"small": 0.1, "nan": math.nan, "large": 2.96, "none": None, "zero": 0.0}
+    rows = tuple(LayerDiff(name=n, op="parameter", module=n, rel_l2=e) for n, e in errors.items())
+    assert [r.name for r in Report(stage="train", records=rows).worst(3)] == ["nan", "large", "small"]
+
+
 def test_the_worst_come_first() -> None:
     layers = [
         layer("quiet", sqnr_db=90.0),
