@@ -196,6 +196,8 @@ def _proof_model(unfused: onnx.ModelProto, pairs: Sequence[_Pair]) -> Light:
         added += nodes
         outputs |= dict.fromkeys(ends)
     if pairs:
+        # Of a pair that is read whole the old side is an output that nothing added reads.
+        added += (n for n in unfused.graph.node if not outputs.keys().isdisjoint(n.output))
         ordered = in_order(added, unfused.graph.node, rest=False)
         del graph.node[:], graph.output[:]
         graph.node.extend(ordered)

@@ -187,6 +187,15 @@ def test_proof_measures_what_it_says() -> None:
     assert proof.feeds == 1
 
 
+def test_a_sequence_out_of_a_branch_is_read_whole() -> None:
+    branch = """{{ k = Constant <value = float[1] {{{}}}>() a = Add(x, k) q = SequenceConstruct(a, x) }}"""
+    body = f"""s = If (t) <then_branch: graph = p () => (seq(float[2]) q) {branch.format(1)},
+                       else_branch: graph = u () => (seq(float[2]) q) {branch.format(2)}>
+      y = ConcatFromSequence <axis = 0> (s)"""
+    done = fuse(parse("(float[2] x, bool t) => (float[4] y)", body), [{"x": normal(2), "t": np.array(True)}])
+    assert [p.firing.site.rule for p in done.proofs].count("constants") == 2 and not done.undone
+
+
 def test_noise_is_one_rounding_step_of_every_weight() -> None:
     moved = noise.perturbed(MODEL)
     [(_, a)] = [(t.name, onnx.numpy_helper.to_array(t)) for t in MODEL.graph.initializer if t.name == "w"]
