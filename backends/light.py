@@ -120,13 +120,18 @@ def _stored(tensor: TensorProto) -> Array:
     return array
 
 
+def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """The graphs that a control-flow node holds."""
+    found = [a.g for a in node.attribute if a.HasField("g")]
+    return found + [g for a in node.attribute for g in a.graphs]
+
+
 def _read(graph: onnx.GraphProto) -> Iterator[str]:
     yield from (o.name for o in graph.output)
     for node in graph.node:
         yield from node.input
-        for attribute in node.attribute:
-            for body in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                yield from _read(body)
+        for body in bodies(node):
+            yield from _read(body)
 
 
 def _set(message: onnx.ModelProto | onnx.GraphProto, field: str, value: object) -> None:

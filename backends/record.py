@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from layerline.backends.base import MODULE
+from layerline.backends.light import bodies
 from layerline.backends.network import COMPUTE, Layer, compute_precisions
 from layerline.backends.profiles import Profile
 from layerline.backends.tensorrt import Built
@@ -142,9 +143,8 @@ def disguised(layers: Sequence[Layer]) -> bool:
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     for node in graph.node:
         yield node
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _nodes(attribute.g)
+        for body in bodies(node):
+            yield from _nodes(body)
 
 
 def _dims(info: onnx.ValueInfoProto) -> tuple[int | str, ...]:

@@ -13,6 +13,7 @@ import onnx
 import onnx.inliner
 from onnx import helper
 
+from layerline.backends.light import bodies
 from layerline.graph import io
 
 # Read otherwise in later versions under an unchanged signature.
@@ -77,7 +78,7 @@ def _untyped(model: onnx.ModelProto, inlined: onnx.ModelProto) -> None:
 def _means_the_same(function: onnx.FunctionProto, versions: dict[str, int]) -> bool:
     """Whether every operator of a function can be read in the model's versions as it is."""
     own = _versions(function.opset_import)
-    return not any(io.bodies(n) for n in function.node) and all(
+    return not any(bodies(n) for n in function.node) and all(
         _readable(node, own[node.domain], versions[node.domain])
         for node in function.node
         if own.get(node.domain) != versions.get(node.domain)

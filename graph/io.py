@@ -8,6 +8,7 @@ from typing import Any
 import onnx
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
+from layerline.backends.light import bodies
 from layerline.pipeline.errors import StageError
 
 FILE = "model.onnx"
@@ -134,12 +135,6 @@ def tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
                 found.append(attribute.t)
             found += attribute.tensors
     return found
-
-
-def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    """The graphs that a control-flow node holds."""
-    found = [a.g for a in node.attribute if a.HasField("g")]
-    return found + [g for a in node.attribute for g in a.graphs]
 
 
 def _clean_metadata(item: Any) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from layerline.backends.light import bodies
 from layerline.graph.facts import RANDOM
-from layerline.graph.io import bodies
 
 # Operators whose stored floats are weights. Elsewhere a float may be a size (Resize scales), a bound or a switch, where
 # one rounding step more is another program and not noise.

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import onnx
 
+from layerline.backends.light import bodies
 from layerline.graph.facts import RANDOM
-from layerline.graph.io import bodies
 
 
 def in_order(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import onnx
 
+from layerline.backends.light import bodies
 from layerline.graph import functions, io
 from layerline.pipeline.errors import StageError
 
@@ -68,7 +69,7 @@ def _unshadow(model: onnx.ModelProto) -> list[str]:
             _rename(graph, renamed)
         within = around | _defined(graph)
         for node in graph.node:
-            for body in io.bodies(node):
+            for body in bodies(node):
                 visit(body, within, renamed)
 
     visit(model.graph, frozenset(), {})

@@ -19,10 +19,9 @@ import onnx_ir as ir
 from onnx import TensorProto, helper
 
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light, Weight, split, travels
+from layerline.backends.light import Light, Weight, bodies, split, travels
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.facts import LIMITS
-from layerline.graph.io import bodies
 from layerline.graph.opset import opset_of
 from layerline.graph.order import in_order, moving
 from layerline.graph.rule import After, Firing

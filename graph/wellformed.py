@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Set
 
 import onnx
 
+from layerline.backends.light import bodies
 from layerline.graph import io
 from layerline.pipeline.errors import StageError
 
@@ -47,7 +48,7 @@ def _undefined(graph: onnx.GraphProto, outer: Set[str]) -> Iterator[tuple[onnx.N
     known = outer | _made(graph)
     for node in graph.node:
         yield from ((node, name) for name in node.input if name and name not in known)
-        for body in io.bodies(node):
+        for body in bodies(node):
             yield from _undefined(body, known)
 
 

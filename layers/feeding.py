@@ -13,7 +13,7 @@ from layerline.backends.base import Array, Feed
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.layers.signature import Dim, Value
 from layerline.layers.sources import Source
-from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.errors import ConfigError, StageError, first_line
 
 MEMORY = 64 << 20
 """Bytes that the inner values of one feed may take; a dimension is not run at greater sizes."""
@@ -125,7 +125,7 @@ class Feeder:
         try:
             self.run(feed)
         except StageError as error:
-            return next(iter(error.what.splitlines()), "")
+            return first_line(error.what)
         return None
 
     def elements(self, feed: Feed) -> dict[str, int]:
@@ -215,7 +215,7 @@ class Feeder:
             try:
                 counts = self.elements(source.feed(at))
             except StageError as error:
-                self._known[key] = next(iter(error.what.splitlines()), "")
+                self._known[key] = first_line(error.what)
             else:
                 empty = next((v for v, count in counts.items() if not count and v in self._full), None)
                 self._known[key] = f"{empty} becomes empty" if empty else None

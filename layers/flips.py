@@ -17,7 +17,7 @@ import onnx
 from onnx import numpy_helper
 
 from layerline.graph.order import reads
-from layerline.layers.indices import pointers
+from layerline.layers.indices import CARRIERS, pointers
 from layerline.pipeline.report import LayerDiff
 
 Array = npt.NDArray[Any]
@@ -32,7 +32,7 @@ _RISING: dict[str, Callable[[Array], Array]] = {
 }
 _COMPARED = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal"})
 # They jump with any of their inputs. The first keep number and order of the elements.
-_CARRIERS = frozenset({"Identity", "Cast", "Not", "Reshape", "Squeeze", "Unsqueeze", "Flatten"})
+_CARRIERS = CARRIERS | {"Not"}
 _LOGIC = frozenset({"And", "Or", "Xor"})
 _WHOLE = frozenset(
     getattr(onnx.TensorProto, name)

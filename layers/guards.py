@@ -33,6 +33,7 @@ from layerline.layers.axes import Axes
 from layerline.layers.blame import place
 from layerline.layers.calls import Call
 from layerline.layers.identity import source
+from layerline.pipeline.errors import brief
 
 ALL = 512
 """Sizes of one axis up to which each is tried; of more, those around the example's and around the guard's numbers."""
@@ -132,12 +133,6 @@ def _far(at: Sequence[int], names: Sequence[str], seen: Mapping[str, int]) -> fl
     return sum(abs(math.log(size / seen[n])) for n, size in zip(names, at, strict=True))
 
 
-def number(expr: Any, known: Mapping[str, int]) -> int | None:
-    """What a size comes to, given torch's symbols by name; None where it depends on others."""
-    values = {s: known[s.name] for s in expr.free_symbols if s.name in known}
-    return int(sympy_interp(PythonReferenceAnalysis, values, expr)) if len(values) == len(expr.free_symbols) else None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Taken:
     """What was noted while something was traced.
@@ -212,7 +207,7 @@ def elsewhere(call: Call, axes: Axes, feed: Feed, root: Path) -> tuple[Guard, ..
         with noting(root) as taken:
             torch.export.export(call.module, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # noqa: BLE001 - what of the user's module can be traced is the question
-        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return brief(error)
     return guards(taken, symbols(taken, call, axes))
 
 

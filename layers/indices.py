@@ -17,7 +17,7 @@ import onnx
 Array = npt.NDArray[Any]
 
 # They change neither the order nor the number of the elements, so an index stays the same index.
-_CARRIERS = frozenset({"Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Flatten"})
+CARRIERS = frozenset({"Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def pointers(graph: onnx.GraphProto) -> dict[str, Pointer]:
         elif node.op_type == "TopK" and len(node.output) > 1:
             axis = -1 if axis is None else axis
             found[node.output[1]] = Pointer(data=node.input[0], axis=axis, ordered=ordered != 0)
-        elif node.op_type in _CARRIERS and node.input[0] in found:
+        elif node.op_type in CARRIERS and node.input[0] in found:
             found[node.output[0]] = found[node.input[0]]
     found.pop("", None)
     return found

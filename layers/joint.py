@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import onnx
 from onnx import helper
 
-from layerline.backends.light import Light
-from layerline.graph.io import bodies
+from layerline.backends.light import Light, bodies
 from layerline.graph.opset import opset_of
 from layerline.graph.order import in_order
 from layerline.layers.reductions import Measures, Pair

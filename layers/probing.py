@@ -19,7 +19,7 @@ from layerline.layers.parity import Probe
 from layerline.layers.probes import drawn
 from layerline.layers.signature import Dim
 from layerline.layers.tracing import Traced, quiet
-from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.errors import ConfigError, StageError, brief
 from layerline.pipeline.report import Gate
 
 MEMORY = 64 << 20
@@ -74,7 +74,7 @@ class Prober:
     def narrower(self, failed: Sequence[Probe]) -> list[Probe]:
         """For probes that vary several axes at once, one probe per axis: which of them is at fault?"""
         several = {(n, s) for p in failed if len(p.sizes) > 1 for n, s in p.sizes.items()}
-        alone = [self._sized({n: s}) for n, s in sorted(several) if s != self.axes.size(self.call.feed, n)]
+        alone = [self._sized({n: s}) for n, s in sorted(several) if s != self._seen[n]]
         return [p for p in alone if isinstance(p, Probe)]
 
     def _samples(self, real: Feed, count: int) -> list[Probe]:
@@ -113,8 +113,8 @@ class Prober:
             high[name] = bounds.max or min(BEYOND * seen[name], self._holds(name) or BEYOND * seen[name])
         next_up = {n: low[n] + b.multiple * (1 + (low[n] + b.multiple == seen[n])) for n, b in self.axes.bounds.items()}
         up = {n: size for n, size in next_up.items() if size <= high[n]}
-        top = {n: self._top(n, seen, low, high[n]) for n in seen}
-        found = self._each([low, up, *({**low, n: top[n]} for n in seen)], seen)
+        top = {n: self._top(n, low, high[n]) for n in seen}
+        found = self._each([low, up, *({**low, n: top[n]} for n in seen)])
         for name, bounds in self.axes.bounds.items():
             ran = [seen[name], *(p.sizes[name] for p in found if name in p.sizes)]
             if high[name] > max(ran):
@@ -122,7 +122,7 @@ class Prober:
             most = bounds.max or self._holds(name) or max(ran)
             self.dims[name] = Dim(min=low[name], max=most, multiple=bounds.multiple)
         # Where no end is declared: does the module itself end there, or only what was traced of it?
-        ends = {n: b.max or max(high[n], self._room(n, seen, seen)) for n, b in self.axes.bounds.items()}
+        ends = {n: b.max or max(high[n], self._room(n, seen)) for n, b in self.axes.bounds.items()}
         self._spans = {n: Span(low=low[n], high=ends[n], step=b.multiple) for n, b in self.axes.bounds.items()}
         return found + self._breaking(self.traced.guards, found, [])
 
@@ -132,7 +132,7 @@ class Prober:
         """A probe for each guard that none of those known breaks, where any size does; outside of the regions."""
         found: list[Probe] = []
         for guard in taken:
-            if any(not guard.holds({**self._seen, **p.sizes}) for p in (*known, *found)):
+            if any(not self._inside(p.sizes, [guard]) for p in (*known, *found)):
                 continue
             sizes = (
                 at for at in guard.broken(self._spans, self._seen) if not any(self._inside(at, r) for r in regions)
@@ -163,7 +163,7 @@ class Prober:
         while pending and len(self._regions) <= TRACES:
             probe = pending.pop(0)
             least = {n: 2 * b.multiple for n, b in self.axes.bounds.items()}
-            at = {**self._seen, **probe.sizes}
+            at = self._at(probe.sizes)
             # A size of one can't be traced as dynamic.
             if any(at[n] < least[n] for n in at) or any(self._inside(at, r) for r in self._regions):
                 continue
@@ -181,7 +181,7 @@ class Prober:
 
     def explained(self, gates: Sequence[Gate], probes: Sequence[Probe]) -> tuple[Gate, ...]:
         """The gates; those that failed at a size that breaks a guard say which."""
-        sizes = {p.gate: {**self._seen, **p.sizes} for p in probes if p.sizes}
+        sizes = {p.gate: self._at(p.sizes) for p in probes if p.sizes}
         return tuple(self._blamed(g, sizes[g.name]) if not g.passed and g.name in sizes else g for g in gates)
 
     def _blamed(self, gate: Gate, at: Mapping[str, int]) -> Gate:
@@ -195,8 +195,12 @@ class Prober:
         )
         return replace(gate, hint=hint)
 
-    def _inside(self, at: Mapping[str, int], region: Sequence[Guard]) -> bool:
-        return all(g.holds({**self._seen, **at}) for g in region)
+    def _at(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Sizes of all axes: these, and the example's."""
+        return {**self._seen, **sizes}
+
+    def _inside(self, sizes: Mapping[str, int], region: Sequence[Guard]) -> bool:
+        return all(g.holds(self._at(sizes)) for g in region)
 
     def _holds(self, name: str) -> int | None:
         """The greatest size the traced program holds for; None where it has no end."""
@@ -223,32 +227,33 @@ class Prober:
 
     def _least(self, name: str) -> int:
         """The smallest size that the module itself takes: one step, two, four, …"""
-        seen, size = self.axes.size(self.call.feed, name), self.axes.bounds[name].multiple
+        seen, size = self._seen[name], self.axes.bounds[name].multiple
         while size < seen and isinstance(refused := self._sized({name: size}), str):
             self._note_refused(name, size, refused)
             size *= 2
         return min(size, seen)
 
-    def _top(self, name: str, seen: Mapping[str, int], low: Mapping[str, int], high: int) -> int:
+    def _top(self, name: str, low: Mapping[str, int], high: int) -> int:
         """The greatest size that memory allows while the other axes are at their least; the next one up in any case."""
         step = self.axes.bounds[name].multiple
-        room = max(self._room(name, seen, low), seen[name] + step)
+        room = max(self._room(name, low), self._seen[name] + step)
         return min(high, room) // step * step
 
-    def _room(self, name: str, seen: Mapping[str, int], others: Mapping[str, int]) -> int:
+    def _room(self, name: str, others: Mapping[str, int]) -> int:
+        seen = self._seen
         rest = math.prod(others[n] / seen[n] for n in seen if n != name)
         return int(seen[name] * MEMORY / max(activation_bytes(self.traced.program) * rest, 1))
 
     def _bytes(self, at: Mapping[str, int]) -> int:
         """Bytes of all inner values at these sizes."""
-        sizes = {**self._seen, **at}
+        sizes = self._at(at)
         known = {symbol: sizes[name] // step for symbol, (name, step) in self.traced.symbols.items()}
         return activation_bytes(self.traced.program, known)
 
-    def _each(self, wanted: Sequence[Mapping[str, int]], seen: Mapping[str, int]) -> list[Probe]:
+    def _each(self, wanted: Sequence[Mapping[str, int]]) -> list[Probe]:
         """Probes at the wanted sizes, each once; what the module refuses together is tried axis by axis."""
         found: dict[str, Probe] = {}
-        pending = [{n: s for n, s in sizes.items() if s != seen[n]} for sizes in wanted]
+        pending = [{n: s for n, s in sizes.items() if s != self._seen[n]} for sizes in wanted]
         while pending:
             sizes = pending.pop(0)
             label = _label(sizes)
@@ -264,8 +269,8 @@ class Prober:
         return list(found.values())
 
     def _refused(self, name: str, size: int, why: str) -> None:
-        bounds, seen = self.axes.bounds[name], self.axes.size(self.call.feed, name)
-        if (bounds.max if size > seen else bounds.min) is not None:
+        bounds = self.axes.bounds[name]
+        if (bounds.max if size > self._seen[name] else bounds.min) is not None:
             raise ConfigError(
                 f"{name} is declared from {bounds.min} to {bounds.max}; forward() itself fails at {size}: {why}",
                 where="dynamic.{}.{}".format(*self.axes.places(name)[0]),
@@ -314,7 +319,7 @@ class Prober:
         try:
             return self.call.run(feed)
         except Exception as error:  # noqa: BLE001 - which sizes and values the user's module refuses is the question
-            return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            return brief(error)
 
 
 def _label(sizes: Mapping[str, int]) -> str:

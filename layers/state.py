@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from layerline.layers.distance import diff_arrays
 from layerline.layers.identity import source
+from layerline.pipeline.errors import brief
 from layerline.pipeline.report import Gate
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _seeded(call: Call, module: nn.Module | None, probe: Probe) -> Mapping[str, 
         try:
             return call.run(probe.feed, module)
         except Exception as error:  # noqa: BLE001 - the user's module, on a state that it may not fit
-            return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            return brief(error)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from onnxscript import optimizer
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 
+from layerline.backends.light import bodies
 from layerline.graph.facts import RANDOM
 from layerline.layers import axes as axis_names
 from layerline.layers import identity
@@ -191,9 +192,8 @@ def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
     for node in graph.node:
         node.input[:] = [names.get(v, v) for v in node.input]
         node.output[:] = [names.get(v, v) for v in node.output]
-        for attribute in node.attribute:
-            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                _rename(inner, names)
+        for inner in bodies(node):
+            _rename(inner, names)
     for item in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
         item.name = names.get(item.name, item.name)
 

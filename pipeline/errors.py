@@ -58,6 +58,16 @@ class Unavailable(PipeError):
     exit_code = 3
 
 
+def first_line(text: str) -> str:
+    """A message without the pages that some libraries append."""
+    return next(iter(text.splitlines()), "")
+
+
+def brief(error: BaseException) -> str:
+    """Somebody else's error in one line, with its type."""
+    return f"{type(error).__name__}: {first_line(str(error))}"
+
+
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory could not be had, in torch's words too (torch itself need not be there)."""
     names = {cls.__name__ for cls in type(error).__mro__}
