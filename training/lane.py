@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.training import follow, memory, norms, optimizers
+from layerline.training import follow, gradient, memory, norms, optimizers
 from layerline.training.accumulate import Window, check_loss, counted, loss_factor, witness
 from layerline.training.config import Config
 from layerline.training.ema import Ema, averaged, norm_buffers, statistics
@@ -25,7 +25,7 @@ from layerline.training.groups import members
 from layerline.training.guard import Guard
 from layerline.training.monitors import Monitor
 from layerline.training.names import Slots, named
-from layerline.training.precision import HALF, LossScale, Masters
+from layerline.training.precision import LossScale, masters
 from layerline.training.rate import Rate
 from layerline.training.reach import Kept, Reach
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 # Beyond this an unclipped gradient's square overflows float32 and would stay in the optimizer's state as Inf.
 _GREATEST_NORM = 1e18
-_FEW = 32
 # How often the model is looked through for what was changed in it (some microseconds a layer): at first, then so often.
 _LOOK_EVERY = 64
 _ALONE = nullcontext()
@@ -74,7 +73,7 @@ class Lane:
         self.names = [m.name for m in self.members]
         self.device = self.params[0].device
         self.custom = optimizer is not None
-        self.masters = _masters(config, self.params, custom=self.custom)
+        self.masters = masters(config, self.params, custom=self.custom)
         self.stepped = [self.masters.stepped(p) for p in self.params] if self.masters else self.params
         if self.custom:
             optimizers.check_custom(optimizer, self.params)
@@ -101,7 +100,10 @@ class Lane:
         self.grad_norm = self.loss = math.nan
         if text := norms.warning(model, config.accumulate.steps):
             self.monitor.warn("batch_norm", text)
+        # A step's own numbers lie here: every other object it has to visit is out of the cache by then.
         self._max_norm = config.clip.max_norm or math.inf
+        self._window_size, self._empty_cache = config.accumulate.steps, config.memory.empty_cache
+        self._joined = self._joinable()
         self.kinds = [(p.dtype, p.device) for p in self.params]
         self.frozen = follow.left_out(self)
         self._look_at = 0
@@ -176,7 +178,7 @@ class Lane:
             self._add(loss, weight)
         else:
             self._check_begun()
-        wanted = self.config.accumulate.steps
+        wanted = self._window_size
         if self.window.close() >= wanted:
             moved = self._update(synced=True)
         else:
@@ -194,7 +196,7 @@ class Lane:
             self.window.close()
         moved = self._update(synced=False)
         if self.peers is not None:
-            self.peers.arm(sync=self.config.accumulate.steps == 1)
+            self.peers.arm(sync=self._window_size == 1)
         return moved
 
     def _check_begun(self) -> None:
@@ -227,7 +229,7 @@ class Lane:
         if self.custom and (idle := optimizers.idle(self.optimizer, [m.name for m in fresh], late)):
             raise ConfigError("a custom optimizer must hold a parameter before it joins", where=idle[0],
                               hint="optimizer.add_param_group({'params': …}) first")  # fmt: skip
-        if fresh and _masters(self.config, late, custom=self.custom):
+        if fresh and masters(self.config, late, custom=self.custom):
             raise ConfigError("a half parameter needs a master, and can only join at construction",
                               where=fresh[0].name, hint="make ModelOptimizer after changing the model")  # fmt: skip
         if self.peers is not None:
@@ -248,6 +250,7 @@ class Lane:
         self.kinds += [(m.param.dtype, m.param.device) for m in fresh]
         self.frozen = follow.left_out(self)
         self.reach = Reach(self.optimizer, self.params, self.stepped)
+        self._joined = self._joinable()
         follow.take_over(self)
         return [m.name for m in fresh]
 
@@ -293,24 +296,29 @@ class Lane:
             self._look_at = self.steps + min(self.steps + 1, _LOOK_EVERY)
         if peers is not None:
             peers.reduce(self, synced=synced)
-        grads = [p.grad for p in self.stepped if p.grad is not None]
+        grads = [g for p in self.stepped if (g := p.grad) is not None]
         if len(grads) != len(self.stepped) and len(grads) not in self._counts:
             self._counts.add(len(grads))
             self.refresh()  # a parameter that was replaced has no gradient any more
         if not grads:
             raise self._no_gradient()
-        sizes = torch._foreach_norm(grads) if peers is None else peers.norms(grads)
         # The one synchronisation of a step: everything after it is decided on the CPU.
-        raw_norm, weight, total_loss = _total(sizes), window.weight, window.total_loss()
+        weight, total_loss = window.weight, window.total_loss()
+        sizes: Sequence[Tensor] = ()
         if peers is not None:
+            raw_norm = gradient.total(sizes := peers.norms(grads))
             weight, total_loss = peers.mean(weight, total_loss)
+        elif self._joined:
+            raw_norm = gradient.joined(grads)
+        else:
+            raw_norm = gradient.total(sizes := torch._foreach_norm(grads))
         if weight == 0.0:  # not one sample in the whole window
             self.forget()
             return False
         unscale = 1.0 / (weight * window.factor)
         norm, loss = raw_norm * unscale, total_loss / weight
         if not norm < _GREATEST_NORM:
-            norm = _total(torch._foreach_norm(grads, dtype=torch.float64)) * unscale
+            norm = gradient.total(torch._foreach_norm(grads, dtype=torch.float64)) * unscale
         if not (math.isfinite(loss) and (norm < _GREATEST_NORM or self._max_norm < norm < math.inf)):
             return self._reject(loss, norm)
         return self._accept(grads, norm, loss, unscale, sizes)
@@ -338,12 +346,13 @@ class Lane:
             monitor.row(step=number, loss=loss, norm=norm, lr=self.rate.current, scale=self.scale.value,
                         skipped=self.skipped, layer_norms=layers,
                         further=self.peers.figures() if self.peers else None)  # fmt: skip
-        self.scale.accepted()
+        if self.scale.on:
+            self.scale.accepted()
         self.rate.set(number)
         if number == 1:
             self.gradient_bytes = sum(g.numel() * g.element_size() for g in grads)
         self.forget()
-        if self.config.memory.empty_cache:
+        if self._empty_cache:
             memory.empty_cache(self.device)
         return True
 
@@ -364,6 +373,9 @@ class Lane:
             if masters is not None:
                 masters.settled()
         return True
+
+    def _joinable(self) -> bool:
+        return not self.monitor.per_layer and gradient.joinable(self.stepped)
 
     def _by_parameter(self, sizes: Sequence[Tensor], unscale: float) -> list[float]:
         """The norm of each parameter's gradient; NaN, an empty cell, where it has none."""
@@ -434,30 +446,3 @@ class Lane:
 
 def _seen(loss: float, norm: float) -> str:
     return f"the gradient norm is {norm:g}" if math.isfinite(loss) else f"the loss is {loss:g}"
-
-
-def _masters(config: Config, params: Sequence[nn.Parameter], *, custom: bool) -> Masters | None:
-    wanted = config.precision.master_weights
-    if wanted is False or not any(p.dtype in HALF for p in params):
-        return None
-    if custom:
-        if wanted:
-            raise ConfigError(
-                "a custom optimizer holds the parameters themselves and cannot step masters",
-                where="precision.master_weights",
-            )
-        return None
-    if config.optimizer.name == "sophia":
-        raise ConfigError(
-            "sophia does not work on half parameters",
-            where="optimizer.name",
-            hint="keep parameters in float32 and use precision.amp",
-        )
-    return Masters(params)
-
-
-def _total(norms: Sequence[Tensor]) -> float:
-    # Reading a few numbers beats launching two kernels; float64 has room for any float32 squared.
-    if len(norms) <= _FEW or any(n.device != norms[0].device for n in norms):
-        return math.hypot(*[n.item() for n in norms])
-    return float(torch.linalg.vector_norm(torch.stack(list(norms))).item())

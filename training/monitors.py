@@ -34,6 +34,8 @@ _NORMS_KEPT = 101
 _REVIEW = 10
 _ADDRESS = Tensor.data_ptr
 _LOW = 50
+# The kernel is asked for the peak so often at most, in seconds: between two readings it hardly grows, and asking costs.
+_PEAK_EVERY = 0.1
 # A longer look back than this says nothing new, and the copy of the weights it takes stays small.
 _RATIO_BYTES = 64 * 2**20
 
@@ -74,6 +76,7 @@ class Monitor:
         self.waited = self._waited_then = 0.0
         self._clipped_lately = self._lately = 0
         self._scale_drops = 0
+        self._peak, self._peak_read = 0.0, -math.inf
         self._writer = _tensorboard(config.tensorboard) if config.tensorboard else None
 
     def hush(self) -> None:
@@ -133,14 +136,18 @@ class Monitor:
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         steps = max(self._steps, 1)
+        if now - self._peak_read > _PEAK_EVERY:
+            self._peak, self._peak_read = peak_bytes(self._device) / 2**20, now
         values: dict[str, Any] = {
             "step": step, "loss": loss, "loss_smooth": self._smooth, "grad_norm": norm,
             "clip_rate": self._clipped / steps, "lr": lr, "update_ratio": self._ratio(),
             "samples_s": self._weight / seconds, "wait_rate": self.waited / seconds if self.waited else None,
-            "peak_mb": peak_bytes(self._device) / 2**20, "loss_scale": scale, "skipped": skipped,
+            "peak_mb": self._peak, "loss_scale": scale, "skipped": skipped,
         }  # fmt: skip
-        layers = (c for c in self.columns if c.startswith("grad_norm/"))
-        values |= dict(zip(layers, layer_norms, strict=False)) | dict(further or {})
+        if layer_norms:
+            layers = (c for c in self.columns if c.startswith("grad_norm/"))
+            values.update(zip(layers, layer_norms, strict=False))
+        values.update(further or {})
         self.rows.append(array("d", [_cell(values.get(c)) for c in self.columns]))
         if self._writer is not None:
             for name, value in values.items():
@@ -202,16 +209,16 @@ class Monitor:
             self._active.discard("norm_high")
         if not self._low:
             self._active.discard("norm_low")
-        self._when("clip", clipped > 0.3, f"{clipped:.0%} of the steps were clipped: lower the rate or raise the bound")
-        slow = self.loads and wait > 0.3
-        self._when("wait", slow, f"{wait:.0%} of the time goes to waiting for data: more workers may help")
+        clip, slow = clipped > 0.3, self.loads and wait > 0.3  # a sentence is made only where it is said
+        self._when("clip", f"{clipped:.0%} of the steps were clipped: lower the rate or raise the bound" if clip else "")
+        self._when("wait", f"{wait:.0%} of the time goes to waiting for data: more workers may help" if slow else "")
         if self._scale_drops == 0:
             self._active.discard("scale")
         self._clipped_lately = self._lately = self._scale_drops = 0
         self._reviewed, self._waited_then = now, self.waited
 
-    def _when(self, key: str, cause: bool, text: str) -> None:
-        if cause:
+    def _when(self, key: str, text: str) -> None:
+        if text:
             self.warn(key, text)
         else:
             self._active.discard(key)

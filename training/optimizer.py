@@ -78,6 +78,8 @@ class ModelOptimizer:
         self._metric: Callable[[nn.Module], float] | None = None
         self._validated: str | None = None
         self._saved_at = -1
+        self._timed = bool(self.config.monitor.valid_interval or self.config.monitor.save_interval)
+        self._autocast = precision.autocast(self.config.precision, self._main.device)
 
     @property
     def model(self) -> nn.Module:
@@ -91,7 +93,7 @@ class ModelOptimizer:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The number format of the forward pass; nothing in fp32."""
-        return precision.autocast(self.config.precision, self._main.device)
+        return self._autocast()
 
     def backward(self, loss: Tensor, *, weight: float | None = None, only: str | None = None) -> None:
         """Adds the gradients of `loss`; step() then ends the micro-batch.
@@ -128,7 +130,7 @@ class ModelOptimizer:
         return self._after(any(moved))
 
     def _after(self, moved: bool) -> bool:
-        if moved:
+        if moved and self._timed:
             step, config = self.global_step, self.config.monitor
             if config.valid_interval and step % config.valid_interval == 0:
                 self._validate_now()

@@ -6,14 +6,16 @@ that number says whether anything overflowed, so no further kernel or synchronis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from layerline.training.config import PrecisionConfig
+from layerline.pipeline.errors import ConfigError
+from layerline.training.config import Config, PrecisionConfig
 
 HALF = (torch.float16, torch.bfloat16)
 FIRST_SCALE = 65536.0
@@ -22,11 +24,11 @@ GREATEST_SCALE = 2.0**24
 _OFF = nullcontext()
 
 
-def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """The context the forward pass runs in."""
+def autocast(config: PrecisionConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What makes the context that a forward pass runs in."""
     if config.amp == "fp32":
-        return _OFF
-    return torch.autocast(device.type, torch.bfloat16 if config.amp == "bf16" else torch.float16)
+        return lambda: _OFF
+    return partial(torch.autocast, device.type, torch.bfloat16 if config.amp == "bf16" else torch.float16)
 
 
 class LossScale:
@@ -134,3 +136,23 @@ class Masters:
             with torch.no_grad():
                 torch._foreach_copy_(self.full, list(tensors))
             self.settled()
+
+
+def masters(config: Config, params: Sequence[nn.Parameter], *, custom: bool) -> Masters | None:
+    """Masters for those of `params` that are half; None where there are none, or none are wanted.
+
+    Raises:
+        ConfigError: a custom optimizer, or sophia, could not step them.
+    """
+    wanted = config.precision.master_weights
+    if wanted is False or not any(p.dtype in HALF for p in params):
+        return None
+    if custom:
+        if wanted:
+            raise ConfigError("a custom optimizer holds the parameters themselves and cannot step masters",
+                              where="precision.master_weights")  # fmt: skip
+        return None
+    if config.optimizer.name == "sophia":
+        raise ConfigError("sophia does not work on half parameters", where="optimizer.name",
+                          hint="keep parameters in float32 and use precision.amp")  # fmt: skip
+    return Masters(params)

@@ -120,7 +120,7 @@ def _deviation(lane: Lane, batch: Any, loss: Loss, micro: int) -> tuple[float, s
 
 def _gradient(lane: Lane, parts: Sequence[Any], loss: Loss) -> dict[str, Tensor]:
     for part in parts:
-        with precision.autocast(lane.config.precision, lane.device):
+        with precision.autocast(lane.config.precision, lane.device)():
             value = loss(lane.model, part)
         lane.backward(value * size(part), weight=size(part))
     unscale = 1.0 / (lane.window.weight * lane.window.factor)

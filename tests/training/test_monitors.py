@@ -103,8 +103,8 @@ def test_each_kind_is_said_once_a_run_and_counted() -> None:
     monitor, said = mo.lanes[""].monitor, []
     monitor.speak = said.append
     for i in range(47):
-        monitor._when("clip", True, f"{i}% of the steps were clipped")
-        monitor._when("clip", False, "")
+        monitor._when("clip", f"{i}% of the steps were clipped")
+        monitor._when("clip", "")
     monitor.warn("other", "something else")
     assert said == ["0% of the steps were clipped", "something else"]
     assert mo.warnings == ["0% of the steps were clipped (47 times)", "something else"]

@@ -1,0 +1,34 @@
+"""The norm of a gradient: the one number that each step reads from the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_FEW = 32
+# Up to here one copy of all gradients costs less than a kernel for each (64 KiB: a few microseconds).
+_SMALL = 2**14
+
+
+def joinable(params: Sequence[Tensor]) -> bool:
+    """Whether the gradients of `params` are few numbers of one kind, for which one kernel over a copy is faster."""
+    return sum(p.numel() for p in params) <= _SMALL and all(
+        p.dtype == torch.float32 and p.device.type == "cpu" for p in params
+    )
+
+
+def joined(grads: list[Tensor]) -> float:
+    """The norm of all of them, over a copy."""
+    whole = torch._C._nn.flatten_dense_tensors(grads)
+    return math.sqrt(whole.dot(whole).item())
+
+
+def total(parts: Sequence[Tensor]) -> float:
+    """The norm of a vector, of those of its parts."""
+    # Reading a few numbers beats launching two kernels; float64 has room for any float32 squared.
+    if len(parts) <= _FEW or any(n.device != parts[0].device for n in parts):
+        return math.hypot(*[n.item() for n in parts])
+    return float(torch.linalg.vector_norm(torch.stack(list(parts))).item())
