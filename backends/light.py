@@ -7,9 +7,10 @@ at 2 GiB; the graph alone is small, and the runtime takes arrays as they lie in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
+from typing import TypeAlias
 
 import numpy as np
 import onnx
@@ -19,7 +20,7 @@ from layerline.backends.base import Array
 
 LEAST = 1024
 """Tensors up to this many bytes stay: shapes, axes and scales are looked at, weights are only passed on."""
-_STAYS = ("INT2", "UINT2", "INT4", "UINT4", "FLOAT4E2M1", "COMPLEX64", "COMPLEX128")
+_STAYS = ("STRING", "INT2", "UINT2", "INT4", "UINT4", "FLOAT4E2M1", "COMPLEX64", "COMPLEX128")
 """Types that share a byte or that the runtime takes no array of."""
 
 
@@ -35,15 +36,25 @@ class Weight:
 
     def __init__(self, kind: int, shape: Sequence[int], read: Callable[[], Array]) -> None:
         self.kind, self.shape, self._read = kind, tuple(shape), read
+        self._array: Array | None = None
 
-    @cached_property
+    @property
     def array(self) -> Array:
-        return self._read().reshape(self.shape)
+        if self._array is None:
+            self._array = self._read().reshape(self.shape)
+            del self._read  # it may hold a whole model
+        return self._array
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
 
     def same(self, other: Weight) -> bool:
         """Whether the two are equal to the last bit."""
-        alike = (self.kind, self.shape) == (other.kind, other.shape)
-        return alike and np.array_equal(self.array, other.array)
+        if (self.kind, self.shape) != (other.kind, other.shape):
+            return False
+        a, b = self.array, other.array
+        return a.ctypes.data == b.ctypes.data or np.array_equal(a, b)
 
 
 @dataclass(frozen=True)
@@ -58,9 +69,34 @@ class Light:
     model: onnx.ModelProto
     weights: dict[str, Weight]
 
+    def copy(self) -> Light:
+        """Another graph beside the same weights."""
+        model = onnx.ModelProto()
+        model.CopyFrom(self.model)
+        return Light(model, dict(self.weights))
 
-def split(model: onnx.ModelProto) -> Light:
+    def whole(self) -> onnx.ModelProto:
+        """One message that holds both, which may be larger than one can be written."""
+        model = self.copy().model
+        for name, weight in self.weights.items():
+            stored = model.graph.initializer.add(name=name, data_type=weight.kind, dims=weight.shape)
+            stored.raw_data = weight.array.tobytes()
+        return model
+
+    def stand_ins(self, names: Iterable[str]) -> onnx.ModelProto:
+        """The graph with a tensor without data in place of each of these weights."""
+        model = self.copy().model
+        model.graph.initializer.extend(_absent(n, self.weights[n]) for n in names)
+        return model
+
+
+Model: TypeAlias = onnx.ModelProto | Light
+
+
+def split(model: Model) -> Light:
     """The two parts of a model; the weights are not copied until they are asked for."""
+    if isinstance(model, Light):
+        return model
     light = Light(onnx.ModelProto(), {})
     for field, value in model.ListFields():
         if field.name != "graph":
@@ -76,9 +112,9 @@ def split(model: onnx.ModelProto) -> Light:
     return light
 
 
-def weightless(model: onnx.ModelProto) -> onnx.ModelProto:
+def weightless(model: Model) -> onnx.ModelProto:
     """The graph with an input in place of every weight: types and shapes follow as before."""
-    light = split(model)
+    light = split(model).copy()
     light.model.ir_version = max(light.model.ir_version, 4)  # before 4 an initializer had to be an input as well
     given = {i.name for i in light.model.graph.input}
     light.model.graph.input.extend(
@@ -94,17 +130,15 @@ def travels(kind: int, size: int) -> bool:
 
 def message(light: Light) -> tuple[bytes, dict[str, Weight]]:
     """A message with a stand-in for each weight that is read, and those weights: the runtime takes no others."""
-    read, out = set(_read(light.model.graph)), onnx.ModelProto()
-    out.CopyFrom(light.model)
+    read = set(_read(light.model.graph))
     weights = {n: w for n, w in light.weights.items() if n in read}
-    out.graph.initializer.extend(_absent(n, w) for n, w in weights.items())
-    return out.SerializeToString(), weights
+    return light.stand_ins(weights).SerializeToString(), weights
 
 
 def _absent(name: str, weight: Weight) -> TensorProto:
     out = TensorProto(name=name, data_type=weight.kind, dims=weight.shape)
     out.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", "memory"), ("offset", "0"), ("length", str(weight.array.nbytes))):
+    for key, value in (("location", "memory"), ("offset", "0"), ("length", str(weight.nbytes))):
         out.external_data.add(key=key, value=value)
     return out
 
@@ -122,8 +156,12 @@ def _stored(tensor: TensorProto) -> Array:
 
 def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     """The graphs that a control-flow node holds."""
-    found = [a.g for a in node.attribute if a.HasField("g")]
-    return found + [g for a in node.attribute for g in a.graphs]
+    found: list[onnx.GraphProto] = []
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            found.append(attribute.g)
+        found += attribute.graphs
+    return found
 
 
 def _read(graph: onnx.GraphProto) -> Iterator[str]:

@@ -47,7 +47,8 @@ def adopt(given: onnx.ModelProto, opset: int) -> Adopted:
     """
     notes = [*_readable(given), *name_nodes(given)]
     stamp(given)
-    model, prepared = prepare(given)
+    light, prepared = prepare(given)
+    model = light.whole()
     had, before = opset_of(model), model
     model = raise_opset(model, opset)
     if (now := opset_of(model)) != had:

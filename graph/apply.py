@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import onnx
 import onnx_ir as ir
 
+from layerline.backends.light import Light, Model, split
+from layerline.graph.exchange import from_ir, to_ir
 from layerline.graph.prepare import prepare
 from layerline.graph.rewrite import Rewriting, run, values
 from layerline.graph.rule import Decline, Firing, Rule, Site
@@ -21,16 +24,22 @@ class Rewritten:
     """A model after the rules, and the record of what they did.
 
     Attributes:
+        light: the model, its weights apart.
         unfused: the model the rules started from: functions inlined, initializers that were inputs made constants.
         types: element type of every tensor of its main graph, where known.
     """
 
-    model: onnx.ModelProto
-    unfused: onnx.ModelProto
+    light: Light
+    unfused: Light
     types: Mapping[str, int]
     firings: tuple[Firing, ...]
     declines: tuple[Decline, ...]
     notes: tuple[str, ...]
+
+    @cached_property
+    def model(self) -> onnx.ModelProto:
+        """The whole model in one message."""
+        return self.light.whole()
 
 
 def select(switches: Mapping[str, bool]) -> tuple[Rule, ...]:
@@ -52,7 +61,7 @@ def select(switches: Mapping[str, bool]) -> tuple[Rule, ...]:
 
 
 def rewrite(
-    model: onnx.ModelProto,
+    model: Model,
     rules: Sequence[Rule] = RULES,
     *,
     denied: frozenset[Site] = frozenset(),
@@ -60,8 +69,9 @@ def rewrite(
     fold_limit: int = 1 << 20,
 ) -> Rewritten:
     """Applies the rules without proof or check; `model` is left as it was."""
+    source = split(model).model.graph
     prepared, notes = prepare(model)
-    graph = ir.serde.deserialize_model(prepared)
+    graph = to_ir(prepared)
     work = Rewriting(graph, denied=denied, limit=limit, fold_limit=fold_limit)
     work.infer()
     types = {
@@ -70,13 +80,13 @@ def rewrite(
     run(work, rules)
     firings = work.record()
     work.finish()
-    out = ir.serde.serialize_model(graph)
-    declared = {i.name: i for i in model.graph.input}
-    for given in out.graph.input:
+    light = from_ir(graph)
+    declared = {i.name: i for i in source.input}
+    for given in light.model.graph.input:
         given.CopyFrom(declared[given.name])
-    for own, said in zip(out.graph.output, model.graph.output, strict=True):
+    for own, said in zip(light.model.graph.output, source.output, strict=True):
         # Inference knows less of an output than whoever declared it: the symbolic names of its sizes, above all.
         if said.type.tensor_type.HasField("shape") or not said.type.HasField("tensor_type"):
             own.CopyFrom(said)
     declines = tuple(work.declines.values())
-    return Rewritten(model=out, unfused=prepared, types=types, firings=firings, declines=declines, notes=tuple(notes))
+    return Rewritten(light=light, unfused=prepared, types=types, firings=firings, declines=declines, notes=tuple(notes))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import onnx
-
+from layerline.backends.light import Model
 from layerline.graph.apply import Rewritten, rewrite
 from layerline.graph.rule import Firing, Rule, Site
 from layerline.graph.rules import RULES
 
 
 def guilty(
-    model: onnx.ModelProto,
+    model: Model,
     good: Callable[[Rewritten], bool],
     rules: Sequence[Rule] = RULES,
     *,

@@ -17,6 +17,7 @@ from layerline.backends.base import SOURCE
 from layerline.graph import facts, prepare
 from layerline.graph.checks_qdq import quantizers
 from layerline.graph.checks_types import TYPES, cast_away, edge
+from layerline.graph.exchange import to_ir
 from layerline.graph.site import Refusal, Site, known, name, readable, sites
 from layerline.graph.symbolic import Symbols, sizes
 from layerline.pipeline.errors import StageError
@@ -52,7 +53,7 @@ def refusals(model: onnx.ModelProto) -> tuple[Refusal, ...]:
 
 def suspects(model: onnx.ModelProto) -> tuple[str, ...]:
     """Constructs that builders are known to fail on without naming them, to put beside such a failure."""
-    flat = ir.from_proto(prepare.prepare(model)[0])
+    flat = to_ir(prepare.prepare(model)[0])
     found = []
     for site in sites(flat.graph):
         nested = site.node.op_type == "If" and any(n.op_type == "If" for n in site.inside)
@@ -63,7 +64,7 @@ def suspects(model: onnx.ModelProto) -> tuple[str, ...]:
 
 
 def _inferred(model: onnx.ModelProto) -> ir.Graph:
-    flat: ir.Model = ir.from_proto(prepare.prepare(model)[0])
+    flat = to_ir(prepare.prepare(model)[0])
     ShapeInferencePass(check_type=False, strict_mode=False)(flat)
     return flat.graph
 

@@ -8,7 +8,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from layerline.backends.light import Light, travels
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.graph.exchange import weight
 from layerline.graph.facts import Array
 from layerline.pipeline.errors import StageError
 
@@ -19,25 +21,27 @@ def evaluate(nodes: Sequence[ir.Node], wanted: Iterable[ir.Value], model: ir.Mod
     Raises:
         StageError: the runtime has no kernel for one of them, or one of them fails.
     """
-    proto = _submodel(nodes, wanted, model)
+    light = _submodel(nodes, wanted, model)
     try:
-        return {k: np.asarray(v) for k, v in OnnxRuntime(threads=1, few_runs=True).open(proto).run({}).items()}
+        return {k: np.asarray(v) for k, v in OnnxRuntime(threads=1, few_runs=True).open(light).run({}).items()}
     except StageError as error:
-        where = proto.graph.output[0].name
+        where = light.model.graph.output[0].name
         raise StageError(f"onnxruntime can't compute it ({error.what.splitlines()[0]})", where=where) from error
 
 
-def _submodel(nodes: Sequence[ir.Node], wanted: Iterable[ir.Value], model: ir.Model) -> onnx.ModelProto:
+def _submodel(nodes: Sequence[ir.Node], wanted: Iterable[ir.Value], model: ir.Model) -> Light:
     made = {o for n in nodes for o in n.outputs}
     given = {v.name: v for n in nodes for v in n.inputs if v is not None and v not in made}
-    tensors = []
+    tensors, weights = [], {}
     for name, value in given.items():
-        assert value.const_value is not None and name
-        tensor = onnx.TensorProto()
-        ir.serde.serialize_tensor_into(tensor, value.const_value)
-        tensor.name = name
-        tensors.append(tensor)
+        tensor = value.const_value
+        assert tensor is not None and name
+        if travels(tensor.dtype.value, tensor.nbytes):
+            weights[name] = weight(tensor)
+        else:
+            tensors.append(ir.serde.serialize_tensor(tensor))
+            tensors[-1].name = name
     outputs = [onnx.helper.make_empty_tensor_value_info(v.name) for v in wanted]
     graph = onnx.helper.make_graph([ir.serde.serialize_node(n) for n in nodes], "constants", [], outputs, tensors)
     opsets = [onnx.helper.make_opsetid(d, v) for d, v in model.opset_imports.items()]
-    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version)
+    return Light(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version), weights)

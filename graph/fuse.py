@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import onnx
 
 from layerline.backends import light
+from layerline.backends.light import Light, Model
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.apply import Rewritten, rewrite
 from layerline.graph.bisect import guilty
@@ -33,7 +34,7 @@ class Fused(Rewritten):
 
 
 def fuse(
-    model: onnx.ModelProto,
+    model: Model,
     feeds: Sequence[Mapping[str, Array]],
     *,
     rules: Sequence[Rule] = RULES,
@@ -61,14 +62,14 @@ def fuse(
         done = rewrite(model, rules, denied=denied, fold_limit=fold_limit)
         proofs = proofs_of(done)
         failed = next((p for p in proofs if not p.passed), None)
-        fault, told = _examine(done.model, model) if failed is None else (None, [])
+        fault, told = _examine(done.light, model) if failed is None else (None, [])
         if failed is None and fault is None:
-            finished = replace(done, notes=(*done.notes, *told))
-            return Fused(**vars(finished), proofs=tuple(proofs), undone=tuple(undone))
+            record = {f.name: getattr(done, f.name) for f in fields(done)} | {"notes": (*done.notes, *told)}
+            return Fused(**record, proofs=tuple(proofs), undone=tuple(undone))
         if failed is None or _is_shared(failed, proofs):
             # One of many: the first k firings are right, the next one isn't.
             def good(some: Rewritten) -> bool:
-                return all(p.passed for p in proofs_of(some)) and _examine(some.model, model)[0] is None
+                return all(p.passed for p in proofs_of(some)) and _examine(some.light, model)[0] is None
 
             firing = guilty(model, good, rules, denied=denied, fold_limit=fold_limit)
             if firing is None:
@@ -84,7 +85,7 @@ def _is_shared(failed: Proof, proofs: Sequence[Proof]) -> bool:
     return any(p.firing is not failed.firing and p.firing.after == failed.firing.after for p in proofs)
 
 
-def _examine(model: onnx.ModelProto, original: onnx.ModelProto) -> tuple[str | None, list[str]]:
+def _examine(model: Light, original: Model) -> tuple[str | None, list[str]]:
     """Why a result can't be used (None where it can), and what should be told of it.
 
     It can't be used when onnxruntime doesn't load it, or when onnx's plain check refuses it and passes the original. A

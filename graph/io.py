@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnx
+from onnx import TensorProto, helper
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
-from layerline.backends.light import bodies
+from layerline.backends.light import Light, Model, Weight, bodies, split, travels
+from layerline.graph import wire
 from layerline.pipeline.errors import StageError
 
 FILE = "model.onnx"
@@ -17,18 +21,52 @@ EXTERNAL_OVER = 1_500_000_000
 
 
 def load(path: Path) -> onnx.ModelProto:
-    """Reads a model with its external data.
+    """Reads a model with its external data into one message.
 
     Raises:
         StageError: not an ONNX file, or its data file is missing; names the tensor and the location it stores.
     """
     model = read(path)
+    _load_external(model, path)
+    return model
+
+
+def parts(path: Path) -> Light:
+    """Reads a model's graph, and its weights when they are asked for.
+
+    Raises:
+        StageError: as `load`.
+    """
+    try:
+        light = wire.read(path)
+    except Exception as error:
+        raise StageError(f"not a readable ONNX file ({error})", where=path.name) from error
+    external_files(light.model, path)
+    for tensor in list(light.model.graph.initializer):
+        if uses_external_data(tensor) and (weight := _beside(tensor, path.parent)) is not None:
+            light.weights[tensor.name] = weight
+            light.model.graph.initializer.remove(tensor)
+    _load_external(light.model, path)
+    return light
+
+
+def _beside(tensor: TensorProto, folder: Path) -> Weight | None:
+    """A weight in a file beside the model; None where the tensor has to stay in the graph."""
+    count = math.prod(tensor.dims)
+    width = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    if not travels(tensor.data_type, count * width):
+        return None
+    info = ExternalDataInfo(tensor)
+    array = partial(wire.array, folder / info.location, f"u{width}", count, int(info.offset or 0))
+    return Weight(tensor.data_type, tensor.dims, array)
+
+
+def _load_external(model: onnx.ModelProto, path: Path) -> None:
     external_files(model, path)
     try:
         onnx.load_external_data_for_model(model, str(path.parent))
     except Exception as error:
         raise StageError(f"its external data can't be read ({error})", where=path.name) from error
-    return model
 
 
 def read(path: Path) -> onnx.ModelProto:
@@ -67,25 +105,39 @@ def external_files(model: onnx.ModelProto, path: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def save(model: onnx.ModelProto, folder: Path, *, external_over: int = EXTERNAL_OVER) -> Path:
-    """Writes `model.onnx` in canonical form into `folder`; large models get `model.onnx.data` beside it.
+def save(model: Model, folder: Path, *, external_over: int = EXTERNAL_OVER) -> Path:
+    """Writes `model.onnx` in canonical form into `folder`; weights of large models go to `model.onnx.data` beside it.
 
     Canonical: producer, version stamps, doc strings and torch's own notes are cleared, opset imports and metadata are
-    sorted, tensors are stored as raw bytes. Node order and names stay: they are the identity everything is joined on.
-    `model` itself is left as it was.
+    sorted, tensors are stored as raw bytes, by name, weights last. Node order and names stay: they are the identity
+    everything is joined on. `model` itself is left as it was.
     """
-    model = canonical(model)
+    light = canonical(model)
     path = folder / FILE
-    if sum(len(t.raw_data) or t.ByteSize() for t in tensors(model)) > external_over:
-        onnx.external_data_helper.convert_model_to_external_data(model, location=f"{FILE}.data", size_threshold=1024)
-    onnx.save(model, str(path))
+    if light.model.ByteSize() + sum(w.nbytes for w in light.weights.values()) > external_over:
+        light = _outside(light, folder / f"{FILE}.data")
+    wire.write(light, path)
     return path
 
 
-def canonical(model: onnx.ModelProto) -> onnx.ModelProto:
+def _outside(light: Light, path: Path) -> Light:
+    """Writes the weights to a file of their own; the model, which says where each of them lies."""
+    model = light.copy().model
+    with path.open("wb") as file:
+        for name, weight in light.weights.items():
+            tensor = model.graph.initializer.add(name=name, data_type=weight.kind, dims=weight.shape)
+            tensor.data_location = TensorProto.EXTERNAL
+            place = {"location": path.name, "offset": str(file.tell()), "length": str(weight.nbytes)}
+            for key, value in place.items():
+                tensor.external_data.add(key=key, value=value)
+            file.write(weight.array.data)
+    return Light(model, {})
+
+
+def canonical(model: Model) -> Light:
     """A copy without what does not change the result."""
-    out = onnx.ModelProto()
-    out.CopyFrom(model)
+    light = split(model).copy()
+    out = light.model
     for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
         out.ClearField(name)
     opsets = sorted(out.opset_import, key=lambda o: o.domain)
@@ -106,11 +158,15 @@ def canonical(model: onnx.ModelProto) -> onnx.ModelProto:
             _clean_metadata(node)
     for tensor in tensors(out):
         tensor.ClearField("doc_string")
+        if tensor.data_location == TensorProto.DEFAULT:  # written out or not, it is here
+            tensor.ClearField("data_location")
         _clean_metadata(tensor)
-        if not tensor.HasField("raw_data") and tensor.data_type != onnx.TensorProto.STRING:
+        if not tensor.HasField("raw_data") and tensor.data_type != TensorProto.STRING:
             name = tensor.name
             tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor), name))
-    return out
+    out.graph.initializer.sort(key=lambda t: t.name)
+    late = split(out)  # raw bytes since a moment ago
+    return Light(late.model, dict(sorted((light.weights | late.weights).items())))
 
 
 def graphs(model: onnx.ModelProto) -> list[onnx.GraphProto]:

@@ -44,7 +44,7 @@ def perturbed(model: onnx.ModelProto, seed: int = 0) -> onnx.ModelProto:
     for node in out.graph.node:
         for name in node.input:
             readers.setdefault(name, set()).add(node.op_type)
-    for name, tensor in _stored(out.graph):
+    for name, tensor in stored(out.graph):
         if tensor.data_type in _FLOATS and readers.get(name, set()) <= _WEIGHTED:
             keep = tensor.name
             tensor.CopyFrom(numpy_helper.from_array(_step(numpy_helper.to_array(tensor), rng), keep))
@@ -84,7 +84,8 @@ def _step(array: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.where((array == 0) | ~np.isfinite(moved), array, moved).astype(array.dtype)
 
 
-def _stored(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
+def stored(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
+    """Name and tensor of everything stored in one graph, Constant nodes included."""
     yield from ((t.name, t) for t in graph.initializer)
     for node in graph.node:
         if node.op_type == "Constant":
@@ -92,10 +93,10 @@ def _stored(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
 
 
 def _shift_inputs(graph: onnx.GraphProto) -> None:
-    stored = {t.name for t in graph.initializer}
+    known = {t.name for t in graph.initializer}
     for given in graph.input:
         kind = given.type.tensor_type.elem_type
-        if given.name in stored or kind not in _FLOATS:
+        if given.name in known or kind not in _FLOATS:
             continue
         dtype, shifted = helper.tensor_dtype_to_np_dtype(kind), _SHIFTED + given.name
         for node in graph.node:
@@ -107,8 +108,8 @@ def _shift_inputs(graph: onnx.GraphProto) -> None:
 
 def _false(graph: onnx.GraphProto) -> set[str]:
     """Stored tensors that say no: the training_mode of a Dropout that never drops."""
-    stored = {name: t for name, t in _stored(graph) if t.data_type == onnx.TensorProto.BOOL}
-    return {name for name, tensor in stored.items() if not numpy_helper.to_array(tensor).any()}
+    switches = {name: t for name, t in stored(graph) if t.data_type == onnx.TensorProto.BOOL}
+    return {name for name, tensor in switches.items() if not numpy_helper.to_array(tensor).any()}
 
 
 def _random_inside(node: onnx.NodeProto, never: set[str]) -> str | None:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import onnx
 
-from layerline.backends.light import bodies
+from layerline.backends.light import Light, Model, bodies, split
 from layerline.graph import functions, io
 from layerline.pipeline.errors import StageError
 
 
-def prepare(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
+def prepare(model: Model) -> tuple[Light, list[str]]:
     """A copy whose operators all lie in the graph itself, with constants that are constants, and what was done.
 
     - The two spellings of ONNX's own domain become one.
@@ -22,15 +22,15 @@ def prepare(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     Raises:
         StageError: a sparse initializer, which neither the runtime's optimiser nor TensorRT reads.
     """
-    out, notes = onnx.ModelProto(), []
-    out.CopyFrom(model)
+    light, notes = split(model).copy(), []
+    out = light.model
     # Before version 4 of the format every initializer had to be an input.
     out.ir_version = max(out.ir_version, 4)
     for graph in io.graphs(out):
         if graph.sparse_initializer:
             name = graph.sparse_initializer[0].values.name
             raise StageError("sparse initializers are not supported", where=name, hint="store the tensor densely")
-        stored = {t.name for t in graph.initializer}
+        stored = {t.name for t in graph.initializer} | (light.weights.keys() if graph is out.graph else set())
         if doubled := [i.name for i in graph.input if i.name in stored]:
             kept = [i for i in graph.input if i.name not in stored]
             del graph.input[:]
@@ -38,11 +38,12 @@ def prepare(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
             notes.append(f"{len(doubled)} initializers were also inputs ({doubled[0]}, …); they are constants now")
     _one_domain(out)
     if out.functions:
-        out, note = functions.inline(out)
+        inlined, note = functions.inline(light.whole())
+        light = split(inlined)
         notes.append(note)
-    if shadowing := _unshadow(out):
+    if shadowing := _unshadow(light):
         notes.append(f"{len(shadowing)} values in bodies were called like others around them ({shadowing[0]}, …)")
-    return out, notes
+    return light, notes
 
 
 def _one_domain(model: onnx.ModelProto) -> None:
@@ -52,13 +53,14 @@ def _one_domain(model: onnx.ModelProto) -> None:
             item.domain = ""
 
 
-def _unshadow(model: onnx.ModelProto) -> list[str]:
+def _unshadow(light: Light) -> list[str]:
     """Gives what a body calls like something around it a name of its own, in place; returns the names it had.
 
     ONNX forbids such names and onnxruntime reads them, the innermost first; moved from one graph into another, a node
     would read something else.
     """
-    taken = {n for g in io.graphs(model) for n in _defined(g)}
+    model = light.model
+    taken = {n for g in io.graphs(model) for n in _defined(g)} | light.weights.keys()
     found: list[str] = []
 
     def visit(graph: onnx.GraphProto, around: frozenset[str], renamed: Mapping[str, str]) -> None:
@@ -72,7 +74,7 @@ def _unshadow(model: onnx.ModelProto) -> list[str]:
             for body in bodies(node):
                 visit(body, within, renamed)
 
-    visit(model.graph, frozenset(), {})
+    visit(model.graph, frozenset(light.weights), {})
     return found
 
 

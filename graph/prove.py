@@ -8,7 +8,7 @@ value leaves the runtime, and random operators give both sides the same draw.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,9 +18,10 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper
 
-from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light, Weight, bodies, split, travels
+from layerline.backends.base import Feed
+from layerline.backends.light import Light, bodies, travels
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.graph.exchange import weight
 from layerline.graph.facts import LIMITS
 from layerline.graph.opset import opset_of
 from layerline.graph.order import in_order, moving
@@ -33,6 +34,7 @@ LEAST = 4.0
 """No floor is taken to be lower than this many rounding steps of the value's type (relative L2)."""
 REDUCES = 8
 """The first opset for which onnxruntime has all the operators that reduce a pair."""
+_WIDE = (TensorProto.FLOAT, TensorProto.DOUBLE)
 _STEP = {int(kind): epsilon for kind, (_, epsilon) in LIMITS.items()}
 
 
@@ -61,16 +63,22 @@ class Proof:
 
 @dataclass(frozen=True)
 class _Pair:
-    """One value of the unfused model and what computes it now; `whole` leaves both sides to numpy."""
+    """One value of the unfused model and what computes it now.
+
+    Attributes:
+        whole: leaves both sides to numpy.
+        equal: asks only whether the two are the same numbers, as a folded weight is: a third of the work.
+    """
 
     name: str
     after: After
     type: int
     whole: bool
+    equal: bool
 
 
 def prove(
-    unfused: onnx.ModelProto,
+    unfused: Light,
     types: Mapping[str, int],
     firings: Sequence[Firing],
     feeds: Sequence[Feed],
@@ -85,20 +93,23 @@ def prove(
     Raises:
         StageError: onnxruntime refuses the unfused model, or can't run it on a feed.
     """
-    opset = opset_of(unfused)
+    opset = opset_of(unfused.model)
     # Firings inside one body share the node around it: it is proved once.
     wanted = {(name, id(after)): (name, after) for firing in firings for name, after in firing.after.items()}
-    pairs = [
-        _Pair(name, after, types.get(name, 0), types.get(name, 0) not in _STEP or opset < REDUCES)
-        for name, after in wanted.values()
-    ]
-    changing = moving(unfused.graph)
+    changing = moving(unfused.model.graph)
+    pairs = [_pair(name, after, types.get(name, 0), opset, constant=name not in changing)
+             for name, after in wanted.values()]  # fmt: skip
     errors: dict[tuple[str, int], float] = {}
     # What is computed from constants alone is the same on every feed.
     for some, on in ((True, feeds), (False, feeds[:1])):
         chosen = {key: p for key, p in zip(wanted, pairs, strict=True) if (p.name in changing) == some}
         errors |= zip(chosen, _errors(unfused, list(chosen.values()), on), strict=True)
     return [_proof(firing, errors, types, floors, len(feeds)) for firing in firings]
+
+
+def _pair(name: str, after: After, kind: int, opset: int, *, constant: bool) -> _Pair:
+    whole = kind not in _STEP or opset < REDUCES
+    return _Pair(name, after, kind, whole, equal=constant and not whole and kind in _WIDE)
 
 
 def _proof(
@@ -119,7 +130,7 @@ def tolerance(name: str, types: Mapping[str, int], floors: Mapping[str, float]) 
     return MULTIPLE * max(floors.get(name, 0.0), LEAST * _STEP.get(types.get(name, 0), 0.0))
 
 
-def _errors(unfused: onnx.ModelProto, pairs: list[_Pair], feeds: Sequence[Feed]) -> list[float]:
+def _errors(unfused: Light, pairs: list[_Pair], feeds: Sequence[Feed]) -> list[float]:
     """The worst error of each pair over the feeds; inf for one that the runtime can't run or whose shapes clash."""
     if not pairs:
         return []
@@ -131,15 +142,16 @@ def _errors(unfused: onnx.ModelProto, pairs: list[_Pair], feeds: Sequence[Feed])
             return [math.inf]
         half = len(pairs) // 2
         return _errors(unfused, pairs[:half], feeds) + _errors(unfused, pairs[half:], feeds)
-    # Sums that are not finite say nothing about which side has the NaN; those few values are looked at whole.
+    # Sums that are not finite say nothing about which side has the NaN, and a difference nothing about its size; those
+    # few values are looked at whole.
     unclear = [i for i, e in enumerate(errors) if math.isnan(e)]
-    again = _errors(unfused, [replace(pairs[i], whole=True) for i in unclear], feeds)
+    again = _errors(unfused, [replace(pairs[i], whole=True, equal=False) for i in unclear], feeds)
     for index, error in zip(unclear, again, strict=True):
         errors[index] = error
     return errors
 
 
-def _run(unfused: onnx.ModelProto, pairs: list[_Pair], feeds: Sequence[Feed]) -> list[float]:
+def _run(unfused: Light, pairs: list[_Pair], feeds: Sequence[Feed]) -> list[float]:
     session = OnnxRuntime(few_runs=True).open(_proof_model(unfused, pairs))
     errors = [0.0] * len(pairs)
     for feed in feeds:
@@ -156,6 +168,8 @@ def _error(found: Mapping[str, Any], index: int, pair: _Pair) -> float:
         return _whole_error(*(found[side] for side in _sides(index, pair)))
     if found[_key(index, "sa")].tolist() != found[_key(index, "sb")].tolist():
         return math.inf
+    if pair.equal:
+        return 0.0 if found[_key(index, "peak")] == 0 else math.nan
     square, difference = float(found[_key(index, "aa")]), float(found[_key(index, "ee")])
     if not (math.isfinite(square) and math.isfinite(difference)):
         return math.nan
@@ -178,16 +192,15 @@ def _whole_error(a: Any, b: Any) -> float:
     return float(np.linalg.norm(x[finite] - y[finite])) / (norm or 1.0)
 
 
-def _proof_model(unfused: onnx.ModelProto, pairs: Sequence[_Pair]) -> Light:
-    light = split(unfused)
+def _proof_model(unfused: Light, pairs: Sequence[_Pair]) -> Light:
+    light = unfused.copy()
     graph, added, outputs = light.model.graph, list[onnx.NodeProto](), dict[str, None]()
     for index, pair in enumerate(pairs):
         names = _own_names(pair.after, index)
         added += (_renamed(node, names) for node in pair.after.nodes)
         for name, tensor in pair.after.tensors.items():
             if travels(tensor.dtype.value, tensor.nbytes):
-                shape = tensor.shape.numpy()
-                light.weights[names[name]] = Weight(tensor.dtype.value, shape, partial(_unsigned, tensor))
+                light.weights[names[name]] = weight(tensor)
             else:
                 graph.initializer.append(ir.serde.serialize_tensor(tensor))
                 graph.initializer[-1].name = names[name]
@@ -196,22 +209,18 @@ def _proof_model(unfused: onnx.ModelProto, pairs: Sequence[_Pair]) -> Light:
         outputs |= dict.fromkeys(ends)
     if pairs:
         # Of a pair that is read whole the old side is an output that nothing added reads.
-        added += (n for n in unfused.graph.node if not outputs.keys().isdisjoint(n.output))
-        ordered = in_order(added, unfused.graph.node, rest=False)
+        nodes = unfused.model.graph.node
+        added += (n for n in nodes if not outputs.keys().isdisjoint(n.output))
+        ordered = in_order(added, nodes, rest=False)
         del graph.node[:], graph.output[:]
         graph.node.extend(ordered)
         graph.output.extend(helper.make_empty_tensor_value_info(o) for o in outputs)
     return light
 
 
-def _unsigned(tensor: ir.TensorProtocol) -> Array:
-    array = np.ascontiguousarray(tensor.numpy())
-    return array.reshape(-1).view(f"u{array.itemsize}")
-
-
 def _sides(index: int, pair: _Pair) -> tuple[str, str]:
     """Where both values are read: tensors where they were copied or widened to, anything else directly."""
-    if pair.type:
+    if pair.type and not pair.equal:
         return _key(index, "a"), _key(index, "b")
     return pair.name, _own_names(pair.after, index).get(pair.after.result, pair.after.result)
 
@@ -220,6 +229,10 @@ def _ends(index: int, pair: _Pair) -> tuple[list[onnx.NodeProto], list[str]]:
     """The nodes that turn a pair into what Python reads, and the outputs they fill."""
     key, nodes = partial(_key, index), []
     a, b = _sides(index, pair)
+    if pair.equal:
+        nodes = [helper.make_node("Sub", [a, b], [key("e")]), helper.make_node("Abs", [key("e")], [key("size")])]
+        nodes.append(helper.make_node("ReduceMax", [key("size")], [key("peak")], keepdims=0))
+        return nodes + _shapes(key, a, b), [key(k) for k in ("peak", "sa", "sb")]
     if pair.type:
         # Squares of float32 overflow and vanish long before the values do.
         op, to = ("Cast", {"to": TensorProto.DOUBLE}) if pair.type in _STEP else ("Identity", {})
@@ -230,8 +243,11 @@ def _ends(index: int, pair: _Pair) -> tuple[list[onnx.NodeProto], list[str]]:
     nodes.append(helper.make_node("Sub", [a, b], [key("e")]))
     nodes.append(helper.make_node("ReduceSumSquare", [key("e")], [key("ee")], keepdims=0))
     nodes.append(helper.make_node("ReduceSumSquare", [a], [key("aa")], keepdims=0))
-    nodes += [helper.make_node("Shape", [value], [key(f"s{side}")]) for side, value in (("a", a), ("b", b))]
-    return nodes, [key(k) for k in ("ee", "aa", "sa", "sb")]
+    return nodes + _shapes(key, a, b), [key(k) for k in ("ee", "aa", "sa", "sb")]
+
+
+def _shapes(key: Callable[[str], str], a: str, b: str) -> list[onnx.NodeProto]:
+    return [helper.make_node("Shape", [value], [key(f"s{side}")]) for side, value in (("a", a), ("b", b))]
 
 
 def _own_names(after: After, index: int) -> dict[str, str]:

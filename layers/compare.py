@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import onnx
 
 from layerline.backends.base import Array, Feed
-from layerline.backends.light import Light, split
+from layerline.backends.light import Light, Model, split
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.graph.noise import drawn
 from layerline.layers.distance import Distance, diff_arrays
+from layerline.layers.extremes import extremes
 from layerline.layers.identity import modules
 from layerline.layers.indices import pointed_at, pointers
 from layerline.layers.joint import ISOLATED, isolated_model, joint
@@ -29,8 +29,8 @@ FEW = 8
 
 
 def compare(
-    reference: onnx.ModelProto,
-    candidate: onnx.ModelProto,
+    reference: Model,
+    candidate: Model,
     feeds: Iterable[Feed],
     *,
     isolated: bool = False,
@@ -62,7 +62,7 @@ def compare(
         StageError: a model or feed that onnxruntime refuses, an unknown name in `pairs`, no feed at all.
     """
     few = isinstance(feeds, Sequence) and len(feeds) <= FEW
-    run = _Run(reference, candidate, pairs, isolated, OnnxRuntime(few_runs=few))
+    run = _Run(split(reference), split(candidate), pairs, isolated, OnnxRuntime(few_runs=few))
     totals = apart = [Distance()] * len(run.pairs)
     for feed in feeds:
         found = run.measure(feed)
@@ -120,19 +120,20 @@ class _Run:
 
     def __init__(
         self,
-        reference: onnx.ModelProto,
-        candidate: onnx.ModelProto,
+        reference: Light,
+        candidate: Light,
         names: Mapping[str, str] | None,
         isolated: bool,
         runtime: OnnxRuntime,
     ) -> None:
         self.reference, self.candidate, self.isolated, self.runtime = reference, candidate, isolated, runtime
-        self.one_graph, self.measured = why_two_sessions(reference, candidate) is None, 0
+        self.one_graph, self.measured = why_two_sessions(reference.model, candidate.model) is None, 0
         self.pairs: list[Pair] = []
         self.types: dict[str, tuple[str, Shape]] = {}
         self._sessions: dict[str, OrtSession] = {}
-        self._unclear: set[int] = set()
-        self._pair(pair_values(reference, candidate, names))
+        self._pair(pair_values(reference.model, candidate.model, names))
+        masked = extremes(reference.model.graph)
+        self._unclear = {i for i, pair in enumerate(self.pairs) if pair.a in masked}
 
     def measure(self, feed: Feed) -> list[tuple[Distance, Distance]]:
         """Each pair's distance on one feed: cumulative, and isolated (zero where not asked for)."""
@@ -141,10 +142,11 @@ class _Run:
         return found or self._by_hand(feed)
 
     def _pair(self, matched: Mapping[str, str]) -> None:
-        point = pointers(self.reference.graph)
+        graph = self.reference.model.graph
+        point = pointers(graph)
         taps = [*matched, *(point[a].data for a in matched if a in point)]
         of_a, of_b = infer(self.reference, taps), infer(self.candidate, list(matched.values()))
-        outputs = {o.name for o in self.reference.graph.output}
+        outputs = {o.name for o in graph.output}
         for a, b in matched.items():
             (kind_a, shape), (kind_b, shape_b) = of_a[a], of_b[b]
             plain = kind_a in CODES and kind_b in CODES
@@ -156,12 +158,14 @@ class _Run:
             if pointer is not None and pointer.axis < 0:
                 pointer = replace(pointer, axis=pointer.axis + len(of_a[pointer.data][1]))
             codes = {"dtype_a": CODES.get(kind_a, 0), "dtype_b": CODES.get(kind_b, 0)}
-            self.pairs.append(Pair(a=a, b=b, pointer=pointer, rank=min(len(shape), len(shape_b)), **codes))
+            rank, size = min(len(shape), len(shape_b)), _size(shape) if shape == shape_b else None
+            self.pairs.append(Pair(a=a, b=b, pointer=pointer, rank=rank, size=size, **codes))
             self.types[a] = of_a[a]
 
     def _in_one_graph(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
         found = self._joint(feed)
-        bad = {i for i, pair in enumerate(found or ()) if i not in self._unclear and not all(map(trusted, pair))}
+        exact = {i for i, pair in enumerate(self.pairs) if pair.small}
+        bad = {i for i, pair in enumerate(found or ()) if not all(map(trusted, pair))} - self._unclear - exact
         if not bad:
             return found
         # What holds NaN or Inf, or what float32 can't sum, is taken apart from here on: that costs twice the time.
@@ -171,7 +175,7 @@ class _Run:
 
     def _joint(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
         if "joint" not in self._sessions:
-            model = joint(*self._sides, self.pairs, masked=self._unclear, isolated=self.isolated)
+            model = joint(self.reference, self.candidate, self.pairs, masked=self._unclear, isolated=self.isolated)
             self._sessions["joint"] = self.runtime.open(model)
         try:
             out = self._sessions["joint"].run(feed)
@@ -180,10 +184,6 @@ class _Run:
             return None
         found = [(_distance(out, str(i)), _distance(out, f"{i}/isolated")) for i in range(len(self.pairs))]
         return None if any(d.mismatch for pair in found for d in pair) else found
-
-    @cached_property
-    def _sides(self) -> tuple[Light, Light]:
-        return split(self.reference), split(self.candidate)
 
     def _by_hand(self, feed: Feed) -> list[tuple[Distance, Distance]]:
         a = self._side("a", self.reference, [p.a for p in self.pairs], feed)
@@ -198,12 +198,12 @@ class _Run:
             ]
         return list(zip(whole, alone, strict=True))
 
-    def _side(self, key: str, model: onnx.ModelProto, taps: list[str], feed: Feed) -> dict[str, Array]:
+    def _side(self, key: str, model: Light, taps: list[str], feed: Feed) -> dict[str, Array]:
         if key not in self._sessions:
             taps += [p.pointer.data for p in self.pairs if p.pointer and key == "a"]
             self._sessions[key] = self.runtime.open(model, list(dict.fromkeys(taps)))
         session = self._sessions[key]
-        other = {i.name for m in (self.reference, self.candidate) for i in m.graph.input}
+        other = {i.name for m in (self.reference, self.candidate) for i in m.model.graph.input}
         feed = {k: v for k, v in feed.items() if k in session.inputs or k not in other}
         return feed | session.run(feed)
 
@@ -213,7 +213,14 @@ def _may_be_equal(a: Shape, b: Shape) -> bool:
     return len(a) == len(b) and not any(isinstance(x, int) and isinstance(y, int) and x != y for x, y in sizes)
 
 
+def _size(shape: Shape) -> int | None:
+    known = [s for s in shape if isinstance(s, int)]
+    return math.prod(known) if len(known) == len(shape) else None
+
+
 def _distance(out: Mapping[str, Any], tag: str) -> Distance:
+    if f"{tag}/a" in out:
+        return diff_arrays(out[f"{tag}/a"], out[f"{tag}/b"])
     if f"{tag}/peak" not in out:
         return Distance()
     shape_a, shape_b = (tuple(out[f"{tag}/shape_{s}"].tolist()) for s in "ab")
@@ -243,9 +250,10 @@ def _diff(pair: Pair, a: Mapping[str, Array], b: Any) -> Distance:
 def _rows(
     run: _Run, totals: list[Distance], apart: list[Distance] | None, tolerances: Mapping[str, float]
 ) -> tuple[LayerDiff, ...]:
-    ops = {o: n.op_type for n in run.reference.graph.node for o in n.output}
-    paths, by_name = modules(run.reference), {p.a: d for p, d in zip(run.pairs, totals, strict=True)}
-    in_a, in_b = drawn(run.reference), drawn(run.candidate)
+    reference, candidate = run.reference.model, run.candidate.model
+    ops = {o: n.op_type for n in reference.graph.node for o in n.output}
+    paths, by_name = modules(reference), {p.a: d for p, d in zip(run.pairs, totals, strict=True)}
+    in_a, in_b = drawn(reference), drawn(candidate)
     rows = []
     for i, (pair, total) in enumerate(zip(run.pairs, totals, strict=True)):
         found: dict[str, Any] = {"extra": {"nondeterministic": in_a.get(pair.a) or in_b.get(pair.b)}}

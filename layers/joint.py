@@ -66,21 +66,22 @@ def joint(
     return Light(model, reference.weights | {B + n: w for n, w in candidate.weights.items() if n not in shared})
 
 
-def isolated_model(b: onnx.ModelProto, pairs: Iterable[Pair]) -> onnx.ModelProto:
+def isolated_model(candidate: Light, pairs: Iterable[Pair]) -> Light:
     """The candidate with every paired value read from an input of the value's name in the reference, prefixed `a//`."""
-    pairs = list(pairs)
+    pairs, b = list(pairs), candidate.model
     fed, casts = feeds_of(pairs, "a//")
-    same = {i.name: i.name for i in b.graph.input} | {t.name: t.name for t in b.graph.initializer}
+    stored = [*(t.name for t in b.graph.initializer), *candidate.weights]
+    same = {n: n for n in (*(i.name for i in b.graph.input), *stored)}
     taps = [helper.make_tensor_value_info("a//" + p.a, p.dtype_a, None) for p in pairs]
     made = {o for n in b.graph.node for o in n.output}
     outputs = [helper.make_empty_tensor_value_info(ISOLATED + p.b) for p in pairs if p.b in made]
-    model = onnx.ModelProto()
-    model.CopyFrom(b)
+    apart = candidate.copy()
+    model = apart.model
     del model.graph.node[:], model.graph.output[:], model.graph.value_info[:]
     model.graph.node.extend([*casts, *copied(b.graph.node, ISOLATED, same | fed, set())])
     model.graph.input.extend(taps)
     model.graph.output.extend(outputs)
-    return model
+    return apart
 
 
 def feeds_of(pairs: Iterable[Pair], prefix: str = "") -> tuple[dict[str, str], list[onnx.NodeProto]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -60,6 +61,9 @@ _INT64 = f"""{_HEAD}
  e = Max (f, least)
  {_SUMS}"""
 # Over the elements both sides have finite, with the others counted; a second pass, for feeds that need it.
+# Up to so many elements (most are shapes) both sides are handed over, and numpy takes the same measures: each node that
+# reduces takes time to set up.
+_SMALL = 64
 COUNTS = ("bad", "nonfinite_a", "nonfinite_b", "one_sided")
 MASKED_COLUMNS = (*COLUMNS, *COUNTS)
 _COUNT = "{0}_f = Cast <to = 11> ({0}_m)\n {0} = ReduceSum <keepdims = 0> ({0}_f)"
@@ -95,6 +99,7 @@ class Pair:
         dtype_a: element type in the reference, as in TensorProto.
         dtype_b: element type in the candidate.
         rank: number of axes, where known.
+        size: number of elements, where known and the same on both sides.
         pointer: what it points at, for a value that holds indices; `axis` counts from the front.
     """
 
@@ -103,7 +108,14 @@ class Pair:
     dtype_a: int
     dtype_b: int
     rank: int = 0
+    size: int | None = None
     pointer: Pointer | None = None
+
+    @property
+    def small(self) -> bool:
+        """Whether both sides are handed over as they are."""
+        known = self.pointer is None and self.size is not None and self.size <= _SMALL
+        return known and onnx.TensorProto.BFLOAT16 not in (self.dtype_a, self.dtype_b)  # numpy has no name for it
 
 
 def trusted(measured: Distance) -> bool:
@@ -116,8 +128,8 @@ def trusted(measured: Distance) -> bool:
 class Measures:
     """Grows the measuring end of a joint graph.
 
-    Each kind of measure is written down once, as a function, and stamped out: functions that the runtime inlines run
-    after everything else, and keep every value alive until then.
+    Each kind of measure is written down once, as a function, and stamped out, but for its constants, which all share:
+    functions that the runtime inlines run after everything else, and keep every value alive until then.
     """
 
     def __init__(self, opset: int) -> None:
@@ -130,6 +142,11 @@ class Measures:
         a, b = pair.a, other
         if pair.pointer is not None:
             a, b = (self._pointed_at(f"{tag}/{side}", pair.pointer, x) for side, x in (("a", a), ("b", b)))
+        if pair.small:
+            for side, value in (("a", a), ("b", b)):
+                self.nodes.append(helper.make_node("Identity", [value], [f"{tag}/{side}"]))
+                self.outputs.append(helper.make_empty_tensor_value_info(f"{tag}/{side}"))
+            return
         kind, body = ("Masked", _MASKED) if masked else self._kind(pair)
         columns = {"Masked": MASKED_COLUMNS, "Rows": ROW_COLUMNS}.get(kind, COLUMNS)
         if kind == "Rows":
@@ -179,12 +196,17 @@ class Measures:
         if kind not in self._kinds:
             head = f'<domain: "layerline", opset_import: ["" : {self.opset}]>'
             text = f"{head}\n{kind} ({takes}) => ({', '.join(gives)}) {{\n {body}\n}}"
-            self._kinds[kind] = parser.parse_function(text)
+            self._kinds[kind] = function = parser.parse_function(text)
+            self._stamp([n for n in function.node if n.op_type == "Constant"], {}, f"layerline/{kind}")
         function = self._kinds[kind]
-        names = dict(zip((*function.input, *function.output), (*inputs, *outputs), strict=True))
-        for node in function.node:
+        names = {n.output[0]: f"layerline/{kind}/{n.output[0]}" for n in function.node if n.op_type == "Constant"}
+        names |= zip((*function.input, *function.output), (*inputs, *outputs), strict=True)
+        self._stamp([n for n in function.node if n.op_type != "Constant"], names, outputs[0])
+
+    def _stamp(self, nodes: Sequence[onnx.NodeProto], names: Mapping[str, str], prefix: str) -> None:
+        for node in nodes:
             stamped = onnx.NodeProto()
             stamped.CopyFrom(node)
-            stamped.input[:] = [names.get(n, f"{outputs[0]}/{n}") for n in node.input]
-            stamped.output[:] = [names.get(n, f"{outputs[0]}/{n}") for n in node.output]
+            stamped.input[:] = [names.get(n, f"{prefix}/{n}") for n in node.input]
+            stamped.output[:] = [names.get(n, f"{prefix}/{n}") for n in node.output]
             self.nodes.append(stamped)

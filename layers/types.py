@@ -26,7 +26,7 @@ def types_of(session: OrtSession) -> dict[str, tuple[str, Shape]]:
     return found
 
 
-def infer(model: onnx.ModelProto, values: list[str]) -> dict[str, tuple[str, Shape]]:
+def infer(model: light.Model, values: list[str]) -> dict[str, tuple[str, Shape]]:
     """Types and shapes of values, by name.
 
     Raises:

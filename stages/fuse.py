@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import onnx
 
     from layerline.backends.base import Feed
+    from layerline.backends.light import Light
     from layerline.graph.apply import Rewritten
     from layerline.graph.fuse import Fused
     from layerline.graph.rule import Firing, Rule
@@ -43,7 +44,7 @@ def _rule_name(name: str) -> str:
 class _Case:
     """What goes in: the unfused model, real feeds, and how far rounding may move each value."""
 
-    model: onnx.ModelProto
+    model: Light
     feeds: Sequence[Feed]
     floors: Mapping[str, float]
     notes: Sequence[str]
@@ -53,7 +54,7 @@ class Fuse(Stage):
     """Folds constants and merges nodes; nothing here changes numbers beyond rounding."""
 
     name: ClassVar[str] = "fuse"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     takes: ClassVar[Mapping[str, str]] = {"model": "onnx"}
     gives: ClassVar[str] = "fused"
     env: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnx-ir", "onnxruntime")
@@ -70,12 +71,12 @@ class Fuse(Stage):
 
         case, fused = self._fuse(work)
         rows = _compare(case, fused)
-        io.save(fused.model, work.out)
+        io.save(fused.light, work.out)
         record.save(work.out, fused)
         for name in COPIED:
             if (work.inputs["model"] / name).is_file():
                 shutil.copyfile(work.inputs["model"] / name, work.out / name)
-        work.log.say(f"{_nodes(fused.model)} nodes out; {len(fused.proofs)} rewrites proved")
+        work.log.say(f"{_nodes(fused.light)} nodes out; {len(fused.proofs)} rewrites proved")
         notes = [*case.notes, *fused.notes]
         if not all(r.passed for r in rows):
             notes.append(_blame(self._guilty(case, fused)))
@@ -98,7 +99,7 @@ class Fuse(Stage):
         limit = [f.site for f in fused.firings].index(firing.site)
         for name, count in (("before", limit), ("after", limit + 1)):
             (folder / name).mkdir(parents=True, exist_ok=True)
-            io.save(rewrite(case.model, self._rules(), limit=count, **self._options(fused)).model, folder / name)
+            io.save(rewrite(case.model, self._rules(), limit=count, **self._options(fused)).light, folder / name)
         place = {"rule": firing.site.rule, "place": firing.site.value}
         return dataclasses.replace(failing, extra={**failing.extra, **place})
 
@@ -108,7 +109,7 @@ class Fuse(Stage):
         from layerline.layers import probes
 
         rules, folder = self._rules(), work.inputs["model"]
-        model, feeds = io.load(folder / io.FILE), probes.load(folder)
+        model, feeds = io.parts(folder / io.FILE), probes.load(folder)
         work.log.say(f"{_nodes(model)} nodes in; {len(rules)} rules are on")
         floors, notes = _floors(folder, model, feeds)
         chosen = _unlike(feeds, self.proof_feeds)
@@ -119,7 +120,7 @@ class Fuse(Stage):
         from layerline.graph.bisect import guilty
 
         def good(some: Rewritten) -> bool:
-            candidate = dataclasses.replace(fused, model=some.model, firings=some.firings)
+            candidate = dataclasses.replace(fused, light=some.light, firings=some.firings)
             return all(r.passed for r in _compare(case, candidate))
 
         return guilty(case.model, good, self._rules(), **self._options(fused))
@@ -133,7 +134,7 @@ class Fuse(Stage):
         return {"denied": frozenset(p.firing.site for p in fused.undone), "fold_limit": self.fold_limit}
 
 
-def _floors(folder: Path, model: onnx.ModelProto, feeds: Sequence[Feed]) -> tuple[dict[str, float], list[str]]:
+def _floors(folder: Path, model: Light, feeds: Sequence[Feed]) -> tuple[dict[str, float], list[str]]:
     """The noise floor of every value: torch's own, where the model came from torch, else measured here."""
     from layerline.graph.noise import perturbed
     from layerline.layers import floor
@@ -141,7 +142,7 @@ def _floors(folder: Path, model: onnx.ModelProto, feeds: Sequence[Feed]) -> tupl
 
     if floors := floor.load(folder):
         return floors, []
-    rows = compare(model, perturbed(model), feeds)
+    rows = compare(model, perturbed(model.whole()), feeds)
     measured = {r.name: r.rel_l2 for r in rows if r.rel_l2 is not None}
     return measured, ["noise floors measured by moving every weight and float input by one rounding step at random"]
 
@@ -165,18 +166,18 @@ def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
     from layerline.graph.prove import tolerance
     from layerline.layers.compare import compare
 
-    random, highest = drawn(case.model), max(case.floors.values(), default=0.0)
-    known = dict.fromkeys((o.name for o in case.model.graph.output), highest) | dict(case.floors)
+    graph, random, highest = case.model.model.graph, drawn(case.model.model), max(case.floors.values(), default=0.0)
+    known = dict.fromkeys((o.name for o in graph.output), highest) | dict(case.floors)
     tolerances = {v: tolerance(v, fused.types, known) for v in known if v not in random}
-    return compare(case.model, fused.model, case.feeds, pairs=_pairs(case.model, fused), tolerances=tolerances)
+    return compare(case.model, fused.light, case.feeds, pairs=_pairs(graph, fused), tolerances=tolerances)
 
 
-def _pairs(model: onnx.ModelProto, fused: Fused) -> dict[str, str]:
+def _pairs(graph: onnx.GraphProto, fused: Fused) -> dict[str, str]:
     """Value of the unfused model to the value of the fused one that holds the same numbers."""
-    here = {o for n in fused.model.graph.node if n.op_type != "Constant" for o in n.output if o}
+    here = {o for n in fused.light.model.graph.node if n.op_type != "Constant" for o in n.output if o}
     moved = {f.site.value: f.result for f in fused.firings if not f.site.inside and f.result != f.site.value}
     pairs: dict[str, str] = {}
-    for name in (o for n in model.graph.node if n.op_type != "Constant" for o in n.output if o):
+    for name in (o for n in graph.node if n.op_type != "Constant" for o in n.output if o):
         now = name
         while now not in here and now in moved:
             now = moved[now]
@@ -194,11 +195,11 @@ def _blame(firing: Firing | None) -> str:
     )
 
 
-def _report(model: onnx.ModelProto, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequence[str]) -> Report:
+def _report(model: Light, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequence[str]) -> Report:
     from layerline.graph import record
     from layerline.graph.noise import drawn, unjudged
 
-    found = drawn(model)
+    found = drawn(model.model)
     random = [f"{v} and what follows is drawn at random ({op}): not judged" for v, op in found.items()]
     return Report(
         stage=Fuse.name,
@@ -206,11 +207,11 @@ def _report(model: onnx.ModelProto, fused: Fused, rows: tuple[LayerDiff, ...], n
         candidate="fused onnx on onnxruntime",
         records=rows,
         metrics={
-            **unjudged(model.graph, found),
+            **unjudged(model.model.graph, found),
             "nodes_before": _nodes(model),
-            "nodes_after": _nodes(fused.model),
+            "nodes_after": _nodes(fused.light),
             "initializer_bytes_before": _bytes(model),
-            "initializer_bytes_after": _bytes(fused.model),
+            "initializer_bytes_after": _bytes(fused.light),
             "rewrites": len(fused.proofs),
             "undone": len(fused.undone),
         },
@@ -230,13 +231,14 @@ def _cut(title: str, rows: list[dict[str, Scalar]]) -> dict[str, list[dict[str, 
     return {f"{title}, the first {TABLE_ROWS} of {len(rows)} (all: rewrites.json)": rows[:TABLE_ROWS]}
 
 
-def _nodes(model: onnx.ModelProto) -> int:
+def _nodes(light: Light) -> int:
     from layerline.graph import io
 
-    return sum(len(g.node) for g in io.graphs(model))
+    return sum(len(g.node) for g in io.graphs(light.model))
 
 
-def _bytes(model: onnx.ModelProto) -> int:
+def _bytes(light: Light) -> int:
     from layerline.graph import io
 
-    return sum(len(t.raw_data) or t.ByteSize() for t in io.tensors(model))
+    stored = sum(len(t.raw_data) or t.ByteSize() for t in io.tensors(light.model))
+    return stored + sum(w.nbytes for w in light.weights.values())

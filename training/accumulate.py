@@ -69,7 +69,7 @@ def counted(weight: object) -> float:
 
 
 def witness(params: Iterable[Tensor]) -> Witness | None:
-    """One gradient, by which it shows whether all are still there."""
+    """One gradient as it is now: whether it is still there shows whether all are."""
     for param in params:
         if (grad := param.grad) is not None:
             return param, grad, grad._version

@@ -1,4 +1,4 @@
-"""What is off until asked for: which section of the configuration brings in which module, before and after a lane."""
+"""What is off by default: which section of the configuration brings in which module, before and after a lane."""
 
 from __future__ import annotations
 

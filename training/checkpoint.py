@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.training import deploy, names, rng, saved, tensorfile
+from layerline.training import deploy, names, optimizer_state, rng, saved, tensorfile
 from layerline.training.lane import Lane
 from layerline.training.masks import Masks
 from layerline.training.parts import whole
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 SUFFIX = ".safetensors"
-# What other tools call such a file: hardly meant as a folder's name.
+# Suffixes of other tools' files: a path with one of them is hardly meant as a folder.
 _OTHERS = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle", ".tar", ".zip", ".npz", ".h5", ".hdf5", ".model", ".onnx")
 
 
@@ -127,22 +127,37 @@ def restore(mo: ModelOptimizer, tensors: Mapping[str, Tensor], meta: Mapping[str
     _restore_draws(meta, tensors, 0 if mo.ranks is None else mo.ranks.rank)
 
 
-def weights(path: Path, *, ema: bool = True) -> dict[str, Tensor]:
-    """The weights in a checkpoint of ours (averages over online ones when `ema`), or all of another file."""
+def weights(path: Path, *, ema: bool = True, only: str | None = None) -> dict[str, Tensor]:
+    """The weights in a checkpoint of ours (averages over online ones when `ema`), or all of another file.
+
+    Args:
+        only: the model, where the checkpoint holds several.
+
+    Raises:
+        StageError: there are several models and none is chosen, or another one.
+    """
     tensors, meta = tensorfile.load(path)
     if "lanes" not in meta:
         return tensors
+    there = list(meta["lanes"])
+    if (name := there[0] if only is None and len(there) == 1 else only) not in there:
+        what = "the checkpoint holds several models" if only is None else f"the checkpoint holds no model {only!r}"
+        raise StageError(f"{what}; there are {there}", where=path.name, hint=f"only={there[0]!r}")
     kinds = ("online/", "masters/", "ema/") if ema else ("online/", "masters/")
-    return {n.removeprefix(k): t for k in kinds for n, t in tensors.items() if n.startswith(k)}
+    starts = [f"{name}/{k}" if name else k for k in kinds]
+    return {n.removeprefix(s): t for s in starts for n, t in tensors.items() if n.startswith(s)}
 
 
-def load_weights(model: nn.Module, path: Path, *, ema: bool = True) -> None:
+def load_weights(model: nn.Module, path: Path, *, ema: bool = True, only: str | None = None) -> None:
     """Copies the weights of a file into a model; prefixes of wrappers on either side do not matter.
 
+    Args:
+        only: the model of the checkpoint, where it holds several.
+
     Raises:
-        StageError: names or shapes that do not fit; all are listed.
+        StageError: names or shapes that do not fit, all of which are listed; or which model is not said.
     """
-    names.load(model, weights(path, ema=ema))
+    names.load(model, weights(path, ema=ema, only=only))
 
 
 def _write(target: Path, path: Path, keep: int, tensors: Tensors, meta: dict[str, Any]) -> None:
@@ -203,7 +218,7 @@ def _lane_state(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> 
         grads, shared = lane.peers.window(grads)
         window |= shared
     parts: dict[str, Any] = {
-        "optimizer": _optimizer_state(lane), "rate": lane.rate.state_dict(), "scale": lane.scale.state_dict(),
+        "optimizer": optimizer_state.state(lane), "rate": lane.rate.state_dict(), "scale": lane.scale.state_dict(),
         "window": {**window, "grads": grads},
         "guard": lane.guard.state_dict() if lane.guard else {},
     }  # fmt: skip
@@ -222,13 +237,8 @@ def _load_others(mo: ModelOptimizer, optimizers: Mapping[str, Any], extras: Mapp
     loads = [(mo.extras[name], state) for name, state in extras.items()]
     for name, part in optimizers.items():
         lane = mo.lanes[name]
-        if not lane.custom:
-            continue
-        if part["custom"] is None or not hasattr(lane.optimizer, "load_state_dict"):
-            _say_stateless(lane, f"{type(lane.optimizer).__name__} begins without the state it had: "
-                                 "it was not saved, or it has no load_state_dict()")  # fmt: skip
-        else:
-            loads.append((lane.optimizer, part["custom"]))
+        if lane.custom and (own := optimizer_state.own(lane, part)) is not None:
+            loads.append((lane.optimizer, own))
     done: list[tuple[Any, Any]] = []
     try:
         for thing, state in loads:
@@ -257,7 +267,7 @@ def _restore_lane(lane: Lane, state: saved.Saved) -> None:
     if lane.ema is not None:
         lane.ema.load(weights["ema"], counters["ema_updates"])
     if not lane.custom:
-        _restore_optimizer(lane, parts["optimizer"])
+        optimizer_state.restore(lane, parts["optimizer"])
     lane.reach.weights = math.inf
     lane.rate.load_state_dict(parts["rate"], lane.steps)
     lane.scale.load_state_dict(parts["scale"])
@@ -277,59 +287,6 @@ def _restore_lane(lane: Lane, state: saved.Saved) -> None:
         lane.monitor.load_state_dict(parts["monitor"])
     if lane.peers is not None:
         lane.peers.arm(sync=lane.window.micro == lane.config.accumulate.steps - 1)
-
-
-def _optimizer_state(lane: Lane) -> dict[str, Any]:
-    """By parameter name for our own optimizers; as it comes for a custom one that has a state_dict."""
-    name = saved.optimizer_name(lane)
-    if lane.custom:
-        if not hasattr(lane.optimizer, "state_dict"):
-            _say_stateless(lane, f"{name} has no state_dict(): its state is not in the checkpoint")
-            return {"name": name, "custom": None}
-        return {"name": name, "custom": lane.optimizer.state_dict()}
-    name_of = {id(p): n for n, p in zip(lane.names, lane.stepped, strict=True)}
-    # Parameters that joined later have taken fewer steps, whatever group a fresh optimizer puts them in.
-    steps = {name_of[id(p)]: g["step"] for g in lane.optimizer.param_groups if "step" in g for p in g["params"]}
-    state = {name_of[id(p)]: dict(s) for p, s in lane.optimizer.state.items()}
-    return {"name": name, "state": state, "group_steps": steps}
-
-
-def _say_stateless(lane: Lane, text: str) -> None:
-    lane.monitor.warn("stateless", text)
-    warnings.warn(text, stacklevel=2)
-
-
-def _restore_optimizer(lane: Lane, found: Mapping[str, Any]) -> None:
-    of_name = dict(zip(lane.names, lane.stepped, strict=True))
-    _restore_steps(lane, {id(of_name[n]): step for n, step in found["group_steps"].items()})
-    current = lane.optimizer.state_dict()
-    order = {id(p): i for i, p in enumerate(p for g in lane.optimizer.param_groups for p in g["params"])}
-    current["state"] = {order[id(of_name[n])]: _copied(s) for n, s in found["state"].items()}
-    lane.optimizer.load_state_dict(current)
-
-
-def _restore_steps(lane: Lane, steps: Mapping[int, int]) -> None:
-    """Steps are counted by group: one whose parameters have taken different numbers is parted."""
-    for group in list(lane.optimizer.param_groups):
-        params = group["params"]
-        counts = sorted({steps.get(id(p)) for p in params}, key=lambda count: -(count or 0))
-        for index, count in enumerate(counts):
-            part = [p for p in params if steps.get(id(p)) == count]
-            if index == 0:
-                group["params"] = part
-                target = group
-            else:
-                lane.rate.part(group)
-                lane.optimizer.add_param_group({**group, "params": part})
-                target = lane.optimizer.param_groups[-1]
-            target.pop("step", None)
-            if count is not None:
-                target["step"] = count
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    # What was read from a file are views of one buffer, which would stay in memory as long as any of them.
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def _changes(old: Any, new: Any, path: str = "") -> list[str]:

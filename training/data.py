@@ -207,14 +207,7 @@ class _Share:
         if self.ranks == 1:
             return counted, batch
 
-        def cut(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value[rows] if value.ndim and len(value) == samples else value
-            if isinstance(value, Mapping):
-                return {k: cut(v) for k, v in value.items()}
-            return tuple(map(cut, value)) if isinstance(value, tuple | list) else value
-
-        return counted, cut(batch)
+        return counted, each_tensor(batch, lambda t: t[rows] if t.ndim and len(t) == samples else t)
 
 
 class _Places:
@@ -312,11 +305,16 @@ def size(batch: Any) -> int:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The same batch with its tensors on `device`."""
+    return each_tensor(batch, lambda t: t if t.device == device else t.to(device, non_blocking=True))
+
+
+def each_tensor(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same batch with `change` applied to its tensors; lists and tuples become tuples, mappings dicts."""
     if isinstance(batch, Tensor):
-        return batch if batch.device == device else batch.to(device, non_blocking=True)
+        return change(batch)
     if isinstance(batch, Mapping):
-        return {k: to_device(v, device) for k, v in batch.items()}
-    return tuple(to_device(v, device) for v in batch) if isinstance(batch, list | tuple) else batch
+        return {k: each_tensor(v, change) for k, v in batch.items()}
+    return tuple(each_tensor(v, change) for v in batch) if isinstance(batch, tuple | list) else batch
 
 
 def example_inputs(task: Task, n: int = 2) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import ConfigError
 from layerline.training.lane import Lane
 from layerline.training.parts import whole
-from layerline.training.precision import HALF
+from layerline.training.precision import wide
+from layerline.training.replay import modes_kept
 
 
 def switch(lane: Lane, *, ema: bool) -> None:
@@ -46,8 +47,7 @@ def shipped(lane: Lane) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {**lane.named.tensors, **(lane.ema.values() if lane.ema else {})}
         if lane.ema is None and lane.masters is not None:
             tensors |= {n: lane.masters.stepped(p) for n, p in lane.named.params.items()}
-        shown = {n: whole(t.detach()) for n, t in tensors.items()}
-        return {n: t.float() if t.dtype in HALF else t.clone() for n, t in shown.items()}
+        return {n: wide(whole(t.detach())) for n, t in tensors.items()}
 
 
 def validate(lane: Lane, metric: Callable[[nn.Module], float]) -> dict[str, float]:
@@ -59,9 +59,8 @@ def validate(lane: Lane, metric: Callable[[nn.Module], float]) -> dict[str, floa
     Raises:
         ConfigError: the metric is no number.
     """
-    modes = [(m, m.training) for m in lane.model.modules()]
-    lane.model.eval()
-    try:
+    with modes_kept(lane.model):
+        lane.model.eval()
         with torch.no_grad(), online(lane):
             with _without_fake_quant(lane.model):
                 plain = _number(metric(lane.model))
@@ -69,9 +68,6 @@ def validate(lane: Lane, metric: Callable[[nn.Module], float]) -> dict[str, floa
             switch(lane, ema=True)
             deploy = plain if same else _number(metric(lane.model))
             switch(lane, ema=False)
-    finally:
-        for module, training in modes:
-            module.training = training
     if lane.rate.plateau is not None:
         lane.rate.plateau.observe(deploy)
         lane.rate.set(lane.steps)

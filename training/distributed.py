@@ -25,6 +25,7 @@ from layerline.training.config import Config
 from layerline.training.hooks import Attached
 from layerline.training.names import named
 from layerline.training.peers import Peers, flattened, spread, unflatten
+from layerline.training.precision import HALF_TYPES
 from layerline.training.ranks import Ranks, lines
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ HOOKS = {
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
 }
-HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def prepare(model: nn.Module, config: Config, ranks: Ranks) -> None:
@@ -147,7 +147,7 @@ class Replicas(Peers):
             self._note_unused([n for n, somewhere in zip(lane.names, used, strict=True) if not somewhere])
 
     def _mean_of(self, grads: Sequence[Tensor]) -> None:
-        half, size = HALF.get(self._config.compress), self._config.bucket_mb * 2**20
+        half, size = HALF_TYPES.get(self._config.compress), self._config.bucket_mb * 2**20
         flights = []
         for flat, parts in flattened(grads, size):
             sent = flat.div_(self.ranks.size).to(half or flat.dtype)
@@ -227,7 +227,7 @@ def _mark(param: Tensor) -> _Mark:
 
 
 def _untouched(params: Sequence[Tensor], before: Sequence[_Mark]) -> list[Tensor]:
-    """Those whose gradient is what it was."""
+    """Those whose gradient was not written to since."""
     return [p for p, mark in zip(params, before, strict=True) if _same(mark, _mark(p))]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from layerline.training.config import EmaConfig
 from layerline.training.names import Named, Slots
 from layerline.training.parts import local
-from layerline.training.precision import HALF, Masters
+from layerline.training.precision import HALF, Masters, wide
 
 
 def decay_at(config: EmaConfig, update: int) -> float:
@@ -57,7 +57,7 @@ class Ema:
         sources: tensors by canonical name. They are read as they are at each update, and so may be moved by
             `tensor.data = …`, as `module.to()` does.
         config: decay, start step, warm-up.
-        live: those among the last `sources` that are buffers, wherever the model holds them by then.
+        live: where the model holds those of `sources` that are buffers; a forward pass may replace them.
 
     Attributes:
         shadow: the averages, float32 or wider, in the order of `names`.
@@ -67,11 +67,12 @@ class Ema:
 
     def __init__(self, sources: Mapping[str, Tensor], config: EmaConfig, live: Slots | None = None) -> None:
         self.config = config
-        self._live = live if live is not None and live.names else None
-        self.names = [n for n in sources if live is None or n not in live.names] + (live.names if live else [])
-        self._fixed = [sources[n] for n in self.names[: len(self.names) - len(live.names if live else ())]]
+        buffers = live.names if live is not None else []
+        fixed = {n: s for n, s in sources.items() if n not in buffers}
+        self.names, self._fixed = [*fixed, *buffers], list(fixed.values())
+        self._live = live if buffers else None
         # Copied at once, so that the first average counts the weights that training started from.
-        self.shadow = [_wide(s) for s in self.sources]
+        self.shadow = [wide(s) for s in self.sources]
         self._backup: list[Tensor | None] = []
         self._statistics: list[Tensor] = []
         self._arrange()
@@ -89,12 +90,12 @@ class Ema:
         self._mixed = any(s.dtype in HALF for s in self.sources)
 
     def follow(self, sources: Mapping[str, Tensor], live: Slots) -> None:
-        """The model's tensors have other names by now, or there are others; averages of what stayed go on."""
+        """Takes over renamed, new and missing tensors of the model; averages of those that stayed go on."""
         old = {id(s): a for s, a in zip(self.sources, self.shadow, strict=True)}
         named = dict(zip(self.names, self.shadow, strict=True))
         fixed = {n: s for n, s in sources.items() if n not in live.names}
-        averages = [old[id(s)] if id(s) in old else _wide(s) for s in fixed.values()]
-        averages += [named[n] if n in named and named[n].shape == s.shape else _wide(s)
+        averages = [old[id(s)] if id(s) in old else wide(s) for s in fixed.values()]
+        averages += [named[n] if n in named and named[n].shape == s.shape else wide(s)
                      for n, s in zip(live.names, live.now(), strict=True)]  # fmt: skip
         self.names, self._fixed, self.shadow = [*fixed, *live.names], list(fixed.values()), averages
         self._live = live if live.names else None
@@ -135,9 +136,9 @@ class Ema:
     def swap(self) -> None:
         """Exchanges weights and averages in place, one tensor at a time.
 
-        A half-precision source cannot carry the average without loss, so its own value is kept aside meanwhile. What a
-        forward pass in training mode does to running statistics meanwhile is nobody's: neither average nor model has it
-        afterwards.
+        A half-precision source cannot hold the average without loss, so its own value is kept aside meanwhile. What a
+        forward pass in training mode does to running statistics meanwhile is dropped: neither average nor model keeps
+        it.
         """
         first = len(self._fixed)
         if not self.updates and self.config.start_step:
@@ -170,9 +171,3 @@ class Ema:
         self.updates = updates
         for name, shadow, source in zip(self.names, self.shadow, self.sources, strict=True):
             shadow.copy_(averages.get(name, source))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """A copy in float32 or wider."""
-    tensor = tensor.detach()
-    return tensor.float().clone() if tensor.dtype in HALF else tensor.clone()

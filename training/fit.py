@@ -31,7 +31,7 @@ from layerline.training.parts import whole
 
 _FILL: Any = torch.utils.deterministic
 _DRAW_EVERY_S = 0.1
-# A save may take this share of the time at most.
+# Seconds between two saves, at least: so many, and so many times what the last one took.
 _SAVE_EVERY_S, _SAVE_SHARE = 10.0, 20
 
 
@@ -154,7 +154,7 @@ def _resumable(mo: ModelOptimizer, folder: Path) -> bool:
 
 
 def _agreed(run: Run, save: bool, stop: bool) -> tuple[bool, bool]:
-    """What is done now. Ranks must do it at the same step: one asks, and after the next step all know."""
+    """Whether to save and whether to stop now. All ranks must at the same step: one asks, at the next step all know."""
     peers = run.lane.peers
     if peers is None:
         return save, stop

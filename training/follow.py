@@ -1,21 +1,24 @@
-"""A model stays its owner's: what was done to it after an optimizer was made is followed, or refused by name.
+"""What the user does to a model after ModelOptimizer was made: it is followed, taken in by join(), or refused by name.
 
-A replaced parameter would be trained no more and saved as it was, without a word; a moved one would leave its average
-behind. Both are looked for where a step shows it (a gradient that is missing), now and then, and before weights leave.
+Unnoticed, a replaced parameter would not be trained and be saved untrained, and a moved one would leave its average
+behind. The model is searched for changes when a gradient is missing, now and then, and before weights are
+saved, switched or exported.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from layerline.pipeline.errors import ConfigError
-from layerline.training import optimizers
+from layerline.training import misuse, optimizers
 from layerline.training.ema import norm_buffers, statistics
+from layerline.training.groups import Member, members
 from layerline.training.guard import Guard
 from layerline.training.names import Slots, named
+from layerline.training.precision import masters
 
 if TYPE_CHECKING:
     from layerline.training.lane import Lane
@@ -54,6 +57,25 @@ def refresh(lane: Lane, *, warn: bool = True) -> None:
     take_over(lane)
 
 
+def join(lane: Lane) -> list[str]:
+    """Takes in trained parameters that the model has gained since; see `Lane.join`."""
+    misuse.refuse_averages(lane, "join")
+    refresh(lane, warn=False)
+    known = {id(p) for p in lane.params}
+    fresh = [m for m in members(lane.named, lane.config.optimizer.no_decay) if id(m.param) not in known]
+    _check_fresh(lane, fresh)
+    if lane.peers is not None:
+        lane.peers.admit(fresh)
+    for member in fresh:
+        _admit(lane, member)
+    lane.members += tuple(fresh)
+    if lane.monitor.per_layer:
+        lane.monitor.add_columns([f"grad_norm/{m.name}" for m in fresh])
+    lane.take_stock()
+    take_over(lane)
+    return [m.name for m in fresh]
+
+
 def take_over(lane: Lane) -> None:
     """Points average, guard and masters to what the model holds now; not while it holds its averages."""
     if lane.ema is not None and lane.ema.swapped:
@@ -84,3 +106,27 @@ def _warn_of_strangers(lane: Lane) -> None:
         them = f"{new[0]} and {len(new) - 1} more require gradients and are" if len(new) > 1 \
             else f"{new[0]} requires a gradient and is"  # fmt: skip
         lane.monitor.warn("strangers", f"{them} not trained: call join()")
+
+
+def _check_fresh(lane: Lane, fresh: list[Member]) -> None:
+    late = [m.param for m in fresh]
+    if lane.custom and (idle := optimizers.idle(lane.optimizer, [m.name for m in fresh], late)):
+        raise ConfigError("a custom optimizer must hold a parameter before it joins", where=idle[0],
+                          hint="optimizer.add_param_group({'params': …}) first")  # fmt: skip
+    if fresh and masters(lane.config, late, custom=lane.custom):
+        raise ConfigError("a half parameter needs a master, and can only join at construction",
+                          where=fresh[0].name, hint="make ModelOptimizer after changing the model")  # fmt: skip
+
+
+def _admit(lane: Lane, member: Member) -> None:
+    member.param.grad = None  # what passes before have left there is none of a window's
+    lane.params.append(member.param)
+    lane.names.append(member.name)
+    if lane.stepped is not lane.params:
+        lane.stepped.append(member.param)
+    if lane.custom:
+        return
+    group: dict[str, Any] = {"params": [member.param], "lr": lane.rate.base}
+    decay = lane.config.optimizer.weight_decay if member.decay else 0.0
+    lane.optimizer.add_param_group(group if decay is None else {**group, "weight_decay": decay})
+    lane.rate.adopt(lane.optimizer.param_groups[-1])

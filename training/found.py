@@ -36,8 +36,8 @@ class State:
         path: where in the file, keys joined by dots; a prefix that the names share, with its dot, included.
         ema: whether the file calls them averages.
         tensors: without that prefix.
-        order: by position instead of by name, as averages of parameters alone are kept by some.
-        prefix: put before the names, which lack the module that all of the model lies in.
+        order: tensors by position instead of by name; some trainers keep averages of parameters so.
+        prefix: put before the names, where they lack the one module that the whole model lies in.
     """
 
     path: str
@@ -58,8 +58,8 @@ class Fit:
     Attributes:
         tensors: what fits, by canonical name.
         missing: names that the model has and the file has not.
-        wrong: names that the model has not, and shapes that differ, in words.
-        extra: the former.
+        wrong: what does not fit, in words: names that the model has not, shapes and types that differ.
+        extra: names that the model has not.
         notes: what was left out or filled in.
     """
 
@@ -89,7 +89,9 @@ def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
         tensors, meta = tensorfile.load(path)
         if "lanes" not in meta:
             return tensors, ()
-        return {"online": checkpoint.weights(path, ema=False), "ema": checkpoint.weights(path)}, ()
+        found = {n: {"online": checkpoint.weights(path, ema=False, only=n), "ema": checkpoint.weights(path, only=n)}
+                 for n in meta["lanes"]}  # fmt: skip
+        return found.get("", found), ()
     try:
         return _load(path, weights_only=True), ()
     except Exception as error:
@@ -179,7 +181,8 @@ def fit(state: State, known: Named, ignore: Sequence[str] = ()) -> Fit:
 
 
 def _parts(state: State, known: Named) -> Iterator[State]:
-    """The state dict as it is, below each prefix that ends where a name of the model begins, and below the model's."""
+    """The state dict as it is; below each prefix that ends where a name of the model begins; and with the prefix of the
+    one module that the whole model lies in."""
     yield state
     own = sorted([*known.tensors, *known.aliases], key=len)[-3:]
     keys = {names.bare(k): k for k in state.tensors}

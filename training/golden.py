@@ -15,6 +15,8 @@ from layerline.pipeline.errors import TaskError, ran_out_of_memory
 from layerline.training.loss import first_output
 from layerline.training.names import modules
 
+_CALL_ALIKE = "call the arrays of the data (or what example_inputs() gives) as forward() calls its arguments"
+
 
 def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a call by the names of forward's arguments, then keys and positions (`batch_image`, `args_0`).
@@ -43,7 +45,7 @@ def misfit(
     takes = [n for n in signature.parameters if n != "self"]
     given = [*(f"{len(args)} by position" for _ in args[:1]), *kwargs]
     left = [n for n in takes if n not in kwargs][len(args) :]
-    hint = "call the arrays of the data (or what example_inputs() gives) as forward() calls its arguments"
+    hint = _CALL_ALIKE
     if kwargs and len(left) == 1 and not set(kwargs) & set(takes):
         keys = [k.removeprefix(f"{left[0]}_") for k in kwargs]
         told, called = ", ".join(f"{k!r}: …" for k in keys), ", ".join(f"{left[0]}_{k}" for k in keys)
@@ -121,7 +123,7 @@ def _unnamed(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, str]:
     if not unknown:
         return "", ""
     told = f"; it gives {', '.join(unknown)}, which forward() does not name: it takes {', '.join(names)}"
-    return told, "call the arrays of the data (or what example_inputs() gives) as forward() calls its arguments"
+    return told, _CALL_ALIKE
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:

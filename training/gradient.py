@@ -27,7 +27,7 @@ def joined(grads: list[Tensor]) -> float:
 
 
 def total(parts: Sequence[Tensor]) -> float:
-    """The norm of a vector, of those of its parts."""
+    """The norm of a vector, from the norms of its parts."""
     # Reading a few numbers beats launching two kernels; float64 has room for any float32 squared.
     if len(parts) <= _FEW or any(n.device != parts[0].device for n in parts):
         return math.hypot(*[n.item() for n in parts])

@@ -31,9 +31,9 @@ class Member:
 def members(model: Named, no_decay: Iterable[str] = ()) -> tuple[Member, ...]:
     """Every parameter that is trained, once, with its group.
 
-    Biases, parameters of normalisation layers and anything of at most one dimension (fake-quantisation scales among
-    them) never decay, nor the lengths of weight normalisation; embeddings where `no_decay` says "embeddings"; names
-    matching one of its glob patterns neither.
+    These never decay: biases, parameters of normalisation layers, the lengths of weight normalisation, anything of at
+    most one dimension (fake-quantisation scales among them), embeddings where `no_decay` says "embeddings", and names
+    that match one of its glob patterns.
 
     Raises:
         ConfigError: nothing requires a gradient, an embedding gives sparse gradients, or a pattern matches nothing.

@@ -24,7 +24,7 @@ class Guard:
         self._aside: list[Tensor] = []
 
     def follow(self, live: Slots) -> None:
-        """The model's layers were changed."""
+        """Takes over the buffers of a model whose layers were changed; values of those that stayed are kept."""
         kept = dict(zip(self._live.names, self._kept, strict=True))
         self._kept = [kept[n] if n in kept and kept[n].shape == t.shape else t.clone()
                       for n, t in zip(live.names, live.now(), strict=True)]  # fmt: skip
@@ -39,7 +39,7 @@ class Guard:
         torch._foreach_copy_(self._live.now(), self._kept)
 
     def hold(self) -> None:
-        """While the model holds its averages, what is not averaged (counters) is put aside as well."""
+        """Puts the counters aside, which are not averaged, while the model holds its averages."""
         self._aside = [t.clone() for t in self._counters()]
 
     def release(self) -> None:

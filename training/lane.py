@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from layerline.pipeline.errors import ConfigError, StageError
-from layerline.training import follow, gradient, memory, norms, optimizers
+from layerline.pipeline.errors import ConfigError
+from layerline.training import follow, gradient, memory, misuse, norms, optimizers, rejected
 from layerline.training.accumulate import Window, check_loss, counted, loss_factor, witness
 from layerline.training.config import Config
 from layerline.training.ema import Ema, averaged, norm_buffers, statistics
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # Beyond this an unclipped gradient's square overflows float32 and would stay in the optimizer's state as Inf.
 _GREATEST_NORM = 1e18
-# How often the model is looked through for what was changed in it (some microseconds a layer): at first, then so often.
+# The model is searched for changes before steps 1, 2, 4, … 64, then every 64: it takes some microseconds a layer.
 _LOOK_EVERY = 64
 _ALONE = nullcontext()
 _TRAINED = attrgetter("requires_grad")
@@ -54,14 +54,15 @@ class Lane:
 
     Attributes:
         steps: accepted optimizer steps.
-        skipped: rejected ones; `skipped_in_a_row` without those that a smaller loss scale answers.
+        skipped: rejected ones; `skipped_in_a_row` leaves out fp16 overflows that a smaller loss scale answers.
         first_rejected: number of the first step that was rejected, of all that were attempted; 0 while none was.
         gradient_bytes: size of the gradients of the first step.
         loss, grad_norm: of the last accepted step, per sample and before clipping; NaN before the first.
         peers: what other ranks contribute to a step; None in a single process.
         masks: put back on after each accepted step.
         frozen: parameters of the model that are not trained.
-        kinds: type and device of each of `params`, which stay.
+        reach: whether a step can make a weight Inf.
+        kinds: type and device of each of `params`, which must stay the same.
         judge: told of each rejected step while its gradients are still there; it decides whether to go on.
     """
 
@@ -84,7 +85,6 @@ class Lane:
         self.rate = Rate(config, optimizer)
         self.scale = LossScale(config.precision)
         self.window = Window()
-        self.reach = Reach(optimizer, self.params, self.stepped)
         self.ema = (
             Ema(averaged(self.named, self.masters), config.ema, Slots(self.named, statistics(self.named)))
             if config.ema.on
@@ -103,19 +103,24 @@ class Lane:
         # A step's own numbers lie here: every other object it has to visit is out of the cache by then.
         self._max_norm = config.clip.max_norm or math.inf
         self._window_size, self._empty_cache = config.accumulate.steps, config.memory.empty_cache
-        self._joined = self._joinable()
-        self.kinds = [(p.dtype, p.device) for p in self.params]
-        self.frozen = follow.left_out(self)
         self._look_at = 0
         self._counts: set[int] = set()  # how many gradients a step had, where it was not all of them
+        self.take_stock()
         if self.custom and (idle := optimizers.idle(optimizer, self.names, self.params)):
             self.monitor.warn("idle", f"{idle[0]} is trained by nobody: the optimizer does not hold it")
+
+    def take_stock(self) -> None:
+        """Works out what depends on `params`: at first, and when some were added."""
+        self.kinds = [(p.dtype, p.device) for p in self.params]
+        self.frozen = follow.left_out(self)
+        self.reach = Reach(self.optimizer, self.params, self.stepped)
+        self._joined = not self.monitor.per_layer and gradient.joinable(self.stepped)
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Adds the gradients of one loss to the window; see Window for the meaning of `weight`.
 
         Raises:
-            ConfigError: the model holds its averages; a loss or weight that is none. The window stays as it was.
+            ConfigError: the model holds its averages; something that is no loss or weight. The window stays as it was.
             StageError: its gradients were cleared in between.
 
         Whatever the backward pass itself raises drops the window: a part of its gradients may have been added.
@@ -126,7 +131,7 @@ class Lane:
     def _add(self, loss: Tensor, weight: float | None) -> None:
         window = self.window
         if self.ema is not None and self.ema.swapped:
-            self.refuse_averages("step")
+            misuse.refuse_averages(self, "step")
         if not (isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim and not loss.is_complex()):
             check_loss(loss)
         if weight is not None:
@@ -149,20 +154,8 @@ class Lane:
             raise
         except BaseException as error:
             self.forget()
-            if isinstance(error, RuntimeError) and "through the graph a second time" in str(error):
-                raise ConfigError("a backward pass has gone through the graph of this loss already", where="loss",
-                                  hint="mo.step(loss) runs it: leave loss.backward() out, or call mo.step() without "
-                                       "the loss; of losses that share a graph, give the sum") from error  # fmt: skip
+            misuse.explain_backward(error)
             raise
-
-    def refuse_averages(self, where: str) -> None:
-        """Training would change the average and not the weights.
-
-        Raises:
-            ConfigError: the model holds its averages.
-        """
-        if self.ema is not None and self.ema.swapped:
-            raise ConfigError("the model holds its EMA weights", where=where, hint="call switch_to_online() first")
 
     def _differentiate(self, loss: Tensor) -> None:
         if self.sophia is not None and self.sophia.wants_curvature():
@@ -177,7 +170,7 @@ class Lane:
         if loss is not None:
             self._add(loss, weight)
         else:
-            self._check_begun()
+            misuse.check_begun(self)
         wanted = self._window_size
         if self.window.close() >= wanted:
             moved = self._update(synced=True)
@@ -191,28 +184,13 @@ class Lane:
         """Steps on what a short last window holds, divided by what it holds. True when the weights moved."""
         if self.window.untouched:
             return False
-        self.refuse_averages("flush")
+        misuse.refuse_averages(self, "flush")
         if self.window.open:
             self.window.close()
         moved = self._update(synced=False)
         if self.peers is not None:
             self.peers.arm(sync=self._window_size == 1)
         return moved
-
-    def _check_begun(self) -> None:
-        """A step without a loss ends what backward() has added, here or by hand; a rank of several may have nothing."""
-        self.refuse_averages("step")
-        if self.window.open or self.peers is not None:
-            return
-        if self.window.weighted is not None:
-            raise StageError("nothing was added since the last step()", where="step",
-                             hint="pass the loss, mo.step(loss), or call mo.backward(loss) first")  # fmt: skip
-        if all(p.grad is None for p in self.stepped):
-            raise self._no_gradient()
-
-    def _no_gradient(self) -> StageError:
-        self.refresh()
-        return StageError("no parameter has a gradient", where="step", hint="pass the loss: mo.step(loss)")
 
     def join(self) -> list[str]:
         """Takes in trained parameters that the model has gained since; their names.
@@ -221,38 +199,7 @@ class Lane:
             ConfigError: the optimizer is the user's own and does not hold them yet, they are half and would need
                 masters, or the model holds its averages.
         """
-        self.refuse_averages("join")
-        self.refresh(warn=False)
-        known = {id(p) for p in self.params}
-        fresh = [m for m in members(self.named, self.config.optimizer.no_decay) if id(m.param) not in known]
-        late = [m.param for m in fresh]
-        if self.custom and (idle := optimizers.idle(self.optimizer, [m.name for m in fresh], late)):
-            raise ConfigError("a custom optimizer must hold a parameter before it joins", where=idle[0],
-                              hint="optimizer.add_param_group({'params': …}) first")  # fmt: skip
-        if fresh and masters(self.config, late, custom=self.custom):
-            raise ConfigError("a half parameter needs a master, and can only join at construction",
-                              where=fresh[0].name, hint="make ModelOptimizer after changing the model")  # fmt: skip
-        if self.peers is not None:
-            self.peers.admit(fresh)
-        for member in fresh:
-            member.param.grad = None  # what passes before have left there is none of a window's
-            self.params.append(member.param)
-            self.names.append(member.name)
-            if self.stepped is not self.params:
-                self.stepped.append(member.param)
-            if self.custom:
-                continue
-            group: dict[str, Any] = {"params": [member.param], "lr": self.rate.base}
-            decay = self.config.optimizer.weight_decay if member.decay else 0.0
-            self.optimizer.add_param_group(group if decay is None else {**group, "weight_decay": decay})
-            self.rate.adopt(self.optimizer.param_groups[-1])
-        self.members += tuple(fresh)
-        self.kinds += [(m.param.dtype, m.param.device) for m in fresh]
-        self.frozen = follow.left_out(self)
-        self.reach = Reach(self.optimizer, self.params, self.stepped)
-        self._joined = self._joinable()
-        follow.take_over(self)
-        return [m.name for m in fresh]
+        return follow.join(self)
 
     def refresh(self, *, warn: bool = True) -> None:
         """Follows what was done to the model since; see `follow.refresh`.
@@ -277,14 +224,9 @@ class Lane:
         try:
             return self._attempt(synced=synced)
         except BaseException as error:
-            sparse = next((n for n, p in zip(self.names, self.stepped, strict=True)
-                           if p.grad is not None and p.grad.layout is not torch.strided), None)  # fmt: skip
+            sparse = misuse.sparse_gradient(self)
             self.forget()
-            if sparse is not None:
-                raise ConfigError("sparse gradients are not supported", where=sparse,
-                                  hint="sparse=False where its embedding is looked up") from error  # fmt: skip
-            if isinstance(error, RuntimeError | TypeError):
-                self.refresh()  # what was changed in the model is a better reason
+            misuse.explain_step(self, error, sparse)
             raise
 
     def _attempt(self, *, synced: bool) -> bool:
@@ -301,7 +243,7 @@ class Lane:
             self._counts.add(len(grads))
             self.refresh()  # a parameter that was replaced has no gradient any more
         if not grads:
-            raise self._no_gradient()
+            raise misuse.no_gradient(self)
         # The one synchronisation of a step: everything after it is decided on the CPU.
         weight, total_loss = window.weight, window.total_loss()
         sizes: Sequence[Tensor] = ()
@@ -313,14 +255,15 @@ class Lane:
         else:
             raw_norm = gradient.total(sizes := torch._foreach_norm(grads))
         if weight == 0.0:  # not one sample in the whole window
-            self.forget()
+            rejected.drop(self)
             return False
         unscale = 1.0 / (weight * window.factor)
         norm, loss = raw_norm * unscale, total_loss / weight
         if not norm < _GREATEST_NORM:
             norm = gradient.total(torch._foreach_norm(grads, dtype=torch.float64)) * unscale
         if not (math.isfinite(loss) and (norm < _GREATEST_NORM or self._max_norm < norm < math.inf)):
-            return self._reject(loss, norm)
+            rejected.reject(self, loss, norm)
+            return False
         return self._accept(grads, norm, loss, unscale, sizes)
 
     def _accept(self, grads: list[Tensor], norm: float, loss: float, unscale: float, sizes: Sequence[Tensor]) -> bool:
@@ -366,7 +309,7 @@ class Lane:
         self.optimizer.step()
         if masters is not None:
             masters.publish()
-        if kept is not None and self._spoilt(kept):
+        if kept is not None and rejected.spoilt(self, kept):
             return False
         if self.masks is not None:
             self.masks.apply()
@@ -374,75 +317,7 @@ class Lane:
                 masters.settled()
         return True
 
-    def _joinable(self) -> bool:
-        return not self.monitor.per_layer and gradient.joinable(self.stepped)
-
     def _by_parameter(self, sizes: Sequence[Tensor], unscale: float) -> list[float]:
         """The norm of each parameter's gradient; NaN, an empty cell, where it has none."""
         norms = iter(sizes)
         return [math.nan if p.grad is None else next(norms).item() * unscale for p in self.stepped]
-
-    def _spoilt(self, kept: Kept) -> bool:
-        """Takes back a step that has written Inf or NaN into a weight; its gradients, loss and norm were finite."""
-        at = kept.spoilt()
-        if not (at is not None if self.peers is None else self.peers.greatest(float(at is not None))):
-            return False
-        kept.restore()
-        if self.masters is not None:
-            self.masters.publish()
-        self._count_rejected(answered=False)
-        name = "a weight of another rank" if at is None else self.names[at]
-        what = f"the update of step {self.steps + 1} makes {name} Inf or NaN"
-        hint = "lower the learning rate, or keep the weights in float32"
-        self.monitor.warn("update", f"{what}: it was taken back")
-        if not self.reach.known:
-            raise StageError(f"{what}, and the optimizer's own state cannot be put back", where=name, hint=hint)
-        if self.skipped_in_a_row >= self.config.nonfinite.patience:
-            raise StageError(f"{what}, {self.skipped_in_a_row} steps in a row", where=name, hint=hint)
-        if self.guard is not None:
-            self.guard.restore()
-        self.forget()
-        return True
-
-    def _count_rejected(self, *, answered: bool) -> None:
-        self.skipped += 1
-        self.first_rejected = self.first_rejected or self.steps + self.skipped
-        self.skipped_in_a_row += not answered
-
-    def _reject(self, loss: float, norm: float) -> bool:
-        # fp16 gradients overflow as a matter of course while the scale is being found; a loss never should.
-        answered = self.scale.on and not self.scale.at_floor and math.isfinite(loss)
-        self._count_rejected(answered=answered)
-        if self.scale.on:
-            self.scale.overflowed()
-            self.monitor.scale_fell(self.scale.value, at_floor=self.scale.at_floor)
-        try:
-            if self.judge is not None and not answered:
-                self.judge.rejected(self, loss, norm)
-            elif not answered and self.skipped_in_a_row >= self.config.nonfinite.patience:
-                raise self.not_finite(loss, norm)
-        finally:
-            if self.guard is not None:
-                self.guard.restore()
-            self.forget()
-        if not answered and not self.config.nonfinite.triage:
-            self.monitor.warn("rejected", f"step {self.steps + 1} was rejected, since {_seen(loss, norm)}; "
-                                          "nonfinite.triage: true says where such a thing begins")  # fmt: skip
-        return False
-
-    def not_finite(self, loss: float, norm: float) -> StageError:
-        """The error for a rejected step, naming the first parameter whose gradient is not finite."""
-        bad = [n for n, p in zip(self.names, self.stepped, strict=True)
-               if p.grad is not None and not torch.isfinite(p.grad).all()]  # fmt: skip
-        where = f"; the first gradient that is not finite is that of {bad[0]}" if bad else ""
-        rows = f", {self.skipped_in_a_row} steps in a row" if self.skipped_in_a_row > 1 else ""
-        return StageError(
-            f"{_seen(loss, norm)} at step {self.steps + 1}{rows}{where}",
-            where=bad[0] if bad else "loss",
-            hint="lower the learning rate, clip gradients, or look for a division or log of 0 there; "
-            "nonfinite.triage: true says where it begins",
-        )
-
-
-def _seen(loss: float, norm: float) -> str:
-    return f"the gradient norm is {norm:g}" if math.isfinite(loss) else f"the loss is {loss:g}"

@@ -1,4 +1,4 @@
-"""What the launcher says, and the store in which ranks meet before they are a group: waits have an end and a name."""
+"""What the launcher says, and the store in which ranks meet before they are a group; a failed wait names the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a task that defines no loss() or metric() gets."""
+"""The loss of a task that defines none, and the main output of a model."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class Masks:
         self._follow(self._lane.steps + 1)  # what the step has brought back counts as zero there
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Parameters are called otherwise by now: old name -> new name."""
+        """Follows parameters that have other names now: old name -> new name."""
         self.masks = {names.get(n, n): m for n, m in self.masks.items()}
 
     @property
@@ -189,7 +189,7 @@ class Masks:
         return {"masks": dict(self.masks), "gradual": asdict(self.gradual) if self.gradual else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The lane has its counters already."""
+        """Called after the lane's counters are loaded: they say where the schedule is."""
         self.gradual = Gradual(**state["gradual"]) if state["gradual"] else None
         self._chosen = self.gradual.latest(self._lane.steps) if self.gradual else None
         self.masks = {}

@@ -30,13 +30,13 @@ COLUMNS = (
 )  # fmt: skip
 _SMOOTHING = 0.98
 _NORMS_KEPT = 101
-# Warnings are thought over each so many accepted steps, however often rows are written.
+# Accepted steps between two decisions on what to warn of, however often rows are written.
 _REVIEW = 10
 _ADDRESS = Tensor.data_ptr
 _LOW = 50
-# The kernel is asked for the peak so often at most, in seconds: between two readings it hardly grows, and asking costs.
+# Seconds between two readings of peak memory, at least: it hardly grows in between, and asking the kernel costs.
 _PEAK_EVERY = 0.1
-# A longer look back than this says nothing new, and the copy of the weights it takes stays small.
+# Bytes of weights that `update_ratio` is measured on: more of them say nothing new, and they are copied for it.
 _RATIO_BYTES = 64 * 2**20
 
 
@@ -49,7 +49,7 @@ class Monitor:
     Attributes:
         rows: one array of float64 per row, in the order of `columns`.
         speak: where each kind of warning is said, once a run; the `layerline.training` logger by default.
-        loads: whether the data has to be loaded, so that waiting for it can be mended; off where it lies in memory.
+        loads: whether data are loaded when needed, so that more workers could help; off where they lie in memory.
     """
 
     def __init__(self, config: MonitorConfig, names: Sequence[str], params: Sequence[Tensor]) -> None:
@@ -90,8 +90,10 @@ class Monitor:
         return [text if n == 1 else f"{text} ({n} times)" for text, n in times]
 
     def add_columns(self, names: Sequence[str]) -> None:
-        """Further columns, before the first row."""
+        """Further columns, which are empty in the rows so far."""
         self.columns += tuple(names)
+        for row in self.rows:
+            row.extend([math.nan] * len(names))
 
     def due(self, step: int) -> bool:
         """Whether accepted step number `step` will be a row."""
@@ -210,7 +212,8 @@ class Monitor:
         if not self._low:
             self._active.discard("norm_low")
         clip, slow = clipped > 0.3, self.loads and wait > 0.3  # a sentence is made only where it is said
-        self._when("clip", f"{clipped:.0%} of the steps were clipped: lower the rate or raise the bound" if clip else "")
+        often = f"{clipped:.0%} of the steps were clipped: lower the rate or raise the bound" if clip else ""
+        self._when("clip", often)
         self._when("wait", f"{wait:.0%} of the time goes to waiting for data: more workers may help" if slow else "")
         if self._scale_drops == 0:
             self._active.discard("scale")
@@ -224,7 +227,7 @@ class Monitor:
             self._active.discard(key)
 
     def warn(self, key: str, text: str) -> None:
-        """Counts a warning, unless `key` was warned of and has not gone since; the first of its kind is said."""
+        """Counts a warning, unless the last one of this `key` still holds; the first one of each key is also said."""
         if key in self._active:
             return
         self._active.add(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -172,8 +173,6 @@ def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     Raises:
         StageError: as `check`, before anything is copied.
     """
-    import torch
-
     given, target = check(model, state)
     with torch.no_grad():
         for name, tensor in target.items():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.names import modules, unwrap
-from layerline.training.replay import Apart
+from layerline.training.replay import Apart, modes_kept
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
@@ -149,15 +149,11 @@ def _group_norm(norm: nn.modules.batchnorm._BatchNorm, groups: int) -> nn.GroupN
 
 @contextmanager
 def _training_only(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[None]:
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    for layer in layers.values():
-        layer.train()
-    try:
+    with modes_kept(model):
+        model.eval()
+        for layer in layers.values():
+            layer.train()
         yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager

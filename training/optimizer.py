@@ -117,7 +117,7 @@ class ModelOptimizer:
             Whether the weights moved.
 
         Raises:
-            ConfigError: a loss or weight that is none, or the model holds its averages.
+            ConfigError: something that is no loss or weight, or the model holds its averages.
             StageError: losses, gradients or updates have not been finite for too long, there is nothing to step on, or
                 the gradients were cleared in between.
         """

@@ -55,7 +55,7 @@ TABLE: Mapping[str, Rule] = {
 
 
 def build(config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer over a decaying and a sparing group; `stepped` are the members' parameters or their masters.
+    """The optimizer over a group that decays and one that does not; `stepped` are the members' parameters or masters.
 
     Raises:
         ConfigError: `custom` without an optimizer, a field that this optimizer has not, or complex parameters that it
@@ -115,7 +115,7 @@ def check_custom(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
                 where="optimizer",
                 hint="any object with step() and zero_grad() will do",
             )
-    # A scheduler of torch's puts a function of its own in the place of the method: it is the class that says.
+    # torch's schedulers replace the method on the instance: the class has the true signature.
     step = getattr(type(optimizer), "step", None)
     if needed := _needed(optimizer.step if step is None else step.__get__(optimizer)):
         raise ConfigError(
@@ -154,7 +154,7 @@ def own_groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def check_unread(config: OptimizerConfig, optimizer: Any) -> None:
-    """Refuses fields that a custom optimizer has its own of; a rate is read where it has no groups that hold one.
+    """Refuses fields beside a custom optimizer, which has its own values; a rate is read where its groups have none.
 
     Raises:
         ConfigError: names the field.

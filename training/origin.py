@@ -94,9 +94,9 @@ def trace(model: nn.Module, kept: Pass) -> Origin | None:
     """Runs the pass again and finds where its first NaN or Inf that matters came from; None when all is finite.
 
     An operator is an origin when its result isn't finite and everything it was given is. An Inf that was written on
-    purpose (a mask filled with -inf) is none, unless nothing else explains the NaN that follows. An Inf that was there
-    before the first operator may be such a mask, too: a weight, a buffer or an input that has one is the origin when no
-    operator explains what follows, and every sample that has the Inf was spoilt.
+    purpose (a mask filled with -inf) is no origin, unless nothing else explains the NaN that follows. A weight, a
+    buffer or an input with an Inf may be such a mask, too: it is the origin when no operator explains what follows, and
+    every sample that has the Inf was spoilt.
     """
     model = unwrap(model)
     given = list(_given(model, kept))
@@ -154,7 +154,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tracker = ModuleTracker()
         self.backward = False
         self._root, self._batch = type(model).__name__, batch
-        # (origin, made on purpose, made from Inf)
+        # Where a NaN or an Inf first appeared: (origin, written on purpose, whether an input had an Inf)
         self._births: list[tuple[Origin, bool, bool]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,8 +176,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def origin(self) -> tuple[Origin | None, bool]:
-        """The birth that explains the first NaN (without one, the first Inf that nobody meant), and whether it came
-        from an Inf that no operator made."""
+        """The operator that explains the first NaN (without a NaN, the first Inf that was not written on purpose), and
+        whether the cause is an Inf that no operator made."""
         nan = next((i for i, (born, _, _) in enumerate(self._births) if born.nan), None)
         if nan is None:
             first = next((born for born, meant, _ in self._births if not meant), None)

@@ -1,4 +1,4 @@
-"""Tensors that are split over ranks, for code that need not know: a whole, this rank's part, another one like it."""
+"""Tensors that may be split over ranks, for code that treats all alike: a whole, this rank's part, one split alike."""
 
 from __future__ import annotations
 

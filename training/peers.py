@@ -1,4 +1,4 @@
-"""What the ranks of one model have in common, whole or split: mean losses and weights, settled buffers, times."""
+"""What ranks exchange, whether each holds the whole model or a part: mean losses and weights, buffers, step times."""
 
 from __future__ import annotations
 
@@ -190,5 +190,6 @@ def spread(tensors: Sequence[Tensor], size: int) -> None:
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Writes a flat bucket back into the tensors it was made of."""
     parts = torch.split(flat, [t.numel() for t in tensors])
     torch._foreach_copy_(list(tensors), [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)])

@@ -6,7 +6,7 @@ that number says whether anything overflowed, so no further kernel or synchronis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config import Config, PrecisionConfig
 
-HALF = (torch.float16, torch.bfloat16)
+# Half precision by the names that the configuration has for it.
+HALF_TYPES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+HALF = tuple(HALF_TYPES.values())
 FIRST_SCALE = 65536.0
 # Twice this times any finite float16 gradient still fits float32 with room to accumulate.
 GREATEST_SCALE = 2.0**24
@@ -28,7 +30,13 @@ def autocast(config: PrecisionConfig, device: torch.device) -> Callable[[], Abst
     """What makes the context that a forward pass runs in."""
     if config.amp == "fp32":
         return lambda: _OFF
-    return partial(torch.autocast, device.type, torch.bfloat16 if config.amp == "bf16" else torch.float16)
+    return partial(torch.autocast, device.type, HALF_TYPES[config.amp])
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """A copy in float32 or wider."""
+    tensor = tensor.detach()
+    return tensor.float() if tensor.dtype in HALF else tensor.clone()
 
 
 class LossScale:
@@ -83,7 +91,7 @@ class Masters:
         masters = [nn.Parameter(p.detach().float()) for p in self.half]
         self.full: list[Tensor] = [*masters]
         self._of = {id(p): m for p, m in zip(self.half, masters, strict=True)}
-        self._written: list[int] = []  # the tensors' own count of writes; empty has all of them compared
+        self._written: list[int] = []  # torch's version count of each half; while empty, all are compared
 
     def stepped(self, param: nn.Parameter) -> nn.Parameter:
         """What the optimizer steps for `param`: its master, or itself."""
@@ -112,12 +120,13 @@ class Masters:
             self.settled()
 
     def settled(self) -> None:
-        """The halves are what the masters say, and whoever writes to them from now on is someone else."""
+        """Notes that the halves equal their masters: whatever is written to them from now on is someone else's."""
         self._written = [p._version for p in self.half]
 
     @torch.no_grad()
     def follow(self) -> bool:
-        """Takes over what someone else has written into halves since; a value that is but the master's, rounded, stays.
+        """Takes over what someone else has written into halves since; where a half is its master, rounded, the master
+        stays.
 
         Writes through `.data` leave no mark and are seen at the first step only.
         """

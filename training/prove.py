@@ -1,7 +1,7 @@
 """Proof that a resumed run goes on bit for bit: the same steps in one process, and split over two.
 
-Each run has a process of its own, so that nothing but the checkpoint can be carried over. After every step both tell
-digests of all they hold, so what differs first has a step as well as a name.
+Each run has a process of its own, so that nothing but the checkpoint can be carried over. After every step both report
+digests of all their state: the first difference is known by its step and its name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _START = "import sys; sys.path.append(sys.path.pop(0)); from layerline.training.
 
 
 def _untold(*_: int) -> None:
-    """Nobody asked how far it is."""
+    """The progress of a run that nobody watches."""
 
 
 @dataclass(frozen=True)

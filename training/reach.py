@@ -1,10 +1,10 @@
-"""Whether a step can write Inf into a weight, known before it is taken and nearly for nothing.
+"""Whether a step could write Inf into a weight, told before the step and at almost no cost.
 
 A finite gradient does not make a finite update: a rate of 1e30, a master that no longer fits half precision. Looking at
 all weights after each step would cost a pass over them, and come too late. Instead the greatest change that a rule can
-make is known from its rate and the gradient norm, which the step has on the CPU anyway. Where that bound, added up,
-comes near the greatest number of the weights' type, the weights are measured; and a step that could still leave it is
-taken on copies kept aside.
+make follows from its rate and the gradient norm, which the step has on the CPU anyway. Where the sum of these bounds
+comes near the greatest number of the weights' type, the weights are measured; where a step could still exceed it,
+copies are kept first, to take it back.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Reach:
         stepped: what the optimizer steps: the same, or their masters.
 
     Attributes:
-        known: whether the optimizer's rule and state are, so that its step can be taken back whole.
+        known: whether the optimizer's rule and state are known, so that its step can be taken back whole.
         weights: the bound; inf has it measured at the next step.
     """
 

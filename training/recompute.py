@@ -28,12 +28,12 @@ class Checkpointed:
     Bodies are the outermost nn.Sequential and nn.ModuleList of two layers or more. A Sequential is cut into segments of
     `every` layers (and one that would begin by writing over its input joins the one before); in a ModuleList the user's
     own code runs between the layers, so each of them is a segment. A Sequential of at most `every` layers that holds
-    bodies itself is left to them.
+    bodies itself is not cut; they are.
 
     Gradients are those of the plain model, bit for bit: the second run has the same random numbers (torch, numpy,
     python), the same autocast, and copies of the buffers as they were before the first, so that spectral norms and
-    counters steer it alike and BatchNorm counts a batch once. What a layer remembers in plain attributes is its own
-    affair. Forward hooks on recomputed layers run twice.
+    counters have the same effect and BatchNorm counts a batch once. What a layer keeps in plain attributes is not put
+    back. Forward hooks on recomputed layers run twice.
 
     Layers may be replaced, added and removed afterwards. New ones of a ModuleList keep their activations.
 

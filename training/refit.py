@@ -1,6 +1,6 @@
-"""The `train` stage's run as a proof wants it: built anew from plain data, one optimizer step a call.
+"""The run of the `train` stage in the form that `prove` needs: built from plain data, one optimizer step a call.
 
-It is made of the stage's own parts, so what is proved is what `pipe run train` does.
+It runs the stage's own code, so what is proved is what `pipe run train` does.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Step = Callable[[], dict[str, Tensor]]
 
 def make(*, task: str, config: Mapping[str, Any], device: str, **fields: Any) -> tuple[ModelOptimizer, Step,
                                                                                        Callable[[], int]]:  # fmt: skip
-    """(ModelOptimizer, one optimizer step, how many are left).
+    """(ModelOptimizer, a function that makes one optimizer step, one that tells how many are left).
 
-    A step gives the batches it was made of. It goes on into half of the next accumulation window, and so a checkpoint
-    between two steps lies where the stage's own may lie: in a window that is open.
+    A step returns the batches it used. It goes on to the middle of the next accumulation window, so that the proof's
+    checkpoint lies in an open window, as the stage's own may.
 
     Args:
         task: path of the task file.

@@ -1,9 +1,10 @@
-"""Running a model once more without a trace: the same random draws, and no second update of running statistics."""
+"""Running a model again without side effects: the same random draws, and no second update of running statistics."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +47,7 @@ class Past(NamedTuple):
 
 
 def past(modules: Iterable[nn.Module]) -> Past:
-    """Kept before a pass that will be run again."""
+    """The state of modules before a pass that will be run again."""
     modules = list(modules)
     copies = [(m, n, b.detach().clone()) for m, n, b in _buffers(modules)]
     return Past(copies, [(m, m.training) for m in modules], draws())
@@ -80,6 +81,16 @@ class Apart:
             module._buffers[name] = buffer
         _set_modes(self._before.modes)
         redraw(self._before.draws)
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """After the block every module is in training or evaluation mode as it was before."""
+    before = [(m, m.training) for m in model.modules()]
+    try:
+        yield
+    finally:
+        _set_modes(before)
 
 
 def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:

@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from layerline.pipeline.errors import StageError
-from layerline.training import names
+from layerline.training import names, optimizer_state
 from layerline.training.lane import Lane
+from layerline.training.optimizer_state import WEIGHTS_ALONE
 from layerline.training.tree import unpack
 
 _PARTS = ("optimizer", "rate", "scale", "window", "guard")
 _MAYBE = ("masks", "monitor")
-_WEIGHTS = "for the weights alone, layerline.training.checkpoint.load_weights(model, path)"
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,8 @@ def read(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str
         _fits(kind, found.weights[kind], {n: tuple(t.shape) for n, t in lane.named.tensors.items()})
     _fits("window", parts["window"]["grads"], expected)
     _fits("masks", parts.get("masks", {}).get("masks", {}), {n: tuple(p.shape) for n, p in lane.named.params.items()})
-    _check_optimizer(lane, parts["optimizer"], expected)
+    optimizer_state.check(lane, parts["optimizer"], expected)
     return found
-
-
-def optimizer_name(lane: Lane) -> str:
-    """What a checkpoint calls the optimizer: the table's name, or the class of one's own."""
-    return type(lane.optimizer).__name__ if lane.custom else lane.config.optimizer.name
 
 
 def _under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -72,45 +66,8 @@ def _fits(kind: str, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple
     for name, tensor in tensors.items():
         if name not in expected:
             raise StageError(f"the checkpoint has {kind} of a parameter that is not trained here", where=name,
-                             hint=f"train the same parameters as when it was written; {_WEIGHTS}")  # fmt: skip
+                             hint=f"train the same parameters as when it was written; {WEIGHTS_ALONE}")  # fmt: skip
         if tuple(tensor.shape) != expected[name]:
             raise StageError(
                 f"{kind} is {tuple(tensor.shape)} in the checkpoint, expected {expected[name]}", where=name
             )
-
-
-def _check_optimizer(lane: Lane, saved: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> None:
-    own = "custom" in saved
-    if own is not lane.custom or saved["name"] != optimizer_name(lane):
-        was, now = (f"{'an optimizer of its own, ' if c else ''}{n}"
-                    for c, n in ((own, saved["name"]), (lane.custom, optimizer_name(lane))))  # fmt: skip
-        raise StageError(f"the checkpoint was written with {was}; the optimizer here is {now}", where="optimizer",
-                         hint=f"take the optimizer it was written with; {_WEIGHTS}")  # fmt: skip
-    if own:
-        _check_own(lane, saved["custom"])
-        return
-    if unknown := sorted(set(saved["state"]) - set(expected)):
-        raise StageError(f"the checkpoint has optimizer state of parameters that are not trained here: {unknown[:5]}",
-                         where="optimizer", hint=f"train the same ones; {_WEIGHTS}")  # fmt: skip
-    for name, state in saved["state"].items():
-        if (
-            lane.config.optimizer.name == "rmsprop"
-            and lane.config.optimizer.momentum
-            and "momentum_buffer" not in state
-        ):
-            raise StageError("the checkpoint was written without momentum, and rmsprop cannot begin it later",
-                             where="optimizer.momentum", hint=f"leave it out; {_WEIGHTS}")  # fmt: skip
-        for key, value in state.items():
-            like = isinstance(value, Tensor) and value.dim() == len(expected[name]) and value.numel() > 1
-            if like and key not in ("row_var", "col_var") and tuple(value.shape) != expected[name]:
-                raise StageError(f"{key} is {tuple(value.shape)}, the parameter {expected[name]}", where=name)
-
-
-def _check_own(lane: Lane, state: Any) -> None:
-    """What torch's optimizers refuse on loading, which must not come when the weights are changed already."""
-    if not isinstance(lane.optimizer, torch.optim.Optimizer) or not isinstance(state, Mapping):
-        return
-    was, now = ([len(g["params"]) for g in groups] for groups in (state["param_groups"], lane.optimizer.param_groups))
-    if was != now:
-        raise StageError(f"the optimizer's groups have {was} parameters in the checkpoint, here {now}",
-                         where="optimizer", hint="make it over the same parameters")  # fmt: skip

@@ -83,7 +83,7 @@ def check_length(config: SchedulerConfig) -> None:
 
 
 def check_fields(config: SchedulerConfig) -> None:
-    """Refuses fields that the schedule does not read, and misses what it can't do without; whatever the run's length.
+    """Refuses fields that the schedule does not read, and a required one left out, whatever the run's length.
 
     Raises:
         ConfigError: names the field.

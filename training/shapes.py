@@ -259,7 +259,7 @@ SECTIONS = frozenset(Config.model_fields) | {p.rpartition(".")[0] for p in MOVES
 
 
 def _example(section: str, value: Any) -> str:
-    """How a value that stands alone is meant, as far as it can be told."""
+    """The mapping that was probably meant by a value alone."""
     fields = sorted(n.rpartition(".")[2] for n in FIELDS | set(MOVES) if n.rpartition(".")[0] == section)
     known: Mapping[str, Any] = {"optimizer": get_args(OptimizerName), "scheduler": get_args(SchedulerName)}
     if section not in known:

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config import Config
-from layerline.training.distributed import HALF
 from layerline.training.names import unwrap
 from layerline.training.parts import like
 from layerline.training.peers import Peers
+from layerline.training.precision import HALF_TYPES
 from layerline.training.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def shard(model: nn.Module, config: Config, ranks: Ranks) -> None:
     if options.offload and ranks.device.type != "cuda":
         raise ConfigError("there is no GPU whose memory offloading would spare", where="distributed.offload")
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    reduce_type = HALF.get(options.compress)
+    reduce_type = HALF_TYPES.get(options.compress)
     offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
     for unit in (*_units(unwrap(model)), unwrap(model)):
         fully_shard(unit, mesh=mesh, reshard_after_forward=options.shard == "zero3",

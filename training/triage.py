@@ -5,7 +5,6 @@ A step that was rejected never reached weights, averages or optimizer state. Thi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from layerline.pipeline.errors import StageError
+from layerline.training import rejected
 from layerline.training.hooks import Attached
 from layerline.training.names import unwrap
 from layerline.training.origin import Origin, Pass, output_tensors, trace, weights
@@ -52,7 +52,7 @@ class Finding:
         return self.origin is not None and self.seen
 
     def __str__(self) -> str:
-        seen = f"the loss is {self.loss:g}" if not math.isfinite(self.loss) else f"the gradient norm is {self.norm:g}"
+        seen = rejected.seen(self.loss, self.norm)
         rank = "" if self.rank is None else f" on rank {self.rank}"
         if self.origin is None and not self.seen:
             why = "the loss does not come through calls of the model alone, and nothing else can be run again"
@@ -165,17 +165,25 @@ class Judge:
         """
         if self.recorder is not None and lane.skipped_in_a_row == 1:
             self._look(lane, self.recorder.find(loss, norm))
-        if lane.skipped_in_a_row < self._config.patience:
-            return
+        if lane.skipped_in_a_row >= self._config.patience:
+            self.enough(lane, self._end(lane, loss, norm))
+
+    def enough(self, lane: Lane, error: StageError) -> None:
+        """Called at as many rejected steps in a row as the policy allows: goes back, or ends with `error`.
+
+        Raises:
+            StageError: the policy does not go back, or cannot, or has done so too often.
+        """
         if self._config.policy != "rollback":
-            raise self._end(lane, loss, norm, "")
+            raise error
         if (where := self._roll_back()) is None:
-            what = self._end(lane, loss, norm, "; there is no checkpoint to roll back to").what
-            raise StageError(what, where="nonfinite.policy", hint="set monitor.save_interval, or call mo.save_ckpt()")
+            raise StageError(f"{error.what}; there is no checkpoint to roll back to", where="nonfinite.policy",
+                             hint="set monitor.save_interval, or call mo.save_ckpt()")  # fmt: skip
         self._times = self._times + 1 if where == self._where else 1
         self._where = where
         if self._times > _ROLL_BACKS:
-            raise self._end(lane, loss, norm, f"; rolling back to {where} {_ROLL_BACKS} times did not help")
+            what = f"{error.what}; rolling back to {where} {_ROLL_BACKS} times did not help"
+            raise StageError(what, where=error.where, hint=error.hint)
         lane.skipped_in_a_row = 0
         text = f"rolled back to {where} after {self._config.limit} rejected steps in a row"
         lane.monitor.warn(f"rolled back {where} {self._times}", text)
@@ -188,11 +196,10 @@ class Judge:
         self.findings.append(finding)
         lane.monitor.warn(f"finding {finding.step}", str(finding))
 
-    def _end(self, lane: Lane, loss: float, norm: float, more: str) -> StageError:
+    def _end(self, lane: Lane, loss: float, norm: float) -> StageError:
         if self.recorder is None or not self.findings:
-            error = lane.not_finite(loss, norm)
-            return StageError(f"{error.what}{more}", where=error.where, hint=error.hint)
+            return rejected.not_finite(lane, loss, norm)
         found, times = self.findings[-1], lane.skipped_in_a_row
         rows = f"; {times} steps in a row were rejected" if times > 1 else ""
         where, hint = _advice(found.origin)
-        return StageError(f"{found}{rows}{more}", where=where, hint=hint)
+        return StageError(f"{found}{rows}", where=where, hint=hint)

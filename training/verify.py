@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training import precision, rng
-from layerline.training.data import size
+from layerline.training.data import each_tensor, size
 from layerline.training.lane import Lane
+from layerline.training.misuse import refuse_averages
 from layerline.training.norms import batch_norms
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -68,7 +70,7 @@ def verify(lane: Lane, batch: Any, loss: Loss, micro: int) -> AccumulationCheck:
         ConfigError: fewer samples than parts, or a window has begun.
     """
     samples = size(batch)
-    lane.refuse_averages("verify_accumulation")
+    refuse_averages(lane, "verify_accumulation")
     if not lane.window.untouched:
         raise ConfigError("a window has begun", where="verify_accumulation", hint="call flush() first")
     if samples < micro or micro < 2:
@@ -80,12 +82,8 @@ def verify(lane: Lane, batch: Any, loss: Loss, micro: int) -> AccumulationCheck:
         if batch_norms(lane.model):
             with _held(lane.model, nn.modules.batchnorm._BatchNorm):
                 frozen, _ = _deviation(lane, batch, loss, micro)
-    eps = max(torch.finfo(_computed(lane, p)).eps for p in lane.params)
+    eps = max(torch.finfo(precision.HALF_TYPES.get(lane.config.precision.amp, p.dtype)).eps for p in lane.params)
     return AccumulationCheck(deviation, 16 * eps * math.sqrt(samples * micro), worst, frozen)
-
-
-def _computed(lane: Lane, param: nn.Parameter) -> torch.dtype:
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(lane.config.precision.amp, param.dtype)
 
 
 @contextmanager
@@ -108,7 +106,7 @@ def _deviation(lane: Lane, batch: Any, loss: Loss, micro: int) -> tuple[float, s
     # Ragged on purpose: equal parts would hide a division by the count of parts.
     larger = samples // micro + 1
     edges = sorted({0, samples, *(min(larger * i, samples - micro + i) for i in range(1, micro))})
-    split = _gradient(lane, [_slice(batch, a, b) for a, b in itertools.pairwise(edges)], loss)
+    split = _gradient(lane, [each_tensor(batch, itemgetter(slice(a, b))) for a, b in itertools.pairwise(edges)], loss)
     rng.restore(draws)
     with torch.no_grad():
         for name, buffer in lane.model.named_buffers():
@@ -128,11 +126,3 @@ def _gradient(lane: Lane, parts: Sequence[Any], loss: Loss) -> dict[str, Tensor]
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.double() * unscale for n, p in held}
     lane.forget()
     return grads
-
-
-def _slice(batch: Any, start: int, end: int) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[start:end]
-    if isinstance(batch, Mapping):
-        return {k: _slice(v, start, end) for k, v in batch.items()}
-    return tuple(_slice(v, start, end) for v in batch) if isinstance(batch, tuple | list) else batch

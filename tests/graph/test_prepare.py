@@ -142,5 +142,5 @@ def test_function_whose_operator_changed_its_meaning_stays() -> None:
     given = model([call("Outer", ["x"], "y")], {"x": [2, 3, 4]})
     given.functions.extend([soft, outer])
     prepared, notes = prepare(given)
-    assert [n.op_type for n in prepared.graph.node] == ["Outer"]
+    assert [n.op_type for n in prepared.model.graph.node] == ["Outer"]
     assert "functions Inner, Outer are left as they are" in notes[0]

@@ -92,7 +92,7 @@ FORGOTTEN: dict[str, tuple[object, str, str]] = {
     "random state": (checkpoint.rng, "restore", "rng/"),
     "averages": (Ema, "load", "ema/"),
     "weights": (checkpoint.names, "load", "online/"),
-    "optimizer": (checkpoint, "_restore_optimizer", "online/"),  # the weights that it moves tell first
+    "optimizer": (checkpoint.optimizer_state, "restore", "online/"),  # the weights that it moves tell first
     "learning rate": (Rate, "load_state_dict", "rate/"),
     "open window": (Window, "load_state_dict", "data/epoch "),  # its next step is made of other batches
 }

@@ -293,3 +293,19 @@ def test_random_states_of_all_three_come_back() -> None:
     assert draws() == after
     with rng.seeded(3):
         assert draws() == inside
+
+
+def test_the_weights_of_one_of_several_models(tmp_path: Path) -> None:
+    models = {n: nn.Linear(2, 1) for n in ("g", "d")}
+    mo = ModelOptimizer(models, {"optimizer": {"lr": 1e-3}, "training": {"ema_decay": 0.5}})
+    mo.step(models["g"].weight.sum(), only="g")
+    path = mo.save_ckpt(tmp_path / "gan.safetensors")
+    fresh = nn.Linear(2, 1)
+    checkpoint.load_weights(fresh, path, ema=False, only="g")
+    assert torch.equal(fresh.weight, models["g"].weight)
+    checkpoint.load_weights(fresh, path, only="g")
+    assert torch.equal(fresh.weight, mo.export()["g.weight"])
+    with pytest.raises(StageError, match=r"holds several models; there are \['g', 'd'\]"):
+        checkpoint.load_weights(fresh, path)
+    with pytest.raises(StageError, match="holds no model 'x'"):
+        checkpoint.load_weights(fresh, path, only="x")

@@ -240,3 +240,16 @@ def test_tensorboard_is_used_when_installed_and_named_when_not(tmp_path: Path) -
     model, mo = _scalar(**config)
     mo.step(model.weight.sum())
     assert list((tmp_path / "tb").iterdir())
+
+
+def test_a_layer_that_joins_gets_a_column_of_its_own(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    mo = ModelOptimizer(model, {"optimizer": {"lr": 1e-3}, "monitor": {"per_layer": True, "log_interval": 1}})
+    mo.step(3 * model[0].weight.sum())
+    model.append(nn.Linear(1, 1, bias=False))
+    assert mo.join() == ["1.weight"]
+    mo.step(3 * model[0].weight.sum() + 4 * model[1].weight.sum())
+    mo.export_metrics(tmp_path / "m.csv")
+    rows = list(csv.DictReader((tmp_path / "m.csv").open()))
+    assert [r["grad_norm/0.weight"] for r in rows] == ["3", "3"]
+    assert [r["grad_norm/1.weight"] for r in rows] == ["", "4"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,3 +132,34 @@ def test_the_bound_holds(rule: Any, sizes: list[float], rate: float, seed: int) 
         assert bound.safe(norm)
         optimizer.step()
         assert max(float(p.detach().abs().max()) for p in params) <= bound.weights * 1.001
+
+
+def _normed(**config: Any) -> tuple[nn.Module, ModelOptimizer]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    return model, ModelOptimizer(model, {"optimizer": {"name": "sgd", "lr": 3e38}, **config})
+
+
+def test_the_update_that_ends_a_run_leaves_the_running_statistics() -> None:
+    model, mo = _normed(nonfinite={"limit": 1})
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    with pytest.raises(StageError, match="Inf or NaN"):
+        mo.step(model(torch.randn(4, 2)).pow(3).sum())
+    assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
+
+
+def test_rollback_answers_updates_as_it_answers_gradients(tmp_path: Path) -> None:
+    model, mo = _normed(nonfinite={"limit": 1, "policy": "rollback"})
+
+    def spoil() -> bool:
+        return mo.step(model(torch.randn(4, 2)).pow(3).sum())
+
+    with pytest.raises(StageError, match="Inf or NaN; there is no checkpoint to roll back to"):
+        spoil()
+    mo.save_ckpt(tmp_path / "a.safetensors")
+    saved = {n: t.clone() for n, t in model.state_dict().items()}
+    for _ in range(3):
+        assert not spoil()
+    assert all(torch.equal(t, saved[n]) for n, t in model.state_dict().items())
+    assert mo.lanes[""].skipped_in_a_row == 0
+    with pytest.raises(StageError, match=r"rolling back to a\.safetensors 3 times did not help"):
+        spoil()

@@ -348,3 +348,11 @@ def test_a_gan_resumes(tmp_path: Path) -> None:
     two[2].load_ckpt(path)
     run(*two, 4)
     assert all(torch.equal(t, two[2].export()[n]) for n, t in one[2].export().items())
+
+
+def test_a_window_without_a_sample_leaves_the_running_statistics() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    mo = ModelOptimizer(model, {"optimizer": {"lr": 1e-2}})
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    assert not mo.step(model(torch.randn(4, 2)).sum() * 0, weight=0)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())

@@ -1,0 +1,42 @@
+"""A model in the form that rules work on, and back; its weights stay the arrays they are."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+
+from layerline.backends.light import Light, Weight, travels
+from layerline.graph.facts import Array
+
+
+def to_ir(light: Light) -> ir.Model:
+    """The rules' form of a model; its tensors share their memory with `light`."""
+    model = ir.serde.deserialize_model(light.stand_ins(light.weights))
+    for name, weight in light.weights.items():
+        kind = ir.DataType(weight.kind)
+        model.graph.initializers[name].const_value = ir.Tensor(weight.array.view(kind.numpy()), kind, name=name)
+    return model
+
+
+def from_ir(model: ir.Model) -> Light:
+    """The two parts of a model, which is used up."""
+    weights = {}
+    for name, value in list(model.graph.initializers.items()):
+        tensor = value.const_value
+        assert tensor is not None
+        if travels(tensor.dtype.value, tensor.nbytes):
+            weights[name] = weight(tensor)
+            del model.graph.initializers[name]
+    return Light(ir.serde.serialize_model(model), weights)
+
+
+def weight(tensor: ir.TensorProtocol) -> Weight:
+    """A tensor that goes beside its graph."""
+    return Weight(tensor.dtype.value, tensor.shape.numpy(), partial(_unsigned, tensor))
+
+
+def _unsigned(tensor: ir.TensorProtocol) -> Array:
+    array = np.ascontiguousarray(tensor.numpy())
+    return array.reshape(-1).view(f"u{array.itemsize}")

@@ -1,0 +1,132 @@
+"""Files in two parts: the same as protobuf reads and writes, without the weights in a message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from layerline.backends import light
+from layerline.graph import io, wire
+from layerline.pipeline.errors import StageError
+from tests.graph.fusing import normal, parse
+
+X = "(float[n, 64] x) => (float[n, 8] y)"
+
+
+def _model(**tensors: Any) -> onnx.ModelProto:
+    given = parse(X, "y = MatMul(x, w)", w=normal(64, 8), **tensors)
+    given.metadata_props.add(key="why", value="ü")
+    given.producer_name = "someone"
+    return given
+
+
+def _bytes(model: onnx.ModelProto) -> dict[str, object]:
+    return {t.name: (t.data_type, tuple(t.dims), t.raw_data) for t in model.graph.initializer}
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float16", "float64", "int8", "bool", "bfloat16", "float8_e4m3fn", "int4"]
+)
+def test_what_is_read_is_what_is_written(dtype: str, tmp_path: Path) -> None:
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    other = normal(300, 9).astype(kind)
+    model = _model(small=normal(3), scalar=normal(), empty=normal(0, 4), other=other)
+    onnx.save(model, str(tmp_path / "a.onnx"))
+    apart = wire.read(tmp_path / "a.onnx")
+    assert set(apart.weights) == ({"w"} if dtype == "int4" else {"w", "other"})
+    assert apart.whole().SerializeToString() == light.split(model).whole().SerializeToString()
+    assert _bytes(apart.whole()) == _bytes(model)
+    wire.write(apart, tmp_path / "b.onnx")
+    assert (tmp_path / "b.onnx").read_bytes() == apart.whole().SerializeToString()
+    onnx.checker.check_model(str(tmp_path / "b.onnx"), full_check=True)
+
+
+def test_weights_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
+    onnx.save(_model(), str(tmp_path / "a.onnx"))
+    apart = wire.read(tmp_path / "a.onnx")
+    (tmp_path / "a.onnx").write_bytes(b"")
+    with pytest.raises(StageError, match="ends within 2048 bytes from byte"):
+        _ = apart.weights["w"].array
+
+
+def test_a_graph_in_two_pieces_is_put_together(tmp_path: Path) -> None:
+    """A field that is one message may come twice, and means both."""
+    first, second = _model(), onnx.ModelProto()
+    second.graph.initializer.append(numpy_helper.from_array(normal(40, 40), "late"))
+    (tmp_path / "a.onnx").write_bytes(first.SerializeToString() + second.SerializeToString())
+    apart = wire.read(tmp_path / "a.onnx")
+    assert list(apart.weights) == ["w", "late"] and len(apart.model.graph.node) == 1
+
+
+@pytest.mark.parametrize("field", ["float_data", "segment", "external"])
+def test_tensors_that_are_stored_otherwise_stay(field: str, tmp_path: Path) -> None:
+    model = _model()
+    tensor = model.graph.initializer.add(name="t", data_type=TensorProto.FLOAT, dims=(1000,))
+    if field == "float_data":
+        tensor.float_data.extend(range(1000))
+    elif field == "segment":
+        tensor.raw_data, tensor.dims[0] = b"x" * 3001, 1000
+    else:
+        tensor.data_location = TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value="x")
+    (tmp_path / "a.onnx").write_bytes(model.SerializeToString())
+    apart = wire.read(tmp_path / "a.onnx")
+    assert list(apart.weights) == ["w"] and apart.model.graph.initializer[0] == tensor
+
+
+@pytest.mark.parametrize("keep", [0, 1, 7, 100, 2000])
+def test_a_file_that_is_cut_short_is_told(keep: int, tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(_model().SerializeToString()[:keep])
+    with pytest.raises(StageError, match="not a readable ONNX file") as error:
+        io.parts(tmp_path / "model.onnx")
+    assert error.value.where == "model.onnx"
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_whatever_is_in_a_file_it_is_read_or_told(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("any") / "model.onnx"
+    path.write_bytes(data)
+    try:
+        apart = io.parts(path)
+    except StageError:
+        return
+    assert apart.model == onnx.ModelProto.FromString(data)
+
+
+def test_weights_beside_a_file_are_read_in_place(tmp_path: Path) -> None:
+    model = _model(small=normal(3), four=np.ones(5000).astype(ml_dtypes.int4))
+    before = _bytes(model)
+    onnx.save(model, str(tmp_path / "given.onnx"), save_as_external_data=True, location="d.bin", size_threshold=0)
+    apart = io.parts(tmp_path / "given.onnx")
+    assert list(apart.weights) == ["w"] and {t.name for t in apart.model.graph.initializer} == {"small", "four"}
+    assert _bytes(apart.whole()) == _bytes(io.load(tmp_path / "given.onnx")) == before
+
+
+def test_large_models_are_saved_in_two_files(tmp_path: Path) -> None:
+    model = _model(small=normal(3), v=normal(70, 4))
+    io.save(model, tmp_path, external_over=16)
+    assert (tmp_path / "model.onnx.data").stat().st_size == 64 * 8 * 4 + 70 * 4 * 4
+    assert (tmp_path / "model.onnx").stat().st_size < 600
+    assert _bytes(io.load(tmp_path / "model.onnx")) == _bytes(model)
+    onnx.checker.check_model(str(tmp_path / "model.onnx"))
+
+
+def test_one_content_has_one_form(tmp_path: Path) -> None:
+    """Whoever made it, in whatever order, and in whatever way its numbers are stored."""
+    model, other = _model(v=normal(70, 4), small=normal(3)), _model(small=normal(3))
+    other.graph.initializer.insert(0, helper.make_tensor("v", TensorProto.FLOAT, (70, 4), normal(70, 4).ravel()))
+    forms = []
+    for name, item in (("a", model), ("b", other), ("c", light.split(model)), ("d", light.split(other))):
+        (tmp_path / name).mkdir()
+        forms.append(io.save(item, tmp_path / name).read_bytes())
+    assert len(set(forms)) == 1
+    assert io.save(io.parts(tmp_path / "a" / io.FILE), tmp_path).read_bytes() == forms[0]

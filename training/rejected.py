@@ -1,0 +1,115 @@
+"""A step whose loss, gradient or update is not finite: counted, told and undone.
+
+Nothing of it stays but a smaller loss scale. What follows several in a row is decided here, or by `triage.Judge` where
+the lane has one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from layerline.pipeline.errors import StageError
+from layerline.training.reach import Kept
+
+if TYPE_CHECKING:
+    from layerline.training.lane import Lane
+
+
+def reject(lane: Lane, loss: float, norm: float) -> None:
+    """Drops a window whose loss or gradient is not finite.
+
+    Raises:
+        StageError: as many in a row as `nonfinite` allows, or what the judge makes of it.
+    """
+    # fp16 gradients overflow as a matter of course while the scale is being found; a loss never should.
+    answered = lane.scale.on and not lane.scale.at_floor and math.isfinite(loss)
+    _count(lane, answered=answered)
+    if lane.scale.on:
+        lane.scale.overflowed()
+        lane.monitor.scale_fell(lane.scale.value, at_floor=lane.scale.at_floor)
+    try:
+        if lane.judge is not None and not answered:
+            lane.judge.rejected(lane, loss, norm)
+        elif not answered and lane.skipped_in_a_row >= lane.config.nonfinite.patience:
+            raise not_finite(lane, loss, norm)
+    finally:
+        drop(lane)
+    if not answered and not lane.config.nonfinite.triage:
+        lane.monitor.warn("rejected", f"step {lane.steps + 1} was rejected, since {seen(loss, norm)}; "
+                                      "nonfinite.triage: true says where such a thing begins")  # fmt: skip
+
+
+def spoilt(lane: Lane, kept: Kept) -> bool:
+    """Takes back a step that has written Inf or NaN into a weight; its gradients, loss and norm were finite.
+
+    Args:
+        kept: from before the step.
+
+    Returns:
+        Whether it had.
+
+    Raises:
+        StageError: as many in a row as `nonfinite` allows, what the judge makes of it, or the optimizer's state is not
+            known and stays changed.
+    """
+    at = kept.spoilt()
+    if not (at is not None if lane.peers is None else lane.peers.greatest(float(at is not None))):
+        return False
+    kept.restore()
+    if lane.masters is not None:
+        lane.masters.publish()
+    _count(lane, answered=False)
+    name = "a weight of another rank" if at is None else lane.names[at]
+    what = f"the update of step {lane.steps + 1} makes {name} Inf or NaN"
+    hint = "lower the learning rate, or keep the weights in float32"
+    lane.monitor.warn("update", f"{what}: it was taken back")
+    try:
+        if not lane.reach.known:
+            raise StageError(f"{what}, and the optimizer's own state cannot be put back", where=name, hint=hint)
+        if lane.skipped_in_a_row >= lane.config.nonfinite.patience:
+            error = StageError(what + _in_a_row(lane), where=name, hint=hint)
+            if lane.judge is None:
+                raise error
+            lane.judge.enough(lane, error)
+    finally:
+        drop(lane)
+    return True
+
+
+def drop(lane: Lane) -> None:
+    """Drops a window that is not stepped on, and what its forward passes did to running statistics."""
+    if lane.guard is not None:
+        lane.guard.restore()
+    lane.forget()
+
+
+def not_finite(lane: Lane, loss: float, norm: float) -> StageError:
+    """The error for a rejected step, naming the first parameter whose gradient is not finite."""
+    bad = [n for n, p in zip(lane.names, lane.stepped, strict=True)
+           if p.grad is not None and not torch.isfinite(p.grad).all()]  # fmt: skip
+    where = f"; the first gradient that is not finite is that of {bad[0]}" if bad else ""
+    return StageError(
+        f"{seen(loss, norm)} at step {lane.steps + 1}{_in_a_row(lane)}{where}",
+        where=bad[0] if bad else "loss",
+        hint="lower the learning rate, clip gradients, or look for a division or log of 0 there; "
+        "nonfinite.triage: true says where it begins",
+    )
+
+
+def seen(loss: float, norm: float) -> str:
+    """What was not finite, in words."""
+    return f"the gradient norm is {norm:g}" if math.isfinite(loss) else f"the loss is {loss:g}"
+
+
+def _in_a_row(lane: Lane) -> str:
+    return f", {lane.skipped_in_a_row} steps in a row" if lane.skipped_in_a_row > 1 else ""
+
+
+def _count(lane: Lane, *, answered: bool) -> None:
+    """Counts a rejected step; `answered` by a smaller loss scale, it does not count as one in a row."""
+    lane.skipped += 1
+    lane.first_rejected = lane.first_rejected or lane.steps + lane.skipped
+    lane.skipped_in_a_row += not answered
