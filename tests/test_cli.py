@@ -51,6 +51,7 @@ Pipe = Callable[..., Said]
 def pipe(folder: Folder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Pipe:
     """Runs `pipe ARGUMENTS` in the project's folder."""
     monkeypatch.chdir(folder.root)
+    monkeypatch.delenv("COLUMNS", raising=False)
 
     def run(*arguments: str) -> Said:
         capfd.readouterr()

@@ -9,18 +9,16 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
-from itertools import groupby
+from dataclasses import dataclass, replace
 
-from layerline.views.chart import DOTS_UP_TO, GAP, LEFT, STRIP, TOP, WIDTH
+from layerline.views import canvas
+from layerline.views.canvas import GAP, HEAD, LEFT, RIGHT, STRIP, TITLE, TOP
 from layerline.views.grid import figure
 
-RIGHT = WIDTH - 148  # of it stand the last values
 EDGE = 8  # from a strip's border to its highest and lowest point
 APART = 14  # between the baselines of two labels
-AXIS = 24
-STEPS_MARKED = 8
+AXIS = 18  # below all strips, for the steps
+STEPS_MARKED = 8  # at most
 
 Points = Sequence[tuple[float, float]]
 
@@ -65,6 +63,7 @@ STRIPS = (
 class Scale:
     """Where a step and a value lie, in user units."""
 
+    width: int
     first: float
     last: float
     low: float = 0.0
@@ -72,7 +71,8 @@ class Scale:
     top: float = 0.0
 
     def x(self, step: float) -> float:
-        return round(LEFT + (step - self.first) / ((self.last - self.first) or 1) * (RIGHT - LEFT), 1)
+        share = (step - self.first) / ((self.last - self.first) or 1)
+        return round(LEFT + share * (self.width - RIGHT - LEFT), 1)
 
     def y(self, value: float) -> float:
         if self.high == self.low:
@@ -82,21 +82,28 @@ class Scale:
     def at(self, point: tuple[float, float]) -> tuple[float, float]:
         return self.x(point[0]), self.y(point[1])
 
+    def path(self, points: Points) -> list[tuple[float, float]]:
+        return canvas.thinned([self.at(point) for point in points])
 
-def curves(log: str) -> str:
-    """The figure of a training log (the text of metrics.csv), or nothing where it holds no step."""
+
+def curves(log: str, width: int) -> str:
+    """The figure of a training log (the text of metrics.csv), or nothing where it holds no step.
+
+    `width` is in user units, one of canvas.WIDTHS.
+    """
     rows = list(csv.DictReader(log.splitlines()))
     found = {line.column: _points(rows, line.column) for strip in STRIPS for line in strip.lines}
     strips = [s for s in STRIPS if any(found[line.column] for line in s.lines)]
     if not strips:
         return ""
     steps = [step for points in found.values() for step, _ in points]
-    axis = Scale(min(steps), max(steps))
-    bottom = TOP + len(strips) * (STRIP + GAP) - GAP
+    axis = Scale(width, min(steps), max(steps))
+    bottom = TOP + len(strips) * (HEAD + STRIP + GAP)
     body = [_axis(axis, bottom)]
     for i, strip in enumerate(strips):
         values = [v for line in strip.lines for _, v in found[line.column]] + [0.0] * strip.zero
-        scale = Scale(axis.first, axis.last, min(values), max(values), TOP + i * (STRIP + GAP))
+        top = TOP + i * (HEAD + STRIP + GAP) + HEAD
+        scale = replace(axis, low=min(values), high=max(values), top=top)
         body.append(_strip(strip, [(line, points) for line in strip.lines if (points := found[line.column])], scale))
     ends = ", ".join(
         f"{strip.title} {line.label} {figure(points[-1][1])}".replace("  ", " ")
@@ -105,24 +112,12 @@ def curves(log: str) -> str:
         if (points := found[line.column])
     )
     label = f"{', '.join(s.title for s in strips)} over steps {axis.first:g} to {axis.last:g}; in the end {ends}"
-    size = f'viewBox="0 0 {WIDTH} {bottom + AXIS}"'
-    return f'<svg class="curves" {size} role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
+    return canvas.svg(width, bottom + AXIS, label, "".join(body))
 
 
 def validated(log: str) -> bool:
     """Whether the metric of what would ship was ever taken."""
     return any(row.get("metric_deploy") for row in csv.DictReader(log.splitlines()))
-
-
-def thinned(points: Points, scale: Scale) -> list[tuple[float, float]]:
-    """Points of a line as they lie: of those in one column of the picture the lowest and the highest, so that no spike
-    is lost."""
-    kept: list[tuple[float, float]] = []
-    for _, column in groupby(points, key=lambda p: round(scale.x(p[0]))):
-        inside = list(column)
-        ends = {min(inside, key=lambda p: p[1]), max(inside, key=lambda p: p[1])}
-        kept += [scale.at(p) for p in sorted(ends)]
-    return kept
 
 
 def _points(rows: Sequence[Mapping[str, str]], column: str) -> Points:
@@ -135,62 +130,54 @@ def _strip(strip: Strip, lines: Sequence[tuple[Line, Points]], scale: Scale) -> 
     marks = {scale.low, scale.high}
     if strip.zero:  # which stands for what is too near it to be written beside it
         marks = {0.0} | {v for v in marks if abs(scale.y(v) - scale.y(0.0)) >= APART}
-    ticks = "".join(
-        f'<path class="tick" d="M{LEFT} {scale.y(v):g}H{RIGHT}"/>'
-        f'<text class="tick" x="{LEFT - 6}" y="{scale.y(v) + 3.5:g}">{figure(v)}</text>'
-        for v in sorted(marks)
-    )
+    ticks = "".join(canvas.tick(figure(v), scale.y(v), scale.width) for v in sorted(marks))
     drawn = "".join(_line(line, points, scale, dotted=strip.filled) for line, points in lines)
-    title = f'<text class="stage" x="0" y="{scale.top + STRIP / 2 + 4:g}">{strip.title}</text>'
     area = _area(lines, scale) if strip.filled and len(lines) == len(strip.lines) else ""
-    return f"<g>{ticks}{area}{drawn}{title}{_labels(lines, scale)}</g>"
+    return f"<g>{ticks}{area}{drawn}{canvas.title(strip.title, scale.top)}{_ends(lines, scale)}</g>"
 
 
 def _area(lines: Sequence[tuple[Line, Points]], scale: Scale) -> str:
     """Between two lines, or from one to zero."""
-    upper = thinned(lines[0][1], scale)
+    upper = scale.path(lines[0][1])
     if len(lines) == 2:
-        lower = thinned(lines[1][1], scale)
+        lower = scale.path(lines[1][1])
     else:
         lower = [(upper[0][0], scale.y(0.0)), (upper[-1][0], scale.y(0.0))]
-    return f'<path class="area" d="M{_joined([*upper, *reversed(lower)])}Z"/>'
+    return f'<path class="area" d="M{canvas.joined([*upper, *reversed(lower)])}Z"/>'
 
 
 def _line(line: Line, points: Points, scale: Scale, *, dotted: bool) -> str:
-    path = f'<path class="line {line.kind}" d="M{_joined(thinned(points, scale))}"/>'
-    if len(points) > 1 and not (dotted and len(points) <= DOTS_UP_TO):
+    path = f'<path class="line {line.kind}" d="M{canvas.joined(scale.path(points))}"/>'
+    if len(points) > 1 and not (dotted and canvas.has_room_for_dots(len(points), scale.width)):
         return path
     dots = (
-        f'<path class="dots {line.kind}" d="M{_joined([scale.at(point)])}h0">'
+        f'<path class="dots {line.kind}" d="M{canvas.joined([scale.at(point)])}h0">'
         f"<title>step {point[0]:g}: {line.label} {figure(point[1])}</title></path>"
         for point in points
     )
     return path + "".join(dots)
 
 
-def _labels(lines: Sequence[tuple[Line, Points]], scale: Scale) -> str:
-    """The last value of each line at its end, kept apart."""
-    ends = sorted((scale.y(p[-1][1]), line.kind, f"{line.label} {figure(p[-1][1])}") for line, p in lines
-                  if line.kind != "raw")  # fmt: skip
-    baseline, parts = -math.inf, []
-    for y, kind, text in ends:
-        baseline = max(y + 4, baseline + APART)
-        parts.append(f'<text class="end {kind}" x="{RIGHT + 8}" y="{baseline:g}">{text.strip()}</text>')
-    return "".join(parts)
+def _ends(lines: Sequence[tuple[Line, Points]], scale: Scale) -> str:
+    """The last value of each line, above the end of the strip."""
+    told = [(line.kind, f"{line.label} {figure(p[-1][1])}".strip()) for line, p in lines if line.kind != "raw"]
+    spans = (f'<tspan class="{kind}" dx="{12 if i else 0}">{text}</tspan>' for i, (kind, text) in enumerate(told))
+    return f'<text class="end" x="{scale.width - RIGHT}" y="{scale.top - TITLE:g}">{"".join(spans)}</text>'
 
 
 def _axis(scale: Scale, bottom: float) -> str:
-    """Round step numbers, at most STEPS_MARKED of them, and lines up through all strips."""
-    rough = max((scale.last - scale.first) / STEPS_MARKED, 1)
+    """Round step numbers, as many as there is room for, and lines up through all strips."""
+    widest = canvas.span(f"{scale.last:.0f}")
+    most = min(max(int((scale.width - RIGHT - LEFT) / (widest + 8)), 1), STEPS_MARKED)
+    rough = max((scale.last - scale.first) / most, 1)
     power = 10 ** math.floor(math.log10(rough))
     size = next(power * n for n in (1, 2, 5, 10) if power * n >= rough)
-    marks = range(math.ceil(scale.first / size) * size, math.floor(scale.last) + 1, size)
-    return "".join(
-        f'<path class="border" d="M{scale.x(step):g} {TOP}V{bottom}"/>'
-        f'<text class="group" x="{scale.x(step):g}" y="{bottom + 16}">{step}</text>'
-        for step in marks
-    ) + f'<text class="tick" x="{LEFT - 6}" y="{bottom + 16}">step</text>'  # fmt: skip
-
-
-def _joined(points: Sequence[tuple[float, float]]) -> str:
-    return "L".join(f"{x:g} {y:g}" for x, y in points)
+    parts, written = [f'<text x="0" y="{bottom + 12}">step</text>'], 0.0
+    for step in range(math.ceil(scale.first / size) * size, math.floor(scale.last) + 1, size):
+        x, half = scale.x(step), canvas.span(str(step)) / 2
+        middle = min(x, scale.width - half)  # the last one stays inside
+        parts.append(f'<path class="border" d="M{x:g} {TOP + HEAD}V{bottom - GAP}"/>')
+        if middle - half >= written:
+            parts.append(f'<text class="group" x="{middle:g}" y="{bottom + 12}">{step}</text>')
+            written = middle + half
+    return "".join(parts)

@@ -46,9 +46,13 @@ def runs(found: Iterable[Run]) -> Document:
 
 def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fingerprint]) -> Document:
     before, new = old or {}, shown(step.parts)
-    changed = changes(before, new)
+    changed, waiting = changes(before, new), awaited(step, before)
     parts = {n: {"now": v, "before": before.get(n), "changed": n in changed} for n, v in new.items()}
-    gone = {n: {"now": None, "before": o, "changed": True} for n, (o, v) in changed.items() if v is None}
+    gone = {
+        n: {"now": None, "before": o, "changed": None if n in waiting else True}
+        for n, (o, v) in changed.items()
+        if v is None
+    }
     reached = {h: {"reached": p.reached, "whole": dict(p.whole), "files": dict(p.files)} for h, p in prints.items()}
     return {
         "stage": step.stage.name,
@@ -57,6 +61,11 @@ def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fing
         "parts": parts | gone,
         "hooks": reached,
     }
+
+
+def awaited(step: Step, old: Mapping[str, str]) -> set[str]:
+    """The inputs of the last run that are not known yet: stages before this one would run first."""
+    return {name for name in old if step.key is None and name.startswith("input.") and name not in step.parts}
 
 
 def diff(stage: str, report: Report, run: str | None, other: Report | None) -> Document:

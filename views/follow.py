@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from layerline.pipeline.report import LayerDiff, Report
-from layerline.views.grid import FAILED, Column, View, decibels, error
+from layerline.views.grid import FAILED, MEASURES, Column, View, decibels, error
 
 PARAMETER = "parameter"
 Measured = Callable[[LayerDiff], str]
@@ -56,7 +56,7 @@ def follow_views(rows: Sequence[Followed], stages: Sequence[str]) -> list[View]:
     }
     measures: dict[Column, Measured] = {
         Column("SQNR in dB", "low"): lambda r: decibels(r.sqnr_db),
-        Column("relative L2", "high"): lambda r: error(r.rel_l2),
+        Column(MEASURES["rel_l2"], "high"): lambda r: error(r.rel_l2),
     }
     return [
         _view(f"{measure.label}, {whose}", some, second, [Column(s, measure.kind) for s in stages], text)
@@ -66,9 +66,10 @@ def follow_views(rows: Sequence[Followed], stages: Sequence[str]) -> list[View]:
 
 
 def _view(label: str, rows: Sequence[Followed], second: Column, stages: Sequence[Column], text: Measured) -> View:
-    columns = (Column("layer"), second, *stages, Column("op"), Column("order", "number"))
+    measured = [s for s in stages if any(_cell(row.records.get(s.label), text) for row in rows)]
+    columns = (Column("layer"), second, *measured, Column("op"), Column("order", "number"))
     cells = [
-        [row.layer, row.value, *(_cell(row.records.get(s.label), text) for s in stages), row.op, str(order)]
+        [row.layer, row.value, *(_cell(row.records.get(s.label), text) for s in measured), row.op, str(order)]
         for order, row in sorted(enumerate(rows, 1), key=lambda placed: placed[1].rank)
     ]
     return View(label, columns, cells)

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from layerline.pipeline.report import LayerDiff, Scalar
+from layerline.pipeline.report import LayerDiff, Measure, Scalar
 from layerline.views.shape import shape
 
 # Which end of a column is the worse one: "low" for decibels, "high" for errors; the others have none.
 Kind = Literal["text", "verdict", "number", "low", "high"]
 FAILED = "✗"
 ROWS_AT_FIRST = 25
+LONG = 48  # characters; a longer text is wrapped, as in page.js
+MEASURES: Mapping[Measure, str] = {"rel_l2": "relative L2", "max_abs": "max |a-b|", "mean_abs": "mean |a-b|"}
 
 
 @dataclass(frozen=True)
@@ -119,18 +121,18 @@ def records_view(records: Iterable[LayerDiff]) -> View:
             (Column("op"), [r.op for r in rows]),
             (Column("verdict", "verdict"), [verdict(r) for r in rows]),
             (Column("SQNR dB", "low"), [decibels(r.sqnr_db) for r in rows]),
-            (Column("relative L2", "high"), [error(r.rel_l2) for r in rows]),
-            (Column("max |a-b|", "high"), [error(r.max_abs) for r in rows]),
-            (Column("mean |a-b|", "high"), [error(r.mean_abs) for r in rows]),
+            (Column(MEASURES["rel_l2"], "high"), [error(r.rel_l2) for r in rows]),
+            (Column(MEASURES["max_abs"], "high"), [error(r.max_abs) for r in rows]),
+            (Column(MEASURES["mean_abs"], "high"), [error(r.mean_abs) for r in rows]),
             (Column("cosine", "low"), [similarity(r.cosine) for r in rows]),
             (Column("tolerance", "number"), [error(r.tolerance) for r in rows]),
-            (Column("of"), ["" if r.tolerance is None else r.judged for r in rows]),
+            (Column("judged by"), ["" if r.tolerance is None else MEASURES[r.judged] for r in rows]),
             (Column("NaN/Inf a", "high"), [str(r.nonfinite_a or "") for r in rows]),
             (Column("NaN/Inf b", "high"), [str(r.nonfinite_b or "") for r in rows]),
             (Column("one side only", "high"), [str(r.one_sided or "") for r in rows]),
             *_free_columns([r.extra for r in rows], worse="high"),
             (Column("shape"), [shape(r.shape, " × ") for r in rows]),
-            (Column("type"), [r.dtype for r in rows]),
+            (Column("dtype"), [r.dtype for r in rows]),
             (Column("order", "number"), [str(i) for i, _ in placed]),
         ]
     )
@@ -185,11 +187,16 @@ def scrolling(inner: str, label: str) -> str:
 
 
 def _row(columns: Sequence[Column], row: Sequence[str]) -> str:
-    cells = [f'<th scope="row">{escape(row[0])}</th>'] if row else []
+    cells = [f'<th scope="row"><span>{escape(row[0])}</span></th>'] if row else []
     for column, text in zip(columns[1:], row[1:], strict=True):
-        bad = " bad" if column.kind != "text" and text.startswith(FAILED) else ""
-        cells.append(f'<td class="{column.kind}{bad}">{escape(text)}</td>')
+        cells.append(f'<td class="{column.kind}{_look(column.kind, text)}">{escape(text)}</td>')
     return "".join(cells)
+
+
+def _look(kind: Kind, text: str) -> str:
+    if kind == "text":
+        return " long" if len(text) > LONG else ""
+    return " bad" if text.startswith(FAILED) else ""
 
 
 def _free_columns(rows: Sequence[Mapping[str, Scalar]], *, worse: Kind) -> list[tuple[Column, list[str]]]:

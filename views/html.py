@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from layerline.pipeline.ledger import Record, Run
 from layerline.pipeline.report import Gate, Report, Scalar
+from layerline.views.canvas import at_each_width
 from layerline.views.chart import chart
 from layerline.views.curves import curves, validated
 from layerline.views.follow import Followed, follow, follow_views
@@ -130,7 +131,7 @@ def _failures(run: Run, reports: Mapping[str, Report]) -> str:
 def _stages(run: Run, reports: Mapping[str, Report], layers: Mapping[str, str]) -> str:
     heads = "".join(f'<th scope="col" class="{c.kind}">{c.label}</th>' for c in SUMMARY)
     rows = "".join(_stage_row(i, record, reports.get(record.stage), layers) for i, record in enumerate(run.records))
-    whole = f'<table class="wide"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
+    whole = f'<table class="stages"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
     return f"<section><h2>Stages</h2>{scrolling(whole, 'Stages')}</section>"
 
 
@@ -150,7 +151,9 @@ def _stage_row(i: int, record: Record, report: Report | None, layers: Mapping[st
         f"{record.seconds:.1f}",
         f"<code>{escape(record.digest[:12])}</code>",
     ]
-    row = "".join(f'<td class="{c.kind}">{cell}</td>' for c, cell in zip(SUMMARY[1:], cells, strict=True))
+    row = "".join(
+        f'<td class="{c.kind}" data-label="{c.label}">{cell}</td>' for c, cell in zip(SUMMARY[1:], cells, strict=True)
+    )
     return f'<tr><th scope="row"><a href="#stage-{i}">{escape(record.stage)}</a></th>{row}</tr>'
 
 
@@ -162,21 +165,22 @@ def _layers(reports: Mapping[str, Report], rows: Sequence[Followed]) -> str:
     if not rows:
         return ""
     views = follow_views(rows, list(reports))
+    drawn = at_each_width(lambda width: chart(rows, list(reports), width))
     return (
-        f'{_figure(chart(rows, list(reports)))}<section id="follow"><h2>Follow a layer</h2>'
+        f'{_figure(drawn)}<section id="follow"><h2>Follow a layer</h2>'
         '<p class="lead">One row is one module, or one value under the name it keeps from PyTorch to the engine. Each '
-        "stage says how far the row is from what that stage started from; an empty cell was not measured.</p>"
+        "stage says how far the row is from what that stage started from. What was not measured is empty; a stage that "
+        "measured nothing of the kind has no column.</p>"
         f"{grid(views, 'Every layer in every stage, worst first', follow=True)}</section>"
     )
 
 
-def _figure(svg: str) -> str:
-    if not svg:
+def _figure(drawn: str) -> str:
+    if not drawn:
         return ""
     return (
         '<section id="chart"><h2>SQNR by layer</h2><p class="lead">In topological order. Every stage has its own '
-        f"scale; {FAILED} marks what is beyond its tolerance.</p>{scrolling(svg, 'SQNR by layer')}"
-        '<output class="reading"></output></section>'
+        f'scale; {FAILED} marks what is beyond its tolerance.</p>{drawn}<output class="reading"></output></section>'
     )
 
 
@@ -193,8 +197,8 @@ def _stage(i: int, record: Record, report: Report | None, log: str) -> str:
 
 
 def _training(log: str) -> str:
-    svg = curves(log)
-    if not svg:
+    drawn = at_each_width(lambda width: curves(log, width))
+    if not drawn:
         return ""
     if validated(log):
         told = (
@@ -203,7 +207,7 @@ def _training(log: str) -> str:
         )
     else:
         told = "No metric was taken on the way: <code>train.training.valid_interval</code> adds the deploy gap."
-    return f'<p class="lead">{told}</p>{scrolling(svg, "Training, by step")}'
+    return f'<p class="lead">{told}</p>{drawn}'
 
 
 def _said(report: Report) -> str:

@@ -128,10 +128,14 @@ def verdict(record: LayerDiff) -> Text:
 
 def short(value: Any) -> str:
     """Text of any length on one line: hashes as their beginning."""
-    text = "" if value is None else str(value)
-    if len(text) == 64 and all(c in "0123456789abcdef" for c in text):
-        return text[:12]
+    text = hashed(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def hashed(value: Any) -> str:
+    """Text, and of a hash its beginning; nothing where there is none."""
+    text = "" if value is None else str(value)
+    return text[:12] if len(text) == 64 and all(c in "0123456789abcdef" for c in text) else text
 
 
 def _column(

@@ -3,6 +3,7 @@
 // and is only ever set as text, so nothing in a report can become markup.
 
 const FAILED = "✗";
+const LONG = 48;
 const WORST_FIRST = { low: 1, high: -1 };
 
 const make = (tag, text = "", properties = {}) =>
@@ -16,7 +17,8 @@ function breakable(element, text) {
 
 const failed = (kind, text) => kind !== "text" && text.startsWith(FAILED);
 const failing = (view, row) => row.some((text, i) => failed(view.kinds[i], text));
-const cell = (kind, text) => make("td", text, { className: failed(kind, text) ? `${kind} bad` : kind });
+const look = (kind, text) => (kind === "text" && text.length > LONG ? " long" : failed(kind, text) ? " bad" : "");
+const cell = (kind, text) => make("td", text, { className: kind + look(kind, text) });
 
 // The number behind a cell; words such as NaN count as the worst of their column.
 function magnitude(text, kind) {
@@ -115,7 +117,7 @@ class Grid {
     const name = make("th", "", { scope: "row" });
     row.append(name, ...cells.slice(1).map((text, i) => cell(this.view.kinds[i + 1], text)));
     if (!this.follows) {
-      breakable(name, cells[0]);
+      name.append(breakable(make("span"), cells[0]));
       return [row];
     }
     const key = this.view.heads[1] === "value" ? cells[1] : cells[0];
@@ -135,27 +137,45 @@ class Grid {
     return button;
   }
 
-  // Everything each stage measured about a value, or about all values of a module.
+  // Everything each stage measured about a value, or about all values of a module: a column for what several stages
+  // measured, and in words what remains.
   detail(key) {
     const values = new Set(byValue().rows.filter((row) => row.slice(0, 2).includes(key)).map((row) => row[1]));
-    const found = stages.flatMap(({ root, view }) => view.rows.filter((row) => values.has(row[1])).map((row) => {
-      const cells = view.heads.map((head, i) => [head, cell(view.kinds[i], row[i])]);
-      return new Map([["stage", make("th", root.dataset.stage, { scope: "row" })], ...cells]);
-    }));
-    // The record with most columns gives their order.
-    const heads = new Set([...found].sort((a, b) => b.size - a.size).flatMap((record) => [...record.keys()]));
-    heads.delete("layer");
-    const shown = [...heads].filter((head) => found.some((record) => record.get(head)?.textContent));
+    const found = stages.flatMap(({ root, view }) => view.rows.filter((row) => values.has(row[1])).map((row) => ({
+      stage: root.dataset.stage,
+      cells: view.heads.map((head, i) => ({ head, kind: view.kinds[i], text: row[i] }))
+        .filter(({ head, text }) => text && head !== "layer" && head !== "order"),
+    })));
+    const heads = columns(found);
     const table = make("table");
-    table.createTHead().insertRow().append(...shown.map((head) => make("th", head, { scope: "col" })));
+    table.createTHead().insertRow().append(...["stage", ...heads, "also"].map((head) => make("th", head, { scope: "col" })));
     const body = table.createTBody();
-    for (const record of found) body.insertRow().append(...shown.map((head) => record.get(head) ?? make("td")));
+    for (const { stage, cells } of found) {
+      const own = heads.map((head) => cells.find((c) => c.head === head));
+      const rest = cells.filter((c) => !own.includes(c)).map(({ head, text }) => `${head} ${text}`).join(" · ");
+      const shown = own.map((c) => (c ? cell(c.kind, c.text) : make("td")));
+      const also = make("td", rest, { className: "also" });
+      body.insertRow().append(make("th", stage, { scope: "row" }), ...shown, also);
+    }
     const row = make("tr", "", { className: "detail" });
     const scroll = make("div", "", { className: "scroll" });
     scroll.append(table);
     Object.assign(row.insertCell(), { colSpan: this.view.heads.length }).append(scroll);
     return row;
   }
+}
+
+// What is comparable between records: names, verdicts, and what more than one stage measured where there are more.
+function columns(records) {
+  const all = new Set(records.map(({ stage }) => stage));
+  const having = new Map();
+  // The record with most cells gives their order.
+  for (const { stage, cells } of [...records].sort((a, b) => b.cells.length - a.cells.length))
+    for (const { head, kind } of cells)
+      if (["value", "op"].includes(head) || !["text", "number"].includes(kind))
+        having.set(head, (having.get(head) ?? new Set()).add(stage));
+  const isName = (head) => ["value", "op", "verdict"].includes(head);
+  return [...having].filter(([head, by]) => isName(head) || by.size > 1 || all.size === 1).map(([head]) => head);
 }
 
 const grids = [...document.querySelectorAll(".grid")].map((root) => new Grid(root));

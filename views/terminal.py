@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,14 +29,17 @@ from layerline.pipeline.reasons import changes
 from layerline.pipeline.report import Report
 from layerline.pipeline.runner import Outcome, Result
 from layerline.pipeline.stage import Stage
-from layerline.views import grid, layers
+from layerline.views import documents, grid, layers
 from layerline.views.lines import stage_line
+
+PIPE_WIDTH = 160
 
 
 def console() -> Console:
-    """Standard output, as wide as the terminal, or wide enough for a pipe not to wrap tables."""
+    """Standard output, as wide as the terminal or as COLUMNS says, or wide enough for a pipe not to wrap tables."""
     found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=160)
+    told = found.is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    return found if told else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def error(problem: PipeError) -> None:
@@ -128,54 +132,82 @@ def outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = ()) -
 
 
 def status(out: Console, steps: Sequence[Step], states: Mapping[str, str]) -> None:
-    """What is fresh, what would or may run, and why; `states` by stage."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("stage", "state", "why", "digest", "made", "verdict"):
-        table.add_column(heading, overflow="fold")
-    for step in steps:
-        fresh, record = step.artifact is not None, step.record
-        verdict = "" if not fresh or record is None else ("[green]passed[/]" if record.passed else "[red]failed[/]")
-        table.add_row(
-            step.stage.name,
-            f"[{'green' if fresh else 'yellow'}]{states[step.stage.name]}[/]",
-            "" if fresh else escape(step.reason),
-            step.artifact.digest[:12] if step.artifact else "",
-            record.created if fresh and record else "",
-            verdict,
-        )
+    """What is fresh, what would or may run, and why; `states` by stage. A column that says nothing is left out."""
+    rows = [_status(step, states[step.stage.name]) for step in steps]
+    widths = {heading: max(row[heading].cell_len for row in rows) for heading in rows[0]}
+    told = [heading for heading, width in widths.items() if width]
+    if sum(max(widths[heading], cell_len(heading)) + 2 for heading in told) > out.width + 2:
+        told.remove("made")  # a reason is worth more
+    table = _table({heading: heading != "why" for heading in told})
+    for row in rows:
+        table.add_row(*(row[heading] for heading in told))
     out.print(table)
+
+
+def _status(step: Step, state: str) -> dict[str, Text]:
+    artifact, record = step.artifact, step.record if step.artifact else None
+    return {
+        "stage": Text(step.stage.name),
+        "state": Text(state, "green" if artifact else "yellow"),
+        "why": Text("" if artifact else step.reason),
+        "digest": Text(artifact.digest[:12] if artifact else ""),
+        "made": Text(record.created if record else ""),
+        "verdict": _verdict(record.passed) if record else Text(),
+    }
+
+
+def _verdict(passed: bool) -> Text:
+    return Text("passed", "green") if passed else Text("failed", "red")
+
+
+def _table(headings: Mapping[str, bool]) -> Table:
+    """Columns by heading, and whether they keep their width: only the others are wrapped where there is no room."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading, kept in headings.items():
+        table.add_column(heading, no_wrap=kept, overflow="fold")
+    return table
 
 
 def explain(out: Console, step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fingerprint]) -> None:
     """Each part of a stage's key: same or changed, old and new value, and what its hooks reach."""
-    new = shown(step.parts)
-    changed = changes(old or {}, new)
     key = step.key[:12] if step.key else "not known yet"
-    out.print(f"[bold]{step.stage.name}[/]  {escape(step.reason)}  [dim]key {key}[/]")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("part", "", "last run", "now"):
-        table.add_column(heading, overflow="fold")
-    for name in [*new, *(n for n in changed if n not in new)]:
-        before, now = (old or {}).get(name), new.get(name)
-        state = "new" if old is None else ("[yellow]changed[/]" if name in changed else "[dim]same[/]")
-        table.add_row(
-            escape(name), state, escape(layers.short(before) if name in changed else ""), escape(layers.short(now))
-        )
-    out.print(table)
+    head = Text.assemble(f"{step.reason}  ", (f"key {key}", "dim"))
+    _hanging(out, Text(f"{step.stage.name}  ", "bold"), head)
+    out.print(_parts(step, old))
     for hook, seen in prints.items():
-        reached = ", ".join(r for r in seen.reached if ":import " not in r) or "not defined in the task"
-        out.print(
-            f"[dim]{hook}() reaches[/] {escape(reached if not seen.whole else ', '.join([*seen.whole, *seen.reached]))}"
-        )
+        names = [*seen.whole, *seen.reached] if seen.whole else [r for r in seen.reached if ":import " not in r]
+        _hanging(out, Text(f"{hook}() ", "dim"), _reached(", ".join(names)))
     for note in step.notes:
         _hanging(out, Text("note ", "yellow"), Text(note))
+
+
+def _parts(step: Step, old: Mapping[str, str] | None) -> Table:
+    new, before = shown(step.parts), old or {}
+    changed, waiting = changes(before, new), documents.awaited(step, before)
+    table = _table({"part": False, "": True, "last run": False, "now": False})
+    for name in [*new, *(n for n in changed if n not in new)]:
+        whole = name in changed
+        state = "new" if old is None else "may change" if name in waiting else "changed" if whole else "same"
+        now = "not known yet" if name in waiting else new.get(name)
+        then = _value(before.get(name) if whole else None, whole=whole)
+        table.add_row(Text(name), Text(state, "yellow" if whole and before else "dim"), then, _value(now, whole=whole))
+    return table
+
+
+def _value(value: str | None, *, whole: bool) -> Text:
+    """A part's value: on one line, but all of what changed, for two long values may differ at their ends."""
+    return Text(layers.hashed(value)) if whole else Text(layers.short(value), no_wrap=True, overflow="ellipsis")
+
+
+def _reached(names: str) -> Text:
+    return Text.assemble(("reaches ", "dim"), names) if names else Text("is not defined in the task", "dim")
 
 
 def diff(out: Console, report: Report, top: int, other: Report | None, label: str) -> None:
     """The per-layer table, worst first; with another run's report, its SQNR beside."""
     sides = f"{report.reference} against {report.candidate}" if report.reference or report.candidate else ""
     past = f"; then: run {label}" if other else ""
-    out.print(f"[bold]{report.stage}[/]  {escape(sides + past)}", soft_wrap=True)
+    _hanging(out, Text(f"{report.stage}  ", "bold"), Text(sides + past))
     records = report.worst(top)
     then = {r.name: r for r in other.records} if other else None
     found = layers.columns(records, then)
@@ -191,12 +223,9 @@ def diff(out: Console, report: Report, top: int, other: Report | None, label: st
 
 def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     """A list of runs, newest first."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("run", "time", "verdict", "stages"):
-        table.add_column(heading, no_wrap=heading != "stages", overflow="fold")
+    table = _table({"run": True, "time": True, "verdict": True, "stages": False})
     for row in rows:
-        verdict = "[green]passed[/]" if row["passed"] else "[red]failed[/]"
-        table.add_row(row["id"], row["time"], verdict, escape(" ".join(row["stages"])))
+        table.add_row(row["id"], row["time"], _verdict(row["passed"]), Text(" ".join(row["stages"])))
     out.print(table)
 
 

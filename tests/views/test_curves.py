@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerline.views.curves import LEFT, RIGHT, Scale, curves, thinned, validated
+from layerline.views.canvas import LEFT, RIGHT, WIDTHS, at_each_width
+from layerline.views.curves import curves, validated
 from layerline.views.html import page
+from tests.views.pictures import assert_labels_fit, paths, texts
 from tests.views.samples import run_of, sample_reports
 
 HEADS = ["step", "loss", "loss_smooth", "lr", "metric_online", "metric_deploy", "deploy_gap"]
@@ -24,16 +26,8 @@ def log(rows: list[dict[str, float | None]]) -> str:
     return "\n".join(",".join(line) for line in [HEADS, *lines]) + "\n"
 
 
-def draw(rows: list[dict[str, float | None]]) -> ElementTree.Element:
-    return ElementTree.fromstring(curves(log(rows)))
-
-
-def texts(svg: ElementTree.Element, kind: str) -> list[str]:
-    return [e.text or "" for e in svg.iter("text") if (e.get("class") or "").split()[0] == kind]
-
-
-def paths(svg: ElementTree.Element, kind: str) -> list[str]:
-    return [e.get("d", "") for e in svg.iter("path") if (e.get("class") or "").split() == kind.split()]
+def draw(rows: list[dict[str, float | None]], width: int = WIDTHS[0]) -> ElementTree.Element:
+    return ElementTree.fromstring(curves(log(rows), width))
 
 
 TRAINED: list[dict[str, float | None]] = [
@@ -60,8 +54,8 @@ def test_only_what_was_measured_has_a_strip() -> None:
     plain = [{k: v for k, v in row.items() if k in ("step", "loss", "loss_smooth", "lr")} for row in TRAINED]
     assert texts(draw(plain), "stage") == ["loss", "learning rate"]
     assert not validated(log(plain)) and validated(log(TRAINED))
-    assert curves(log([])) == curves("") == curves("a,b\n1,2\n") == ""
-    assert curves(log([{"step": 1.0}])) == "", "a row in which nothing was measured"
+    assert [curves(text, 600) for text in (log([]), "", "a,b\n1,2\n")] == [""] * 3
+    assert curves(log([{"step": 1.0}]), 600) == "", "a row in which nothing was measured"
 
 
 def test_one_metric_alone_has_no_area() -> None:
@@ -74,15 +68,22 @@ def test_the_gap_strip_keeps_zero_in_sight_and_one_point_is_a_dot() -> None:
     assert "0" in texts(svg, "tick") and "0.25" in texts(svg, "tick")
     assert len(paths(svg, "dots online")) == 1 and len(paths(svg, "dots main")) == 2
     behind = draw([{"step": float(i), "deploy_gap": -0.1 - i / 100} for i in range(3)])
-    assert texts(behind, "tick") == ["step", "-0.12", "0"]
+    assert texts(behind, "tick") == ["-0.12", "0"]
     level = draw([{"step": float(i), "deploy_gap": 0.0} for i in range(3)])
-    assert texts(level, "tick") == ["step", "0"] and texts(level, "end") == ["gap 0"]
+    assert texts(level, "tick") == ["0"] and texts(level, "end") == ["gap 0"]
 
 
-@given(st.lists(st.tuples(*[cells] * 6), max_size=12), st.integers(0, 10**9), st.integers(1, 10**7))
-def test_every_mark_lies_inside_the_picture(found: list[tuple[float | None, ...]], start: int, apart: int) -> None:
+@given(
+    st.lists(st.tuples(*[cells] * 6), max_size=12),
+    st.integers(0, 10**9),
+    st.integers(1, 10**7),
+    st.sampled_from(WIDTHS),
+)
+def test_every_mark_lies_inside_the_picture(
+    found: list[tuple[float | None, ...]], start: int, apart: int, width: int
+) -> None:
     rows = [dict(zip(HEADS, (start + i * apart, *values), strict=True)) for i, values in enumerate(found)]
-    text = curves(log(rows))
+    text = curves(log(rows), width)
     finite = any(v is not None and math.isfinite(v) for values in found for v in values)
     assert bool(text) == finite
     if not finite:
@@ -90,31 +91,50 @@ def test_every_mark_lies_inside_the_picture(found: list[tuple[float | None, ...]
     svg = ElementTree.fromstring(text)
     height = float(svg.get("viewBox", "").split()[3])
     for x, y in re.findall(r"[ML]([\d.e+-]+) ([\d.e+-]+)", "".join(e.get("d", "") for e in svg.iter("path"))):
-        assert LEFT <= float(x) <= RIGHT and 0 <= float(y) <= height
+        assert LEFT <= float(x) <= width - RIGHT and 0 <= float(y) <= height
     assert not re.search(r'd="[^"]*(nan|inf)', text)
     assert len(texts(svg, "group")) <= 9, "at most so many round steps"
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=4000))
-def test_thinning_keeps_every_spike(values: list[float]) -> None:
-    points = [(float(i), v) for i, v in enumerate(values)]
-    scale = Scale(0, len(values) - 1, min(values), max(values), 0)
-    kept = thinned(points, scale)
-    assert len(kept) <= 2 * (RIGHT - LEFT + 1) and kept == sorted(kept, key=lambda p: p[0])
-    assert {min(y for _, y in kept), max(y for _, y in kept)} == {scale.y(max(values)), scale.y(min(values))}
+    assert_labels_fit(svg)
 
 
 def test_a_long_training_stays_small() -> None:
     rows: list[dict[str, float | None]] = [
         {"step": 10.0 * i, "loss": math.sin(i), "loss_smooth": 0.0, "lr": 1.0} for i in range(20_000)
     ]
-    assert len(curves(log(rows))) < 80_000
+    assert len(curves(log(rows), WIDTHS[0])) < 80_000
+    assert len(at_each_width(lambda width: curves(log(rows), width))) < 200_000
 
 
-def test_two_labels_do_not_lie_on_each_other() -> None:
-    svg = draw([{"step": float(i), "metric_online": 0.5, "metric_deploy": 0.5, "deploy_gap": 0.0} for i in range(9)])
-    upper, lower = [float(e.get("y", "")) for e in svg.iter("text") if (e.get("class") or "").startswith("end")][:2]
-    assert lower - upper >= 12
+EVEN: list[dict[str, float | None]] = [
+    {"step": float(i), "metric_online": 0.5, "metric_deploy": 0.5, "deploy_gap": 0.0} for i in range(9)
+]
+LONG: list[dict[str, float | None]] = [
+    {"step": 2500.0 * i, "loss": -1.2345e-5 * i, "loss_smooth": -1.2345e-5 * i, "lr": 9.9987e-6 / (i + 1),
+     "metric_online": -1234.5678e9 * i, "metric_deploy": -0.00012345, "deploy_gap": -4.3219e-5}
+    for i in range(401)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", [TRAINED, EVEN, LONG], ids=["trained", "even", "long"])
+def test_labels_fit_at_every_width(rows: list[dict[str, float | None]], width: int) -> None:
+    svg = draw(rows, width)
+    assert_labels_fit(svg)
+    ends = [e for e in svg.iter("text") if e.get("class") == "end"]
+    assert {e.get("x") for e in ends} == {str(width - RIGHT)}, "above the end of the strip, and not beyond it"
+    assert len(ends) == (2 if rows is EVEN else 4) and len(texts(svg, "group")) >= 4
+
+
+def test_a_last_step_that_has_no_room_beside_the_one_before_goes() -> None:
+    svg = draw([{"step": 9999996.0 + 5 * i, "deploy_gap": 0.0} for i in (0, 1)], WIDTHS[-1])
+    assert texts(svg, "group")[-2:] == ["9999999", "10000000"] and len(paths(svg, "border")) == 6
+
+
+def test_the_last_step_stays_inside() -> None:
+    svg = draw(LONG, WIDTHS[-1])
+    last = [e for e in svg.iter("text") if e.get("class") == "group"][-1]
+    assert last.text == "1000000" and float(last.get("x", "")) < WIDTHS[-1] - RIGHT
+    assert f"M{WIDTHS[-1] - RIGHT} " in "".join(paths(svg, "border")), "its line is at its own place"
 
 
 @pytest.mark.parametrize("rows", [TRAINED, TRAINED[:3]], ids=["with metric", "without"])
@@ -122,9 +142,9 @@ def test_the_page_shows_them_and_still_needs_nothing_from_elsewhere(rows: list[d
     reports = sample_reports()
     text = page("mnist", run_of(reports), reports, logs={"train": log(rows)})
     train = text[text.index('id="stage-0"') : text.index('id="stage-1"')]
-    assert train.count("<svg") == 1 and 'class="curves"' in train
+    assert re.findall(r'<svg class="(\w+)"', train) == [f"w{width}" for width in WIDTHS]
     assert ("valid_interval" in train) == (rows is not TRAINED) and ("what ships is behind" in train) == (
         rows is TRAINED
     )
     assert not re.search(r"https?:|@import|url\(| style=", text)
-    assert 'class="curves"' not in page("mnist", run_of(reports), reports)
+    assert "smoothed" not in page("mnist", run_of(reports), reports)

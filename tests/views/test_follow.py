@@ -67,11 +67,21 @@ def test_worst_first_is_failed_then_lowest_and_learned_changes_last() -> None:
     assert len(sqnr.rows) == len(relative.rows) == len(LAYERS) + 4
 
 
-def test_cells_are_empty_where_a_stage_measured_nothing() -> None:
-    reports = {"export": Report(stage="export", records=values(100)), "engine": Report(stage="engine")}
+def test_what_was_not_measured_is_empty_and_a_stage_that_measured_nothing_has_no_column() -> None:
+    lost = diff(*LAYERS[0])
+    partly = Report(stage="quantize", records=(lost, *values(30)[1:]))
+    reports = {
+        "export": Report(stage="export", records=values(100)),
+        "quantize": partly,
+        "engine": Report(stage="engine"),
+    }
     for view in follow_views(follow(reports), list(reports)):
-        at = [c.label for c in view.columns].index("engine")
-        assert {row[at] for row in view.rows} == {""}
+        assert [c.label for c in view.columns][2:] == ["export", "quantize", "op", "order"]
+        assert [row[0] for row in view.rows if row[3] == ""] == [lost.module] and all(row[2] for row in view.rows)
+    (change, *_) = follow_views(
+        follow({"train": Report(stage="train", records=(diff("w", "m", "parameter"),))}), ["train"]
+    )
+    assert [c.label for c in change.columns] == ["layer", "values", "op", "order"]
 
 
 def test_equal_is_said_and_a_value_measured_twice_counts_once() -> None:

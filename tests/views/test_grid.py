@@ -75,6 +75,18 @@ def test_records_are_worst_first_and_keep_their_order_in_a_column() -> None:
     assert "cosine" not in named and "shape" not in named
 
 
+def test_what_a_tolerance_bounds_is_named_as_its_column_is() -> None:
+    view = records_view(
+        [diff("a", db=50.0, tolerance=0.1), diff("b", db=8.0, max_abs=1.0, mean_abs=0.5, tolerance=1.0)]
+    )
+    labels = [c.label for c in view.columns]
+    assert {row[labels.index("judged by")] for row in view.rows} == {"relative L2"} and "relative L2" in labels
+    for judged, label in (("max_abs", "max |a-b|"), ("mean_abs", "mean |a-b|")):
+        view = records_view([diff("b", db=8.0, max_abs=1.0, mean_abs=0.5, tolerance=1.0, judged=judged)])
+        labels = [c.label for c in view.columns]
+        assert view.rows[0][labels.index("judged by")] == label and label in labels
+
+
 def test_extra_columns_by_what_they_hold() -> None:
     rows = [{"isolated_sqnr_db": 31.04, "clipped": 0.25}, {"isolated_sqnr_db": math.inf, "why": "graph output"}]
     view = free_view(rows)
@@ -84,5 +96,6 @@ def test_extra_columns_by_what_they_hold() -> None:
 
 def test_an_extra_column_may_share_a_name_without_loss() -> None:
     view = records_view([diff("a", db=50.0, extra={"op": "QLinearConv", "type": "int8"}, dtype="float32")])
-    assert [c.label for c in view.columns].count("op") == 2
+    labels = [c.label for c in view.columns]
+    assert labels.count("op") == 2 and (labels.count("type"), labels.count("dtype")) == (1, 1)
     assert {"Conv", "QLinearConv", "int8", "float32"} <= set(view.rows[0])

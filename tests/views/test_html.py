@@ -7,11 +7,8 @@ import hashlib
 import json
 import math
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +17,9 @@ from hypothesis import strategies as st
 
 from layerline.pipeline.ledger import Run
 from layerline.pipeline.report import Gate, Report
+from layerline.views.canvas import WIDTHS
 from layerline.views.html import page
-from tests.views.samples import LAYERS, diff, many, record, run_of, sample_reports
+from tests.views.samples import diff, many, record, run_of, sample_reports
 
 EVIL = [
     "<script>alert(1)</script>",
@@ -151,14 +149,15 @@ def test_a_row_per_stage_with_verdict_worst_layer_and_digest() -> None:
     rows = re.findall(r"<tr><th scope=\"row\">.*?</tr>", summary)
     assert [Parsed(row).texts[0] for row in rows] == list(reports)
     seen = Parsed(rows[list(reports).index("quantize")]).texts
+    assert 'data-label="its SQNR dB"' in rows[0], "a narrow window has no headings"
     assert seen[1] == "✗ failed" and "mean" in seen and "NaN" in seen and "12.5" in seen
     assert record(reports["quantize"]).digest[:12] in seen
 
 
 def test_what_was_not_measured_is_empty_and_never_zero() -> None:
-    bare = Report(stage="train", records=(diff("w", "m", "parameter"),), metrics={"accuracy": None})
-    text = render({"train": bare})
-    assert Parsed(text).cells() == {"w", "m", "parameter", "1", ""}
+    records = (diff("w", "m", "parameter"), diff("v", "n", "parameter", 20.0))
+    text = render({"train": Report(stage="train", records=records, metrics={"accuracy": None})})
+    assert Parsed(text).cells() == {"w", "m", "v", "n", "parameter", "1", "2", "20.0", "0.100", ""}
     assert '<td class="low"></td>' in text
     assert "<dt>accuracy</dt><dd></dd>" in text
 
@@ -174,8 +173,8 @@ def test_numbers_that_are_not_finite_have_words() -> None:
     text = render({"s": report})
     parsed = Parsed(text)
     assert {"equal", "-inf", "inf", "NaN", "✗ 2 NaN/Inf"} <= parsed.cells()
-    (svg,) = re.findall(r"<svg.*?</svg>", text)
-    assert not re.search(r'"[^"a-z]*(nan|inf)', svg)
+    pictures = re.findall(r"<svg.*?</svg>", text)
+    assert len(pictures) == len(WIDTHS) and not re.search(r'"[^"a-z]*(nan|inf)', "".join(pictures))
 
 
 @pytest.mark.parametrize(
@@ -205,26 +204,6 @@ def test_two_thousand_records_stay_small_and_all_reachable() -> None:
     assert len(text) < 1_500_000
     assert sum(tag == "tr" for tag, _ in parsed.elements) < 100
     assert {r.name for r in reports["export"].records} <= parsed.cells()
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-def test_in_a_browser_a_link_opens_a_layer(tmp_path: Path) -> None:
-    reports = sample_reports() | {"fuse": many("fuse", 60, 130.0)}
-    (tmp_path / "report.html").write_text(page("mnist", run_of(reports), reports), "utf-8")
-    url = (tmp_path / "report.html").as_uri() + "#layer=layer1.0.conv1"
-    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    command = [str(CHROMIUM), *quiet, f"--user-data-dir={tmp_path}/profile", "--dump-dom", url]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    follow = dom[dom.index('id="follow"') : dom.index('id="stage-0"')]
-    opened = re.findall(r'<tr class="detail">.*?</table>', follow, re.DOTALL)
-    assert len(opened) == 1
-    assert re.findall(r'<th scope="row">(\w+)</th>', opened[0]) == ["train", "ema", "export", "quantize"]
-    assert 'aria-expanded="true"' in follow and 'aria-sort="none"' in follow
-    assert re.search(rf"1 of {len({m or n for n, m, _ in LAYERS}) + 60} rows match", follow)
-    assert "25 of 60 rows" in dom
 
 
 def test_a_failed_run_says_which_gates_failed_and_what_it_left_undone() -> None:

@@ -1,0 +1,139 @@
+"""The page in a browser: what its script opens, and that everything fits windows of any width."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import escape, unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerline.pipeline.report import Gate, Report
+from layerline.views.canvas import WIDTHS
+from layerline.views.grid import LONG
+from layerline.views.html import page
+from tests.views.samples import LAYERS, diff, many, run_of, sample_reports
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+WINDOWS = (400, 600, 1000, 1440)
+
+# In each frame: how wide the page is, which pictures are seen, what of them is cut or lies on each other, and what
+# reaches beyond the window. What scrolls by itself may.
+MEASURE = """
+const inside = (r, box) => r.left >= box.left - 1 && r.right <= box.right + 1 && r.bottom <= box.bottom + 1;
+const meet = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+  && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4;
+const labels = (svg) => [...svg.querySelectorAll("text")].map((e) => [e.textContent, e.getBoundingClientRect()]);
+const seen = (e) => e.getBoundingClientRect().width > 0;
+function measure({ contentDocument: page, contentWindow: view }) {
+  const pictures = [...page.querySelectorAll("svg")].filter(seen);
+  const free = [...page.querySelectorAll("main *")].filter((e) => seen(e) && !e.closest(".scroll, svg"));
+  return {
+    width: page.documentElement.scrollWidth,
+    kinds: [...new Set(pictures.map((svg) => svg.getAttribute("class")))],
+    count: pictures.length,
+    cut: pictures.flatMap((svg) => labels(svg).filter(([, r]) => !inside(r, svg.getBoundingClientRect()))),
+    over: pictures.flatMap((svg) => labels(svg).flatMap(([a, r], i, all) =>
+      all.slice(i + 1).filter(([, s]) => meet(r, s)).map(([b]) => [a, b]))),
+    out: free.filter((e) => e.getBoundingClientRect().right > view.innerWidth + 1).map((e) => e.outerHTML.slice(0, 80)),
+    rows: [...page.querySelectorAll(".follow > .scroll > table > tbody > tr")].map((e) => e.offsetHeight),
+  };
+}
+addEventListener("load", () => {
+  const found = [...document.querySelectorAll("iframe")].map(measure);
+  document.body.replaceChildren(Object.assign(document.createElement("pre"), { textContent: JSON.stringify(found) }));
+});
+"""
+
+
+def rendered(folder: Path, text: str, fragment: str = "") -> str:
+    """The document that a browser makes of a page."""
+    (folder / "page.html").write_text(text, "utf-8")
+    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    quiet += ["--disable-component-update", "--disable-sync", "--hide-scrollbars", f"--user-data-dir={folder}/profile"]
+    command = [str(CHROMIUM), *quiet, "--dump-dom", (folder / "page.html").as_uri() + fragment]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def measured(folder: Path, text: str) -> dict[int, dict[str, Any]]:
+    """What MEASURE finds in windows of WINDOWS, one frame each."""
+    frames = "".join(f'<iframe style="width: {w}px; border: 0" srcdoc="{escape(text)}"></iframe>' for w in WINDOWS)
+    dom = rendered(folder, f"<!DOCTYPE html><body>{frames}<script>{MEASURE}</script>")
+    (found,) = re.findall(r"<pre>(.*?)</pre>", dom, re.DOTALL)
+    return dict(zip(WINDOWS, json.loads(unescape(found)), strict=True))
+
+
+def log() -> str:
+    rows = [
+        f"{2500 * i},{2 / (i + 1)},{2.1 / (i + 1)},{1e-5 / (i + 1)},0.98{i},0.97{i},-0.00012{i}" for i in range(400)
+    ]
+    return "\n".join(["step,loss,loss_smooth,lr,metric_online,metric_deploy,deploy_gap", *rows])
+
+
+def long_names() -> dict[str, Report]:
+    """Names of modules, stages, gates and figures that are longer than some windows are wide."""
+    name = "model.encoder.layers.{}.attention.self.value_projection_of_the_second_tower"
+    records = tuple(diff(f"v{i}", name.format(i), "MatMul", 30.0 - i, tolerance=1e-9) for i in range(40))
+    gate = Gate("a-gate-" * 20, False, "x" * 120, "y" * 120, "z" * 120)
+    figures: dict[str, Any] = {f"a_measurement_with_a_long_name_{i}": 1e-9 * i for i in range(9)}
+    report = Report(stage="quantize-everything-but-the-head", records=records, metrics=figures, gates=(gate,))
+    return {report.stage: report, "train": Report(stage="train", notes=("n" * 200,))}
+
+
+@pytest.mark.parametrize("reports", [sample_reports(), long_names()], ids=["sample", "long names"])
+def test_everything_fits_windows_of_any_width(reports: dict[str, Report], tmp_path: Path) -> None:
+    found = measured(tmp_path, page("mnist", run_of(reports), reports, logs={"train": log()}))
+    for window, seen in found.items():
+        assert seen["width"] == window, "no table or name makes the page wider than the window"
+        assert seen["out"] == [] and seen["cut"] == [] and seen["over"] == []
+        assert seen["count"] == 2, "of each figure one picture"
+        assert len(set(seen["rows"])) == 1 or "fuse" not in reports, "short names: one line a layer, whatever its ops"
+    assert [seen["kinds"] for seen in found.values()] == [[f"w{width}"] for width in reversed(WIDTHS)]
+
+
+def test_a_link_opens_a_layer(tmp_path: Path) -> None:
+    reports = sample_reports() | {"fuse": many("fuse", 60, 130.0)}
+    dom = rendered(tmp_path, page("mnist", run_of(reports), reports), "#layer=layer1.0.conv1")
+    follow = dom[dom.index('id="follow"') : dom.index('id="stage-0"')]
+    opened = re.findall(r'<tr class="detail">.*?</table>', follow, re.DOTALL)
+    assert len(opened) == 1
+    assert re.findall(r'<th scope="row">(\w+)</th>', opened[0]) == ["train", "ema", "export", "quantize"]
+    assert 'aria-expanded="true"' in follow and 'aria-sort="none"' in follow
+    assert re.search(rf"1 of {len({m or n for n, m, _ in LAYERS}) + 60} rows match", follow)
+    assert "25 of 60 rows" in dom
+
+
+def test_an_opened_layer_has_columns_of_what_is_compared_and_the_rest_in_words(tmp_path: Path) -> None:
+    exported = diff("c", "net.c", "Conv", 130.0, dtype="float32", shape=(1, 8), tolerance=1e-5)
+    quantized = diff("c", "net.c", "Conv", 30.0, extra={"isolated_sqnr_db": 41.0})
+    on_engine = diff("c", "net.c", "Conv", extra={"network_layer": "fused_c", "type": "CONVOLUTION"}, dtype="float16")
+    reports = {
+        "export": Report(stage="export", records=(exported,)),
+        "quantize": Report(stage="quantize", records=(quantized,)),
+        "engine": Report(stage="engine", records=(on_engine,)),
+    }
+    dom = rendered(tmp_path, page("mnist", run_of(reports), reports), "#layer=net.c")
+    (opened,) = re.findall(r'<tr class="detail">.*?</table>', dom, re.DOTALL)
+    heads, *rows = [
+        re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", opened, re.DOTALL)
+    ]
+    assert heads == ["stage", "value", "op", "verdict", "SQNR dB", "relative L2", "also"]
+    assert rows == [
+        ["export", "c", "Conv", "passed", "130.0", "3.16e-07",
+         "tolerance 1.00e-05 · judged by relative L2 · shape 1 × 8 · dtype float32"],
+        ["quantize", "c", "Conv", "", "30.0", "0.0316", "isolated SQNR dB 41.0"],
+        ["engine", "c", "Conv", "", "", "", "network layer fused_c · type CONVOLUTION · dtype float16"],
+    ]  # fmt: skip
+
+
+def test_long_texts_are_wrapped_with_the_script_and_without(tmp_path: Path) -> None:
+    rows = [{"value": "a", "why": "w" * LONG}, {"value": "b", "why": "w" * (LONG + 1)}, {"value": "c" * 90, "why": "d"}]
+    report = Report(stage="quantize", tables={"Left in float": rows})
+    text = page("mnist", run_of({"quantize": report}), {"quantize": report})
+    for document in (text, rendered(tmp_path, text)):
+        assert re.findall(r'<td class="text long">(.*?)</td>', document) == ["w" * (LONG + 1)]

@@ -1,0 +1,124 @@
+"""Tables of the terminal: no column cut in two, no claim about what is not known yet, and long values told apart."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from layerline.pipeline.fingerprint import Fingerprint
+from layerline.pipeline.plan import Step
+from layerline.pipeline.report import Report
+from layerline.views import documents, terminal
+from tests.views.samples import diff, record
+
+PROFILES = "[{'batch': {'min': 1, 'opt': 1, 'max': 8}}, {'batch': {'min': 8, 'opt': 64, 'max': "
+MADE = "2025-03-01T10:00:12Z"
+
+
+def step(name: str, parts: dict[str, Any] | None = None, *, key: str | None = "a" * 64, **fields: Any) -> Step:
+    return Step(stage=cast("Any", SimpleNamespace(name=name)), key=key, parts=parts or {}, **fields)
+
+
+def fresh(name: str) -> Step:
+    made = record(Report(stage=name))
+    return step(name, record=made, artifact=cast("Any", SimpleNamespace(digest=made.digest)), reason="fresh")
+
+
+def lines(width: int, show: Any, *arguments: Any) -> list[str]:
+    """What `show` prints on a terminal so wide, without the spaces at the ends of its lines."""
+    screen = io.StringIO()
+    show(Console(file=screen, width=width, highlight=False), *arguments)
+    return [line.rstrip() for line in screen.getvalue().splitlines()]
+
+
+def status(width: int, *steps: Step) -> list[str]:
+    states = {s.stage.name: "fresh" if s.artifact else "would run" for s in steps}
+    return lines(width, terminal.status, steps, states)
+
+
+def test_status_leaves_out_columns_that_say_nothing() -> None:
+    heads, row = status(80, fresh("train"))
+    assert heads.split() == ["stage", "state", "digest", "made", "verdict"]
+    assert row.split() == ["train", "fresh", fresh("train").artifact.digest[:12], MADE, "passed"]  # type: ignore[union-attr]
+    heads, row = status(80, step("ema", reason="never ran"))
+    assert heads.split() == ["stage", "state", "why"] and row == "ema    would run  never ran"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_a_reason_takes_the_place_of_the_time_where_both_do_not_fit(width: int) -> None:
+    reason = "calibrator minmax -> percentile"
+    found = status(width, fresh("train"), step("quantize", reason=reason))
+    assert max(map(len, found)) <= width
+    assert ("made" in found[0]) == (MADE in found[1]) == (width >= 100)
+    assert (reason in found[2]) == (width >= 80)
+    assert found[1].endswith("passed") and fresh("train").artifact.digest[:12] in found[1]  # type: ignore[union-attr]
+    words = " ".join(" ".join(line[21:40].split()) for line in found[2:]) if width == 60 else reason
+    assert words == reason, "wrapped between words"
+
+
+def explained(width: int, now: Step, old: dict[str, str] | None, reached: tuple[str, ...] = ()) -> list[str]:
+    prints = {"model": Fingerprint("0" * 64, reached)}
+    return lines(width, terminal.explain, now, old, prints)
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_long_values_that_differ_at_their_ends_are_shown_whole(width: int) -> None:
+    old, new = PROFILES + "256}}]", PROFILES + "512}}]"
+    parts = {"config.profiles": new, "config.targets": PROFILES + "64}}]"}
+    found = explained(width, step("engine", parts, reason="profiles changed"), {**parts, "config.profiles": old})
+    assert max(map(len, found)) <= width
+    changed = "".join(found[2:-2])
+    assert "256}}]" in changed and "512}}]" in changed and changed.count("…") == 0
+    same = found[-2]
+    assert same.startswith("config.targets") and same.endswith("…"), "one line for what did not change"
+
+
+def test_an_input_that_is_not_made_yet_may_change() -> None:
+    parts = {"stage": "engine"}
+    waiting = step("engine", parts, key=None, reason="after quantize")
+    old = {**parts, "input.model": "b" * 64, "file.gone.csv": "c" * 64}
+    head, _, same, expected, gone, *_ = explained(80, waiting, old)
+    assert head == "engine  after quantize  key not known yet"
+    assert same.split() == ["stage", "same", "engine"]
+    assert expected.split() == ["input.model", "may", "change", "b" * 12, "not", "known", "yet"]
+    assert gone.split() == ["file.gone.csv", "changed", "c" * 12]
+    told = documents.explain(waiting, old, {})["parts"]
+    assert [told[n]["changed"] for n in ("input.model", "file.gone.csv", "stage")] == [None, True, False]
+    settled = documents.explain(step("engine", parts), old, {})["parts"]
+    assert settled["input.model"]["changed"] is True
+
+
+def test_what_a_hook_reaches_is_a_paragraph_and_an_absent_hook_is_said() -> None:
+    parts = {"stage": "train"}
+    assert explained(80, step("train", parts), parts)[-1] == "model() is not defined in the task"
+    names = tuple(f"task.py:Block{i}" for i in range(12))
+    found = explained(80, step("train", parts), parts, (*names, "task.py:import torch"))[3:]
+    assert max(map(len, found)) <= 80 and found[0].startswith("model() reaches task.py:Block0, ")
+    assert all(line.startswith("        task.py:") for line in found[1:]) and len(found) > 2
+    assert "import" not in "".join(found)
+
+
+def test_the_heading_of_a_comparison_is_wrapped_between_words() -> None:
+    report = Report(stage="quantize", reference="float onnx on onnxruntime", candidate="int8 onnx on onnxruntime",
+                    records=(diff("a", db=30.0),))  # fmt: skip
+    first, second, *_ = lines(80, terminal.diff, report, 5, report, "20261129-204222-597146-63")
+    assert first == "quantize  float onnx on onnxruntime against int8 onnx on onnxruntime; then: run"
+    assert second == "          20261129-204222-597146-63"
+
+
+def test_only_the_stages_of_a_run_are_wrapped() -> None:
+    row = {"id": "20261129-204222-597146-63", "time": MADE, "passed": True, "stages": [f"stage-{i}" for i in range(9)]}
+    found = lines(80, terminal.runs, [row, row | {"passed": False}])
+    assert max(map(len, found)) <= 80
+    assert f"20261129-204222-597146-63  {MADE}  passed   stage-0 stage-1" in found[1]
+    assert sum("failed" in line for line in found) == 1
+
+
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("132", 132), ("", 160), ("wide", 160)])
+def test_a_pipe_is_as_wide_as_it_is_told(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert terminal.console().width == width
