@@ -67,7 +67,7 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
         rule: what values are judged by; None for the measured floor (`tolerance: auto`).
     """
     try:
-        session = OnnxRuntime(few_runs=True).open(traced.model, traced.taps())
+        session = OnnxRuntime(few_runs=True).open(traced.light, traced.taps())
     except StageError as error:
         raise refused(traced.model, error) from error
     tally = Tally(traced, rule)

@@ -11,6 +11,7 @@ from onnx import helper
 from safetensors.numpy import save_file
 
 from layerline.backends.base import Array
+from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph import io
 from layerline.graph.order import reads
@@ -38,25 +39,24 @@ def reproduce(traced: Traced, probes: Sequence[Probe], rows: Sequence[LayerDiff]
     if bad is None:
         return None
     good = {r.name for r in rows if r.passed} | {i.name for i in traced.model.graph.input}
-    session = OnnxRuntime(few_runs=True).open(traced.model, traced.taps())
-    cut = region(traced.model, bad.name, good, types_of(session))
+    session = OnnxRuntime(few_runs=True).open(traced.light, traced.taps())
+    cut = region(traced.light, bad.name, good, types_of(session))
     folder.mkdir(parents=True, exist_ok=True)
     io.save(cut, folder)
     save_file(_worst(traced, probes, bad.name, cut), str(folder / TENSORS))
     return bad
 
 
-def region(
-    model: onnx.ModelProto, value: str, known: set[str], types: Mapping[str, tuple[str, tuple[int | str, ...]]]
-) -> onnx.ModelProto:
+def region(light: Light, value: str, known: set[str], types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> Light:
     """The part of a model that computes `value` from values in `known`, as a model of its own."""
+    model = light.model
     makers = {o: n for n in model.graph.node for o in n.output}
     stored = {t.name: t for t in model.graph.initializer}
-    pending, nodes, inputs, weights = [value], set[int](), dict[str, None](), dict[str, None]()
+    pending, nodes, inputs, read = [value], set[int](), dict[str, None](), dict[str, None]()
     while pending:
         name = pending.pop()
-        if name in stored:
-            weights[name] = None
+        if name in stored or name in light.weights:
+            read[name] = None
         elif name in known and name != value:
             inputs[name] = None
         elif name in makers and id(makers[name]) not in nodes:
@@ -67,10 +67,10 @@ def region(
     out.graph.Clear()
     out.graph.name = "region"
     out.graph.node.extend(n for n in model.graph.node if id(n) in nodes)
-    out.graph.initializer.extend(stored[w] for w in sorted(weights))
+    out.graph.initializer.extend(stored[n] for n in sorted(read) if n in stored)
     out.graph.input.extend(_info(i, types) for i in sorted(inputs))
     out.graph.output.append(_info(value, types))
-    return out
+    return Light(out, {n: light.weights[n] for n in read if n in light.weights})
 
 
 def _info(name: str, types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> onnx.ValueInfoProto:
@@ -78,9 +78,9 @@ def _info(name: str, types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> 
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), list(shape))
 
 
-def _worst(traced: Traced, probes: Sequence[Probe], value: str, cut: onnx.ModelProto) -> dict[str, Array]:
+def _worst(traced: Traced, probes: Sequence[Probe], value: str, cut: Light) -> dict[str, Array]:
     """Inputs, expected and seen values on the probe that shows the difference best."""
-    session, names = OnnxRuntime(few_runs=True).open(cut), [i.name for i in cut.graph.input]
+    session, names = OnnxRuntime(few_runs=True).open(cut), [i.name for i in cut.model.graph.input]
     best, most = dict[str, Array](), -1.0
     for feed, torchs in zip(probes, _torch_values(traced, probes, {*names, value}), strict=True):
         known = dict(feed.feed) | torchs

@@ -18,7 +18,8 @@ from onnxscript import optimizer
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 
-from layerline.backends.light import bodies
+from layerline.backends.light import Light, Weight, bodies
+from layerline.graph.exchange import from_ir
 from layerline.graph.facts import RANDOM
 from layerline.layers import axes as axis_names
 from layerline.layers import identity
@@ -36,7 +37,9 @@ class Traced:
 
     Attributes:
         program: after decomposition; its nodes have the names of the ONNX values.
-        model: the ONNX model; inputs, outputs and axes carry their own names, nodes their module and source.
+        model: the ONNX model without its weights; inputs, outputs and axes carry their own names, nodes their module
+            and source.
+        weights: those, by name.
         nodes: program node of each ONNX value that is one, by value name.
         owners: program node that each ONNX value is, or lies inside of.
         ranges: sizes the program holds for, by axis name; None where there is no upper end.
@@ -46,11 +49,17 @@ class Traced:
 
     program: ExportedProgram
     model: onnx.ModelProto
+    weights: dict[str, Weight]
     nodes: Mapping[str, str]
     owners: Mapping[str, str]
     ranges: Mapping[str, tuple[int, int | None]]
     symbols: Symbols = field(default_factory=dict)
     guards: tuple[Guard, ...] = ()
+
+    @property
+    def light(self) -> Light:
+        """The model with its weights."""
+        return Light(self.model, self.weights)
 
     def taps(self) -> list[str]:
         """Every value of the program that numpy has a type for."""
@@ -90,7 +99,7 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
             _fold(exported.model, set(exported.exported_program.state_dict))
     except Exception as error:
         raise blame(error, call, axes, root) from error
-    traced = _named(exported.exported_program, exported.model_proto, call, axes, opset, root)
+    traced = _named(exported.exported_program, from_ir(exported.model), call, axes, opset, root)
     known = symbols(taken, call, axes)
     return replace(traced, symbols=known, guards=guards(taken, known))
 
@@ -148,7 +157,8 @@ def _forget_decompositions() -> None:
         op._dispatch_cache.clear()
 
 
-def _named(program: ExportedProgram, model: onnx.ModelProto, call: Call, axes: Axes, opset: int, root: Path) -> Traced:
+def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset: int, root: Path) -> Traced:
+    model = light.model
     _refuse_state(program)
     if error := dropped(program, root):
         raise error
@@ -167,7 +177,8 @@ def _named(program: ExportedProgram, model: onnx.ModelProto, call: Call, axes: A
             f"{[*call.outputs]}", where="export",
         )  # fmt: skip
     inside = identity.owners(model)
-    renamed = _free(dict(zip((*inputs, *outputs), (*call.feed, *call.outputs), strict=True)), model)
+    renamed = _free(dict(zip((*inputs, *outputs), (*call.feed, *call.outputs), strict=True)), light)
+    weights = {renamed.get(n, n): w for n, w in light.weights.items()}
     back = {new: old for old, new in renamed.items()}
     _rename(model.graph, renamed)
     axis_names.write(model, axes)
@@ -178,12 +189,14 @@ def _named(program: ExportedProgram, model: onnx.ModelProto, call: Call, axes: A
     nodes = {v: back.get(v, v) for n in model.graph.node for v in n.output if back.get(v, v) in known}
     nodes |= {new: node for new, node in zip(call.outputs, results, strict=True) if node in known}
     owners = {renamed.get(v, v): node for v, node in inside.items()} | nodes
-    return Traced(program=program, model=model, nodes=nodes, owners=owners, ranges=_ranges(program, call, axes))
+    ranges = _ranges(program, call, axes)
+    return Traced(program=program, model=model, weights=weights, nodes=nodes, owners=owners, ranges=ranges)
 
 
-def _free(renamed: dict[str, str], model: onnx.ModelProto) -> dict[str, str]:
+def _free(renamed: dict[str, str], light: Light) -> dict[str, str]:
     """The renaming, with values that hold one of the new names moved out of the way."""
-    held = {v for n in model.graph.node for v in n.output} | {t.name for t in model.graph.initializer}
+    graph = light.model.graph
+    held = {v for n in graph.node for v in n.output} | {t.name for t in graph.initializer} | light.weights.keys()
     moved = {v: f"{v}_inner" for v in set(renamed.values()) & held if v not in renamed}
     return {old: new for old, new in (renamed | moved).items() if old != new}
 

@@ -92,12 +92,12 @@ class Export(Stage):
         from layerline.layers.interface import signature
 
         prober, found, gates, result = self._prove(work)
-        model = prober.traced.model
-        settle(model, prober.axes, [(p.feed, p.outputs) for p in found])
-        io.save(model, work.out)
+        light = prober.traced.light
+        settle(light.model, prober.axes, [(p.feed, p.outputs) for p in found])
+        io.save(light, work.out)
         probes.save(work.out, [p.feed for p in found])
         floor.save(work.out, result.floors)
-        signature(model, prober.dims, prober.integers).save(work.out)
+        signature(light.model, prober.dims, prober.integers).save(work.out)
         return _report(self, prober, result, gates)
 
     def debug(self, work: Work, folder: Path) -> LayerDiff | None:

@@ -161,7 +161,7 @@ def test_values_nan_on_both_sides_pass_and_are_flagged() -> None:
 def test_random_operators_stay_random_and_are_named(draw: Callable[[], Tensor]) -> None:
     """T11: not folded to one draw; told as what they are, not as a mismatch."""
     call, _, traced = exported(Forward(lambda x: (x * 2, x + draw())), (torch.zeros(4),))
-    session = OnnxRuntime().open(traced.model.SerializeToString())
+    session = OnnxRuntime().open(traced.light)
     runs = {tuple(session.run(call.feed)["output_1"].tolist()) for _ in range(40)}
     assert len(runs) > 1
     found = parity(traced, [probe(call)])
