@@ -48,12 +48,10 @@ def adopt(given: onnx.ModelProto, opset: int) -> Adopted:
     notes = [*_readable(given), *name_nodes(given)]
     stamp(given)
     light, prepared = prepare(given)
-    model = light.whole()
-    had, before = opset_of(model), model
-    model = raise_opset(model, opset)
-    if (now := opset_of(model)) != had:
+    model = raise_opset(light, opset).whole()
+    if (now := opset_of(model)) != (had := opset_of(light.model)):
         notes.append(f"raised from opset {had} to {now}")
-        _inherit(before, model)
+        _inherit(light.model, model)
     _readable(model)
     name_nodes(model)
     stamp(model)

@@ -1,4 +1,4 @@
-"""A model in the form that rules work on, and back; its weights stay the arrays they are."""
+"""A model in the form that is rewritten, onnx_ir's, and back; its weights stay the arrays they are."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from layerline.backends.light import Light, Weight, travels
+from layerline.backends.light import Light, Model, Weight, split, travels
 from layerline.graph.facts import Array
 
 
-def to_ir(light: Light) -> ir.Model:
-    """The rules' form of a model; its tensors share their memory with `light`."""
-    model = ir.serde.deserialize_model(light.stand_ins(light.weights))
+def to_ir(model: Model) -> ir.Model:
+    """That form of a model; its tensors share their memory with those of `model`, where that is in two parts."""
+    light = split(model)
+    out = ir.serde.deserialize_model(light.stand_ins(light.weights))
     for name, weight in light.weights.items():
         kind = ir.DataType(weight.kind)
-        model.graph.initializers[name].const_value = ir.Tensor(weight.array.view(kind.numpy()), kind, name=name)
-    return model
+        out.graph.initializers[name].const_value = ir.Tensor(weight.array.view(kind.numpy()), kind, name=name)
+    return out
 
 
 def from_ir(model: ir.Model) -> Light:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import onnx
 import onnx_ir as ir
 
 from layerline.backends.base import MODULE
+from layerline.backends.light import Light, Model, split
 from layerline.calib.plan import Kept
+from layerline.graph.exchange import from_ir, to_ir
 from layerline.graph.facts import constant
 from layerline.graph.naming import Names, first_output, module_of
 from layerline.graph.opset import raise_opset
@@ -37,14 +38,12 @@ class HalfModel:
         nodes: how many nodes compute in half.
     """
 
-    model: onnx.ModelProto
+    model: Light
     kept: tuple[Kept, ...]
     nodes: int
 
 
-def to_half(
-    model: onnx.ModelProto, mode: str, *, amax: Mapping[str, float] | None = None, skip: Sequence[str] = ()
-) -> HalfModel:
+def to_half(model: Model, mode: str, *, amax: Mapping[str, float] | None = None, skip: Sequence[str] = ()) -> HalfModel:
     """Converts a float32 model; Q/DQ nodes may be in it.
 
     Args:
@@ -54,7 +53,7 @@ def to_half(
         skip: names of values or nodes, module paths, or globs that stay in float32.
     """
     half = TYPES[mode]
-    work = ir.from_proto(raise_opset(model, required_opset(model, mode)))
+    work = to_ir(raise_opset(model, required_opset(split(model), mode)))
     infer_types(work)
     kept = float32_nodes(work, half, amax or {}, skip)
     reasons = tuple(
@@ -63,30 +62,30 @@ def to_half(
     done = [n for n in work.graph if n not in kept]
     converting = _Converting(work, half, done)
     converting.run()
-    return HalfModel(model=ir.to_proto(work), kept=reasons, nodes=sum(map(bool, converting.slots.values())))
+    return HalfModel(model=from_ir(work), kept=reasons, nodes=sum(map(bool, converting.slots.values())))
 
 
-def required_opset(model: onnx.ModelProto, mode: str) -> int:
+def required_opset(light: Light, mode: str) -> int:
     """19 gives Q/DQ half-precision scales, 22 gives convolutions and pools bfloat16."""
-    quantized = any(n.op_type in ("QuantizeLinear", "DequantizeLinear") for n in model.graph.node)
+    quantized = any(n.op_type in ("QuantizeLinear", "DequantizeLinear") for n in light.model.graph.node)
     return 22 if mode == "bf16" else 19 if quantized else 13
 
 
-def float_values(model: onnx.ModelProto) -> list[str]:
+def float_values(model: Model) -> list[str]:
     """The float32 values of the main graph that are computed or fed, in topological order."""
-    work = ir.from_proto(model)
+    work = to_ir(model)
     infer_types(work)
     made = [*work.graph.inputs, *(o for n in work.graph for o in n.outputs)]
     return [v.name or "" for v in made if v.dtype == _FLOAT and constant(v) is None]
 
 
-def emulate(model: onnx.ModelProto) -> onnx.ModelProto:
+def emulate(model: Model) -> Light:
     """The same half-precision model for a runtime without half arithmetic.
 
     Every half value is computed in float32 and then rounded to its type, which is what hardware with float32
     accumulators does. The rounded value keeps the name.
     """
-    work = ir.from_proto(model)
+    work = to_ir(model)
     halves = set(TYPES.values())
     for tensor in list(work.graph.initializers.values()):
         if tensor.dtype in halves and tensor.const_value is not None:
@@ -99,8 +98,7 @@ def emulate(model: onnx.ModelProto) -> onnx.ModelProto:
         to = node.attributes.get("to")
         if node.op_type == "Cast" and to is not None and ir.DataType(to.as_int()) in halves:
             node.attributes["to"] = ir.AttrInt64("to", int(_FLOAT))
-    out: onnx.ModelProto = ir.to_proto(work)
-    return out
+    return from_ir(work)
 
 
 def _round(graph: ir.Graph, value: ir.Value, half: ir.DataType) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from layerline.backends.light import bodies
+from layerline.backends.base import Array
+from layerline.backends.light import Light, Model, Weight, bodies, split
 from layerline.graph.facts import RANDOM
 
 # Operators whose stored floats are weights. Elsewhere a float may be a size (Resize scales), a bound or a switch, where
@@ -32,23 +34,26 @@ _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLO
 _SHIFTED = "layerline rounding step of "
 
 
-def perturbed(model: onnx.ModelProto, seed: int = 0) -> onnx.ModelProto:
+def perturbed(model: Model, seed: int = 0) -> Light:
     """A copy in which every weight is moved by one step of its type, up or down at random, and every float input by
     one.
 
     What a value of the copy differs by is what rounding may do to it, to within a small factor: its noise floor.
     """
-    out, rng = onnx.ModelProto(), np.random.default_rng(seed)
-    out.CopyFrom(model)
+    out, rng = split(model).copy(), np.random.default_rng(seed)
+    graph = out.model.graph
     readers: dict[str, set[str]] = {}
-    for node in out.graph.node:
+    for node in graph.node:
         for name in node.input:
             readers.setdefault(name, set()).add(node.op_type)
-    for name, tensor in stored(out.graph):
+    for name, tensor in stored(graph):
         if tensor.data_type in _FLOATS and readers.get(name, set()) <= _WEIGHTED:
             keep = tensor.name
             tensor.CopyFrom(numpy_helper.from_array(_step(numpy_helper.to_array(tensor), rng), keep))
-    _shift_inputs(out.graph)
+    for index, (name, weight) in enumerate(out.weights.items()):
+        if weight.kind in _FLOATS and readers.get(name, set()) <= _WEIGHTED:
+            out.weights[name] = Weight(weight.kind, weight.shape, partial(_moved, weight, (seed, index)))
+    _shift_inputs(graph)
     return out
 
 
@@ -76,12 +81,18 @@ def unjudged(graph: onnx.GraphProto, random: Mapping[str, str]) -> dict[str, str
     return {"not_judged": f"{which}: random ({random[next(iter(outputs or random))]})"}
 
 
-def _step(array: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    towards = np.where(rng.random(array.shape) < 0.5, -np.inf, np.inf).astype(array.dtype)
+def _moved(weight: Weight, seed: tuple[int, int]) -> Array:
+    array = weight.array.view(helper.tensor_dtype_to_np_dtype(weight.kind))
+    return _step(array, np.random.default_rng(seed)).reshape(-1).view(weight.array.dtype)
+
+
+def _step(array: Array, rng: np.random.Generator) -> Array:
+    up = array.dtype.type(np.inf)
+    towards = np.where(rng.integers(0, 2, array.shape, dtype=np.bool_), up, -up)
     with np.errstate(over="ignore"):
         moved = np.nextafter(array, towards)
     # Zeros are structure, and the greatest finite number is a mask: neither is rounded.
-    return np.where((array == 0) | ~np.isfinite(moved), array, moved).astype(array.dtype)
+    return np.where((array == 0) | ~(np.abs(array) < np.finfo(array.dtype).max), array, moved)
 
 
 def stored(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 from onnx import checker, shape_inference, version_converter
 
-from layerline.backends import light
+from layerline.backends.light import Light, Model, split, weightless
 from layerline.graph.io import graphs
 from layerline.pipeline.errors import StageError
 
@@ -20,21 +20,21 @@ def opset_of(model: onnx.ModelProto) -> int:
     return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
 
 
-def raise_opset(model: onnx.ModelProto, to: int) -> onnx.ModelProto:
+def raise_opset(model: Model, to: int) -> Light:
     """The model at opset `to`, or as it is where it is there already; value names stay.
 
     Raises:
         StageError: the opset is too old, or an operator can't be raised; names both versions.
     """
-    have = opset_of(model)
+    given = split(model)
+    have = opset_of(given.model)
     if have >= to:
-        return model
+        return given
     if have < OLDEST:
         raise StageError(f"the model is at opset {have}; {OLDEST} is the oldest that can be raised", where="opset")
-    # The converter works on one message, which ends at 2 GiB; to it, weights may as well be inputs.
-    raised = light.weightless(model)
-    stand_ins = {i.name for i in raised.graph.input} - {i.name for i in model.graph.input}
-    stay = {t.name for t in raised.graph.initializer}
+    # To the converter weights may as well be inputs.
+    raised = weightless(given)
+    stand_ins = {i.name for i in raised.graph.input} - {i.name for i in given.model.graph.input}
     tensors = {o.name for o in raised.graph.output if o.type.HasField("tensor_type")}
     shapeless = {o.name for o in raised.graph.output if o.name in tensors and not o.type.tensor_type.HasField("shape")}
     try:
@@ -50,13 +50,11 @@ def raise_opset(model: onnx.ModelProto, to: int) -> onnx.ModelProto:
     kept = [i for i in raised.graph.input if i.name not in stand_ins]
     del raised.graph.input[:]
     raised.graph.input.extend(kept)
-    for tensor in (t for t in model.graph.initializer if t.name not in stay):
-        raised.graph.initializer.add().CopyFrom(tensor)  # extend() would serialise it, up to 2 GiB
     for output in raised.graph.output:
         if output.name in shapeless:
             output.type.tensor_type.ClearField("shape")
-    _keep_metadata(model, raised)
-    return raised
+    _keep_metadata(given.model, raised)
+    return Light(raised, given.weights)
 
 
 def _keep_metadata(before: onnx.ModelProto, after: onnx.ModelProto) -> None:

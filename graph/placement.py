@@ -15,10 +15,11 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import onnx
 import onnx_ir as ir
 
+from layerline.backends.light import Model
 from layerline.calib.plan import Kept, Role, Wanted
+from layerline.graph.exchange import to_ir
 from layerline.graph.facts import dim, subgraphs
 from layerline.graph.naming import first_output, matching, module_of
 from layerline.graph.types import infer_types
@@ -57,7 +58,7 @@ class Placement:
     kept: tuple[Kept, ...]
 
 
-def place(model: onnx.ModelProto, rules: Rules | None = None) -> Placement:
+def place(model: Model, rules: Rules | None = None) -> Placement:
     """Applies the rules to a float model.
 
     Raises:
@@ -68,7 +69,7 @@ def place(model: onnx.ModelProto, rules: Rules | None = None) -> Placement:
     unknown = sorted(set(rules.ops) - set(OPS))
     if unknown:
         raise ConfigError(f"there is no int8 rule for {unknown[0]!r}; there is for {', '.join(OPS)}", where="ops")
-    graph = ir.from_proto(model)
+    graph = to_ir(model)
     infer_types(graph)
     return _Placing(graph, rules).run()
 

@@ -16,12 +16,14 @@ import onnx
 import onnx_ir as ir
 
 from layerline.backends.base import MODULE
+from layerline.backends.light import Light, Model, split
 from layerline.calib import assign
 from layerline.calib.calibrators import Calibrator
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan, QuantValue, Wanted
 from layerline.calib.scales import Int8, quantize
 from layerline.graph import rewrite
+from layerline.graph.exchange import from_ir, to_ir
 from layerline.graph.facts import captures
 from layerline.graph.naming import Names, first_output
 from layerline.graph.opset import raise_opset
@@ -33,15 +35,16 @@ from layerline.pipeline.errors import StageError
 QUANTIZED, DEQUANTIZED, SCALE, ZERO_POINT = "/quantized", "/dequantized", "/scale", "/zero_point"
 
 
-def required_opset(model: onnx.ModelProto) -> int:
+def required_opset(light: Light) -> int:
     """The opset that Q/DQ needs: 13 has per-channel axes, 19 half-precision scales."""
     half = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
-    types = {t.data_type for t in model.graph.initializer} | {i.type.tensor_type.elem_type for i in model.graph.input}
-    return 19 if half & types else 13
+    graph = light.model.graph
+    types = {t.data_type for t in graph.initializer} | {w.kind for w in light.weights.values()}
+    return 19 if half & (types | {i.type.tensor_type.elem_type for i in graph.input}) else 13
 
 
 def plan(
-    model: onnx.ModelProto,
+    model: Model,
     placement: Placement,
     histograms: Mapping[str, Histogram],
     calibrator: Calibrator,
@@ -53,7 +56,7 @@ def plan(
     Raises:
         StageError: an activation of which calibration saw nothing finite, or weights that are not finite.
     """
-    values = {v.name: v for v in rewrite.values(ir.from_proto(model).graph)}
+    values = {v.name: v for v in rewrite.values(to_ir(model).graph)}
 
     def numbered(wanted: Wanted) -> QuantValue:
         array = weight_of(values[wanted.name]) if wanted.role == "weight" else None
@@ -64,9 +67,9 @@ def plan(
     return QuantPlan(values=tuple(map(numbered, placement.wanted)), kept=placement.kept)
 
 
-def weight_sqnr(model: onnx.ModelProto, plan: QuantPlan) -> dict[str, float]:
+def weight_sqnr(model: Model, plan: QuantPlan) -> dict[str, float]:
     """How well the plan keeps each weight of the float model, by name: SQNR in dB, inf where nothing is lost."""
-    values, found = {v.name: v for v in rewrite.values(ir.from_proto(model).graph)}, {}
+    values, found = {v.name: v for v in rewrite.values(to_ir(model).graph)}, {}
     for item in plan.values:
         array = weight_of(values[item.name]) if item.role == "weight" else None
         if array is not None:
@@ -77,13 +80,13 @@ def weight_sqnr(model: onnx.ModelProto, plan: QuantPlan) -> dict[str, float]:
     return found
 
 
-def apply(model: onnx.ModelProto, plan: QuantPlan) -> onnx.ModelProto:
+def apply(model: Model, plan: QuantPlan) -> Light:
     """A copy of the float model with the plan's Q/DQ pairs in it.
 
     Raises:
         StageError: a value, weight or reader that the plan names is not in the model.
     """
-    quantized = ir.from_proto(raise_opset(model, required_opset(model)))
+    quantized = to_ir(raise_opset(model, required_opset(split(model))))
     infer_types(quantized)
     values, writer = {v.name: v for v in rewrite.values(quantized.graph)}, _Writer(quantized.graph)
     for item in plan.values:
@@ -93,8 +96,7 @@ def apply(model: onnx.ModelProto, plan: QuantPlan) -> onnx.ModelProto:
         made = writer.weight(value, item) if item.role == "weight" else writer.activation(value, item)
         _rewire(value, item, made)
         drop_unread(value)
-    out: onnx.ModelProto = ir.to_proto(quantized)
-    return out
+    return from_ir(quantized)
 
 
 class _Writer:

@@ -142,7 +142,7 @@ def _floors(folder: Path, model: Light, feeds: Sequence[Feed]) -> tuple[dict[str
 
     if floors := floor.load(folder):
         return floors, []
-    rows = compare(model, perturbed(model.whole()), feeds)
+    rows = compare(model, perturbed(model), feeds)
     measured = {r.name: r.rel_l2 for r in rows if r.rel_l2 is not None}
     return measured, ["noise floors measured by moving every weight and float input by one rounding step at random"]
 

@@ -16,9 +16,8 @@ from layerline.pipeline.report import Gate, LayerDiff, Report, Scalar
 from layerline.pipeline.stage import Stage, Work
 
 if TYPE_CHECKING:
-    import onnx
-
     from layerline.backends.base import Feed
+    from layerline.backends.light import Light
     from layerline.calib.collect import Ranges
     from layerline.calib.plan import QuantPlan
     from layerline.calib.samples import Batch, Samples
@@ -73,7 +72,7 @@ class Quantize(Stage):
         from layerline.layers.signature import Signature
 
         folder = work.inputs["model"]
-        model, feeds = io.load(folder / io.FILE), probes.load(folder)
+        model, feeds = io.parts(folder / io.FILE), probes.load(folder)
         data = _Data(self, work, Signature.load(folder))
         made = _convert(self, data, model, feeds)
         io.save(made.model, work.out)
@@ -105,9 +104,9 @@ class _Made:
         notes: for people.
     """
 
-    reference: onnx.ModelProto
-    model: onnx.ModelProto
-    measured: onnx.ModelProto
+    reference: Light
+    model: Light
+    measured: Light
     plan: QuantPlan
     ranges: Ranges | None = None
     halved: Mapping[str, int] = field(default_factory=dict)
@@ -144,7 +143,7 @@ class _Data:
 
     def collect(
         self,
-        model: onnx.ModelProto,
+        model: Light,
         names: list[str],
         batches: Samples | list[Batch],
         nonfinite: Literal["stop", "skip"],
@@ -177,7 +176,7 @@ class _Data:
         )
 
 
-def _convert(stage: Quantize, data: _Data, model: onnx.ModelProto, feeds: list[Feed]) -> _Made:
+def _convert(stage: Quantize, data: _Data, model: Light, feeds: list[Feed]) -> _Made:
     from layerline.calib.plan import QuantPlan
 
     if stage.mode == "int8":
@@ -187,7 +186,7 @@ def _convert(stage: Quantize, data: _Data, model: onnx.ModelProto, feeds: list[F
     return made if stage.mode == "none" else _half(stage, data, made, feeds, stage.mode)
 
 
-def _int8(stage: Quantize, data: _Data, model: onnx.ModelProto) -> _Made:
+def _int8(stage: Quantize, data: _Data, model: Light) -> _Made:
     from layerline.backends.cpu import int8_flag, int8_note
     from layerline.graph import placement, qdq
     from layerline.graph.opset import raise_opset
@@ -253,7 +252,7 @@ def _report(stage: Quantize, made: _Made, feeds: list[Feed]) -> Report:
     if stage.mode == "none":
         return Report(stage=stage.name, notes=("mode none: the model is passed on as it is",))
     rows = _table(made, weight_sqnr(made.reference, made.plan))
-    records = blamed(compare(made.reference, made.measured, feeds, isolated=True), made.reference.graph)
+    records = blamed(compare(made.reference, made.measured, feeds, isolated=True), made.reference.model.graph)
     return Report(
         stage=stage.name,
         reference="float onnx on onnxruntime",

@@ -75,7 +75,7 @@ def test_weights_keep_their_order_and_bytes_when_raised() -> None:
         values = [float(i) for i in range(dims[0] * (dims[1] if len(dims) > 1 else 1))]
         model.graph.initializer.append(helper.make_tensor(name, TensorProto.FLOAT, dims, values))
     before = io.canonical(model).whole()
-    raised = raise_opset(before, 20)
+    raised = raise_opset(before, 20).whole()
     assert [i.name for i in raised.graph.input] == ["x"] and before == io.canonical(model).whole()
     kept = {t.name: t.raw_data for t in raised.graph.initializer}
     assert all(kept[t.name] == t.raw_data for t in before.graph.initializer)
@@ -87,7 +87,7 @@ def test_sequences_stay_sequences() -> None:
         """<ir_version: 7, opset_import: ["" : 12]>
         g (seq(float[n]) s, float[n] x) => (seq(float[n]) y) { y = SequenceInsert (s, x) }"""
     )
-    raised = raise_opset(model, 20)
+    raised = raise_opset(model, 20).whole()
     assert raised.graph.output[0].type.HasField("sequence_type") and raised.graph.input[0].type.HasField(
         "sequence_type"
     )

@@ -197,11 +197,11 @@ def test_a_sequence_out_of_a_branch_is_read_whole() -> None:
 
 
 def test_noise_is_one_rounding_step_of_every_weight() -> None:
-    moved = noise.perturbed(MODEL)
+    moved = noise.perturbed(MODEL).whole()
     [(_, a)] = [(t.name, onnx.numpy_helper.to_array(t)) for t in MODEL.graph.initializer if t.name == "w"]
     [(_, b)] = [(t.name, onnx.numpy_helper.to_array(t)) for t in moved.graph.initializer if t.name == "w"]
     np.testing.assert_array_equal(np.abs(a - b), np.abs(np.spacing(np.minimum(np.abs(a), np.abs(b)))))
-    assert noise.perturbed(MODEL) == moved
+    assert noise.perturbed(MODEL).whole() == moved
     x = {"x": normal(1, 2, 3, 3)}
     difference = np.linalg.norm(run(moved, x)["y"] - run(MODEL, x)["y"]) / np.linalg.norm(run(MODEL, x)["y"])
     assert 1e-8 < difference < 1e-6
@@ -211,7 +211,7 @@ def test_noise_leaves_masks_zeros_and_sizes_alone() -> None:
     least = np.finfo(np.float32).min
     model = parse("(float[1, 1, 2, 2] x) => (float[] y)", "a = Add(x, mask) y = Resize(a, , scales)",
                   mask=np.array([0, least], np.float32), scales=np.array([1, 1, 2, 2], np.float32))  # fmt: skip
-    kept = {t.name: onnx.numpy_helper.to_array(t).tolist() for t in noise.perturbed(model).graph.initializer}
+    kept = {t.name: onnx.numpy_helper.to_array(t).tolist() for t in noise.perturbed(model).whole().graph.initializer}
     assert kept["mask"] == [0, least]
     assert kept["scales"] == [1, 1, 2, 2]
 

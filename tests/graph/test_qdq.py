@@ -49,7 +49,7 @@ def quantize(model, *arrays, rules=None, calibrator="minmax", nonfinite="stop"):
         nonfinite=nonfinite,
     )  # fmt: skip
     plan = qdq.plan(model, placement, ranges.histograms, calibrator)
-    quantized = qdq.apply(model, plan)
+    quantized = qdq.apply(model, plan).whole()
     onnx.checker.check_model(quantized, full_check=True)
     return plan, quantized
 

@@ -416,9 +416,9 @@ def test_samples_without_negatives_do_not_hide_a_division_that_truncates(
     text = """<ir_version: 8, opset_import: ["" : 17]> g (int64[n] x) => (int64[n] y) { y = Mod <fmod = 0> (x, k) }"""
     given, real = model(text, k=np.array(3)), adopt.raise_opset
 
-    def truncating(model: onnx.ModelProto, to: int) -> onnx.ModelProto:
+    def truncating(model: light.Model, to: int) -> light.Light:
         out = real(model, to)
-        out.graph.node[0].attribute[0].i = 1
+        out.model.graph.node[0].attribute[0].i = 1
         return out
 
     samples = {"x": np.arange(9)}
@@ -649,9 +649,9 @@ def test_a_wrong_conversion_fails_and_names_the_value(tmp_path: Path, monkeypatc
 
     real = adopt.raise_opset
 
-    def wrong(given: onnx.ModelProto, to: int) -> onnx.ModelProto:
+    def wrong(given: light.Model, to: int) -> light.Light:
         out = real(given, to)
-        out.graph.node[1].op_type = "Sigmoid"
+        out.model.graph.node[1].op_type = "Sigmoid"
         return out
 
     monkeypatch.setattr(adopt, "raise_opset", wrong)
