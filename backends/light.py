@@ -7,9 +7,9 @@ at 2 GiB; the graph alone is small, and the runtime takes arrays as they lie in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -20,7 +20,10 @@ from layerline.backends.base import Array
 
 LEAST = 1024
 """Tensors up to this many bytes stay: shapes, axes and scales are looked at, weights are only passed on."""
-_STAYS = ("STRING", "INT2", "UINT2", "INT4", "UINT4", "FLOAT4E2M1", "COMPLEX64", "COMPLEX128")
+_STAYS = frozenset(
+    code for name, code in TensorProto.DataType.items()
+    if name in ("STRING", "INT2", "UINT2", "INT4", "UINT4", "FLOAT4E2M1", "COMPLEX64", "COMPLEX128")
+)  # fmt: skip
 """Types that share a byte or that the runtime takes no array of."""
 
 
@@ -49,6 +52,18 @@ class Weight:
     def nbytes(self) -> int:
         return self.array.nbytes
 
+    def tensor(self, name: str) -> TensorProto:
+        """What ONNX says of it, without its numbers."""
+        return TensorProto(name=name, data_type=self.kind, dims=self.shape)
+
+    def outside(self, name: str, location: str = "memory", offset: int = 0) -> TensorProto:
+        """The same, with the place where its numbers are."""
+        out = self.tensor(name)
+        out.data_location = TensorProto.EXTERNAL
+        for key, value in (("location", location), ("offset", str(offset)), ("length", str(self.nbytes))):
+            out.external_data.add(key=key, value=value)
+        return out
+
     def same(self, other: Weight) -> bool:
         """Whether the two are equal to the last bit."""
         if (self.kind, self.shape) != (other.kind, other.shape):
@@ -69,6 +84,16 @@ class Light:
     model: onnx.ModelProto
     weights: dict[str, Weight]
 
+    @property
+    def stored(self) -> set[str]:
+        """Names of all tensors that the main graph stores."""
+        return {t.name for t in self.model.graph.initializer} | self.weights.keys()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(w.nbytes for w in self.weights.values())
+
     def copy(self) -> Light:
         """Another graph beside the same weights."""
         model = onnx.ModelProto()
@@ -79,14 +104,15 @@ class Light:
         """One message that holds both, which may be larger than one can be written."""
         model = self.copy().model
         for name, weight in self.weights.items():
-            stored = model.graph.initializer.add(name=name, data_type=weight.kind, dims=weight.shape)
+            stored = model.graph.initializer.add()
+            stored.CopyFrom(weight.tensor(name))
             stored.raw_data = weight.array.tobytes()
         return model
 
     def stand_ins(self, names: Iterable[str]) -> onnx.ModelProto:
         """The graph with a tensor without data in place of each of these weights."""
         model = self.copy().model
-        model.graph.initializer.extend(_absent(n, self.weights[n]) for n in names)
+        model.graph.initializer.extend(self.weights[n].outside(n) for n in names)
         return model
 
 
@@ -105,8 +131,8 @@ def split(model: Model) -> Light:
         if field.name != "initializer":
             _set(light.model.graph, field.name, value)
     for tensor in model.graph.initializer:
-        if travels(tensor.data_type, len(tensor.raw_data)):
-            light.weights[tensor.name] = Weight(tensor.data_type, tensor.dims, partial(_stored, tensor))
+        if travels(tensor.data_type, size := len(tensor.raw_data)) and (width := width_of(tensor, size)):
+            light.weights[tensor.name] = Weight(tensor.data_type, tensor.dims, partial(_numbers, tensor, width))
         else:
             light.model.graph.initializer.append(tensor)
     return light
@@ -125,7 +151,13 @@ def weightless(model: Model) -> onnx.ModelProto:
 
 def travels(kind: int, size: int) -> bool:
     """Whether a tensor of this element type and so many bytes goes beside the graph."""
-    return size > LEAST and kind not in _stays()
+    return size > LEAST and kind not in _STAYS
+
+
+def width_of(tensor: TensorProto, size: int) -> int:
+    """Bytes of an element, of `size` in all; 0 where they don't fit the shape: others judge such a tensor, as it is."""
+    count = math.prod(tensor.dims)
+    return next((w for w in (1, 2, 4, 8) if w * count == size), 0)
 
 
 def message(light: Light) -> tuple[bytes, dict[str, Weight]]:
@@ -135,22 +167,8 @@ def message(light: Light) -> tuple[bytes, dict[str, Weight]]:
     return light.stand_ins(weights).SerializeToString(), weights
 
 
-def _absent(name: str, weight: Weight) -> TensorProto:
-    out = TensorProto(name=name, data_type=weight.kind, dims=weight.shape)
-    out.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", "memory"), ("offset", "0"), ("length", str(weight.nbytes))):
-        out.external_data.add(key=key, value=value)
-    return out
-
-
-@cache
-def _stays() -> frozenset[int]:
-    return frozenset(code for name, code in TensorProto.DataType.items() if name in _STAYS)
-
-
-def _stored(tensor: TensorProto) -> Array:
-    raw = tensor.raw_data
-    array: Array = np.frombuffer(raw, f"u{len(raw) // math.prod(tensor.dims)}")
+def _numbers(tensor: TensorProto, width: int) -> Array:
+    array: Array = np.frombuffer(tensor.raw_data, f"u{width}")
     return array
 
 
@@ -162,6 +180,17 @@ def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
             found.append(attribute.g)
         found += attribute.graphs
     return found
+
+
+def rename(graph: onnx.GraphProto, names: Mapping[str, str], *, nested: bool = True) -> None:
+    """Renames values, in place; what bodies define and read as well, unless `nested` is off."""
+    for node in graph.node:
+        node.input[:] = [names.get(v, v) for v in node.input]
+        node.output[:] = [names.get(v, v) for v in node.output]
+        for body in bodies(node) if nested else ():
+            rename(body, names)
+    for item in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        item.name = names.get(item.name, item.name)
 
 
 def _read(graph: onnx.GraphProto) -> Iterator[str]:

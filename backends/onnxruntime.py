@@ -112,7 +112,7 @@ def _bytes(model: ModelProto | Light, options: Any) -> tuple[bytes, list[Array]]
 
     from layerline.backends import light
 
-    message, weights = light.message(model if isinstance(model, light.Light) else light.split(model))
+    message, weights = light.message(light.split(model))
     values = [OrtValue.ortvalue_from_numpy_with_onnx_type(w.array, w.kind) for w in weights.values()]
     options.add_external_initializers(list(weights), values)
     return message, [w.array for w in weights.values()]

@@ -14,7 +14,7 @@ from layerline.backends.base import MODULE
 from layerline.graph import io
 from layerline.graph.facts import Array
 from layerline.graph.opset import IR_VERSION, opset_of, raise_opset
-from layerline.graph.prepare import prepare
+from layerline.graph.prepare import free, prepare
 from layerline.pipeline.errors import ConfigError, StageError
 
 _INLINED = re.compile(r"__Inline_\d+__(?=/)")
@@ -88,12 +88,12 @@ def freeze(model: onnx.ModelProto, values: Mapping[str, float]) -> dict[str, Arr
 
 def name_nodes(model: onnx.ModelProto) -> list[str]:
     """Gives every node a name of its own, in place: `<operator>_<first output>` where there is none or it is taken."""
-    nodes = [n for g in io.graphs(model) for n in g.node] + [n for f in model.functions for n in f.node]
+    nodes = io.nodes(model)
     taken, named = {n.name for n in nodes}, 0
     seen = {""}
     for node in nodes:
         if node.name in seen:
-            node.name = _free(f"{node.op_type}_{next(filter(None, node.output), 'none')}", taken)
+            node.name = free(f"{node.op_type}_{next(filter(None, node.output), 'none')}", taken)
             named += node.op_type != "Constant"
         seen.add(node.name)
     return [f"{named} nodes had no name of their own and are called after their first output"] if named else []
@@ -157,12 +157,3 @@ def _inherit(before: onnx.ModelProto, raised: onnx.ModelProto) -> None:
 
 def _module(node: onnx.NodeProto) -> str:
     return next((p.value for p in node.metadata_props if p.key == MODULE), "")
-
-
-def _free(wanted: str, taken: set[str]) -> str:
-    """`wanted`, or with the first number behind it that no one has; taken from now on."""
-    name, number = wanted, 2
-    while name in taken:
-        name, number = f"{wanted}_{number}", number + 1
-    taken.add(name)
-    return name

@@ -69,8 +69,8 @@ def rewrite(
     fold_limit: int = 1 << 20,
 ) -> Rewritten:
     """Applies the rules without proof or check; `model` is left as it was."""
-    source = split(model).model.graph
-    prepared, notes = prepare(model)
+    given = split(model)
+    prepared, notes = prepare(given)
     graph = to_ir(prepared)
     work = Rewriting(graph, denied=denied, limit=limit, fold_limit=fold_limit)
     work.infer()
@@ -81,10 +81,10 @@ def rewrite(
     firings = work.record()
     work.finish()
     light = from_ir(graph)
-    declared = {i.name: i for i in source.input}
-    for given in light.model.graph.input:
-        given.CopyFrom(declared[given.name])
-    for own, said in zip(light.model.graph.output, source.output, strict=True):
+    declared = {i.name: i for i in given.model.graph.input}
+    for taken in light.model.graph.input:
+        taken.CopyFrom(declared[taken.name])
+    for own, said in zip(light.model.graph.output, given.model.graph.output, strict=True):
         # Inference knows less of an output than whoever declared it: the symbolic names of its sizes, above all.
         if said.type.tensor_type.HasField("shape") or not said.type.HasField("tensor_type"):
             own.CopyFrom(said)

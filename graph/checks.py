@@ -53,7 +53,7 @@ def refusals(model: onnx.ModelProto) -> tuple[Refusal, ...]:
 
 def suspects(model: onnx.ModelProto) -> tuple[str, ...]:
     """Constructs that builders are known to fail on without naming them, to put beside such a failure."""
-    flat = to_ir(prepare.prepare(model)[0])
+    flat = _flat(model)
     found = []
     for site in sites(flat.graph):
         nested = site.node.op_type == "If" and any(n.op_type == "If" for n in site.inside)
@@ -63,8 +63,12 @@ def suspects(model: onnx.ModelProto) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _flat(model: onnx.ModelProto) -> ir.Model:
+    return to_ir(prepare.prepare(model)[0])
+
+
 def _inferred(model: onnx.ModelProto) -> ir.Graph:
-    flat = to_ir(prepare.prepare(model)[0])
+    flat = _flat(model)
     ShapeInferencePass(check_type=False, strict_mode=False)(flat)
     return flat.graph
 

@@ -1,4 +1,4 @@
-"""A model in the form that is rewritten, onnx_ir's, and back; its weights stay the arrays they are."""
+"""A model in onnx_ir's form, and back; its weights stay the arrays they are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layerline.graph.facts import Array
 
 
 def to_ir(model: Model) -> ir.Model:
-    """That form of a model; its tensors share their memory with those of `model`, where that is in two parts."""
+    """A model in onnx_ir's form; its tensors share their memory with those of `model`, where that is in two parts."""
     light = split(model)
     out = ir.serde.deserialize_model(light.stand_ins(light.weights))
     for name, weight in light.weights.items():
@@ -22,19 +22,27 @@ def to_ir(model: Model) -> ir.Model:
 
 
 def from_ir(model: ir.Model) -> Light:
-    """The two parts of a model, which is used up."""
+    """The two parts of a model, which loses its large initializers; they share their memory with it."""
     weights = {}
     for name, value in list(model.graph.initializers.items()):
         tensor = value.const_value
         assert tensor is not None
         if travels(tensor.dtype.value, tensor.nbytes):
-            weights[name] = weight(tensor)
+            weights[name] = _weight(tensor)
             del model.graph.initializers[name]
     return Light(ir.serde.serialize_model(model), weights)
 
 
-def weight(tensor: ir.TensorProtocol) -> Weight:
-    """A tensor that goes beside its graph."""
+def store(light: Light, name: str, tensor: ir.TensorProtocol) -> None:
+    """Adds a tensor to a model: beside the graph, or to it where it is small."""
+    if travels(tensor.dtype.value, tensor.nbytes):
+        light.weights[name] = _weight(tensor)
+    else:
+        light.model.graph.initializer.append(ir.serde.serialize_tensor(tensor))
+        light.model.graph.initializer[-1].name = name
+
+
+def _weight(tensor: ir.TensorProtocol) -> Weight:
     return Weight(tensor.dtype.value, tensor.shape.numpy(), partial(_unsigned, tensor))
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from layerline.backends.light import Light, travels
+from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph.exchange import weight
+from layerline.graph.exchange import store
 from layerline.graph.facts import Array
 from layerline.pipeline.errors import StageError
 
@@ -32,16 +32,11 @@ def evaluate(nodes: Sequence[ir.Node], wanted: Iterable[ir.Value], model: ir.Mod
 def _submodel(nodes: Sequence[ir.Node], wanted: Iterable[ir.Value], model: ir.Model) -> Light:
     made = {o for n in nodes for o in n.outputs}
     given = {v.name: v for n in nodes for v in n.inputs if v is not None and v not in made}
-    tensors, weights = [], {}
-    for name, value in given.items():
-        tensor = value.const_value
-        assert tensor is not None and name
-        if travels(tensor.dtype.value, tensor.nbytes):
-            weights[name] = weight(tensor)
-        else:
-            tensors.append(ir.serde.serialize_tensor(tensor))
-            tensors[-1].name = name
     outputs = [onnx.helper.make_empty_tensor_value_info(v.name) for v in wanted]
-    graph = onnx.helper.make_graph([ir.serde.serialize_node(n) for n in nodes], "constants", [], outputs, tensors)
+    graph = onnx.helper.make_graph([ir.serde.serialize_node(n) for n in nodes], "constants", [], outputs)
     opsets = [onnx.helper.make_opsetid(d, v) for d, v in model.opset_imports.items()]
-    return Light(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version), weights)
+    light = Light(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version), {})
+    for name, value in given.items():
+        assert value.const_value is not None and name
+        store(light, name, value.const_value)
+    return light

@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 import onnx
 
-from layerline.backends import light
-from layerline.backends.light import Light, Model
+from layerline.backends.light import Light, Model, split, weightless
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.apply import Rewritten, rewrite
 from layerline.graph.bisect import guilty
@@ -53,25 +52,27 @@ def fuse(
     if not feeds:
         raise StageError("there is no feed to prove rewrites on", where="feeds")
 
+    given = split(model)
+
     def proofs_of(some: Rewritten) -> list[Proof]:
         return prove(some.unfused, some.types, some.firings, feeds, floors or {})
 
     denied: frozenset[Site] = frozenset()
     undone: list[Proof] = []
     while True:
-        done = rewrite(model, rules, denied=denied, fold_limit=fold_limit)
+        done = rewrite(given, rules, denied=denied, fold_limit=fold_limit)
         proofs = proofs_of(done)
         failed = next((p for p in proofs if not p.passed), None)
-        fault, told = _examine(done.light, model) if failed is None else (None, [])
+        fault, told = _examine(done.light, given) if failed is None else (None, [])
         if failed is None and fault is None:
             record = {f.name: getattr(done, f.name) for f in fields(done)} | {"notes": (*done.notes, *told)}
             return Fused(**record, proofs=tuple(proofs), undone=tuple(undone))
         if failed is None or _is_shared(failed, proofs):
             # One of many: the first k firings are right, the next one isn't.
             def good(some: Rewritten) -> bool:
-                return all(p.passed for p in proofs_of(some)) and _examine(some.light, model)[0] is None
+                return all(p.passed for p in proofs_of(some)) and _examine(some.light, given)[0] is None
 
-            firing = guilty(model, good, rules, denied=denied, fold_limit=fold_limit)
+            firing = guilty(given, good, rules, denied=denied, fold_limit=fold_limit)
             if firing is None:
                 raise StageError(fault or "no single rewrite is to blame", where="fuse")
             failed = Proof(firing, math.inf, 0.0, 0, fault or "") if failed is None else replace(failed, firing=firing)
@@ -85,7 +86,7 @@ def _is_shared(failed: Proof, proofs: Sequence[Proof]) -> bool:
     return any(p.firing is not failed.firing and p.firing.after == failed.firing.after for p in proofs)
 
 
-def _examine(model: Light, original: Model) -> tuple[str | None, list[str]]:
+def _examine(model: Light, original: Light) -> tuple[str | None, list[str]]:
     """Why a result can't be used (None where it can), and what should be told of it.
 
     It can't be used when onnxruntime doesn't load it, or when onnx's plain check refuses it and passes the original. A
@@ -96,11 +97,11 @@ def _examine(model: Light, original: Model) -> tuple[str | None, list[str]]:
         OnnxRuntime(few_runs=True).open(model)
     except StageError as error:
         return error.what, []
-    source = light.weightless(model).SerializeToString()
+    source = weightless(model).SerializeToString()
     full = _complaint(source, full=True)
     if full is None:
         return None, []
-    before = light.weightless(original).SerializeToString()
+    before = weightless(original).SerializeToString()
     plain = _complaint(source, full=False)
     if plain and not _complaint(before, full=False):
         return plain, []

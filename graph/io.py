@@ -27,6 +27,7 @@ def load(path: Path) -> onnx.ModelProto:
         StageError: not an ONNX file, or its data file is missing; names the tensor and the location it stores.
     """
     model = read(path)
+    external_files(model, path)
     _load_external(model, path)
     return model
 
@@ -62,7 +63,6 @@ def _beside(tensor: TensorProto, folder: Path) -> Weight | None:
 
 
 def _load_external(model: onnx.ModelProto, path: Path) -> None:
-    external_files(model, path)
     try:
         onnx.load_external_data_for_model(model, str(path.parent))
     except Exception as error:
@@ -114,24 +114,19 @@ def save(model: Model, folder: Path, *, external_over: int = EXTERNAL_OVER) -> P
     """
     light = canonical(model)
     path = folder / FILE
-    if light.model.ByteSize() + sum(w.nbytes for w in light.weights.values()) > external_over:
-        light = _outside(light, folder / f"{FILE}.data")
+    if light.model.ByteSize() + light.nbytes > external_over:
+        _move_out(light, folder / f"{FILE}.data")
     wire.write(light, path)
     return path
 
 
-def _outside(light: Light, path: Path) -> Light:
-    """Writes the weights to a file of their own; the model, which says where each of them lies."""
-    model = light.copy().model
+def _move_out(light: Light, path: Path) -> None:
+    """Writes the weights to a file of their own; the model says where each of them lies then, and holds none."""
     with path.open("wb") as file:
         for name, weight in light.weights.items():
-            tensor = model.graph.initializer.add(name=name, data_type=weight.kind, dims=weight.shape)
-            tensor.data_location = TensorProto.EXTERNAL
-            place = {"location": path.name, "offset": str(file.tell()), "length": str(weight.nbytes)}
-            for key, value in place.items():
-                tensor.external_data.add(key=key, value=value)
+            light.model.graph.initializer.append(weight.outside(name, path.name, file.tell()))
             file.write(weight.array.data)
-    return Light(model, {})
+    light.weights.clear()
 
 
 def canonical(model: Model) -> Light:
@@ -181,11 +176,15 @@ def graphs(model: onnx.ModelProto) -> list[onnx.GraphProto]:
     return found
 
 
+def nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """Every node: of the main graph, of subgraphs and of functions."""
+    return [n for g in graphs(model) for n in g.node] + [n for f in model.functions for n in f.node]
+
+
 def tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
     """Every stored tensor: initializers and tensor attributes, in subgraphs and functions too."""
-    nodes = [n for g in graphs(model) for n in g.node] + [n for f in model.functions for n in f.node]
     found = [t for g in graphs(model) for t in g.initializer]
-    for node in nodes:
+    for node in nodes(model):
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 found.append(attribute.t)

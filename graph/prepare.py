@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import onnx
 
-from layerline.backends.light import Light, Model, bodies, split
+from layerline.backends.light import Light, Model, bodies, rename, split
 from layerline.graph import functions, io
 from layerline.pipeline.errors import StageError
 
@@ -30,7 +30,7 @@ def prepare(model: Model) -> tuple[Light, list[str]]:
         if graph.sparse_initializer:
             name = graph.sparse_initializer[0].values.name
             raise StageError("sparse initializers are not supported", where=name, hint="store the tensor densely")
-        stored = {t.name for t in graph.initializer} | (light.weights.keys() if graph is out.graph else set())
+        stored = light.stored if graph is out.graph else {t.name for t in graph.initializer}
         if doubled := [i.name for i in graph.input if i.name in stored]:
             kept = [i for i in graph.input if i.name not in stored]
             del graph.input[:]
@@ -47,8 +47,7 @@ def prepare(model: Model) -> tuple[Light, list[str]]:
 
 
 def _one_domain(model: onnx.ModelProto) -> None:
-    nodes = [n for g in io.graphs(model) for n in g.node] + [n for f in model.functions for n in f.node]
-    for item in (*nodes, *model.opset_import, *(o for f in model.functions for o in f.opset_import)):
+    for item in (*io.nodes(model), *model.opset_import, *(o for f in model.functions for o in f.opset_import)):
         if item.domain == "ai.onnx":
             item.domain = ""
 
@@ -64,11 +63,11 @@ def _unshadow(light: Light) -> list[str]:
     found: list[str] = []
 
     def visit(graph: onnx.GraphProto, around: frozenset[str], renamed: Mapping[str, str]) -> None:
-        own = {n: _free(n, taken) for n in sorted(_defined(graph) & around)}
+        own = {n: free(n, taken) for n in sorted(_defined(graph) & around)}
         found.extend(own)
         renamed = {**renamed, **own}
         if renamed:
-            _rename(graph, renamed)
+            rename(graph, renamed, nested=False)
         within = around | _defined(graph)
         for node in graph.node:
             for body in bodies(node):
@@ -83,18 +82,10 @@ def _defined(graph: onnx.GraphProto) -> set[str]:
     return stored | {i.name for i in graph.input} | {o for n in graph.node for o in n.output if o}
 
 
-def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Renames what a graph itself defines and reads; its bodies are left."""
-    for node in graph.node:
-        node.input[:] = [names.get(v, v) for v in node.input]
-        node.output[:] = [names.get(v, v) for v in node.output]
-    for item in (*graph.initializer, *graph.input, *graph.output, *graph.value_info):
-        item.name = names.get(item.name, item.name)
-
-
-def _free(name: str, taken: set[str]) -> str:
-    number = 2
-    while f"{name}_{number}" in taken:
-        number += 1
-    taken.add(f"{name}_{number}")
-    return f"{name}_{number}"
+def free(wanted: str, taken: set[str]) -> str:
+    """`wanted`, or with the first number behind it that no one has; taken from now on."""
+    name, number = wanted, 2
+    while name in taken:
+        name, number = f"{wanted}_{number}", number + 1
+    taken.add(name)
+    return name

@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 from onnx import TensorProto, helper
 
 from layerline.backends.base import Feed
-from layerline.backends.light import Light, bodies, travels
+from layerline.backends.light import Light, rename
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph.exchange import weight
+from layerline.graph.exchange import store
 from layerline.graph.facts import LIMITS
 from layerline.graph.opset import opset_of
 from layerline.graph.order import in_order, moving
@@ -169,7 +168,7 @@ def _error(found: Mapping[str, Any], index: int, pair: _Pair) -> float:
     if found[_key(index, "sa")].tolist() != found[_key(index, "sb")].tolist():
         return math.inf
     if pair.equal:
-        return 0.0 if found[_key(index, "peak")] == 0 else math.nan
+        return 0.0 if found[_key(index, "l1")] == 0 else math.nan
     square, difference = float(found[_key(index, "aa")]), float(found[_key(index, "ee")])
     if not (math.isfinite(square) and math.isfinite(difference)):
         return math.nan
@@ -197,13 +196,9 @@ def _proof_model(unfused: Light, pairs: Sequence[_Pair]) -> Light:
     graph, added, outputs = light.model.graph, list[onnx.NodeProto](), dict[str, None]()
     for index, pair in enumerate(pairs):
         names = _own_names(pair.after, index)
-        added += (_renamed(node, names) for node in pair.after.nodes)
+        added += _renamed(pair.after.nodes, names)
         for name, tensor in pair.after.tensors.items():
-            if travels(tensor.dtype.value, tensor.nbytes):
-                light.weights[names[name]] = weight(tensor)
-            else:
-                graph.initializer.append(ir.serde.serialize_tensor(tensor))
-                graph.initializer[-1].name = names[name]
+            store(light, names[name], tensor)
         nodes, ends = _ends(index, pair)
         added += nodes
         outputs |= dict.fromkeys(ends)
@@ -219,9 +214,11 @@ def _proof_model(unfused: Light, pairs: Sequence[_Pair]) -> Light:
 
 
 def _sides(index: int, pair: _Pair) -> tuple[str, str]:
-    """Where both values are read: tensors where they were copied or widened to, anything else directly."""
-    if pair.type and not pair.equal:
-        return _key(index, "a"), _key(index, "b")
+    """Where both values are read: where they are copied or widened to, or directly."""
+    return (_key(index, "a"), _key(index, "b")) if pair.type and not pair.equal else _given(index, pair)
+
+
+def _given(index: int, pair: _Pair) -> tuple[str, str]:
     return pair.name, _own_names(pair.after, index).get(pair.after.result, pair.after.result)
 
 
@@ -230,14 +227,15 @@ def _ends(index: int, pair: _Pair) -> tuple[list[onnx.NodeProto], list[str]]:
     key, nodes = partial(_key, index), []
     a, b = _sides(index, pair)
     if pair.equal:
-        nodes = [helper.make_node("Sub", [a, b], [key("e")]), helper.make_node("Abs", [key("e")], [key("size")])]
-        nodes.append(helper.make_node("ReduceMax", [key("size")], [key("peak")], keepdims=0))
-        return nodes + _shapes(key, a, b), [key(k) for k in ("peak", "sa", "sb")]
+        # Not the greatest: onnxruntime's ReduceMax passes over a NaN.
+        nodes = [helper.make_node("Sub", [a, b], [key("e")]),
+                 helper.make_node("ReduceL1", [key("e")], [key("l1")], keepdims=0)]  # fmt: skip
+        return nodes + _shapes(key, a, b), [key(k) for k in ("l1", "sa", "sb")]
     if pair.type:
         # Squares of float32 overflow and vanish long before the values do.
         op, to = ("Cast", {"to": TensorProto.DOUBLE}) if pair.type in _STEP else ("Identity", {})
-        given = pair.name, _own_names(pair.after, index).get(pair.after.result, pair.after.result)
-        nodes = [helper.make_node(op, [value], [side], **to) for value, side in zip(given, (a, b), strict=True)]
+        both = zip(_given(index, pair), (a, b), strict=True)
+        nodes = [helper.make_node(op, [value], [side], **to) for value, side in both]
     if pair.whole:
         return nodes, [a, b]
     nodes.append(helper.make_node("Sub", [a, b], [key("e")]))
@@ -255,20 +253,12 @@ def _own_names(after: After, index: int) -> dict[str, str]:
     return {name: _key(index, f"of {name}") for name in made}
 
 
-def _renamed(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
-    out = onnx.NodeProto()
-    out.CopyFrom(node)
-    out.name = ""
-    _rename(out, names)
-    return out
-
-
-def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
-    node.input[:] = [names.get(v, v) for v in node.input]
-    node.output[:] = [names.get(v, v) for v in node.output]
-    for body in bodies(node):
-        for inner in body.node:
-            _rename(inner, names)
+def _renamed(nodes: Sequence[onnx.NodeProto], names: Mapping[str, str]) -> list[onnx.NodeProto]:
+    copies = onnx.GraphProto(node=nodes)
+    rename(copies, names)
+    for node in copies.node:
+        node.name = ""
+    return list(copies.node)
 
 
 def _key(index: int, what: str) -> str:

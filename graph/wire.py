@@ -7,7 +7,6 @@ of fields, each with its number and kind, and a message inside another one is su
 
 from __future__ import annotations
 
-import math
 import mmap
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +17,7 @@ import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto
 
 from layerline.backends.base import Array
-from layerline.backends.light import Light, Weight, travels
+from layerline.backends.light import Light, Weight, travels, width_of
 from layerline.pipeline.errors import StageError
 
 _GRAPH = ModelProto.DESCRIPTOR.fields_by_name["graph"].number
@@ -42,7 +41,7 @@ def read(path: Path) -> Light:
     """The two parts of a file; weights that it holds itself are read when they are asked for.
 
     Raises:
-        ValueError: the file is cut short or is no such message.
+        ValueError, IndexError, DecodeError: the file is cut short or is no such message.
     """
     weights: dict[str, Weight] = {}
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -58,24 +57,24 @@ def write(light: Light, path: Path) -> None:
     heads = [_tensor_head(name, w) for name, w in light.weights.items()]
     size = len(graph) + sum(len(head) + w.nbytes for head, w in zip(heads, weights, strict=True))
     with path.open("wb") as file:
-        file.write(_some(model, range(_GRAPH)) + _head(_GRAPH, size) + _some(graph, range(_INITIALIZER + 1)))
+        file.write(_only(model, range(_GRAPH)) + _tag_and_size(_GRAPH, size) + _only(graph, range(_INITIALIZER + 1)))
         for head, weight in zip(heads, weights, strict=True):
             file.write(head)
-            file.write(np.ascontiguousarray(weight.array).data)
-        file.write(_some(graph, range(_INITIALIZER + 1, 2**29)) + _some(model, range(_GRAPH + 1, 2**29)))
+            file.write(weight.array.data)
+        file.write(_only(graph, range(_INITIALIZER + 1, 2**29)) + _only(model, range(_GRAPH + 1, 2**29)))
 
 
 def _tensor_head(name: str, weight: Weight) -> bytes:
     """What comes before the bytes of a stored tensor."""
-    tensor: bytes = TensorProto(name=name, data_type=weight.kind, dims=weight.shape).SerializeToString()
-    tensor += _head(_RAW, weight.nbytes)
-    return _head(_INITIALIZER, len(tensor) + weight.nbytes) + tensor
+    tensor: bytes = weight.tensor(name).SerializeToString()
+    tensor += _tag_and_size(_RAW, weight.nbytes)
+    return _tag_and_size(_INITIALIZER, len(tensor) + weight.nbytes) + tensor
 
 
 def _without_weights(path: Path, weights: dict[str, Weight], data: mmap.mmap, field: _Field) -> bytes:
     stored = partial(_unless_weight, path, weights, data)
     graph: bytes = _changed(data, field.content, field.end, _INITIALIZER, stored)
-    return _head(_GRAPH, len(graph)) + graph
+    return _tag_and_size(_GRAPH, len(graph)) + graph
 
 
 def _unless_weight(path: Path, weights: dict[str, Weight], data: mmap.mmap, field: _Field) -> bytes:
@@ -83,9 +82,9 @@ def _unless_weight(path: Path, weights: dict[str, Weight], data: mmap.mmap, fiel
     raw = next((f for f in _fields(data, field.content, field.end) if f.number == _RAW), None)
     if raw is not None:
         tensor = TensorProto.FromString(data[field.content : raw.start] + data[raw.end : field.end])
-        size, count = raw.end - raw.content, math.prod(tensor.dims)
-        if travels(tensor.data_type, size) and size in (count, 2 * count, 4 * count, 8 * count):
-            read_it = partial(array, path, f"u{size // count}", count, raw.content)
+        size = raw.end - raw.content
+        if travels(tensor.data_type, size) and (width := width_of(tensor, size)):
+            read_it = partial(array, path, f"u{width}", size // width, raw.content)
             weights[tensor.name] = Weight(tensor.data_type, tensor.dims, read_it)
             return b""
     return data[field.start : field.end]
@@ -110,19 +109,19 @@ def _changed(data: _Data, start: int, end: int, number: int, change: Callable[[_
     return b"".join(change(f) if f.number == number else data[f.start : f.end] for f in _fields(data, start, end))
 
 
-def _some(data: bytes, numbers: range) -> bytes:
+def _only(data: bytes, numbers: range) -> bytes:
     """The fields of these numbers."""
     return b"".join(data[f.start : f.end] for f in _fields(data, 0, len(data)) if f.number in numbers)
 
 
 def _fields(data: _Data, start: int, end: int) -> Iterator[_Field]:
     while start < end:
-        tag, at = _number(data, start)
+        tag, at = _varint(data, start)
         kind, size = tag & 7, 0
         if kind == _LENGTH:
-            size, at = _number(data, at)
+            size, at = _varint(data, at)
         elif kind == _VARINT:
-            size = _number(data, at)[1] - at
+            size = _varint(data, at)[1] - at
         elif kind in _FIXED:
             size = _FIXED[kind]
         else:
@@ -133,7 +132,7 @@ def _fields(data: _Data, start: int, end: int) -> Iterator[_Field]:
         start = at + size
 
 
-def _number(data: _Data, at: int) -> tuple[int, int]:
+def _varint(data: _Data, at: int) -> tuple[int, int]:
     """The number that is written at a place, seven bits a byte, and where it ends."""
     value = shift = 0
     while True:
@@ -144,12 +143,12 @@ def _number(data: _Data, at: int) -> tuple[int, int]:
             return value, at
 
 
-def _head(number: int, size: int) -> bytes:
+def _tag_and_size(number: int, size: int) -> bytes:
     """What comes before `size` bytes of a field."""
-    return _written(number << 3 | _LENGTH) + _written(size)
+    return _as_varint(number << 3 | _LENGTH) + _as_varint(size)
 
 
-def _written(value: int) -> bytes:
+def _as_varint(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

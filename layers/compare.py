@@ -12,7 +12,7 @@ import onnx
 from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light, Model, split
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
-from layerline.graph.noise import drawn
+from layerline.graph.noise import drawn, perturbed
 from layerline.layers.distance import Distance, diff_arrays
 from layerline.layers.extremes import extremes
 from layerline.layers.identity import modules
@@ -71,6 +71,12 @@ def compare(
     if not run.measured:
         raise StageError("there is no sample to compare on", where="feeds")
     return _rows(run, totals, apart if isolated else None, tolerances or {})
+
+
+def floors(model: Model, feeds: Sequence[Feed]) -> dict[str, float]:
+    """The noise floor (relative L2) of values: how far one rounding step of all weights and float inputs moves them."""
+    rows = compare(model, perturbed(model), feeds)
+    return {r.name: r.rel_l2 for r in rows if r.rel_l2 is not None}
 
 
 def pair_values(

@@ -20,7 +20,10 @@ _CARRY = frozenset({"Where", "Add", "Sub", "Mul", "Cast", "Identity"}) | frozens
 
 
 def extremes(graph: onnx.GraphProto) -> set[str]:
-    """Values of the main graph that a stored number of this size may reach; others may hold such numbers as well."""
+    """Values that a stored number of at least 1e15, NaN or Inf may reach, as far as it is stored in the graph itself.
+
+    What is missed (a mask among the inputs, or of more than a few hundred elements) is found when it runs.
+    """
     found = {name for name, tensor in stored(graph) if tensor.data_type in _FLOATS and _great(tensor)}
     for node in graph.node:
         if node.op_type in _CARRY and not found.isdisjoint(node.input):

@@ -38,7 +38,7 @@ def joint(
     """
     a, b = reference.model, candidate.model
     pairs, shared, functions = list(pairs), _shared(reference, candidate), {(f.domain, f.name) for f in b.functions}
-    stored = [*(t.name for t in b.graph.initializer), *candidate.weights]
+    stored = candidate.stored
     given = [i for i in b.graph.input if i.name not in stored]
     same = {i.name: i.name for i in given} | {n: n if n in shared else B + n for n in stored}
     nodes = [*a.graph.node, *copied(b.graph.node, B, same, functions)]
@@ -70,8 +70,7 @@ def isolated_model(candidate: Light, pairs: Iterable[Pair]) -> Light:
     """The candidate with every paired value read from an input of the value's name in the reference, prefixed `a//`."""
     pairs, b = list(pairs), candidate.model
     fed, casts = feeds_of(pairs, "a//")
-    stored = [*(t.name for t in b.graph.initializer), *candidate.weights]
-    same = {n: n for n in (*(i.name for i in b.graph.input), *stored)}
+    same = {n: n for n in (*(i.name for i in b.graph.input), *candidate.stored)}
     taps = [helper.make_tensor_value_info("a//" + p.a, p.dtype_a, None) for p in pairs]
     made = {o for n in b.graph.node for o in n.output}
     outputs = [helper.make_empty_tensor_value_info(ISOLATED + p.b) for p in pairs if p.b in made]

@@ -10,8 +10,8 @@ import onnx
 from layerline.backends.base import Feed
 from layerline.graph import prove
 from layerline.graph.adopt import Adopted
-from layerline.graph.noise import drawn, perturbed
-from layerline.layers.compare import compare, pair_values, why_two_sessions
+from layerline.graph.noise import drawn
+from layerline.layers.compare import compare, floors, pair_values, why_two_sessions
 from layerline.layers.indices import pointers
 from layerline.layers.types import CODES
 from layerline.pipeline.report import LayerDiff
@@ -39,8 +39,8 @@ def unchanged(
     if all(r.max_abs == 0 and r.passed for r in rows):
         equal = "every value is equal to the last bit"
         return tuple(replace(r, tolerance=0.0) for r in rows), [*said, *notes, equal]
-    floors = {r.name: r.rel_l2 or 0.0 for r in compare(original, perturbed(original), feeds)}
-    judged = {r.name: _allowed(r, floors, tolerance) for r in rows if r.name not in random}
+    low = floors(original, feeds)
+    judged = {r.name: _allowed(r, low, tolerance) for r in rows if r.name not in random}
     rows, notes = compare_in_parts(original, model, feeds, elements, judged)
     return rows, [*said, *notes]
 

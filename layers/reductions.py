@@ -31,6 +31,9 @@ _ROWS = """last = Constant <value = int64[1] {{-1}}> ()
  shape_b = Shape (b)"""
 _ROW = {"aa": ("SumSquare", "a"), "bb": ("SumSquare", "b"), "ee": ("SumSquare", "d"), "l1": ("Sum", "e")}
 ROW_COLUMNS = ("sums", "peak", "shape_a", "shape_b")
+# Up to so many elements (most are shapes) both sides are handed over, and numpy takes the same measures: each node that
+# reduces takes time to set up.
+_SMALL = 64
 FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 SMALLEST = 1e-35
 """Mean square from which on float32 rounds a square as it rounds any number: below 1e-38 digits go missing."""
@@ -60,10 +63,8 @@ _INT64 = f"""{_HEAD}
  least = Cast <to = 11> (differ)
  e = Max (f, least)
  {_SUMS}"""
-# Over the elements both sides have finite, with the others counted; a second pass, for feeds that need it.
-# Up to so many elements (most are shapes) both sides are handed over, and numpy takes the same measures: each node that
-# reduces takes time to set up.
-_SMALL = 64
+# Over the elements both sides have finite, with the others counted; for pairs that hold others, known from the graph or
+# found on a feed.
 COUNTS = ("bad", "nonfinite_a", "nonfinite_b", "one_sided")
 MASKED_COLUMNS = (*COLUMNS, *COUNTS)
 _COUNT = "{0}_f = Cast <to = 11> ({0}_m)\n {0} = ReduceSum <keepdims = 0> ({0}_f)"

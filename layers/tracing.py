@@ -18,7 +18,7 @@ from onnxscript import optimizer
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 
-from layerline.backends.light import Light, Weight, bodies
+from layerline.backends.light import Light, Weight, rename
 from layerline.graph.exchange import from_ir
 from layerline.graph.facts import RANDOM
 from layerline.layers import axes as axis_names
@@ -177,10 +177,10 @@ def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset
             f"{[*call.outputs]}", where="export",
         )  # fmt: skip
     inside = identity.owners(model)
-    renamed = _free(dict(zip((*inputs, *outputs), (*call.feed, *call.outputs), strict=True)), light)
+    renamed = _make_room(dict(zip((*inputs, *outputs), (*call.feed, *call.outputs), strict=True)), light)
     weights = {renamed.get(n, n): w for n, w in light.weights.items()}
     back = {new: old for old, new in renamed.items()}
-    _rename(model.graph, renamed)
+    rename(model.graph, renamed)
     axis_names.write(model, axes)
     identity.stamp(model, root)
     known = {
@@ -193,22 +193,11 @@ def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset
     return Traced(program=program, model=model, weights=weights, nodes=nodes, owners=owners, ranges=ranges)
 
 
-def _free(renamed: dict[str, str], light: Light) -> dict[str, str]:
+def _make_room(renamed: dict[str, str], light: Light) -> dict[str, str]:
     """The renaming, with values that hold one of the new names moved out of the way."""
-    graph = light.model.graph
-    held = {v for n in graph.node for v in n.output} | {t.name for t in graph.initializer} | light.weights.keys()
+    held = light.stored.union(*(n.output for n in light.model.graph.node))
     moved = {v: f"{v}_inner" for v in set(renamed.values()) & held if v not in renamed}
     return {old: new for old, new in (renamed | moved).items() if old != new}
-
-
-def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    for node in graph.node:
-        node.input[:] = [names.get(v, v) for v in node.input]
-        node.output[:] = [names.get(v, v) for v in node.output]
-        for inner in bodies(node):
-            _rename(inner, names)
-    for item in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
-        item.name = names.get(item.name, item.name)
 
 
 def _refuse_state(program: ExportedProgram) -> None:

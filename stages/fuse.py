@@ -44,7 +44,7 @@ def _rule_name(name: str) -> str:
 class _Case:
     """What goes in: the unfused model, real feeds, and how far rounding may move each value."""
 
-    model: Light
+    unfused: Light
     feeds: Sequence[Feed]
     floors: Mapping[str, float]
     notes: Sequence[str]
@@ -80,7 +80,7 @@ class Fuse(Stage):
         notes = [*case.notes, *fused.notes]
         if not all(r.passed for r in rows):
             notes.append(_blame(self._guilty(case, fused)))
-        return _report(case.model, fused, rows, notes)
+        return _report(case.unfused, fused, rows, notes)
 
     def debug(self, work: Work, folder: Path) -> LayerDiff | None:
         """Finds the one rewrite that takes the whole graph beyond its floor; None where there is none.
@@ -99,7 +99,7 @@ class Fuse(Stage):
         limit = [f.site for f in fused.firings].index(firing.site)
         for name, count in (("before", limit), ("after", limit + 1)):
             (folder / name).mkdir(parents=True, exist_ok=True)
-            io.save(rewrite(case.model, self._rules(), limit=count, **self._options(fused)).light, folder / name)
+            io.save(rewrite(case.unfused, self._rules(), limit=count, **self._options(fused)).light, folder / name)
         place = {"rule": firing.site.rule, "place": firing.site.value}
         return dataclasses.replace(failing, extra={**failing.extra, **place})
 
@@ -114,7 +114,7 @@ class Fuse(Stage):
         floors, notes = _floors(folder, model, feeds)
         chosen = _unlike(feeds, self.proof_feeds)
         fused = fuse(model, chosen, rules=rules, floors=floors, fold_limit=self.fold_limit)
-        return _Case(model=model, feeds=feeds, floors=floors, notes=notes), fused
+        return _Case(unfused=model, feeds=feeds, floors=floors, notes=notes), fused
 
     def _guilty(self, case: _Case, fused: Fused) -> Firing | None:
         from layerline.graph.bisect import guilty
@@ -123,7 +123,7 @@ class Fuse(Stage):
             candidate = dataclasses.replace(fused, light=some.light, firings=some.firings)
             return all(r.passed for r in _compare(case, candidate))
 
-        return guilty(case.model, good, self._rules(), **self._options(fused))
+        return guilty(case.unfused, good, self._rules(), **self._options(fused))
 
     def _rules(self) -> tuple[Rule, ...]:
         from layerline.graph.apply import select
@@ -136,15 +136,14 @@ class Fuse(Stage):
 
 def _floors(folder: Path, model: Light, feeds: Sequence[Feed]) -> tuple[dict[str, float], list[str]]:
     """The noise floor of every value: torch's own, where the model came from torch, else measured here."""
-    from layerline.graph.noise import perturbed
     from layerline.layers import floor
-    from layerline.layers.compare import compare
+    from layerline.layers.compare import floors
 
-    if floors := floor.load(folder):
-        return floors, []
-    rows = compare(model, perturbed(model), feeds)
-    measured = {r.name: r.rel_l2 for r in rows if r.rel_l2 is not None}
-    return measured, ["noise floors measured by moving every weight and float input by one rounding step at random"]
+    if known := floor.load(folder):
+        return known, []
+    return floors(model, feeds), [
+        "noise floors measured by moving every weight and float input by one rounding step at random"
+    ]
 
 
 def _unlike(feeds: Sequence[Feed], count: int) -> list[Feed]:
@@ -166,10 +165,10 @@ def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
     from layerline.graph.prove import tolerance
     from layerline.layers.compare import compare
 
-    graph, random, highest = case.model.model.graph, drawn(case.model.model), max(case.floors.values(), default=0.0)
+    graph, random, highest = case.unfused.model.graph, drawn(case.unfused.model), max(case.floors.values(), default=0.0)
     known = dict.fromkeys((o.name for o in graph.output), highest) | dict(case.floors)
     tolerances = {v: tolerance(v, fused.types, known) for v in known if v not in random}
-    return compare(case.model, fused.light, case.feeds, pairs=_pairs(graph, fused), tolerances=tolerances)
+    return compare(case.unfused, fused.light, case.feeds, pairs=_pairs(graph, fused), tolerances=tolerances)
 
 
 def _pairs(graph: onnx.GraphProto, fused: Fused) -> dict[str, str]:
@@ -240,5 +239,4 @@ def _nodes(light: Light) -> int:
 def _bytes(light: Light) -> int:
     from layerline.graph import io
 
-    stored = sum(len(t.raw_data) or t.ByteSize() for t in io.tensors(light.model))
-    return stored + sum(w.nbytes for w in light.weights.values())
+    return light.nbytes + sum(len(t.raw_data) or t.ByteSize() for t in io.tensors(light.model))

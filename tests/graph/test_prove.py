@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,7 +18,7 @@ from layerline.graph.fuse import fuse
 from layerline.graph.prove import prove as prove_firings
 from layerline.graph.rewrite import Rewriting
 from layerline.graph.rule import on
-from layerline.graph.rules import RULES
+from layerline.graph.rules import RULES, fold
 from layerline.pipeline.errors import ConfigError, StageError
 from tests.graph.fusing import fired, normal, ops, parse, prove, reason, run
 
@@ -93,6 +94,27 @@ def test_nan_on_one_side_is_an_error() -> None:
     model = parse("(float[2] x) => (float[2] y)", "r = Relu(x) y = Neg(r)")
     done = prove(model, {"x": np.array([-1, 1], np.float32)}, rules=(rule,), undone=True)
     assert [p.error for p in done.undone] == [np.inf]
+
+
+@pytest.mark.parametrize("at", [0, 1, 700])
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16])
+def test_a_folded_constant_with_another_nan_or_number_is_undone(
+    at: int, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = {np.float32: "float", np.float64: "double", np.float16: "float16"}[kind]
+    model = parse(f"({name}[900] x) => ({name}[900] y)", "c = Neg(w) y = Add(x, c)", w=normal(900).astype(kind))
+    for value in (np.nan, np.inf, 64.0):
+
+        def spoilt(*args: Any, value: float = value, real: Any = fold.evaluate) -> dict[str, Any]:
+            out = {k: v.copy() for k, v in real(*args).items()}
+            out["c"][at] = value
+            return out
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fold, "evaluate", spoilt)
+            done = fuse(model, [{"x": normal(900).astype(kind)}])
+        assert [p.firing.site.value for p in done.undone] == ["c"] and ops(done.model) == ["Neg", "Add"]
+    assert not fuse(model, [{"x": normal(900).astype(kind)}]).undone
 
 
 def test_integers_must_be_equal() -> None:
