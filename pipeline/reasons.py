@@ -16,6 +16,11 @@ def changes(old: Parts, new: Parts) -> dict[str, tuple[str | None, str | None]]:
     return {n: (old.get(n), new.get(n)) for n in names if old.get(n) != new.get(n)}
 
 
+def awaited(old: Parts, new: Parts, key: str | None) -> set[str]:
+    """The inputs of the last run that are not known yet: stages before this one would run first."""
+    return {name for name in old if key is None and name.startswith("input.") and name not in new}
+
+
 def describe(old: Parts, new: Parts) -> str:
     """What differs between two stages' key parts in one short phrase, the first two in full."""
     fields = dict.fromkeys(_field(n, old, new) for n in changes(old, new) if not _told_below(n, old, new))

@@ -34,7 +34,7 @@ class Ema(Stage):
         path = work.inputs["checkpoint"] / "checkpoint.safetensors"
         with memory_told():
             model, example = shipping.network(work.task), data.example_inputs(work.task)
-            online, averaged = checkpoint.weights(path, ema=False), checkpoint.weights(path)
+            online, averaged = checkpoint.weights(path)
             shipping.ship(model, example, averaged if self.weights == "ema" else online, work.out)
             return Report(
                 stage=self.name,

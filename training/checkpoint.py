@@ -127,8 +127,8 @@ def restore(mo: ModelOptimizer, tensors: Mapping[str, Tensor], meta: Mapping[str
     _restore_draws(meta, tensors, 0 if mo.ranks is None else mo.ranks.rank)
 
 
-def weights(path: Path, *, ema: bool = True, only: str | None = None) -> dict[str, Tensor]:
-    """The weights in a checkpoint of ours (averages over online ones when `ema`), or all of another file.
+def weights(path: Path, *, only: str | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The online weights and the averages in a checkpoint of ours, or all of another file, twice.
 
     Args:
         only: the model, where the checkpoint holds several.
@@ -138,14 +138,12 @@ def weights(path: Path, *, ema: bool = True, only: str | None = None) -> dict[st
     """
     tensors, meta = tensorfile.load(path)
     if "lanes" not in meta:
-        return tensors
-    there = list(meta["lanes"])
+        return tensors, tensors
+    there: list[str] = list(meta["lanes"])
     if (name := there[0] if only is None and len(there) == 1 else only) not in there:
         what = "the checkpoint holds several models" if only is None else f"the checkpoint holds no model {only!r}"
         raise StageError(f"{what}; there are {there}", where=path.name, hint=f"only={there[0]!r}")
-    kinds = ("online/", "masters/", "ema/") if ema else ("online/", "masters/")
-    starts = [f"{name}/{k}" if name else k for k in kinds]
-    return {n.removeprefix(s): t for s in starts for n, t in tensors.items() if n.startswith(s)}
+    return saved.of_model(tensors, name)
 
 
 def load_weights(model: nn.Module, path: Path, *, ema: bool = True, only: str | None = None) -> None:
@@ -157,7 +155,7 @@ def load_weights(model: nn.Module, path: Path, *, ema: bool = True, only: str | 
     Raises:
         StageError: names or shapes that do not fit, all of which are listed; or which model is not said.
     """
-    names.load(model, weights(path, ema=ema, only=only))
+    names.load(model, weights(path, only=only)[ema])
 
 
 def _write(target: Path, path: Path, keep: int, tensors: Tensors, meta: dict[str, Any]) -> None:
@@ -237,8 +235,8 @@ def _load_others(mo: ModelOptimizer, optimizers: Mapping[str, Any], extras: Mapp
     loads = [(mo.extras[name], state) for name, state in extras.items()]
     for name, part in optimizers.items():
         lane = mo.lanes[name]
-        if lane.custom and (own := optimizer_state.own(lane, part)) is not None:
-            loads.append((lane.optimizer, own))
+        if lane.custom and (held := optimizer_state.custom_state(lane, part)) is not None:
+            loads.append((lane.optimizer, held))
     done: list[tuple[Any, Any]] = []
     try:
         for thing, state in loads:

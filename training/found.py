@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.given import check_checkpoint
-from layerline.training import checkpoint, names, tensorfile
+from layerline.training import checkpoint, names, saved, tensorfile
 from layerline.training.names import Named
 
 _AVERAGES = frozenset({"ema", "averaged", "average", "avg", "shadow", "swa"})
@@ -89,9 +89,8 @@ def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
         tensors, meta = tensorfile.load(path)
         if "lanes" not in meta:
             return tensors, ()
-        found = {n: {"online": checkpoint.weights(path, ema=False, only=n), "ema": checkpoint.weights(path, only=n)}
-                 for n in meta["lanes"]}  # fmt: skip
-        return found.get("", found), ()
+        found = {n: dict(zip(("online", "ema"), saved.of_model(tensors, n), strict=True)) for n in meta["lanes"]}
+        return found.get("", found), ()  # a model that is the only one has the empty name
     try:
         return _load(path, weights_only=True), ()
     except Exception as error:

@@ -8,27 +8,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# Reading a few numbers beats launching two kernels.
 _FEW = 32
-# Up to here one copy of all gradients costs less than a kernel for each (64 KiB: a few microseconds).
+# 64 KiB of float32: up to here one copy of all gradients, a few microseconds, costs less than a kernel for each.
 _SMALL = 2**14
 
 
-def joinable(params: Sequence[Tensor]) -> bool:
+def is_small(params: Sequence[Tensor]) -> bool:
     """Whether the gradients of `params` are few numbers of one kind, for which one kernel over a copy is faster."""
     return sum(p.numel() for p in params) <= _SMALL and all(
         p.dtype == torch.float32 and p.device.type == "cpu" for p in params
     )
 
 
-def joined(grads: list[Tensor]) -> float:
+def norm(grads: list[Tensor]) -> float:
     """The norm of all of them, over a copy."""
     whole = torch._C._nn.flatten_dense_tensors(grads)
     return math.sqrt(whole.dot(whole).item())
 
 
-def total(parts: Sequence[Tensor]) -> float:
+def total_norm(parts: Sequence[Tensor]) -> float:
     """The norm of a vector, from the norms of its parts."""
-    # Reading a few numbers beats launching two kernels; float64 has room for any float32 squared.
+    # Python's floats are float64, which has room for any float32 squared.
     if len(parts) <= _FEW or any(n.device != parts[0].device for n in parts):
         return math.hypot(*[n.item() for n in parts])
     return float(torch.linalg.vector_norm(torch.stack(list(parts))).item())

@@ -100,7 +100,7 @@ class Lane:
         self.grad_norm = self.loss = math.nan
         if text := norms.warning(model, config.accumulate.steps):
             self.monitor.warn("batch_norm", text)
-        # A step's own numbers lie here: every other object it has to visit is out of the cache by then.
+        # Copied from the configuration: after a forward pass its objects are no longer in the CPU's cache.
         self._max_norm = config.clip.max_norm or math.inf
         self._window_size, self._empty_cache = config.accumulate.steps, config.memory.empty_cache
         self._look_at = 0
@@ -114,7 +114,7 @@ class Lane:
         self.kinds = [(p.dtype, p.device) for p in self.params]
         self.frozen = follow.left_out(self)
         self.reach = Reach(self.optimizer, self.params, self.stepped)
-        self._joined = not self.monitor.per_layer and gradient.joinable(self.stepped)
+        self._small = not self.monitor.per_layer and gradient.is_small(self.stepped)
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Adds the gradients of one loss to the window; see Window for the meaning of `weight`.
@@ -248,19 +248,19 @@ class Lane:
         weight, total_loss = window.weight, window.total_loss()
         sizes: Sequence[Tensor] = ()
         if peers is not None:
-            raw_norm = gradient.total(sizes := peers.norms(grads))
+            raw_norm = gradient.total_norm(sizes := peers.norms(grads))
             weight, total_loss = peers.mean(weight, total_loss)
-        elif self._joined:
-            raw_norm = gradient.joined(grads)
+        elif self._small:
+            raw_norm = gradient.norm(grads)
         else:
-            raw_norm = gradient.total(sizes := torch._foreach_norm(grads))
+            raw_norm = gradient.total_norm(sizes := torch._foreach_norm(grads))
         if weight == 0.0:  # not one sample in the whole window
             rejected.drop(self)
             return False
         unscale = 1.0 / (weight * window.factor)
         norm, loss = raw_norm * unscale, total_loss / weight
         if not norm < _GREATEST_NORM:
-            norm = gradient.total(torch._foreach_norm(grads, dtype=torch.float64)) * unscale
+            norm = gradient.total_norm(torch._foreach_norm(grads, dtype=torch.float64)) * unscale
         if not (math.isfinite(loss) and (norm < _GREATEST_NORM or self._max_norm < norm < math.inf)):
             rejected.reject(self, loss, norm)
             return False
@@ -309,7 +309,7 @@ class Lane:
         self.optimizer.step()
         if masters is not None:
             masters.publish()
-        if kept is not None and rejected.spoilt(self, kept):
+        if kept is not None and rejected.take_back(self, kept):
             return False
         if self.masks is not None:
             self.masks.apply()

@@ -211,18 +211,16 @@ class Monitor:
             self._active.discard("norm_high")
         if not self._low:
             self._active.discard("norm_low")
-        clip, slow = clipped > 0.3, self.loads and wait > 0.3  # a sentence is made only where it is said
-        often = f"{clipped:.0%} of the steps were clipped: lower the rate or raise the bound" if clip else ""
-        self._when("clip", often)
-        self._when("wait", f"{wait:.0%} of the time goes to waiting for data: more workers may help" if slow else "")
+        self._when("clip", clipped, "of the steps were clipped: lower the rate or raise the bound")
+        self._when("wait", wait if self.loads else 0.0, "of the time goes to waiting for data: more workers may help")
         if self._scale_drops == 0:
             self._active.discard("scale")
         self._clipped_lately = self._lately = self._scale_drops = 0
         self._reviewed, self._waited_then = now, self.waited
 
-    def _when(self, key: str, text: str) -> None:
-        if text:
-            self.warn(key, text)
+    def _when(self, key: str, share: float, text: str) -> None:
+        if share > 0.3:
+            self.warn(key, f"{share:.0%} {text}")
         else:
             self._active.discard(key)
 

@@ -43,14 +43,14 @@ def check(lane: Lane, saved: Mapping[str, Any], expected: Mapping[str, tuple[int
     Raises:
         StageError: it is another optimizer's, or of other parameters, or a tensor has another shape.
     """
-    own = "custom" in saved
-    if own is not lane.custom or saved["name"] != _name(lane):
+    custom = "custom" in saved
+    if custom is not lane.custom or saved["name"] != _name(lane):
         was, now = (f"{'an optimizer of its own, ' if c else ''}{n}"
-                    for c, n in ((own, saved["name"]), (lane.custom, _name(lane))))  # fmt: skip
+                    for c, n in ((custom, saved["name"]), (lane.custom, _name(lane))))  # fmt: skip
         raise StageError(f"the checkpoint was written with {was}; the optimizer here is {now}", where="optimizer",
                          hint=f"take the optimizer it was written with; {WEIGHTS_ALONE}")  # fmt: skip
-    if own:
-        _check_own(lane, saved["custom"])
+    if custom:
+        _check_custom(lane, saved["custom"])
         return
     if unknown := sorted(set(saved["state"]) - set(expected)):
         raise StageError(f"the checkpoint has optimizer state of parameters that are not trained here: {unknown[:5]}",
@@ -76,7 +76,7 @@ def restore(lane: Lane, saved: Mapping[str, Any]) -> None:
     lane.optimizer.load_state_dict(current)
 
 
-def own(lane: Lane, saved: Mapping[str, Any]) -> Any:
+def custom_state(lane: Lane, saved: Mapping[str, Any]) -> Any:
     """What a custom optimizer's load_state_dict() gets; None, with a warning, where it begins without state."""
     if saved["custom"] is not None and hasattr(lane.optimizer, "load_state_dict"):
         return saved["custom"]
@@ -95,7 +95,7 @@ def _say_stateless(lane: Lane, text: str) -> None:
     warnings.warn(text, stacklevel=2)
 
 
-def _check_own(lane: Lane, state: Any) -> None:
+def _check_custom(lane: Lane, state: Any) -> None:
     """What torch's optimizers refuse on loading, which must not come when the weights are changed already."""
     if not isinstance(lane.optimizer, torch.optim.Optimizer) or not isinstance(state, Mapping):
         return

@@ -42,7 +42,7 @@ def reject(lane: Lane, loss: float, norm: float) -> None:
                                       "nonfinite.triage: true says where such a thing begins")  # fmt: skip
 
 
-def spoilt(lane: Lane, kept: Kept) -> bool:
+def take_back(lane: Lane, kept: Kept) -> bool:
     """Takes back a step that has written Inf or NaN into a weight; its gradients, loss and norm were finite.
 
     Args:

@@ -14,6 +14,7 @@ from layerline.training.lane import Lane
 from layerline.training.optimizer_state import WEIGHTS_ALONE
 from layerline.training.tree import unpack
 
+_WEIGHTS = ("online", "masters", "ema")
 _PARTS = ("optimizer", "rate", "scale", "window", "guard")
 _MAYBE = ("masks", "monitor")
 
@@ -43,8 +44,7 @@ def read(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str
         tensors = lane.peers.split(tensors, prefix)
     try:
         parts = {n: unpack(saved[n], f"{prefix}{n}", tensors) for n in (*_PARTS, *(m for m in _MAYBE if m in saved))}
-        found = Saved({k: _under(f"{prefix}{k}/", tensors) for k in ("online", "masters", "ema")}, parts,
-                      saved["counters"])  # fmt: skip
+        found = Saved({k: _under(f"{prefix}{k}/", tensors) for k in _WEIGHTS}, parts, saved["counters"])
     except KeyError as error:
         raise StageError(f"the checkpoint has no {error.args[0]}", where="checkpoint") from error
     lane.refresh()
@@ -56,6 +56,13 @@ def read(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str
     _fits("masks", parts.get("masks", {}).get("masks", {}), {n: tuple(p.shape) for n, p in lane.named.params.items()})
     optimizer_state.check(lane, parts["optimizer"], expected)
     return found
+
+
+def of_model(tensors: Mapping[str, Tensor], name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The online weights of one model, masters in their places, and the same with the averages in theirs."""
+    prefix = f"{name}/" if name else ""
+    online, masters, averages = (_under(f"{prefix}{kind}/", tensors) for kind in _WEIGHTS)
+    return online | masters, online | masters | averages
 
 
 def _under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

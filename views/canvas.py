@@ -21,7 +21,7 @@ _CHARACTER, _WIDE = 6.9, 11.5  # of a label: in the mean, and of the widest ones
 
 
 def at_each_width(draw: Callable[[int], str]) -> str:
-    """What `draw` makes of each of WIDTHS; nothing where it has nothing to draw."""
+    """What `draw` makes of each of WIDTHS, one after the other."""
     return "".join(map(draw, WIDTHS))
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from itertools import groupby
 
@@ -65,17 +66,18 @@ class Label:
     before: bool
 
 
-def chart(rows: Sequence[Followed], stages: Sequence[str], width: int) -> str:
-    """The figure, or nothing where no stage measured an SQNR.
+def chart(rows: Sequence[Followed], stages: Sequence[str]) -> str:
+    """The figure at each width, or nothing where no stage measured an SQNR.
 
     Args:
         rows: in topological order; each has one slot on the horizontal axis.
         stages: in the order they ran.
-        width: in user units, one of canvas.WIDTHS.
     """
     strips = {stage: points for stage in stages if (points := _points(rows, stage))}
-    if not strips:
-        return ""
+    return canvas.at_each_width(partial(_figure, rows, strips)) if strips else ""
+
+
+def _figure(rows: Sequence[Followed], strips: Mapping[str, Sequence[Point]], width: int) -> str:
     drawn, top = [], TOP
     for stage, points in strips.items():
         scale = _scale(points, top + HEAD, len(rows), width)

@@ -10,6 +10,7 @@ import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from layerline.views import canvas
 from layerline.views.canvas import GAP, HEAD, LEFT, RIGHT, STRIP, TITLE, TOP
@@ -30,6 +31,9 @@ class Line:
     column: str
     label: str
     kind: str
+
+
+Lines = Sequence[tuple[Line, Points]]
 
 
 @dataclass(frozen=True)
@@ -86,30 +90,27 @@ class Scale:
         return canvas.thinned([self.at(point) for point in points])
 
 
-def curves(log: str, width: int) -> str:
-    """The figure of a training log (the text of metrics.csv), or nothing where it holds no step.
-
-    `width` is in user units, one of canvas.WIDTHS.
-    """
+def curves(log: str) -> str:
+    """The figure of a training log (the text of metrics.csv) at each width, or nothing where it holds no step."""
     rows = list(csv.DictReader(log.splitlines()))
-    found = {line.column: _points(rows, line.column) for strip in STRIPS for line in strip.lines}
-    strips = [s for s in STRIPS if any(found[line.column] for line in s.lines)]
-    if not strips:
-        return ""
-    steps = [step for points in found.values() for step, _ in points]
+    found = {s: [(line, points) for line in s.lines if (points := _points(rows, line.column))] for s in STRIPS}
+    strips = {strip: lines for strip, lines in found.items() if lines}
+    return canvas.at_each_width(partial(_figure, strips)) if strips else ""
+
+
+def _figure(strips: Mapping[Strip, Lines], width: int) -> str:
+    steps = [step for lines in strips.values() for _, points in lines for step, _ in points]
     axis = Scale(width, min(steps), max(steps))
     bottom = TOP + len(strips) * (HEAD + STRIP + GAP)
     body = [_axis(axis, bottom)]
-    for i, strip in enumerate(strips):
-        values = [v for line in strip.lines for _, v in found[line.column]] + [0.0] * strip.zero
+    for i, (strip, lines) in enumerate(strips.items()):
+        values = [v for _, points in lines for _, v in points] + [0.0] * strip.zero
         top = TOP + i * (HEAD + STRIP + GAP) + HEAD
-        scale = replace(axis, low=min(values), high=max(values), top=top)
-        body.append(_strip(strip, [(line, points) for line in strip.lines if (points := found[line.column])], scale))
+        body.append(_strip(strip, lines, replace(axis, low=min(values), high=max(values), top=top)))
     ends = ", ".join(
         f"{strip.title} {line.label} {figure(points[-1][1])}".replace("  ", " ")
-        for strip in strips
-        for line in strip.lines
-        if (points := found[line.column])
+        for strip, lines in strips.items()
+        for line, points in lines
     )
     label = f"{', '.join(s.title for s in strips)} over steps {axis.first:g} to {axis.last:g}; in the end {ends}"
     return canvas.svg(width, bottom + AXIS, label, "".join(body))
@@ -126,7 +127,7 @@ def _points(rows: Sequence[Mapping[str, str]], column: str) -> Points:
     return [point for point in found if all(map(math.isfinite, point))]
 
 
-def _strip(strip: Strip, lines: Sequence[tuple[Line, Points]], scale: Scale) -> str:
+def _strip(strip: Strip, lines: Lines, scale: Scale) -> str:
     marks = {scale.low, scale.high}
     if strip.zero:  # which stands for what is too near it to be written beside it
         marks = {0.0} | {v for v in marks if abs(scale.y(v) - scale.y(0.0)) >= APART}
@@ -136,7 +137,7 @@ def _strip(strip: Strip, lines: Sequence[tuple[Line, Points]], scale: Scale) -> 
     return f"<g>{ticks}{area}{drawn}{canvas.title(strip.title, scale.top)}{_ends(lines, scale)}</g>"
 
 
-def _area(lines: Sequence[tuple[Line, Points]], scale: Scale) -> str:
+def _area(lines: Lines, scale: Scale) -> str:
     """Between two lines, or from one to zero."""
     upper = scale.path(lines[0][1])
     if len(lines) == 2:
@@ -158,7 +159,7 @@ def _line(line: Line, points: Points, scale: Scale, *, dotted: bool) -> str:
     return path + "".join(dots)
 
 
-def _ends(lines: Sequence[tuple[Line, Points]], scale: Scale) -> str:
+def _ends(lines: Lines, scale: Scale) -> str:
     """The last value of each line, above the end of the strip."""
     told = [(line.kind, f"{line.label} {figure(p[-1][1])}".strip()) for line, p in lines if line.kind != "raw"]
     spans = (f'<tspan class="{kind}" dx="{12 if i else 0}">{text}</tspan>' for i, (kind, text) in enumerate(told))

@@ -10,7 +10,7 @@ from layerline.pipeline.fingerprint import Fingerprint
 from layerline.pipeline.housekeeping import Garbage, Problem
 from layerline.pipeline.ledger import Run
 from layerline.pipeline.plan import Step, shown
-from layerline.pipeline.reasons import changes
+from layerline.pipeline.reasons import awaited, changes
 from layerline.pipeline.report import Report
 
 Document = dict[str, Any]
@@ -46,7 +46,7 @@ def runs(found: Iterable[Run]) -> Document:
 
 def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fingerprint]) -> Document:
     before, new = old or {}, shown(step.parts)
-    changed, waiting = changes(before, new), awaited(step, before)
+    changed, waiting = changes(before, new), awaited(before, new, step.key)
     parts = {n: {"now": v, "before": before.get(n), "changed": n in changed} for n, v in new.items()}
     gone = {
         n: {"now": None, "before": o, "changed": None if n in waiting else True}
@@ -61,11 +61,6 @@ def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fing
         "parts": parts | gone,
         "hooks": reached,
     }
-
-
-def awaited(step: Step, old: Mapping[str, str]) -> set[str]:
-    """The inputs of the last run that are not known yet: stages before this one would run first."""
-    return {name for name in old if step.key is None and name.startswith("input.") and name not in step.parts}
 
 
 def diff(stage: str, report: Report, run: str | None, other: Report | None) -> Document:

@@ -11,7 +11,6 @@ from urllib.parse import quote
 
 from layerline.pipeline.ledger import Record, Run
 from layerline.pipeline.report import Gate, Report, Scalar
-from layerline.views.canvas import at_each_width
 from layerline.views.chart import chart
 from layerline.views.curves import curves, validated
 from layerline.views.follow import Followed, follow, follow_views
@@ -165,9 +164,8 @@ def _layers(reports: Mapping[str, Report], rows: Sequence[Followed]) -> str:
     if not rows:
         return ""
     views = follow_views(rows, list(reports))
-    drawn = at_each_width(lambda width: chart(rows, list(reports), width))
     return (
-        f'{_figure(drawn)}<section id="follow"><h2>Follow a layer</h2>'
+        f'{_figure(chart(rows, list(reports)))}<section id="follow"><h2>Follow a layer</h2>'
         '<p class="lead">One row is one module, or one value under the name it keeps from PyTorch to the engine. Each '
         "stage says how far the row is from what that stage started from. What was not measured is empty; a stage that "
         "measured nothing of the kind has no column.</p>"
@@ -197,7 +195,7 @@ def _stage(i: int, record: Record, report: Report | None, log: str) -> str:
 
 
 def _training(log: str) -> str:
-    drawn = at_each_width(lambda width: curves(log, width))
+    drawn = curves(log)
     if not drawn:
         return ""
     if validated(log):

@@ -25,11 +25,11 @@ from rich.text import Text
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, shown
-from layerline.pipeline.reasons import changes
+from layerline.pipeline.reasons import awaited, changes
 from layerline.pipeline.report import Report
 from layerline.pipeline.runner import Outcome, Result
 from layerline.pipeline.stage import Stage
-from layerline.views import documents, grid, layers
+from layerline.views import grid, layers
 from layerline.views.lines import stage_line
 
 PIPE_WIDTH = 160
@@ -183,7 +183,7 @@ def explain(out: Console, step: Step, old: Mapping[str, str] | None, prints: Map
 
 def _parts(step: Step, old: Mapping[str, str] | None) -> Table:
     new, before = shown(step.parts), old or {}
-    changed, waiting = changes(before, new), documents.awaited(step, before)
+    changed, waiting = changes(before, new), awaited(before, new, step.key)
     table = _table({"part": False, "": True, "last run": False, "now": False})
     for name in [*new, *(n for n in changed if n not in new)]:
         whole = name in changed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerline.pipeline.reasons import changes, describe
+from layerline.pipeline.reasons import awaited, changes, describe
 
 OLD = {"config.lr": "0.1", "env.torch": "2.0", "hook.loss": "a", "input.model": "d1", "file.x": "e", "version": "1"}
 AXES = {"config.dims": "{}", "config.opset": "20"}
@@ -50,3 +50,9 @@ def test_parts_in_words() -> None:
 )  # fmt: skip
 def test_fields_as_they_are_written_once_each(old: dict[str, str], new: dict[str, str], told: str) -> None:
     assert describe(old, new) == told
+
+
+def test_only_an_input_that_is_not_known_yet_is_awaited() -> None:
+    waiting = {n: v for n, v in OLD.items() if n not in ("input.model", "file.x")}
+    assert awaited(OLD, waiting, None) == {"input.model"}
+    assert awaited(OLD, waiting, "key") == awaited(OLD, OLD, None) == set(), "gone, or known"

@@ -22,7 +22,7 @@ def _grads() -> list[Tensor]:
 @pytest.mark.parametrize("by", ["joined", "each"])
 def test_the_norm_of_all(by: str) -> None:
     grads = _grads()
-    norm = gradient.joined(grads) if by == "joined" else gradient.total(torch._foreach_norm(grads))
+    norm = gradient.norm(grads) if by == "joined" else gradient.total_norm(torch._foreach_norm(grads))
     assert norm == pytest.approx(13.0, rel=1e-6)
     assert grads[2].shape == (2, 1)
 
@@ -31,14 +31,14 @@ def test_the_norm_of_all(by: str) -> None:
 def test_what_is_not_finite_shows(bad: float) -> None:
     grads = _grads()
     grads[1].fill_(bad)
-    assert not math.isfinite(gradient.joined(grads))
+    assert not math.isfinite(gradient.norm(grads))
 
 
 def test_only_few_float32_numbers_on_the_cpu_are_joined() -> None:
-    assert gradient.joinable([torch.zeros(64, 64), torch.zeros(64)])
-    assert not gradient.joinable([torch.zeros(256, 256)])
-    assert not gradient.joinable([torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)])
-    assert not gradient.joinable([torch.zeros(4, device="meta")])
+    assert gradient.is_small([torch.zeros(64, 64), torch.zeros(64)])
+    assert not gradient.is_small([torch.zeros(256, 256)])
+    assert not gradient.is_small([torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)])
+    assert not gradient.is_small([torch.zeros(4, device="meta")])
 
 
 @pytest.mark.parametrize("width", [4, 200])
@@ -47,7 +47,7 @@ def test_both_ways_are_the_norm_that_torch_gives(width: int, unused: bool) -> No
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Linear(8, width), nn.Linear(width, width), nn.Linear(3, 3)])
     mo = ModelOptimizer(layers, {"optimizer": {"lr": 1e-3}})
-    assert mo.lanes[""]._joined is (width == 4)
+    assert mo.lanes[""]._small is (width == 4)
     loss = layers[1](layers[0](torch.randn(5, 8))).square().mean() * 1e3
     if not unused:
         loss = loss + layers[2](torch.ones(3)).sum()

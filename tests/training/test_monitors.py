@@ -103,11 +103,11 @@ def test_each_kind_is_said_once_a_run_and_counted() -> None:
     monitor, said = mo.lanes[""].monitor, []
     monitor.speak = said.append
     for i in range(47):
-        monitor._when("clip", f"{i}% of the steps were clipped")
-        monitor._when("clip", "")
+        monitor._when("clip", 0.31 + i / 100, "of the steps were clipped")
+        monitor._when("clip", 0.3, "of the steps were clipped")
     monitor.warn("other", "something else")
-    assert said == ["0% of the steps were clipped", "something else"]
-    assert mo.warnings == ["0% of the steps were clipped (47 times)", "something else"]
+    assert said == ["31% of the steps were clipped", "something else"]
+    assert mo.warnings == ["31% of the steps were clipped (47 times)", "something else"]
 
 
 def test_a_gradient_that_stays_tiny_is_told() -> None:

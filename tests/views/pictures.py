@@ -20,6 +20,12 @@ class Box:
     bottom: float
 
 
+def picture(text: str, width: int) -> ElementTree.Element:
+    """Of a figure that is drawn for several widths the one for this."""
+    (found,) = (svg for svg in ElementTree.fromstring(f"<p>{text}</p>") if svg.get("class") == f"w{width}")
+    return found
+
+
 def texts(svg: ElementTree.Element, kind: str) -> list[str]:
     """Labels of a kind, in the order drawn; a label of several parts as these."""
     named = [e for e in svg.iter("text") if (e.get("class") or "").split()[:1] == [kind]]

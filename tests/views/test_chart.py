@@ -14,7 +14,7 @@ from layerline.pipeline.report import LayerDiff, Report
 from layerline.views.canvas import GAP, HEAD, LEFT, RIGHT, STRIP, WIDTHS
 from layerline.views.chart import FLAT, chart
 from layerline.views.follow import follow
-from tests.views.pictures import assert_labels_fit, boxes, paths, texts
+from tests.views.pictures import assert_labels_fit, boxes, paths, picture, texts
 from tests.views.samples import diff, many, sample_reports, values
 
 levels = st.one_of(st.none(), st.floats(-200, 400), st.sampled_from([math.inf, -math.inf, math.nan]))
@@ -22,7 +22,7 @@ levels = st.one_of(st.none(), st.floats(-200, 400), st.sampled_from([math.inf, -
 
 def draw(*reports: Report, width: int = WIDTHS[0]) -> ElementTree.Element:
     named = {r.stage: r for r in reports}
-    return ElementTree.fromstring(chart(follow(named), list(named), width))
+    return picture(chart(follow(named), list(named)), width)
 
 
 def records_of(found: list[tuple[float | None, bool]]) -> tuple[LayerDiff, ...]:
@@ -37,7 +37,7 @@ def test_each_measured_layer_has_one_mark_inside_the_picture(
 ) -> None:
     report = Report(stage="s", records=records_of(found))
     if all(db is None for db, _ in found):
-        assert chart(follow({"s": report}), ["s"], width) == ""
+        assert chart(follow({"s": report}), ["s"]) == ""
         return
     svg = draw(report, width=width)
     drawn = [ok for db, ok in found if db is not None]
