@@ -20,11 +20,13 @@ from layerline.backends.base import Array
 
 LEAST = 1024
 """Tensors up to this many bytes stay: shapes, axes and scales are looked at, weights are only passed on."""
-_STAYS = frozenset(
-    code for name, code in TensorProto.DataType.items()
-    if name in ("STRING", "INT2", "UINT2", "INT4", "UINT4", "FLOAT4E2M1", "COMPLEX64", "COMPLEX128")
-)  # fmt: skip
-"""Types that share a byte or that the runtime takes no array of."""
+_STAYS = ("UNDEFINED", "STRING", "COMPLEX64", "COMPLEX128", "INT2", "UINT2", "INT4", "UINT4", "FLOAT4", "FLOAT6")
+_WIDTHS = {
+    code: helper.tensor_dtype_to_np_dtype(code).itemsize
+    for name, code in TensorProto.DataType.items()
+    if not name.startswith(_STAYS)
+}
+"""Bytes of an element, by type; not of those that share a byte or that the runtime takes no array of: they stay."""
 
 
 class Weight:
@@ -59,10 +61,13 @@ class Weight:
     def outside(self, name: str, location: str = "memory", offset: int = 0) -> TensorProto:
         """The same, with the place where its numbers are."""
         out = self.tensor(name)
-        out.data_location = TensorProto.EXTERNAL
-        for key, value in (("location", location), ("offset", str(offset)), ("length", str(self.nbytes))):
-            out.external_data.add(key=key, value=value)
+        set_place(out, location, offset, self.nbytes)
         return out
+
+    def apart(self) -> Weight:
+        """The numbers as they are now, in memory of their own."""
+        numbers = self.array.flatten()
+        return Weight(self.kind, self.shape, lambda: numbers)
 
     def same(self, other: Weight) -> bool:
         """Whether the two are equal to the last bit."""
@@ -131,8 +136,8 @@ def split(model: Model) -> Light:
         if field.name != "initializer":
             _set(light.model.graph, field.name, value)
     for tensor in model.graph.initializer:
-        if travels(tensor.data_type, size := len(tensor.raw_data)) and (width := width_of(tensor, size)):
-            light.weights[tensor.name] = Weight(tensor.data_type, tensor.dims, partial(_numbers, tensor, width))
+        if tensor.data_location != TensorProto.EXTERNAL and is_weight(tensor, len(tensor.raw_data)):
+            light.weights[tensor.name] = Weight(tensor.data_type, tensor.dims, partial(_numbers, tensor))
         else:
             light.model.graph.initializer.append(tensor)
     return light
@@ -151,13 +156,38 @@ def weightless(model: Model) -> onnx.ModelProto:
 
 def travels(kind: int, size: int) -> bool:
     """Whether a tensor of this element type and so many bytes goes beside the graph."""
-    return size > LEAST and kind not in _STAYS
+    return size > LEAST and kind in _WIDTHS
 
 
-def width_of(tensor: TensorProto, size: int) -> int:
-    """Bytes of an element, of `size` in all; 0 where they don't fit the shape: others judge such a tensor, as it is."""
-    count = math.prod(tensor.dims)
-    return next((w for w in (1, 2, 4, 8) if w * count == size), 0)
+def is_weight(tensor: TensorProto, size: int) -> bool:
+    """Whether a stored tensor of so many bytes goes beside the graph; one whose bytes don't fit its shape is left as it
+    is, for others to judge."""
+    return travels(tensor.data_type, size) and declared_bytes(tensor) == size
+
+
+def declared_bytes(tensor: TensorProto) -> int:
+    """How many bytes a tensor of a type that travels takes, by its shape."""
+    size: int = math.prod(tensor.dims) * _WIDTHS[tensor.data_type]
+    return size
+
+
+def set_place(tensor: TensorProto, location: str, offset: int, length: int) -> None:
+    """Says where a tensor's numbers lie."""
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
+        tensor.external_data.add(key=key, value=value)
+
+
+def weight_of(tensor: TensorProto, read: Callable[[str, int], Array]) -> Weight | None:
+    """A tensor whose numbers lie elsewhere, as a weight; None where it has to stay.
+
+    Args:
+        read: gives so many numbers of a type (numpy's name), when they are needed.
+    """
+    count, width = math.prod(tensor.dims), _WIDTHS.get(tensor.data_type, 0)
+    if not travels(tensor.data_type, count * width):
+        return None
+    return Weight(tensor.data_type, tensor.dims, partial(read, f"u{width}", count))
 
 
 def message(light: Light) -> tuple[bytes, dict[str, Weight]]:
@@ -167,8 +197,8 @@ def message(light: Light) -> tuple[bytes, dict[str, Weight]]:
     return light.stand_ins(weights).SerializeToString(), weights
 
 
-def _numbers(tensor: TensorProto, width: int) -> Array:
-    array: Array = np.frombuffer(tensor.raw_data, f"u{width}")
+def _numbers(tensor: TensorProto) -> Array:
+    array: Array = np.frombuffer(tensor.raw_data, f"u{_WIDTHS[tensor.data_type]}")
     return array
 
 

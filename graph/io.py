@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnx
-from onnx import TensorProto, helper
-from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+from onnx import TensorProto
+from onnx.external_data_helper import uses_external_data
 
-from layerline.backends.light import Light, Model, Weight, bodies, split, travels
+from layerline.backends.light import LEAST, Light, Model, Weight, bodies, declared_bytes, set_place, split, weight_of
 from layerline.graph import wire
 from layerline.pipeline.errors import StageError
 
@@ -26,10 +26,7 @@ def load(path: Path) -> onnx.ModelProto:
     Raises:
         StageError: not an ONNX file, or its data file is missing; names the tensor and the location it stores.
     """
-    model = read(path)
-    external_files(model, path)
-    _load_external(model, path)
-    return model
+    return parts(path).whole()
 
 
 def parts(path: Path) -> Light:
@@ -44,29 +41,37 @@ def parts(path: Path) -> Light:
         raise StageError(f"not a readable ONNX file ({error})", where=path.name) from error
     external_files(light.model, path)
     for tensor in list(light.model.graph.initializer):
-        if uses_external_data(tensor) and (weight := _beside(tensor, path.parent)) is not None:
+        if uses_external_data(tensor) and (weight := _beside(tensor, path)) is not None:
             light.weights[tensor.name] = weight
             light.model.graph.initializer.remove(tensor)
-    _load_external(light.model, path)
+    try:
+        onnx.load_external_data_for_model(light.model, str(path.parent))
+    except Exception as error:
+        raise StageError(f"its external data can't be read ({error})", where=path.name) from error
     return light
 
 
-def _beside(tensor: TensorProto, folder: Path) -> Weight | None:
-    """A weight in a file beside the model; None where the tensor has to stay in the graph."""
-    count = math.prod(tensor.dims)
-    width = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-    if not travels(tensor.data_type, count * width):
-        return None
-    info = ExternalDataInfo(tensor)
-    array = partial(wire.array, folder / info.location, f"u{width}", count, int(info.offset or 0))
-    return Weight(tensor.data_type, tensor.dims, array)
+def _beside(tensor: TensorProto, path: Path) -> Weight | None:
+    """A weight in a file beside the model; None where the tensor has to stay in the graph.
+
+    Raises:
+        StageError: its place is no place, or of another size than its shape.
+    """
+    location, offset, length = _place(tensor, path)
+    weight = weight_of(tensor, partial(wire.array, path.parent / location, offset))
+    if weight is not None and length is not None and length != (size := declared_bytes(tensor)):
+        raise StageError(f"tensor {tensor.name!r} takes {size} bytes by its type and shape, and has {length}",
+                         where=path.name)  # fmt: skip
+    return weight
 
 
-def _load_external(model: onnx.ModelProto, path: Path) -> None:
-    try:
-        onnx.load_external_data_for_model(model, str(path.parent))
-    except Exception as error:
-        raise StageError(f"its external data can't be read ({error})", where=path.name) from error
+def _place(tensor: TensorProto, path: Path) -> tuple[str, int, int | None]:
+    """File, offset and length, where one is given, of a tensor outside of a model that was read from `path`."""
+    said = {e.key: e.value for e in tensor.external_data}
+    offset, length = said.get("offset", "0"), said.get("length")
+    if not (offset.isdecimal() and (length is None or length.isdecimal())):
+        raise StageError(f"tensor {tensor.name!r} lies at {offset!r}, {length!r} bytes", where=path.name)
+    return said.get("location", ""), int(offset), None if length is None else int(length)
 
 
 def read(path: Path) -> onnx.ModelProto:
@@ -89,11 +94,17 @@ def external_files(model: onnx.ModelProto, path: Path) -> tuple[str, ...]:
     """
     found: dict[str, None] = {}
     for tensor in filter(uses_external_data, tensors(model)):
-        location = ExternalDataInfo(tensor).location
+        location = _place(tensor, path)[0]
         if Path(location).is_absolute() or ".." in Path(location).parts:
             raise StageError(
                 f"tensor {tensor.name!r} stores its data at {location!r}, outside the model's folder",
                 where=path.name,
+            )
+        if not (path.parent / location).resolve().is_relative_to(path.parent.resolve()):
+            raise StageError(
+                f"tensor {tensor.name!r} stores its data at {location!r}, which is a link out of the model's folder",
+                where=path.name,
+                hint="put the file itself there",
             )
         if not (path.parent / location).is_file():
             raise StageError(
@@ -114,15 +125,21 @@ def save(model: Model, folder: Path, *, external_over: int = EXTERNAL_OVER) -> P
     """
     light = canonical(model)
     path = folder / FILE
-    if light.model.ByteSize() + light.nbytes > external_over:
-        _move_out(light, folder / f"{FILE}.data")
+    movable = [t for g in graphs(light.model) for t in g.initializer if len(t.raw_data) > LEAST]
+    if (movable or light.weights) and light.model.ByteSize() + light.nbytes > external_over:
+        _move_out(light, movable, folder / f"{FILE}.data")
     wire.write(light, path)
     return path
 
 
-def _move_out(light: Light, path: Path) -> None:
-    """Writes the weights to a file of their own; the model says where each of them lies then, and holds none."""
+def _move_out(light: Light, others: Iterable[TensorProto], path: Path) -> None:
+    """Writes the weights, and other tensors of the model, to a file; the model says where each lies then."""
     with path.open("wb") as file:
+        for tensor in others:  # of bodies, and of types that share a byte
+            raw = tensor.raw_data
+            tensor.ClearField("raw_data")
+            set_place(tensor, path.name, file.tell(), len(raw))
+            file.write(raw)
         for name, weight in light.weights.items():
             light.model.graph.initializer.append(weight.outside(name, path.name, file.tell()))
             file.write(weight.array.data)

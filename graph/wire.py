@@ -17,7 +17,7 @@ import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto
 
 from layerline.backends.base import Array
-from layerline.backends.light import Light, Weight, travels, width_of
+from layerline.backends.light import Light, Weight, is_weight, weight_of
 from layerline.pipeline.errors import StageError
 
 _GRAPH = ModelProto.DESCRIPTOR.fields_by_name["graph"].number
@@ -82,26 +82,26 @@ def _unless_weight(path: Path, weights: dict[str, Weight], data: mmap.mmap, fiel
     raw = next((f for f in _fields(data, field.content, field.end) if f.number == _RAW), None)
     if raw is not None:
         tensor = TensorProto.FromString(data[field.content : raw.start] + data[raw.end : field.end])
-        size = raw.end - raw.content
-        if travels(tensor.data_type, size) and (width := width_of(tensor, size)):
-            read_it = partial(array, path, f"u{width}", size // width, raw.content)
-            weights[tensor.name] = Weight(tensor.data_type, tensor.dims, read_it)
+        inside = tensor.data_location != TensorProto.EXTERNAL and is_weight(tensor, raw.end - raw.content)
+        if inside and (weight := weight_of(tensor, partial(array, path, raw.content))) is not None:
+            weights[tensor.name] = weight
             return b""
     return data[field.start : field.end]
 
 
-def array(path: Path, kind: str, count: int, offset: int) -> Array:
+def array(path: Path, offset: int, kind: str, count: int) -> Array:
     """Numbers as they lie in a file from a place on; `kind` is numpy's name.
 
     Raises:
-        StageError: the file ends before.
+        StageError: the file is gone, or ends before.
     """
-    out = np.empty(count, kind)
-    with path.open("rb") as file:
-        file.seek(offset)
-        if file.readinto(out.data) < out.nbytes:
-            raise StageError(f"the file ends within {out.nbytes} bytes from byte {offset} on", where=path.name)
-    return out
+    size = np.dtype(kind).itemsize * count
+    try:
+        if path.stat().st_size < offset + size:
+            raise StageError(f"the file ends within {size} bytes from byte {offset} on", where=path.name)
+        return np.fromfile(path, kind, count, offset=offset)
+    except OSError as error:
+        raise StageError(f"can't be read: {error}", where=path.name) from error
 
 
 def _changed(data: _Data, start: int, end: int, number: int, change: Callable[[_Field], bytes]) -> bytes:

@@ -34,6 +34,7 @@ ROW_COLUMNS = ("sums", "peak", "shape_a", "shape_b")
 # Up to so many elements (most are shapes) both sides are handed over, and numpy takes the same measures: each node that
 # reduces takes time to set up.
 _SMALL = 64
+_LONG = (onnx.TensorProto.INT64, onnx.TensorProto.UINT64)
 FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 SMALLEST = 1e-35
 """Mean square from which on float32 rounds a square as it rounds any number: below 1e-38 digits go missing."""
@@ -156,7 +157,7 @@ class Measures:
         self.outputs += [helper.make_empty_tensor_value_info(f"{tag}/{c}") for c in columns]
 
     def _kind(self, pair: Pair) -> tuple[str, str]:
-        if pair.pointer is None and pair.dtype_a == pair.dtype_b == onnx.TensorProto.INT64:
+        if pair.pointer is None and pair.dtype_a == pair.dtype_b and pair.dtype_a in _LONG:
             return "Integer", _INT64
         if pair.pointer is None and pair.rank and {pair.dtype_a, pair.dtype_b} <= FLOATS:
             rows = "\n ".join(f"{out} = {self._reduce(op, x, 'last', 1)}" for out, (op, x) in _ROW.items())

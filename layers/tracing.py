@@ -178,7 +178,8 @@ def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset
         )  # fmt: skip
     inside = identity.owners(model)
     renamed = _make_room(dict(zip((*inputs, *outputs), (*call.feed, *call.outputs), strict=True)), light)
-    weights = {renamed.get(n, n): w for n, w in light.weights.items()}
+    # As they are now: the module goes on living, and may change its tensors.
+    weights = {renamed.get(n, n): w.apart() for n, w in light.weights.items()}
     back = {new: old for old, new in renamed.items()}
     rename(model.graph, renamed)
     axis_names.write(model, axes)

@@ -46,8 +46,10 @@ def refresh(lane: Lane, *, warn: bool = True) -> None:
             was = f"was {kind[0]} on {kind[1]} when ModelOptimizer was made, and is {now[0]} on {now[1]}"
             raise ConfigError(f"this parameter {was}", where=name, hint=_ANEW)
     if (names := [at[id(p)] for p in lane.params]) != lane.names:
+        renamed = dict(zip(lane.names, names, strict=True))
+        lane.monitor.rename(renamed)
         if lane.masks is not None:
-            lane.masks.rename(dict(zip(lane.names, names, strict=True)))
+            lane.masks.rename(renamed)
         lane.names[:] = names
     lane.frozen = left_out(lane)
     if warn:
@@ -69,6 +71,7 @@ def join(lane: Lane) -> list[str]:
     for member in fresh:
         _admit(lane, member)
     lane.members += tuple(fresh)
+    _in_order(lane)
     if lane.monitor.per_layer:
         lane.monitor.add_columns([f"grad_norm/{m.name}" for m in fresh])
     lane.take_stock()
@@ -116,6 +119,17 @@ def _check_fresh(lane: Lane, fresh: list[Member]) -> None:
     if fresh and masters(lane.config, late, custom=lane.custom):
         raise ConfigError("a half parameter needs a master, and can only join at construction",
                           where=fresh[0].name, hint="make ModelOptimizer after changing the model")  # fmt: skip
+
+
+def _in_order(lane: Lane) -> None:
+    """Puts what joined where a run that starts with it has it: sums depend on the order in their last bits."""
+    at = {id(p): i for i, p in enumerate(lane.named.params.values())}
+    order = sorted(range(len(lane.params)), key=lambda i: at[id(lane.params[i])])
+    lane.members = tuple(lane.members[i] for i in order)
+    lane.names[:] = [lane.names[i] for i in order]
+    stepped = [lane.stepped[i] for i in order]
+    lane.params[:] = [lane.params[i] for i in order]
+    lane.stepped[:] = stepped
 
 
 def _admit(lane: Lane, member: Member) -> None:

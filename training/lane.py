@@ -7,7 +7,6 @@ accepted steps only; a rejected step leaves nothing behind but a smaller loss sc
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -114,7 +113,7 @@ class Lane:
         self.kinds = [(p.dtype, p.device) for p in self.params]
         self.frozen = follow.left_out(self)
         self.reach = Reach(self.optimizer, self.params, self.stepped)
-        self._small = not self.monitor.per_layer and gradient.is_small(self.stepped)
+        self._small = gradient.is_small(self.stepped)
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Adds the gradients of one loss to the window; see Window for the meaning of `weight`.
@@ -246,14 +245,13 @@ class Lane:
             raise misuse.no_gradient(self)
         # The one synchronisation of a step: everything after it is decided on the CPU.
         weight, total_loss = window.weight, window.total_loss()
-        sizes: Sequence[Tensor] = ()
         if peers is not None:
-            raw_norm = gradient.total_norm(sizes := peers.norms(grads))
+            raw_norm = gradient.total_norm(peers.norms(grads))
             weight, total_loss = peers.mean(weight, total_loss)
         elif self._small:
             raw_norm = gradient.norm(grads)
         else:
-            raw_norm = gradient.total_norm(sizes := torch._foreach_norm(grads))
+            raw_norm = gradient.total_norm(torch._foreach_norm(grads))
         if weight == 0.0:  # not one sample in the whole window
             rejected.drop(self)
             return False
@@ -264,16 +262,18 @@ class Lane:
         if not (math.isfinite(loss) and (norm < _GREATEST_NORM or self._max_norm < norm < math.inf)):
             rejected.reject(self, loss, norm)
             return False
-        return self._accept(grads, norm, loss, unscale, sizes)
+        return self._accept(grads, norm, loss, unscale)
 
-    def _accept(self, grads: list[Tensor], norm: float, loss: float, unscale: float, sizes: Sequence[Tensor]) -> bool:
+    def _accept(self, grads: list[Tensor], norm: float, loss: float, unscale: float) -> bool:
         monitor, number, clipped = self.monitor, self.steps + 1, norm > self._max_norm
+        log = monitor.due(number)
+        further = self._by_parameter(grads, unscale) if log and monitor.per_layer else {}
         factor = unscale * (self._max_norm / (norm + 1e-6)) if clipped else unscale
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
             if self.sophia is not None:
                 self.sophia.rescale(unscale)
-        if log := monitor.due(number):
+        if log:
             monitor.before()
         if not self._move(self._max_norm if clipped else norm):
             return False
@@ -285,10 +285,9 @@ class Lane:
         samples = 1.0 / (unscale * self.window.factor)
         monitor.accepted(loss, norm, samples * (self.peers.size if self.peers else 1), clipped=clipped)
         if log:
-            layers = self._by_parameter(sizes, unscale) if monitor.per_layer else ()
+            further |= self.peers.figures() if self.peers else {}
             monitor.row(step=number, loss=loss, norm=norm, lr=self.rate.current, scale=self.scale.value,
-                        skipped=self.skipped, layer_norms=layers,
-                        further=self.peers.figures() if self.peers else None)  # fmt: skip
+                        skipped=self.skipped, further=further)  # fmt: skip
         if self.scale.on:
             self.scale.accepted()
         self.rate.set(number)
@@ -317,7 +316,9 @@ class Lane:
                 masters.settled()
         return True
 
-    def _by_parameter(self, sizes: Sequence[Tensor], unscale: float) -> list[float]:
-        """The norm of each parameter's gradient; NaN, an empty cell, where it has none."""
-        norms = iter(sizes)
-        return [math.nan if p.grad is None else next(norms).item() * unscale for p in self.stepped]
+    def _by_parameter(self, grads: list[Tensor], unscale: float) -> dict[str, float]:
+        """The norm of each gradient before clipping, by its column; taken apart from the norm that clips, so that
+        watching changes nothing."""
+        norms = torch._foreach_norm(grads) if self.peers is None else self.peers.norms(grads)
+        named = (n for n, p in zip(self.names, self.stepped, strict=True) if p.grad is not None)
+        return {f"grad_norm/{n}": norm.item() * unscale for n, norm in zip(named, norms, strict=True)}

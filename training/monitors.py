@@ -95,6 +95,11 @@ class Monitor:
         for row in self.rows:
             row.extend([math.nan] * len(names))
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Parameters are called otherwise from now on: their columns as well."""
+        columns = {f"grad_norm/{old}": f"grad_norm/{new}" for old, new in names.items()}
+        self.columns = tuple(columns.get(c, c) for c in self.columns)
+
     def due(self, step: int) -> bool:
         """Whether accepted step number `step` will be a row."""
         return self.interval > 0 and step % self.interval == 0
@@ -133,7 +138,7 @@ class Monitor:
             )
 
     def row(self, *, step: int, loss: float, norm: float, lr: float, scale: float, skipped: int,
-            layer_norms: Sequence[float] = (), further: Mapping[str, float] | None = None) -> None:  # fmt: skip
+            further: Mapping[str, float]) -> None:  # fmt: skip
         """Closes an interval with a row; `further` are cells of columns that were added."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
@@ -146,10 +151,7 @@ class Monitor:
             "samples_s": self._weight / seconds, "wait_rate": self.waited / seconds if self.waited else None,
             "peak_mb": self._peak, "loss_scale": scale, "skipped": skipped,
         }  # fmt: skip
-        if layer_norms:
-            layers = (c for c in self.columns if c.startswith("grad_norm/"))
-            values.update(zip(layers, layer_norms, strict=False))
-        values.update(further or {})
+        values.update(further)
         self.rows.append(array("d", [_cell(values.get(c)) for c in self.columns]))
         if self._writer is not None:
             for name, value in values.items():

@@ -102,7 +102,7 @@ class Kept:
     @torch.no_grad()
     def restore(self) -> None:
         """Takes the step back."""
-        torch._foreach_copy_(list(self._stepped), self._weights)
+        torch._foreach_copy_([local(s) for s in self._stepped], [local(w) for w in self._weights])
         if self._state is None:
             return
         self._optimizer.state.clear()
@@ -121,7 +121,7 @@ def _cloned(value: Any) -> Any:
 def _greatest(tensors: Sequence[Tensor]) -> Iterator[float]:
     """The largest magnitude of each; NaN where there is one."""
     parts = [local(t.detach()) for t in tensors]
-    norms = iter(torch._foreach_norm([p for p in parts if p.numel()], math.inf) if parts else ())
+    norms = iter(torch._foreach_norm(there, math.inf) if (there := [p for p in parts if p.numel()]) else ())
     return (next(norms).item() if p.numel() else 0.0 for p in parts)
 
 

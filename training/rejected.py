@@ -26,6 +26,7 @@ def reject(lane: Lane, loss: float, norm: float) -> None:
     """
     # fp16 gradients overflow as a matter of course while the scale is being found; a loss never should.
     answered = lane.scale.on and not lane.scale.at_floor and math.isfinite(loss)
+    step = lane.steps + 1  # the judge may go back to an earlier one
     _count(lane, answered=answered)
     if lane.scale.on:
         lane.scale.overflowed()
@@ -38,7 +39,7 @@ def reject(lane: Lane, loss: float, norm: float) -> None:
     finally:
         drop(lane)
     if not answered and not lane.config.nonfinite.triage:
-        lane.monitor.warn("rejected", f"step {lane.steps + 1} was rejected, since {seen(loss, norm)}; "
+        lane.monitor.warn("rejected", f"step {step} was rejected, since {seen(loss, norm)}; "
                                       "nonfinite.triage: true says where such a thing begins")  # fmt: skip
 
 

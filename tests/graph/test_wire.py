@@ -130,3 +130,92 @@ def test_one_content_has_one_form(tmp_path: Path) -> None:
         forms.append(io.save(item, tmp_path / name).read_bytes())
     assert len(set(forms)) == 1
     assert io.save(io.parts(tmp_path / "a" / io.FILE), tmp_path).read_bytes() == forms[0]
+
+
+def _outside(folder: Path, **place: str) -> Path:
+    """A model whose weight lies in d.bin, 64 bytes in, said to be at `place`."""
+    model = _model()
+    data = model.graph.initializer[0].raw_data
+    (folder / "d.bin").write_bytes(b"x" * 64 + data + b"more")
+    tensor = model.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in ({"location": "d.bin", "offset": "64", "length": str(len(data))} | place).items():
+        if value:
+            tensor.external_data.add(key=key, value=value)
+    (folder / "given.onnx").write_bytes(model.SerializeToString())
+    return folder / "given.onnx"
+
+
+@pytest.mark.parametrize("place", [{}, {"length": ""}])
+def test_a_place_that_is_right(place: dict[str, str], tmp_path: Path) -> None:
+    path = _outside(tmp_path, **place)
+    assert _bytes(io.load(path)) == _bytes(_model())
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ({"length": "2044"}, "takes 2048 bytes by its type and shape, and has 2044"),
+        ({"length": "4096"}, "takes 2048 bytes by its type and shape, and has 4096"),
+        ({"offset": "-4"}, "lies at '-4'"),
+        ({"offset": "one"}, "lies at 'one'"),
+        ({"length": "x"}, "'x' bytes"),
+        ({"location": "other.bin"}, "not beside the model"),
+        ({"location": "link.bin"}, "a link out of the model's folder"),
+    ],
+)
+def test_a_place_that_is_none_is_told_with_the_tensor(place: dict[str, str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    path = _outside(tmp_path / "in", **place)
+    (tmp_path / "away.bin").write_bytes(b"x" * 5000)
+    (tmp_path / "in" / "link.bin").symlink_to(tmp_path / "away.bin")
+    with pytest.raises(StageError, match=said) as error:
+        io.parts(path)
+    assert "'w'" in error.value.what and error.value.where == "given.onnx"
+
+
+def test_a_file_that_ends_too_early_or_is_gone_is_told(tmp_path: Path) -> None:
+    apart = io.parts(_outside(tmp_path, offset="100"))
+    with pytest.raises(StageError, match="ends within 2048 bytes from byte 100"):
+        _ = apart.weights["w"].array
+    (tmp_path / "d.bin").unlink()
+    with pytest.raises(StageError, match="can't be read"):
+        _ = apart.weights["w"].array
+
+
+def test_what_lies_outside_is_not_what_lies_inside(tmp_path: Path) -> None:
+    """A tensor that has both: its place counts, as for every runtime."""
+    path = _outside(tmp_path)
+    model = onnx.ModelProto.FromString(path.read_bytes())
+    model.graph.initializer[0].raw_data = bytes(2048)
+    path.write_bytes(model.SerializeToString())
+    assert np.array_equal(numpy_helper.to_array(io.parts(path).whole().graph.initializer[0]), normal(64, 8))
+
+
+@pytest.mark.parametrize(("kind", "size"), [(TensorProto.FLOAT, 4001), (TensorProto.FLOAT, 8000), (77, 4000)])
+def test_bytes_that_do_not_fit_the_shape_stay_for_the_runtime_to_refuse(kind: int, size: int, tmp_path: Path) -> None:
+    model = _model()
+    model.graph.initializer.add(name="t", data_type=kind, dims=(1000,), raw_data=bytes(size))
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    assert list(light.split(model).weights) == list(io.parts(tmp_path / "model.onnx").weights) == ["w"]
+
+
+def test_all_large_tensors_of_a_large_model_go_to_the_second_file(tmp_path: Path) -> None:
+    body = "c = Equal (one, one) y = If (c) <then_branch = g () => (float[n, 8] t) { t = MatMul (x, inner) }, "
+    model = parse(X, body + "else_branch = h () => (float[n, 8] e) { e = MatMul (x, w) }>", w=normal(64, 8),
+                  one=np.array(1), four=np.ones(5000).astype(ml_dtypes.int4))  # fmt: skip
+    branch = model.graph.node[1].attribute[0].g
+    branch.initializer.append(numpy_helper.from_array(normal(64, 8, seed=2), "inner"))
+    io.save(model, tmp_path, external_over=16)
+    assert (tmp_path / "model.onnx").stat().st_size < 1200
+    assert (tmp_path / "model.onnx.data").stat().st_size == 2 * 2048 + 2500
+    again = io.load(tmp_path / "model.onnx")
+    assert _bytes(again) == _bytes(model)
+    inner = next(a for a in again.graph.node[1].attribute if a.g.initializer).g.initializer[0]
+    assert np.array_equal(numpy_helper.to_array(inner), normal(64, 8, seed=2))
+
+
+def test_a_model_without_weights_gets_no_second_file(tmp_path: Path) -> None:
+    io.save(parse("(float[n] x) => (float[n] y)", "y = Relu (x)"), tmp_path, external_over=16)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]

@@ -124,9 +124,10 @@ def test_bool_and_bfloat16() -> None:
 def test_great_integers_that_differ_never_look_equal(dtype: str) -> None:
     big = np.array([2**62 + 1], dtype)
     assert diff_arrays(big, big - 1).max_abs == 1.0
-    if dtype == "int64":
-        less = model("g (int64[n] x) => (int64[n] y) { y = Sub (x, k) }", k=np.array([1]))
-        (row,) = compare(model(IDENTITY.format(dtype)), less, [{"x": big}])
+    for size in (1, 100):  # handed over, and reduced in the graph
+        text = f"g ({dtype}[{size}] x) => ({dtype}[{size}] y) {{ y = Sub (x, k) }}"
+        less, same = (model(text, k=np.array([k], dtype)) for k in (1, 0))
+        (row,) = compare(same, less, [{"x": np.repeat(big, size)}])
         assert row.max_abs == 1.0
 
 

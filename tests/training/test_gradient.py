@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,3 +71,53 @@ def test_norms_of_each_parameter_are_still_there_on_request() -> None:
     mo.step(3 * model.weight.sum() + model.bias.sum())
     row = dict(zip(mo.lanes[""].monitor.columns, mo.lanes[""].monitor.rows[0], strict=True))
     assert row["grad_norm/weight"] == pytest.approx(math.sqrt(18)) and row["grad_norm/bias"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("width", [4, 200])
+def test_watching_each_layer_changes_nothing(width: int) -> None:
+    def trained(per_layer: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
+        watch = {"per_layer": per_layer, "log_interval": 3}
+        mo = ModelOptimizer(model, {"training": {"grad_clip_norm": 0.01}, "monitor": watch})
+        for _ in range(7):
+            mo.step(model(torch.randn(5, 8)).square().mean())
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("width", [4, 40])
+def test_a_run_with_joined_layers_is_resumed_to_the_last_bit(width: int, tmp_path: Path) -> None:
+    """The late ones lie in the middle of the model, where a run that starts with them has them."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, width), *(nn.Linear(width, width) for _ in range(20)), nn.Linear(width, 3))
+
+    def go(net: nn.Module, mo: ModelOptimizer) -> list[float]:
+        torch.manual_seed(1)
+        norms = []
+        for _ in range(5):
+            mo.step(net(torch.randn(6, 8)).square().mean())
+            norms.append(mo.grad_norm)
+        return norms
+
+    config = {"optimizer": {"lr": 1e-2}, "training": {"grad_clip_norm": 1e-3, "ema_decay": 0.9}}
+    first = model()
+    for layer in (first[2], first[9]):
+        layer.requires_grad_(False)
+    mo = ModelOptimizer(first, config)
+    go(first, mo)
+    for layer in (first[9], first[2]):
+        layer.requires_grad_(True)
+    assert mo.join() == ["2.weight", "2.bias", "9.weight", "9.bias"]
+    assert mo.lanes[""].names == [n for n, _ in first.named_parameters()]
+    go(first, mo)
+    path = mo.save_ckpt(tmp_path / "c.safetensors")
+    second = model()
+    again = ModelOptimizer(second, config)
+    again.load_ckpt(path)
+    assert go(first, mo) == go(second, again)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(torch.equal(t, again.export()[n]) for n, t in mo.export().items())
