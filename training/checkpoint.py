@@ -96,7 +96,8 @@ def state(mo: ModelOptimizer, *, timings: bool = True) -> tuple[Tensors, dict[st
             "rng": pack(rng.capture(), "rng", tensors)}  # fmt: skip
     if mo.ranks is not None:
         if timings:
-            others = enumerate(mo.ranks.gather(rng.capture())[1:], start=1)
+            with mo.ranks.pulse.guarded("save_ckpt, which every rank has to call,", mo.global_step):
+                others = enumerate(mo.ranks.gather(rng.capture())[1:], start=1)
             meta["ranks"] = [pack(state, f"rng/{rank}", tensors) for rank, state in others]
         for key, tensor in tensors.items():
             full = whole(tensor)

@@ -130,7 +130,7 @@ class Peers(ABC):
         over the ranks."""
         own = self.lane.window.state_dict()
         loss, weight = (self.agree(own[k]) for k in ("loss", "weight"))
-        with self.guarded("saving"):
+        with self.guarded("save_ckpt, which every rank has to call,"):
             return self._mean_gradients(grads), {"loss": loss, "weight": weight}
 
     def _mean_gradients(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:

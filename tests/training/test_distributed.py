@@ -657,6 +657,8 @@ def _late(rank: int, behaviour: str) -> str:
             if behaviour == "raises":
                 mo.model(torch.randn(4, 9))
         mo.step((mo.model(x) - y).square().mean())
+    if rank == 0 and behaviour == "saves alone":
+        mo.save_ckpt("/proc/none/a.safetensors")
     return "finished"
 
 
@@ -668,6 +670,7 @@ _PLACE = "the user's code after the update of step 2"
     [
         ("absent", ["rank 0: rank 1 of 2 did not come within 1.5 s"]),
         ("fewer", ["of step 3 failed", f"rank 1 ended without an error in {_PLACE}", "it had fewer batches"]),
+        ("saves alone", ["save_ckpt, which every rank has to call, of step 3 failed", "rank 1 ended without an error"]),
         ("killed", ["of step 3 failed", "rank 1 gives no sign of life; it was last seen in"]),
         ("hangs", ["of step 3 failed after 2 s", f"rank 1 is alive and has been in {_PLACE} for"]),
         ("raises", ["of step 3 failed", "rank 1 ended with", "forward of step 3", "its input is (4, 9), here (24, 5)"]),
