@@ -58,6 +58,9 @@ def _beside(tensor: TensorProto, path: Path) -> Weight | None:
         StageError: its place is no place, or of another size than its shape.
     """
     location, offset, length = _place(tensor, path)
+    if not (path.parent / location).resolve().is_relative_to(path.parent.resolve()):
+        raise StageError(f"tensor {tensor.name!r} stores its data at {location!r}, a link out of the model's folder",
+                         where=path.name, hint="put the file itself there: runtimes follow no such link")  # fmt: skip
     weight = weight_of(tensor, partial(wire.array, path.parent / location, offset))
     if weight is not None and length is not None and length != (size := declared_bytes(tensor)):
         raise StageError(f"tensor {tensor.name!r} takes {size} bytes by its type and shape, and has {length}",
@@ -99,12 +102,6 @@ def external_files(model: onnx.ModelProto, path: Path) -> tuple[str, ...]:
             raise StageError(
                 f"tensor {tensor.name!r} stores its data at {location!r}, outside the model's folder",
                 where=path.name,
-            )
-        if not (path.parent / location).resolve().is_relative_to(path.parent.resolve()):
-            raise StageError(
-                f"tensor {tensor.name!r} stores its data at {location!r}, which is a link out of the model's folder",
-                where=path.name,
-                hint="put the file itself there",
             )
         if not (path.parent / location).is_file():
             raise StageError(
