@@ -313,7 +313,10 @@ def path(stage: StageName, folder: Folder = _HERE) -> None:
     """The folder of a stage's newest artifact, for scripts."""
     from layerline.pipeline import lookup
 
-    typer.echo(lookup.artifact(_load(folder), stage).path.resolve())
+    project = _load(folder)
+    if doubt := lookup.doubt(project, stage):
+        typer.echo(f"note: {doubt}", err=True)
+    typer.echo(lookup.artifact(project, stage).path.resolve())
 
 
 @app.command()

@@ -52,6 +52,18 @@ def artifact(project: Project, stage: str) -> Artifact:
     return found
 
 
+def doubt(project: Project, stage: str) -> str:
+    """Why a stage's newest artifact may not be the wanted one; empty where it is the present configuration's."""
+    planner = open_planner(project)
+    record = head(planner, project.stage(stage).name)
+    if not record.passed:
+        return f"the newest run of {stage} did not pass"
+    now = next(s.artifact for s in planner.steps() if s.stage.name == project.stage(stage).name)
+    if now is not None and now.digest != record.digest:
+        return f"the newest run of {stage} had other settings: pipe run {stage} goes back to those of pipe.yaml"
+    return ""
+
+
 def report_in(ledger: Ledger, run_id: str, stage: str) -> tuple[str, Report]:
     """A stage's report in another run, and the run's whole id.
 

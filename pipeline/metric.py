@@ -32,7 +32,7 @@ def accuracy(outputs: Any, targets: Array) -> dict[str, float]:
     """The default metric: the share of right classes, the greatest output along the class axis being the answer.
 
     Raises:
-        TaskError: targets that are no classes, or shapes that leave the class axis open.
+        TaskError: targets that are no classes or none of the model's, or shapes that leave the class axis open.
     """
     scores = outputs[0] if isinstance(outputs, tuple) else outputs
     hint = "define metric(outputs, targets)"
@@ -40,6 +40,9 @@ def accuracy(outputs: Any, targets: Array) -> dict[str, float]:
         raise TaskError(f"targets of type {targets.dtype} are no classes, so there is no accuracy", hint=hint)
     for axis in (-1, 1):
         if scores.ndim == targets.ndim + 1 and np.delete(scores.shape, axis).tolist() == list(targets.shape):
+            if targets.size and (targets.min() < 0 or targets.max() >= scores.shape[axis]):
+                raise TaskError(f"targets from {targets.min()} to {targets.max()} and {scores.shape[axis]} classes: "
+                                "some target is none of them", hint=f"count classes from 0, or {hint}")  # fmt: skip
             return {"accuracy": float((scores.argmax(axis) == targets).mean())}
     raise TaskError(f"outputs {scores.shape} and targets {targets.shape} do not make an accuracy", hint=hint)
 

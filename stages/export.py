@@ -81,7 +81,8 @@ class Export(Stage):
     ranges: dict[str, Range] = Field(default_factory=dict)
     """What integer inputs may hold, by input: `{ids: {low: 0, high: 30521}}`."""
     tolerance: Literal["auto"] | Tolerance = "auto"
-    """auto: within a stated multiple of torch's own float32 error, measured per value."""
+    """auto: within a stated multiple of torch's own float32 error, measured per value; or
+    `{rtol: 1.0e-3, atol: 1.0e-5}` for every element of every value."""
     probes: int = Field(default=4, ge=0)
     """Samples of the eval (else training) data to compare on, beside the example and the other sizes."""
 

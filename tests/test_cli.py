@@ -290,6 +290,19 @@ def test_path_is_for_scripts(pipe: Pipe, folder: Folder) -> None:
     assert pipe("path", "double") == said  # no run is left, but the result is
 
 
+def test_path_says_when_the_newest_is_not_the_configured_one(pipe: Pipe, folder: Folder) -> None:
+    pipe("run", "all")
+    usual = pipe("path", "double")
+    assert usual.err == ""
+    pipe("run", "double", "--set", "double.factor=3")
+    other = pipe("path", "double")
+    assert other.out != usual.out and other.err.startswith("note: the newest run of double had other settings")
+    pipe("run", "all")
+    assert pipe("path", "double") == usual
+    assert pipe("run", "all", "--set", "judge.at_least=1e9").code == 1
+    assert pipe("path", "judge").err == "note: the newest run of judge did not pass\n"
+
+
 def test_path_of_what_is_damaged_or_gone(pipe: Pipe, folder: Folder) -> None:
     pipe("run", "all")
     where = folder.artifact("double")

@@ -116,8 +116,10 @@ def restore(mo: ModelOptimizer, tensors: Mapping[str, Tensor], meta: Mapping[str
     if meta.get("format") != FORMAT:
         raise StageError(f"a checkpoint of format {meta.get('format')!r}, expected {FORMAT}", where="checkpoint")
     if set(meta["lanes"]) != set(mo.lanes):
-        raise StageError(f"the checkpoint holds models {sorted(meta['lanes'])}, here are {sorted(mo.lanes)}",
-                         where="checkpoint")  # fmt: skip
+        was, now = (", ".join(sorted(names)) if set(names) != {""} else "one model without a name"
+                    for names in (meta["lanes"], mo.lanes))  # fmt: skip
+        raise StageError(f"the checkpoint holds {was}; here: {now}", where="checkpoint",
+                         hint=f"{optimizer_state.WEIGHTS_ALONE}, with only=… where it holds several")  # fmt: skip
     for change in _changes(meta["config"], mo.config.model_dump(mode="json")):
         warnings.warn(f"resuming with another configuration: {change}", stacklevel=4)
     lanes = {n: saved.read(lane, meta["lanes"][n], f"{n}/" if n else "", tensors) for n, lane in mo.lanes.items()}
@@ -128,16 +130,17 @@ def restore(mo: ModelOptimizer, tensors: Mapping[str, Tensor], meta: Mapping[str
     _restore_draws(meta, tensors, 0 if mo.ranks is None else mo.ranks.rank)
 
 
-def weights(path: Path, *, only: str | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def weights(path: str | Path, *, only: str | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The online weights and the averages in a checkpoint of ours, or all of another file, twice.
 
     Args:
+        path: a file, or a folder of checkpoints, of which the newest sound one is taken.
         only: the model, where the checkpoint holds several.
 
     Raises:
         StageError: there are several models and none is chosen, or another one.
     """
-    tensors, meta = tensorfile.load(path)
+    path, tensors, meta = _newest(Path(path))
     if "lanes" not in meta:
         return tensors, tensors
     there: list[str] = list(meta["lanes"])
@@ -147,10 +150,12 @@ def weights(path: Path, *, only: str | None = None) -> tuple[dict[str, Tensor], 
     return saved.of_model(tensors, name)
 
 
-def load_weights(model: nn.Module, path: Path, *, ema: bool = True, only: str | None = None) -> None:
+def load_weights(model: nn.Module, path: str | Path, *, ema: bool = True, only: str | None = None) -> None:
     """Copies the weights of a file into a model; prefixes of wrappers on either side do not matter.
 
     Args:
+        path: a file of ours or of others, or a folder of checkpoints.
+        ema: takes the averages where there are any, else the weights that were trained.
         only: the model of the checkpoint, where it holds several.
 
     Raises:

@@ -71,7 +71,6 @@ class Ema:
         fixed = {n: s for n, s in sources.items() if n not in buffers}
         self.names, self._fixed = [*fixed, *buffers], list(fixed.values())
         self._live = live if buffers else None
-        # Copied at once, so that the first average counts the weights that training started from.
         self.shadow = [wide(s) for s in self.sources]
         self._backup: list[Tensor | None] = []
         self._statistics: list[Tensor] = []
@@ -101,6 +100,19 @@ class Ema:
         self._live = live if live.names else None
         self._arrange()
 
+    @torch.no_grad()
+    def begin(self, *, buffers: bool) -> None:
+        """Before averaging begins: it starts from the weights that training starts from, which may have been written
+        into the model since.
+
+        Args:
+            buffers: whether running statistics are still those that training starts from; the first forward pass
+                changes them.
+        """
+        if self.updates == 0 and self.config.start_step <= 1:
+            count = len(self._averages if buffers else self._fixed)
+            torch._foreach_copy_(self._averages[:count], [local(s) for s in self.sources[:count]])
+
     def update(self, step: int) -> None:
         """Follows the weights after accepted step number `step` (1 is the first); copies them until `start_step`.
 
@@ -126,7 +138,7 @@ class Ema:
 
     def values(self) -> dict[str, Tensor]:
         """The averages by name; the weights themselves while averaging has not begun."""
-        tensors = self.shadow if self.updates or not self.config.start_step else self.sources
+        tensors = self.shadow if self.updates else self.sources
         return dict(zip(self.names, tensors, strict=True))
 
     def _copy(self) -> None:
@@ -141,7 +153,7 @@ class Ema:
         it.
         """
         first = len(self._fixed)
-        if not self.updates and self.config.start_step:
+        if not self.updates and not self.swapped:
             self._copy()
         if not self.swapped:
             self._statistics = [s.clone() for s in self.shadow[first:]]

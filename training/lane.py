@@ -22,8 +22,9 @@ from layerline.training.ema import Ema, averaged, norm_buffers, statistics
 from layerline.training.foreach import Sophia
 from layerline.training.groups import members
 from layerline.training.guard import Guard
+from layerline.training.hooks import Attached
 from layerline.training.monitors import Monitor
-from layerline.training.names import Slots, named
+from layerline.training.names import Slots, named, unwrap
 from layerline.training.precision import LossScale, masters
 from layerline.training.rate import Rate
 from layerline.training.reach import Kept, Reach
@@ -91,6 +92,7 @@ class Lane:
         )
         self.monitor = Monitor(config.monitor, self.names, self.stepped)
         self.guard = Guard(live) if (live := Slots(self.named, norm_buffers(self.named))).names else None
+        unwrap(model).register_load_state_dict_post_hook(Attached(self._loaded))  # type: ignore[no-untyped-call]
         self.peers: Peers | None = None
         self.masks: Masks | None = None
         self.judge: Judge | None = None
@@ -107,6 +109,14 @@ class Lane:
         self.take_stock()
         if self.custom and (idle := optimizers.idle(optimizer, self.names, self.params)):
             self.monitor.warn("idle", f"{idle[0]} is trained by nobody: the optimizer does not hold it")
+
+    def _loaded(self, _: Any) -> None:
+        """Weights were loaded into the model: before the first step, training starts from those."""
+        if self.steps == 0 and not (self.ema is not None and self.ema.swapped):
+            if self.ema is not None:
+                self.ema.begin(buffers=True)
+            if self.guard is not None:
+                self.guard.keep()
 
     def take_stock(self) -> None:
         """Works out what depends on `params`: at first, and when some were added."""
@@ -275,6 +285,8 @@ class Lane:
                 self.sophia.rescale(unscale)
         if log:
             monitor.before()
+        if self.ema is not None and not self.ema.updates:
+            self.ema.begin(buffers=False)
         if not self._move(self._max_norm if clipped else norm):
             return False
         self.steps, self.skipped_in_a_row, self.loss, self.grad_norm = number, 0, loss, norm

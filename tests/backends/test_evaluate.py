@@ -63,6 +63,9 @@ def test_accuracy_finds_the_class_axis():
     pixels[:, 1] = 1
     assert accuracy(pixels, np.ones((2, 4, 4), int)) == {"accuracy": 1.0}
     assert accuracy(np.moveaxis(pixels, 1, -1), np.ones((2, 4, 4), int)) == {"accuracy": 1.0}
+    for wrong in ([1, 0, 2], [-1, 0, 1]):
+        with pytest.raises(TaskError, match="2 classes: some target is none of them"):
+            accuracy(scores, np.array(wrong))
 
 
 @pytest.mark.parametrize(("outputs", "targets"), [(np.zeros((3, 2)), np.zeros(3)), (np.zeros(3), np.zeros(3, int))])

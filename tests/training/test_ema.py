@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError
-from layerline.training import ema
+from layerline.training import checkpoint, ema
 from layerline.training.config import EmaConfig
 
 
@@ -230,3 +230,32 @@ def test_an_average_that_was_not_saved_starts_at_the_weights(dtype: torch.dtype)
     followed.load({"old": torch.full((2,), 0.25, dtype=held.dtype)}, 7)
     assert followed.updates == 7 and followed.shadow[0] is held, "in place"
     assert [t.tolist() for t in followed.values().values()] == [[0.25, 0.25], [3.0, 3.0, 3.0]]
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "load_weights", "written", "several"])
+def test_weights_loaded_before_the_first_step_are_where_averaging_starts(how: str, tmp_path: Path) -> None:
+    def net() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    torch.manual_seed(0)
+    trained = net()
+    trained[1].running_mean.fill_(7.0)
+    path = ModelOptimizer(trained).save_ckpt(tmp_path / "trained.safetensors")
+    model = net()
+    mo = ModelOptimizer({"a": model, "b": net()} if how == "several" else model, {"training": {"ema_decay": 0.999}})
+    if how == "load_weights":
+        checkpoint.load_weights(model, str(path))
+    elif how == "written":
+        with torch.no_grad():
+            for own, given in zip(model.parameters(), trained.parameters(), strict=True):
+                own.copy_(given)
+    else:
+        model.load_state_dict(trained.state_dict())
+    prefix, only = ("a.", "a") if how == "several" else ("", None)
+    assert torch.equal(mo.export()[f"{prefix}0.weight"], trained[0].weight)
+    for _ in range(3):
+        mo.step(model(torch.randn(8, 3)).square().mean(), only=only)
+    shipped = mo.export()
+    assert (shipped[f"{prefix}0.weight"] - trained[0].weight).abs().max() < 1e-4
+    if how != "written":
+        assert (shipped[f"{prefix}1.running_mean"] - 7.0).abs().max() < 0.1

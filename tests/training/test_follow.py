@@ -74,13 +74,13 @@ def test_an_average_follows_memory_that_moves(move: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     mo = _sgd(model, ema_decay=0.5, log_interval=1)
     weight = model[0].weight
-    expected = weight.detach().clone()
     if move == "channels_last":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     elif move == "data":
         weight.data = weight.data.clamp(-0.1, 0.1)
     else:
         model.double().float()
+    expected = weight.detach().clone()
     for _ in range(3):
         mo.step(model(torch.randn(2, 3, 8, 8)).square().mean() + weight.sum())
         expected = 0.5 * expected + 0.5 * weight.detach()
