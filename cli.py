@@ -313,10 +313,10 @@ def path(stage: StageName, folder: Folder = _HERE) -> None:
     """The folder of a stage's newest artifact, for scripts."""
     from layerline.pipeline import lookup
 
-    project = _load(folder)
-    if doubt := lookup.doubt(project, stage):
+    found, doubt = lookup.artifact(_load(folder), stage)
+    if doubt:
         typer.echo(f"note: {doubt}", err=True)
-    typer.echo(lookup.artifact(project, stage).path.resolve())
+    typer.echo(found.path.resolve())
 
 
 @app.command()

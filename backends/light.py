@@ -136,8 +136,8 @@ def split(model: Model) -> Light:
         if field.name != "initializer":
             _set(light.model.graph, field.name, value)
     for tensor in model.graph.initializer:
-        if tensor.data_location != TensorProto.EXTERNAL and is_weight(tensor, len(tensor.raw_data)):
-            light.weights[tensor.name] = Weight(tensor.data_type, tensor.dims, partial(_numbers, tensor))
+        if (weight := weight_inside(tensor, len(tensor.raw_data), partial(_numbers, tensor))) is not None:
+            light.weights[tensor.name] = weight
         else:
             light.model.graph.initializer.append(tensor)
     return light
@@ -159,15 +159,9 @@ def travels(kind: int, size: int) -> bool:
     return size > LEAST and kind in _WIDTHS
 
 
-def is_weight(tensor: TensorProto, size: int) -> bool:
-    """Whether a stored tensor of so many bytes goes beside the graph; one whose bytes don't fit its shape is left as it
-    is, for others to judge."""
-    return travels(tensor.data_type, size) and declared_bytes(tensor) == size
-
-
 def declared_bytes(tensor: TensorProto) -> int:
-    """How many bytes a tensor of a type that travels takes, by its shape."""
-    size: int = math.prod(tensor.dims) * _WIDTHS[tensor.data_type]
+    """How many bytes a tensor takes, by its type and shape; 0 for a type that doesn't travel."""
+    size: int = math.prod(tensor.dims) * _WIDTHS.get(tensor.data_type, 0)
     return size
 
 
@@ -178,16 +172,23 @@ def set_place(tensor: TensorProto, location: str, offset: int, length: int) -> N
         tensor.external_data.add(key=key, value=value)
 
 
-def weight_of(tensor: TensorProto, read: Callable[[str, int], Array]) -> Weight | None:
+def weight_outside(tensor: TensorProto, read: Callable[[str, int], Array]) -> Weight | None:
     """A tensor whose numbers lie elsewhere, as a weight; None where it has to stay.
 
     Args:
         read: gives so many numbers of a type (numpy's name), when they are needed.
     """
-    count, width = math.prod(tensor.dims), _WIDTHS.get(tensor.data_type, 0)
-    if not travels(tensor.data_type, count * width):
+    if not travels(tensor.data_type, declared_bytes(tensor)):
         return None
-    return Weight(tensor.data_type, tensor.dims, partial(read, f"u{width}", count))
+    kind = f"u{_WIDTHS[tensor.data_type]}"
+    return Weight(tensor.data_type, tensor.dims, partial(read, kind, math.prod(tensor.dims)))
+
+
+def weight_inside(tensor: TensorProto, size: int, read: Callable[[str, int], Array]) -> Weight | None:
+    """A tensor that holds so many bytes itself, as a weight; where they don't fit its shape it stays, for others to
+    judge."""
+    fits = tensor.data_location != TensorProto.EXTERNAL and declared_bytes(tensor) == size
+    return weight_outside(tensor, read) if fits else None
 
 
 def message(light: Light) -> tuple[bytes, dict[str, Weight]]:
@@ -197,8 +198,8 @@ def message(light: Light) -> tuple[bytes, dict[str, Weight]]:
     return light.stand_ins(weights).SerializeToString(), weights
 
 
-def _numbers(tensor: TensorProto) -> Array:
-    array: Array = np.frombuffer(tensor.raw_data, f"u{_WIDTHS[tensor.data_type]}")
+def _numbers(tensor: TensorProto, kind: str, count: int) -> Array:
+    array: Array = np.frombuffer(tensor.raw_data, kind, count)
     return array
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,17 @@ import onnx
 from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
-from layerline.backends.light import LEAST, Light, Model, Weight, bodies, declared_bytes, set_place, split, weight_of
+from layerline.backends.light import (
+    LEAST,
+    Light,
+    Model,
+    Weight,
+    bodies,
+    declared_bytes,
+    set_place,
+    split,
+    weight_outside,
+)
 from layerline.graph import wire
 from layerline.pipeline.errors import StageError
 
@@ -61,7 +70,7 @@ def _beside(tensor: TensorProto, path: Path) -> Weight | None:
     if not (path.parent / location).resolve().is_relative_to(path.parent.resolve()):
         raise StageError(f"tensor {tensor.name!r} stores its data at {location!r}, a link out of the model's folder",
                          where=path.name, hint="put the file itself there: runtimes follow no such link")  # fmt: skip
-    weight = weight_of(tensor, partial(wire.array, path.parent / location, offset))
+    weight = weight_outside(tensor, partial(wire.array, path.parent / location, offset))
     if weight is not None and length is not None and length != (size := declared_bytes(tensor)):
         raise StageError(f"tensor {tensor.name!r} takes {size} bytes by its type and shape, and has {length}",
                          where=path.name)  # fmt: skip
@@ -122,17 +131,20 @@ def save(model: Model, folder: Path, *, external_over: int = EXTERNAL_OVER) -> P
     """
     light = canonical(model)
     path = folder / FILE
-    movable = [t for g in graphs(light.model) for t in g.initializer if len(t.raw_data) > LEAST]
-    if (movable or light.weights) and light.model.ByteSize() + light.nbytes > external_over:
-        _move_out(light, movable, folder / f"{FILE}.data")
+    if light.model.ByteSize() + light.nbytes > external_over:
+        _move_out(light, folder / f"{FILE}.data")
     wire.write(light, path)
     return path
 
 
-def _move_out(light: Light, others: Iterable[TensorProto], path: Path) -> None:
-    """Writes the weights, and other tensors of the model, to a file; the model says where each lies then."""
+def _move_out(light: Light, path: Path) -> None:
+    """Writes the weights and what else is large to a file, if there is any; the model says where each lies then."""
+    # Of bodies, and of types that share a byte.
+    others = [t for g in graphs(light.model) for t in g.initializer if len(t.raw_data) > LEAST]
+    if not (others or light.weights):
+        return
     with path.open("wb") as file:
-        for tensor in others:  # of bodies, and of types that share a byte
+        for tensor in others:
             raw = tensor.raw_data
             tensor.ClearField("raw_data")
             set_place(tensor, path.name, file.tell(), len(raw))

@@ -17,7 +17,7 @@ import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto
 
 from layerline.backends.base import Array
-from layerline.backends.light import Light, Weight, is_weight, weight_of
+from layerline.backends.light import Light, Weight, weight_inside
 from layerline.pipeline.errors import StageError
 
 _GRAPH = ModelProto.DESCRIPTOR.fields_by_name["graph"].number
@@ -82,8 +82,8 @@ def _unless_weight(path: Path, weights: dict[str, Weight], data: mmap.mmap, fiel
     raw = next((f for f in _fields(data, field.content, field.end) if f.number == _RAW), None)
     if raw is not None:
         tensor = TensorProto.FromString(data[field.content : raw.start] + data[raw.end : field.end])
-        inside = tensor.data_location != TensorProto.EXTERNAL and is_weight(tensor, raw.end - raw.content)
-        if inside and (weight := weight_of(tensor, partial(array, path, raw.content))) is not None:
+        weight = weight_inside(tensor, raw.end - raw.content, partial(array, path, raw.content))
+        if weight is not None:
             weights[tensor.name] = weight
             return b""
     return data[field.start : field.end]

@@ -35,30 +35,27 @@ def head(planner: Planner, stage: str) -> Record:
     return record
 
 
-def artifact(project: Project, stage: str) -> Artifact:
-    """A stage's newest artifact, checked.
+def artifact(project: Project, stage: str) -> tuple[Artifact, str]:
+    """A stage's newest artifact, checked; and why it may not be the wanted one, empty where it is the configuration's.
 
     Raises:
         PipeError: there is none, or it is damaged or gone.
     """
     planner, again = open_planner(project), f"make it again with: pipe run {stage}"
-    digest = head(planner, project.stage(stage).name).digest
+    record = head(planner, project.stage(stage).name)
     try:
-        found = planner.store.get(digest)
+        found = planner.store.get(record.digest)
     except DamagedError as error:
-        raise DamagedError(error.what, where=f"{stage} {digest[:12]}", hint=again) from None
+        raise DamagedError(error.what, where=f"{stage} {record.digest[:12]}", hint=again) from None
     if found is None:
         raise PipeError(f"the artifact of {stage} is gone from the store", hint=again)
-    return found
+    return found, _doubt(planner, record, stage)
 
 
-def doubt(project: Project, stage: str) -> str:
-    """Why a stage's newest artifact may not be the wanted one; empty where it is the present configuration's."""
-    planner = open_planner(project)
-    record = head(planner, project.stage(stage).name)
+def _doubt(planner: Planner, record: Record, stage: str) -> str:
     if not record.passed:
         return f"the newest run of {stage} did not pass"
-    now = next(s.artifact for s in planner.steps() if s.stage.name == project.stage(stage).name)
+    now = next(s.artifact for s in planner.steps() if s.stage.name == record.stage)
     if now is not None and now.digest != record.digest:
         return f"the newest run of {stage} had other settings: pipe run {stage} goes back to those of pipe.yaml"
     return ""

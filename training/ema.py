@@ -110,8 +110,7 @@ class Ema:
                 changes them.
         """
         if self.updates == 0 and self.config.start_step <= 1:
-            count = len(self._averages if buffers else self._fixed)
-            torch._foreach_copy_(self._averages[:count], [local(s) for s in self.sources[:count]])
+            self._copy(None if buffers else len(self._fixed))
 
     def update(self, step: int) -> None:
         """Follows the weights after accepted step number `step` (1 is the first); copies them until `start_step`.
@@ -141,8 +140,9 @@ class Ema:
         tensors = self.shadow if self.updates else self.sources
         return dict(zip(self.names, tensors, strict=True))
 
-    def _copy(self) -> None:
-        torch._foreach_copy_(self._averages, [local(s) for s in self.sources])
+    def _copy(self, count: int | None = None) -> None:
+        """Takes over the first `count` sources as they are: parameters come before buffers."""
+        torch._foreach_copy_(self._averages[:count], [local(s) for s in self.sources[:count]])
 
     @torch.no_grad()
     def swap(self) -> None:

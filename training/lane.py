@@ -10,6 +10,7 @@ import math
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,7 @@ class Lane:
         )
         self.monitor = Monitor(config.monitor, self.names, self.stepped)
         self.guard = Guard(live) if (live := Slots(self.named, norm_buffers(self.named))).names else None
-        unwrap(model).register_load_state_dict_post_hook(Attached(self._loaded))  # type: ignore[no-untyped-call]
+        self._listen()
         self.peers: Peers | None = None
         self.masks: Masks | None = None
         self.judge: Judge | None = None
@@ -109,6 +110,16 @@ class Lane:
         self.take_stock()
         if self.custom and (idle := optimizers.idle(optimizer, self.names, self.params)):
             self.monitor.warn("idle", f"{idle[0]} is trained by nobody: the optimizer does not hold it")
+
+    def _listen(self) -> None:
+        """Has the model tell of weights that are loaded into it, without keeping an optimizer that is gone."""
+        reference = WeakMethod(self._loaded)
+
+        def loaded(keys: Any) -> None:
+            if (told := reference()) is not None:
+                told(keys)
+
+        unwrap(self.model).register_load_state_dict_post_hook(Attached(loaded))  # type: ignore[no-untyped-call]
 
     def _loaded(self, _: Any) -> None:
         """Weights were loaded into the model: before the first step, training starts from those."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -315,3 +317,14 @@ def test_a_scheduler_may_have_wrapped_the_optimizer_before() -> None:
     mo.step(model(torch.ones(1, 2)).sum())
     scheduler.step()
     assert mo.current_lr == 0.5
+
+
+def test_a_model_does_not_keep_an_optimizer_that_is_gone() -> None:
+    model = nn.Linear(2, 1)
+    mo = ModelOptimizer(model, {"training": {"ema_decay": 0.9}})
+    lane = weakref.ref(mo.lanes[""])
+    mo.step(model(torch.ones(1, 2)).sum())
+    del mo
+    gc.collect()
+    assert lane() is None
+    model.load_state_dict(model.state_dict())
