@@ -20,6 +20,8 @@ from layerline.backends.base import Array
 
 LEAST = 1024
 """Tensors up to this many bytes stay: shapes, axes and scales are looked at, weights are only passed on."""
+LEAST_INT64 = 1 << 20
+"""The same for int64: shape inference reads sizes, and only inside of the graph; a Split can have hundreds."""
 _STAYS = ("UNDEFINED", "STRING", "COMPLEX64", "COMPLEX128", "INT2", "UINT2", "INT4", "UINT4", "FLOAT4", "FLOAT6")
 _WIDTHS = {
     code: helper.tensor_dtype_to_np_dtype(code).itemsize
@@ -58,7 +60,7 @@ class Weight:
         """What ONNX says of it, without its numbers."""
         return TensorProto(name=name, data_type=self.kind, dims=self.shape)
 
-    def outside(self, name: str, location: str = "memory", offset: int = 0) -> TensorProto:
+    def outside(self, name: str, location: str, offset: int = 0) -> TensorProto:
         """The same, with the place where its numbers are."""
         out = self.tensor(name)
         set_place(out, location, offset, self.nbytes)
@@ -114,10 +116,10 @@ class Light:
             stored.raw_data = weight.array.tobytes()
         return model
 
-    def stand_ins(self, names: Iterable[str]) -> onnx.ModelProto:
-        """The graph with a tensor without data in place of each of these weights."""
+    def stand_ins(self, names: Iterable[str], location: str = "memory") -> onnx.ModelProto:
+        """The graph with a tensor whose data lies elsewhere in place of each of these weights."""
         model = self.copy().model
-        model.graph.initializer.extend(self.weights[n].outside(n) for n in names)
+        model.graph.initializer.extend(self.weights[n].outside(n, location) for n in names)
         return model
 
 
@@ -154,9 +156,14 @@ def weightless(model: Model) -> onnx.ModelProto:
     return light.model
 
 
+def large(kind: int, size: int) -> bool:
+    """Whether a tensor of this element type and so many bytes need not lie in the graph."""
+    return size > (LEAST_INT64 if kind == TensorProto.INT64 else LEAST)
+
+
 def travels(kind: int, size: int) -> bool:
-    """Whether a tensor of this element type and so many bytes goes beside the graph."""
-    return size > LEAST and kind in _WIDTHS
+    """Whether it goes beside the graph."""
+    return large(kind, size) and kind in _WIDTHS
 
 
 def declared_bytes(tensor: TensorProto) -> int:
@@ -191,11 +198,11 @@ def weight_inside(tensor: TensorProto, size: int, read: Callable[[str, int], Arr
     return weight_outside(tensor, read) if fits else None
 
 
-def message(light: Light) -> tuple[bytes, dict[str, Weight]]:
+def message(light: Light, location: str) -> tuple[bytes, dict[str, Weight]]:
     """A message with a stand-in for each weight that is read, and those weights: the runtime takes no others."""
     read = set(_read(light.model.graph))
     weights = {n: w for n, w in light.weights.items() if n in read}
-    return light.stand_ins(weights).SerializeToString(), weights
+    return light.stand_ins(weights, location).SerializeToString(), weights
 
 
 def _numbers(tensor: TensorProto, kind: str, count: int) -> Array:

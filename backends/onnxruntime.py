@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 _STATUS = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
 _PLACE = re.compile(r"/\S*onnxruntime_src/\S+:\d+ [^\n]*?\) (?=\S)")
 _NODE = re.compile(r"Non-zero status code returned while running (\w+) node\. Name:'([^']*)' Status Message: ")
+_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 class OnnxRuntime:
-    """Runs on the CPU provider unless told otherwise.
+    """Runs a graph as it is written, on the CPU: a comparison must not see what a runtime makes of it.
 
     Args:
-        providers: execution providers in order of preference.
-        optimize: whether the runtime may rewrite the graph. Off by default: a comparison must see the graph as written.
         threads: intra-op threads; 0 leaves the choice to the runtime.
         few_runs: weights stay as they lie; laying them out anew for the kernels takes as long as it saves in some eight
             runs.
@@ -34,15 +33,8 @@ class OnnxRuntime:
 
     name = "onnxruntime"
 
-    def __init__(
-        self,
-        providers: Sequence[str] = ("CPUExecutionProvider",),
-        *,
-        optimize: bool = False,
-        threads: int = 0,
-        few_runs: bool = False,
-    ) -> None:
-        self.providers, self.optimize, self.threads, self.few_runs = list(providers), optimize, threads, few_runs
+    def __init__(self, *, threads: int = 0, few_runs: bool = False) -> None:
+        self.threads, self.few_runs = threads, few_runs
 
     def unavailable_reason(self) -> str | None:
         return None if find_spec("onnxruntime") else "onnxruntime is not installed: pip install onnxruntime-gpu"
@@ -58,22 +50,22 @@ class OnnxRuntime:
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         if self.few_runs:
             options.add_session_config_entry("session.disable_prepacking", "1")
-        if not self.optimize:
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-            # Planning who reuses whose memory takes seconds where thousands of values are tapped, and saves none of it.
-            options.enable_mem_reuse = False
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        # Planning who reuses whose memory takes seconds where thousands of values are tapped, and saves none of it.
+        options.enable_mem_reuse = False
+        weights: list[Any] = []
         if isinstance(model, bytes | Path):
             source = model if isinstance(model, bytes) else str(model)
         else:
-            source, _weights = _bytes(model, options)  # alive until the session has its own copy
+            source, weights = _bytes(model, options)
         if taps:
             source = _with_taps(source, taps)
             if isinstance(model, Path):
                 # The tapped copy lives in memory; its external data stays where it is.
                 folder = str(model.parent.resolve())
-                options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+                options.add_session_config_entry(_FOLDER, folder)
         try:
-            return OrtSession(ort.InferenceSession(source, options, providers=self.providers))
+            return OrtSession(ort.InferenceSession(source, options, providers=["CPUExecutionProvider"]), weights)
         except Exception as error:
             raise StageError(
                 f"onnxruntime refuses the model: {plain(error)}", where=str(getattr(model, "name", "model"))
@@ -87,10 +79,14 @@ def plain(error: Exception) -> str:
 
 
 class OrtSession:
-    """A loaded model on ONNX Runtime."""
+    """A loaded model on ONNX Runtime.
 
-    def __init__(self, session: Any) -> None:
-        self._session = session
+    Args:
+        weights: what it reads from memory that is not its own, and keeps.
+    """
+
+    def __init__(self, session: Any, weights: Sequence[Any] = ()) -> None:
+        self._session, self._weights = session, weights
         self.inputs = [i.name for i in session.get_inputs()]
         self.outputs = [o.name for o in session.get_outputs()]
         # Type as onnxruntime writes it ("tensor(float)") and shape, of every input, output and tap.
@@ -106,16 +102,21 @@ class OrtSession:
             raise StageError(f"onnxruntime could not run the model: {plain(error)}", where="run") from error
 
 
-def _bytes(model: ModelProto | Light, options: Any) -> tuple[bytes, list[Array]]:
-    """A model's graph as a message, and the arrays its weights are read from while its session is made."""
+def _bytes(model: ModelProto | Light, options: Any) -> tuple[bytes, list[Any]]:
+    """A model's graph as a message, and its weights as the session reads them: where they lie, without a copy."""
     from onnxruntime import OrtValue
 
     from layerline.backends import light
 
-    message, weights = light.message(light.split(model))
-    values = [OrtValue.ortvalue_from_numpy_with_onnx_type(w.array, w.kind) for w in weights.values()]
-    options.add_external_initializers(list(weights), values)
-    return message, [w.array for w in weights.values()]
+    # A weight that isn't in the message has to lie in a file that exists, though nobody opens it: the session is given
+    # every one of them.
+    here = Path(__file__)
+    options.add_session_config_entry(_FOLDER, str(here.parent))
+    message, weights = light.message(light.split(model), here.name)
+    values = {n: OrtValue.ortvalue_from_numpy_with_onnx_type(w.array, w.kind) for n, w in weights.items()}
+    for name, value in values.items():
+        options.add_initializer(name, value)
+    return message, [*values.values(), *(w.array for w in weights.values())]
 
 
 def _with_taps(source: str | bytes, taps: Sequence[str]) -> bytes:

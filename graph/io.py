@@ -11,12 +11,12 @@ from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
 from layerline.backends.light import (
-    LEAST,
     Light,
     Model,
     Weight,
     bodies,
     declared_bytes,
+    large,
     set_place,
     split,
     weight_outside,
@@ -140,7 +140,7 @@ def save(model: Model, folder: Path, *, external_over: int = EXTERNAL_OVER) -> P
 def _move_out(light: Light, path: Path) -> None:
     """Writes the weights and what else is large to a file, if there is any; the model says where each lies then."""
     # Of bodies, and of types that share a byte.
-    others = [t for g in graphs(light.model) for t in g.initializer if len(t.raw_data) > LEAST]
+    others = [t for g in graphs(light.model) for t in g.initializer if large(t.data_type, len(t.raw_data))]
     if not (others or light.weights):
         return
     with path.open("wb") as file:

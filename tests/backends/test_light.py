@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,7 @@ from onnx import helper, numpy_helper
 
 from layerline.backends import light
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.graph import io
 
 
 def _model(dtype: str) -> onnx.ModelProto:
@@ -58,5 +60,30 @@ def test_equal_to_the_last_bit() -> None:
 def test_what_nothing_reads_is_left_out() -> None:
     model = _model("float32")
     model.graph.initializer.append(numpy_helper.from_array(np.ones((64, 64), "f"), "unread"))
-    assert list(light.message(light.split(model))[1]) == ["w"]
+    assert list(light.message(light.split(model), "file")[1]) == ["w"]
     assert OnnxRuntime().open(model).run({"x": np.ones((1, 64), "f")})["y"].shape == (1, 8)
+
+
+def test_a_session_reads_weights_where_they_lie() -> None:
+    apart = light.split(_model("float32"))
+    numbers = apart.weights["w"].array.copy()
+    apart.weights["w"] = light.Weight(1, (64, 8), lambda: numbers)
+    session, x = OnnxRuntime().open(apart), np.ones((1, 64), "f")
+    assert session.run({"x": x})["y"].any()
+    numbers[:] = 0
+    assert not session.run({"x": x})["y"].any(), "a copy of all weights for each session is what this saves"
+
+
+@pytest.mark.parametrize("op", ["Split", "SplitToSequence"])
+def test_sizes_stay_where_shape_inference_reads_them(op: str, tmp_path: Path) -> None:
+    sizes = np.ones(200, np.int64)
+    outputs = [f"part{i}" for i in range(200)] if op == "Split" else ["parts"]
+    nodes = [helper.make_node(op, ["x", "sizes"], outputs, axis=0)]
+    if op == "SplitToSequence":
+        nodes.append(helper.make_node("ConcatFromSequence", ["parts"], ["part199"], axis=0))
+    infos = [helper.make_tensor_value_info(n, 1, None) for n in ("x", "part199")]
+    graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], [numpy_helper.from_array(sizes, "sizes")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    x = np.arange(200, dtype="f")
+    for source in (model, io.save(model, tmp_path, external_over=0)):
+        assert np.array_equal(OnnxRuntime().open(source).run({"x": x})["part199"], x[199:] if op == "Split" else x)
