@@ -19,6 +19,11 @@ def limits(dtype: npt.DTypeLike) -> tuple[float, float]:
     return float(info.max), float(info.eps)
 
 
+def smallest_normal(dtype: npt.DTypeLike) -> float:
+    """Below it numbers of a floating-point type lose digits."""
+    return float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
+
+
 LIMITS = {
     kind: limits(kind.numpy())
     for kind in (ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

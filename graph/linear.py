@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.facts import Array, constant, limits, rank
+from layerline.graph.facts import Array, constant, limits, rank, smallest_normal
 from layerline.graph.rule import Declined
 
 OPS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
@@ -62,7 +62,7 @@ class Linear:
         node = self.node
         if node.op_type == "MatMul" and (shift.any() or self.bias.any()) and self.rank != 2:
             raise Declined(f"MatMul {node.outputs[0].name} has rank {self.rank} and takes no bias")
-        weight = self._stored(self.weight.astype(np.float64) * self._along_weight(scale), self.weight, "weight")
+        weight = self._stored(np.multiply(self.weight, self._along_weight(scale), dtype=np.float64), self.weight, "weight")
         bias = self._stored(self.bias * scale + shift, self.bias, "bias")
         stem = node.inputs[1].name if node.inputs[1] is not None else node.outputs[0].name
         inputs = [node.inputs[0], tape.initializer(ir.tensor(weight), f"{stem}/{tag}")]
@@ -76,18 +76,18 @@ class Linear:
     def _stored(self, exact: Array, old: Array, name: str) -> Array:
         """`exact` in the weights' type."""
         where, dtype = f"{name} of {self.node.op_type} {self.node.outputs[0].name}", self.weight.dtype
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             new = exact.astype(dtype)
-        if not np.isfinite(exact).all():
-            if np.isfinite(old.astype(np.float64)).all():
+            sizes = np.abs(new)
+            finite, least = sizes.max(initial=0.0) < np.inf, sizes.min(initial=np.inf)
+        if not finite:
+            if np.isfinite(exact).all() or np.isfinite(old.astype(np.float64)).all():
                 raise Declined(f"{where} would overflow {dtype}")
-            return new
-        back = new.astype(np.float64)
-        if not np.isfinite(back).all():
-            raise Declined(f"{where} would overflow {dtype}")
         # Below the normal numbers of a type rounding takes more of a number, and at last all of it.
-        if np.linalg.norm(back - exact) > 4 * limits(dtype)[1] * np.linalg.norm(exact):
-            raise Declined(f"{where} would be too small for {dtype}")
+        elif least < smallest_normal(dtype):
+            off = np.linalg.norm(new.astype(np.float64) - exact)
+            if off > 4 * limits(dtype)[1] * np.linalg.norm(exact):
+                raise Declined(f"{where} would be too small for {dtype}")
         return new
 
     def _has_bias(self) -> bool:
