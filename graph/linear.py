@@ -62,7 +62,8 @@ class Linear:
         node = self.node
         if node.op_type == "MatMul" and (shift.any() or self.bias.any()) and self.rank != 2:
             raise Declined(f"MatMul {node.outputs[0].name} has rank {self.rank} and takes no bias")
-        weight = self._stored(np.multiply(self.weight, self._along_weight(scale), dtype=np.float64), self.weight, "weight")
+        exact = np.multiply(self.weight, self._along_weight(scale), dtype=np.float64)
+        weight = self._stored(exact, self.weight, "weight")
         bias = self._stored(self.bias * scale + shift, self.bias, "bias")
         stem = node.inputs[1].name if node.inputs[1] is not None else node.outputs[0].name
         inputs = [node.inputs[0], tape.initializer(ir.tensor(weight), f"{stem}/{tag}")]
