@@ -97,6 +97,12 @@ class Light:
         return {t.name for t in self.model.graph.initializer} | self.weights.keys()
 
     @property
+    def fed(self) -> list[onnx.ValueInfoProto]:
+        """Inputs that have to be fed: an old file lists what it stores among them."""
+        stored = self.stored
+        return [i for i in self.model.graph.input if i.name not in stored]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
         return sum(w.nbytes for w in self.weights.values())

@@ -11,6 +11,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from layerline.backends.base import MODULE
+from layerline.backends.light import Light, Model, split
 from layerline.graph import io
 from layerline.graph.facts import Array
 from layerline.graph.opset import IR_VERSION, opset_of, raise_opset
@@ -26,39 +27,40 @@ class Adopted:
 
     Attributes:
         original: as given, but for node names, module paths and a format version that the runtime reads.
-        model: inlined and raised.
+        light: inlined and raised.
         notes: what was done to it.
     """
 
-    original: onnx.ModelProto
-    model: onnx.ModelProto
+    original: Light
+    light: Light
     notes: tuple[str, ...]
 
 
-def adopt(given: onnx.ModelProto, opset: int) -> Adopted:
+def adopt(model: Model, opset: int) -> Adopted:
     """Names the nodes, inlines functions, makes initializers that were inputs constants, raises the opset.
 
     Args:
-        given: becomes `original`: names and module paths are written into it.
+        model: in two parts it becomes `original`: names and module paths are written into it.
         opset: the least version of ONNX's own operators.
 
     Raises:
         StageError: a version that can't be raised or is not known here, a sparse initializer.
     """
-    notes = [*_readable(given), *name_nodes(given)]
-    stamp(given)
-    light, prepared = prepare(given)
-    model = raise_opset(light, opset).whole()
-    if (now := opset_of(model)) != (had := opset_of(light.model)):
+    given = split(model)
+    notes = [*_readable(given.model), *name_nodes(given.model)]
+    stamp(given.model)
+    prepared, told = prepare(given)
+    raised = raise_opset(prepared, opset)
+    if (now := opset_of(raised.model)) != (had := opset_of(prepared.model)):
         notes.append(f"raised from opset {had} to {now}")
-        _inherit(light.model, model)
-    _readable(model)
-    name_nodes(model)
-    stamp(model)
-    return Adopted(original=given, model=model, notes=(*notes, *prepared))
+        _inherit(prepared.model, raised.model)
+    _readable(raised.model)
+    name_nodes(raised.model)
+    stamp(raised.model)
+    return Adopted(original=given, light=raised, notes=(*notes, *told))
 
 
-def freeze(model: onnx.ModelProto, values: Mapping[str, float]) -> dict[str, Array]:
+def freeze(light: Light, values: Mapping[str, float]) -> dict[str, Array]:
     """Makes inputs constants, in place: each gets the one number, in its own type and shape.
 
     Returns:
@@ -67,7 +69,8 @@ def freeze(model: onnx.ModelProto, values: Mapping[str, float]) -> dict[str, Arr
     Raises:
         ConfigError: no such input, one whose shape varies, or a number that its type can't hold.
     """
-    inputs, made = {i.name: i for i in model.graph.input}, dict[str, Array]()
+    graph, made = light.model.graph, dict[str, Array]()
+    inputs = {i.name: i for i in graph.input}
     for name, number in values.items():
         if name not in inputs:
             raise ConfigError(f"there is no input {name!r}", where="values", hint=f"inputs: {', '.join(inputs)}")
@@ -81,8 +84,8 @@ def freeze(model: onnx.ModelProto, values: Mapping[str, float]) -> dict[str, Arr
         if array.dtype.kind in "iub" and (array != number).any():
             raise ConfigError(f"{array.dtype} can't hold {number}", where=f"values.{name}")
         made[name] = array
-        model.graph.initializer.append(numpy_helper.from_array(array, name))
-        model.graph.input.remove(inputs[name])
+        graph.initializer.append(numpy_helper.from_array(array, name))
+        graph.input.remove(inputs[name])
     return made
 
 

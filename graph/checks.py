@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from layerline.backends.base import SOURCE
+from layerline.backends.light import Model
 from layerline.graph import facts, prepare
 from layerline.graph.checks_qdq import quantizers
 from layerline.graph.checks_types import TYPES, cast_away, edge
@@ -63,11 +64,11 @@ def suspects(model: onnx.ModelProto) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _flat(model: onnx.ModelProto) -> ir.Model:
+def _flat(model: Model) -> ir.Model:
     return to_ir(prepare.prepare(model)[0])
 
 
-def _inferred(model: onnx.ModelProto) -> ir.Graph:
+def _inferred(model: Model) -> ir.Graph:
     flat = _flat(model)
     ShapeInferencePass(check_type=False, strict_mode=False)(flat)
     return flat.graph
@@ -80,7 +81,7 @@ def _refusals(graph: ir.Graph) -> tuple[Refusal, ...]:
     return tuple({(r.tensor, r.what): r for r in reversed(found)}.values())[::-1]
 
 
-def refuse_training(model: onnx.ModelProto) -> None:
+def refuse_training(model: Model) -> None:
     """Lets nothing pass that drops values, or takes its statistics from the batch, in every run.
 
     Raises:

@@ -44,11 +44,8 @@ def parts(path: Path) -> Light:
     Raises:
         StageError: as `load`.
     """
-    try:
-        light = wire.read(path)
-    except Exception as error:
-        raise StageError(f"not a readable ONNX file ({error})", where=path.name) from error
-    external_files(light.model, path)
+    light = read(path)
+    external_files(light, path)
     for tensor in list(light.model.graph.initializer):
         if uses_external_data(tensor) and (weight := _beside(tensor, path)) is not None:
             light.weights[tensor.name] = weight
@@ -86,26 +83,26 @@ def _place(tensor: TensorProto, path: Path) -> tuple[str, int, int | None]:
     return said.get("location", ""), int(offset), None if length is None else int(length)
 
 
-def read(path: Path) -> onnx.ModelProto:
-    """Reads a model without its external data.
+def read(path: Path) -> Light:
+    """Reads what a file says itself: tensors that lie outside of it stay in the graph, with their place.
 
     Raises:
         StageError: not an ONNX file.
     """
     try:
-        return onnx.load(str(path), load_external_data=False)
+        return wire.read(path)
     except Exception as error:
         raise StageError(f"not a readable ONNX file ({error})", where=path.name) from error
 
 
-def external_files(model: onnx.ModelProto, path: Path) -> tuple[str, ...]:
-    """Files that hold the external data of a model read from `path`, relative to its folder, each once.
+def external_files(light: Light, path: Path) -> tuple[str, ...]:
+    """Files that hold the external data of what `read` gave for `path`, relative to its folder, each once.
 
     Raises:
         StageError: a place outside of that folder, or nothing there; names the tensor.
     """
     found: dict[str, None] = {}
-    for tensor in filter(uses_external_data, tensors(model)):
+    for tensor in filter(uses_external_data, tensors(light.model)):
         location = _place(tensor, path)[0]
         if Path(location).is_absolute() or ".." in Path(location).parts:
             raise StageError(

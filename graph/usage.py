@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import onnx
 from onnx import numpy_helper
 
+from layerline.backends.light import Model, split
+
 # The numbers stay the same through these.
 _PASSING = frozenset(
     {"Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather"}
@@ -14,20 +16,23 @@ _PASSING = frozenset(
 _COMPARING = frozenset({"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"})
 
 
-def rows(model: onnx.ModelProto, name: str) -> int | None:
+def rows(model: Model, name: str) -> int | None:
     """Rows of the smallest stored table that an integer input picks from; None where it picks from none."""
-    stored, found = _stored(model.graph), list[int]()
-    for node, place in _readers(model.graph, name):
-        if node.op_type == "Gather" and place == 1 and (table := stored.get(node.input[0])) is not None:
+    light, found = split(model), list[int]()
+    graph = light.model.graph
+    shapes = {n: t.dims for n, t in _stored(graph).items()} | {n: w.shape for n, w in light.weights.items()}
+    for node, place in _readers(graph, name):
+        if node.op_type == "Gather" and place == 1 and (table := shapes.get(node.input[0])) is not None:
             axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
-            found.append(table.dims[axis])
+            found.append(table[axis])
     return min(found, default=None)
 
 
-def compared(model: onnx.ModelProto, name: str) -> tuple[int, ...]:
+def compared(model: Model, name: str) -> tuple[int, ...]:
     """Stored single numbers that an integer input is compared with: each may lead into another branch."""
-    stored, found = _stored(model.graph), dict[int, None]()
-    for node, place in _readers(model.graph, name):
+    graph, found = split(model).model.graph, dict[int, None]()
+    stored = _stored(graph)
+    for node, place in _readers(graph, name):
         if node.op_type in _COMPARING and (other := stored.get(node.input[1 - place])) is not None:
             array = numpy_helper.to_array(other)
             if array.size == 1 and array.dtype.kind in "iu":

@@ -9,22 +9,24 @@ from collections.abc import Iterable, Iterator, Set
 
 import onnx
 
-from layerline.backends.light import bodies
+from layerline.backends.light import Model, bodies, split
 from layerline.graph import io
 from layerline.pipeline.errors import StageError
 
 _OWN = ("", "ai.onnx")
 
 
-def refuse_broken(model: onnx.ModelProto) -> None:
+def refuse_broken(model: Model) -> None:
     """Refuses a model that can't be anyone's.
 
     Raises:
         StageError: names the node, and the value or the domain.
     """
-    imported = {o.domain for o in model.opset_import} | {f.domain for f in model.functions}
-    for graph in io.graphs(model):
-        for node in graph.node:
+    light = split(model)
+    graph, stored = light.model.graph, frozenset(light.weights)
+    imported = {o.domain for o in light.model.opset_import} | {f.domain for f in light.model.functions}
+    for some in io.graphs(light.model):
+        for node in some.node:
             if not {node.domain, *(_OWN if node.domain in _OWN else ())} & imported:
                 raise StageError(
                     f"not valid ONNX: {node.op_type} is of the domain {node.domain or 'ai.onnx'!r}, which the model "
@@ -32,14 +34,14 @@ def refuse_broken(model: onnx.ModelProto) -> None:
                     where=f"node {_called(node)}",
                     hint="add it to the model's opset_import: onnx.helper.make_opsetid(domain, version)",
                 )
-    for node, name in _undefined(model.graph, frozenset()):
+    for node, name in _undefined(graph, stored):
         raise StageError(
             f"not valid ONNX: it reads {name!r}, which is no input, no weight and no node's output",
             where=f"node {_called(node)}",
             hint="onnx.checker.check_model(model) says the same",
         )
-    made = _made(model.graph)
-    for output in model.graph.output:
+    made = _made(graph) | stored
+    for output in graph.output:
         if output.name not in made:
             raise StageError("not valid ONNX: nothing computes it", where=f"output {output.name}")
 

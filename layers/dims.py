@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import onnx
 
 from layerline.backends.base import Array, Feed
+from layerline.backends.light import Light
 from layerline.pipeline.errors import StageError
 
 # What exporters write where they know no name; two of these are not one size.
@@ -19,7 +20,7 @@ Places = dict[str, list[tuple[str, int]]]
 """Name of a dimension to where it is: input and axis."""
 
 
-def name(model: onnx.ModelProto, ranks: Mapping[str, int]) -> Places:
+def name(light: Light, ranks: Mapping[str, int]) -> Places:
     """Gives the sizes of the inputs that have none a name, `<input>_dim<axis>`, in place; all that vary, by name.
 
     Args:
@@ -28,7 +29,7 @@ def name(model: onnx.ModelProto, ranks: Mapping[str, int]) -> Places:
     Raises:
         StageError: an input without a shape that `ranks` doesn't tell; one that is text.
     """
-    for given in _fed(model):
+    for given in light.fed:
         kind = given.type.tensor_type
         if kind.elem_type == onnx.TensorProto.STRING:
             raise StageError("the input is text", where=given.name, hint="cut the tokeniser off: feed numbers")
@@ -43,17 +44,17 @@ def name(model: onnx.ModelProto, ranks: Mapping[str, int]) -> Places:
         for axis, dim in enumerate(kind.shape.dim):
             if _is_open(dim):
                 dim.dim_param = f"{given.name}_dim{axis}"
-    for item in (*model.graph.output, *model.graph.value_info):
+    for item in (*light.model.graph.output, *light.model.graph.value_info):
         for dim in item.type.tensor_type.shape.dim:
             if _is_open(dim):
                 dim.Clear()
-    return places(model)
+    return places(light)
 
 
-def places(model: onnx.ModelProto) -> Places:
+def places(light: Light) -> Places:
     """The dimensions of the inputs that vary."""
     found = Places()
-    for given in _fed(model):
+    for given in light.fed:
         for axis, dim in enumerate(given.type.tensor_type.shape.dim):
             if dim.dim_param:
                 found.setdefault(dim.dim_param, []).append((given.name, axis))
@@ -102,8 +103,3 @@ def settle(model: onnx.ModelProto, places: Places, runs: Sequence[tuple[Feed, Ma
 def _is_open(dim: onnx.TensorShapeProto.Dimension) -> bool:
     # Some exporters write 0 or -1 where others leave the size out.
     return dim.dim_value <= 0 if dim.HasField("dim_value") else dim.dim_param.strip() in _NAMELESS
-
-
-def _fed(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    stored = {t.name for t in model.graph.initializer}
-    return [i for i in model.graph.input if i.name not in stored]

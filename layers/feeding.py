@@ -6,10 +6,10 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import onnx
 from onnx import helper
 
 from layerline.backends.base import Array, Feed
+from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.layers.signature import Dim, Value
 from layerline.layers.sources import Source
@@ -66,7 +66,7 @@ class Feeder:
         notes: what was left out, and why.
     """
 
-    model: onnx.ModelProto
+    model: Light
     inputs: Sequence[Value]
     declared: Mapping[str, Declared]
     constants: Mapping[str, Array] = field(default_factory=dict)
@@ -221,21 +221,22 @@ class Feeder:
                 self._known[key] = f"{empty} becomes empty" if empty else None
         return self._known[key]
 
-    def _counted(self) -> onnx.ModelProto:
-        values = [o for n in self.model.graph.node if n.op_type != "Constant" for o in n.output if o]
+    def _counted(self) -> Light:
+        nodes = self.model.model.graph.node
+        values = [o for n in nodes if n.op_type != "Constant" for o in n.output if o]
         types = OnnxRuntime().open(self.model, values).types
         kept = {v for v in values if types[v][0] in _COUNTABLE}
-        counted = onnx.ModelProto()
-        counted.CopyFrom(self.model)
-        del counted.graph.node[:]
+        counted = self.model.copy()
+        graph = counted.model.graph
+        del graph.node[:]
         if kept:  # a graph has to give something
-            del counted.graph.output[:]
-        for node in self.model.graph.node:
-            counted.graph.node.append(node)
+            del graph.output[:]
+        for node in nodes:
+            graph.node.append(node)
             # Counted right where it is made: at the end, every value would have to live until then.
             made = [v for v in node.output if v in kept]
-            counted.graph.node.extend(helper.make_node("Size", [v], [_COUNT + v]) for v in made)
-            counted.graph.output.extend(helper.make_empty_tensor_value_info(_COUNT + v) for v in made)
+            graph.node.extend(helper.make_node("Size", [v], [_COUNT + v]) for v in made)
+            graph.output.extend(helper.make_empty_tensor_value_info(_COUNT + v) for v in made)
         return counted
 
 

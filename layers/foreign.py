@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
 
 from layerline.backends.base import Feed
+from layerline.backends.light import Light
 from layerline.graph import usage
 from layerline.layers.feeding import BATCH, Declared, Feeder, told
 from layerline.layers.probes import drawn
@@ -34,7 +34,7 @@ class Fed:
     values: Mapping[str, str]
 
 
-def ranges(model: onnx.ModelProto, inputs: Sequence[Value], declared: Mapping[str, Span]) -> dict[str, Span]:
+def ranges(light: Light, inputs: Sequence[Value], declared: Mapping[str, Span]) -> dict[str, Span]:
     """What integer inputs may hold: as declared, else the rows of the table that they pick from.
 
     Raises:
@@ -48,7 +48,7 @@ def ranges(model: onnx.ModelProto, inputs: Sequence[Value], declared: Mapping[st
             raise ConfigError(f"there is no integer input {name!r}", where=where, hint=f"integer inputs: {known}")
         if low > high:
             raise ConfigError(f"low {low} is above high {high}", where=where)
-    tables = {n: (0, rows - 1) for n in sorted(integers) if (rows := usage.rows(model, n))}
+    tables = {n: (0, rows - 1) for n in sorted(integers) if (rows := usage.rows(light, n))}
     return tables | dict(declared)
 
 

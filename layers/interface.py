@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 import onnx
 
+from layerline.backends.light import Light
 from layerline.layers.signature import Dim, Signature, Value
 from layerline.pipeline.errors import StageError
 
 
 def signature(
-    model: onnx.ModelProto, dims: Mapping[str, Dim] | None = None, ranges: Mapping[str, tuple[int, int]] | None = None
+    light: Light, dims: Mapping[str, Dim] | None = None, ranges: Mapping[str, tuple[int, int]] | None = None
 ) -> Signature:
     """Inputs that have to be fed, and outputs, in order.
 
@@ -22,9 +23,9 @@ def signature(
     Raises:
         StageError: an input that is not a tensor.
     """
-    stored = {t.name for t in model.graph.initializer}
-    inputs = tuple(_value(i, ranges or {}) for i in model.graph.input if i.name not in stored)
-    return Signature(inputs=inputs, outputs=tuple(_value(o, {}) for o in model.graph.output), dims=dict(dims or {}))
+    inputs = tuple(_value(i, ranges or {}) for i in light.fed)
+    outputs = tuple(_value(o, {}) for o in light.model.graph.output)
+    return Signature(inputs=inputs, outputs=outputs, dims=dict(dims or {}))
 
 
 def _value(info: onnx.ValueInfoProto, ranges: Mapping[str, tuple[int, int]]) -> Value:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import onnx
-
 from layerline.backends.base import Feed
+from layerline.backends.light import Light
 from layerline.graph import prove
 from layerline.graph.adopt import Adopted
 from layerline.graph.noise import drawn
@@ -33,21 +32,21 @@ def unchanged(
     Returns:
         The rows, and notes.
     """
-    original, model, random = adopted.original, adopted.model, drawn(adopted.original)
+    original, light, random = adopted.original, adopted.light, drawn(adopted.original.model)
     said = [f"{value} and what follows is drawn at random ({op}): not judged" for value, op in random.items()][:1]
-    rows, notes = compare_in_parts(original, model, feeds, elements)
+    rows, notes = compare_in_parts(original, light, feeds, elements)
     if all(r.max_abs == 0 and r.passed for r in rows):
         equal = "every value is equal to the last bit"
         return tuple(replace(r, tolerance=0.0) for r in rows), [*said, *notes, equal]
     low = floors(original, feeds)
     judged = {r.name: _allowed(r, low, tolerance) for r in rows if r.name not in random}
-    rows, notes = compare_in_parts(original, model, feeds, elements, judged)
+    rows, notes = compare_in_parts(original, light, feeds, elements, judged)
     return rows, [*said, *notes]
 
 
 def compare_in_parts(
-    reference: onnx.ModelProto,
-    candidate: onnx.ModelProto,
+    reference: Light,
+    candidate: Light,
     feeds: Sequence[Feed],
     elements: Callable[[Feed], Mapping[str, int]],
     tolerances: Mapping[str, float] | None = None,
@@ -63,7 +62,7 @@ def compare_in_parts(
     Returns:
         The rows, and notes.
     """
-    why = why_two_sessions(reference, candidate)
+    why = why_two_sessions(reference.model, candidate.model)
     if why is None:
         return compare(reference, candidate, feeds, tolerances=tolerances), ()
     counted = [elements(feed) for feed in feeds]
@@ -71,13 +70,13 @@ def compare_in_parts(
     least = min(range(len(feeds)), key=sizes.__getitem__)
     chosen = [i for i, size in enumerate(sizes) if size <= HELD] or [least]
     most = counted[max(chosen, key=sizes.__getitem__)]
-    pairs = pair_values(reference, candidate)
+    pairs = pair_values(reference.model, candidate.model)
     rows = {r.name: r for r in compare(reference, candidate, feeds, pairs={}, tolerances=tolerances)}
-    point = pointers(reference.graph)
+    point, outputs = pointers(reference.model.graph), {o.name for o in reference.model.graph.output}
     for part in _parts([a for a in pairs if a not in rows], most):
         # An index is judged by what it points at, which has to be there.
         data = [point[a].data for a in part if a in point and point[a].data in pairs]
-        wanted = {a: pairs[a] for a in (*part, *data) if a not in {o.name for o in reference.graph.output}}
+        wanted = {a: pairs[a] for a in (*part, *data) if a not in outputs}
         found = compare(reference, candidate, [feeds[i] for i in chosen], pairs=wanted, tolerances=tolerances)
         rows |= {r.name: r for r in found if r.name in part}
     notes = (

@@ -98,7 +98,7 @@ class Export(Stage):
         io.save(light, work.out)
         probes.save(work.out, [p.feed for p in found])
         floor.save(work.out, result.floors)
-        signature(light.model, prober.dims, prober.integers).save(work.out)
+        signature(light, prober.dims, prober.integers).save(work.out)
         return _report(self, prober, result, gates)
 
     def debug(self, work: Work, folder: Path) -> LayerDiff | None:

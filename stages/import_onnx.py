@@ -14,8 +14,7 @@ from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.start import Look
 
 if TYPE_CHECKING:
-    import onnx
-
+    from layerline.backends.light import Light
     from layerline.graph.adopt import Adopted
     from layerline.layers.dims import Places
     from layerline.layers.feeding import Declared, Feeder
@@ -105,18 +104,18 @@ class ImportOnnx(Stage):
         from layerline.layers import dims, sources
         from layerline.layers.interface import signature
 
-        model, arrays = io.read(path), sources.read(data) if data else {}
-        refuse_broken(model)
-        _refuse_types(model)
+        light, arrays = io.read(path), sources.read(data) if data else {}
+        refuse_broken(light)
+        _refuse_types(light)
         ranks = {k: a.ndim for k, a in arrays.items()}
-        places = dims.name(model, ranks)
-        inputs = signature(model).inputs
+        places = dims.name(light, ranks)
+        inputs = signature(light).inputs
         given = sources.given(arrays, inputs, data.name) if data else None
         return Look(
-            beside=io.external_files(model, path),
+            beside=io.external_files(light, path),
             inputs=tuple(v.name for v in inputs),
             dims={n: dims.told(p) for n, p in places.items()},
-            outputs=len(model.graph.output),
+            outputs=len(light.model.graph.output),
             whole=tuple(sorted(given.whole)) if given else (),
             numbers={n: a.item() for n, a in sorted(given.numbers.items())} if given else {},
         )
@@ -132,16 +131,16 @@ class ImportOnnx(Stage):
 
         arrays = self._arrays(work)
         adopted = self._adopt(work, {name: a.ndim for name, a in arrays.items()})
-        model = adopted.model
-        feeder, fed = self._feed(work, adopted, self._declare(model, dims.places(model)), arrays)
-        dims.write(model, feeder.same, feeder.fixed)
+        light = adopted.light
+        feeder, fed = self._feed(work, adopted, self._declare(light, dims.places(light)), arrays)
+        dims.write(light.model, feeder.same, feeder.fixed)
         feeds = [*fed.feeds, *feeder.edges]
-        dims.settle(model, dims.places(model), [(f, feeder.run(f)) for f in feeds])
-        work.log.say(f"{len(model.graph.node)} nodes; comparing every value on {len(feeds)} feeds")
+        dims.settle(light.model, dims.places(light), [(f, feeder.run(f)) for f in feeds])
+        work.log.say(f"{len(light.model.graph.node)} nodes; comparing every value on {len(feeds)} feeds")
         rows, notes = unchanged(adopted, [feeder.whole(f) for f in feeds], feeder.elements, self.tolerance)
-        complaint = _write(model, work.out)
+        complaint = _write(light, work.out)
         probes.save(work.out, fed.feeds)
-        signature(model, feeder.dims, fed.ranges).save(work.out)
+        signature(light, feeder.dims, fed.ranges).save(work.out)
         return Report(
             stage=self.name,
             reference=f"{self.file} on onnxruntime",
@@ -149,7 +148,7 @@ class ImportOnnx(Stage):
             records=rows,
             notes=(*adopted.notes, *feeder.notes, *_by_trial(feeder), *notes, *_nonfinite(rows), *complaint),
             metrics=_metrics(adopted, rows, len(feeds)),
-            tables=_tables(model, feeder, fed),
+            tables=_tables(light, feeder, fed),
         )
 
     def _adopt(self, work: Work, ranks: Mapping[str, int]) -> Adopted:
@@ -167,11 +166,11 @@ class ImportOnnx(Stage):
                 where="import-onnx.external",
                 hint=f"list it: external: [{', '.join(inside)}]",
             )
-        given = io.load(path)
+        given = io.parts(path)
         refuse_broken(given)
         _refuse_types(given)
         dims.name(given, ranks)
-        identity.stamp(given, work.root)
+        identity.stamp(given.model, work.root)
         return adopt.adopt(given, self.opset)
 
     def _arrays(self, work: Work) -> Mapping[str, Any]:
@@ -179,7 +178,7 @@ class ImportOnnx(Stage):
 
         return sources.read(work.root / self.data) if self.data else {}
 
-    def _declare(self, model: onnx.ModelProto, places: Places) -> dict[str, Declared]:
+    def _declare(self, light: Light, places: Places) -> dict[str, Declared]:
         """Applies `dims` to the model, in place; the bounds that are left, by final name."""
         from layerline.layers import dims
         from layerline.layers.feeding import Declared
@@ -188,7 +187,7 @@ class ImportOnnx(Stage):
             there = "; ".join(f"{n} ({dims.told(p)})" for n, p in places.items()) or "none"
             raise ConfigError(f"there is no dimension {unknown!r}", where=f"dims.{unknown}", hint=f"there are: {there}")
         dims.write(
-            model,
+            light.model,
             {n: d.name for n, d in self.dims.items() if d.name},
             {n: d.size for n, d in self.dims.items() if d.size},
         )
@@ -208,9 +207,9 @@ class ImportOnnx(Stage):
         from layerline.layers.feeding import Feeder
         from layerline.layers.interface import signature
 
-        constants = freeze(adopted.model, self.values)
-        refuse_training(adopted.model)
-        inputs = signature(adopted.model).inputs
+        constants = freeze(adopted.light, self.values)
+        refuse_training(adopted.light)
+        inputs = signature(adopted.light).inputs
         if not inputs:
             raise StageError("the model takes no inputs, so there is nothing to speed up", where=self.file)
         feeder = Feeder(model=adopted.original, inputs=inputs, declared=declared, constants=constants)
@@ -222,7 +221,7 @@ class ImportOnnx(Stage):
         return feeder, foreign.from_nothing(feeder, ranges)
 
 
-def _refuse_types(model: onnx.ModelProto) -> None:
+def _refuse_types(light: Light) -> None:
     """Refuses inputs and outputs of types that numpy has not and onnxruntime passes to nobody.
 
     Raises:
@@ -230,8 +229,8 @@ def _refuse_types(model: onnx.ModelProto) -> None:
     """
     import onnx
 
-    stored = {t.name for t in model.graph.initializer}
-    for what, values in (("input", model.graph.input), ("output", model.graph.output)):
+    stored = light.stored
+    for what, values in (("input", light.model.graph.input), ("output", light.model.graph.output)):
         for value in (v for v in values if v.name not in stored):
             kind = onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type)
             if kind.startswith(_UNHEARD if what == "output" else (*_UNHEARD, "FLOAT8")):
@@ -253,7 +252,7 @@ def _nonfinite(rows: Sequence[LayerDiff]) -> list[str]:
     return [f"{len(both)} values hold NaN or Inf in the file as given, first {both[0].name}"] if both else []
 
 
-def _write(model: onnx.ModelProto, folder: Path) -> list[str]:
+def _write(light: Light, folder: Path) -> list[str]:
     """Saves the model and checks the file; in words, what onnx has against it that onnxruntime has not.
 
     Raises:
@@ -263,8 +262,8 @@ def _write(model: onnx.ModelProto, folder: Path) -> list[str]:
 
     from layerline.graph import io
 
-    path = io.save(model, folder)
-    if open_ranks := [o.name for o in model.graph.output if not o.type.tensor_type.HasField("shape")]:
+    path = io.save(light, folder)
+    if open_ranks := [o.name for o in light.model.graph.output if not o.type.tensor_type.HasField("shape")]:
         return [f"output {open_ranks[0]} has no one rank, so onnx's checker refuses the file; onnxruntime runs it"]
     for full in (False, True):
         try:
@@ -281,25 +280,26 @@ def _metrics(adopted: Adopted, rows: Sequence[LayerDiff], feeds: int) -> dict[st
     from layerline.graph.noise import drawn, unjudged
     from layerline.graph.opset import opset_of
 
-    random = drawn(adopted.model)
+    model = adopted.light.model
+    random = drawn(model)
     return {
-        **unjudged(adopted.model.graph, random),
-        "nodes": len(adopted.model.graph.node),
+        **unjudged(model.graph, random),
+        "nodes": len(model.graph.node),
         "values_compared": sum(r.name not in random for r in rows),
         "feeds": feeds,
-        "opset_before": opset_of(adopted.original),
-        "opset": opset_of(adopted.model),
+        "opset_before": opset_of(adopted.original.model),
+        "opset": opset_of(model),
     }
 
 
-def _tables(model: onnx.ModelProto, feeder: Feeder, fed: Fed) -> dict[str, list[dict[str, Scalar]]]:
+def _tables(light: Light, feeder: Feeder, fed: Fed) -> dict[str, list[dict[str, Scalar]]]:
     """What each input was fed with, and the sizes that the model is known to take."""
     from layerline.layers import dims
     from layerline.layers.interface import signature
 
     shown: list[dict[str, Scalar]] = [
         {"input": v.name, "type": v.dtype, "shape": ", ".join(map(str, v.shape)), "fed with": fed.values[v.name]}
-        for v in signature(model).inputs
+        for v in signature(light).inputs
     ]
     sizes: list[dict[str, Scalar]] = [
         {
@@ -310,6 +310,6 @@ def _tables(model: onnx.ModelProto, feeder: Feeder, fed: Fed) -> dict[str, list[
             "multiple": feeder.dims[name].multiple,
             "told by": "dims" if name in feeder.declared else "trial",
         }
-        for name, places in dims.places(model).items()
+        for name, places in dims.places(light).items()
     ]
     return {"inputs": shown, "dimensions": sizes} if sizes else {"inputs": shown}

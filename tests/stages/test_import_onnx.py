@@ -94,7 +94,11 @@ def test_weights_as_constant_nodes_stay_and_count(tmp_path: Path) -> None:
     assert report.passed and {t.name for t in io.tensors(io.load(out / io.FILE))} >= {"w", "b"}
 
 
-def test_initializers_that_are_inputs_are_no_inputs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("least", [1, light.LEAST], ids=["beside the graph", "inside of it"])
+def test_initializers_that_are_inputs_are_no_inputs(
+    least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(light, "LEAST", least)
     given = conv()
     given.graph.input.extend(helper.make_tensor_value_info(t.name, 1, t.dims) for t in given.graph.initializer)
     report, out = imported(tmp_path, given)
