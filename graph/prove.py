@@ -8,13 +8,14 @@ value leaves the runtime, and random operators give both sides the same draw.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import TensorProto, helper
 
 from layerline.backends.base import Feed
@@ -25,6 +26,7 @@ from layerline.graph.facts import LIMITS
 from layerline.graph.opset import opset_of
 from layerline.graph.order import in_order, moving
 from layerline.graph.rule import After, Firing
+from layerline.graph.settled import folded, settled
 from layerline.pipeline.errors import StageError
 
 MULTIPLE = 8.0
@@ -96,14 +98,26 @@ def prove(
     # Firings inside one body share the node around it: it is proved once.
     wanted = {(name, id(after)): (name, after) for firing in firings for name, after in firing.after.items()}
     changing = moving(unfused.model.graph)
-    pairs = [_pair(name, after, types.get(name, 0), opset, constant=name not in changing)
-             for name, after in wanted.values()]  # fmt: skip
-    errors: dict[tuple[str, int], float] = {}
+    pairs = {
+        key: _pair(name, after, types.get(name, 0), opset, constant=name not in changing)
+        for key, (name, after) in wanted.items()
+    }
     # What is computed from constants alone is the same on every feed.
-    for some, on in ((True, feeds), (False, feeds[:1])):
-        chosen = {key: p for key, p in zip(wanted, pairs, strict=True) if (p.name in changing) == some}
-        errors |= zip(chosen, _errors(unfused, list(chosen.values()), on), strict=True)
+    fixed = {key: pair for key, pair in pairs.items() if pair.name not in changing}
+    errors = dict(zip(fixed, _errors(unfused, list(fixed.values()), feeds[:1]), strict=True))
+    light = settled(unfused, _equal(wanted[key] for key, error in errors.items() if error == 0.0))
+    others = {key: pair for key, pair in pairs.items() if key not in fixed}
+    errors |= zip(others, _errors(light, list(others.values()), feeds), strict=True)
     return [_proof(firing, errors, types, floors, len(feeds)) for firing in firings]
+
+
+def reference(unfused: Light, proofs: Iterable[Proof]) -> Light:
+    """The unfused model with every constant stored that was proved to be equal: the same values, sooner."""
+    return settled(unfused, _equal(pair for p in proofs if p.error == 0.0 for pair in p.firing.after.items()))
+
+
+def _equal(found: Iterable[tuple[str, After]]) -> dict[str, ir.TensorProtocol]:
+    return {name: tensor for name, after in found if (tensor := folded(after)) is not None}
 
 
 def _pair(name: str, after: After, kind: int, opset: int, *, constant: bool) -> _Pair:

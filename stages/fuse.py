@@ -162,13 +162,14 @@ def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
     Values that depend on a random operator are shown and not judged.
     """
     from layerline.graph.noise import drawn
-    from layerline.graph.prove import tolerance
+    from layerline.graph.prove import reference, tolerance
     from layerline.layers.compare import compare
 
-    graph, random, highest = case.unfused.model.graph, drawn(case.unfused.model), max(case.floors.values(), default=0.0)
+    unfused = reference(case.unfused, fused.proofs)
+    graph, random, highest = unfused.model.graph, drawn(unfused.model), max(case.floors.values(), default=0.0)
     known = dict.fromkeys((o.name for o in graph.output), highest) | dict(case.floors)
     tolerances = {v: tolerance(v, fused.types, known) for v in known if v not in random}
-    return compare(case.unfused, fused.light, case.feeds, pairs=_pairs(graph, fused), tolerances=tolerances)
+    return compare(unfused, fused.light, case.feeds, pairs=_pairs(graph, fused), tolerances=tolerances)
 
 
 def _pairs(graph: onnx.GraphProto, fused: Fused) -> dict[str, str]:

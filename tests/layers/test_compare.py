@@ -317,6 +317,17 @@ def test_wrong_indices_fail_whatever_the_data(shift: int, two_sessions: bool) ->
     assert not by_name["i"].passed
 
 
+@pytest.mark.parametrize("columns", [5, 500])
+def test_indices_into_a_stored_tensor(columns: int) -> None:
+    text = "g (int64[n] x) => (int64[n] y) {\n i = ArgMax <axis=-1,keepdims=0> (table)\n y = Add (x, i) }"
+    table = np.arange(2 * columns, dtype="f").reshape(2, columns)
+    rows = compare(model(text, table=table), model(text, table=table), [{"x": np.array([1, 2])}])
+    assert [(r.name, r.passed) for r in rows] == [("i", True), ("y", True)]
+    wrong = model(text, table=table[:, ::-1].copy())
+    rows = compare(model(text, table=table), wrong, [{"x": np.array([1, 2])}])
+    assert [r.max_abs for r in rows] == [columns - 1, columns - 1], "the values pointed at, and the positions"
+
+
 def test_sequences_and_strings_are_compared_by_hand() -> None:
     text = "g (float[4] x) => (seq(float[n]) y) {{ k = Constant <value_ints = [{}]> ()\n y = SplitToSequence (x, k) }}"
     a, b = (model(text.format(k)) for k in ("1,3", "2,2"))
