@@ -10,6 +10,8 @@ from layerline.pipeline.report import LayerDiff, Report
 from layerline.views.grid import FAILED, MEASURES, Column, View, decibels, error
 
 PARAMETER = "parameter"
+MERGED = "merged into"
+REWRITES = "rewrites"  # begins the title of the table in which a stage tells what it replaced by what
 Measured = Callable[[LayerDiff], str]
 
 
@@ -18,7 +20,8 @@ class Followed:
     """A value (or a module, with the worst of its values) and its record in each stage that measured it.
 
     `rank` sorts worst first: what failed, then the lowest SQNR. Training and averaging change weights on purpose, so
-    what the stages that report on parameters found comes after all others.
+    what the stages that report on parameters found comes after all others. `into` names what holds it from the
+    stage on that merged it into something else; empty where nothing did.
     """
 
     layer: str
@@ -26,6 +29,7 @@ class Followed:
     op: str
     records: Mapping[str, LayerDiff]
     rank: tuple[bool, bool, float, float]
+    into: str = ""
 
 
 def follow(reports: Mapping[str, Report]) -> list[Followed]:
@@ -37,7 +41,9 @@ def follow(reports: Mapping[str, Report]) -> list[Followed]:
             of_stage[stage] = min(of_stage.get(stage, record), record, key=_badness)
     learned = {stage for stage, report in reports.items() if any(r.op == PARAMETER for r in report.records)}
     places = _places(list(reports.values()))
-    return [_followed(name, found[name], learned) for name in sorted(found, key=places.__getitem__)]
+    into = _merged_into(reports, found)
+    ordered = sorted(found, key=places.__getitem__)
+    return [_followed(name, found[name], learned, into.get(name, "")) for name in ordered]
 
 
 def by_module(rows: Sequence[Followed]) -> list[Followed]:
@@ -45,7 +51,8 @@ def by_module(rows: Sequence[Followed]) -> list[Followed]:
     grouped: dict[str, list[Followed]] = {}
     for row in rows:
         grouped.setdefault(row.layer, []).append(row)
-    return [_merged(layer, members) for layer, members in grouped.items()]
+    layers = {row.value: row.layer for row in rows}
+    return [_gathered(layer, members, layers) for layer, members in grouped.items()]
 
 
 def follow_views(rows: Sequence[Followed], stages: Sequence[str]) -> list[View]:
@@ -67,9 +74,14 @@ def follow_views(rows: Sequence[Followed], stages: Sequence[str]) -> list[View]:
 
 def _view(label: str, rows: Sequence[Followed], second: Column, stages: Sequence[Column], text: Measured) -> View:
     measured = [s for s in stages if any(_cell(row.records.get(s.label), text) for row in rows)]
-    columns = (Column("layer"), second, *measured, Column("op"), Column("order", "number"))
+    merged = [Column(MERGED)] if any(row.into for row in rows) else []
+    columns = (Column("layer"), second, *measured, *merged, Column("op"), Column("order", "number"))
     cells = [
-        [row.layer, row.value, *(_cell(row.records.get(s.label), text) for s in measured), row.op, str(order)]
+        [
+            *(row.layer, row.value, *(_cell(row.records.get(s.label), text) for s in measured)),
+            *(row.into for _ in merged),
+            *(row.op, str(order)),
+        ]
         for order, row in sorted(enumerate(rows, 1), key=lambda placed: placed[1].rank)
     ]
     return View(label, columns, cells)
@@ -83,17 +95,40 @@ def _cell(record: LayerDiff | None, text: Measured) -> str:
     return text(record) if record.passed else f"{FAILED} {text(record)}".rstrip()
 
 
-def _followed(name: str, records: Mapping[str, LayerDiff], learned: Set[str]) -> Followed:
+def _merged_into(reports: Mapping[str, Report], found: Mapping[str, Mapping[str, LayerDiff]]) -> dict[str, str]:
+    """By value, the one that holds it from the stage on whose rewrites replaced it; none where it is still measured."""
+    merged: dict[str, str] = {}
+    for stage, report in reports.items():
+        rows = [row for title, table in report.tables.items() if title.startswith(REWRITES) for row in table]
+        into = {s: str(row["value"]) for row in rows for s in str(row["sources"]).split(", ") if s != row["value"]}
+        for value in into.keys() & found.keys():
+            holder = _last(into, value)
+            if stage in found.get(holder, ()) and stage not in found[value]:
+                merged.setdefault(value, holder)
+    return merged
+
+
+def _last(into: Mapping[str, str], value: str) -> str:
+    """The end of a chain of rewrites."""
+    seen = {value}
+    while (further := into.get(value)) is not None and further not in seen:
+        seen.add(value := further)
+    return value
+
+
+def _followed(name: str, records: Mapping[str, LayerDiff], learned: Set[str], into: str) -> Followed:
     layer = next((r.module for r in records.values() if r.module), name)
     ranks = [(r.passed, stage in learned, *_badness(r)[1:]) for stage, r in records.items()]
-    return Followed(layer, name, next(iter(records.values())).op, records, min(ranks))
+    return Followed(layer, name, next(iter(records.values())).op, records, min(ranks), into)
 
 
-def _merged(layer: str, members: Sequence[Followed]) -> Followed:
+def _gathered(layer: str, members: Sequence[Followed], layers: Mapping[str, str]) -> Followed:
     stages = dict.fromkeys(s for m in members for s in m.records)
     worst = {s: min((m.records[s] for m in members if s in m.records), key=_badness) for s in stages}
     ops = dict.fromkeys(m.op for m in members if m.op != PARAMETER)
-    return Followed(layer, str(len(members)), ", ".join(ops) or PARAMETER, worst, min(m.rank for m in members))
+    into = dict.fromkeys(layers[m.into] for m in members if m.into and layers[m.into] != layer)
+    rank = min(m.rank for m in members)
+    return Followed(layer, str(len(members)), ", ".join(ops) or PARAMETER, worst, rank, ", ".join(into))
 
 
 def _badness(record: LayerDiff) -> tuple[bool, float, float]:

@@ -13,7 +13,7 @@ from layerline.pipeline.ledger import Record, Run
 from layerline.pipeline.report import Gate, Report, Scalar
 from layerline.views.chart import chart
 from layerline.views.curves import curves, validated
-from layerline.views.follow import Followed, follow, follow_views
+from layerline.views.follow import MERGED, Followed, follow, follow_views
 from layerline.views.grid import (
     FAILED,
     Column,
@@ -164,11 +164,16 @@ def _layers(reports: Mapping[str, Report], rows: Sequence[Followed]) -> str:
     if not rows:
         return ""
     views = follow_views(rows, list(reports))
+    told = ""
+    if any(row.into for row in rows):
+        told = (
+            f" What was merged into another layer is measured there: an opened row goes on with it, by <i>{MERGED}</i>."
+        )
     return (
         f'{_figure(chart(rows, list(reports)))}<section id="follow"><h2>Follow a layer</h2>'
         '<p class="lead">One row is one module, or one value under the name it keeps from PyTorch to the engine. Each '
         "stage says how far the row is from what that stage started from. What was not measured is empty; a stage that "
-        "measured nothing of the kind has no column.</p>"
+        f"measured nothing of the kind has no column.{told}</p>"
         f"{grid(views, 'Every layer in every stage, worst first', follow=True)}</section>"
     )
 

@@ -138,9 +138,12 @@ class Grid {
   }
 
   // Everything each stage measured about a value, or about all values of a module: a column for what several stages
-  // measured, and in words what remains.
+  // measured, and in words what remains. What was merged into another value goes on with that one.
   detail(key) {
-    const values = new Set(byValue().rows.filter((row) => row.slice(0, 2).includes(key)).map((row) => row[1]));
+    const { heads: names, rows } = byValue();
+    const into = names.indexOf("merged into");
+    const held = (row) => (into < 0 || !row[into] ? [row[1]] : [row[1], row[into]]);
+    const values = new Set(rows.filter((row) => row.slice(0, 2).includes(key)).flatMap(held));
     const found = stages.flatMap(({ root, view }) => view.rows.filter((row) => values.has(row[1])).map((row) => ({
       stage: root.dataset.stage,
       cells: view.heads.map((head, i) => ({ head, kind: view.kinds[i], text: row[i] }))
@@ -210,7 +213,7 @@ function readChart(svg) {
   svg.onpointermove = (event) => {
     const slot = slotAt(event);
     const [layer, value, ...cells] = inOrder[slot];
-    const measured = heads.slice(2, -2).flatMap((stage, i) => (cells[i] ? [`${stage} ${cells[i]}`] : []));
+    const measured = heads.slice(2, heads.indexOf("op")).flatMap((stage, i) => (cells[i] ? [`${stage} ${cells[i]}`] : []));
     svg.querySelector(".cursor").setAttribute("d", `M${Number(left) + (slot + 0.5) * width} 0V${height}`);
     svg.closest("section").querySelector(".reading").textContent = `${layer} (${value}): ${measured.join(" · ")}`;
   };

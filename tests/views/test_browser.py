@@ -108,6 +108,21 @@ def test_a_link_opens_a_layer(tmp_path: Path) -> None:
     assert "25 of 60 rows" in dom
 
 
+def test_a_layer_that_was_merged_goes_on_where_it_is_held(tmp_path: Path) -> None:
+    conv, norm = diff("c", "net.conv", "Conv", 130.0), diff("n", "net.bn", "BatchNormalization", 128.0)
+    rewrites = [{"rule": "batchnorm", "value": "n", "sources": "c, n"}]
+    reports = {
+        "export": Report(stage="export", records=(conv, norm)),
+        "fuse": Report(stage="fuse", records=(norm,), tables={"rewrites": rewrites}),
+        "quantize": Report(stage="quantize", records=(diff("n", "net.conv, net.bn", "Conv", 30.0),)),
+    }
+    dom = rendered(tmp_path, page("mnist", run_of(reports), reports), "#layer=net.conv")
+    (opened,) = re.findall(r'<tr class="detail">.*?</table>', dom, re.DOTALL)
+    rows = re.findall(r'<th scope="row">(\w+)</th><td[^>]*>(\w+)</td>', opened)
+    assert rows == [("export", "n"), ("export", "c"), ("fuse", "n"), ("quantize", "n")]
+    assert "<i>merged into</i>" in dom
+
+
 def test_an_opened_layer_has_columns_of_what_is_compared_and_the_rest_in_words(tmp_path: Path) -> None:
     exported = diff("c", "net.c", "Conv", 130.0, dtype="float32", shape=(1, 8), tolerance=1e-5)
     quantized = diff("c", "net.c", "Conv", 30.0, extra={"isolated_sqnr_db": 41.0})
