@@ -35,6 +35,7 @@ Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", he
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 StageName = Annotated[str, typer.Argument(metavar="STAGE", help="train, ema, export, fuse, quantize or engine.")]
 DEBUGGED = "export or fuse"
+TOP = 20  # values that `pipe diff` shows where nobody says how many
 _HERE = Path()
 # By its place, not its name: typer carries its own copy of click, or uses the installed one, by version.
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
@@ -267,7 +268,12 @@ def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder
 def diff(
     stage: StageName,
     against: Annotated[str | None, typer.Option(metavar="RUN", help="Show another run's figures beside.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many values to show.")] = 20,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="How many values to show, the worst first.", show_default=f"{TOP}, or all with --json"
+        ),
+    ] = None,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
@@ -281,9 +287,9 @@ def diff(
     if against is not None:
         against, other = lookup.report_in(planner.ledger, against, name)
     if as_json:
-        _print_json(documents.diff(name, report, against, other))
+        _print_json(documents.diff(name, report, against, other, top))
     else:
-        terminal.diff(terminal.console(), report, top, other, against or "")
+        terminal.diff(terminal.console(), report, top or TOP, other, against or "")
 
 
 @app.command()

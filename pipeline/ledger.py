@@ -56,11 +56,21 @@ class Record:
 
 @dataclass(frozen=True)
 class Run:
-    """One `pipe run` that changed something: the record of every stage it ended with, in order."""
+    """One `pipe run` that changed something: the record of every stage it ended with, in order.
+
+    `ran` names the stages whose records it made; those of the others are of an earlier run, and so are their times.
+    """
 
     id: str
     passed: bool
     records: tuple[Record, ...]
+    ran: tuple[str, ...]
+
+    @property
+    def began(self) -> str:
+        """UTC time, ISO 8601."""
+        day, clock = self.id.split("-")[:2]
+        return f"{day[:4]}-{day[4:6]}-{day[6:]}T{clock[:2]}:{clock[2:4]}:{clock[4:]}Z"
 
 
 class Ledger:
@@ -117,7 +127,9 @@ class Ledger:
         for path in sorted(self._runs.glob("*.json"), reverse=True):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 raw = json.loads(path.read_text("utf-8"))
-                yield Run(raw["id"], raw["passed"], tuple(_record(r) for r in raw["records"]))
+                records = tuple(_record(r) for r in raw["records"])
+                ran = raw.get("ran", [r.stage for r in records])  # older files don't say
+                yield Run(raw["id"], raw["passed"], records, tuple(ran))
 
     def put_run(self, run: Run) -> None:
         """Files a run, or its next state while it goes on."""

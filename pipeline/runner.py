@@ -46,6 +46,11 @@ class Result:
     record: Record | None = None
     error: PipeError | None = None
 
+    @property
+    def worked(self) -> bool:
+        """Whether the stage was at work in this run, and not found as it was left by another."""
+        return self.state == "ran" or (self.state == "failed" and self.seconds > 0)
+
     def to_json(self) -> dict[str, Any]:
         r = self.record
         return {
@@ -310,7 +315,11 @@ class Runner:
                 return newest.id
         # What the error was about (a full disk) may keep this from being written, too: the error is what is told.
         with suppress(OSError) if errored else nullcontext():
-            self.ledger.put_run(Run(run_id, all(r.state in ("ran", "cached") for r in results), records))
+            passed, ran = (
+                all(r.state in ("ran", "cached") for r in results),
+                tuple(r.name for r in results if r.record and r.worked),
+            )
+            self.ledger.put_run(Run(run_id, passed, records, ran))
         return run_id
 
     def _later(self, ran: Sequence[Stage], made: dict[str, Artifact | None]) -> tuple[Step, ...]:

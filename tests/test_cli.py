@@ -271,6 +271,11 @@ def test_diff_shows_the_worst_first_by_module(pipe: Pipe) -> None:
     assert rows[0].endswith(f"; then: run {first}")
     assert rows[1].split() == ["layer", "value", "op", "now", "dB", "then", "dB", "rel", "L2"]
     assert "beyond tolerance" in rows[2] and "ok" in rows[3]
+    document = pipe("diff", "double", "--against", "previous", "--json", "--top", "2").document
+    assert [[r["name"] for r in document[side]["records"]] for side in ("report", "against")] == [
+        ["mul_2", "mul_1"],
+        ["mul_1", "mul_2"],
+    ]
     document = pipe("diff", "double", "--against", "previous", "--json").document
     assert document["stage"] == "double" and document["run"] == first
     assert [r["name"] for r in document["report"]["records"]] == ["mul_0", "mul_1", "mul_2"]
@@ -373,7 +378,28 @@ def test_runs(pipe: Pipe) -> None:
     assert [first["stages"], second["stages"]] == [["source", "double", "judge"], ["source"]]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", second["time"])
     rows = [line.split() for line in pipe("runs").out.splitlines()]
-    assert rows[1] == [newest, first["time"], "passed", "source", "double", "judge"]
+    assert rows[0] == ["run", "began", "verdict", "ran", "kept"]
+    assert rows[1] == [newest, first["time"], "passed", "double", "judge", "source"]
+    assert [first["ran"], second["ran"]] == [["double", "judge"], ["source"]]
+
+
+def test_a_run_that_goes_back_has_its_own_time_and_says_what_it_kept(pipe: Pipe, folder: Folder) -> None:
+    first = pipe("run", "all", "--json").document["run"]
+    pipe("run", "all", "--set", "double.factor=3")
+    back = pipe("run", "all", "--json").document["run"]
+    runs = pipe("runs", "--json").document["runs"]
+    assert [(r["id"], r["ran"]) for r in runs][::2] == [(back, []), (first, ["source", "double", "judge"])]
+    for run in runs:
+        assert run["id"].startswith(re.sub("[-:Z]", "", run["time"]).replace("T", "-"))
+    pipe("report", "--run", first)
+    assert "from an earlier run" not in (folder.root / "report.html").read_text()
+    pipe("report")
+    page = (folder.root / "report.html").read_text()
+    assert (
+        "0.0 s of work · " in page
+        and " · 3 stages from an earlier run" in page
+        and page.count(" s, in an earlier run") == 3
+    )
 
 
 def test_next_repeats_overrides_and_says_nothing_without_a_report(pipe: Pipe, folder: Folder) -> None:

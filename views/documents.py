@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from layerline.pipeline.fingerprint import Fingerprint
@@ -35,8 +36,9 @@ def runs(found: Iterable[Run]) -> Document:
     rows = [
         {
             "id": run.id,
-            "time": max((r.created for r in run.records), default=""),
+            "time": run.began,
             "stages": [r.stage for r in run.records],
+            "ran": list(run.ran),
             "passed": run.passed,
         }
         for run in found
@@ -63,7 +65,12 @@ def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fing
     }
 
 
-def diff(stage: str, report: Report, run: str | None, other: Report | None) -> Document:
+def diff(stage: str, report: Report, run: str | None, other: Report | None, top: int | None = None) -> Document:
+    """Every record in the network's order; with `top` the worst so many, worst first, and the other run's of those."""
+    if top is not None:
+        report = replace(report, records=report.worst(top))
+        names = {r.name for r in report.records}
+        other = other and replace(other, records=tuple(r for r in other.records if r.name in names))
     return {"stage": stage, "run": run, "report": plain(report), "against": plain(other) if other else None}
 
 

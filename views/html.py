@@ -71,7 +71,7 @@ def page(
         _stages(run, known, {row.value: row.layer for row in rows}),
         _layers(known, rows),
         *(
-            _stage(i, record, known.get(record.stage), (logs or {}).get(record.stage, ""))
+            _stage(i, record, known.get(record.stage), (logs or {}).get(record.stage, ""), run.ran)
             for i, record in enumerate(run.records)
         ),
     ]
@@ -98,10 +98,12 @@ def _header(title: str, run: Run, reports: Mapping[str, Report], missing: Sequen
     records = [record for report in reports.values() for record in report.records]
     facts = [
         count(len(run.records), "stage"),
-        f"{sum(r.seconds for r in run.records):.1f} s of work",
+        f"{sum(r.seconds for r in run.records if r.stage in run.ran):.1f} s of work",
         count(len(records), "comparison"),
         f"{sum(not r.passed for r in records)} beyond tolerance",
     ]
+    if kept := sum(r.stage not in run.ran for r in run.records):
+        facts.append(f"{count(kept, 'stage')} from an earlier run")
     if failing := sum(not gate.passed for report in reports.values() for gate in report.gates):
         facts.append(f"{count(failing, 'gate')} failed")
     if missing:
@@ -187,11 +189,13 @@ def _figure(drawn: str) -> str:
     )
 
 
-def _stage(i: int, record: Record, report: Report | None, log: str) -> str:
+def _stage(i: int, record: Record, report: Report | None, log: str, ran: Sequence[str]) -> str:
+    """`ran` names the stages that this run made; the others it found as an earlier one had left them."""
+    whose = "" if record.stage in ran else ", in an earlier run"
     facts = {
         "artifact": f"{escape(record.kind)} <code>{escape(record.digest)}</code>",
         "key": f"<code>{escape(record.key)}</code>",
-        "finished": f"{escape(record.created)}, after {record.seconds:.1f} s",
+        "finished": f"{escape(record.created)}, after {record.seconds:.1f} s{whose}",
     }
     listed = "".join(f"<dt>{name}</dt><dd>{fact}</dd>" for name, fact in facts.items())
     said = _said(report) if report else '<p class="lead">The report of this stage is missing.</p>'

@@ -25,8 +25,11 @@ LEAST_REASON = 12  # columns; less of a reason says nothing
 def stage_line(result: Result, name_width: int, width: int) -> Text:
     """One line no wider than `width`: a reason is cut to what the figures that matter leave, the others make way."""
     record = result.record
-    worked = result.state == "ran" or (result.state == "failed" and result.seconds)
-    parts = [f"{result.name:{name_width}}", f"{result.state:7}", f"{result.seconds:7.1f} s" if worked else " " * 9]
+    parts = [
+        f"{result.name:{name_width}}",
+        f"{result.state:7}",
+        f"{result.seconds:7.1f} s" if result.worked else " " * 9,
+    ]
     if width >= ROOM_FOR_DIGEST:
         parts.append(record.digest[:12] if record else " " * 12)
     mark, style = _MARKS[result.state]

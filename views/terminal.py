@@ -222,10 +222,11 @@ def diff(out: Console, report: Report, top: int, other: Report | None, label: st
 
 
 def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A list of runs, newest first."""
-    table = _table({"run": True, "time": True, "verdict": True, "stages": False})
+    """A list of runs, newest first: which stages each ran, and which it kept as an earlier run had left them."""
+    table = _table({"run": True, "began": True, "verdict": True, "ran": False, "kept": False})
     for row in rows:
-        table.add_row(row["id"], row["time"], _verdict(row["passed"]), Text(" ".join(row["stages"])))
+        kept = [stage for stage in row["stages"] if stage not in row["ran"]]
+        table.add_row(row["id"], row["time"], _verdict(row["passed"]), *(Text(" ".join(s)) for s in (row["ran"], kept)))
     out.print(table)
 
 

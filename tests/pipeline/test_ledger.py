@@ -47,7 +47,7 @@ def test_a_record_comes_back_as_it_was(ledger: Ledger) -> None:
 
 def test_runs_come_newest_first_and_are_found_by_prefix(ledger: Ledger) -> None:
     for id_ in ("20260101-a", "20260102-b", "20260102-c"):
-        ledger.put_run(Run(id_, True, (record(digest=id_),)))
+        ledger.put_run(Run(id_, True, (record(digest=id_),), ()))
     assert [r.id for r in ledger.runs()] == ["20260102-c", "20260102-b", "20260101-a"]
     assert ledger.head("train") == record(digest="20260102-c")
     assert ledger.head("ema") is None
@@ -78,7 +78,7 @@ def test_a_torn_record_is_found_in_the_runs(text: str, ledger: Ledger, tmp_path:
     ledger.put(record())
     (tmp_path / "ledger" / "keys" / "k1.json").write_text(text)
     assert ledger.get("k1") is None
-    ledger.put_run(Run("1", True, (record("k0"), record())))
+    ledger.put_run(Run("1", True, (record("k0"), record()), ()))
     assert ledger.get("k1") == record()
 
 
@@ -90,7 +90,7 @@ def test_a_record_under_another_s_key_is_not_believed(ledger: Ledger, tmp_path: 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"id": "2", "passed": true, "records": [5]}', '{"records": null}'])
 def test_a_torn_run_is_passed_over(text: str, ledger: Ledger, tmp_path: Path) -> None:
-    ledger.put_run(Run("1", True, (record(),)))
+    ledger.put_run(Run("1", True, (record(),), ()))
     (tmp_path / "ledger" / "runs" / "2.json").write_text(text)
     assert [r.id for r in ledger.runs()] == ["1"]
 
@@ -116,7 +116,7 @@ def test_forget_lists_what_nothing_needs(ledger: Ledger, tmp_path: Path) -> None
     records = [record(f"k{i}", digest=f"d{i}", report=reports[i]) for i in range(4)]
     for i, r in enumerate(records):
         ledger.put(r)
-        ledger.put_run(Run(f"run{i}", True, (r,)))
+        ledger.put_run(Run(f"run{i}", True, (r,), ()))
     names = {p.name for p in ledger.forget(1, {"d3", "d1"})}
     dropped = {"run0.json", "run1.json", "run2.json", "k0.json", "k2.json", f"{reports[0]}.json", f"{reports[2]}.json"}
     assert names == dropped

@@ -62,7 +62,7 @@ def sample_reports() -> dict[str, Report]:
 def run_of(reports: Mapping[str, Report], **fields: Any) -> Run:
     """The run that left these reports."""
     records = tuple(record(report, **fields) for report in reports.values())
-    return Run("20250301-100011-3fa9", all(r.passed for r in records), records)
+    return Run("20250301-100011-3fa9", all(r.passed for r in records), records, tuple(r.stage for r in records))
 
 
 def record(report: Report, **fields: Any) -> Record:

@@ -111,10 +111,11 @@ def test_the_heading_of_a_comparison_is_wrapped_between_words() -> None:
 
 
 def test_only_the_stages_of_a_run_are_wrapped() -> None:
-    row = {"id": "20261129-204222-597146-63", "time": MADE, "passed": True, "stages": [f"stage-{i}" for i in range(9)]}
+    stages = [f"stage-{i}" for i in range(18)]
+    row = {"id": "20261129-204222-597146-63", "time": MADE, "passed": True, "stages": stages, "ran": stages[9:]}
     found = lines(80, terminal.runs, [row, row | {"passed": False}])
     assert max(map(len, found)) <= 80
-    assert f"20261129-204222-597146-63  {MADE}  passed   stage-0 stage-1" in found[1]
+    assert f"20261129-204222-597146-63  {MADE}  passed   stage-9  " in found[1]
     assert sum("failed" in line for line in found) == 1
 
 
