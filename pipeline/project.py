@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from layerline.pipeline import canonical, table
 from layerline.pipeline.errors import ConfigError, TaskError
+from layerline.pipeline.mistakes import mistake, nearest, numbers_in_disguise
 from layerline.pipeline.stage import Stage
 
 FILE = "pipe.yaml"
 STATE = ".layerline"
-_WANTED = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "text",
-    "list": "a list",
-    "tuple": "a list",
-    "dict": "fields",
-    "mapping": "fields",
-    "model": "fields",
-}
 _OWN_KEYS = ("name", "task", "data")
 
 
@@ -62,7 +50,7 @@ class Project:
         """
         found = next((s for s in self.stages if s.name == name), None)
         if found is None:
-            raise ConfigError(f"there is no stage {name!r} here", hint=_nearest(name, [s.name for s in self.stages]))
+            raise ConfigError(f"there is no stage {name!r} here", hint=nearest(name, [s.name for s in self.stages]))
         return found
 
     def upstream(self, stage: Stage) -> dict[str, Stage]:
@@ -108,7 +96,7 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
     raw = document.content
     for key in raw:
         if key not in _OWN_KEYS and key not in table.names():
-            raise document.error((key,), "unknown key", _nearest(str(key), [*_OWN_KEYS, *table.names()]))
+            raise document.error((key,), "unknown key", nearest(str(key), [*_OWN_KEYS, *table.names()]))
     names = _stage_names(raw, document)
     stages = _ordered([_build_stage(n, raw.get(n), document) for n in names])
     return Project(
@@ -250,29 +238,14 @@ def _build_stage(name: str, raw: Any, document: _Document) -> Stage:
         raise document.error((name,), f"expected the fields of stage {name}, saw {raw!r}")
     try:
         stage = cls.model_validate(raw or {})
-        for field, value in stage:
-            _check_key(document, (name, field), value)
-        return stage
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        loc = (name, *(part for part in first["loc"] if part != "[key]"))  # how pydantic marks a mapping's own key
-        if first["type"] == "extra_forbidden":
-            valid = _fields_at(cls, first["loc"][:-1])
-            raise document.error(loc, "unknown field", _nearest(str(loc[-1]), valid)) from None
-        if first["type"] == "literal_error" and isinstance(first["input"], str):
-            valid = [v.strip("'") for v in re.split(", | or ", first["ctx"]["expected"])]
-            raise document.error(loc, f"unknown value {first['input']!r}", _nearest(first["input"], valid)) from None
-        if first["type"] == "told":  # by a stage, in whole sentences
-            raise document.error(loc, first["ctx"]["what"], first["ctx"]["hint"]) from None
-        seen = "" if first["type"] == "missing" else f", saw {first['input']!r:.80}"
-        raise document.error(loc, f"{_expected(first['type'], first['msg'])}{seen}") from None
-
-
-def _expected(kind: str, message: str) -> str:
-    """What pydantic asks for, in the words of every other message."""
-    if (wanted := _WANTED.get(kind.partition("_")[0])) and kind.endswith(("_type", "_parsing", "_from_float")):
-        return f"expected {wanted}"
-    return message.removeprefix("Value error, ").replace("Input should be", "expected", 1)
+        told = mistake(cls, raw or {}, error)
+        raise document.error((name, *told.place), told.what, told.hint) from None
+    for told in numbers_in_disguise(raw or {}, stage.model_dump()):
+        raise document.error((name, *told.place), told.what)
+    for field, value in stage:
+        _check_key(document, (name, field), value)
+    return stage
 
 
 def _check_key(document: _Document, loc: tuple[str | int, ...], value: Any) -> None:
@@ -283,22 +256,6 @@ def _check_key(document: _Document, loc: tuple[str | int, ...], value: Any) -> N
         raise document.error(loc, f"expected a path inside the project, saw {str(value)!r}") from None
     except TypeError as error:
         raise document.error(loc, str(error)) from None
-
-
-def _fields_at(cls: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
-    """Valid field names of the model that a validation error's location points into."""
-    models: list[type[BaseModel]] = [cls]
-    for part in loc:
-        inner = [f.annotation for m in models for n, f in m.model_fields.items() if n == part or f.alias == part]
-        # An index, a mapping's key or a union's tag names no field: stay where we are.
-        models = [m for a in inner for m in _models_in(a)] or models
-    return [n for m in models for n in m.model_fields]
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [m for a in get_args(annotation) for m in _models_in(a)]
 
 
 def _ordered(stages: list[Stage]) -> tuple[Stage, ...]:
@@ -361,11 +318,6 @@ def _files_of(folder: Path, pattern: str) -> Iterator[str]:
 def is_outside(path: str) -> bool:
     """Whether a path of the configuration leads out of the project's folder."""
     return Path(path).is_absolute() or ".." in Path(path).parts
-
-
-def _nearest(name: str, valid: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, valid, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"valid names: {', '.join(sorted(set(valid)))}"
 
 
 def _as_there(target: Any, key: str | int) -> str | int:

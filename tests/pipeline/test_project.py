@@ -107,7 +107,10 @@ ERRORS: dict[str, tuple[str | bytes, str]] = {
     ),
     "a mapping merged into itself": ("source: &a {<<: *a}\n", "pipe.yaml: an alias in it stands for itself"),
     "a number for text": ("source: {ignored: 3}\n", "pipe.yaml:1:10: source.ignored: expected text, saw 3"),
-    "text for fields": ("source: {schedule: x}\n", "pipe.yaml:1:10: source.schedule: expected fields, saw 'x'"),
+    "text for fields": (
+        "source: {schedule: x}\n",
+        "pipe.yaml:1:10: source.schedule: expected the fields warmup, decay, saw 'x'",
+    ),
     "a list for a number": (
         "source: {rate: [1]}\n",
         "pipe.yaml:1:10: source.rate: expected a number, saw [1]",
@@ -122,7 +125,7 @@ ERRORS: dict[str, tuple[str | bytes, str]] = {
     ),
     "fields that are none": ("source: 5\n", "pipe.yaml:1:1: source: expected the fields of stage source, saw 5"),
     "fields that are a list": ("source: [1]\n", "pipe.yaml:1:1: source: expected the fields of stage source, saw [1]"),
-    "a missing field": ("import-numbers: {}\n", "pipe.yaml:1:1: import-numbers.file: Field required"),
+    "a missing field": ("import-numbers: {}\n", "pipe.yaml:1:1: import-numbers.file: it is required, and missing"),
     "an absolute path": (
         "import-numbers:\n  file: /data/x.json\n",
         "pipe.yaml:2:3: import-numbers.file: expected a path inside the project, saw '/data/x.json'",

@@ -1,0 +1,158 @@
+"""What is wrong with a stage's fields, in one sentence: which field, what was expected, what was seen."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+Place = tuple[str | int, ...]
+
+_WANTED = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "fields",
+    "mapping": "fields",
+}
+_INSTEAD: dict[type, str] = {int: "an integer", float: "a number", str: "text", tuple: "a list"}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A sentence about the field at `place`."""
+
+    place: Place
+    what: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """One error of pydantic's. `union` is the place of the field that offers several forms, of which this is one."""
+
+    place: Place
+    union: Place | None
+    error: ErrorDetails
+
+    @property
+    def kind(self) -> str:
+        return self.error["type"]
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        return len(self.place), len(self.error["loc"])
+
+
+def mistake(cls: type[BaseModel], raw: Mapping[Any, Any], error: ValidationError) -> Mistake:
+    """The first mistake. Of a field that takes several forms: in the form that what was written comes closest to."""
+    faults = [_located(cls, raw, e) for e in error.errors(include_url=False)]
+    faults.sort(key=lambda f: f.kind == "missing")  # the unknown name is most often the one that is missed
+    first = faults[0]
+    if first.union is None:
+        return _in_words(cls, [first])
+    forms = [f for f in faults if f.union == first.union]
+    closest = max(forms, key=lambda f: f.depth)
+    return _in_words(cls, [f for f in forms if (f.place, f.depth) == (closest.place, closest.depth)])
+
+
+def numbers_in_disguise(raw: Any, taken: Any, place: Place = ()) -> Iterator[Mistake]:
+    """Where `true` or `false` was taken for a number: pydantic lets 1 stand for true, and true for 1.
+
+    Args:
+        raw: what was written.
+        taken: what it was understood as, dumped.
+        place: where both are.
+    """
+    if isinstance(raw, bool):
+        if not isinstance(taken, bool) and taken is not None:
+            yield Mistake(place, f"expected {_INSTEAD.get(type(taken), 'fields')}, saw {raw}")
+    elif isinstance(raw, Mapping) and isinstance(taken, Mapping):
+        for key in raw.keys() & taken.keys():
+            yield from numbers_in_disguise(raw[key], taken[key], (*place, key))
+    elif isinstance(raw, list) and isinstance(taken, list | tuple) and len(raw) == len(taken):
+        for i, (ours, theirs) in enumerate(zip(raw, taken, strict=True)):
+            yield from numbers_in_disguise(ours, theirs, (*place, i))
+
+
+def nearest(name: str, valid: Sequence[str]) -> str:
+    """A hint for a name that is none of the valid ones."""
+    close = difflib.get_close_matches(name, valid, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"valid names: {', '.join(sorted(set(valid)))}"
+
+
+def _located(cls: type[BaseModel], raw: Any, error: ErrorDetails) -> _Fault:
+    """Where the error is in what was written: pydantic's own place also names a union's members and short forms."""
+    models, node, place, union = [cls], raw, list[str | int](), None
+    for part in error["loc"]:
+        if _fields(models, part) and not isinstance(node, Mapping):
+            union = tuple(place) if union is None else union  # a short form, and what it stands for
+            break
+        if _fields(models, part) or _has(node, part):
+            models = [m for a in _fields(models, part) for m in _models_in(a)] or models
+            node = node[part] if _has(node, part) else None
+            place.append(part)
+        elif part != "[key]":  # how pydantic marks a mapping's own key
+            union = tuple(place) if union is None else union
+    return _Fault(tuple(place), union, error)
+
+
+def _has(node: Any, part: str | int) -> bool:
+    if isinstance(node, list):
+        return isinstance(part, int) and part < len(node)
+    return isinstance(node, Mapping) and part in node
+
+
+def _in_words(cls: type[BaseModel], faults: Sequence[_Fault]) -> Mistake:
+    """One sentence for faults of one place; several are the forms that it takes."""
+    first = faults[0]
+    place, seen = first.place, first.error["input"]
+    if first.kind == "told":  # by a stage, in whole sentences
+        return Mistake(place, first.error["ctx"]["what"], first.error["ctx"]["hint"])
+    if first.kind == "missing":
+        return Mistake(place, "it is required, and missing")
+    if first.kind == "extra_forbidden":
+        return Mistake(place, "unknown field", nearest(str(place[-1]), _names(cls, place[:-1])))
+    if first.kind == "literal_error" and isinstance(seen, str) and len(faults) == 1:
+        valid = [v.strip("'") for v in re.split(", | or ", first.error["ctx"]["expected"])]
+        return Mistake(place, f"unknown value {seen!r}", nearest(seen, valid))
+    forms = dict.fromkeys(_expected(cls, f) for f in faults)
+    wanted = " or ".join([next(iter(forms)), *(f.removeprefix("expected ") for f in list(forms)[1:])])
+    return Mistake(place, f"{wanted}, saw {seen!r:.80}")
+
+
+def _expected(cls: type[BaseModel], fault: _Fault) -> str:
+    """What pydantic asks for, in the words of every other message."""
+    kind, message = fault.kind, fault.error["msg"]
+    if kind == "model_type" and (names := _names(cls, fault.place)):
+        return f"expected the field{'s' * (len(names) > 1)} {', '.join(names)}"
+    if (wanted := _WANTED.get(kind.partition("_")[0])) and kind.endswith(("_type", "_parsing", "_from_float")):
+        return f"expected {wanted}"
+    return message.removeprefix("Value error, ").replace("Input should be", "expected", 1)
+
+
+def _names(cls: type[BaseModel], place: Place) -> list[str]:
+    """Valid field names at a place; an index or a mapping's key names no field: there it is what they hold."""
+    models: list[type[BaseModel]] = [cls]
+    for part in place:
+        models = [m for a in _fields(models, part) for m in _models_in(a)] or models
+    return [n for m in models for n in m.model_fields]
+
+
+def _fields(models: Sequence[type[BaseModel]], part: str | int) -> list[Any]:
+    """What the models' fields of that name take."""
+    return [f.annotation for m in models for n, f in m.model_fields.items() if part in (n, f.alias)]
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for a in get_args(annotation) for m in _models_in(a)]

@@ -1,0 +1,36 @@
+"""Wrong fields of the stages themselves, told with line and field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.project import load
+
+
+@pytest.mark.parametrize(
+    ("stage", "text", "told"),
+    [
+        ("export", "tolerance: 0.1", "export.tolerance: expected 'auto' or the fields rtol, atol, saw 0.1"),
+        ("export", "tolerance: loose", "export.tolerance: expected 'auto' or the fields rtol, atol, saw 'loose'"),
+        ("export", "tolerance: {rtol: x}", "export.tolerance.rtol: expected a number, saw 'x'"),
+        ("export", "tolerance: {rtol: true}", "export.tolerance.rtol: expected a number, saw True"),
+        ("export", "dynamic: {x: {0: 5}}", "export.dynamic.x.0: expected the fields name, min, max, multiple, saw 5"),
+        (
+            "engine",
+            "profiles: [{n: {min: 1, opt: a, max: 3}}]",
+            "engine.profiles.0.n.opt: expected an integer or a list, saw 'a'",
+        ),
+        ("engine", "profiles: [{n: 4}]", "engine.profiles.0.n: expected the fields min, opt, max, saw 4"),
+        ("quantize", "max_drop: true", "quantize.max_drop: expected a number, saw True"),
+        ("train", "epochs: true", "train.epochs: expected an integer, saw True"),
+    ],
+)
+def test_with_line_and_field(stage: str, text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "pipe.yaml").write_text(f"{stage}:\n  {text}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path)
+    assert str(caught.value).startswith("pipe.yaml:2:")
+    assert str(caught.value).endswith(told)
