@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from torch import Tensor
 
 from layerline.training import norms
+from layerline.training.folding import folded
 from layerline.training.lane import Lane
 from layerline.training.optimizers import TABLE, own_groups
 from layerline.training.refused import refused
 
+LISTED = 60
+"""Parameters that are listed one by one."""
 _HEAD = ("lr", "betas", "eps", "momentum", "nesterov", "alpha", "rho", "weight_decay", "fused", "foreach")
 
 
@@ -44,10 +48,8 @@ class Plan:
     others: tuple[Plan, ...] = ()
 
     def __str__(self) -> str:
-        width = max(len(n) for n in self.groups)
         lines = [f"{self.model}: {self.optimizer}" if self.model else self.optimizer, "", "groups"]
-        lines += [f"  {n:<{width}}  {g:<8}  {why:<10} {size:>12,}" for n, (g, why, size) in self.groups.items()]
-        lines += ["", "learning rate"] + [f"  step {step:>9,}  {rate:.3e}" for step, rate in self.curve]
+        lines += [*_group_lines(self.groups), "", "learning rate", *_curve_lines(self.curve)]
         lines += ["", f"bytes per trained parameter ({self.elements:,} of them)"]
         for kind, (planned, measured) in self.bytes.items():
             seen = "not measured yet" if measured is None else f"measured {measured / self.elements:.2f}"
@@ -57,6 +59,23 @@ class Plan:
         lines += ["", "refused beside what is configured here", *refusals[: self.near]]
         lines += ["", "refused elsewhere", *refusals[self.near :]]
         return "\n\n\n".join(["\n".join(lines), *map(str, self.others)])
+
+
+def _group_lines(groups: Mapping[str, tuple[str, str, int]]) -> Iterator[str]:
+    """A line for each parameter; of many, one for those that differ in a number of their name alone."""
+    rows = list(folded(groups)) if len(groups) > LISTED else [(name, 1, told) for name, told in groups.items()]
+    width = max(len(name) for name, _, _ in rows)
+    for name, count, (group, why, size) in rows:
+        times = f" x {count}" if count > 1 else ""
+        yield f"  {name:<{width}}  {group:<8}  {why:<10} {size:>12,}{times}"
+
+
+def _curve_lines(curve: Sequence[tuple[int, float]]) -> Iterator[str]:
+    """A line for each point; one from the first to the last of those where the rate stays."""
+    for rate, points in groupby(curve, key=lambda point: f"{point[1]:.3e}"):
+        steps = [step for step, _ in points]
+        to = f" to {steps[-1]:,}" if len(steps) > 1 else ""
+        yield f"  step {steps[0]:>9,}{to}  {rate}"
 
 
 def plan_all(lanes: Mapping[str, Lane]) -> Plan:
