@@ -188,7 +188,8 @@ def resume(
 ) -> None:
     """Go on with a training that was cut short, or prove that going on changes no bit.
 
-    Alone it is `pipe run train`: a training that was cut short goes on by itself, whichever command asks for it.
+    Alone it is `pipe run train`, with the --set that the training had: one that was cut short goes on by itself,
+    whichever command asks for it.
     """
     from layerline.pipeline import resume as resuming
     from layerline.views import documents, terminal
@@ -198,7 +199,10 @@ def resume(
     if not prove:
         if steps is not None:
             raise PipeError("--steps goes with --prove", hint="how long to train stands in pipe.yaml")
-        run([stage.name], sets=sets, as_json=as_json, folder=folder)
+        with_sets, told = resuming.going_on(project, stage)
+        if told:
+            typer.echo(told, err=as_json)
+        run([stage.name], sets=list(with_sets), as_json=as_json, folder=folder)
         return
     project.require_task([stage.name])
     live = terminal.listener([stage], silent=as_json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from layerline.pipeline import canonical, env
@@ -16,6 +17,10 @@ from layerline.pipeline.reasons import describe
 from layerline.pipeline.stage import Stage
 from layerline.pipeline.store import Artifact, DamagedError, Store
 
+CHECKPOINTS = "scratch/checkpoints"
+"""In a stage's working folder: what it goes on from."""
+SETS = "sets.json"
+"""Beside it: the overrides of the run that began it."""
 _DATA_HOOKS = frozenset({"train_data", "eval_data", "calib_data", "example_inputs"})
 
 
@@ -138,7 +143,7 @@ class Planner:
 
     def _why(self, stage: Stage, parts: Mapping[str, Any], key: str) -> str:
         before = self.ledger.head(stage.name)
-        if any((self.project.state / "work" / key / "scratch" / "checkpoints").glob("*")):
+        if has_checkpoint(self.project.state / "work" / key):
             return "not finished yet; a checkpoint is there to go on from"
         if before is None:
             return "never ran"
@@ -155,6 +160,11 @@ def open_planner(project: Project, *, memo: bool = True) -> Planner:
     state = project.state
     hasher = Hasher(state / "cache" / "digests.json" if memo else None)
     return Planner(project, Store(state / "store", hasher), Ledger(state / "ledger"), hasher)
+
+
+def has_checkpoint(work: Path) -> bool:
+    """Whether a stage that was cut short left one in its working folder."""
+    return any((work / CHECKPOINTS).glob("*"))
 
 
 def shown(parts: Mapping[str, Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ class Project:
         task: the user's task file, relative to root.
         data: files whose content the data hooks read, relative to root.
         stages: the stages in the order they run.
+        sets: the `key.path=value` that pipe.yaml was overridden with.
     """
 
     root: Path
@@ -36,6 +38,7 @@ class Project:
     task: str
     data: tuple[str, ...]
     stages: tuple[Stage, ...]
+    sets: tuple[str, ...] = ()
 
     @property
     def state(self) -> Path:
@@ -105,7 +108,13 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
         task=_text(document, "task", "task.py"),
         data=_data_files(document, folder),
         stages=stages,
+        sets=tuple(overrides),
     )
+
+
+def written(overrides: Sequence[str]) -> str:
+    """Overrides as one types them."""
+    return " ".join(f"--set {shlex.quote(text)}" for text in overrides)
 
 
 class _Document:

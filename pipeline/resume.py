@@ -1,14 +1,17 @@
-"""`pipe resume`: the stage that goes on where it was cut short, and the proof that it does so bit for bit."""
+"""`pipe resume`: the training that was cut short, what it was asked for, and the proof that going on changes no bit."""
 
 from __future__ import annotations
 
+import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.plan import open_planner
-from layerline.pipeline.project import Project
+from layerline.pipeline.plan import CHECKPOINTS, SETS, has_checkpoint, open_planner
+from layerline.pipeline.project import Project, load, written
 from layerline.pipeline.report import Report
 from layerline.pipeline.runner import Listener, ranks
 from layerline.pipeline.stage import Stage, Work
@@ -35,6 +38,36 @@ def resumable(project: Project) -> Stage:
         names = ", ".join(s.name for s in project.stages)
         raise ConfigError(f"nothing is trained in this project; its stages are {names}", hint="pipe run all")
     return found
+
+
+def going_on(project: Project, stage: Stage) -> tuple[tuple[str, ...], str]:
+    """The `--set` values with which the stage goes on, and what is to be said of that.
+
+    Those that the project was read with; without any, those that the training which was cut short last had, as long
+    as with them it would still be the same training.
+    """
+    if not project.sets:
+        for sets in _cut_short(project.state):
+            with suppress(ConfigError):  # pipe.yaml was edited so that they don't fit it any more
+                if _goes_on(load(project.root, sets), stage.name):
+                    return sets, f"going on with {written(sets)}" if sets else ""
+    step = open_planner(project).step(stage, {})
+    if step.artifact or _goes_on(project, stage.name):
+        return project.sets, ""
+    return project.sets, f"no training was cut short that goes on with these settings: {stage.name} begins anew"
+
+
+def _goes_on(project: Project, stage: str) -> bool:
+    step = open_planner(project).step(project.stage(stage), {})
+    return step.artifact is None and has_checkpoint(project.state / "work" / str(step.key))
+
+
+def _cut_short(state: Path) -> Iterator[tuple[str, ...]]:
+    """What each work that left a checkpoint was overridden with, the newest first."""
+    found = [work for work in (state / "work").glob("*") if has_checkpoint(work)]
+    for work in sorted(found, key=lambda w: (w / CHECKPOINTS).stat().st_mtime_ns, reverse=True):
+        with suppress(OSError, ValueError):  # it was never written, or torn
+            yield tuple(json.loads((work / SETS).read_text("utf-8")))
 
 
 def prove(project: Project, steps: int, listener: Listener) -> Report:

@@ -10,6 +10,7 @@ together, when rank 0 says so, and what they write is thrown away.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -23,8 +24,9 @@ from typing import Any, Literal, Protocol
 from filelock import FileLock, Timeout
 
 from layerline.pipeline.errors import PipeError, StageError, TaskError, machine_lacks
+from layerline.pipeline.files import write_atomic
 from layerline.pipeline.ledger import Record, Run, new_run_id
-from layerline.pipeline.plan import Planner, Step, open_planner, shown
+from layerline.pipeline.plan import SETS, Planner, Step, open_planner, shown
 from layerline.pipeline.presence import at_work
 from layerline.pipeline.project import Project
 from layerline.pipeline.report import Report
@@ -244,6 +246,7 @@ class Runner:
                 return replace(now, reason="made by another process"), False
             if not forced and (adopted := self._adopt(now, work)):
                 return replace(now, artifact=adopted, reason="finished by a run that was cut short"), False
+            write_atomic(work / SETS, json.dumps(self.project.sets), durable=False)
             self.listener.started(step.stage, reason)
             record, artifact = self._execute(step, work, made)
             return replace(step, record=record, artifact=artifact), True

@@ -188,6 +188,47 @@ def test_resume_alone_is_run(pipe: Pipe, proved: list[int]) -> None:
     )
 
 
+def cut_short(folder: Folder, *sets: str, at: int) -> None:
+    """What a training leaves that is killed after its first checkpoint."""
+    step = folder.runner(*sets).planner.steps()[0]
+    work = folder.state / "work" / str(step.key)
+    checkpoints = work / "scratch" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "step-1.safetensors").touch()
+    (work / "sets.json").write_text(json.dumps(sets))
+    os.utime(checkpoints, ns=(at, at))
+
+
+def test_resume_goes_on_with_what_was_set(pipe: Pipe, proved: list[int], folder: Folder) -> None:
+    cut_short(folder, "source.rate=3", at=1)
+    cut_short(folder, "source.rate=2", "double.factor=3", at=2)
+    said = pipe("resume")
+    assert said.out.splitlines()[0] == "going on with --set source.rate=2 --set double.factor=3"
+    assert "(not finished yet; a checkpoint is there to go on from)" in said.out
+    assert said.out.splitlines()[-1] == "next: pipe run all --set source.rate=2 --set double.factor=3"
+    document = pipe("resume", "--json")
+    assert document.err == "going on with --set source.rate=3\n"
+    assert document.document["stages"][0]["state"] == "ran"
+
+
+def test_resume_says_where_it_begins_anew(pipe: Pipe, proved: list[int], folder: Folder) -> None:
+    anew = "no training was cut short that goes on with these settings: source begins anew"
+    cut_short(folder, "source.rate=3", at=1)
+    assert pipe("resume", "--set", "source.rate=4").out.splitlines()[0] == anew
+    assert "going on" not in pipe("resume", "--set", "source.rate=3").out, "as it was asked"
+    cut_short(folder, "source.rate=7", at=2)
+    folder.write("pipe.yaml", "source: {epochs: 2}\n")  # with these, rate 7 would be another training
+    assert pipe("resume").out.splitlines()[0] == anew
+    assert pipe("resume").out.splitlines()[0].startswith("✓ source  cached")
+
+
+def test_a_run_leaves_its_overrides_to_resume(pipe: Pipe, folder: Folder) -> None:
+    folder.write("pipe.yaml", "fault: {how: interrupt}\n")
+    assert pipe("run", "all", "--set", "fault.how=interrupt").code == 130
+    (left,) = folder.state.glob("work/*/sets.json")
+    assert json.loads(left.read_text()) == ["fault.how=interrupt"]
+
+
 def test_resume_prove(pipe: Pipe, proved: list[int], folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     said = pipe("resume", "--prove")
     assert (said.code, said.err, proved) == (0, "", [10])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from rich.text import Text
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, shown
+from layerline.pipeline.project import written
 from layerline.pipeline.reasons import awaited, changes
 from layerline.pipeline.report import Report
 from layerline.pipeline.runner import Outcome, Result
@@ -124,7 +124,7 @@ def outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = ()) -
     if failed is not None:
         hint = f"pipe diff {failed.name}" if failed.record else ""
     elif done.out_of_date:
-        hint = " ".join(["pipe run all", *(f"--set {shlex.quote(text)}" for text in sets)])
+        hint = f"pipe run all {written(sets)}".rstrip()
     else:
         hint = "pipe report"
     if hint:
