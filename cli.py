@@ -33,7 +33,8 @@ app = typer.Typer(
 Folder = Annotated[Path, typer.Option("--project", "-C", help="The project's folder.", show_default="this one")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of pipe.yaml.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
-StageName = Annotated[str, typer.Argument(metavar="STAGE", help="train, ema, export, fuse, quantize or engine.")]
+STAGES = "train, ema, export, fuse, quantize, engine; import-weights or import-onnx where the project starts there"
+StageName = Annotated[str, typer.Argument(metavar="STAGE", help=f"One of {STAGES}.")]
 DEBUGGED = "export or fuse"
 TOP = 20  # values that `pipe diff` shows where nobody says how many
 _HERE = Path()
@@ -144,7 +145,7 @@ def init(
 
 @app.command()
 def run(
-    stages: Annotated[list[str], typer.Argument(metavar="all | STAGE…", help="What to bring up to date.")],
+    stages: Annotated[list[str], typer.Argument(metavar="all | STAGE…", help=f"What to bring up to date: {STAGES}.")],
     force: Annotated[bool, typer.Option("--force", help="Rerun the named stages even when they are fresh.")] = False,
     sets: Sets = None,
     as_json: AsJson = False,

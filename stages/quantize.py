@@ -245,6 +245,7 @@ def _write(out: Path, made: _Made) -> None:
 
 
 def _report(stage: Quantize, made: _Made, feeds: list[Feed]) -> Report:
+    from layerline.graph.noise import drawn, unjudged
     from layerline.graph.qdq import weight_sqnr
     from layerline.layers.compare import compare
     from layerline.layers.flips import blamed
@@ -252,13 +253,14 @@ def _report(stage: Quantize, made: _Made, feeds: list[Feed]) -> Report:
     if stage.mode == "none":
         return Report(stage=stage.name, notes=("mode none: the model is passed on as it is",))
     rows = _table(made, weight_sqnr(made.reference, made.plan))
-    records = blamed(compare(made.reference, made.measured, feeds, isolated=True), made.reference.model.graph)
+    graph = made.reference.model.graph
+    records = blamed(compare(made.reference, made.measured, feeds, isolated=True), graph)
     return Report(
         stage=stage.name,
         reference="float onnx on onnxruntime",
         candidate=f"{stage.mode} onnx on onnxruntime",
         records=tuple(_with_columns(r, rows, made.plan) for r in records),
-        metrics=_counts(stage, made),
+        metrics=unjudged(graph, drawn(made.reference.model)) | _counts(stage, made),
         gates=_same_on_runtime(stage, made, feeds),
         notes=made.notes,
         tables={"quantized": list(rows.values()), "stays float": [dataclasses.asdict(k) for k in made.plan.kept]},
@@ -312,7 +314,10 @@ def _same_on_runtime(stage: Quantize, made: _Made, feeds: list[Feed]) -> tuple[G
         return ()
     apart = compare(made.measured, made.model, feeds, pairs={})
     lost = {r.name: r.rel_l2 or 0.0 for r in compare(made.reference, made.measured, feeds, pairs={})}
-    worst = max(apart, key=lambda r: r.rel_l2 or 0.0)
+    judged = [r for r in apart if r.rel_l2 is not None]
+    if not judged:  # every output is drawn at random
+        return ()
+    worst = max(judged, key=lambda r: r.rel_l2 or 0.0)
     # Leaving roundings out moves a result no further than the roundings themselves did, or it is another result.
     allowed = max(0.01, 4 * max(lost.values()))
     passed = all(r.passed for r in apart) and (worst.rel_l2 or 0.0) <= allowed

@@ -498,6 +498,9 @@ def test_version_and_help(pipe: Pipe) -> None:
     from layerline import __version__
 
     assert pipe("--version") == Said(0, f"{__version__}\n", "")
+    for command in ("run", "diff", "explain", "path"):
+        shown = " ".join(pipe(command, "--help").out.split()).replace("- ", "-")
+        assert all(name in shown for name in table.BUILT_IN), f"{command} names every stage"
     said = pipe("--help")
     assert said.code == 0
     for command in (

@@ -16,6 +16,7 @@ _MARKS = {"ran": ("✓", "green"), "cached": ("✓", "dim"), "failed": ("✗", "
 _GAP = "  "
 FIGURES = 3
 COMPUTE = "compute"
+NOT_JUDGED = "not_judged"  # the figure that names what is random, and compared with nothing
 MATTER = 2  # of the worst layer and the figures: those that no reason pushes out
 ROOM_FOR_DIGEST = 100  # columns; narrower terminals show figures in its place
 LEAST_WORST = 26  # columns for the worst layer, its figure included
@@ -50,7 +51,7 @@ def _told(record: Record, room: int) -> list[str]:
     found = figures(record.metrics)
     # A long name makes room for the first figure, where what is left of it still says something.
     beside = room - cell_len(found[0] + _GAP) if found else room
-    worst = _worst(record.worst, beside if beside >= LEAST_WORST else room) if record.worst else ""
+    worst = _worst(record, beside if beside >= LEAST_WORST else room)
     return [text for text in (worst, *found) if text]
 
 
@@ -81,13 +82,14 @@ def _gathered(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _worst(worst: Mapping[str, Any], room: int) -> str:
+def _worst(record: Record, room: int) -> str:
     """The layer that differs most; of a name longer than the room for it the end, which tells it from its likes."""
+    worst = record.worst or {}
     if worst.get("sqnr_db") is None:
         return ""
     db = float(worst["sqnr_db"])
     if db == float("inf"):
-        return "all equal"
+        return "all that is judged equal" if NOT_JUDGED in record.metrics else "all equal"
     name, figure = str(worst["layer"]), f"{grid.decibels(db)} dB"
     over = cell_len(f"worst {name} {figure}") - room
     return f"worst {f'…{name[over + 1 :]}' if over > 0 else name} {figure}"

@@ -274,6 +274,14 @@ def test_where_nothing_is_converted_a_note_says_so(work):
     assert not any("compute in fp16;" in note for note in report.notes)
 
 
+@pytest.mark.parametrize("mode", ["fp16", "int8"])
+def test_outputs_that_are_drawn_at_random_are_judged_by_nobody_and_said_not_to_be(work, mode):
+    net = model("g (float[n, 3, 6, 6] x) => (float[n, 3, 6, 6] y) { a = Relu (x) y = RandomNormalLike (a) }")
+    report = Quantize(mode=mode).run(work(net=net))
+    assert report.passed and report.gates == ()
+    assert report.metrics["not_judged"] == "output y: random (RandomNormalLike)"
+
+
 def test_what_overflows_on_the_samples_stays_float32_and_is_listed(work):
     body = "h = Relu (x)\n b = Mul (h, k)\n q = Mul (b, b)\n y = Mul (q, i)"
     net = model(

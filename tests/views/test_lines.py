@@ -69,3 +69,11 @@ def test_equal_everywhere() -> None:
     report = Report(stage="fuse", records=(diff("conv", "conv", db=math.inf),))
     result = Result(name="fuse", state="cached", reason="fresh", record=record(report))
     assert stage_line(result, 4, 80).plain.endswith("  all equal")
+
+
+def test_what_is_not_judged_is_not_said_to_be_equal() -> None:
+    metrics = {"not_judged": "output z: random (RandomNormalLike)"}
+    report = Report(stage="fuse", records=(diff("conv", "conv", db=math.inf), diff("z", "z")), metrics=metrics)
+    result = Result(name="fuse", state="cached", reason="fresh", record=record(report))
+    line = stage_line(result, 4, 120).plain
+    assert line.endswith("  all that is judged equal  not judged output z: random (RandomNormalLike)")
