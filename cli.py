@@ -272,7 +272,10 @@ def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder
 @app.command()
 def diff(
     stage: StageName,
-    against: Annotated[str | None, typer.Option(metavar="RUN", help="Show another run's figures beside.")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Show another run's figures beside: an id of `pipe runs`, or `previous`."),
+    ] = None,
     top: Annotated[
         int | None,
         typer.Option(
@@ -300,7 +303,9 @@ def diff(
 @app.command()
 def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path("report.html"),
-    run_id: Annotated[str, typer.Option("--run", metavar="RUN", help="Which run.")] = "last",
+    run_id: Annotated[
+        str, typer.Option("--run", metavar="RUN", help="Which run: an id of `pipe runs`, `last` or `previous`.")
+    ] = "last",
     folder: Folder = _HERE,
 ) -> None:
     """One self-contained HTML page for a run."""

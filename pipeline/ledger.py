@@ -10,7 +10,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,20 +141,23 @@ class Ledger:
         return next((r for run in self.runs() for r in run.records if r.stage == stage), None)
 
     def find_run(self, run_id: str, stage: str = "") -> Run:
-        """The run whose id starts with `run_id`; "last" and "previous" are of those with a result of `stage`.
+        """The run whose id starts with `run_id`, or the "last" or "previous" one.
+
+        With a stage, the last is the newest with a result of it, and the previous the newest with another result.
 
         Raises:
             PipeError: none does, or several do.
         """
         runs = list(self.runs())
         if stage and run_id in ("last", "previous"):
-            runs = [run for run in runs if any(r.stage == stage for r in run.records)]
+            runs = _of_results(runs, stage)
         position = {"last": 0, "previous": 1}.get(run_id)
         found = runs[position : position + 1] if position is not None else [r for r in runs if r.id.startswith(run_id)]
         if len(found) == 1:
             return found[0]
         if run_id == "previous" and len(runs) == 1:
-            raise PipeError("there is only one run", hint=f"it is {runs[0].id}")
+            only = f"stage {stage} has had one result so far" if stage else "there is only one run"
+            raise PipeError(only, hint=f"the newest run with it is {runs[0].id}" if stage else f"it is {runs[0].id}")
         known = ", ".join(r.id for r in runs[:5]) or "none"
         raise PipeError(
             f"{'no run' if not found else 'more than one run'} matches {run_id!r}", hint=f"newest runs: {known}"
@@ -172,6 +175,16 @@ class Ledger:
             else:
                 dropped.append(path)
         return dropped + [p for p in sorted(self._reports.glob("*.json")) if p.stem not in reports]
+
+
+def _of_results(runs: Iterable[Run], stage: str) -> list[Run]:
+    """Of the runs, newest first, those that end a row of equal results of a stage."""
+    found: list[tuple[str, Run]] = []
+    for run in runs:
+        report = next((r.report for r in run.records if r.stage == stage), None)
+        if report is not None and (not found or found[-1][0] != report):
+            found.append((report, run))
+    return [run for _, run in found]
 
 
 def new_run_id() -> str:
