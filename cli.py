@@ -285,7 +285,10 @@ def diff(
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """The per-layer table of a stage's newest run, worst first."""
+    """The per-layer table of a stage's newest run, worst first.
+
+    The page of `pipe report` ends with what the columns mean; so does docs/cli.md.
+    """
     from layerline.pipeline import lookup
     from layerline.views import documents, terminal
 

@@ -16,6 +16,7 @@ from layerline.views.shape import shape
 Kind = Literal["text", "verdict", "number", "low", "high"]
 FAILED = "✗"
 ROWS_AT_FIRST = 25
+SHARE = "clipped"  # the column that holds a share of 1, and is shown in per cent
 LONG = 48  # characters; a longer text is wrapped, as in page.js
 MEASURES: Mapping[Measure, str] = {"rel_l2": "relative L2", "max_abs": "max |a-b|", "mean_abs": "mean |a-b|"}
 
@@ -210,6 +211,8 @@ def _free_column(key: str, cells: Sequence[Scalar], worse: Kind) -> tuple[Column
         return Column(heading(key)), [figure(c) for c in cells]
     if key.endswith("_db"):
         return Column(heading(key), "low"), [decibels(None if c is None else float(c)) for c in cells]
+    if key == SHARE:
+        return Column(f"{key} %", worse), ["" if c is None else figure(100 * float(c)) for c in cells]
     return Column(heading(key), worse), [figure(c) for c in cells]
 
 

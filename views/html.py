@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from layerline.pipeline.ledger import Record, Run
 from layerline.pipeline.report import Gate, Report, Scalar
+from layerline.views import glossary
 from layerline.views.chart import chart
 from layerline.views.curves import curves, validated
 from layerline.views.follow import MERGED, Followed, follow, follow_views
@@ -74,6 +75,7 @@ def page(
             _stage(i, record, known.get(record.stage), (logs or {}).get(record.stage, ""), run.ran)
             for i, record in enumerate(run.records)
         ),
+        f"<section>{_folded('What the columns mean', _columns(), len(glossary.TERMS))}</section>",
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -84,6 +86,11 @@ def page(
         + "\n".join(body)
         + f"\n</main>\n<script>{script}</script>\n</body>\n</html>\n"
     )
+
+
+def _columns() -> str:
+    told = '<p class="lead">a is the reference and b the candidate of a stage: what stands above its tables.</p>'
+    return told + scrolling(table(glossary.view(), "What the columns mean"), "What the columns mean")
 
 
 def _policy(style: str, script: str) -> str:

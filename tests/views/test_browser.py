@@ -151,4 +151,5 @@ def test_long_texts_are_wrapped_with_the_script_and_without(tmp_path: Path) -> N
     report = Report(stage="quantize", tables={"Left in float": rows})
     text = page("mnist", run_of({"quantize": report}), {"quantize": report})
     for document in (text, rendered(tmp_path, text)):
-        assert re.findall(r'<td class="text long">(.*?)</td>', document) == ["w" * (LONG + 1)]
+        ours, _ = document.split("What the columns mean", 1)
+        assert re.findall(r'<td class="text long">(.*?)</td>', ours) == ["w" * (LONG + 1)]

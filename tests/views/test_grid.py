@@ -90,8 +90,8 @@ def test_what_a_tolerance_bounds_is_named_as_its_column_is() -> None:
 def test_extra_columns_by_what_they_hold() -> None:
     rows = [{"isolated_sqnr_db": 31.04, "clipped": 0.25}, {"isolated_sqnr_db": math.inf, "why": "graph output"}]
     view = free_view(rows)
-    assert view.columns == (Column("isolated SQNR dB", "low"), Column("clipped", "number"), Column("why"))
-    assert view.rows == [("31.0", "0.25", ""), ("equal", "", "graph output")]
+    assert view.columns == (Column("isolated SQNR dB", "low"), Column("clipped %", "number"), Column("why"))
+    assert view.rows == [("31.0", "25", ""), ("equal", "", "graph output")]
 
 
 def test_an_extra_column_may_share_a_name_without_loss() -> None:

@@ -1,0 +1,52 @@
+"""Every column has a meaning, and docs/cli.md gives the same; LAYERLINE_WRITE_DOCS=1 writes it anew."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from layerline.pipeline.report import Report
+from layerline.views import glossary, layers
+from layerline.views.grid import records_view
+from layerline.views.html import page
+from tests.views.samples import diff, run_of, sample_reports
+
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
+MARK = "<!-- columns -->\n"
+# What stages put into `extra`, and the columns that say what they are about.
+EXTRAS = {
+    "isolated_sqnr_db": 1.0, "weight_sqnr_db": 1.0, "clipped": 0.001, "floor": 1e-7, "ratio": 0.5, "source": "t:3",
+    "flips": 2, "nondeterministic": "RandomNormal", "cause": "it jumps", "update_ratio": 0.1, "dead": True,
+    "network_layer": "conv",
+}  # fmt: skip
+PLAIN = {"op", "shape", "dtype"}
+
+
+def test_the_docs_have_the_same_table() -> None:
+    before, *rest = PAGE.read_text("utf-8").split(MARK)
+    if os.environ.get("LAYERLINE_WRITE_DOCS"):
+        PAGE.write_text(before + MARK + glossary.markdown() + MARK + rest[1], "utf-8")
+    assert PAGE.read_text("utf-8") == before + MARK + glossary.markdown() + MARK + rest[1]
+
+
+def test_every_column_is_explained() -> None:
+    names = {name for t in glossary.TERMS for text in (t.name, t.page) for name in text.split(", ") if name}
+    record = diff("v", "m", db=30.0, max_abs=1.0, mean_abs=1.0, cosine=1.0, tolerance=1.0, nonfinite_a=1, extra=EXTRAS)
+    terminal = {c.label for c in layers.columns([record], None)} - {""}
+    told = {n for t in glossary.TERMS for n in (t.name, t.page, t.meaning)}
+    on_page = {c.label for c in records_view([record]).columns}
+    for label in (terminal | on_page) - PLAIN:
+        assert label in names or any(label in text for text in told), label
+
+
+def test_the_page_ends_with_it() -> None:
+    reports = sample_reports()
+    text = page("mnist", run_of(reports), reports)
+    assert text.index("What the columns mean") > text.index('id="stage-5"')
+    assert "the layer&#x27;s own error" in text
+
+
+def test_shares_are_per_cent_on_the_page_too() -> None:
+    report = Report(stage="quantize", records=(diff("v", db=30.0, extra={"clipped": 0.0019}),))
+    view = records_view(report.records)
+    assert dict(zip([c.label for c in view.columns], view.rows[0], strict=True))["clipped %"] == "0.19"
