@@ -58,7 +58,8 @@ class Record:
 class Run:
     """One `pipe run` that changed something: the record of every stage it ended with, in order.
 
-    `ran` names the stages whose records it made; those of the others are of an earlier run, and so are their times.
+    `ran` names the stages that were at work in it: those that left their record, or ended in an error. The records of
+    others are of an earlier run, and so are their times.
     """
 
     id: str

@@ -126,7 +126,8 @@ def _in_words(cls: type[BaseModel], faults: Sequence[_Fault]) -> Mistake:
         return Mistake(place, f"unknown value {seen!r}", nearest(seen, valid))
     forms = dict.fromkeys(_expected(cls, f) for f in faults)
     wanted = " or ".join([next(iter(forms)), *(f.removeprefix("expected ") for f in list(forms)[1:])])
-    return Mistake(place, f"{wanted}, saw {seen!r:.80}")
+    alone = wanted == "expected a list" and isinstance(seen, str | int | float)
+    return Mistake(place, f"{wanted}, saw {seen!r:.80}", f"a list of one: [{seen}]" if alone else "")
 
 
 def _expected(cls: type[BaseModel], fault: _Fault) -> str:

@@ -83,7 +83,7 @@ def _written(text: str) -> str:
 
 def _set(side: Parts, name: str) -> list[str]:
     """The values at and below a name, without those left open."""
-    return [v for v in (*((side[name],) if name in side else ()), *_below(side, name)) if v != "None"]
+    return [v for v in (*((side[name],) if name in side else ()), *_below(side, name)) if v not in ("None", "")]
 
 
 def _below(side: Parts, name: str) -> list[str]:

@@ -320,7 +320,7 @@ class Runner:
         with suppress(OSError) if errored else nullcontext():
             passed, ran = (
                 all(r.state in ("ran", "cached") for r in results),
-                tuple(r.name for r in results if r.record and r.worked),
+                tuple(r.name for r in results if r.worked),
             )
             self.ledger.put_run(Run(run_id, passed, records, ran))
         return run_id

@@ -99,7 +99,7 @@ def test_run_force_and_set(pipe: Pipe) -> None:
     }
     assert states == {"source": ("cached", "fresh"), "double": ("ran", "forced")}
     done = pipe("run", "all", "--set", "double.factor=3", "--set", "source.ignored=x", "--json").document
-    assert [s["reason"] for s in done["stages"]] == ["ignored  -> x", "factor 2 -> 3", "input model changed"]
+    assert [s["reason"] for s in done["stages"]] == ["ignored unset -> x", "factor 2 -> 3", "input model changed"]
 
 
 def test_a_gate_that_fails_exits_1_and_says_what_to_do(pipe: Pipe, folder: Folder) -> None:
@@ -439,6 +439,18 @@ def test_runs(pipe: Pipe) -> None:
     assert rows[0] == ["run", "began", "verdict", "ran", "kept"]
     assert rows[1] == [newest, first["time"], "passed", "double", "judge", "source"]
     assert [first["ran"], second["ran"]] == [["double", "judge"], ["source"]]
+
+
+def test_a_run_names_the_stage_that_ended_in_an_error(pipe: Pipe, folder: Folder) -> None:
+    folder.write("pipe.yaml", "fault: {how: stage}\n")
+    pipe("run", "source")
+    pipe("run", "all")
+    row = pipe("runs", "--json").document["runs"][0]
+    assert (row["passed"], row["ran"], row["stages"]) == (
+        False,
+        ["double", "judge", "fault"],
+        ["source", "double", "judge"],
+    )
 
 
 def test_a_run_that_goes_back_has_its_own_time_and_says_what_it_kept(pipe: Pipe, folder: Folder) -> None:

@@ -37,6 +37,7 @@ class Fields(BaseModel):
     sizes: dict[str, Size] = {}
     only: Bounds | None = None
     count: int | None = None
+    names: list[str] = []
     flags: dict[str, bool] = {}
     values: dict[str, float] = {}
 
@@ -76,6 +77,15 @@ def test_an_unknown_field_of_a_form_names_the_nearest() -> None:
     with pytest.raises(ValidationError) as caught:
         Fields.model_validate(raw)
     assert mistake(Fields, raw, caught.value).hint == "did you mean 'low'?"
+
+
+@pytest.mark.parametrize(
+    ("written", "hint"), [("head", "a list of one: [head]"), (3, "a list of one: [3]"), ({"a": 1}, "")]
+)
+def test_one_item_is_told_how_to_be_a_list(written: Any, hint: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Fields.model_validate({"names": written})
+    assert mistake(Fields, {"names": written}, caught.value).hint == hint
 
 
 @pytest.mark.parametrize(

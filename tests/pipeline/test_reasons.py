@@ -23,6 +23,7 @@ def test_parts_in_words() -> None:
     assert describe(OLD, OLD | {"config.lr": "0.2"}) == "lr 0.1 -> 0.2"
     assert describe(OLD, OLD | {"config.new": "1"}) == "new unset -> 1"
     assert describe(OLD, OLD | {"config.new": "None"}) == "new added"
+    assert describe(OLD | {"config.key": ""}, OLD | {"config.key": "ema"}) == "key unset -> ema"
     assert describe(OLD, {n: v for n, v in OLD.items() if n != "config.lr"}) == "lr 0.1 -> unset"
     assert describe(OLD, OLD | {"hook.loss": "b", "input.model": "d2"}) == "loss() changed, input model changed"
     assert describe(OLD, dict.fromkeys(OLD, "new")) == "lr 0.1 -> new, torch 2.0 -> new and 4 more"
