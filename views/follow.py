@@ -139,13 +139,20 @@ def _badness(record: LayerDiff) -> tuple[bool, float, float]:
     return record.passed, -math.inf if lost else sqnr, -math.inf if math.isnan(relative) else -relative
 
 
-def _places(reports: Sequence[Report]) -> dict[str, tuple[float, int, int]]:
-    """Where each name stands. The report with most values gives the order; what it lacks is put in between.
+def _extent(records: Sequence[LayerDiff]) -> tuple[int, int]:
+    """How many values were measured, and how many there are."""
+    values = [r for r in records if r.op != PARAMETER]
+    return sum(r.rel_l2 is not None for r in values), len(values)
 
+
+def _places(reports: Sequence[Report]) -> dict[str, tuple[float, int, int]]:
+    """Where each name stands. The report that measured most values gives the order; what it lacks is put in between.
+
+    An engine may list more values, but measures fewer, and has no place for the modules that fuse joined to others.
     A parameter goes before the first value of its module; any other value behind the one it follows in its own report,
     as long as that is inside its module.
     """
-    base = max((r.records for r in reports), key=lambda rs: sum(r.op != PARAMETER for r in rs), default=())
+    base = max((r.records for r in reports), key=_extent, default=())
     places: dict[str, tuple[float, int, int]] = {}
     inside: dict[str, tuple[int, int]] = {}
     for i, record in enumerate(base):

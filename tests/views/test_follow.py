@@ -48,6 +48,12 @@ def test_the_longest_report_keeps_its_order(order: list[int], a: int, b: int) ->
     ]
 
 
+def test_a_report_that_measured_nothing_does_not_give_the_order() -> None:
+    export = Report(stage="export", records=tuple(diff(v, f"m.{v}", db=130.0) for v in "abc"))
+    engine = Report(stage="engine", records=tuple(diff(v, f"m.{v[0]}") for v in ("c", "b/quantized", "b", "a", "x/q")))
+    assert [name for name in names(export, engine) if name in "abc"] == ["a", "b", "c"]
+
+
 def test_a_module_shows_the_worst_of_its_values_in_each_stage() -> None:
     low, high = diff("relu", "act", "Relu", 20.0), diff("relu_1", "act", "Relu", 50.0)
     lost = diff("relu_1", "act", "Relu", 90.0, one_sided=1)
