@@ -198,13 +198,19 @@ def _runs(
         end = at + len(list(run))
         inner = _runs(paths, at, end, depth + 1, scale) if any(len(p) > depth for p in paths[at:end]) else []
         least = LEAST_NUMBERED_RUN if all(path[-1].isdigit() for path, _, _ in inner) else LEAST_RUN
-        roomy = len(inner) * least < scale.x(end) - scale.x(at)
+        roomy = len(inner) * least < scale.x(end) - scale.x(at) and (
+            least == LEAST_NUMBERED_RUN or all(_whole(path, scale.x(b) - scale.x(a)) for path, a, b in inner)
+        )
         found += inner if inner and roomy else [(beginning, at, end)]
         at = end
     return found
 
 
+def _whole(path: Sequence[str], width: float) -> bool:
+    return canvas.span(".".join(path)) < width
+
+
 def _label(path: Sequence[str], width: float) -> str:
     """The path where there is room, or else its last part; a number says nothing without the part before it."""
-    kept = path if canvas.span(".".join(path)) < width else path[-2 if path[-1].isdigit() else -1 :]
+    kept = path if _whole(path, width) else path[-2 if path[-1].isdigit() else -1 :]
     return ("…" if len(kept) < len(path) else "") + ".".join(kept)

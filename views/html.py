@@ -176,7 +176,8 @@ def _layers(reports: Mapping[str, Report], rows: Sequence[Followed]) -> str:
     told = ""
     if any(row.into for row in rows):
         told = (
-            f" What was merged into another layer is measured there: an opened row goes on with it, by <i>{MERGED}</i>."
+            " What was merged into another layer has its figures there from then on: "
+            f"<i>{MERGED}</i> names it, and the opened row goes on with it."
         )
     return (
         f'{_figure(chart(rows, list(reports)))}<section id="follow"><h2>Follow a layer</h2>'
