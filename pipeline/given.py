@@ -36,14 +36,14 @@ def check_samples(arrays: Mapping[str, Array], where: str) -> None:
             _refuse(array, ~np.isfinite(array), name, where, "a finite number")
 
 
-def check_answers(array: Array, where: str) -> None:
+def check_answers(array: Array, where: str, name: str = "label") -> None:
     """Refuses one number in place of an answer for each sample.
 
     Raises:
         ConfigError: the array has no axis.
     """
     if not array.ndim:
-        raise ConfigError("label is a single number, expected one answer for each sample", where=where)
+        raise ConfigError(f"{name} is a single number, expected one answer for each sample", where=where)
 
 
 def checked_cast(array: Array, dtype: npt.DTypeLike, name: str, where: str) -> Array:

@@ -156,6 +156,8 @@ class Ledger:
         found = runs[position : position + 1] if position is not None else [r for r in runs if r.id.startswith(run_id)]
         if len(found) == 1:
             return found[0]
+        if not runs and not stage:
+            raise PipeError("there is no run yet", hint="pipe run all")
         if run_id == "previous" and len(runs) == 1:
             only = f"stage {stage} has had one result so far" if stage else "there is only one run"
             raise PipeError(only, hint=f"the newest run with it is {runs[0].id}" if stage else f"it is {runs[0].id}")

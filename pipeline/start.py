@@ -95,7 +95,8 @@ def from_checkpoint(
         folder: where it goes.
         weights: a .safetensors file or a torch checkpoint.
         model: `package.module:factory`, what makes the network; a module of the current folder is copied along.
-        data: as for `from_onnx`, the arrays named as forward() names its arguments.
+        data: as for `from_onnx`, the arrays named as forward() names its arguments; the answers may also be called
+            `labels`, `target` or `targets`, as in a batch.
         trust: whether a pickle may run code.
 
     Raises:
@@ -114,7 +115,7 @@ def from_checkpoint(
         f"file: {starter.quoted(weights.name)}",
         *(["trust: true # its pickled code may run"] if trust else []),
     ]
-    inputs = [n for n, a in arrays.items() if a.rank and n != starter.LABEL]
+    inputs = [n for n, a in arrays.items() if a.rank and n != starter.answers(arrays)]
     dynamic = ["dynamic:", *(f"  {starter.quoted(n)}: {{0: batch}}" for n in inputs)] if inputs else [starter.FIXED]
     stages = {"import-weights": fields, "export": dynamic, "quantize": starter.mode(arrays)}
     texts = {
@@ -143,8 +144,8 @@ def _arrays(data: Path, *, float32: bool = False) -> dict[str, starter.Array]:
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
         raise ConfigError(f"not an .npz file of plain arrays ({error})", where=str(data)) from error
     given.check_samples(arrays, data.name)
-    if float32 and starter.LABEL in arrays:
-        given.check_answers(arrays[starter.LABEL], data.name)
+    if float32 and (label := starter.answers(arrays)):
+        given.check_answers(arrays[label], data.name, label)
     for name, array in arrays.items() if float32 else ():
         if array.dtype == np.float64:
             given.checked_cast(array, np.float32, name, data.name)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-LABEL = "label"
+from layerline.pipeline.task import LABELS
+
 FIXED = "# dynamic: {image: {0: batch}} # by the names of forward(); else every size stays the example's, the batch too"
 BATCH = 16
 
@@ -31,7 +32,7 @@ def calib_data():
 _EVALUATION = '''
 
 def eval_data():
-    """The same, with the expected answers under "label"."""
+    """The same, with the expected answers under "{label}"."""
     return batches(samples())
 
 
@@ -91,6 +92,11 @@ def values(numbers: Mapping[str, float]) -> list[str]:
     return [f"# values: {{{told}}} # makes it a constant; then leave it out of samples() in task.py"] if told else []
 
 
+def answers(arrays: Iterable[str], inputs: Sequence[str] = ()) -> str:
+    """The array with the expected answers, by the names that they have in batches too; empty where there is none."""
+    return next((name for name in LABELS if name in arrays and name not in inputs), "")
+
+
 def quoted(text: str) -> str:
     """Text as YAML writes it."""
     plain = re.fullmatch(r"[A-Za-z_][\w./-]*", text) and text.lower() not in {"true", "false", "null", "yes", "no"}
@@ -127,11 +133,12 @@ def task_py(
         return f'"""Hooks for {source}.\n{example}' + _HINTS.format(input=inputs[0]) + (f"\n{model}" if model else "")
     text = f'"""Hooks for {source}, on the samples in {data}."""\n\nimport numpy as np\n'
     text += f"{model}\n" if model else "\n"
-    text += _samples(data, arrays, whole, numbers)
-    return text + (_evaluation(arrays[LABEL], outputs) if LABEL in arrays else "")
+    text += _samples(data, arrays, whole, numbers, answers(arrays, inputs))
+    label = answers(arrays, inputs)
+    return text + (_evaluation(label, arrays[label], outputs) if label else "")
 
 
-def _samples(data: str, arrays: Mapping[str, Array], whole: Sequence[str], numbers: Sequence[str]) -> str:
+def _samples(data: str, arrays: Mapping[str, Array], whole: Sequence[str], numbers: Sequence[str], label: str) -> str:
     rows, steps, what = f"array[i : i + {BATCH}]", f"range(0, count, {BATCH})", f"{BATCH} samples each"
     if whole:
         rows, steps, what = (
@@ -143,18 +150,18 @@ def _samples(data: str, arrays: Mapping[str, Array], whole: Sequence[str], numbe
         rows = f"array if array.ndim == 0 else {rows}"
     if numbers:
         rows = f"array[0] if name in {list(numbers)!r} else {rows}"
-    inputs = '{k: v for k, v in samples().items() if k != "label"}' if LABEL in arrays else "samples()"
-    counted = next((n for n, a in arrays.items() if a.rank and n != LABEL), "")
+    inputs = f'{{k: v for k, v in samples().items() if k != "{label}"}}' if label else "samples()"
+    counted = next((n for n, a in arrays.items() if a.rank and n != label), "")
     return _SAMPLES.format(
         data=json.dumps(data), what=what, counted=json.dumps(counted), rows=rows, steps=steps, inputs=inputs
     )
 
 
-def _evaluation(labels: Array, outputs: int) -> str:
-    answers = "outputs[0]" if outputs > 1 else "outputs"
+def _evaluation(label: str, labels: Array, outputs: int) -> str:
+    given = "outputs[0]" if outputs > 1 else "outputs"
     if labels.kind in "iub":
         what, name = "Share of samples whose greatest output is the right one", "accuracy"
-        value = f"({answers}.argmax(axis=1) == labels).mean()"
+        value = f"({given}.argmax(axis=1) == labels).mean()"
     else:
-        what, name, value = "Minus the mean absolute error", "minus_error", f"-abs({answers} - labels).mean()"
-    return _EVALUATION.format(what=what, name=name, value=value)
+        what, name, value = "Minus the mean absolute error", "minus_error", f"-abs({given} - labels).mean()"
+    return _EVALUATION.format(label=label, what=what, name=name, value=value)

@@ -185,6 +185,20 @@ def test_a_checkpoint_with_samples_runs_through(tmp_path: Path, monkeypatch: pyt
     assert made.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
 
 
+@pytest.mark.parametrize("name", ["labels", "target"])
+def test_the_answers_have_any_of_their_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, answers = _checkpoint(tmp_path, monkeypatch), np.random.default_rng(0).integers(0, 2, 40)
+    image = np.random.default_rng(0).random((40, 3, 8, 8), "f")
+    samples = _samples(tmp_path, x=None, label=None, image=image, **{name: answers})
+    start.from_checkpoint(tmp_path / "p", weights, "nets:build", samples)
+    assert name not in (tmp_path / "p" / "pipe.yaml").read_text()
+    done = _run(tmp_path / "p", "quantize")
+    assert done.results[-1].record is not None and "accuracy_float" in done.results[-1].record.metrics
+    single = _samples(tmp_path, x=None, label=None, image=image, **{name: np.array(1)})
+    with pytest.raises(ConfigError, match=f"{name} is a single number, expected one answer for each sample"):
+        start.from_checkpoint(tmp_path / "q", weights, "nets:build", single)
+
+
 def test_without_samples_an_example_has_to_be_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start.from_checkpoint(tmp_path / "p", _checkpoint(tmp_path, monkeypatch), "nets:Net", trust=True)
     text = (tmp_path / "p" / "task.py").read_text()
