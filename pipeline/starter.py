@@ -38,8 +38,9 @@ def eval_data():
 
 def metric(outputs, labels):
     """{what}. Higher is better."""
-    return {{"{name}": float({value})}}
+{first}    return {{"{name}": float({value})}}
 '''
+_FIRST = "    outputs = outputs[0] if isinstance(outputs, tuple) else outputs  # the first where there are several\n"
 _HINTS = '''
 fp16 needs no hooks. int8, and a figure of what either costs, take samples:
 
@@ -112,7 +113,7 @@ def task_py(
     inputs: Sequence[str] = ("input",),
     whole: Sequence[str] = (),
     numbers: Sequence[str] = (),
-    outputs: int = 1,
+    outputs: int | None = None,
 ) -> str:
     """task.py with hooks for what is known.
 
@@ -124,7 +125,7 @@ def task_py(
         inputs: names of the model's inputs.
         whole: arrays whose rows are whole inputs.
         numbers: arrays that repeat one number.
-        outputs: how many the model has.
+        outputs: how many the model has; None where that is seen only when it runs.
     """
     if not data:
         example = (
@@ -157,11 +158,12 @@ def _samples(data: str, arrays: Mapping[str, Array], whole: Sequence[str], numbe
     )
 
 
-def _evaluation(label: str, labels: Array, outputs: int) -> str:
-    given = "outputs[0]" if outputs > 1 else "outputs"
+def _evaluation(label: str, labels: Array, outputs: int | None) -> str:
+    given = "outputs[0]" if outputs and outputs > 1 else "outputs"
+    first = "" if outputs else _FIRST
     if labels.kind in "iub":
         what, name = "Share of samples whose greatest output is the right one", "accuracy"
         value = f"({given}.argmax(axis=1) == labels).mean()"
     else:
         what, name, value = "Minus the mean absolute error", "minus_error", f"-abs({given} - labels).mean()"
-    return _EVALUATION.format(label=label, what=what, name=name, value=value)
+    return _EVALUATION.format(label=label, what=what, first=first, name=name, value=value)

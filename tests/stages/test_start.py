@@ -199,6 +199,19 @@ def test_the_answers_have_any_of_their_names(name: str, tmp_path: Path, monkeypa
         start.from_checkpoint(tmp_path / "q", weights, "nets:build", single)
 
 
+def test_of_several_outputs_the_metric_of_a_checkpoint_takes_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = _checkpoint(tmp_path, monkeypatch)
+    image = np.random.default_rng(0).random((40, 3, 8, 8), "f")
+    start.from_checkpoint(tmp_path / "p", weights, "nets:build", _samples(tmp_path, x=None, image=image))
+    hooks: dict[str, Any] = {}
+    text = (tmp_path / "p" / "task.py").read_text()
+    exec(text[text.index("def metric") :], hooks)
+    logits, answers = np.eye(4), np.array([0, 1, 2, 0])
+    assert hooks["metric"](logits, answers) == hooks["metric"]((logits, image), answers) == {"accuracy": 0.75}
+
+
 def test_without_samples_an_example_has_to_be_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start.from_checkpoint(tmp_path / "p", _checkpoint(tmp_path, monkeypatch), "nets:Net", trust=True)
     text = (tmp_path / "p" / "task.py").read_text()
