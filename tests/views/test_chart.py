@@ -81,6 +81,13 @@ def test_groups_are_as_deep_as_there_is_room() -> None:
     assert len(set(numbered)) == len(numbered)
 
 
+def test_a_group_is_named_by_its_parts_only_where_their_paths_are_read_whole() -> None:
+    found = Report(
+        stage="s", records=tuple(diff(f"v{i}", f"encoder{i // 40}.block.part{i // 8 % 5}", db=30.0) for i in range(80))
+    )
+    assert texts(draw(found), "group") == ["encoder0.block", "encoder1.block"]
+
+
 def test_a_long_network_has_a_line_and_no_dots() -> None:
     svg = draw(many("s", 2000, 30.0))
     assert paths(svg, "dots") == [""]
