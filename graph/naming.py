@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -32,15 +33,22 @@ def matching(model: ir.Model, patterns: Sequence[str], *, field: str) -> set[ir.
         ConfigError: a pattern means nothing in this model.
     """
     found: dict[str, set[ir.Node]] = {p: set() for p in patterns}
+    known: dict[str, None] = {}
     for node in model.graph.all_nodes():
         values = [v.name for v in (*node.inputs, *node.outputs) if v is not None and v.name]
         names = (*values, node.name or "", *modules(node))
+        known |= dict.fromkeys(filter(None, names))
         for pattern in patterns:
             if any(fnmatchcase(n, pattern) or n.startswith(f"{pattern}.") for n in names):
                 found[pattern].add(node)
     for pattern, nodes in found.items():
         if not nodes:
-            raise ConfigError(f"{pattern!r} matches no value, node or module of the model", where=field)
+            near = difflib.get_close_matches(pattern, known, 1, 0.0)
+            raise ConfigError(
+                f"{pattern!r} matches no value, node or module of the model",
+                where=field,
+                hint=f"did you mean {near[0]!r}? `pipe diff` lists them all" if near else "",
+            )
     return set().union(*found.values())
 
 

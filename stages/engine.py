@@ -47,6 +47,9 @@ class MinOptMax(BaseModel):
     def _alike(self) -> MinOptMax:
         if len({isinstance(v, int) for v in (self.min, self.opt, self.max)}) > 1:
             raise ValueError("min, opt and max are three sizes of a dimension or three shapes of an input, not both")
+        low, best, high = ([v] if isinstance(v, int) else [*v] for v in (self.min, self.opt, self.max))
+        if len(low) == len(best) == len(high) and any(not a <= b <= c for a, b, c in zip(low, best, high, strict=True)):
+            raise ValueError("expected min <= opt <= max")
         return self
 
 

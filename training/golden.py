@@ -108,6 +108,8 @@ def forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if ran_out_of_memory(error):
             raise
         told, hint = _unnamed(model, kwargs)
+        if not hint and torch.uint8 in (t.dtype for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
+            hint = "the example holds uint8: convert it in the data hooks, or in forward(): x.float() / 255"
         raise TaskError(
             f"the model cannot run on the example: {type(error).__name__}: {error}{told}",
             where="example_inputs",

@@ -24,6 +24,12 @@ from layerline.pipeline.project import load
             "engine.profiles.0.n.opt: expected an integer or a list, saw 'a'",
         ),
         ("engine", "profiles: [{n: 4}]", "engine.profiles.0.n: expected the fields min, opt, max, saw 4"),
+        ("engine", "profiles: [{n: [3, 2, 4]}]", "engine.profiles.0.n: expected min <= opt <= max, saw [3, 2, 4]"),
+        (
+            "engine",
+            "profiles: [{x: [[1, 4], [2, 3], [4, 3]]}]",
+            "engine.profiles.0.x: expected min <= opt <= max, saw [[1, 4], [2, 3], [4, 3]]",
+        ),
         ("quantize", "max_drop: true", "quantize.max_drop: expected a number, saw True"),
         ("train", "epochs: true", "train.epochs: expected an integer, saw True"),
     ],

@@ -212,3 +212,12 @@ def test_golden_inputs_are_those_before_a_forward_that_writes_into_them(nested: 
     assert given.tolist() == [1.0, 2.0] and kept["outputs/output"].tolist() == [3.0, 5.0]
     assert nested or kept["inputs/x"].tolist() == [1.0, 2.0]
     assert golden.record(InPlace(), (), {"x": (given,) if nested else given})["outputs/output"].tolist() == [3.0, 5.0]
+
+
+def test_bytes_into_a_float_model_are_told_with_what_to_do() -> None:
+    with pytest.raises(TaskError, match="cannot run on the example") as caught:
+        golden.record(nn.Linear(3, 2), (torch.ones(2, 3, dtype=torch.uint8),), {})
+    assert "uint8" in caught.value.hint and "float()" in caught.value.hint
+    with pytest.raises(TaskError) as caught:
+        golden.record(nn.Linear(3, 2), (torch.ones(2, 4),), {})
+    assert "uint8" not in caught.value.hint
