@@ -148,7 +148,7 @@ class Batches:
             if epoch != ordered:
                 order, ordered = _order(self._samples, self.seed, epoch), epoch
             chosen, counted = self.share.of(order[position * self.batch_size : (position + 1) * self.batch_size])
-            yield epoch, position, last, counted, tuple(s.index_select(0, chosen) for s in self.source)
+            yield epoch, position, last, counted, tuple(s.index_select(0, chosen.to(s.device)) for s in self.source)
 
     def _from_samples(self) -> Iterator[tuple[int, int, bool, int, Any]]:
         loaded = _Seeded(self.source, self.batch_size, self.seed, self.share)

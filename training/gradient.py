@@ -27,9 +27,18 @@ def norm(grads: list[Tensor]) -> float:
     return math.sqrt(whole.dot(whole).item())
 
 
+def numbers(values: Sequence[Tensor]) -> list[float]:
+    """The numbers in tensors of one element. Of one GPU they are read together: each read waits until it is idle."""
+    first = values[0].device
+    if first.type != "cpu" and all(v.device == first for v in values):
+        read: list[float] = torch.stack(list(values)).tolist()
+        return read
+    return [v.item() for v in values]
+
+
 def total_norm(parts: Sequence[Tensor]) -> float:
     """The norm of a vector, from the norms of its parts."""
     # Python's floats are float64, which has room for any float32 squared.
     if len(parts) <= _FEW or any(n.device != parts[0].device for n in parts):
-        return math.hypot(*[n.item() for n in parts])
+        return math.hypot(*numbers(parts))
     return float(torch.linalg.vector_norm(torch.stack(list(parts))).item())

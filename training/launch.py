@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.errors import ConfigError, StageError, Unavailable
 
 
 def environment() -> tuple[int, int]:
@@ -29,10 +29,17 @@ def environment() -> tuple[int, int]:
 
 
 def device(kind: str) -> torch.device:
-    """The device of this rank: the GPU of its number on its machine, where a launcher gave it one."""
+    """The device of this rank: the GPU of its number on its machine, where a launcher gave it one.
+
+    Raises:
+        Unavailable: the machine has fewer GPUs.
+    """
     number = os.environ.get("LOCAL_RANK")
     if kind != "cuda" or number is None:
         return torch.device(kind)
+    if int(number) >= (count := torch.cuda.device_count()):
+        raise Unavailable(f"this machine has {count} GPUs, and the launcher started a rank for GPU {number}",
+                          where="LOCAL_RANK", hint="start at most one process per GPU")  # fmt: skip
     torch.cuda.set_device(int(number))
     return torch.device("cuda", int(number))
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.training.foreach import Lamb, Lion, Sophia
+from layerline.training.gradient import numbers
 from layerline.training.parts import local
 
 # (rate, gradient norm, greatest weight, greatest momentum) -> the greatest weight and momentum after the step
@@ -121,8 +122,9 @@ def _cloned(value: Any) -> Any:
 def _greatest(tensors: Sequence[Tensor]) -> Iterator[float]:
     """The largest magnitude of each; NaN where there is one."""
     parts = [local(t.detach()) for t in tensors]
-    norms = iter(torch._foreach_norm(there, math.inf) if (there := [p for p in parts if p.numel()]) else ())
-    return (next(norms).item() if p.numel() else 0.0 for p in parts)
+    there = [p for p in parts if p.numel()]
+    norms = iter(numbers(torch._foreach_norm(there, math.inf)) if there else ())
+    return (next(norms) if p.numel() else 0.0 for p in parts)
 
 
 def _growth(optimizer: Any, stepped: Sequence[Tensor]) -> Growth | None:
