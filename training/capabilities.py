@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config import Config
 from layerline.training.names import unwrap
-from layerline.training.parts import is_split
+from layerline.training.parts import device_of, is_split
 
 if TYPE_CHECKING:
     from layerline.training.lane import Lane
@@ -49,7 +49,9 @@ def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Rank
     first = next((p for m in models for p in m.parameters() if p.requires_grad), None)
     if first is None:
         raise ConfigError("no parameter of the model requires a gradient", where="model")
-    group = ranks.join(options, first.device)
+    group = ranks.join(options, device_of(first))
+    if group is not None:
+        _check_group(group, config, first, split=split)
     if group is None or split:
         return group
     for model in models:
@@ -90,6 +92,22 @@ def _peers(lane: Lane, ranks: Ranks) -> Peers:
     from layerline.training.sharding import Shards
 
     return Shards(lane, ranks) if is_split(lane.model) else Replicas(lane, ranks, lane.config)
+
+
+def _check_group(group: Ranks, config: Config, param: nn.Parameter, *, split: bool) -> None:
+    """Whether what the ranks have can travel in their group."""
+    shard, place = config.distributed.shard != "none", device_of(param).type
+    offloaded = config.distributed.offload if shard else place != param.device.type
+    if group.device.type == "cpu":
+        if shard and place != "cpu":
+            raise ConfigError(f"the model is on {place}, where gloo splits nothing", where="distributed.shard",
+                              hint="distributed.backend: nccl")  # fmt: skip
+    elif place == "cpu" and not (shard or split or group.serves_cpu):
+        raise ConfigError("the model is in CPU memory, and NCCL sends what is on a GPU", where="distributed.backend",
+                          hint='move it first, model.to("cuda"), or use gloo')  # fmt: skip
+    elif offloaded and not group.serves_cpu:
+        raise ConfigError("NCCL alone sends nothing that lies in CPU memory", where="distributed.offload",
+                          hint='init_process_group("cpu:gloo,cuda:nccl"), or leave that to ModelOptimizer')  # fmt: skip
 
 
 def _check_shard(models: list[nn.Module], config: Config, *, wrapped: bool, custom: bool) -> None:

@@ -260,7 +260,7 @@ def _load_others(mo: ModelOptimizer, optimizers: Mapping[str, Any], extras: Mapp
 def _restore_lane(lane: Lane, state: saved.Saved) -> None:
     deploy.switch(lane, ema=False)
     if lane.peers is not None:
-        lane.peers.changed()
+        lane.peers.release()
     weights, parts, counters = state.weights, state.parts, state.counters
     names.load(lane.model, weights["online"])
     if lane.masters is not None:

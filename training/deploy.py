@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.lane import Lane
-from layerline.training.parts import whole
+from layerline.training.parts import is_split, whole
 from layerline.training.precision import wide
 from layerline.training.replay import modes_kept
 
@@ -25,8 +25,6 @@ def switch(lane: Lane, *, ema: bool) -> None:
         lane.masters.publish()
     if lane.guard is not None:
         lane.guard.hold() if ema else lane.guard.release()
-    if lane.peers is not None:
-        lane.peers.changed()
 
 
 @contextmanager
@@ -41,13 +39,15 @@ def online(lane: Lane) -> Iterator[None]:
 
 
 def shipped(lane: Lane) -> dict[str, Tensor]:
-    """Copies of the weights that would ship: averages where there are any, float32, tied tensors once."""
+    """Copies of the weights that would ship: averages where there are any, float32, tied tensors once; those of a
+    sharded model on the CPU."""
     lane.refresh()
     with online(lane):
         tensors: dict[str, Tensor] = {**lane.named.tensors, **(lane.ema.values() if lane.ema else {})}
         if lane.ema is None and lane.masters is not None:
             tensors |= {n: lane.masters.stepped(p) for n, p in lane.named.params.items()}
-        return {n: wide(whole(t.detach())) for n, t in tensors.items()}
+        shown = {n: wide(whole(t.detach())) for n, t in tensors.items()}
+    return {n: t.cpu() for n, t in shown.items()} if is_split(lane.model) else shown
 
 
 def validate(lane: Lane, metric: Callable[[nn.Module], float]) -> dict[str, float]:

@@ -24,9 +24,9 @@ from layerline.pipeline.errors import ConfigError
 from layerline.training.config import Config
 from layerline.training.hooks import Attached
 from layerline.training.names import named
-from layerline.training.peers import Peers, flattened, spread, unflatten
+from layerline.training.peers import Peers
 from layerline.training.precision import HALF_TYPES
-from layerline.training.ranks import Ranks, lines
+from layerline.training.ranks import Ranks, flattened, lines, unflatten
 
 if TYPE_CHECKING:
     from layerline.training.lane import Lane
@@ -47,7 +47,7 @@ def prepare(model: nn.Module, config: Config, ranks: Ranks) -> None:
     known = named(model)
     ranks.compare(lines(known, config))
     with ranks.pulse.guarded("sharing weights", 0), torch.no_grad():
-        spread([t.detach() for t in known.tensors.values()], config.distributed.bucket_mb * 2**20)
+        ranks.spread([t.detach() for t in known.tensors.values()], config.distributed.bucket_mb * 2**20)
 
 
 class Replicas(Peers):
@@ -115,12 +115,12 @@ class Replicas(Peers):
             self._settle_buffers()
         self._done, self._idle = False, []
 
-    def changed(self) -> None:
+    def release(self) -> None:
         """Nothing: each rank steps its own weights, and nobody keeps a copy."""
 
-    def norms(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    def norms(self, grads: Sequence[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
         """The gradients are whole on each rank, and the same."""
-        norms: Sequence[Tensor] = torch._foreach_norm(list(grads))
+        norms: Sequence[Tensor] = torch._foreach_norm(list(grads), dtype=dtype)
         return norms
 
     @torch.no_grad()
@@ -149,7 +149,7 @@ class Replicas(Peers):
     def _mean_of(self, grads: Sequence[Tensor]) -> None:
         half, size = HALF_TYPES.get(self._config.compress), self._config.bucket_mb * 2**20
         flights = []
-        for flat, parts in flattened(grads, size):
+        for flat, parts in flattened(grads, size, self.ranks.device):
             sent = flat.div_(self.ranks.size).to(half or flat.dtype)
             flights.append((dist.all_reduce(sent, async_op=True), sent, parts))
         for flight, sent, parts in flights:
@@ -239,9 +239,8 @@ class _Guarded(DistributedDataParallel):
     """DDP whose own collectives around a forward pass are watched as well."""
 
     def __init__(self, model: nn.Module, peers: Replicas) -> None:
-        config, device = peers.lane.config.distributed, peers.lane.device
-        super().__init__(model, device_ids=[device.index] if device.type == "cuda" else None, init_sync=False,
-                         bucket_cap_mb=config.bucket_mb)  # fmt: skip
+        # Without device_ids inputs stay where they are, as they do for the plain model.
+        super().__init__(model, init_sync=False, bucket_cap_mb=peers.lane.config.distributed.bucket_mb)
         self.broadcast_buffers = False  # they are settled once a step, by their mean
         self._peers = [peers]  # in a list: peers hold this module, not the other way round
 

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -94,7 +94,9 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() gave {type(model).__name__}, expected a torch.nn.Module", where="model")
     named(model)  # refuses what has no shape yet, before it is moved
-    model.to(device).train()
+    if group is None or config.distributed.shard == "none":  # a sharded one comes to the GPU layer by layer
+        model.to(device)
+    model.train()
     batches = Batches(task.call("train_data"), batch_size=batch_size, seed=seed, workers=workers, rank=rank, ranks=size)
     total = steps if steps is not None else epochs * _steps_per_epoch(batches, config.accumulate.steps)
     if config.scheduler.total_steps is None:
@@ -102,7 +104,7 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
     mo.register("data", batches)
     mo.validate_with(lambda net: _first(metric_of(task, net, batch_size=batch_size, device=device)))
-    initial = {n: whole(p.detach()).clone() for n, p in named(model).params.items()}
+    initial = _copies(named(model).params)
     loss = task.get("loss") if task.has("loss") else partial(_default_loss, task)
     # The model's own draws (dropout) start here, whatever building it and its data took; each rank has its own.
     rng.seed_all(rng.mix(seed, 1, *((rank,) if rank else ())))
@@ -174,13 +176,18 @@ def one_batch(run: Run, stream: Iterator[Any]) -> Any:
         seen = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TaskError(f"loss() gave {seen}, expected a scalar tensor with a gradient", where="loss")
     if run.attempted == run.total - 1:
-        run.before_last = {n: whole(p.detach()).clone() for n, p in run.lane.named.params.items()}
+        run.before_last = _copies(run.lane.named.params)
     samples = run.batches.counted
     run.lane.monitor.waited, run.batches.waited = run.lane.monitor.waited + run.batches.waited, 0.0
     mo.step(loss * samples, weight=samples)
     if run.batches.position == 0:
         mo.flush()
     return batch
+
+
+def _copies(params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """For the report, out of the way of what trains on the device."""
+    return {n: whole(p.detach()).to("cpu", copy=True) for n, p in params.items()}
 
 
 def _default_loss(task: Task, model: nn.Module, batch: Any) -> Tensor:

@@ -34,7 +34,7 @@ def refresh(lane: Lane, *, warn: bool = True) -> None:
         ConfigError: a trained parameter is gone, or is another tensor, or of another type or device.
     """
     if lane.peers is not None:
-        lane.peers.changed()  # a sharded unit that is whole at the moment holds other tensors
+        lane.peers.release()  # a sharded unit that is whole at the moment holds other tensors
     lane.named = named(lane.model)
     at = {id(p): n for n, p in lane.named.params.items()}
     for name, param, kind in zip(lane.names, lane.params, lane.kinds, strict=True):

@@ -7,6 +7,7 @@ accepted steps only; a rejected step leaves nothing behind but a smaller loss sc
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from layerline.training.guard import Guard
 from layerline.training.hooks import Attached
 from layerline.training.monitors import Monitor
 from layerline.training.names import Slots, named, unwrap
+from layerline.training.parts import device_of
 from layerline.training.precision import LossScale, masters
 from layerline.training.rate import Rate
 from layerline.training.reach import Kept, Reach
@@ -73,7 +75,7 @@ class Lane:
         self.members = members(self.named, config.optimizer.no_decay)
         self.params: list[nn.Parameter] = [m.param for m in self.members]
         self.names = [m.name for m in self.members]
-        self.device = self.params[0].device
+        self.device = device_of(self.params[0])
         self.custom = optimizer is not None
         self.masters = masters(config, self.params, custom=self.custom)
         self.stepped = [self.masters.stepped(p) for p in self.params] if self.masters else self.params
@@ -266,20 +268,16 @@ class Lane:
             raise misuse.no_gradient(self)
         # The one synchronisation of a step: everything after it is decided on the CPU.
         weight, total_loss = window.weight, window.total_loss()
+        raw_norm = gradient.norm(grads) if peers is None and self._small else gradient.total_norm(self._norms(grads))
         if peers is not None:
-            raw_norm = gradient.total_norm(peers.norms(grads))
             weight, total_loss = peers.mean(weight, total_loss)
-        elif self._small:
-            raw_norm = gradient.norm(grads)
-        else:
-            raw_norm = gradient.total_norm(torch._foreach_norm(grads))
         if weight == 0.0:  # not one sample in the whole window
             rejected.drop(self)
             return False
         unscale = 1.0 / (weight * window.factor)
         norm, loss = raw_norm * unscale, total_loss / weight
         if not norm < _GREATEST_NORM:
-            norm = gradient.total_norm(torch._foreach_norm(grads, dtype=torch.float64)) * unscale
+            norm = gradient.total_norm(self._norms(grads, torch.float64)) * unscale
         if not (math.isfinite(loss) and (norm < _GREATEST_NORM or self._max_norm < norm < math.inf)):
             rejected.reject(self, loss, norm)
             return False
@@ -342,6 +340,13 @@ class Lane:
     def _by_parameter(self, grads: list[Tensor], unscale: float) -> dict[str, float]:
         """The norm of each gradient before clipping, by its column; taken apart from the norm that clips, so that
         watching changes nothing."""
-        norms = torch._foreach_norm(grads) if self.peers is None else self.peers.norms(grads)
+        norms = gradient.numbers(self._norms(grads))
         named = (n for n, p in zip(self.names, self.stepped, strict=True) if p.grad is not None)
-        return {f"grad_norm/{n}": norm.item() * unscale for n, norm in zip(named, norms, strict=True)}
+        return {f"grad_norm/{n}": norm * unscale for n, norm in zip(named, norms, strict=True)}
+
+    def _norms(self, grads: list[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+        """The norm of each gradient, summed up in `dtype`; of split ones that of the whole."""
+        norms: Sequence[Tensor] = (
+            torch._foreach_norm(grads, dtype=dtype) if self.peers is None else self.peers.norms(grads, dtype)
+        )
+        return norms

@@ -44,7 +44,7 @@ def magnitude(model: nn.Module, sparsity: float, *, scope: Scope = "layer") -> d
         True where a weight stays, by canonical parameter name.
     """
     _check_word("scope", scope, Scope)
-    weights = {n: p.detach().abs().float() for n, (_, p) in _layers(model).items()}
+    weights = {n: whole(p.detach()).abs().float() for n, (_, p) in _layers(model).items()}
     _check(sparsity, weights)
     if scope == "layer":
         return {n: _keep(w.flatten(), round(sparsity * w.numel())).view(w.shape) for n, w in weights.items()}
@@ -63,18 +63,18 @@ def channels(model: nn.Module, sparsity: float) -> dict[str, Tensor]:
     The channel's bias goes too, so that it gives exactly zero and can be cut out later. The output channels of a
     transposed convolution are on axis 1, group by group on axis 0.
     """
-    layers = _layers(model)
-    _check(sparsity, {n: p.detach() for n, (_, p) in layers.items()})
+    layers = {n: (layer, whole(p.detach()).float()) for n, (layer, p) in _layers(model).items()}
+    _check(sparsity, {n: weight for n, (_, weight) in layers.items()})
     out: dict[str, Tensor] = {}
     for name, (layer, weight) in layers.items():
         groups = layer.groups if isinstance(layer, _TRANSPOSED) else 1
-        by_channel = _by_channel(weight.detach().float(), layer)
+        by_channel = _by_channel(weight, layer)
         norms = by_channel.norm(dim=1)
         kept = _keep(norms, min(round(sparsity * len(norms)), len(norms) - 1))
-        whole = kept[:, None].expand_as(by_channel)
+        mask = kept[:, None].expand_as(by_channel)
         if isinstance(layer, _TRANSPOSED):
-            whole = whole.view(groups, -1, len(weight) // groups, *weight.shape[2:]).transpose(1, 2)
-        out[name] = whole.reshape(weight.shape).contiguous()
+            mask = mask.view(groups, -1, len(weight) // groups, *weight.shape[2:]).transpose(1, 2)
+        out[name] = mask.reshape(weight.shape).contiguous()
         if isinstance(layer.bias, nn.Parameter):
             out[f"{name.rpartition('.')[0]}.bias".lstrip(".")] = kept
     return out

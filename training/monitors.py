@@ -19,7 +19,7 @@ from torch import Tensor
 
 from layerline.pipeline.errors import Unavailable
 from layerline.training.config import MonitorConfig
-from layerline.training.parts import local
+from layerline.training.parts import device_of, local
 
 if sys.platform != "win32":
     import resource
@@ -65,7 +65,7 @@ class Monitor:
         self._params = params
         self._watched, self._at = _within(params, _RATIO_BYTES), _addresses(params)
         self._before: Tensor | None = None
-        self._device = params[0].device
+        self._device = device_of(params[0])
         self._norms: deque[float] = deque(maxlen=_NORMS_KEPT)
         self._median = math.inf
         self._low = 0

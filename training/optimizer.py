@@ -246,7 +246,10 @@ class ModelOptimizer:
         return checkpoint.load(self, Path(path))
 
     def export(self) -> dict[str, Tensor]:
-        """The weights that would ship, by canonical name: averages where there are any, float32, tied tensors once."""
+        """The weights that would ship, by canonical name: averages where there are any, float32, tied tensors once.
+
+        They are copies where the model lies; of a sharded model in CPU memory, and every rank has to call it.
+        """
         return {f"{n}.{k}" if n else k: t for n, lane in self.lanes.items() for k, t in deploy.shipped(lane).items()}
 
     def export_metrics(self, path: str | Path) -> None:
@@ -286,12 +289,12 @@ class ModelOptimizer:
             StageError: ranks have different masks.
         """
         lane = self._lane(only, "apply_mask")
+        if lane.peers is not None:
+            lane.peers.release()
         if replace or lane.masks is None:
             lane.masks = Masks(lane, masks)
         else:
             lane.masks.add(masks)
-        if lane.peers is not None:
-            lane.peers.changed()
 
     def layer_memory_report(self, *inputs: Any, only: str | None = None, **named_inputs: Any) -> list[LayerMemory]:
         """Bytes that each module holds: parameters, gradients, optimizer state, averages, activations.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from layerline.training.ema import statistics
 from layerline.training.hooks import Attached
 from layerline.training.names import Slots
-from layerline.training.ranks import Ranks, kind
+from layerline.training.ranks import Ranks, flattened, kind, unflatten
 
 if TYPE_CHECKING:
     from layerline.training.groups import Member
@@ -62,8 +62,8 @@ class Peers(ABC):
         """After the last backward pass of a window; `synced` says whether that pass was armed to reduce."""
 
     @abstractmethod
-    def norms(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Norm of each whole gradient, where this rank may hold a part only."""
+    def norms(self, grads: Sequence[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+        """Norm of each whole gradient, where this rank may hold a part only; summed up in `dtype`."""
 
     @property
     def size(self) -> int:
@@ -119,11 +119,11 @@ class Peers(ABC):
         """
         self.ranks.compare([(f"parameter {m.name}", kind(m.param)) for m in fresh])
         with self.guarded("sharing weights"), torch.no_grad():
-            spread([m.param.detach() for m in fresh], self.lane.config.distributed.bucket_mb * 2**20)
+            self.ranks.spread([m.param.detach() for m in fresh], self.lane.config.distributed.bucket_mb * 2**20)
 
     @abstractmethod
-    def changed(self) -> None:
-        """Weights were written outside of a step."""
+    def release(self) -> None:
+        """Before weights are written outside of a step: nothing reads or holds them any more."""
 
     def window(self, grads: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
         """An open window in a form that any number of ranks can go on from: the mean of its gradients, loss and weight
@@ -135,7 +135,7 @@ class Peers(ABC):
 
     def _mean_gradients(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         copies = {n: g.clone() for n, g in grads.items()}
-        for flat, parts in flattened(list(copies.values()), 1 << 26):
+        for flat, parts in flattened(list(copies.values()), 1 << 26, self.ranks.device):
             dist.all_reduce(flat.div_(self.ranks.size))
             unflatten(flat, parts)
         return copies
@@ -159,37 +159,7 @@ class Peers(ABC):
         known = self.lane.named
         averaged = statistics(known)
         # As the model holds them now: a forward pass may put new tensors in the place of its buffers.
-        for flat, parts in flattened(Slots(known, averaged).now(), 1 << 30):
+        for flat, parts in flattened(Slots(known, averaged).now(), 1 << 30, self.ranks.device):
             dist.all_reduce(flat.div_(self.ranks.size))
             unflatten(flat, parts)
-        spread(Slots(known, [n for n in known.buffers if n not in averaged]).now(), 1 << 30)
-
-
-def flattened(tensors: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Buckets of one dtype and at most `size` bytes (or one tensor): a flat copy, and the tensors it was made of."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for group in by_dtype.values():
-        bucket: list[Tensor] = []
-        held = 0
-        for tensor in group:
-            if bucket and held + tensor.numel() * tensor.element_size() > size:
-                yield torch.cat([t.flatten() for t in bucket]), bucket
-                bucket, held = [], 0
-            bucket.append(tensor)
-            held += tensor.numel() * tensor.element_size()
-        yield torch.cat([t.flatten() for t in bucket]), bucket
-
-
-def spread(tensors: Sequence[Tensor], size: int) -> None:
-    """Gives tensors the values they have on rank 0, in messages of at most `size` bytes."""
-    for flat, parts in flattened(tensors, size):
-        dist.broadcast(flat, 0)
-        unflatten(flat, parts)
-
-
-def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Writes a flat bucket back into the tensors it was made of."""
-    parts = torch.split(flat, [t.numel() for t in tensors])
-    torch._foreach_copy_(list(tensors), [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)])
+        self.ranks.spread(Slots(known, [n for n in known.buffers if n not in averaged]).now(), 1 << 30)

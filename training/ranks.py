@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from layerline.pipeline.errors import PipeError, StageError
+from layerline.training import launch
 from layerline.training.config import Config, DistributedConfig
 from layerline.training.launch import environment, meet, rendezvous
 from layerline.training.names import Named
@@ -35,23 +36,27 @@ class Ranks:
     Attributes:
         rank: of this process; 0 writes checkpoints.
         size: how many there are.
+        device: where tensors lie while they travel.
+        serves_cpu: whether those in CPU memory can travel as well.
         pulse: what each is at.
     """
 
-    def __init__(self, store: Any, config: DistributedConfig) -> None:
+    def __init__(self, store: Any, config: DistributedConfig, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout_s = config.timeout_s
         self.store = store
-        nccl = dist.get_backend() == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        served = dist.get_backend_config()  # as cpu:gloo,cuda:nccl; who gives no backend gets that of the accelerator
+        nccl, self.serves_cpu = "nccl" in served, "cpu:" in served
+        self.device = _own_gpu(device) if nccl else torch.device("cpu")
         self.pulse = Pulse(store, self.rank, self.size, 0.8 * config.timeout_s if nccl else None)
 
     def floats(self, *values: float) -> list[list[float]]:
         """The values of every rank, in their order (one collective)."""
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
-        every = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(every, own)
-        return [row.tolist() for row in every]
+        every = own.new_empty(self.size * len(own))
+        dist.all_gather_into_tensor(every, own)
+        rows: list[list[float]] = every.view(self.size, -1).tolist()
+        return rows
 
     def gather(self, thing: Any) -> list[Any]:
         """A small object of every rank, in their order; they are processes of one program, so it is pickled."""
@@ -81,10 +86,16 @@ class Ranks:
         """The tensor that rank 0 has, on the CPU of every rank."""
         full = torch.empty(shape, dtype=dtype) if tensor is None else tensor.contiguous()
         if full.numel():
-            sent = full.reshape(-1).view(torch.uint8).to(self.device)  # as bytes: not every type travels
+            sent = full.reshape(-1).view(torch.uint8).to(self.device)  # as bytes, here too
             dist.broadcast(sent, 0)
             full.reshape(-1).view(torch.uint8).copy_(sent)
         return full
+
+    def spread(self, tensors: Sequence[torch.Tensor], size: int) -> None:
+        """Gives tensors the values they have on rank 0, in messages of at most `size` bytes."""
+        for flat, parts in flattened(tensors, size, self.device):
+            dist.broadcast(flat.view(torch.uint8), 0)  # as bytes: not every type travels
+            unflatten(flat, parts)
 
     def compare(self, lines: Sequence[Line]) -> None:
         """Ends training before it starts where ranks differ.
@@ -131,18 +142,20 @@ def join(config: DistributedConfig, device: torch.device) -> Ranks | None:
     """
     if dist.is_available() and dist.is_initialized():
         if dist.get_world_size() > 1 and dist.group.WORLD not in _JOINED:
-            _JOINED[dist.group.WORLD] = Ranks(dist.distributed_c10d._get_default_store(), config)
+            _JOINED[dist.group.WORLD] = Ranks(dist.distributed_c10d._get_default_store(), config, device)
         return _JOINED.get(dist.group.WORLD)
     rank, size = environment()
     if size == 1:
         return None
-    backend = config.backend or ("nccl" if device.type == "cuda" else "gloo")
+    backend: str = config.backend or ("nccl" if device.type == "cuda" else "gloo")
+    if backend == "nccl" and config.offload:
+        backend = "cpu:gloo,cuda:nccl"  # NCCL sends nothing that lies in CPU memory
     # A name for each time: what the group before left in the store must not be read as this one's.
     store = PrefixStore(f"group/{next(_MEETINGS)}", rendezvous(config.timeout_s))
     meet(store, "start", rank, size, config.timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size,
                             timeout=timedelta(seconds=config.timeout_s))  # fmt: skip
-    _JOINED[dist.group.WORLD] = Ranks(store, config)
+    _JOINED[dist.group.WORLD] = Ranks(store, config, device)
     return _JOINED[dist.group.WORLD]
 
 
@@ -168,6 +181,41 @@ def together() -> Iterator[None]:
         group.leave("end")
         group.pulse.close()
         dist.destroy_process_group()
+
+
+def _own_gpu(model: torch.device) -> torch.device:
+    """The model's GPU, or the one the launcher means, as the current one: torch's collectives of objects use that."""
+    if model.type == "cpu":
+        launch.device("cuda")
+    elif model != torch.device("cuda"):  # it has a number
+        torch.cuda.set_device(model)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def flattened(
+    tensors: Sequence[torch.Tensor], size: int, device: torch.device
+) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Buckets of one kind and at most `size` bytes (or one tensor): a flat copy on `device`, and the tensors it was
+    made of."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for group in kinds.values():
+        bucket: list[torch.Tensor] = []
+        held = 0
+        for tensor in group:
+            if bucket and held + tensor.numel() * tensor.element_size() > size:
+                yield torch.cat([t.flatten() for t in bucket]).to(device), bucket
+                bucket, held = [], 0
+            bucket.append(tensor)
+            held += tensor.numel() * tensor.element_size()
+        yield torch.cat([t.flatten() for t in bucket]).to(device), bucket
+
+
+def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Writes a flat bucket back into the tensors it was made of."""
+    parts = torch.split(flat, [t.numel() for t in tensors])
+    torch._foreach_copy_(list(tensors), [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)])
 
 
 def lines(known: Named, config: Config) -> list[Line]:

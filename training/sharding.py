@@ -55,7 +55,7 @@ def shard(model: nn.Module, config: Config, ranks: Ranks) -> None:
             where="distributed.shard",
             hint="use another optimizer, or shard: none",
         )
-    if options.offload and ranks.device.type != "cuda":
+    if options.offload and ranks.device.type == "cpu":
         raise ConfigError("there is no GPU whose memory offloading would spare", where="distributed.offload")
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     reduce_type = HALF_TYPES.get(options.compress)
@@ -97,9 +97,9 @@ class Shards(Peers):
                 hint="change the model, and unfreeze what shall be trained, before ModelOptimizer shards it",
             )
 
-    def norms(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    def norms(self, grads: Sequence[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
         """From the norms of the parts, in one collective."""
-        parts = torch._foreach_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads])
+        parts = torch._foreach_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads], dtype=dtype)
         squares = torch.stack(list(parts)).to(self.ranks.device, torch.float64).square()
         with self.guarded("reducing gradients"):
             dist.all_reduce(squares)
@@ -123,8 +123,11 @@ class Shards(Peers):
     def _mean_gradients(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         return grads  # every backward pass has reduced them
 
-    def changed(self) -> None:
-        """Weights were written outside of a step: what units hold of them in whole form is out of date."""
+    def release(self) -> None:
+        """What units hold of their weights in whole form is dropped. Offloaded weights may still be on their way to the
+        GPU, for a forward pass that the CPU has only queued."""
+        if any(p.device.type == "cpu" for p in self.lane.params) and self.lane.device.type == "cuda":
+            torch.cuda.synchronize()
         for module in self.lane.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

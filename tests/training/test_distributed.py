@@ -18,6 +18,7 @@ from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.training import capabilities, launch, pulse, tensorfile
 from layerline.training.config import Config
+from layerline.training.masks import Gradual
 from tests.training.group import Died, good
 from tests.training.group import ranks as run
 
@@ -789,3 +790,26 @@ def test_an_update_that_makes_split_weights_infinite_is_taken_back(shard: str) -
     for found in good(run(_spoilt_when_split, shard)):
         assert found[:3] == (False, True, True), found
         assert "taken back" in found[3][0]
+
+
+def _huge_and_pruned(rank: int, *, alone: bool = False) -> tuple[bool, float, float, dict[str, Any]]:
+    config = {"training": {"grad_clip_norm": 1.0}, "optimizer": {"name": "sgd", "lr": 0.1}}
+    mo = ModelOptimizer(model := _model(), config if alone else {**config, "distributed": {**GLOO, "shard": "zero3"}})
+    moved = mo.step(model(_data()[0]).square().sum() * 1e22)
+    norm = mo.grad_norm
+    mo.apply_mask(Gradual(final=0.5, begin=0, end=2, every=1))
+    for _ in range(2):
+        mo.step(model(_data()[0]).square().sum())
+    masks = mo.lanes[""].masks
+    assert masks is not None
+    return moved, norm, masks.sparsity, _weights(mo)
+
+
+def test_split_weights_are_measured_and_pruned_as_whole_ones() -> None:
+    """A norm that float32 can't square, and masks chosen among seven rows on two ranks."""
+    moved, norm, sparsity, weights = _huge_and_pruned(0, alone=True)
+    assert moved and norm > 1e19 and sparsity == pytest.approx(0.5, abs=0.02)
+    for found in good(run(_huge_and_pruned)):
+        assert found[:3] == (True, pytest.approx(norm, rel=1e-5), sparsity)
+        for name, value in weights.items():
+            assert abs(found[3][name] - value).max() <= 2e-6 and ((found[3][name] == 0) == (value == 0)).all()
