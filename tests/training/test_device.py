@@ -1,0 +1,312 @@
+"""On GPUs that are only pretended (pretend.cpp): what depends on where a tensor lies, and on the group it is sent over.
+
+Nothing here shows speed, streams or kernels of a real device.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layerline import ModelOptimizer
+from layerline.pipeline.errors import PipeError, Unavailable
+from layerline.training import capabilities, launch
+from layerline.training.config import Config
+from layerline.training.data import Batches
+from layerline.training.masks import Gradual
+from tests.training import pretend
+from tests.training.group import good
+
+RECIPE: dict[str, Any] = {
+    "optimizer": {"name": "adamw", "lr": 0.01},
+    "training": {"accumulate_steps": 2, "ema_decay": 0.5, "grad_clip_norm": 1.0, "log_interval": 1},
+}
+MASK = torch.eye(7, 5)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("c++")
+    if compiler is None or sys.platform != "linux" or torch.version.cuda:
+        pytest.skip("needs Linux, a C++ compiler and a torch without CUDA")
+    return pretend.build(tmp_path_factory.mktemp("pretend"), compiler)
+
+
+def _model(*, norm: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    middle = nn.BatchNorm1d(7) if norm else nn.LayerNorm(7)
+    return nn.Sequential(nn.Linear(5, 7), middle, nn.Tanh(), nn.Linear(7, 3))
+
+
+def _data(device: str = "cpu") -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(5)
+    x, y = torch.randn(24, 5, generator=draws), torch.randn(24, 3, generator=draws)
+    return x.to(device), y.to(device)
+
+
+def _epoch(mo: ModelOptimizer, device: str = "cpu", rank: int = 0, size: int = 1) -> None:
+    for x, y in zip(*(d.split(4) for d in _data(device)), strict=True):
+        mo.step((mo.model(x[rank::size]) - y[rank::size]).square().sum(), weight=len(x[rank::size]))
+
+
+def _mine(mo: ModelOptimizer) -> dict[str, Any]:
+    return {n: t.cpu().numpy() for n, t in mo.export().items()}
+
+
+def _told(action: Callable[[], object]) -> str:
+    """What it refuses, in words; any other error is one."""
+    try:
+        action()
+    except PipeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _ddp_config(**options: Any) -> dict[str, Any]:
+    return {**RECIPE, "distributed": {"backend": "nccl", "timeout_s": 30, **options}}
+
+
+# What lies in CPU memory beside GPUs.
+
+
+def _everything(rank: int, path: str) -> dict[str, Any]:
+    """All that an offloaded model goes through, with no word from the loop on which GPU is this process's."""
+    file, device, out = Path(path) / "c.safetensors", f"cuda:{rank}", dict[str, Any]()
+    model = _model().to(device)
+    mo = ModelOptimizer(model, _ddp_config(shard="zero3", offload=True))
+    lane = mo.lanes[""]
+    _epoch(mo, device, rank, 2)
+    out["first"], out["norm"] = _mine(mo), mo.grad_norm
+    assert lane.ema is not None
+    states = [t for s in lane.optimizer.state.values() for t in s.values()]
+    out["places"] = {t.device.type for t in (*lane.params, *lane.ema.shadow, *states)}
+    logged = lane.monitor.rows[-1][lane.monitor.columns.index("peak_mb")]
+    out["peak"] = torch.cuda.max_memory_allocated() / 2**20 - logged
+    out["layers"] = sum(r.total for r in mo.layer_memory_report())
+    mo.save_ckpt(file)
+    _epoch(mo, device, rank, 2)
+    straight = _mine(mo)
+    mo.load_ckpt(file)
+    _epoch(mo, device, rank, 2)
+    out["resumed"] = all((straight[n] == t).all() for n, t in _mine(mo).items())
+    waited: list[bool] = []  # whether the averages were still there when the GPU was waited for
+    torch.cuda.synchronize = lambda: waited.append(lane.ema is not None and lane.ema.swapped)
+    with mo.ema():
+        out["average"] = model(_data(device)[0]).device.type
+        waited.clear()
+    out["waited"] = waited[:]
+    mo.apply_mask({"0.weight": MASK})
+    _epoch(mo, device, rank, 2)
+    out["masked"] = _mine(mo)["0.weight"]
+    out["check"] = mo.verify_accumulation(_data(device)).passed
+    return out
+
+
+@pytest.fixture(scope="module")
+def offloaded(library: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return good(pretend.ranks(library, _everything, str(tmp_path_factory.mktemp("offload"))))
+
+
+@pytest.mark.slow
+def test_an_offloaded_model_trains_as_one_on_the_cpu_and_goes_on_bit_for_bit(offloaded: list[dict[str, Any]]) -> None:
+    alone = ModelOptimizer(_model(), RECIPE)
+    _epoch(alone)
+    for found in offloaded:
+        assert all(abs(found["first"][n] - t.numpy()).max() < 2e-6 for n, t in alone.export().items())
+        assert found["norm"] == pytest.approx(alone.grad_norm, rel=1e-5)
+        assert found["resumed"] and found["check"]
+        assert not found["masked"][MASK == 0].any() and found["masked"].any()
+
+
+@pytest.mark.slow
+def test_what_is_offloaded_lies_in_cpu_memory_and_the_log_shows_the_gpus_peak(offloaded: list[dict[str, Any]]) -> None:
+    for found in offloaded:
+        assert found["places"] == {"cpu"} and found["average"] == "cuda"
+        assert found["waited"] == [True]
+        assert 0 <= found["peak"] < 0.01 and 0 < found["layers"] < 5000
+
+
+def _ways(rank: int) -> dict[str, Any]:
+    device, out = f"cuda:{rank}", dict[str, Any]()
+    config = _ddp_config(shard="zero2", offload=True)
+    x, y = _data(device)
+
+    def made(**sections: Any) -> tuple[ModelOptimizer, nn.Module]:
+        model = _model().to(device)
+        return ModelOptimizer(model, {"distributed": config["distributed"], **sections}), model
+
+    mo, model = made(training={"mixed_precision": "bf16"})
+    with mo.autocast():
+        out["amp"] = str(model(x).dtype)
+    for name in ("sgd", "rmsprop", "adam", "lamb", "lion"):
+        mo, model = made(optimizer={"name": name, "lr": 0.01})
+        for _ in range(2):
+            mo.step((model(x[rank::2]) - y[rank::2]).square().mean())
+        out[name] = _mine(mo)
+    mo, model = made(training={"grad_clip_norm": 1.0})
+    out["huge"] = mo.step(model(x).square().sum() * 1e22), mo.grad_norm
+    mo, model = made(nonfinite={"policy": "stop"})
+    out["nan"] = _told(lambda: mo.step(model(x).sum() * float("nan")))
+    mo, model = made()
+    mo.apply_mask(Gradual(final=0.5, begin=0, end=2, every=1))
+    for _ in range(2):
+        mo.step((model(x[rank::2]) - y[rank::2]).square().mean())
+    out["gradual"] = mo.lanes[""].masks.sparsity, float((mo.export()["0.weight"] == 0).float().mean())
+    return out
+
+
+def _alone(**sections: Any) -> ModelOptimizer:
+    mo, (x, y) = ModelOptimizer(model := _model(), sections), _data()
+    for _ in range(2):
+        mo.step((model(x) - y).square().mean())
+    return mo
+
+
+@pytest.fixture(scope="module")
+def ways(library: Path) -> list[dict[str, Any]]:
+    return good(pretend.ranks(library, _ways))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sgd", "rmsprop", "adam", "lamb", "lion"])
+def test_every_rule_steps_offloaded_weights_as_it_steps_others(name: str, ways: list[dict[str, Any]]) -> None:
+    expected = _alone(optimizer={"name": name, "lr": 0.01}).export()
+    for found in ways:
+        assert all(abs(found[name][n] - t.numpy()).max() < 1e-5 for n, t in expected.items())
+
+
+@pytest.mark.slow
+def test_offloaded_weights_are_computed_with_in_the_format_asked_for(ways: list[dict[str, Any]]) -> None:
+    assert {found["amp"] for found in ways} == {"torch.bfloat16"}
+
+
+@pytest.mark.slow
+def test_norms_and_finite_checks_of_offloaded_gradients(ways: list[dict[str, Any]]) -> None:
+    mo, (x, _) = ModelOptimizer(model := _model(), {"training": {"grad_clip_norm": 1.0}}), _data()
+    mo.step(model(x).square().sum() * 1e22)
+    for found in ways:
+        assert found["huge"] == (True, pytest.approx(mo.grad_norm, rel=1e-4)) and mo.grad_norm > 1e18
+        assert found["nan"].startswith("StageError: 0.weight: the loss is nan")
+        assert found["gradual"] == (pytest.approx(0.5, abs=0.02), pytest.approx(0.5, abs=0.02))
+
+
+# Whole and sharded models on GPUs, in groups of the loop's own making.
+
+
+def _whole(rank: int, path: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    dist.init_process_group()  # NCCL, without being told; nothing sets the current device
+    out, device, file = dict[str, Any](), f"cuda:{rank}", Path(path) / "c.safetensors"
+    out["cpu"] = _told(lambda: ModelOptimizer(_model(), _ddp_config()))
+    out["offload"] = _told(lambda: ModelOptimizer(_model(), _ddp_config(shard="zero3", offload=True)))
+    for name, shard in (("ddp", "none"), ("zero3", "zero3")):
+        model = _model(norm=True)
+        model.register_buffer("phase", torch.full((3,), 1j * (rank + 1)))
+        # A model to be sharded may come from the CPU: no GPU need hold all of it.
+        mo = ModelOptimizer(model.to(device) if shard == "none" else model, _ddp_config(shard=shard))
+        _epoch(mo, device, rank, 2)
+        mo.save_ckpt(file)
+        first = _mine(mo)
+        _epoch(mo, device, rank, 2)
+        mo.load_ckpt(file)
+        out[name] = (
+            all((first[n] == t).all() for n, t in _mine(mo).items()),
+            {t.device.type for t in mo.export().values()},
+        )
+        out["first rank's"] = mo.export()["phase"][0].item() == 1j
+    deep = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(device)
+    wide = ModelOptimizer(deep, _ddp_config(shard="zero3"))
+    for _ in range(2):
+        wide.step(wide.model(torch.ones(2, 256, device=device)).sum(), weight=2)
+    torch.cuda.reset_peak_memory_stats()
+    wide.save_ckpt(file)
+    out["saving"] = torch.cuda.max_memory_allocated()
+    return out
+
+
+@pytest.mark.slow
+def test_models_on_gpus_train_and_go_on_in_a_group_of_the_users(library: Path, tmp_path: Path) -> None:
+    for found in good(pretend.ranks(library, _whole, str(tmp_path))):
+        assert found["ddp"] == (True, {"cuda"}) and found["zero3"] == (True, {"cpu"})
+        assert (
+            found["first rank's"]
+            and "the model is in CPU memory" in found["cpu"]
+            and "NCCL alone sends nothing" in found["offload"]
+        )
+        # Eight layers of 256 KiB in four copies (weights, average, two states) are 8 MiB; parts and one whole are less.
+        assert found["saving"] < 6 * 2**20
+
+
+# One process.
+
+
+def _single(_: int) -> dict[str, Any]:
+    import layerline.training.fit as fit
+
+    pretended: Any = sys.modules["pretend"]
+    out = dict[str, Any]()
+    deep = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6))).to("cuda")
+    for name, sections in (("plain", {}), ("per layer", {"monitor": {"per_layer": True, "log_interval": 1}})):
+        mo = ModelOptimizer(deep, sections)
+        x = torch.ones(2, 6, device="cuda")
+        for _step in range(3):
+            loss = deep(x).square().sum()
+            before = pretended.reads()
+            mo.step(loss)
+            out[name] = pretended.reads() - before
+    own = torch.optim.SGD(deep.parameters(), lr=0.1)
+    mo = ModelOptimizer(deep, {}, optimizer=own)  # whose steps are watched: copies and norms before and after each
+    loss, before = deep(x).square().sum(), pretended.reads()
+    mo.step(loss)
+    out["custom"] = pretended.reads() - before
+    x, y = _data("cuda")
+    out["batch"] = next(Batches((x, y), batch_size=4).forever())[0].device.type
+    out["copies"] = {t.device.type for t in fit._copies(dict(deep.named_parameters())).values()}
+    return out
+
+
+@pytest.mark.slow
+def test_a_step_reads_the_device_once_for_its_norms(library: Path) -> None:
+    (found,) = good(pretend.ranks(library, _single, size=1))
+    # One for the loss; norms are read together, however many there are.
+    assert found["plain"] == 1
+    assert found["per layer"] <= 3 and found["custom"] <= 2
+    assert found["batch"] == "cuda" and found["copies"] == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("group", "serves_cpu", "model", "options", "message"),
+    [
+        ("cpu", True, "meta", {"shard": "zero2"}, "where gloo splits nothing"),
+        ("cuda", False, "cpu", {}, "NCCL sends what is on a GPU"),
+        ("cuda", False, "meta", {"shard": "zero2", "offload": True}, "NCCL alone sends nothing"),
+        ("cpu", True, "meta", {}, ""),
+        ("cuda", True, "cpu", {}, ""),
+        ("cuda", False, "cpu", {"shard": "zero2"}, ""),
+        ("cuda", True, "cpu", {"shard": "zero2", "offload": True}, ""),
+    ],
+)
+def test_what_cannot_travel_in_a_group(
+    group: str, serves_cpu: bool, model: str, options: dict[str, Any], message: str
+) -> None:
+    config, param = Config.model_validate({"distributed": options}), nn.Parameter(torch.empty(1, device=model))
+    ranks: Any = SimpleNamespace(device=torch.device(group), serves_cpu=serves_cpu)
+    told = _told(lambda: capabilities._check_group(ranks, config, param, split=False))
+    assert message in told and bool(message) is bool(told)
+
+
+def test_more_ranks_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(Unavailable, match="has 2 GPUs, and the launcher started a rank for GPU 2"):
+        launch.device("cuda")
+    assert launch.device("cpu") == torch.device("cpu")
