@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
-from layerline.training.parts import local
+from layerline.training.parts import like, local
 
 # Wrapper class -> the attribute that holds the user's own module. Matched by class, so that a user's submodule that
 # happens to be called `module` keeps its name.
@@ -176,7 +176,7 @@ def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     given, target = check(model, state)
     with torch.no_grad():
         for name, tensor in target.items():
-            tensor.copy_(given[name])
+            tensor.copy_(like(tensor, given[name]))
     unwrap(model).load_state_dict({}, strict=False)  # tells those who want to know that weights were loaded
 
 

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.training import capabilities, launch, pulse, tensorfile
+from layerline.training.checkpoint import load_weights
 from layerline.training.config import Config
 from layerline.training.masks import Gradual
+from layerline.training.parts import whole
 from tests.training.group import Died, good
 from tests.training.group import ranks as run
 
@@ -114,6 +116,9 @@ def _sharded(rank: int, config: dict[str, Any], path: str) -> dict[str, Any]:
     mo.save_ckpt(Path(path) / "ckpt.safetensors")
     before = _weights(mo)
     mo.step((model(_data()[0]) - 1).square().sum(), weight=24)
+    load_weights(model, Path(path) / "ckpt.safetensors")
+    loaded = {n: whole(p.detach()).numpy() for n, p in model.named_parameters()}
+    assert all((before[n] == t).all() for n, t in loaded.items())
     mo.load_ckpt(Path(path) / "ckpt.safetensors")
     again = _weights(mo)
     assert all((before[n] == again[n]).all() for n in before)
