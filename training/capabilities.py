@@ -95,17 +95,17 @@ def _peers(lane: Lane, ranks: Ranks) -> Peers:
 
 
 def _check_group(group: Ranks, config: Config, param: nn.Parameter, *, split: bool) -> None:
-    """Whether what the ranks have can travel in their group."""
+    """Refuses what cannot travel in the ranks' group."""
     shard, place = config.distributed.shard != "none", device_of(param).type
-    offloaded = config.distributed.offload if shard else place != param.device.type
-    if group.device.type == "cpu":
-        if shard and place != "cpu":
-            raise ConfigError(f"the model is on {place}, where gloo splits nothing", where="distributed.shard",
-                              hint="distributed.backend: nccl")  # fmt: skip
-    elif place == "cpu" and not (shard or split or group.serves_cpu):
+    if group.device.type == "cpu" and shard and place != "cpu":
+        raise ConfigError(f"the model is on {place}, where gloo splits nothing", where="distributed.shard",
+                          hint="distributed.backend: nccl")  # fmt: skip
+    if group.serves_cpu:
+        return
+    if place == "cpu" and not (shard or split):
         raise ConfigError("the model is in CPU memory, and NCCL sends what is on a GPU", where="distributed.backend",
                           hint='move it first, model.to("cuda"), or use gloo')  # fmt: skip
-    elif offloaded and not group.serves_cpu:
+    if config.distributed.offload if shard else place != param.device.type:
         raise ConfigError("NCCL alone sends nothing that lies in CPU memory", where="distributed.offload",
                           hint='init_process_group("cpu:gloo,cuda:nccl"), or leave that to ModelOptimizer')  # fmt: skip
 

@@ -46,8 +46,8 @@ def shipped(lane: Lane) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {**lane.named.tensors, **(lane.ema.values() if lane.ema else {})}
         if lane.ema is None and lane.masters is not None:
             tensors |= {n: lane.masters.stepped(p) for n, p in lane.named.params.items()}
-        shown = {n: wide(whole(t.detach())) for n, t in tensors.items()}
-    return {n: t.cpu() for n, t in shown.items()} if is_split(lane.model) else shown
+        home = "cpu" if is_split(lane.model) else None
+        return {n: wide(whole(t.detach())).to(home) for n, t in tensors.items()}
 
 
 def validate(lane: Lane, metric: Callable[[nn.Module], float]) -> dict[str, float]:

@@ -86,7 +86,7 @@ class Ranks:
         """The tensor that rank 0 has, on the CPU of every rank."""
         full = torch.empty(shape, dtype=dtype) if tensor is None else tensor.contiguous()
         if full.numel():
-            sent = full.reshape(-1).view(torch.uint8).to(self.device)  # as bytes, here too
+            sent = full.reshape(-1).view(torch.uint8).to(self.device)  # as bytes: not every type travels
             dist.broadcast(sent, 0)
             full.reshape(-1).view(torch.uint8).copy_(sent)
         return full
@@ -94,7 +94,7 @@ class Ranks:
     def spread(self, tensors: Sequence[torch.Tensor], size: int) -> None:
         """Gives tensors the values they have on rank 0, in messages of at most `size` bytes."""
         for flat, parts in flattened(tensors, size, self.device):
-            dist.broadcast(flat.view(torch.uint8), 0)  # as bytes: not every type travels
+            dist.broadcast(flat.view(torch.uint8), 0)  # as bytes, here too
             unflatten(flat, parts)
 
     def compare(self, lines: Sequence[Line]) -> None:
@@ -183,12 +183,12 @@ def together() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _own_gpu(model: torch.device) -> torch.device:
+def _own_gpu(device: torch.device) -> torch.device:
     """The model's GPU, or the one the launcher means, as the current one: torch's collectives of objects use that."""
-    if model.type == "cpu":
+    if device.type == "cpu":
         launch.device("cuda")
-    elif model != torch.device("cuda"):  # it has a number
-        torch.cuda.set_device(model)
+    elif device.index is not None:
+        torch.cuda.set_device(device)
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -13,6 +13,8 @@ import os
 import pickle
 import subprocess
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,9 +26,7 @@ def build(folder: Path, compiler: str) -> Path:
     from torch.utils import cpp_extension
 
     out, source = folder / "pretend.so", Path(__file__).with_suffix(".cpp")
-    flags = [
-        f"-I{p}" for p in (*cpp_extension.include_paths(), importlib.import_module("sysconfig").get_path("include"))
-    ]
+    flags = [f"-I{p}" for p in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]
     flags += [f"-{f}{p}" for p in cpp_extension.library_paths() for f in ("L", "Wl,-rpath,")]
     libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
     flags += ["-shared", "-fPIC", "-std=c++20", "-DTORCH_EXTENSION_NAME=pretend"]
@@ -35,7 +35,7 @@ def build(folder: Path, compiler: str) -> Path:
 
 
 def ranks(library: Path, function: Callable[..., Any], *args: Any, size: int = 2, timeout: float = 120.0) -> list[Any]:
-    """What `function(rank, *args)` gave on each rank; as `group.ranks`, but that a rank which ends badly gives Died."""
+    """What `function(rank, *args)` gave on each rank, as `group.ranks`; a killed rank leaves no answer, and fails."""
     from tests.training.group import _free_port
 
     job = library.with_name("job")
@@ -67,7 +67,7 @@ def _rank(library: str, job: str, out: str) -> None:
         _last_word(None)
     except BaseException as error:
         _last_word(error)
-        answer = Died(type(error).__name__, f"{error}\n{importlib.import_module('traceback').format_exc()}")
+        answer = Died(type(error).__name__, f"{error}\n{traceback.format_exc()}")
     Path(out).write_bytes(pickle.dumps(answer))
     os._exit(0)  # torch's threads are still there
 
