@@ -20,8 +20,10 @@ from layerline.backends.base import Array
 
 LEAST = 1024
 """Tensors up to this many bytes stay: shapes, axes and scales are looked at, weights are only passed on."""
-LEAST_INT64 = 1 << 20
-"""The same for int64: shape inference reads sizes, and only inside of the graph; a Split can have hundreds."""
+LEAST_SIZES = 1 << 20
+"""The same for integers that may be sizes: shape inference reads them, and only inside of the graph; a Split can have
+hundreds."""
+_SIZES = (TensorProto.INT64, TensorProto.INT32)
 _STAYS = ("UNDEFINED", "STRING", "COMPLEX64", "COMPLEX128", "INT2", "UINT2", "INT4", "UINT4", "FLOAT4", "FLOAT6")
 _WIDTHS = {
     code: helper.tensor_dtype_to_np_dtype(code).itemsize
@@ -164,7 +166,7 @@ def weightless(model: Model) -> onnx.ModelProto:
 
 def large(kind: int, size: int) -> bool:
     """Whether a tensor of this element type and so many bytes need not lie in the graph."""
-    return size > (LEAST_INT64 if kind == TensorProto.INT64 else LEAST)
+    return size > (LEAST_SIZES if kind in _SIZES else LEAST)
 
 
 def travels(kind: int, size: int) -> bool:

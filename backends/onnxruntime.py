@@ -104,16 +104,16 @@ class OrtSession:
 
 def _bytes(model: ModelProto | Light, options: Any) -> tuple[bytes, list[Any]]:
     """A model's graph as a message, and its weights as the session reads them: where they lie, without a copy."""
-    from onnxruntime import OrtValue
+    import onnxruntime as ort
 
     from layerline.backends import light
 
-    # A weight that isn't in the message has to lie in a file that exists, though nobody opens it: the session is given
-    # every one of them.
-    here = Path(__file__)
-    options.add_session_config_entry(_FOLDER, str(here.parent))
-    message, weights = light.message(light.split(model), here.name)
-    values = {n: OrtValue.ortvalue_from_numpy_with_onnx_type(w.array, w.kind) for n, w in weights.items()}
+    # A weight that isn't in the message has to lie in a file, and behind no link, though nobody opens it: the session
+    # is given every one of them. The runtime's own file is there however this package is installed.
+    file = Path(ort.__file__).resolve()
+    options.add_session_config_entry(_FOLDER, str(file.parent))
+    message, weights = light.message(light.split(model), file.name)
+    values = {n: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(w.array, w.kind) for n, w in weights.items()}
     for name, value in values.items():
         options.add_initializer(name, value)
     return message, [*values.values(), *(w.array for w in weights.values())]

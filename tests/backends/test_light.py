@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import ml_dtypes
@@ -11,7 +12,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from layerline.backends import light
+from layerline.backends import light, onnxruntime
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph import io
 
@@ -74,16 +75,27 @@ def test_a_session_reads_weights_where_they_lie() -> None:
     assert not session.run({"x": x})["y"].any(), "a copy of all weights for each session is what this saves"
 
 
-@pytest.mark.parametrize("op", ["Split", "SplitToSequence"])
-def test_sizes_stay_where_shape_inference_reads_them(op: str, tmp_path: Path) -> None:
-    sizes = np.ones(200, np.int64)
-    outputs = [f"part{i}" for i in range(200)] if op == "Split" else ["parts"]
+def test_however_the_package_is_installed(tmp_path: Path) -> None:
+    """The runtime opens no data behind a link, and an installer may put links in place of a package's files."""
+    link = tmp_path / "linked.py"
+    link.symlink_to(str(onnxruntime.__file__))
+    spec = spec_from_file_location("linked", link)
+    assert spec is not None and spec.loader is not None
+    linked = module_from_spec(spec)
+    spec.loader.exec_module(linked)
+    assert linked.OnnxRuntime().open(_model("float32")).run({"x": np.ones((1, 64), "f")})["y"].any()
+
+
+@pytest.mark.parametrize(("op", "dtype"), [("Split", "i8"), ("SplitToSequence", "i8"), ("SplitToSequence", "i4")])
+def test_sizes_stay_where_shape_inference_reads_them(op: str, dtype: str, tmp_path: Path) -> None:
+    sizes = np.ones(300, dtype)
+    outputs = [f"part{i}" for i in range(300)] if op == "Split" else ["parts"]
     nodes = [helper.make_node(op, ["x", "sizes"], outputs, axis=0)]
     if op == "SplitToSequence":
-        nodes.append(helper.make_node("ConcatFromSequence", ["parts"], ["part199"], axis=0))
-    infos = [helper.make_tensor_value_info(n, 1, None) for n in ("x", "part199")]
+        nodes.append(helper.make_node("ConcatFromSequence", ["parts"], ["part299"], axis=0))
+    infos = [helper.make_tensor_value_info("x", 1, [300]), helper.make_tensor_value_info("part299", 1, None)]
     graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], [numpy_helper.from_array(sizes, "sizes")])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    x = np.arange(200, dtype="f")
+    x = np.arange(300, dtype="f")
     for source in (model, io.save(model, tmp_path, external_over=0)):
-        assert np.array_equal(OnnxRuntime().open(source).run({"x": x})["part199"], x[199:] if op == "Split" else x)
+        assert np.array_equal(OnnxRuntime().open(source).run({"x": x})["part299"], x[299:] if op == "Split" else x)
