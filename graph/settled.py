@@ -6,7 +6,7 @@ exporters write it, would take as long as all the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
@@ -21,11 +21,12 @@ def folded(after: After) -> ir.TensorProtocol | None:
     return None if after.nodes else after.tensors.get(after.result)
 
 
-def settled(light: Light, constants: Mapping[str, ir.TensorProtocol]) -> Light:
-    """The model with these values stored; what only they needed is gone. Those that depend on an input are left."""
+def settled(light: Light, constants: Mapping[str, ir.TensorProtocol], wanted: Iterable[str] = ()) -> Light:
+    """The model with these values stored; what only they needed is gone, unless it is wanted. Values that depend on an
+    input are left."""
     out = light.copy()
     graph, changing = out.model.graph, moving(out.model.graph)
-    kept, needed = [], {o.name for o in graph.output}
+    kept, needed = [], {o.name for o in graph.output} | set(wanted)
     for node in reversed(graph.node):
         made = {o for o in node.output if o}
         fixed = made.isdisjoint(changing)

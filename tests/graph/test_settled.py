@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
+import pytest
 from onnx_ir.tape import Tape
 
 from layerline.backends.light import split
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.apply import rewrite, select
-from layerline.graph.prove import prove, reference
+from layerline.graph.fold import evaluate
+from layerline.graph.fuse import fuse
+from layerline.graph.prove import SIGNS, prove, reference
 from layerline.graph.rewrite import Rewriting
-from layerline.graph.rule import on
+from layerline.graph.rule import After, Firing, Site, on
+from layerline.graph.rules import fold
 from layerline.graph.settled import settled
 from tests.graph.fusing import normal, ops, parse
 
@@ -55,3 +61,43 @@ def test_a_wrong_constant_is_not_taken_over() -> None:
     done = rewrite(MODEL, (on("spoiled", "another constant", ["Transpose"], spoiled),))
     proofs = prove(done.unfused, done.types, done.firings, [{"x": normal(1, 30)}], {})
     assert [p.passed for p in proofs] == [False] and "Transpose" in ops(reference(done.unfused, proofs).model)
+
+
+@pytest.mark.parametrize("opset", [8, 17])
+@pytest.mark.parametrize(("name", "kind"), [("float", "f4"), ("double", "f8"), ("float16", "f2")])
+def test_zeros_of_another_sign_are_not_stored(
+    name: str, kind: str, opset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What divides by them is inf on one side and -inf on the other: only a computed reference shows it."""
+    body, w = "c = Mul(w, k) y = Div(x, c)", np.array([0, -1, 2], kind)
+    model = parse(f"({name}[N, 3] x) => ({name}[N, 3] y)", body, opset, w=w, k=np.array(2, kind))
+    feeds = [{"x": normal(2, 3).astype(kind)}]
+    assert ops(reference(split(model), fuse(model, feeds).proofs).model) == ["Div"]
+
+    def negative(*args: Any, real: Any = evaluate) -> dict[str, Any]:
+        return {k: np.where(v == 0, -v, v) for k, v in real(*args).items()}
+
+    monkeypatch.setattr(fold, "evaluate", negative)
+    done = fuse(model, feeds)
+    assert [p.error for p in done.proofs] == [SIGNS] and not done.undone
+    assert ops(reference(split(model), done.proofs).model) == ["Mul", "Div"]
+
+
+def test_what_another_firing_reads_stays() -> None:
+    """`c` and `d` are one since duplicates went; the model itself reads `c` only for `h`, which is stored."""
+    body = """c = Constant <value = float[4] {1.5, 2, 3, 4}>() d = Constant <value = float[4] {1.5, 2, 3, 4}>()
+              h = Mul(w, c) z = Sub(x, h) m = MatMul(x, k) y = Add(m, d)"""
+    model = parse("(float[N, 4] x) => (float[N, 4] y, float[N, 4] z)", body, w=normal(4), k=normal(4, 4))
+    done = fuse(model, [{"x": normal(2, 4)}])
+    assert not done.undone and ops(done.model) == ["Sub", "Gemm"]
+
+
+def test_of_several_values_each_has_to_be_equal() -> None:
+    """A proof tells the error of the one that is furthest beyond its tolerance."""
+    model = parse("(float[3] x) => (float[3] y)", "a = Neg(w) b = Abs(w) c = Add(a, b) y = Add(x, c)", w=normal(3))
+    right, off = -normal(3), np.abs(normal(3)) * np.float32(1 + 1e-6)
+    after = {n: After(n, tensors={n: ir.tensor(value)}) for n, value in (("a", right), ("b", off))}
+    firing = Firing(Site("two", "a"), "a", (), (), after)
+    [proof] = prove(split(model), {"a": 1, "b": 1}, [firing], [{"x": normal(3)}], {"b": 1.0})
+    assert proof.error == 0.0 and proof.passed
+    assert ops(reference(split(model), [proof]).model) == ["Neg", "Abs", "Add", "Add"]
