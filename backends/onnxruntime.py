@@ -123,7 +123,8 @@ def _with_taps(source: str | bytes, taps: Sequence[str]) -> bytes:
     import onnx
 
     model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source, load_external_data=False)
-    known = {o for n in model.graph.node for o in n.output} - {o.name for o in model.graph.output}
+    made = {o for n in model.graph.node for o in n.output} | {t.name for t in model.graph.initializer}
+    known = made - {o.name for o in model.graph.output}
     model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(t) for t in taps if t in known)
     data: bytes = model.SerializeToString()
     return data

@@ -152,7 +152,7 @@ class _Run:
         point = pointers(graph)
         taps = [*matched, *(point[a].data for a in matched if a in point)]
         of_a, of_b = infer(self.reference, taps), infer(self.candidate, list(matched.values()))
-        outputs, stored = {o.name for o in graph.output}, {t.name: t.dims for t in graph.initializer}
+        outputs = {o.name for o in graph.output}
         for a, b in matched.items():
             (kind_a, shape), (kind_b, shape_b) = of_a[a], of_b[b]
             plain = kind_a in CODES and kind_b in CODES
@@ -162,8 +162,7 @@ class _Run:
             self.one_graph &= plain and _may_be_equal(shape, shape_b)
             pointer = point.get(a)
             if pointer is not None and pointer.axis < 0:
-                pointed = stored[pointer.data] if pointer.data in stored else of_a[pointer.data][1]
-                pointer = replace(pointer, axis=pointer.axis + len(pointed))
+                pointer = replace(pointer, axis=pointer.axis + len(of_a[pointer.data][1]))
             codes = {"dtype_a": CODES.get(kind_a, 0), "dtype_b": CODES.get(kind_b, 0)}
             rank, size = min(len(shape), len(shape_b)), _size(shape) if shape == shape_b else None
             self.pairs.append(Pair(a=a, b=b, pointer=pointer, rank=rank, size=size, **codes))

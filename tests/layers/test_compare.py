@@ -328,6 +328,20 @@ def test_indices_into_a_stored_tensor(columns: int) -> None:
     assert [r.max_abs for r in rows] == [columns - 1, columns - 1], "the values pointed at, and the positions"
 
 
+@pytest.mark.parametrize("columns", [5, 500])
+@pytest.mark.parametrize("taken", [(), ("table",)], ids=["stored", "an input as well"])
+def test_indices_in_no_order_into_a_stored_tensor(columns: int, taken: tuple[str, ...]) -> None:
+    """As two sessions, which have to be asked for the tensor."""
+    text = "g (int64[1] k) => (int64[2, n] i) {\n v, i = TopK <sorted=0> (table, k) }"
+    table = np.random.default_rng(0).random((2, columns), "f")
+    one, other = (model(text, table=t) for t in (table, table[:, ::-1].copy()))
+    for m in (one, other):
+        m.graph.input.extend(onnx.helper.make_tensor_value_info(n, 1, table.shape) for n in taken)
+    for b, passed in ((one, True), (other, False)):
+        [row, *_] = [r for r in compare(one, b, [{"k": np.array([3])}], tolerances={"i": 0.0}) if r.name == "i"]
+        assert row.passed is passed
+
+
 def test_sequences_and_strings_are_compared_by_hand() -> None:
     text = "g (float[4] x) => (seq(float[n]) y) {{ k = Constant <value_ints = [{}]> ()\n y = SplitToSequence (x, k) }}"
     a, b = (model(text.format(k)) for k in ("1,3", "2,2"))
