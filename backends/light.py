@@ -207,8 +207,11 @@ def weight_inside(tensor: TensorProto, size: int, read: Callable[[str, int], Arr
 
 
 def message(light: Light, location: str) -> tuple[bytes, dict[str, Weight]]:
-    """A message with a stand-in for each weight that is read, and those weights: the runtime takes no others."""
-    read = set(_read(light.model.graph))
+    """A message with a stand-in for each weight that is read, and those weights: the runtime takes no others.
+
+    An input that the model stores as well counts as read: without its weight it would have to be fed.
+    """
+    read = {*_read(light.model.graph), *(i.name for i in light.model.graph.input)}
     weights = {n: w for n, w in light.weights.items() if n in read}
     return light.stand_ins(weights, location).SerializeToString(), weights
 

@@ -65,6 +65,15 @@ def test_what_nothing_reads_is_left_out() -> None:
     assert OnnxRuntime().open(model).run({"x": np.ones((1, 64), "f")})["y"].shape == (1, 8)
 
 
+@pytest.mark.parametrize("version", [3, 10])
+def test_a_stored_input_that_nothing_reads_need_not_be_fed(version: int) -> None:
+    model = _model("float32")
+    model.ir_version, model.opset_import[0].version = version, 13
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((64, 64), "f"), "unread"))
+    model.graph.input.extend(helper.make_tensor_value_info(t.name, 1, t.dims) for t in model.graph.initializer)
+    assert OnnxRuntime().open(model, ["wide"]).run({"x": np.ones((1, 64), "f")})["y"].shape == (1, 8)
+
+
 def test_a_session_reads_weights_where_they_lie() -> None:
     apart = light.split(_model("float32"))
     numbers = apart.weights["w"].array.copy()
