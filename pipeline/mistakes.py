@@ -124,7 +124,7 @@ def _in_words(cls: type[BaseModel], faults: Sequence[_Fault]) -> Mistake:
     if first.kind == "literal_error" and isinstance(seen, str) and len(faults) == 1:
         valid = [v.strip("'") for v in re.split(", | or ", first.error["ctx"]["expected"])]
         return Mistake(place, f"unknown value {seen!r}", nearest(seen, valid))
-    forms = dict.fromkeys(_expected(cls, f) for f in faults)
+    forms = dict.fromkeys(_expected(cls, f) for f in faults if f.kind not in ("missing", "extra_forbidden"))
     wanted = " or ".join([next(iter(forms)), *(f.removeprefix("expected ") for f in list(forms)[1:])])
     alone = wanted == "expected a list" and isinstance(seen, str | int | float)
     return Mistake(place, f"{wanted}, saw {seen!r:.80}", f"a list of one: [{seen}]" if alone else "")

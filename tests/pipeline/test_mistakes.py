@@ -51,6 +51,7 @@ CASES: dict[str, tuple[dict[Any, Any], str, str]] = {
     "an unknown field inside it": ({"how": {"lwo": 1}}, "how.lwo", "unknown field"),
     "a missing field inside it": ({"how": {"high": 1}}, "how.low", "it is required, and missing"),
     "a union by name": ({"by_name": {"int": 3}}, "by_name.int", "expected 'auto' or the fields low, high, saw 3"),
+    "a key that is no name, and what it holds": ({"sizes": {1.5: {"x": 1}}}, "sizes", "expected text, saw 1.5"),
     "a union in a list": ({"wide": [1, "x"]}, "wide.1", "expected an integer or a list, saw 'x'"),
     "a list in a union in a list": ({"wide": [1, [2, "x"]]}, "wide.1.1", "expected an integer, saw 'x'"),
     "a short form": ({"sizes": {"b": 0}}, "sizes.b", "expected greater than 0, saw 0"),
