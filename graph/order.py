@@ -10,15 +10,11 @@ from layerline.backends.light import bodies
 from layerline.graph.facts import RANDOM
 
 
-def in_order(
-    wanted: Iterable[onnx.NodeProto], others: Iterable[onnx.NodeProto], *, rest: bool = True
-) -> list[onnx.NodeProto]:
-    """The wanted nodes in their order, each with all it needs right before it; then the rest, unless it may go."""
-    wanted = list(wanted)
-    nodes = [*wanted, *others]
-    makers = {o: n for n in nodes for o in n.output if o}
+def in_order(wanted: Iterable[onnx.NodeProto], others: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """The wanted nodes in their order, each with those of the others that it needs right before it."""
+    stack = list(wanted)[::-1]
+    makers = {o: n for n in (*stack, *others) for o in n.output if o}
     ordered, opened, done = list[onnx.NodeProto](), set[int](), set[int]()
-    stack = (nodes if rest else wanted)[::-1]
     while stack:
         node = stack[-1]
         if id(node) not in opened:

@@ -8,7 +8,7 @@ value leaves the runtime, and random operators give both sides the same draw.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,12 +21,12 @@ from onnx import TensorProto, helper
 from layerline.backends.base import Feed
 from layerline.backends.light import Light, rename
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.graph.constants import constant_of, with_constants
 from layerline.graph.exchange import store
 from layerline.graph.facts import LIMITS
 from layerline.graph.opset import opset_of
-from layerline.graph.order import in_order, moving, reads
+from layerline.graph.order import in_order, moving
 from layerline.graph.rule import After, Firing
-from layerline.graph.settled import folded, settled
 from layerline.pipeline.errors import StageError
 
 MULTIPLE = 8.0
@@ -35,8 +35,6 @@ LEAST = 4.0
 """No floor is taken to be lower than this many rounding steps of the value's type (relative L2)."""
 REDUCES = 8
 """The first opset for which onnxruntime has all the operators that reduce a pair."""
-SIGNS = math.ulp(0.0)
-"""The error of a folded constant where only zeros differ, by their sign: what divides by them tells them apart."""
 _WIDE = (TensorProto.FLOAT, TensorProto.DOUBLE)
 _STEP = {int(kind): epsilon for kind, (_, epsilon) in LIMITS.items()}
 
@@ -47,7 +45,7 @@ class Proof:
 
     Attributes:
         error: relative L2 error, the worst over the feeds; inf for another shape and for one-sided NaN or Inf. 0
-            without a run where the bytes are the same by construction; see also `SIGNS`.
+            without a run where the bytes are the same by construction.
         tolerance: the greatest error that is rounding.
         feeds: how many feeds it was measured on.
         why: what was wrong where no error could be measured (the runtime refuses the model).
@@ -73,7 +71,6 @@ class _Pair:
     Attributes:
         whole: leaves both sides to numpy.
         equal: asks only whether the two are the same numbers, as a folded weight is: a third of the work.
-        zeros: asks also whether zeros have the same sign: a folded constant that holds some.
     """
 
     name: str
@@ -81,7 +78,6 @@ class _Pair:
     type: int
     whole: bool
     equal: bool
-    zeros: bool
 
 
 def prove(
@@ -112,31 +108,25 @@ def prove(
     fixed = {key: pair for key, pair in pairs.items() if pair.name not in changing}
     errors = dict(zip(fixed, _errors(unfused, list(fixed.values()), feeds[:1]), strict=True))
     others = {key: pair for key, pair in pairs.items() if key not in fixed}
-    constants = _equal(wanted[key] for key, error in errors.items() if error == 0.0)
-    light = settled(unfused, constants, (v for pair in others.values() for v in _reads(pair.after)))
+    light = with_constants(unfused, _constants(wanted[key] for key, error in errors.items() if error == 0.0))
     errors |= zip(others, _errors(light, list(others.values()), feeds), strict=True)
     return [_proof(firing, errors, types, floors, len(feeds)) for firing in firings]
 
 
 def reference(unfused: Light, proofs: Iterable[Proof]) -> Light:
     """The unfused model with every constant stored that was proved to be equal: the same values, sooner."""
-    return settled(unfused, _equal(pair for p in proofs if p.equal for pair in p.firing.after.items()))
+    return with_constants(unfused, _constants(pair for p in proofs if p.equal for pair in p.firing.after.items()))
 
 
-def _equal(found: Iterable[tuple[str, After]]) -> dict[str, ir.TensorProtocol]:
-    return {name: tensor for name, after in found if (tensor := folded(after)) is not None}
-
-
-def _reads(after: After) -> Iterator[str]:
-    yield after.result
-    for node in after.nodes:
-        yield from reads(node)
+def _constants(equal: Iterable[tuple[str, After]]) -> dict[str, ir.TensorProtocol]:
+    """Those among values that were proved to be equal; none with a zero, whose sign no proof looks at."""
+    found = ((name, constant_of(after)) for name, after in equal)
+    return {name: tensor for name, tensor in found if tensor is not None and tensor.numpy().all()}
 
 
 def _pair(name: str, after: After, kind: int, opset: int, *, constant: bool) -> _Pair:
-    whole, tensor = kind not in _STEP or opset < REDUCES, folded(after)
-    zeros = constant and kind in _STEP and tensor is not None and not tensor.numpy().all()
-    return _Pair(name, after, kind, whole, equal=constant and not whole and kind in _WIDE, zeros=zeros)
+    whole = kind not in _STEP or opset < REDUCES
+    return _Pair(name, after, kind, whole, equal=constant and not whole and kind in _WIDE)
 
 
 def _proof(
@@ -192,17 +182,15 @@ def _run(unfused: Light, pairs: list[_Pair], feeds: Sequence[Feed]) -> list[floa
 def _error(found: Mapping[str, Any], index: int, pair: _Pair) -> float:
     """The error of one pair on one feed; NaN when its sums are not finite."""
     if pair.whole:
-        a, b = (found[side] for side in _sides(index, pair))
-        return _whole_error(a, b) or (SIGNS if pair.zeros and (np.signbit(a) != np.signbit(b)).any() else 0.0)
+        return _whole_error(*(found[side] for side in _sides(index, pair)))
     if found[_key(index, "sa")].tolist() != found[_key(index, "sb")].tolist():
         return math.inf
-    signs = 0.0 if not pair.zeros or found[_key(index, "signs")] >= 0 else SIGNS
     if pair.equal:
-        return signs if found[_key(index, "l1")] == 0 else math.nan
+        return 0.0 if found[_key(index, "l1")] == 0 else math.nan
     square, difference = float(found[_key(index, "aa")]), float(found[_key(index, "ee")])
     if not (math.isfinite(square) and math.isfinite(difference)):
         return math.nan
-    return (math.sqrt(difference / square) if square > 0 else math.sqrt(difference)) or signs
+    return math.sqrt(difference / square) if square > 0 else math.sqrt(difference)
 
 
 def _whole_error(a: Any, b: Any) -> float:
@@ -236,7 +224,7 @@ def _proof_model(unfused: Light, pairs: Sequence[_Pair]) -> Light:
         # Of a pair that is read whole the old side is an output that nothing added reads.
         nodes = unfused.model.graph.node
         added += (n for n in nodes if not outputs.keys().isdisjoint(n.output))
-        ordered = in_order(added, nodes, rest=False)
+        ordered = in_order(added, nodes)
         del graph.node[:], graph.output[:]
         graph.node.extend(ordered)
         graph.output.extend(helper.make_empty_tensor_value_info(o) for o in outputs)
@@ -260,32 +248,18 @@ def _ends(index: int, pair: _Pair) -> tuple[list[onnx.NodeProto], list[str]]:
         # Not the greatest: onnxruntime's ReduceMax passes over a NaN.
         nodes = [helper.make_node("Sub", [a, b], [key("e")]),
                  helper.make_node("ReduceL1", [key("e")], [key("l1")], keepdims=0)]  # fmt: skip
-        ends = ["l1"]
-    elif pair.type:
+        return nodes + _shapes(key, a, b), [key(k) for k in ("l1", "sa", "sb")]
+    if pair.type:
         # Squares of float32 overflow and vanish long before the values do.
         op, to = ("Cast", {"to": TensorProto.DOUBLE}) if pair.type in _STEP else ("Identity", {})
         both = zip(_given(index, pair), (a, b), strict=True)
         nodes = [helper.make_node(op, [value], [side], **to) for value, side in both]
     if pair.whole:
         return nodes, [a, b]
-    if not pair.equal:
-        nodes.append(helper.make_node("Sub", [a, b], [key("e")]))
-        nodes.append(helper.make_node("ReduceSumSquare", [key("e")], [key("ee")], keepdims=0))
-        nodes.append(helper.make_node("ReduceSumSquare", [a], [key("aa")], keepdims=0))
-        ends = ["ee", "aa"]
-    if pair.zeros:
-        nodes += _signs(key, a, b)
-        ends.append("signs")
-    return nodes + _shapes(key, a, b), [key(k) for k in (*ends, "sa", "sb")]
-
-
-def _signs(key: Callable[[str], str], a: str, b: str) -> list[onnx.NodeProto]:
-    """Of equal numbers: 1 / a / b is positive everywhere, but for -inf where zeros have unlike signs."""
-    return [
-        helper.make_node("Reciprocal", [a], [key("inverse")]),
-        helper.make_node("Div", [key("inverse"), b], [key("like")]),
-        helper.make_node("ReduceSum", [key("like")], [key("signs")], keepdims=0),
-    ]
+    nodes.append(helper.make_node("Sub", [a, b], [key("e")]))
+    nodes.append(helper.make_node("ReduceSumSquare", [key("e")], [key("ee")], keepdims=0))
+    nodes.append(helper.make_node("ReduceSumSquare", [a], [key("aa")], keepdims=0))
+    return nodes + _shapes(key, a, b), [key(k) for k in ("ee", "aa", "sa", "sb")]
 
 
 def _shapes(key: Callable[[str], str], a: str, b: str) -> list[onnx.NodeProto]:

@@ -18,9 +18,9 @@ def _names(nodes: list[NodeProto]) -> str:
 def test_each_measure_comes_right_after_what_it_needs() -> None:
     chain = [_node(f"Relu:{a}:{b}") for a, b in ("xa", "ab", "bc", "cd")]
     measures = [_node("Shape:a:ma"), _node("Sub:a c:mc")]
-    assert _names(in_order(measures, chain)) == "a ma b c mc d"
-    assert _names(in_order(measures[:1], chain, rest=False)) == "a ma"
-    assert _names(in_order([], chain[::-1])) == "a b c d", "what came in the wrong order is put right"
+    assert _names(in_order(measures, chain)) == "a ma b c mc", "nothing needs d"
+    assert _names(in_order(measures[:1], chain)) == "a ma"
+    assert _names(in_order(chain[::-1], [])) == "a b c d", "what came in the wrong order is put right"
 
 
 def test_a_circle_ends() -> None:
