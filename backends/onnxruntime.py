@@ -116,7 +116,7 @@ def _bytes(model: ModelProto | Light, options: Any) -> tuple[bytes, list[Any]]:
     values = {n: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(w.array, w.kind) for n, w in weights.items()}
     for name, value in values.items():
         options.add_initializer(name, value)
-    return message, [*values.values(), *(w.array for w in weights.values())]
+    return message, list(values.values())  # which hold their arrays
 
 
 def _with_taps(source: str | bytes, taps: Sequence[str]) -> bytes:

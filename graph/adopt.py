@@ -11,7 +11,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from layerline.backends.base import MODULE
-from layerline.backends.light import Light, Model, split
+from layerline.backends.light import Light
 from layerline.graph import io
 from layerline.graph.facts import Array
 from layerline.graph.opset import IR_VERSION, opset_of, raise_opset
@@ -36,17 +36,16 @@ class Adopted:
     notes: tuple[str, ...]
 
 
-def adopt(model: Model, opset: int) -> Adopted:
+def adopt(given: Light, opset: int) -> Adopted:
     """Names the nodes, inlines functions, makes initializers that were inputs constants, raises the opset.
 
     Args:
-        model: in two parts it becomes `original`: names and module paths are written into it.
+        given: becomes `original`: names and module paths are written into it.
         opset: the least version of ONNX's own operators.
 
     Raises:
         StageError: a version that can't be raised or is not known here, a sparse initializer.
     """
-    given = split(model)
     notes = [*_readable(given.model), *name_nodes(given.model)]
     stamp(given.model)
     prepared, told = prepare(given)

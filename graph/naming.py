@@ -47,7 +47,7 @@ def matching(model: ir.Model, patterns: Sequence[str], *, field: str) -> set[ir.
             raise ConfigError(
                 f"{pattern!r} matches no value, node or module of the model",
                 where=field,
-                hint=f"did you mean {near[0]!r}? `pipe diff` lists them all" if near else "",
+                hint=f"did you mean {near[0]!r}?" if near else "",
             )
     return set().union(*found.values())
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import onnx
 from onnx import numpy_helper
 
-from layerline.backends.light import Model, split
+from layerline.backends.light import Light
 
 # The numbers stay the same through these.
 _PASSING = frozenset(
@@ -16,10 +16,9 @@ _PASSING = frozenset(
 _COMPARING = frozenset({"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"})
 
 
-def rows(model: Model, name: str) -> int | None:
+def rows(light: Light, name: str) -> int | None:
     """Rows of the smallest stored table that an integer input picks from; None where it picks from none."""
-    light, found = split(model), list[int]()
-    graph = light.model.graph
+    graph, found = light.model.graph, list[int]()
     shapes = {n: t.dims for n, t in _stored(graph).items()} | {n: w.shape for n, w in light.weights.items()}
     for node, place in _readers(graph, name):
         if node.op_type == "Gather" and place == 1 and (table := shapes.get(node.input[0])) is not None:
@@ -28,9 +27,9 @@ def rows(model: Model, name: str) -> int | None:
     return min(found, default=None)
 
 
-def compared(model: Model, name: str) -> tuple[int, ...]:
+def compared(light: Light, name: str) -> tuple[int, ...]:
     """Stored single numbers that an integer input is compared with: each may lead into another branch."""
-    graph, found = split(model).model.graph, dict[int, None]()
+    graph, found = light.model.graph, dict[int, None]()
     stored = _stored(graph)
     for node, place in _readers(graph, name):
         if node.op_type in _COMPARING and (other := stored.get(node.input[1 - place])) is not None:

@@ -9,20 +9,19 @@ from collections.abc import Iterable, Iterator, Set
 
 import onnx
 
-from layerline.backends.light import Model, bodies, split
+from layerline.backends.light import Light, bodies
 from layerline.graph import io
 from layerline.pipeline.errors import StageError
 
 _OWN = ("", "ai.onnx")
 
 
-def refuse_broken(model: Model) -> None:
+def refuse_broken(light: Light) -> None:
     """Refuses a model that can't be anyone's.
 
     Raises:
         StageError: names the node, and the value or the domain.
     """
-    light = split(model)
     graph, stored = light.model.graph, frozenset(light.weights)
     imported = {o.domain for o in light.model.opset_import} | {f.domain for f in light.model.functions}
     for some in io.graphs(light.model):

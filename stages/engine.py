@@ -44,11 +44,12 @@ class MinOptMax(BaseModel):
         return dict(zip(("min", "opt", "max"), value, strict=True))
 
     @model_validator(mode="after")
-    def _alike(self) -> MinOptMax:
+    def _in_order(self) -> MinOptMax:
         if len({isinstance(v, int) for v in (self.min, self.opt, self.max)}) > 1:
             raise ValueError("min, opt and max are three sizes of a dimension or three shapes of an input, not both")
-        low, best, high = ([v] if isinstance(v, int) else [*v] for v in (self.min, self.opt, self.max))
-        if len(low) == len(best) == len(high) and any(not a <= b <= c for a, b, c in zip(low, best, high, strict=True)):
+        shapes = ((v,) if isinstance(v, int) else v for v in (self.min, self.opt, self.max))
+        # Shapes of another rank are told where the input's is known.
+        if any(not a <= b <= c for a, b, c in zip(*shapes, strict=False)):
             raise ValueError("expected min <= opt <= max")
         return self
 

@@ -229,9 +229,8 @@ def _refuse_types(light: Light) -> None:
     """
     import onnx
 
-    stored = light.stored
-    for what, values in (("input", light.model.graph.input), ("output", light.model.graph.output)):
-        for value in (v for v in values if v.name not in stored):
+    for what, values in (("input", light.fed), ("output", light.model.graph.output)):
+        for value in values:
             kind = onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type)
             if kind.startswith(_UNHEARD if what == "output" else (*_UNHEARD, "FLOAT8")):
                 raise StageError(

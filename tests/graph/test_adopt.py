@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, parser
 
+from layerline.backends.light import split
 from layerline.graph import io, usage
 from layerline.graph.adopt import adopt, module_path, name_nodes
 from layerline.graph.opset import raise_opset
@@ -59,7 +60,7 @@ def test_nodes_that_a_conversion_adds_belong_where_their_result_does() -> None:
         g (float[2,c,4] x) => (float[2,c,4] y) { y = Softmax <axis = 1> (x) }"""
     )
     model.graph.node[0].name = "/head/soft/Softmax"
-    adopted = adopt(model, 20)
+    adopted = adopt(split(model), 20)
     raised = adopted.light.model
     assert len(raised.graph.node) > 1 and set(modules(raised).values()) == {"head.soft"}
     assert [n.op_type for n in adopted.original.model.graph.node] == ["Softmax"], "the original is as it was"
@@ -114,8 +115,12 @@ def test_what_the_graph_says_of_its_integers() -> None:
             helper.make_tensor("one", 7, (1,), [1]),
         ]
     )
-    assert (usage.rows(model, "ids"), usage.rows(model, "rate"), usage.rows(model, "free")) == (30, None, None)
-    assert usage.compared(model, "rate") == (16000, 7) and usage.compared(model, "ids") == ()
+    assert (usage.rows(split(model), "ids"), usage.rows(split(model), "rate"), usage.rows(split(model), "free")) == (
+        30,
+        None,
+        None,
+    )
+    assert usage.compared(split(model), "rate") == (16000, 7) and usage.compared(split(model), "ids") == ()
 
 
 @pytest.mark.slow
@@ -137,7 +142,7 @@ def test_onnxs_own_models_are_the_same_after_raising() -> None:
             expected = OnnxRuntime().open(model).run(feed)
         except StageError:
             continue
-        seen = OnnxRuntime().open(adopt(model, 20).light).run(feed)
+        seen = OnnxRuntime().open(adopt(split(model), 20).light).run(feed)
         for name, value in expected.items():
             several = value if isinstance(value, list) else [value]
             others = seen[name] if isinstance(value, list) else [seen[name]]

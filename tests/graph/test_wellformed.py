@@ -6,6 +6,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from layerline.backends.light import split
 from layerline.graph.wellformed import refuse_broken
 from layerline.pipeline.errors import StageError
 
@@ -21,7 +22,7 @@ def branch(name: str, reads: str) -> onnx.GraphProto:
     return helper.make_graph(inner, name, [], [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2])])
 
 
-def split(reads: str) -> onnx.ModelProto:
+def forked(reads: str) -> onnx.ModelProto:
     both = {"then_branch": branch("a", "x"), "else_branch": branch("b", reads)}
     return model(helper.make_node("Relu", ["x"], ["c"]), helper.make_node("If", ["c"], ["y"], name="if", **both))
 
@@ -33,30 +34,30 @@ def split(reads: str) -> onnx.ModelProto:
         (model(helper.make_node("Relu", ["z"], ["y"])), "node Relu of y", "'z'"),
         (model(helper.make_node("MyOp", ["x"], ["y"], name="mine", domain="acme")), "node mine", "domain 'acme'"),
         (model(helper.make_node("Relu", ["x"], ["y"], name="r"), domains=("acme",)), "node r", "domain 'ai.onnx'"),
-        (split("lost"), "node relu_b", "'lost'"),
+        (forked("lost"), "node relu_b", "'lost'"),
         (model(helper.make_node("Relu", ["x"], ["z"])), "output y", "nothing computes it"),
     ],
 )
 def test_refused(broken: onnx.ModelProto, where: str, said: str) -> None:
     with pytest.raises(StageError) as caught:
-        refuse_broken(broken)
+        refuse_broken(split(broken))
     assert caught.value.where == where and said in caught.value.what and "not valid ONNX" in caught.value.what
 
 
 @pytest.mark.parametrize(
     "sound",
     [
-        split("c"),
+        forked("c"),
         model(helper.make_node("MyOp", ["x", ""], ["y"], domain="acme"), domains=("ai.onnx", "acme")),
         model(helper.make_node("Relu", ["h"], ["y"]), helper.make_node("Abs", ["x"], ["h"])),  # out of order
     ],
 )
 def test_taken(sound: onnx.ModelProto) -> None:
-    refuse_broken(sound)
+    refuse_broken(split(sound))
 
 
 def test_a_function_is_imported_by_being_there() -> None:
     sound = model(helper.make_node("Twice", ["x"], ["y"], domain="mine"))
     body = [helper.make_node("Add", ["a", "a"], ["b"])]
     sound.functions.append(helper.make_function("mine", "Twice", ["a"], ["b"], body, [helper.make_opsetid("", 20)]))
-    refuse_broken(sound)
+    refuse_broken(split(sound))
