@@ -13,17 +13,18 @@ from pydantic_core import ErrorDetails
 
 Place = tuple[str | int, ...]
 
+# By the first word of a pydantic error's kind, and by the name of a type.
 _WANTED = {
     "int": "an integer",
     "float": "a number",
     "bool": "true or false",
     "string": "text",
+    "str": "text",
     "list": "a list",
     "tuple": "a list",
     "dict": "fields",
     "mapping": "fields",
 }
-_INSTEAD: dict[type, str] = {int: "an integer", float: "a number", str: "text", tuple: "a list"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def mistake(cls: type[BaseModel], raw: Mapping[Any, Any], error: ValidationError
 
 
 def numbers_in_disguise(raw: Any, taken: Any, place: Place = ()) -> Iterator[Mistake]:
-    """Where `true` or `false` was taken for a number: pydantic lets 1 stand for true, and true for 1.
+    """Where `true` or `false` was taken for a number, in the order written: pydantic takes true for 1.
 
     Args:
         raw: what was written.
@@ -74,10 +75,11 @@ def numbers_in_disguise(raw: Any, taken: Any, place: Place = ()) -> Iterator[Mis
     """
     if isinstance(raw, bool):
         if not isinstance(taken, bool) and taken is not None:
-            yield Mistake(place, f"expected {_INSTEAD.get(type(taken), 'fields')}, saw {raw}")
+            yield Mistake(place, f"expected {_WANTED.get(type(taken).__name__, 'fields')}, saw {raw}")
     elif isinstance(raw, Mapping) and isinstance(taken, Mapping):
-        for key in raw.keys() & taken.keys():
-            yield from numbers_in_disguise(raw[key], taken[key], (*place, key))
+        for key in raw:
+            if key in taken:
+                yield from numbers_in_disguise(raw[key], taken[key], (*place, key))
     elif isinstance(raw, list) and isinstance(taken, list | tuple) and len(raw) == len(taken):
         for i, (ours, theirs) in enumerate(zip(raw, taken, strict=True)):
             yield from numbers_in_disguise(ours, theirs, (*place, i))
@@ -124,8 +126,9 @@ def _in_words(cls: type[BaseModel], faults: Sequence[_Fault]) -> Mistake:
     if first.kind == "literal_error" and isinstance(seen, str) and len(faults) == 1:
         valid = [v.strip("'") for v in re.split(", | or ", first.error["ctx"]["expected"])]
         return Mistake(place, f"unknown value {seen!r}", nearest(seen, valid))
-    forms = dict.fromkeys(_expected(cls, f) for f in faults if f.kind not in ("missing", "extra_forbidden"))
-    wanted = " or ".join([next(iter(forms)), *(f.removeprefix("expected ") for f in list(forms)[1:])])
+    told = [f for f in faults if f.kind not in ("missing", "extra_forbidden")]
+    first_form, *others = dict.fromkeys(_expected(cls, f) for f in told)
+    wanted = " or ".join([first_form, *(o.removeprefix("expected ") for o in others)])
     alone = wanted == "expected a list" and isinstance(seen, str | int | float)
     return Mistake(place, f"{wanted}, saw {seen!r:.80}", f"a list of one: [{seen}]" if alone else "")
 

@@ -250,8 +250,8 @@ def _build_stage(name: str, raw: Any, document: _Document) -> Stage:
     except ValidationError as error:
         told = mistake(cls, raw or {}, error)
         raise document.error((name, *told.place), told.what, told.hint) from None
-    for told in numbers_in_disguise(raw or {}, stage.model_dump()):
-        raise document.error((name, *told.place), told.what)
+    if disguised := next(numbers_in_disguise(raw or {}, stage.model_dump()), None):
+        raise document.error((name, *disguised.place), disguised.what)
     for field, value in stage:
         _check_key(document, (name, field), value)
     return stage

@@ -98,8 +98,9 @@ def test_one_item_is_told_how_to_be_a_list(written: Any, hint: str) -> None:
         ({"sizes": {"b": True}}, ["sizes.b: expected fields, saw True"]),
         ({"values": {"a": True, "b": 1}}, ["values.a: expected a number, saw True"]),
         ({"count": 1, "flags": {"a": True, "b": 0}, "wide": [1]}, []),
+        ({"values": dict.fromkeys("hcbgafde", True)}, [f"values.{k}: expected a number, saw True" for k in "hcbgafde"]),
     ],
 )
-def test_true_is_no_number(raw: dict[str, Any], told: list[str]) -> None:
+def test_true_is_no_number_and_is_told_in_the_order_written(raw: dict[str, Any], told: list[str]) -> None:
     taken = Fields.model_validate(raw).model_dump()
     assert [f"{'.'.join(map(str, m.place))}: {m.what}" for m in numbers_in_disguise(raw, taken)] == told
