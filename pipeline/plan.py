@@ -20,7 +20,7 @@ from layerline.pipeline.store import Artifact, DamagedError, Store
 CHECKPOINTS = "scratch/checkpoints"
 """In a stage's working folder: what it goes on from."""
 SETS = "sets.json"
-"""Beside it: the overrides of the run that began it."""
+"""In a stage's working folder: the overrides of the run that was last at work in it."""
 _DATA_HOOKS = frozenset({"train_data", "eval_data", "calib_data", "example_inputs"})
 
 
@@ -143,7 +143,7 @@ class Planner:
 
     def _why(self, stage: Stage, parts: Mapping[str, Any], key: str) -> str:
         before = self.ledger.head(stage.name)
-        if has_checkpoint(self.project.state / "work" / key):
+        if has_checkpoint(self.project.works / key):
             return "not finished yet; a checkpoint is there to go on from"
         if before is None:
             return "never ran"

@@ -45,6 +45,11 @@ class Project:
         """Where Layerline keeps what it made."""
         return self.root / STATE
 
+    @property
+    def works(self) -> Path:
+        """Where stages work, each in a folder that is named after its key."""
+        return self.state / "work"
+
     def stage(self, name: str) -> Stage:
         """The stage of that name.
 
@@ -112,7 +117,7 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
     )
 
 
-def written(overrides: Sequence[str]) -> str:
+def as_options(overrides: Sequence[str]) -> str:
     """Overrides as one types them."""
     return " ".join(f"--set {shlex.quote(text)}" for text in overrides)
 

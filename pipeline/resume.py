@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.plan import CHECKPOINTS, SETS, has_checkpoint, open_planner
-from layerline.pipeline.project import Project, load, written
+from layerline.pipeline.project import Project, as_options, load
 from layerline.pipeline.report import Report
 from layerline.pipeline.runner import Listener, ranks
 from layerline.pipeline.stage import Stage, Work
@@ -43,31 +42,32 @@ def resumable(project: Project) -> Stage:
 def going_on(project: Project, stage: Stage) -> tuple[tuple[str, ...], str]:
     """The `--set` values with which the stage goes on, and what is to be said of that.
 
-    Those that the project was read with; without any, those that the training which was cut short last had, as long
-    as with them it would still be the same training.
+    Those that the project was read with; without any, those of the training that was cut short last.
     """
-    if not project.sets:
-        for sets in _cut_short(project.state):
-            with suppress(ConfigError):  # pipe.yaml was edited so that they don't fit it any more
-                if _goes_on(load(project.root, sets), stage.name):
-                    return sets, f"going on with {written(sets)}" if sets else ""
+    if not project.sets and (last := cut_short(project)) is not None:
+        _, sets = last
+        return sets, f"going on with {as_options(sets)}" if sets else ""
     step = open_planner(project).step(stage, {})
-    if step.artifact or _goes_on(project, stage.name):
+    if step.artifact or has_checkpoint(project.works / str(step.key)):
         return project.sets, ""
     return project.sets, f"no training was cut short that goes on with these settings: {stage.name} begins anew"
 
 
-def _goes_on(project: Project, stage: str) -> bool:
-    step = open_planner(project).step(project.stage(stage), {})
-    return step.artifact is None and has_checkpoint(project.state / "work" / str(step.key))
+def cut_short(project: Project) -> tuple[Path, tuple[str, ...]] | None:
+    """The training that `pipe resume` goes on with: its working folder, and the overrides it had.
 
-
-def _cut_short(state: Path) -> Iterator[tuple[str, ...]]:
-    """What each work that left a checkpoint was overridden with, the newest first."""
-    found = [work for work in (state / "work").glob("*") if has_checkpoint(work)]
+    The newest of those that left a checkpoint and would, with those overrides, still be the same training.
+    """
+    found = [work for work in project.works.glob("*") if has_checkpoint(work)]
     for work in sorted(found, key=lambda w: (w / CHECKPOINTS).stat().st_mtime_ns, reverse=True):
-        with suppress(OSError, ValueError):  # it was never written, or torn
-            yield tuple(json.loads((work / SETS).read_text("utf-8")))
+        # They were never written, or torn; or pipe.yaml was edited so that they don't fit it any more.
+        with suppress(OSError, ValueError, ConfigError):
+            sets = tuple(json.loads((work / SETS).read_text("utf-8")))
+            then = load(project.root, sets)
+            step = open_planner(then).step(resumable(then), {})
+            if step.key == work.name and step.artifact is None:
+                return work, sets
+    return None
 
 
 def prove(project: Project, steps: int, listener: Listener) -> Report:
@@ -81,10 +81,9 @@ def prove(project: Project, steps: int, listener: Listener) -> Report:
     if ranks() > 1:
         raise ConfigError("the proof starts its own processes, one at a time", hint="start it without torchrun")
     stage = resumable(project)
-    key = open_planner(project).step(stage, {}).key
+    work = project.works / str(open_planner(project).step(stage, {}).key)
     listener.started(stage, f"{steps} steps, a checkpoint, {steps} more")
     with tempfile.TemporaryDirectory() as temporary:
-        scratch = project.state / "work" / str(key) / "scratch"
         task = Task(project.root / project.task)
-        work = Work(inputs={}, task=task, out=Path(temporary), scratch=scratch, log=listener)
-        return cast("Resumes", stage).prove_resume(work, steps)
+        given = Work(inputs={}, task=task, out=Path(temporary), scratch=work / "scratch", log=listener)
+        return cast("Resumes", stage).prove_resume(given, steps)

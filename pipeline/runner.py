@@ -232,9 +232,9 @@ class Runner:
     def _make(self, step: Step, made: Mapping[str, Artifact | None], *, forced: bool, reason: str) -> tuple[Step, bool]:
         """Runs a stage under its lock, unless another process has made its artifact in the meantime; whether it ran."""
         assert step.key is not None
-        work = self.project.state / "work" / step.key
+        work = self.project.works / step.key
         work.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.project.state / "work" / f"{step.key}.lock")
+        lock = FileLock(work.with_suffix(".lock"))
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -318,11 +318,8 @@ class Runner:
                 return newest.id
         # What the error was about (a full disk) may keep this from being written, too: the error is what is told.
         with suppress(OSError) if errored else nullcontext():
-            passed, ran = (
-                all(r.state in ("ran", "cached") for r in results),
-                tuple(r.name for r in results if r.worked),
-            )
-            self.ledger.put_run(Run(run_id, passed, records, ran))
+            ran = tuple(r.name for r in results if r.worked)
+            self.ledger.put_run(Run(run_id, all(r.state in ("ran", "cached") for r in results), records, ran))
         return run_id
 
     def _later(self, ran: Sequence[Stage], made: dict[str, Artifact | None]) -> tuple[Step, ...]:

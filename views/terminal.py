@@ -24,7 +24,7 @@ from rich.text import Text
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, shown
-from layerline.pipeline.project import written
+from layerline.pipeline.project import as_options
 from layerline.pipeline.reasons import awaited, changes
 from layerline.pipeline.report import Report
 from layerline.pipeline.runner import Outcome, Result
@@ -124,7 +124,7 @@ def outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = ()) -
     if failed is not None:
         hint = f"pipe diff {failed.name}" if failed.record else ""
     elif done.out_of_date:
-        hint = f"pipe run all {written(sets)}".rstrip()
+        hint = f"pipe run all {as_options(sets)}".rstrip()
     else:
         hint = "pipe report"
     if hint:
