@@ -396,7 +396,7 @@ def gc(
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """Remove what neither the newest runs nor the project as it stands need."""
+    """Remove what neither the newest runs, nor the project as it stands, nor `pipe resume` needs."""
     from layerline.pipeline import housekeeping
     from layerline.views import documents
 

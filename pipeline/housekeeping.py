@@ -16,6 +16,7 @@ from layerline.pipeline.files import GONE, remove
 from layerline.pipeline.plan import open_planner
 from layerline.pipeline.presence import alone
 from layerline.pipeline.project import Project
+from layerline.pipeline.resume import cut_short
 from layerline.pipeline.starter import quoted
 from layerline.pipeline.store import DamagedError
 
@@ -90,7 +91,7 @@ def verify(project: Project) -> tuple[int, list[Problem]]:
 
 
 def collect(project: Project, keep: int, *, dry_run: bool) -> list[Garbage] | None:
-    """Removes what neither the newest `keep` runs nor the project as it stands need.
+    """Removes what is needed by none of the newest `keep` runs, the project as it stands, and `pipe resume`.
 
     While a run is going on, here or in another process, nothing is removed: None.
 
@@ -104,7 +105,7 @@ def collect(project: Project, keep: int, *, dry_run: bool) -> list[Garbage] | No
     with alone(project.state) as idle:
         if not idle:
             return None
-        for lock in (project.state / "work").glob("*.lock"):
+        for lock in project.works.glob("*.lock"):
             lock.unlink()  # nobody holds one now
         return [_remove(project, path) for path in _unneeded(project, keep)]
 
@@ -121,12 +122,14 @@ def _unneeded(project: Project, keep: int) -> list[Path]:
     store, ledger, steps = planner.store, planner.ledger, planner.steps()
     in_use = {s.artifact.digest for s in steps if s.artifact}
     in_use |= {r.digest for run in islice(ledger.runs(), keep) for r in run.records}
-    # Work that was cut short is resumed, as long as the project as it stands would still do it.
+    # Work that was cut short is resumed: by the project as it stands, or by `pipe resume` with the `--set` it had.
     resumable = {s.key for s in steps if s.key and not s.artifact}
+    if (training := cut_short(project)) is not None:
+        resumable.add(training[0].name)
     artifacts = [store.root / digest for digest in store.digests() if digest not in in_use]
-    work = [p for p in sorted((project.state / "work").glob("*")) if p.is_dir() and p.name not in resumable]
-    cut_short = sorted(store.root.glob(f"{GONE}*"))
-    return [*artifacts, *ledger.forget(keep, in_use), *work, *cut_short]
+    work = [p for p in sorted(project.works.glob("*")) if p.is_dir() and p.name not in resumable]
+    half_gone = sorted(store.root.glob(f"{GONE}*"))
+    return [*artifacts, *ledger.forget(keep, in_use), *work, *half_gone]
 
 
 def _garbage(project: Project, path: Path) -> Garbage:

@@ -189,7 +189,7 @@ def test_resume_alone_is_run(pipe: Pipe, proved: list[int]) -> None:
     )
 
 
-def cut_short(folder: Folder, *sets: str, at: int) -> None:
+def cut_short(folder: Folder, *sets: str, at: int) -> Path:
     """What a training leaves that is killed after its first checkpoint."""
     step = folder.runner(*sets).planner.steps()[0]
     work = folder.state / "work" / str(step.key)
@@ -198,6 +198,7 @@ def cut_short(folder: Folder, *sets: str, at: int) -> None:
     (checkpoints / "step-1.safetensors").touch()
     (work / "sets.json").write_text(json.dumps(sets))
     os.utime(checkpoints, ns=(at, at))
+    return work
 
 
 def test_resume_goes_on_with_what_was_set(pipe: Pipe, proved: list[int], folder: Folder) -> None:
@@ -221,6 +222,18 @@ def test_resume_says_where_it_begins_anew(pipe: Pipe, proved: list[int], folder:
     folder.write("pipe.yaml", "source: {epochs: 2}\n")  # with these, rate 7 would be another training
     assert pipe("resume").out.splitlines()[0] == anew
     assert pipe("resume").out.splitlines()[0].startswith("✓ source  cached")
+
+
+def test_gc_keeps_the_training_that_resume_goes_on_with(pipe: Pipe, proved: list[int], folder: Folder) -> None:
+    kept = cut_short(folder, "source.rate=3", at=2)
+    cut_short(folder, "source.rate=2", at=1)
+    cut_short(folder, "source.epochs=2", at=3)
+    edited = folder.state / "work" / ("0" * 64)  # whose overrides give another key by now
+    next(w for w in edited.parent.iterdir() if "epochs" in (w / "sets.json").read_text()).rename(edited)
+    assert pipe("gc", "--keep", "0").out.startswith("removed 2 unfinished stages")
+    assert list(edited.parent.iterdir()) == [kept]
+    assert pipe("resume").out.startswith("going on with --set source.rate=3\n")
+    assert pipe("gc", "--keep", "0").code == 0 and not kept.exists()
 
 
 def test_a_run_leaves_its_overrides_to_resume(pipe: Pipe, folder: Folder) -> None:
