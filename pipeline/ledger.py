@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +131,8 @@ class Ledger:
             with suppress(OSError, ValueError, KeyError, TypeError):
                 raw = json.loads(path.read_text("utf-8"))
                 records = tuple(_record(r) for r in raw["records"])
-                ran = raw.get("ran", [r.stage for r in records])  # older files don't say
+                # A file that doesn't say was written before runs did: it must not be lost to `pipe runs` and `pipe gc`.
+                ran = raw.get("ran", [r.stage for r in records])
                 yield Run(raw["id"], raw["passed"], records, tuple(ran))
 
     def put_run(self, run: Run) -> None:
@@ -181,13 +184,9 @@ class Ledger:
 
 
 def _of_results(runs: Iterable[Run], stage: str) -> list[Run]:
-    """Of the runs, newest first, those that end a row of equal results of a stage."""
-    found: list[tuple[str, Run]] = []
-    for run in runs:
-        report = next((r.report for r in run.records if r.stage == stage), None)
-        if report is not None and (not found or found[-1][0] != report):
-            found.append((report, run))
-    return [run for _, run in found]
+    """The newest run of each row of equal results, newest first."""
+    having = [(r.report, run) for run in runs for r in run.records if r.stage == stage]
+    return [next(same)[1] for _, same in groupby(having, key=itemgetter(0))]
 
 
 def new_run_id() -> str:
