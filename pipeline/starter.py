@@ -134,8 +134,8 @@ def task_py(
         return f'"""Hooks for {source}.\n{example}' + _HINTS.format(input=inputs[0]) + (f"\n{model}" if model else "")
     text = f'"""Hooks for {source}, on the samples in {data}."""\n\nimport numpy as np\n'
     text += f"{model}\n" if model else "\n"
-    text += _samples(data, arrays, whole, numbers, answers(arrays, inputs))
     label = answers(arrays, inputs)
+    text += _samples(data, arrays, whole, numbers, label)
     return text + (_evaluation(label, arrays[label], outputs) if label else "")
 
 

@@ -16,7 +16,7 @@ def folded(told: Mapping[str, T]) -> Iterator[tuple[str, int, T]]:
 
     Names are folded only where the same is told of them: nothing is lost.
     """
-    chosen = _chosen(list(told), told)
+    chosen = _chosen(told)
     members: dict[tuple[_Template, T], list[int]] = {}
     for name, (template, number) in chosen.items():
         members.setdefault((template, told[name]), []).append(number)
@@ -31,9 +31,9 @@ def folded(told: Mapping[str, T]) -> Iterator[tuple[str, int, T]]:
             yield f"{before}{{{_ranges(numbers)}}}{after}", len(numbers), what
 
 
-def _chosen(names: Sequence[str], told: Mapping[str, T]) -> dict[str, tuple[_Template, int]]:
+def _chosen(told: Mapping[str, T]) -> dict[str, tuple[_Template, int]]:
     """The number of each name by which most others are its like."""
-    slots = {name: list(_slots(name)) for name in names}
+    slots = {name: list(_slots(name)) for name in told}
     alike = Counter((template, told[name]) for name, found in slots.items() for template, _ in found)
     return {name: max(found, key=lambda slot: alike[slot[0], told[name]]) for name, found in slots.items() if found}
 
