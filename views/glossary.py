@@ -23,7 +23,7 @@ TERMS = (
     Term("value", "", "", "the tensor, by the name it keeps in every stage"),
     Term("SQNR dB", "", "dB", "10 log10(‖a‖² / ‖a - b‖²): 20 dB more is a tenth of the error; `equal`: no difference"),
     Term("rel L2", "relative L2", "none", "‖a - b‖ / ‖a‖: 0.01 is 40 dB"),
-    Term("max abs", "max |a-b|", "the value's", "greatest difference of two elements; mean |a-b| is the mean one"),
+    Term("max abs", "max |a-b|, mean |a-b|", "the value's", "greatest difference of two elements; the mean one"),
     Term("cosine", "", "-1 to 1", "cosine of the angle between a and b; cut off, so that only what is 1 reads 1"),
     Term("own dB", "isolated SQNR dB", "dB", "the layer's own error: SQNR where it is fed what a computes before it"),
     Term("weight dB", "weight SQNR dB", "dB", "SQNR of the weights behind this value, float against quantised"),
@@ -44,7 +44,7 @@ TERMS = (
     ),
     Term("", "verdict", "", "`ok` or `passed`: within the tolerance; empty where nothing is asked"),
     Term("", "tolerance", "as judged", "greatest value of the measure in `judged by` that passes"),
-    Term("", "NaN/Inf a, NaN/Inf b", "elements", "not finite in a, in b; one side only: in one of them, which fails"),
+    Term("", "NaN/Inf a, NaN/Inf b", "elements", "not finite in a, in b; `one side only`: in one of them, which fails"),
     Term("", "merged into", "", "the value or module that holds it since fuse"),
     Term("", "order", "", "its place in the network"),
 )

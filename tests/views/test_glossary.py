@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from layerline.pipeline.report import Report
@@ -31,12 +32,12 @@ def test_the_docs_have_the_same_table() -> None:
 
 def test_every_column_is_explained() -> None:
     names = {name for t in glossary.TERMS for text in (t.name, t.page) for name in text.split(", ") if name}
-    record = diff("v", "m", db=30.0, max_abs=1.0, mean_abs=1.0, cosine=1.0, tolerance=1.0, nonfinite_a=1, extra=EXTRAS)
+    quoted = {name for t in glossary.TERMS for name in re.findall("`([^`]+)`", t.meaning)}
+    lost = {"nonfinite_a": 2, "nonfinite_b": 1, "one_sided": 1}
+    record = diff("v", "m", db=30.0, max_abs=1.0, mean_abs=1.0, cosine=1.0, tolerance=1.0, **lost, extra=EXTRAS)
     terminal = {c.label for c in layers.columns([record], None)} - {""}
-    told = {n for t in glossary.TERMS for n in (t.name, t.page, t.meaning)}
     on_page = {c.label for c in records_view([record]).columns}
-    for label in (terminal | on_page) - PLAIN:
-        assert label in names or any(label in text for text in told), label
+    assert not (terminal | on_page) - PLAIN - names - quoted
 
 
 def test_the_page_ends_with_it() -> None:
