@@ -197,9 +197,10 @@ def _runs(
     for beginning, run in groupby(paths[start:stop], key=lambda p: p[:depth]):
         end = at + len(list(run))
         inner = _runs(paths, at, end, depth + 1, scale) if any(len(p) > depth for p in paths[at:end]) else []
-        least = LEAST_NUMBERED_RUN if all(path[-1].isdigit() for path, _, _ in inner) else LEAST_RUN
+        numbered = all(path[-1].isdigit() for path, _, _ in inner)
+        least = LEAST_NUMBERED_RUN if numbered else LEAST_RUN
         roomy = len(inner) * least < scale.x(end) - scale.x(at) and (
-            least == LEAST_NUMBERED_RUN or all(_whole(path, scale.x(b) - scale.x(a)) for path, a, b in inner)
+            numbered or all(_whole(path, scale.x(b) - scale.x(a)) for path, a, b in inner)
         )
         found += inner if inner and roomy else [(beginning, at, end)]
         at = end

@@ -78,9 +78,12 @@ def _view(label: str, rows: Sequence[Followed], second: Column, stages: Sequence
     columns = (Column("layer"), second, *measured, *merged, Column("op"), Column("order", "number"))
     cells = [
         [
-            *(row.layer, row.value, *(_cell(row.records.get(s.label), text) for s in measured)),
-            *(row.into for _ in merged),
-            *(row.op, str(order)),
+            row.layer,
+            row.value,
+            *(_cell(row.records.get(s.label), text) for s in measured),
+            *([row.into] if merged else []),
+            row.op,
+            str(order),
         ]
         for order, row in sorted(enumerate(rows, 1), key=lambda placed: placed[1].rank)
     ]

@@ -72,8 +72,8 @@ def page(
         _stages(run, known, {row.value: row.layer for row in rows}),
         _layers(known, rows),
         *(
-            _stage(i, record, known.get(record.stage), (logs or {}).get(record.stage, ""), run.ran)
-            for i, record in enumerate(run.records)
+            _stage(i, r, known.get(r.stage), (logs or {}).get(r.stage, ""), earlier=r.stage not in run.ran)
+            for i, r in enumerate(run.records)
         ),
         f"<section>{_folded('What the columns mean', _columns(), len(glossary.TERMS))}</section>",
     ]
@@ -197,9 +197,9 @@ def _figure(drawn: str) -> str:
     )
 
 
-def _stage(i: int, record: Record, report: Report | None, log: str, ran: Sequence[str]) -> str:
-    """`ran` names the stages that this run made; the others it found as an earlier one had left them."""
-    whose = "" if record.stage in ran else ", in an earlier run"
+def _stage(i: int, record: Record, report: Report | None, log: str, *, earlier: bool) -> str:
+    """A stage in full; `earlier` says that this run found it as an earlier one had left it."""
+    whose = ", in an earlier run" if earlier else ""
     facts = {
         "artifact": f"{escape(record.kind)} <code>{escape(record.digest)}</code>",
         "key": f"<code>{escape(record.key)}</code>",

@@ -16,7 +16,7 @@ from layerline.views.shape import shape
 _EXTRAS = {
     "isolated_sqnr_db": "own dB",
     "weight_sqnr_db": "weight dB",
-    "clipped": "clipped %",
+    grid.SHARE: f"{grid.SHARE} %",
     "network_layer": "engine layer",
 }
 # An engine's layer is most often its node under another name; what it computes in is why one looks.
@@ -165,7 +165,7 @@ def _extra(name: str, records: Sequence[LayerDiff], drop: int | None) -> Column:
 def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
-    if name == "clipped" and isinstance(value, float | int):
+    if name == grid.SHARE and isinstance(value, float | int):
         percent = 100 * value
         return "0" if not percent else "~0" if percent < LEAST_SHARE else f"{percent:.2f}"
     if name.endswith("_db"):
