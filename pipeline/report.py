@@ -122,6 +122,8 @@ class Report:
         gates: conditions besides the records' tolerances (accuracy budget, finite weights).
         notes: sentences a person should read; a fallback is always named here.
         tables: further lists of rows, by title (rewrites that fired, unquantised values and why).
+        merged: values of the reference that have no record since they were merged into others, each with the value
+            whose record stands for it.
     """
 
     stage: str
@@ -132,6 +134,7 @@ class Report:
     gates: tuple[Gate, ...] = ()
     notes: tuple[str, ...] = ()
     tables: Mapping[str, Sequence[Mapping[str, Scalar]]] = field(default_factory=dict)
+    merged: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

@@ -54,7 +54,7 @@ class Fuse(Stage):
     """Folds constants and merges nodes; nothing here changes numbers beyond rounding."""
 
     name: ClassVar[str] = "fuse"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     takes: ClassVar[Mapping[str, str]] = {"model": "onnx"}
     gives: ClassVar[str] = "fused"
     env: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnx-ir", "onnxruntime")
@@ -221,7 +221,23 @@ def _report(model: Light, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequ
             "undone": record.fired(fused.undone),
             **_cut("declined", record.declined(fused.declines)),
         },
+        merged=_merged(fused, rows),
     )
+
+
+def _merged(fused: Fused, rows: Sequence[LayerDiff]) -> dict[str, str]:
+    """What became of the values that have no row: the one with a row that each was merged into, in any number of steps.
+
+    The table of rewrites doesn't tell: it is cut.
+    """
+    compared = {r.name for r in rows}
+    merged: dict[str, str] = {}
+    for firing in (p.firing for p in reversed(fused.proofs)):  # where the place is gone too, a later one says where to
+        place = firing.site.value
+        if holder := place if place in compared else merged.get(place):
+            gone = [s for s in firing.sources if s not in compared and s not in merged]
+            merged |= dict.fromkeys(gone, holder)
+    return merged
 
 
 def _cut(title: str, rows: list[dict[str, Scalar]]) -> dict[str, list[dict[str, Scalar]]]:

@@ -11,7 +11,6 @@ from layerline.views.grid import FAILED, MEASURES, Column, View, decibels, error
 
 PARAMETER = "parameter"
 MERGED = "merged into"
-REWRITES = "rewrites"  # begins the title of the table in which a stage tells what it replaced by what
 Measured = Callable[[LayerDiff], str]
 
 
@@ -41,7 +40,7 @@ def follow(reports: Mapping[str, Report]) -> list[Followed]:
             of_stage[stage] = min(of_stage.get(stage, record), record, key=_badness)
     learned = {stage for stage, report in reports.items() if any(r.op == PARAMETER for r in report.records)}
     places = _places(list(reports.values()))
-    into = _merged_into(reports, found)
+    into = {value: holder for report in reports.values() for value, holder in report.merged.items()}
     ordered = sorted(found, key=places.__getitem__)
     return [_followed(name, found[name], learned, into.get(name, "")) for name in ordered]
 
@@ -96,27 +95,6 @@ def _cell(record: LayerDiff | None, text: Measured) -> str:
     if record.one_sided:
         return f"{FAILED} {record.one_sided} NaN/Inf"
     return text(record) if record.passed else f"{FAILED} {text(record)}".rstrip()
-
-
-def _merged_into(reports: Mapping[str, Report], found: Mapping[str, Mapping[str, LayerDiff]]) -> dict[str, str]:
-    """By value, the one that holds it from the stage on whose rewrites replaced it; none where it is still measured."""
-    merged: dict[str, str] = {}
-    for stage, report in reports.items():
-        rows = [row for title, table in report.tables.items() if title.startswith(REWRITES) for row in table]
-        into = {s: str(row["value"]) for row in rows for s in str(row["sources"]).split(", ") if s != row["value"]}
-        for value in into.keys() & found.keys():
-            holder = _last(into, value)
-            if stage in found.get(holder, ()) and stage not in found[value]:
-                merged.setdefault(value, holder)
-    return merged
-
-
-def _last(into: Mapping[str, str], value: str) -> str:
-    """The end of a chain of rewrites."""
-    seen = {value}
-    while (further := into.get(value)) is not None and further not in seen:
-        seen.add(value := further)
-    return value
 
 
 def _followed(name: str, records: Mapping[str, LayerDiff], learned: Set[str], into: str) -> Followed:

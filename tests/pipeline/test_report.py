@@ -49,6 +49,7 @@ REPORTS = st.builds(
     gates=st.lists(st.builds(Gate, NAMES, st.booleans(), NAMES, NAMES), max_size=2).map(tuple),
     notes=st.lists(NAMES, max_size=2).map(tuple),
     tables=st.dictionaries(NAMES, st.lists(st.dictionaries(NAMES, SCALARS, max_size=2), max_size=2), max_size=2),
+    merged=st.dictionaries(NAMES, NAMES, max_size=2),
 )
 
 
@@ -58,6 +59,12 @@ def test_to_json_and_back(report: Report) -> None:
     assert Report.from_json(text) == report
     assert Report.from_json(text).to_json() == text
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_a_report_from_before_values_were_named_that_merged_is_read() -> None:
+    raw = json.loads(Report(stage="fuse", records=(layer(),)).to_json())
+    del raw["merged"]
+    assert Report.from_json(json.dumps(raw)) == Report(stage="fuse", records=(layer(),))
 
 
 def test_nan_and_numpy_scalars_survive() -> None:

@@ -12,12 +12,15 @@ import onnx
 import pytest
 
 from layerline.graph import io
+from layerline.graph.prove import Proof
+from layerline.graph.rule import Firing, Site
 from layerline.layers import floor, probes
 from layerline.layers.signature import Signature, Value
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.project import load
-from layerline.pipeline.report import Report
+from layerline.pipeline.report import LayerDiff, Report
 from layerline.pipeline.stage import Work
+from layerline.stages import fuse
 from layerline.stages.fuse import Fuse, _cut
 from tests.graph.fusing import normal, parse, statistics
 
@@ -79,6 +82,28 @@ def test_report_has_a_row_for_every_value_that_survives_or_was_merged(source: Pa
     assert all(r.tolerance is not None and r.passed for r in rows.values())
     assert rows["n"].module == "net.batchnormalization"
     assert "noise floors measured" in report.notes[0]
+
+
+def test_every_value_that_is_gone_names_the_one_it_was_merged_into(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuse, "TABLE_ROWS", 1)  # what the table leaves out is named all the same
+    report = run(source, tmp_path / "out")
+    assert report.merged == {"c": "n", "m": "y"}
+    assert any("the first 1 of" in title for title in report.tables)
+
+
+def test_what_was_merged_over_several_rewrites_names_the_last() -> None:
+    def merged(*rewrites: tuple[str, str], rows: str) -> dict[str, str]:
+        firings = [Firing(Site("r", v), v, tuple(sources), (), {}) for v, sources in rewrites]
+        done: Any = SimpleNamespace(proofs=[Proof(f, 0.0, 0.0, 0) for f in firings])
+        return fuse._merged(done, [LayerDiff(name=n, op="Conv") for n in rows])
+
+    assert merged(("b", "ab"), ("d", "bcd"), rows="d") == {"a": "d", "b": "d", "c": "d"}
+    assert merged(("b", "ab"), ("d", "bcd"), rows="bd") == {"a": "b", "c": "d"}
+    assert merged(("c", "ab"), rows="ac") == {"b": "c"}, "what still has a row was not merged"
+    assert merged(("c", "ab"), rows="") == {}, "a constant has no row"
+    assert merged(("b", "a"), ("a", "b"), rows="") == {}
 
 
 def test_floors_from_torch_are_used_where_there_are_any(source: Path, tmp_path: Path) -> None:

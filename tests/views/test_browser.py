@@ -110,10 +110,9 @@ def test_a_link_opens_a_layer(tmp_path: Path) -> None:
 
 def test_a_layer_that_was_merged_goes_on_where_it_is_held(tmp_path: Path) -> None:
     conv, norm = diff("c", "net.conv", "Conv", 130.0), diff("n", "net.bn", "BatchNormalization", 128.0)
-    rewrites = [{"rule": "batchnorm", "value": "n", "sources": "c, n"}]
     reports = {
         "export": Report(stage="export", records=(conv, norm)),
-        "fuse": Report(stage="fuse", records=(norm,), tables={"rewrites": rewrites}),
+        "fuse": Report(stage="fuse", records=(norm,), merged={"c": "n"}),
         "quantize": Report(stage="quantize", records=(diff("n", "net.conv, net.bn", "Conv", 30.0),)),
     }
     dom = rendered(tmp_path, page("mnist", run_of(reports), reports), "#layer=net.conv")

@@ -96,19 +96,13 @@ def test_equal_is_said_and_a_value_measured_twice_counts_once() -> None:
     assert [tuple(row[1:3]) for row in view.rows] == [("b", "10.0"), ("a", "equal")]
 
 
-def rewrite(value: str, *sources: str) -> dict[str, str]:
-    """A row of the fuse stage's table."""
-    return {"rule": "r", "value": value, "sources": ", ".join(sources), "module": ""}
-
-
-def fused(*rows: dict[str, str], records: tuple[LayerDiff, ...], title: str = "rewrites") -> dict[str, Report]:
+def fused(into: dict[str, str], *records: LayerDiff) -> dict[str, Report]:
     """A convolution, its BatchNorm and a ReLU exported, and what fuse made of them."""
     exported = tuple(diff(v, m) for v, m in (("conv", "net.conv"), ("norm", "net.bn"), ("relu", "net.act")))
-    tables = {title: rows, "undone": [rewrite("relu", "norm")]}
     return {
         "ema": Report(stage="ema", records=(diff("net.conv.weight", "net.conv", "parameter"),)),
         "export": Report(stage="export", records=exported),
-        "fuse": Report(stage="fuse", records=records, tables=tables),
+        "fuse": Report(stage="fuse", records=records, merged=into),
     }
 
 
@@ -119,28 +113,18 @@ def merged(reports: dict[str, Report]) -> tuple[dict[str, str], dict[str, str]]:
 
 def test_what_was_merged_names_the_value_and_the_module_that_hold_it() -> None:
     norm, relu = diff("norm", "net.bn"), diff("relu", "net.act")
-    once = fused(rewrite("norm", "conv", "norm"), records=(norm, relu))
+    once = fused({"conv": "norm", "of no record": "norm"}, norm, relu)
     assert merged(once) == ({"conv": "norm"}, {"net.conv": "net.bn"})
-    cut = fused(rewrite("norm", "conv", "norm"), records=(norm, relu), title="rewrites, the first 1 of 9 (all: …)")
-    assert merged(cut) == merged(once)
-    twice = fused(rewrite("norm", "conv", "norm"), rewrite("relu", "norm", "relu"), records=(relu,))
+    twice = fused({"conv": "relu", "norm": "relu"}, relu)
     assert merged(twice) == ({"conv": "relu", "norm": "relu"}, {"net.conv": "net.act", "net.bn": "net.act"})
     (modules, _, values_, _) = follow_views(follow(once), list(once))
     assert [c.label for c in values_.columns][-3:] == ["merged into", "op", "order"]
     assert {row[0]: row[-3] for row in modules.rows} == {"net.conv": "net.bn", "net.bn": "", "net.act": ""}
 
 
-def test_what_is_still_measured_or_merged_into_what_is_not_was_not_merged() -> None:
-    conv, norm = diff("conv", "net.conv"), diff("norm", "net.bn")
-    assert merged(fused(rewrite("norm", "conv", "norm"), records=(conv, norm))) == ({}, {})
-    assert merged(fused(rewrite("shape", "conv", "norm"), records=())) == ({}, {})
-    circle = fused(rewrite("norm", "conv"), rewrite("conv", "norm"), records=())
-    assert merged(circle) == ({}, {})
-
-
 def test_values_merged_inside_one_module_leave_its_row_alone() -> None:
     parts = (diff("erf", "act", "Erf"), diff("gelu", "act", "Mul"))
-    fuse = Report(stage="fuse", records=parts[1:], tables={"rewrites": [rewrite("gelu", "erf", "gelu")]})
+    fuse = Report(stage="fuse", records=parts[1:], merged={"erf": "gelu"})
     assert merged({"export": Report(stage="export", records=parts), "fuse": fuse}) == ({"erf": "gelu"}, {})
 
 
