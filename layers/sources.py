@@ -18,9 +18,8 @@ from layerline.layers.probes import drawn, resized
 from layerline.layers.signature import Value
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.given import check_answers, check_samples, checked_cast
+from layerline.pipeline.task import LABELS, answers
 
-LABEL = "label"
-"""The array of this name is what a metric compares with, unless the model has such an input."""
 WIDE = 8
 """Integers of which nothing is known are drawn up to this, and down to its negative where their type has negatives."""
 
@@ -152,15 +151,16 @@ def read(path: Path) -> dict[str, Array]:
 
 
 def given(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> Given:
-    """Arrays checked against the model's inputs and cast to their types; labels are left out.
+    """Arrays checked against the model's inputs and cast to their types; the answers are left out.
 
     Raises:
         ConfigError: an unknown or missing name, another rank, a size that the model fixes otherwise, a type that can't
             be cast, a number beyond that type, NaN or Inf, arrays (answers included) of different length, no sample.
     """
     inputs, names = tuple(inputs), [v.name for v in inputs]
-    held = [k for k in arrays if k in names or k != LABEL]
-    takes = f"the model takes {', '.join(names)}; the answers go under 'label'"
+    label = answers(arrays, names)
+    held = [k for k in arrays if k != label]
+    takes = f"the model takes {', '.join(names)}; the answers go under {' or '.join(LABELS)}"
     if unknown := [k for k in held if k not in names]:
         raise ConfigError(f"there is no input {unknown[0]!r}", where=where, hint=takes)
     if missing := [n for n in names if n not in arrays]:
@@ -168,8 +168,8 @@ def given(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> G
             f"there is no array {missing[0]!r}; found {', '.join(held) or 'none'}", where=where, hint=takes
         )
     check_samples(arrays, where)
-    if LABEL in arrays and LABEL not in names:
-        check_answers(arrays[LABEL], where)
+    if label:
+        check_answers(arrays[label], where, label)
     counts = {k: len(arrays[k]) for k in held if arrays[k].ndim}
     cast = {v.name: _cast(arrays[v.name], v, where) for v in inputs}
     # A number that never changes need not part the samples.

@@ -36,7 +36,7 @@ def check_samples(arrays: Mapping[str, Array], where: str) -> None:
             _refuse(array, ~np.isfinite(array), name, where, "a finite number")
 
 
-def check_answers(array: Array, where: str, name: str = "label") -> None:
+def check_answers(array: Array, where: str, name: str) -> None:
     """Refuses one number in place of an answer for each sample.
 
     Raises:

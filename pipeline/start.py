@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 from layerline.pipeline import starter, table, trees
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.task import HOOKS
+from layerline.pipeline.task import HOOKS, answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,8 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
     Args:
         folder: where it goes.
         model: the ONNX file; its external data comes along.
-        data: an .npz with one array per input, samples along the first axis; `label` holds the expected answers.
+        data: an .npz with one array per input, samples along the first axis; the expected answers are
+            called `label`, `labels`, `target` or `targets`, as in a batch.
 
     Returns:
         Everything written.
@@ -95,8 +96,7 @@ def from_checkpoint(
         folder: where it goes.
         weights: a .safetensors file or a torch checkpoint.
         model: `package.module:factory`, what makes the network; a module of the current folder is copied along.
-        data: as for `from_onnx`, the arrays named as forward() names its arguments; the answers may also be called
-            `labels`, `target` or `targets`, as in a batch.
+        data: as for `from_onnx`, the arrays named as forward() names its arguments.
         trust: whether a pickle may run code.
 
     Raises:
@@ -115,7 +115,7 @@ def from_checkpoint(
         f"file: {starter.quoted(weights.name)}",
         *(["trust: true # its pickled code may run"] if trust else []),
     ]
-    inputs = [n for n, a in arrays.items() if a.rank and n != starter.answers(arrays)]
+    inputs = [n for n, a in arrays.items() if a.rank and n != answers(arrays)]
     dynamic = ["dynamic:", *(f"  {starter.quoted(n)}: {{0: batch}}" for n in inputs)] if inputs else [starter.FIXED]
     stages = {"import-weights": fields, "export": dynamic, "quantize": starter.mode(arrays)}
     texts = {
@@ -144,7 +144,7 @@ def _arrays(data: Path, *, float32: bool = False) -> dict[str, starter.Array]:
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
         raise ConfigError(f"not an .npz file of plain arrays ({error})", where=str(data)) from error
     given.check_samples(arrays, data.name)
-    if float32 and (label := starter.answers(arrays)):
+    if float32 and (label := answers(arrays)):
         given.check_answers(arrays[label], data.name, label)
     for name, array in arrays.items() if float32 else ():
         if array.dtype == np.float64:

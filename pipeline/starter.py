@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from layerline.pipeline.task import LABELS
+from layerline.pipeline.task import answers
 
 FIXED = "# dynamic: {image: {0: batch}} # by the names of forward(); else every size stays the example's, the batch too"
 BATCH = 16
@@ -91,11 +91,6 @@ def values(numbers: Mapping[str, float]) -> list[str]:
     """A comment with the inputs that might as well be constants."""
     told = ", ".join(f"{quoted(n)}: {number}" for n, number in numbers.items())
     return [f"# values: {{{told}}} # makes it a constant; then leave it out of samples() in task.py"] if told else []
-
-
-def answers(arrays: Iterable[str], inputs: Sequence[str] = ()) -> str:
-    """The array with the expected answers, by the names that they have in batches too; empty where there is none."""
-    return next((name for name in LABELS if name in arrays and name not in inputs), "")
 
 
 def quoted(text: str) -> str:

@@ -6,7 +6,7 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
@@ -141,6 +141,11 @@ class Task:
             where=where,
             hint="run again with --debug for the traceback",
         )
+
+
+def answers(names: Collection[str], inputs: Collection[str] = ()) -> str:
+    """The first of LABELS among the names of arrays that is none of the model's inputs; empty where there is none."""
+    return next((name for name in LABELS if name in names and name not in inputs), "")
 
 
 def _put_first_on_path(folder: Path) -> None:

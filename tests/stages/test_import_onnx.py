@@ -17,6 +17,7 @@ from layerline.layers import parts, probes
 from layerline.layers.identity import modules
 from layerline.layers.signature import Dim, Signature
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.task import LABELS
 from layerline.stages.import_onnx import ImportOnnx
 from tests.stages.foreign import conv, imported, model, project, same
 
@@ -528,6 +529,22 @@ def test_samples_are_the_probes(tmp_path: Path) -> None:
     assert {len(f["x"]) for f in feeds} == {1, 2, 3, 4, 8} and report.tables["inputs"][0]["fed with"] == "20 samples"
 
 
+@pytest.mark.parametrize("name", LABELS)
+def test_an_input_that_is_called_as_answers_are_is_fed(name: str, tmp_path: Path) -> None:
+    two = model(
+        f"""<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x, float[n,4] {name}) => (float[n,4] y)
+        {{ y = Add (x, {name}) }}"""
+    )
+    x, given = _floats(6, 4), _floats(6, 4) + 9
+    _, out = imported(tmp_path / "alone", two, {"x": x, name: given})
+    np.testing.assert_array_equal(probes.load(out)[0][name], given[:2])
+    free = next(n for n in LABELS if n != name)
+    _, out = imported(tmp_path / "with answers", two, {"x": x, name: given, free: np.arange(6)})
+    assert set(probes.load(out)[0]) == {"x", name}
+    with pytest.raises(ConfigError, match=f"there is no array '{name}'"):
+        imported(tmp_path / "without", two, {"x": x, free: np.arange(6)})
+
+
 def test_samples_of_a_fixed_batch_and_whole_inputs(tmp_path: Path) -> None:
     fixed = conv()
     fixed.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 3
@@ -557,6 +574,9 @@ def test_samples_of_a_fixed_batch_and_whole_inputs(tmp_path: Path) -> None:
         ({"x": np.zeros((0, 3, 8, 8), "f")}, "equally many samples"),
         ({"x": np.zeros((6, 3, 8, 8), "f"), "label": np.zeros(5)}, "saw x 6, label 5"),
         ({"x": np.zeros((6, 3, 8, 8), "f"), "label": np.array(5)}, "one answer for each sample"),
+        ({"x": np.zeros((6, 3, 8, 8), "f"), "targets": np.zeros(5)}, "saw x 6, targets 5"),
+        ({"x": np.zeros((6, 3, 8, 8), "f"), "labels": np.array(5)}, "labels is a single number"),
+        ({"x": np.zeros((6, 3, 8, 8), "f"), "label": np.zeros(6), "target": np.zeros(6)}, "no input 'target'"),
         ({"x": np.zeros((2, 3, 8, 8), "f"), "label": np.array(["a", "b"])}, "holds <U1, expected numbers"),
         ({"x": np.zeros((2, 3, 8, 8), "f"), "label": np.array([1, np.nan])}, r"label\[1\] is nan"),
         ({"x": np.full((4, 3, 8, 8), np.nan, "f")}, r"x\[0, 0, 0, 0\] is nan.*768 of 768"),

@@ -199,6 +199,18 @@ def test_the_answers_have_any_of_their_names(name: str, tmp_path: Path, monkeypa
         start.from_checkpoint(tmp_path / "q", weights, "nets:build", single)
 
 
+def test_the_answers_of_an_onnx_model_have_any_of_their_names_that_is_no_input(tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x, float[n,4] labels) => (float[n,4] y)
+        { y = Add (x, labels) }"""
+    )
+    x, answers = np.eye(4, dtype="f")[[0, 2, 1, 3, 0, 2]], np.array([0, 2, 1, 3, 0, 1])
+    np.savez(tmp_path / "s.npz", x=x, labels=np.zeros_like(x), target=answers)
+    start.from_onnx(tmp_path / "p", _model(tmp_path, given), tmp_path / "s.npz")
+    done = _run(tmp_path / "p", "quantize", sets=("quantize.mode=fp16",))
+    assert done.results[-1].record is not None and done.results[-1].record.metrics["accuracy"] == pytest.approx(5 / 6)
+
+
 def test_of_several_outputs_the_metric_of_a_checkpoint_takes_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
