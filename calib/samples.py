@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.task import LABELS
+from layerline.pipeline.task import answers
 
 Array = npt.NDArray[Any]
 """Keys of a dict batch that hold the target, unless the model has an input of that name."""
@@ -206,8 +206,7 @@ class Samples:
     def _by_name(self, raw: Mapping[Any, Any]) -> dict[str, Array]:
         names = {i.name for i in self._inputs}
         feed = {str(k): as_array(v) for k, v in raw.items()}
-        label = next((k for k in LABELS if k in feed and k not in names), None)
-        if label is not None:
+        if label := answers(feed, names):
             feed[""] = feed.pop(label)
         unknown, missing = sorted(set(feed) - names - {""}), sorted(names - set(feed))
         if unknown or missing:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.task import LABELS, Task
+from layerline.pipeline.task import Task, answers
 from layerline.training.rng import mix, seeded
 
 Form = Literal["arrays", "samples", "batches"]
@@ -272,8 +272,8 @@ def _batch(raw: Any) -> Any:
 def split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """(positional arguments, keyword arguments, target) of one batch; target is None where a dict has no label."""
     if isinstance(batch, Mapping):
-        label = next((k for k in LABELS if k in batch), None)
-        return (), {k: v for k, v in batch.items() if k != label}, batch.get(label) if label else None
+        label = answers(batch)
+        return (), {k: v for k, v in batch.items() if k != label}, batch.get(label)
     if not isinstance(batch, Sequence) or len(batch) < 2:
         raise TaskError(f"a batch is {type(batch).__name__}, expected (x, y) or a dict by input name", where="batch")
     *inputs, target = batch
