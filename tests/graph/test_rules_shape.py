@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
 from layerline.graph.fuse import fuse
@@ -343,6 +344,9 @@ def test_sequence_picked_in_a_body_stays(inside: str) -> None:
     assert "is picked in the body of another node" in reason(done, "split-sequence")
 
 
+@pytest.mark.skipif(
+    tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 24), reason="it hands out no 8-bit floats: undone"
+)
 @pytest.mark.parametrize("saturate", [0, 1])
 @pytest.mark.parametrize(
     "body", ["a = Cast <to = 1>(x) b = Cast <to = 17, saturate = {s}>(a)", "b = CastLike <saturate = {s}>(x, l)"]
