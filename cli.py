@@ -193,6 +193,7 @@ def resume(
     whichever command asks for it.
     """
     from layerline.pipeline import resume as resuming
+    from layerline.pipeline.project import as_options
     from layerline.views import documents, terminal
 
     project = _load(folder.resolve(), sets)
@@ -205,6 +206,10 @@ def resume(
             typer.echo(told, err=as_json)
         run([stage.name], sets=list(with_sets), as_json=as_json, folder=folder)
         return
+    if not project.sets and (last := resuming.cut_short(project)) is not None and last[1]:
+        typer.echo(f"with {as_options(last[1])}, as the training that was cut short", err=as_json)
+        project = _load(folder.resolve(), list(last[1]))
+        stage = resuming.resumable(project)
     project.require_task([stage.name])
     live = terminal.listener([stage], silent=as_json)
     with _at_work(project, as_json=as_json), contextlib.closing(live):

@@ -90,7 +90,8 @@ def inconsistent(messages: Messages, layers: Sequence[Layer], modules: Mapping[s
             return StageError(
                 f"the model can't run at the {found.group(1).lower()} shapes of a profile: {reason}",
                 where=_find(text, layers, modules),
-                hint="choose sizes the model accepts; the node named is where they stop fitting",
+                hint="choose sizes the model accepts in `engine.profiles`, or where they are told (`export.dynamic`, "
+                "`import-onnx.dims`); the node named is where they stop fitting",
             )
     return None
 

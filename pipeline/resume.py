@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.plan import CHECKPOINTS, SETS, has_checkpoint, open_planner
+from layerline.pipeline.plan import SETS, has_checkpoint, open_planner
 from layerline.pipeline.project import Project, as_options, load
 from layerline.pipeline.report import Report
 from layerline.pipeline.runner import Listener, ranks
@@ -44,12 +45,17 @@ def going_on(project: Project, stage: Stage) -> tuple[tuple[str, ...], str]:
 
     Those that the project was read with; without any, those of the training that was cut short last.
     """
-    if not project.sets and (last := cut_short(project)) is not None:
-        _, sets = last
-        return sets, f"going on with {as_options(sets)}" if sets else ""
+    last = None if project.sets else next(_unfinished(project), None)
+    lost = ""
+    if last is not None and last[1] and not has_checkpoint(last[0]):
+        own = as_options(last[1])
+        lost = f"the training begun last, with {own}, left no checkpoint: pipe run {stage.name} {own} begins it anew"
+    if not project.sets and (found := cut_short(project)) is not None:
+        sets = found[1]
+        return sets, "\n".join(filter(None, (lost, f"going on with {as_options(sets)}" if sets else "")))
     step = open_planner(project).step(stage, {})
-    if step.artifact or has_checkpoint(project.works / str(step.key)):
-        return project.sets, ""
+    if lost or step.artifact or has_checkpoint(project.works / str(step.key)):
+        return project.sets, lost
     return project.sets, f"no training was cut short that goes on with these settings: {stage.name} begins anew"
 
 
@@ -58,16 +64,20 @@ def cut_short(project: Project) -> tuple[Path, tuple[str, ...]] | None:
 
     The newest of those that left a checkpoint and would, with those overrides, still be the same training.
     """
-    found = [work for work in project.works.glob("*") if has_checkpoint(work)]
-    for work in sorted(found, key=lambda w: (w / CHECKPOINTS).stat().st_mtime_ns, reverse=True):
-        # They were never written, or torn; or pipe.yaml was edited so that they don't fit it any more.
+    return next((found for found in _unfinished(project) if has_checkpoint(found[0])), None)
+
+
+def _unfinished(project: Project) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Working folder and overrides of each training that would, with those overrides, still be the same; the one begun
+    last first."""
+    for asked in sorted(project.works.glob(f"*/{SETS}"), key=lambda p: p.stat().st_mtime_ns, reverse=True):
+        # It may be torn; or pipe.yaml was edited so that it doesn't fit any more.
         with suppress(OSError, ValueError, ConfigError):
-            sets = tuple(json.loads((work / SETS).read_text("utf-8")))
+            sets = tuple(json.loads(asked.read_text("utf-8")))
             then = load(project.root, sets)
             step = open_planner(then).step(resumable(then), {})
-            if step.key == work.name and step.artifact is None:
-                return work, sets
-    return None
+            if step.key == asked.parent.name and step.artifact is None:
+                yield asked.parent, sets
 
 
 def prove(project: Project, steps: int, listener: Listener) -> Report:

@@ -197,7 +197,7 @@ def cut_short(folder: Folder, *sets: str, at: int) -> Path:
     checkpoints.mkdir(parents=True)
     (checkpoints / "step-1.safetensors").touch()
     (work / "sets.json").write_text(json.dumps(sets))
-    os.utime(checkpoints, ns=(at, at))
+    os.utime(work / "sets.json", ns=(at, at))
     return work
 
 
@@ -206,7 +206,7 @@ def test_resume_goes_on_with_what_was_set(pipe: Pipe, proved: list[int], folder:
     cut_short(folder, "source.rate=2", "double.factor=3", at=2)
     said = pipe("resume")
     assert said.out.splitlines()[0] == "going on with --set source.rate=2 --set double.factor=3"
-    assert "(not finished yet; a checkpoint is there to go on from)" in said.out
+    assert "(cut short; goes on from its checkpoint)" in said.out
     assert said.out.splitlines()[-1] == "next: pipe run all --set source.rate=2 --set double.factor=3"
     document = pipe("resume", "--json")
     assert document.err == "going on with --set source.rate=3\n"
@@ -222,6 +222,24 @@ def test_resume_says_where_it_begins_anew(pipe: Pipe, proved: list[int], folder:
     folder.write("pipe.yaml", "source: {epochs: 2}\n")  # with these, rate 7 would be another training
     assert pipe("resume").out.splitlines()[0] == anew
     assert pipe("resume").out.splitlines()[0].startswith("✓ source  cached")
+
+
+def test_resume_says_what_left_no_checkpoint(pipe: Pipe, proved: list[int], folder: Folder) -> None:
+    cut_short(folder, "source.rate=3", at=1)
+    (checkpoint,) = (cut_short(folder, "source.rate=2", at=2) / "scratch" / "checkpoints").iterdir()
+    checkpoint.unlink()
+    lost, going_on, *_ = pipe("resume").out.splitlines()
+    rate = "--set source.rate=2"
+    assert lost == f"the training begun last, with {rate}, left no checkpoint: pipe run source {rate} begins it anew"
+    assert going_on == "going on with --set source.rate=3"
+    assert pipe("resume").out.splitlines()[0] == lost, "there is none to go on with any more"
+
+
+def test_the_proof_is_of_what_was_set(pipe: Pipe, proved: list[int], folder: Folder) -> None:
+    cut_short(folder, "source.rate=3", at=1)
+    said = pipe("resume", "--prove")
+    assert said.out.splitlines()[0] == "with --set source.rate=3, as the training that was cut short"
+    assert "source.rate" not in pipe("resume", "--prove", "--set", "source.rate=4").out
 
 
 def test_gc_keeps_the_training_that_resume_goes_on_with(pipe: Pipe, proved: list[int], folder: Folder) -> None:

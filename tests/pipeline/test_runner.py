@@ -354,7 +354,7 @@ def test_work_that_was_cut_short_is_told_with_its_checkpoint(folder: Folder) -> 
     (folder.state / "work" / str(step.key) / "scratch" / "checkpoints").mkdir(parents=True)
     assert folder.runner().planner.steps()[0].reason == "never ran"
     (folder.state / "work" / str(step.key) / "scratch" / "checkpoints" / "step-00000003.safetensors").touch()
-    assert folder.runner().planner.steps()[0].reason == "not finished yet; a checkpoint is there to go on from"
+    assert folder.runner().planner.steps()[0].reason == "cut short; goes on from its checkpoint"
 
 
 @pytest.mark.parametrize("how", ["bug", "interrupt"])

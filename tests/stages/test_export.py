@@ -90,6 +90,14 @@ def example_inputs(): return ({example})
 """
 
 
+@pytest.mark.parametrize(("declared", "told"), [("batch", 1), ({"name": "batch", "max": 4}, 0)])
+def test_how_far_an_axis_without_max_goes_is_told(project: Project, declared: Any, told: int) -> None:
+    report = project.export(module("return x + 1"), dynamic={"x": {0: declared}})
+    found = [n for n in report.notes if "declared without max" in n]
+    assert len(found) == told and all("batch" in n and f"to {Signature.load(project.out).dims['batch'].max}," in n
+                                      for n in found)  # fmt: skip
+
+
 CONV = """
 class Net(nn.Module):
     def __init__(self):
