@@ -53,7 +53,7 @@ def perturbed(model: Model, seed: int = 0) -> Light:
     for index, (name, weight) in enumerate(out.weights.items()):
         if weight.kind in _FLOATS and readers.get(name, set()) <= _WEIGHTED:
             out.weights[name] = Weight(weight.kind, weight.shape, partial(_moved, weight, (seed, index)))
-    _shift_inputs(graph)
+    _shift_inputs(out)
     return out
 
 
@@ -103,11 +103,11 @@ def stored(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
             yield from ((node.output[0], a.t) for a in node.attribute if a.name == "value")
 
 
-def _shift_inputs(graph: onnx.GraphProto) -> None:
-    known = {t.name for t in graph.initializer}
-    for given in graph.input:
+def _shift_inputs(light: Light) -> None:
+    graph = light.model.graph
+    for given in light.fed:
         kind = given.type.tensor_type.elem_type
-        if given.name in known or kind not in _FLOATS:
+        if kind not in _FLOATS:
             continue
         dtype, shifted = helper.tensor_dtype_to_np_dtype(kind), _SHIFTED + given.name
         for node in graph.node:

@@ -38,9 +38,8 @@ def joint(
     """
     a, b = reference.model, candidate.model
     pairs, shared, functions = list(pairs), _shared(reference, candidate), {(f.domain, f.name) for f in b.functions}
-    stored = candidate.stored
-    given = [i for i in b.graph.input if i.name not in stored]
-    same = {i.name: i.name for i in given} | {n: n if n in shared else B + n for n in stored}
+    given = candidate.fed
+    same = {i.name: i.name for i in given} | {n: n if n in shared else B + n for n in candidate.stored}
     nodes = [*a.graph.node, *copied(b.graph.node, B, same, functions)]
     sides = [(i, str(i), p, same.get(p.b, B + p.b)) for i, p in enumerate(pairs)]
     if isolated:

@@ -119,13 +119,13 @@ class Prober:
             ran = [seen[name], *(p.sizes[name] for p in found if name in p.sizes)]
             if high[name] > max(ran):
                 self.notes.append(f"{name} was run up to {max(ran)} of {high[name]}: more would take too much memory")
-            most = bounds.max or self._holds(name) or max(ran)
-            if most == max(ran) and not (bounds.max or self._holds(name)):
+            known = bounds.max or self._holds(name)
+            if not known:
                 self.notes.append(
-                    f"{name} is declared without max, and goes to {most}, the greatest size that was run: engines are "
-                    f"built up to there; `dynamic` says what you need: {{name: {name}, max: <size>}}"
+                    f"{name} is declared without max, and goes to {max(ran)}, the greatest size that was run: engines "
+                    f"are built up to there; `dynamic` says what you need: {{name: {name}, max: <size>}}"
                 )
-            self.dims[name] = Dim(min=low[name], max=most, multiple=bounds.multiple)
+            self.dims[name] = Dim(min=low[name], max=known or max(ran), multiple=bounds.multiple)
         # Where no end is declared: does the module itself end there, or only what was traced of it?
         ends = {n: b.max or max(high[n], self._room(n, seen)) for n, b in self.axes.bounds.items()}
         self._spans = {n: Span(low=low[n], high=ends[n], step=b.multiple) for n, b in self.axes.bounds.items()}

@@ -45,14 +45,14 @@ def going_on(project: Project, stage: Stage) -> tuple[tuple[str, ...], str]:
 
     Those that the project was read with; without any, those of the training that was cut short last.
     """
-    last = None if project.sets else next(_unfinished(project), None)
     lost = ""
-    if last is not None and last[1] and not has_checkpoint(last[0]):
-        own = as_options(last[1])
-        lost = f"the training begun last, with {own}, left no checkpoint: pipe run {stage.name} {own} begins it anew"
-    if not project.sets and (found := cut_short(project)) is not None:
-        sets = found[1]
-        return sets, "\n".join(filter(None, (lost, f"going on with {as_options(sets)}" if sets else "")))
+    for nth, (work, sets) in enumerate(() if project.sets else _unfinished(project)):
+        own = as_options(sets)
+        if has_checkpoint(work):
+            return sets, "\n".join(filter(None, (lost, f"going on with {own}" if sets else "")))
+        if nth == 0 and sets:
+            again = f"pipe run {stage.name} {own}"
+            lost = f"the training begun last, with {own}, left no checkpoint: {again} begins it anew"
     step = open_planner(project).step(stage, {})
     if lost or step.artifact or has_checkpoint(project.works / str(step.key)):
         return project.sets, lost

@@ -238,6 +238,14 @@ def test_noise_leaves_masks_zeros_and_sizes_alone() -> None:
     assert kept["scales"] == [1, 1, 2, 2]
 
 
+@pytest.mark.parametrize("rows", [2, 300])
+def test_noise_moves_a_stored_input_as_a_weight_only(rows: int) -> None:
+    """Inside of the graph and beside it: nobody feeds it."""
+    model = parse("(float[N, 2] x) => (float[N, M] y)", "y = MatMul(x, w)", w=normal(2, rows))
+    model.graph.input.append(onnx.helper.make_tensor_value_info("w", 1, [2, rows]))
+    assert ops(noise.perturbed(model).model) == ["Mul", "MatMul"], "one step of x alone"
+
+
 def test_what_is_drawn_at_random_is_named() -> None:
     body = """r = RandomNormal <shape = [2]>() a = Add(x, r) b = Relu(x)
       c = If (t) <then_branch: graph = p () => (float[2] q) { q = RandomUniform <shape = [2]>() },
