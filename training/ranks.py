@@ -53,9 +53,9 @@ class Ranks:
     def floats(self, *values: float) -> list[list[float]]:
         """The values of every rank, in their order (one collective)."""
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
-        every = own.new_empty(self.size * len(own))
-        dist.all_gather_into_tensor(every, own)
-        rows: list[list[float]] = every.view(self.size, -1).tolist()
+        every = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(every, own)
+        rows: list[list[float]] = torch.stack(every).tolist()  # one read for all of them
         return rows
 
     def gather(self, thing: Any) -> list[Any]:
