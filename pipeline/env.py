@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from importlib import metadata
 
 ABSENT = "absent"
@@ -21,6 +22,12 @@ def fact(name: str) -> str:
         except metadata.PackageNotFoundError:
             continue
     return ABSENT
+
+
+def versions() -> dict[str, str]:
+    """What ran a stage besides the packages its key names: Layerline, Python, the system and its processor."""
+    system = f"{platform.system()} {platform.machine()}"
+    return {"layerline": fact("layerline"), "python": platform.python_version(), "system": system}
 
 
 def _compute_capability() -> str:

@@ -40,6 +40,7 @@ class Record:
         notes: what the key could not follow, for `pipe explain`.
         worst: the layer that differs most: layer, value, sqnr_db, cosine.
         metrics: the report's figures.
+        versions: of Layerline, Python and the system that ran it; those of other packages are parts of the key.
     """
 
     stage: str
@@ -54,6 +55,7 @@ class Record:
     notes: tuple[str, ...] = ()
     worst: Mapping[str, Any] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,14 @@ class Run:
     """One `pipe run` that changed something: the record of every stage it ended with, in order.
 
     `ran` names the stages that were at work in it: those that left their record, or ended in an error. The records of
-    others are of an earlier run, and so are their times.
+    others are of an earlier run, and so are their times. `sets` are the overrides (`key.path=value`) it was given.
     """
 
     id: str
     passed: bool
     records: tuple[Record, ...]
     ran: tuple[str, ...]
+    sets: tuple[str, ...] = ()
 
     @property
     def began(self) -> str:
@@ -133,7 +136,7 @@ class Ledger:
                 records = tuple(_record(r) for r in raw["records"])
                 # A file that doesn't say was written before runs did: it must not be lost to `pipe runs` and `pipe gc`.
                 ran = raw.get("ran", [r.stage for r in records])
-                yield Run(raw["id"], raw["passed"], records, tuple(ran))
+                yield Run(raw["id"], raw["passed"], records, tuple(ran), tuple(raw.get("sets", ())))
 
     def put_run(self, run: Run) -> None:
         """Files a run, or its next state while it goes on."""

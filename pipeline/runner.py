@@ -23,6 +23,7 @@ from typing import Any, Literal, Protocol
 
 from filelock import FileLock, Timeout
 
+from layerline.pipeline import env
 from layerline.pipeline.errors import PipeError, StageError, TaskError, machine_lacks
 from layerline.pipeline.files import write_atomic
 from layerline.pipeline.ledger import Record, Run, new_run_id
@@ -300,6 +301,7 @@ class Runner:
             notes=step.notes,
             worst=worst.summary() if worst else None,
             metrics=report.plain_metrics(),
+            versions=env.versions(),
         )
 
     def _remember(self, run_id: str, results: Sequence[Result]) -> str:
@@ -319,7 +321,8 @@ class Runner:
         # What the error was about (a full disk) may keep this from being written, too: the error is what is told.
         with suppress(OSError) if errored else nullcontext():
             ran = tuple(r.name for r in results if r.worked)
-            self.ledger.put_run(Run(run_id, all(r.state in ("ran", "cached") for r in results), records, ran))
+            passed = all(r.state in ("ran", "cached") for r in results)
+            self.ledger.put_run(Run(run_id, passed, records, ran, self.project.sets))
         return run_id
 
     def _later(self, ran: Sequence[Stage], made: dict[str, Artifact | None]) -> tuple[Step, ...]:

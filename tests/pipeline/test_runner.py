@@ -421,3 +421,13 @@ def test_an_edit_after_the_import_counts_from_the_next_run_on(tmp_path: Path) ->
     # Asked for the first time only now, it still speaks of the code this process runs.
     fresh = Runner(load(tmp_path), Silent()).planner
     assert runner.planner.fingerprint("metric").digest != fresh.fingerprint("metric").digest
+
+
+def test_a_run_says_what_it_was_given_and_what_ran_it(folder: Folder) -> None:
+    folder.run(None, "double.factor=3")
+    last = folder.runner().ledger.find_run("last")
+    assert last.sets == ("double.factor=3",)
+    for record in last.records:
+        assert record.versions == env.versions()
+        assert list(record.versions) == ["layerline", "python", "system"]
+        assert record.versions["python"].startswith("3.") and env.ABSENT not in record.versions.values()
