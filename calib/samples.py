@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layerline.pipeline.errors import TaskError
+from layerline.pipeline.given import checked_cast
 from layerline.pipeline.task import answers
 
 Array = npt.NDArray[Any]
@@ -95,8 +96,8 @@ class Samples:
         if one_shot and self._seen is not None:
             raise self._cannot_replay("it is used up")
         rows = 0
-        for raw in self._raw_batches():
-            for batch in self._fit(self._named(raw)):
+        for number, raw in enumerate(self._raw_batches()):
+            for batch in self._fit(self._named(raw), f"{self._hook}, batch {number}"):
                 yield batch
                 rows += batch.rows
             if self._limit is not None and rows >= self._limit:
@@ -168,14 +169,22 @@ class Samples:
         chosen = _spread(total, self._limit)
         for start in range(0, chosen.size, self._batch_size):
             rows = chosen[start : start + self._batch_size]
-            yield {k: v[rows] if v.ndim else v for k, v in columns.items()}
+            yield {k: self._narrow(k, v[rows], rows) if v.ndim else v for k, v in columns.items()}
 
     def _collated(self, dataset: Any) -> Iterator[dict[str, Array]]:
         chosen = _spread(self._users(len, dataset), self._limit)
         for start in range(0, chosen.size, self._batch_size):
             rows = [int(i) for i in chosen[start : start + self._batch_size]]
             samples = [self._named(self._users(dataset.__getitem__, i)) for i in rows]
-            yield {k: self._stack(k, [s[k] for s in samples], rows) for k in samples[0]}
+            stacked = {k: self._stack(k, [s[k] for s in samples], rows) for k in samples[0]}
+            yield {k: self._narrow(k, v, rows) for k, v in stacked.items()}
+
+    def _narrow(self, name: str, part: Array, rows: Sequence[int] | npt.NDArray[np.int64]) -> Array:
+        """An input's samples in the model's type, where that type holds their numbers; `rows` counts them."""
+        taken = next((i for i in self._inputs if i.name == name), None)
+        if taken is None or not _castable(part, taken):
+            return part
+        return checked_cast(part, _dtype(taken.dtype), name, self._hook, [int(r) for r in rows])
 
     def _stack(self, name: str, parts: list[Array], rows: list[int]) -> Array:
         for part, row in zip(parts, rows, strict=True):
@@ -229,14 +238,18 @@ class Samples:
         first = next((feed[i.name] for i in self._inputs if i.shape and feed[i.name].ndim), None)
         return 1 if first is None else int(first.shape[0])
 
-    def _fit(self, arrays: dict[str, Array]) -> Iterator[Batch]:
-        """One batch as it came, or, where the model's batch axis is fixed, as many as it takes."""
+    def _fit(self, arrays: dict[str, Array], where: str) -> Iterator[Batch]:
+        """One batch as it came, or, where the model's batch axis is fixed, as many as it takes.
+
+        Args:
+            where: names the batch in errors.
+        """
         feed, target = {k: v for k, v in arrays.items() if k}, arrays.get("")
         count = self._samples_in(feed)
         if count == 0:
             return
         if self._fixed is None:
-            yield Batch(self._typed(feed), target, count)
+            yield Batch(self._typed(feed, where), target, count)
             return
         total = self._rows(feed)
         for start in range(0, total, self._fixed):
@@ -244,10 +257,10 @@ class Samples:
             filler = self._fixed - rows.size
             chosen = np.concatenate([rows, np.full(filler, start)])
             part = {k: v[chosen] if v.ndim else v for k, v in feed.items()}
-            yield Batch(self._typed(part), None if target is None else target[rows], rows.size, filler)
+            yield Batch(self._typed(part, where), None if target is None else target[rows], rows.size, filler)
 
-    def _typed(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        return {i.name: _checked(feed[i.name], i, self._hook) for i in self._inputs}
+    def _typed(self, feed: Mapping[str, Array], where: str) -> dict[str, Array]:
+        return {i.name: _checked(feed[i.name], i, self._hook, where) for i in self._inputs}
 
 
 def as_array(value: Any) -> Array:
@@ -259,7 +272,7 @@ def as_array(value: Any) -> Array:
     return np.asarray(value)
 
 
-def _checked(array: Array, expected: Input, hook: str) -> Array:
+def _checked(array: Array, expected: Input, hook: str, where: str) -> Array:
     fits = array.ndim == len(expected.shape) and all(
         isinstance(want, str) or want == have for want, have in zip(expected.shape, array.shape, strict=True)
     )
@@ -268,12 +281,17 @@ def _checked(array: Array, expected: Input, hook: str) -> Array:
             f"{hook}() gives shape {array.shape}; the model takes ({', '.join(map(str, expected.shape))})",
             where=f"{hook}: {expected.name}",
         )
-    dtype = _dtype(expected.dtype)
-    if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
+    if not _castable(array, expected):
         raise TaskError(
             f"{hook}() gives {array.dtype}; the model takes {expected.dtype}", where=f"{hook}: {expected.name}"
         )
-    return np.ascontiguousarray(array, dtype)
+    return np.ascontiguousarray(checked_cast(array, _dtype(expected.dtype), expected.name, where))
+
+
+def _castable(array: Array, expected: Input) -> bool:
+    """Whether the types are of one kind; whether each number fits is `checked_cast`'s to say."""
+    dtype = _dtype(expected.dtype)
+    return array.dtype == dtype or bool(np.can_cast(array.dtype, dtype, "same_kind"))
 
 
 def _dtype(name: str) -> np.dtype[Any]:

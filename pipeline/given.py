@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,11 @@ def check_answers(array: Array, where: str, name: str) -> None:
         raise ConfigError(f"{name} is a single number, expected one answer for each sample", where=where)
 
 
-def checked_cast(array: Array, dtype: npt.DTypeLike, name: str, where: str) -> Array:
+def checked_cast(array: Array, dtype: npt.DTypeLike, name: str, where: str, rows: Sequence[int] | None = None) -> Array:
     """The array in another type.
+
+    Args:
+        rows: where the array is a part of the data: the number of each of its samples in the whole.
 
     Raises:
         ConfigError: a number lies outside of what the type holds; names the first.
@@ -57,10 +60,11 @@ def checked_cast(array: Array, dtype: npt.DTypeLike, name: str, where: str) -> A
         out: Array = array.astype(wanted, copy=False)
     if wanted.kind in "fc":
         info = np.finfo(wanted)
-        _refuse(array, np.isfinite(array) & ~np.isfinite(out), name, where, f"{wanted}, at most {info.max:.4g}")
+        lost = np.isfinite(array) & ~np.isfinite(out)
+        _refuse(array, lost, name, where, f"{wanted}, at most {info.max:.4g}", rows)
     elif wanted.kind in "iu" and wanted != array.dtype:
         span = np.iinfo(wanted)
-        _refuse(array, out != array, name, where, f"{wanted}, {span.min} to {span.max}")
+        _refuse(array, out != array, name, where, f"{wanted}, {span.min} to {span.max}", rows)
     return out
 
 
@@ -105,11 +109,21 @@ def _is_mask(array: Array) -> bool:
     return array.dtype.kind == "f" and bool(((array == 0) | np.isneginf(array)).all())
 
 
-def _refuse(array: Array, bad: npt.NDArray[np.bool_], name: str, where: str, expected: str) -> None:
+def _refuse(
+    array: Array,
+    bad: npt.NDArray[np.bool_],
+    name: str,
+    where: str,
+    expected: str,
+    rows: Sequence[int] | None = None,
+) -> None:
     if not bad.any():
         return
     at = np.unravel_index(int(bad.argmax()), bad.shape)
-    index = f"[{', '.join(map(str, at))}]" if at else ""
+    told = [int(i) for i in at]
+    if rows is not None and told:
+        told[0] = int(rows[told[0]])
+    index = f"[{', '.join(map(str, told))}]" if told else ""
     raise ConfigError(
         f"{name}{index} is {array[at]}, expected {expected}; {int(bad.sum())} of {bad.size} elements are not that",
         where=where,

@@ -229,20 +229,36 @@ def _golden(work: Work, call: Call, draw: str = "") -> list[Gate]:
 
     path = work.inputs["weights"] / "golden.safetensors"
     stored = {k: array(v) for k, v in tensorfile.load(path)[0].items()} if path.is_file() else {}
-    feed = {n: stored[f"inputs/{n}"] for n in call.feed if f"inputs/{n}" in stored}
-    if feed.keys() != call.feed.keys():
+    if not stored:
         return []
+    recorded = [k.removeprefix("inputs/") for k in stored if k.startswith("inputs/")]
+    if set(recorded) != call.feed.keys():
+        other = f"recorded for the inputs {', '.join(recorded)}; forward() takes {', '.join(call.feed)}"
+        return [Gate("golden outputs", False, other, "the same inputs", "was model() or the example changed?")]
+    feed = {n: stored[f"inputs/{n}"] for n in call.feed}
     same = all((feed[n].shape, feed[n].tobytes()) == (a.shape, a.tobytes()) for n, a in call.feed.items())
     outputs = call.results if same else call.run(feed)
-    errors = {n: diff_arrays(stored[k], a).rel_l2 for n, a in outputs.items() if (k := f"outputs/{n}") in stored}
+    keys = {n: f"outputs/{_recorded(n, call, stored)}" for n in outputs}
+    missing = [n for n, key in keys.items() if key not in stored]
+    errors = {n: diff_arrays(stored[keys[n]], a).rel_l2 for n, a in outputs.items() if n not in missing}
     seen, limit = {n: f"relative L2 {e:.1e}" for n, e in errors.items()}, f"at most {GOLDEN:.0e}"
     again = outputs if all(e <= GOLDEN for e in errors.values()) else call.run(feed)
     random = {n for n, a in outputs.items() if again[n].tobytes() != a.tobytes()}
     told = f"non-deterministic op{f' {draw}' if draw else ''}: the model differs from itself on the same input"
     hint = dict.fromkeys(random, f"{told}; take it out, or give what it draws as an input")
     return [
-        Gate(f"golden {n}", e <= GOLDEN, seen[n], limit, hint.get(n, "was model() changed?")) for n, e in errors.items()
+        *(
+            Gate(f"golden {n}", e <= GOLDEN, seen[n], limit, hint.get(n, "was model() changed?"))
+            for n, e in errors.items()
+        ),
+        *(Gate(f"golden {n}", False, "no answer was recorded for it", limit, "was model() changed?") for n in missing),
     ]
+
+
+def _recorded(output: str, call: Call, stored: Mapping[str, Any]) -> str:
+    """The name under which an output was recorded: one that is called like an input has `_out` behind it here."""
+    plain = output.removesuffix("_out")
+    return plain if f"outputs/{output}" not in stored and plain in call.feed else output
 
 
 def _report(stage: Export, prober: Prober, result: Parity, gates: list[Gate]) -> Report:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from layerline.pipeline.errors import TaskError
+from layerline.pipeline.given import checked_cast
 from layerline.pipeline.task import Task, answers
 from layerline.training.rng import mix, seeded
 
@@ -249,6 +250,7 @@ def as_tensor(value: Any, where: str = "batch") -> Tensor:
 
     Raises:
         TaskError: an array of objects or strings, or of another type that torch has not.
+        ConfigError: a float64 beyond torch's default type; names its index and value.
     """
     try:
         tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
@@ -258,7 +260,12 @@ def as_tensor(value: Any, where: str = "batch") -> Tensor:
             where=where,
             hint="give numbers in one array: .astype(np.float32), or np.int64 for classes",
         ) from error
-    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+    if tensor.dtype != torch.float64 or torch.get_default_dtype() == torch.float64:
+        return tensor
+    narrow = tensor.to(torch.get_default_dtype())
+    if not bool(torch.isfinite(narrow).all()):
+        checked_cast(tensor.detach().cpu().numpy(), np.float32, "array", where)
+    return narrow
 
 
 def _batch(raw: Any) -> Any:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from layerline.calib.samples import Samples, as_array
-from layerline.pipeline.errors import TaskError
+from layerline.pipeline.errors import PipeError, TaskError
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,29 @@ def test_types_are_widened_and_narrowed_but_never_from_float_to_integer():
     assert joined(X.astype(np.uint8))[0]["x"].dtype == np.float32
     with pytest.raises(TaskError, match=r"calib_data: b.*gives float32; the model takes int64"):
         list(samples((X, Y.astype(np.float32)), TWO))
+
+
+INTS, FLOATS = np.arange(10).reshape(10, 1), np.arange(10.0).reshape(10, 1)
+INTS[7], FLOATS[7] = 2**31 + 5, 1e39
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float32"])
+@pytest.mark.parametrize(
+    ("form", "place"),
+    [
+        (lambda x: x, "calib_data: x[7, 0]"),
+        (lambda x: {"x": x}, "calib_data: x[7, 0]"),
+        (lambda x: Dataset([(row,) for row in x]), "calib_data: x[7, 0]"),
+        (lambda x: [x[:4], x[4:]], "calib_data, batch 1: x[3, 0]"),
+    ],
+)
+def test_a_number_that_the_models_type_does_not_hold_is_refused_by_place(form, place, dtype):
+    """2^31 + 5 would wrap to -2147483643, and 1e39 would become inf."""
+    data, takes = INTS if dtype == "int32" else FLOATS, In("x", dtype, ("batch", 1))
+    with pytest.raises(PipeError) as error:
+        list(samples(form(data), (takes,), batch_size=3))
+    assert str(error.value).startswith(f"{place} is {'2147483653' if dtype == 'int32' else '1e+39'}, expected {dtype}")
+    assert len(list(samples(form(data[:7]), (takes,), batch_size=3))) in (2, 3)
 
 
 @pytest.mark.parametrize(

@@ -397,6 +397,21 @@ def test_weights_that_do_not_fit_and_golden_outputs_that_changed(project: Projec
         Export().run(work)
 
 
+def test_an_output_named_like_an_input_is_compared_with_its_golden_answer(project: Project) -> None:
+    work = project.work(module("return {'x': self.l(x), 'z': x}", "self.l = nn.Linear(3, 3)"))
+    weights = work.inputs["weights"]
+    net = work.task.call("model").eval()
+    names.load(net, tensorfile.load(weights / "model.safetensors")[0])
+    recorded = golden.record(net, (torch.ones(2, 3),), {})
+    tensorfile.save(weights / "golden.safetensors", recorded)
+    assert {"golden x_out", "golden z"} <= {g.name for g in Export().run(work).gates if g.passed}
+    tensorfile.save(weights / "golden.safetensors", recorded | {"outputs/x": recorded["outputs/x"] + 1})
+    assert [g.name for g in Export().run(work).gates if not g.passed] == ["golden x_out"]
+    tensorfile.save(weights / "golden.safetensors", {k: v for k, v in recorded.items() if k != "outputs/x"})
+    (gate,) = (g for g in Export().run(work).gates if not g.passed)
+    assert gate.name == "golden x_out" and gate.seen == "no answer was recorded for it"
+
+
 def test_where_it_starts_is_told_and_written_down(project: Project) -> None:
     work = project.work(module("return self.l(x).exp()", "self.l = nn.Linear(3, 3)", "torch.randn(64, 3),"))
     assert Export().debug(work, project.root / "bug") is None

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from layerline.pipeline.errors import TaskError
+from layerline.pipeline.errors import ConfigError, TaskError
 from layerline.pipeline.task import Task
 from layerline.training import data
 from layerline.training.data import Batches
@@ -153,6 +153,16 @@ def test_the_shape_of_dicts_and_pairs() -> None:
 def test_the_wrong_thing_is_told(source: Any, message: str) -> None:
     with pytest.raises(TaskError, match=message):
         Batches(source, batch_size=2)
+
+
+def test_a_number_beyond_float32_is_told_by_place() -> None:
+    """It would become inf; inf itself is what the data says."""
+    x = np.zeros((4, 2))
+    x[2, 1] = 1e39
+    with pytest.raises(ConfigError, match=r"array\[2, 1\] is 1e\+39, expected float32"):
+        data.as_tensor(x, "train_data")
+    x[2, 1] = np.inf
+    assert data.as_tensor(x)[2, 1] == torch.inf
 
 
 def test_an_empty_iterable_ends_in_a_message() -> None:
