@@ -1,0 +1,151 @@
+"""What comes from outside: text, names, numbers and JSON of files that somebody else wrote, bounded and checked.
+
+Names of an ONNX file, keys of a checkpoint, records under the state folder, fields of pipe.yaml and environment
+variables are only data: none of them may become code, a path outside of the project, or a command to the terminal.
+YAML is read by `yamltext`, arrays by `npz`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+DIGITS = 40
+"""The longest number that is read: enough for every 128-bit integer, in decimal or in hex."""
+JSON_BYTES = 1 << 28
+JSON_DEPTH = 64
+_NAME_BYTES = 255  # what common file systems take for one name
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9]{6}-[0-9a-f]{2}")
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+
+
+def printable(text: str, limit: int | None = None, keep: str = "") -> str:
+    """Text that a terminal shows and does not obey.
+
+    Everything that is not printable becomes an escape, as in a Python literal: ESC and other control characters, line
+    and paragraph separators (U+0085, U+2028, U+2029), characters that change the direction of writing, and surrogates.
+
+    Args:
+        limit: at most so many characters come back; what is cut off becomes "…".
+        keep: characters that stay although they are not printable, such as a line break.
+    """
+    if limit is not None:
+        text = text[: limit + 1]  # an escape is never shorter than what it stands for
+    shown = text
+    if not text.isprintable():
+        shown = "".join(c if c.isprintable() or c in keep else _escape(c) for c in text)
+    if limit is not None and len(shown) > limit:
+        return shown[: max(limit - 1, 0)] + "…"
+    return shown
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def is_digest(text: object) -> bool:
+    """Whether it has the form of a SHA-256 in hex, as keys, digests and names of reports have."""
+    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
+
+
+def is_run_id(text: object) -> bool:
+    """Whether it has the form of a run's id."""
+    return isinstance(text, str) and _RUN_ID.fullmatch(text) is not None
+
+
+def is_text(text: object) -> bool:
+    """Whether it is text that can be stored as UTF-8 and shown as it is: no control character, no surrogate."""
+    return isinstance(text, str) and text.isprintable()
+
+
+def is_file_name(text: object) -> bool:
+    """Whether it names a file in a folder, and can do nothing else: no separator, no control character, not `..`."""
+    if not isinstance(text, str) or not is_text(text) or text in ("", ".", ".."):
+        return False
+    return not set(text) & set("/\\") and len(text.encode()) <= _NAME_BYTES
+
+
+def is_inside(text: object) -> bool:
+    """Whether it is a relative path, on every system, that leads nowhere above the folder it starts from."""
+    if not isinstance(text, str) or not is_text(text) or not text:
+        return False
+    for path in (PurePosixPath(text), PureWindowsPath(text)):
+        if path.is_absolute() or path.drive or path.root or ".." in path.parts or not path.parts:
+            return False
+    return True
+
+
+def integer(text: str, low: int, high: int) -> int:
+    """A decimal integer from `low` to `high`.
+
+    `str.isdigit` is true for characters such as "²" that `int` does not take, and `int` refuses thousands of digits.
+
+    Raises:
+        ValueError: it is none; the message says what was expected and seen.
+    """
+    short = text.strip()
+    if len(short) <= DIGITS and _INTEGER.fullmatch(short) and low <= (value := int(short)) <= high:
+        return value
+    digits = f" ({len(short)} characters)" if len(short) > DIGITS else ""
+    raise ValueError(f"expected an integer from {low} to {high}, saw '{printable(short, DIGITS)}'{digits}")
+
+
+def is_number(text: str) -> bool:
+    """Whether it is a non-negative integer in decimal digits, short enough to be read."""
+    return len(text) <= DIGITS and text.isascii() and text.isdecimal()
+
+
+def read_json(path: Path, *, size: int = JSON_BYTES, depth: int = JSON_DEPTH) -> Any:
+    """A JSON document from a file, bounded as by `parse_json`.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is no JSON, or larger or deeper than that.
+    """
+    with path.open("rb") as file:
+        return parse_json(file.read(size + 1), size=size, depth=depth)
+
+
+def parse_json(text: str | bytes, *, size: int = JSON_BYTES, depth: int = JSON_DEPTH) -> Any:
+    """A JSON document of at most `size` bytes (characters, where text is given) and `depth` levels.
+
+    Raises:
+        ValueError: it is no JSON, or larger or deeper than that, or holds an integer of more than `DIGITS` digits.
+    """
+    if len(text) > size:
+        raise ValueError(f"it is larger than {size} bytes")
+    try:
+        document = json.loads(text, parse_int=_json_integer)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {depth} levels deep") from None
+    if _is_deeper(document, depth):
+        raise ValueError(f"it is nested more than {depth} levels deep")
+    return document
+
+
+def _json_integer(text: str) -> int:
+    if len(text) > DIGITS:
+        raise ValueError(f"it holds an integer of {len(text)} digits")
+    return int(text)
+
+
+def _is_deeper(document: Any, depth: int) -> bool:
+    """Level by level, not by recursion: what is too deep must not end it."""
+    level = [document]
+    for _ in range(depth):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += [v for v in value.values() if isinstance(v, dict | list)]
+            elif isinstance(value, list):
+                inner += [v for v in value if isinstance(v, dict | list)]
+        if not inner:
+            return False
+        level = inner
+    return True
