@@ -86,7 +86,7 @@ def emulate(model: Model) -> Light:
     accumulators does. The rounded value keeps the name.
     """
     work = to_ir(model)
-    halves = set(TYPES.values())
+    names, halves = Names(work), set(TYPES.values())
     for tensor in list(work.graph.initializers.values()):
         if tensor.dtype in halves and tensor.const_value is not None:
             tensor.const_value = ir.tensor(tensor.const_value.numpy().astype("float32"), name=tensor.name)
@@ -94,20 +94,19 @@ def emulate(model: Model) -> Light:
     for node in list(work.graph):
         for output in node.outputs:
             if output.dtype in halves:
-                _round(work.graph, output, output.dtype)
+                _round(work.graph, names, output, output.dtype)
         to = node.attributes.get("to")
         if node.op_type == "Cast" and to is not None and ir.DataType(to.as_int()) in halves:
             node.attributes["to"] = ir.AttrInt64("to", int(_FLOAT))
     return from_ir(work)
 
 
-def _round(graph: ir.Graph, value: ir.Value, half: ir.DataType) -> None:
-    producer, name, is_output = value.producer(), value.name, value.is_graph_output()
+def _round(graph: ir.Graph, names: Names, value: ir.Value, half: ir.DataType) -> None:
+    producer, name, is_output = value.producer(), value.name or "", value.is_graph_output()
     assert producer is not None
-    value.name, value.dtype = f"{name}/exact", _FLOAT
-    narrow = _cast(value, half, f"{name}/narrow")
-    back = _cast(narrow.outputs[0], _FLOAT, name or "")
-    back.name = f"{name}/rounded/Cast"
+    value.name, value.dtype = names.fresh(f"{name}/exact"), _FLOAT
+    narrow = _cast(names, value, half, names.fresh(f"{name}/narrow"))
+    back = _cast(names, narrow.outputs[0], _FLOAT, name)
     for use in value.uses():
         if use.node is not narrow:
             use.node.replace_input_with(use.idx, back.outputs[0])
@@ -123,7 +122,7 @@ class _Converting:
         opset = model.opset_imports.get("", 1)
         self.graph, self.half, self.suffix = model.graph, half, f"/{half.name.lower()}"
         self.slots = {n: half_slots(n, half, opset)[0] for n in nodes}
-        self.names = Names(self.graph)
+        self.names = Names(model)
         self.position = {n: i for i, n in enumerate(self.graph)}
 
     def run(self) -> None:
@@ -142,7 +141,7 @@ class _Converting:
         elif wants_half and (array := constant(value)) is not None:
             self._stored(value, ir.tensor(array.astype(self.half.numpy())), wants_half, bool(wants_single))
         elif wants_half:
-            cast = _cast(value, self.half, self.names.fresh(f"{value.name}{self.suffix}"))
+            cast = _cast(self.names, value, self.half, self.names.fresh(f"{value.name}{self.suffix}"))
             _rewire(wants_half, cast.outputs[0])
             if producer is not None:
                 producer.append(cast)
@@ -156,10 +155,10 @@ class _Converting:
         name = value.name or ""
         if value.is_graph_output():
             value.name = self.names.fresh(f"{name}{self.suffix}")
-            cast = _cast(value, _FLOAT, name)
+            cast = _cast(self.names, value, _FLOAT, name)
             _replace_output(self.graph, value, cast.outputs[0])
         else:
-            cast = _cast(value, _FLOAT, self.names.fresh(f"{name}/float32"))
+            cast = _cast(self.names, value, _FLOAT, self.names.fresh(f"{name}/float32"))
         _rewire(wants_single, cast.outputs[0])
         producer.append(cast)
 
@@ -183,11 +182,12 @@ def _rewire(uses: Sequence[Use], value: ir.Value) -> None:
         node.replace_input_with(index, value)
 
 
-def _cast(value: ir.Value, to: ir.DataType, name: str) -> ir.Node:
+def _cast(names: Names, value: ir.Value, to: ir.DataType, name: str) -> ir.Node:
     producer = value.producer()
     props = {MODULE: producer.metadata_props[MODULE]} if producer and MODULE in producer.metadata_props else {}
     output = ir.Value(name=name, shape=value.shape, type=ir.TensorType(to))
-    return ir.node("Cast", [value], {"to": int(to)}, outputs=[output], name=f"{name}/Cast", metadata_props=props)
+    cast = names.fresh(f"{name}/Cast")
+    return ir.node("Cast", [value], {"to": int(to)}, outputs=[output], name=cast, metadata_props=props)
 
 
 def _replace_output(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:

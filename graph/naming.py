@@ -53,10 +53,14 @@ def matching(model: ir.Model, patterns: Sequence[str], *, field: str) -> set[ir.
 
 
 class Names:
-    """The names of one graph; gives out only such as are free."""
+    """The names of a model; gives out only such as are free.
 
-    def __init__(self, graph: ir.Graph) -> None:
-        self._taken = {v.name for v in rewrite.values(graph)} | {n.name for n in graph}
+    A body of If, Loop or Scan reads the values of the graphs around it, so no two graphs of a model may share a name.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        graphs = list(model.graphs())
+        self._taken = {v.name for g in graphs for v in rewrite.values(g)} | {n.name for g in graphs for n in g}
 
     def fresh(self, name: str) -> str:
         """`name`, or the first of `name_2`, `name_3`, … that is free."""

@@ -88,7 +88,7 @@ def apply(model: Model, plan: QuantPlan) -> Light:
     """
     quantized = to_ir(raise_opset(model, required_opset(split(model))))
     infer_types(quantized)
-    values, writer = {v.name: v for v in rewrite.values(quantized.graph)}, _Writer(quantized.graph)
+    values, writer = {v.name: v for v in rewrite.values(quantized.graph)}, _Writer(quantized)
     for item in plan.values:
         value = values.get(item.name)
         if value is None:
@@ -100,13 +100,13 @@ def apply(model: Model, plan: QuantPlan) -> Light:
 
 
 class _Writer:
-    """Adds nodes and tensors to one graph, under names that nothing in it has yet."""
+    """Adds nodes and tensors to the main graph, under names that nothing in the model has yet."""
 
-    def __init__(self, graph: ir.Graph) -> None:
-        self.graph = graph
-        self.names = Names(graph)
+    def __init__(self, model: ir.Model) -> None:
+        self.graph = model.graph
+        self.names = Names(model)
         self.first_reader: dict[ir.Value, ir.Node] = {}
-        for node in graph:
+        for node in self.graph:
             for value in (*node.inputs, *captures(node)):
                 if value is not None:
                     self.first_reader.setdefault(value, node)

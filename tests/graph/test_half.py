@@ -8,6 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.graph import io
 from layerline.graph.half import emulate, float_values, to_half
 from layerline.pipeline.errors import ConfigError
 
@@ -374,6 +375,38 @@ def test_control_flow_is_kept_and_its_bodies_read_float32(condition):
     x = f32(2, 2)
     _, [y] = half(net, "fp16", np.array(condition), x)
     np.testing.assert_allclose(y, run(net, np.array(condition), x)[0], atol=2e-2)
+
+
+@pytest.mark.parametrize("condition", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_names_that_a_body_has_are_taken(mode, condition):
+    """What the conversion adds is called x/float32, w/float16, h/exact and so on: here branches have these already."""
+    net = model(
+        """g (bool c, float[n, 2] x) => (float[n, 2] y) {
+          h = MatMul (x, w)
+          z = If (c) <
+            then_branch = t () => (float[n, 2] a) {
+              "h/float32" = Add (h, w)
+              "x/float16" = Abs ("h/float32")
+              "x/bfloat16" = Abs ("x/float16")
+              "h/exact" = Neg ("x/bfloat16")
+              "y/narrow" = Abs ("h/exact")
+              a = Identity ("y/narrow")
+            },
+            else_branch = f () => (float[n, 2] b) {
+              "y/exact" = Mul (h, h)
+              "y/float16" = Abs ("y/exact")
+              b = Identity ("y/float16")
+            }
+          >
+          y = MatMul (z, w)
+        }""", w=f32(2, 2),
+    )  # fmt: skip
+    x = f32(2, 2)
+    converted, [y] = half(net, mode, np.array(condition), x)
+    np.testing.assert_allclose(y, run(net, np.array(condition), x)[0], atol=20 * STEP[mode])
+    names = [o for graph in io.graphs(converted.model) for node in graph.node for o in node.output]
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.collect import collect
 from layerline.calib.samples import Batch
-from layerline.graph import qdq
+from layerline.graph import io, qdq
 from layerline.graph.placement import Rules, place
 from layerline.pipeline.errors import ConfigError, StageError
 
@@ -313,6 +313,29 @@ def test_t20_a_tied_weight_is_int8_for_every_reader_and_no_float_copy_stays(cond
     assert sorted(wanted(plan)["W"]) == ["e", "h", "mf", "mt"]
     assert "W" not in stored(quantized)
     close(quantized, net, *inputs)
+
+
+@pytest.mark.parametrize("condition", [True, False])
+def test_names_that_a_body_has_are_taken(condition):
+    """What quantisation adds is called h/quantized, W/scale and so on: here the branches have these already."""
+    text = BRANCHES.replace("y = If", "h = MatMul (x, W)\n s = MatMul (h, W)\n y = If")
+    text = text.replace(
+        "mt = MatMul (x, W)",
+        """"W/dequantized" = MatMul (x, W)
+        "x/quantized" = Abs ("W/dequantized") "h/scale" = Neg ("x/quantized") mt = Identity ("h/scale")""",
+    )
+    text = text.replace(
+        "mf = MatMul (x, W)",
+        """"x/dequantized" = MatMul (x, W)
+        "W/zero_point" = Abs ("x/dequantized") "h/quantized" = Neg ("W/zero_point") mf = Add ("h/quantized", s)""",
+    )
+    net = model(text, W=W, one=np.float32(1), two=np.float32(2))
+    inputs = np.array(condition), f32(3, 4), np.array([1, 3])
+    plan, quantized = quantize(net, *inputs)
+    assert {"W", "h", "x"} <= wanted(plan).keys()
+    close(quantized, net, *inputs)
+    names = [o for graph in io.graphs(quantized) for node in graph.node for o in node.output]
+    assert len(names) == len(set(names)) and not set(names) & stored(quantized).keys()
 
 
 def test_a_skipped_layer_keeps_the_float_weight_that_others_read_in_int8():
