@@ -41,11 +41,13 @@ class Ema(Stage):
                 reference="online weights",
                 candidate="EMA weights",
                 records=tensors.rows(shipping.compared(model, example, online, averaged)),
-                notes=_notes(self.weights, off=shipping.same(online, averaged)),
+                notes=_notes(self.weights, averaged=not shipping.same(online, averaged)),
             )
 
 
-def _notes(chosen: str, *, off: bool) -> tuple[str, ...]:
-    if off:
-        return ("EMA was off, so the online weights ship",) if chosen == "ema" else ()
-    return () if chosen == "ema" else ("the online weights ship, as the configuration asks",)
+def _notes(chosen: str, *, averaged: bool) -> tuple[str, ...]:
+    if chosen == "ema" and not averaged:
+        return ("no average was taken (EMA is off, or ema_start_step lies after the last step): online weights ship",)
+    if chosen == "online" and averaged:
+        return ("the online weights ship, as the configuration asks",)
+    return ()

@@ -87,6 +87,7 @@ class Window:
         micro: micro-batches closed by step().
         weight: Σ weight of the closed ones.
         losses: detached loss of every backward call.
+        samples: how many samples its micro-batches held, as far as the loop said; speed is measured by them.
         open: backward calls since the last micro-batch was closed.
         witness: a gradient as the last backward call left it.
         weighted: whether weights are given in this window; None before the first loss.
@@ -99,6 +100,7 @@ class Window:
     weighted: bool | None = None
     factor: float = 1.0
     carried_loss: float = 0.0
+    samples: int = 0
     open: int = 0
     witness: Witness | None = None
 
@@ -166,15 +168,16 @@ class Window:
 
     def clear(self) -> None:
         self.micro, self.weight, self.weighted, self.factor, self.carried_loss = 0, 0.0, None, 1.0, 0.0
-        self.open, self.witness = 0, None
+        self.open, self.samples, self.witness = 0, 0, None
         self.losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {"micro": self.micro, "weight": self.weight, "weighted": self.weighted, "factor": self.factor,
-                "loss": self.total_loss(), "open": self.open}  # fmt: skip
+                "loss": self.total_loss(), "open": self.open, "samples": self.samples}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.losses.clear()
         self.micro, self.weight, self.weighted = state["micro"], state["weight"], state["weighted"]
         self.factor, self.carried_loss, self.open = state["factor"], state["loss"], state["open"]
+        self.samples = state.get("samples", 0)
         self.witness = None

@@ -147,7 +147,7 @@ def weights(path: str | Path, *, only: str | None = None) -> tuple[dict[str, Ten
     if (name := there[0] if only is None and len(there) == 1 else only) not in there:
         what = "the checkpoint holds several models" if only is None else f"the checkpoint holds no model {only!r}"
         raise StageError(f"{what}; there are {there}", where=path.name, hint=f"only={there[0]!r}")
-    return saved.of_model(tensors, name)
+    return saved.of_model(tensors, meta, name)
 
 
 def load_weights(model: nn.Module, path: str | Path, *, ema: bool = True, only: str | None = None) -> None:

@@ -20,11 +20,13 @@ from layerline.pipeline.errors import TaskError
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 from layerline.training import checkpoint, launch, ranks, rng
+from layerline.training.accumulate import counted
 from layerline.training.config import Config
 from layerline.training.data import Batches, described, to_device
 from layerline.training.evaluate import metric_of
 from layerline.training.lane import Lane
-from layerline.training.loss import default_loss
+from layerline.training.loss import default_loss, valid_labels
+from layerline.training.modes import train_mode
 from layerline.training.names import named
 from layerline.training.optimizer import ModelOptimizer
 from layerline.training.parts import whole
@@ -44,13 +46,14 @@ class Run:
         before_last: the weights before the last optimizer step; empty until then.
         total: optimizer steps it will attempt.
         resumed: the step it went on from; None when it started anew.
+        loss: of a batch: a sum with what it is a sum over, or a mean over the batch's samples with None.
     """
 
     task: Task
     model: nn.Module
     mo: ModelOptimizer
     batches: Batches
-    loss: Callable[[nn.Module, Any], Tensor]
+    loss: Callable[[nn.Module, Any], tuple[Tensor, float | None]]
     device: torch.device
     total: int
     initial: dict[str, Tensor]
@@ -96,7 +99,7 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     named(model)  # refuses what has no shape yet, before it is moved
     if group is None or config.distributed.shard == "none":  # a sharded one comes to the GPU layer by layer
         model.to(device)
-    model.train()
+    modes = train_mode(model)
     batches = Batches(task.call("train_data"), batch_size=batch_size, seed=seed, workers=workers, rank=rank, ranks=size)
     total = steps if steps is not None else epochs * _steps_per_epoch(batches, config.accumulate.steps)
     if config.scheduler.total_steps is None:
@@ -105,7 +108,9 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     mo.register("data", batches)
     mo.validate_with(lambda net: _first(metric_of(task, net, batch_size=batch_size, device=device)))
     initial = _copies(named(model).params)
-    loss = task.get("loss") if task.has("loss") else partial(_default_loss, task)
+    for text in modes:
+        mo.lanes[""].monitor.warn("modes", text)
+    loss = partial(_own_loss if task.has("loss") else _default_loss, task)
     # The model's own draws (dropout) start here, whatever building it and its data took; each rank has its own.
     rng.seed_all(rng.mix(seed, 1, *((rank,) if rank else ())))
     return Run(task, model, mo, batches, loss, device, total, initial, {})
@@ -170,16 +175,17 @@ def one_batch(run: Run, stream: Iterator[Any]) -> Any:
     mo = run.mo
     with run.task.blaming("drawing a batch of train_data()"):
         batch = to_device(next(stream), run.device)
+    samples = run.batches.counted
     with mo.autocast():
-        loss = run.loss(mo.model, batch)
-    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-        seen = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TaskError(f"loss() gave {seen}, expected a scalar tensor with a gradient", where="loss")
+        loss, weight = run.loss(mo.model, batch)
+    if weight is None:
+        loss, weight = loss * samples, float(samples)
+    elif not samples:  # a rank without a share of this batch runs a sample of another rank, and adds nothing
+        loss, weight = loss * 0, 0.0
     if run.attempted == run.total - 1:
         run.before_last = _copies(run.lane.named.params)
-    samples = run.batches.counted
     run.lane.monitor.waited, run.batches.waited = run.lane.monitor.waited + run.batches.waited, 0.0
-    mo.step(loss * samples, weight=samples)
+    mo.step(loss, weight=weight, samples=samples)
     if run.batches.position == 0:
         mo.flush()
     return batch
@@ -190,9 +196,31 @@ def _copies(params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {n: whole(p.detach()).to("cpu", copy=True) for n, p in params.items()}
 
 
-def _default_loss(task: Task, model: nn.Module, batch: Any) -> Tensor:
+def _default_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, float | None]:
+    """Batches and ranks are weighed by the labels that count, so that any split gives the mean over all labels."""
     with task.blaming("the model", on=lambda: described(batch)):
-        return default_loss(model, batch)
+        labels = valid_labels(batch)
+        if labels is None:
+            return default_loss(model, batch), None
+        return default_loss(model, batch, reduction="sum"), float(labels)
+
+
+def _own_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, float | None]:
+    """What the task's loss() gives: a mean over the samples of the batch, or (sum, weight).
+
+    Raises:
+        TaskError: it is neither.
+    """
+    result = task.get("loss")(model, batch)
+    loss, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TaskError(
+            f"loss() gave {shape}, expected a scalar tensor with a gradient",
+            where="loss",
+            hint="return the mean over the batch, or (sum, weight): the sum over labels or tokens, and their number",
+        )
+    return loss, None if weight is None else counted(weight)
 
 
 def _first(metric: dict[str, float]) -> float:

@@ -89,7 +89,7 @@ def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
         tensors, meta = tensorfile.load(path)
         if "lanes" not in meta:
             return tensors, ()
-        found = {n: dict(zip(("online", "ema"), saved.of_model(tensors, n), strict=True)) for n in meta["lanes"]}
+        found = {n: dict(zip(("online", "ema"), saved.of_model(tensors, meta, n), strict=True)) for n in meta["lanes"]}
         return found.get("", found), ()  # a model that is the only one has the empty name
     try:
         return _load(path, weights_only=True), ()

@@ -187,8 +187,10 @@ class Lane:
         else:
             torch.autograd.backward(loss)
 
-    def step(self, loss: Tensor | None = None, weight: float | None = None) -> bool:
+    def step(self, loss: Tensor | None = None, weight: float | None = None, samples: int | None = None) -> bool:
         """Ends a micro-batch; the last one of a window steps the optimizer. True when the weights moved."""
+        if samples is not None:
+            self.window.samples += samples
         if loss is not None:
             self._add(loss, weight)
         else:
@@ -303,7 +305,8 @@ class Lane:
             self.ema.update(number)
         if self.guard is not None:
             self.guard.keep()
-        samples = 1.0 / (unscale * self.window.factor)
+        # Without a count of samples the weight stands for them: micro-batches, or what the user weighs by.
+        samples = self.window.samples or 1.0 / (unscale * self.window.factor)
         monitor.accepted(loss, norm, samples * (self.peers.size if self.peers else 1), clipped=clipped)
         if log:
             further |= self.peers.figures() if self.peers else {}

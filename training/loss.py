@@ -1,10 +1,10 @@
-"""The loss of a task that defines none, and the main output of a model."""
+"""The loss of a task that defines none, how many labels it averages over, and the main output of a model."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,10 +12,25 @@ from torch.nn import functional as F
 from layerline.pipeline.errors import TaskError, ran_out_of_memory
 from layerline.training.data import described, split
 
+# What torch's cross-entropy leaves out: padding, and tokens that are no target.
+IGNORED = -100
 
-def default_loss(model: nn.Module, batch: Any) -> Tensor:
+
+def valid_labels(batch: Any) -> int | None:
+    """How many labels of a batch count for cross-entropy; None where the targets are no class numbers."""
+    _, _, target = split(batch)
+    if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():
+        return None
+    return int((target != IGNORED).sum())
+
+
+def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
     """Cross-entropy for integer targets (classes on axis 1, or on the last axis of sequences), mean squared error for
     float ones; the model's own loss where it returns one.
+
+    Args:
+        reduction: of cross-entropy over the labels that count. A mean over none of them is NaN, a sum is 0. The other
+            two losses are means in any case.
 
     Raises:
         TaskError: a batch without target, or an output that no rule fits.
@@ -59,12 +74,12 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
             where="loss",
             hint="define loss(model, batch)",
         )
-    return _cross_entropy(output, target.long())
+    return _cross_entropy(output, target.long(), reduction)
 
 
-def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+def _cross_entropy(output: Tensor, target: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
     try:
-        return F.cross_entropy(output, target)
+        return F.cross_entropy(output, target, ignore_index=IGNORED, reduction=reduction)
     except (IndexError, ValueError, RuntimeError) as error:
         if ran_out_of_memory(error):
             raise
@@ -72,10 +87,15 @@ def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
             f"cross-entropy fails on outputs {tuple(output.shape)} and integer targets {tuple(target.shape)}: {error}"
         )
         if isinstance(error, IndexError):
-            what = (
-                f"targets go from {int(target.min())} to {int(target.max())}, the model has {output.shape[1]} outputs"
-            )
+            lowest, highest = int(_numbered(target).min()), int(target.max())
+            what = f"targets go from {lowest} to {highest}, the model has {output.shape[1]} outputs"
         raise TaskError(what, where="loss", hint="number the classes from 0, or define loss(model, batch)") from error
+
+
+def _numbered(target: Tensor) -> Tensor:
+    """The labels that are no padding, so that an error names the class that is wrong."""
+    counting = target[target != IGNORED]
+    return counting if counting.numel() else target
 
 
 def first_output(out: Any) -> Tensor:

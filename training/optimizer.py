@@ -105,13 +105,20 @@ class ModelOptimizer:
         """
         self._lane(only, "backward").backward(loss, weight)
 
-    def step(self, loss: Tensor | None = None, *, weight: float | None = None, only: str | None = None) -> bool:
+    def step(
+        self,
+        loss: Tensor | None = None,
+        *,
+        weight: float | None = None,
+        samples: int | None = None,
+        only: str | None = None,
+    ) -> bool:
         """Ends a micro-batch (after backward, where a loss is given); every `accumulate.steps`-th steps the optimizer.
 
         An error of the backward pass or of the step drops the window; a loss or weight that is refused leaves it.
 
         Without `weight` each micro-batch counts the same, whatever its size: give loss sums and weights where sizes
-        differ.
+        differ. `samples` is for the speed in the log alone (`samples_s`), where the weight counts something else.
 
         Returns:
             Whether the weights moved.
@@ -121,7 +128,7 @@ class ModelOptimizer:
             StageError: losses, gradients or updates have not been finite for too long, there is nothing to step on, or
                 the gradients were cleared in between.
         """
-        moved = self._lane(only, "step").step(loss, weight)
+        moved = self._lane(only, "step").step(loss, weight, samples)
         return self._after(moved)
 
     def flush(self) -> bool:

@@ -58,11 +58,20 @@ def read(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str
     return found
 
 
-def of_model(tensors: Mapping[str, Tensor], name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The online weights of one model, masters in their places, and the same with the averages in theirs."""
+def of_model(
+    tensors: Mapping[str, Tensor], meta: Mapping[str, Any], name: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The online weights of one model, masters in their places, and the same with the averages in theirs.
+
+    Until averaging begins (`ema_start_step`) a checkpoint's averages are the initial weights. They must never ship, so
+    that the trained weights are returned in their place.
+    """
     prefix = f"{name}/" if name else ""
     online, masters, averages = (_under(f"{prefix}{kind}/", tensors) for kind in _WEIGHTS)
-    return online | masters, online | masters | averages
+    trained = online | masters
+    if not meta["lanes"][name]["counters"]["ema_updates"]:
+        return trained, trained
+    return trained, trained | averages
 
 
 def _under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

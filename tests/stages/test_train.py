@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file
 
 from layerline.pipeline import project
 from layerline.pipeline.errors import ConfigError, StageError, TaskError, Unavailable
@@ -380,3 +383,66 @@ def test_a_second_interrupt_strikes_at_once(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         Train(**CONFIG).run(_work(tmp_path, TASK + text))
     assert time.monotonic() - start < 30 and not (tmp_path / "scratch" / "checkpoints").exists()
+
+
+RAGGED = """
+import numpy as np, torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.e, self.o = nn.Embedding(11, 8), nn.Linear(8, 11)
+    def forward(self, ids):
+        return self.o(self.e(ids))
+def model():
+    return Net()
+def train_data():
+    ids = np.random.default_rng(0).integers(0, 11, (16, 12))
+    labels = np.roll(ids, -1, 1)
+    labels[::2, 1:] = -100
+    labels[3] = -100
+    return ids, labels
+"""
+OWN_LOSS = """
+def loss(model, batch):
+    ids, labels = batch
+    out = model(ids).movedim(-1, 1)
+    return torch.nn.functional.cross_entropy(out, labels, reduction="sum"), (labels != -100).sum()
+"""
+
+
+@pytest.mark.parametrize("own", ["", OWN_LOSS], ids=["default loss", "(sum, weight)"])
+def test_batches_with_unequally_many_labels_train_as_one(own: str, tmp_path: Path) -> None:
+    weights = []
+    for batch, accumulate in ((4, 1), (2, 2), (1, 4)):
+        work = _work(tmp_path, RAGGED + own, name=f"out{batch}")
+        shutil.rmtree(work.scratch)
+        work.scratch.mkdir()
+        training = {"ema_decay": 0, "grad_clip_norm": 0, "accumulate_steps": accumulate}
+        Train(
+            steps=8, batch_size=batch, training=training, optimizer={"name": "sgd", "lr": 0.5},
+            scheduler={"name": "constant"},
+        ).run(work)  # fmt: skip
+        state = load_file(work.out / "checkpoint.safetensors")
+        weights.append(torch.cat([t.flatten() for n, t in sorted(state.items()) if n.startswith("online/")]))
+    assert weights[0].isfinite().all()
+    for other in weights[1:]:
+        assert (weights[0] - other).norm() < 1e-5 * weights[0].norm()
+
+
+def test_a_frozen_part_in_eval_mode_keeps_its_statistics(tmp_path: Path) -> None:
+    task = """
+import numpy as np, torch
+from torch import nn
+def model():
+    frozen = nn.BatchNorm1d(4).eval().requires_grad_(False)
+    torch.nn.init.constant_(frozen.running_mean, 0.25)
+    return nn.Sequential(frozen, nn.Linear(4, 4))
+def train_data():
+    x = np.random.default_rng(0).standard_normal((24, 4)).astype(np.float32) + 5
+    return x, x.argmax(1)
+"""
+    work = _work(tmp_path, task)
+    Train(steps=5, batch_size=8).run(work)
+    state = load_file(work.out / "checkpoint.safetensors")
+    assert torch.equal(state["online/0.running_mean"], torch.full((4,), 0.25))

@@ -1,0 +1,49 @@
+"""Training mode for a model that a task handed over: frozen parts keep the mode that they came in."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def train_mode(model: nn.Module) -> list[str]:
+    """Puts a model into training mode, except for parts that were handed over in eval mode on purpose.
+
+    A part in eval mode keeps it where the whole model is in training mode, or where none of its parameters is trained:
+    its running statistics and its dropout stay as they were.
+
+    Returns:
+        Warnings: the modules that are switched from eval to training mode although the task set them so.
+    """
+    whole_in_eval = not model.training
+    kept: list[nn.Module] = []
+    names: list[str] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        if not module.training and name and _stays(module, whole_in_eval=whole_in_eval):
+            kept.append(module)
+            names.append(name)
+            return
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+
+    visit("", model)
+    modes = [(part, part.training) for root in kept for part in root.modules()]
+    model.train()
+    for part, training in modes:
+        part.training = training
+    if not whole_in_eval:
+        return []
+    text = "model() returned a model in eval mode: training puts it into training mode"
+    if names:
+        text += f", except for what is frozen: {', '.join(names[:5])}"
+        if len(names) > 5:
+            text += f" and {len(names) - 5} more"
+    return [text]
+
+
+def _stays(module: nn.Module, *, whole_in_eval: bool) -> bool:
+    """Whether a module in eval mode was left in it on purpose."""
+    if not whole_in_eval:
+        return True
+    params = list(module.parameters())
+    return bool(params) and not any(p.requires_grad for p in params)
