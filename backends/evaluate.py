@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from layerline.backends.base import Array, Session
 from layerline.pipeline.metric import joined
@@ -16,7 +16,7 @@ class Batch(Protocol):
     @property
     def feed(self) -> Mapping[str, Array]: ...
     @property
-    def target(self) -> Array | None: ...
+    def target(self) -> Any: ...
     def real(self, array: Array, /) -> Array: ...
 
 
@@ -26,11 +26,11 @@ class Predictions:
 
     Attributes:
         outputs: by the caller's name of the model: an array, or a tuple of arrays, joined along the first axis.
-        targets: joined likewise; None where the data has none.
+        targets: joined likewise, in the tuples and dicts that the data has them in; None where it has none.
     """
 
     outputs: dict[str, Array | tuple[Array, ...]]
-    targets: Array | None
+    targets: Any
 
 
 def predict(sessions: Mapping[str, Session], batches: Iterable[Batch]) -> Predictions:
@@ -40,7 +40,7 @@ def predict(sessions: Mapping[str, Session], batches: Iterable[Batch]) -> Predic
         TaskError: outputs or targets that cannot be joined.
     """
     outputs: dict[str, list[list[Array]]] = {name: [] for name in sessions}
-    targets: list[Array] = []
+    targets: list[Any] = []
     for batch in batches:
         if batch.target is not None:
             targets.append(batch.target)

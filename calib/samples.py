@@ -1,8 +1,7 @@
-"""What a task's data hooks return, as batches a model can be fed with.
+"""What a task's data hooks return, as batches a model can be fed with, each array under its input's name.
 
-Accepted: a tuple of columns (arrays or tensors with equal first dimension, inputs first, then the target), a dict of
-columns by input name, one array, a map-style Dataset of samples, or an iterable of batches, each a tuple, a dict or an
-array. Tensors are told by their `detach`; torch is not imported.
+What is accepted, and what it means, is said in pipeline/batches.py. Tensors are told by their `detach`; torch is not
+imported.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from layerline.pipeline.batches import answers, collate, form, is_array, leaves, mapped, outlined, rows, with_arrays
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.given import checked_cast
-from layerline.pipeline.task import answers
 
 Array = npt.NDArray[Any]
-"""Keys of a dict batch that hold the target, unless the model has an input of that name."""
 
 _END = object()
 
@@ -36,19 +34,35 @@ class Input(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
+class _Named:
+    """A batch, a sample or columns: arrays by input name, and the target; None where there is none."""
+
+    feed: dict[str, Array]
+    target: Any
+
+    def taken(self, chosen: npt.NDArray[np.int64]) -> _Named:
+        """Those rows; an array without axes holds for all."""
+        return _Named({k: _taken(v, chosen) for k, v in self.feed.items()}, self.target_of(chosen))
+
+    def target_of(self, chosen: npt.NDArray[np.int64]) -> Any:
+        """The target of those rows."""
+        return None if self.target is None else mapped(self.target, lambda v: _taken(v, chosen))
+
+
+@dataclass(frozen=True, eq=False)
 class Batch:
     """One run of the model.
 
     Attributes:
         feed: arrays by input name, in the model's types.
-        target: what the metric compares with; None where the data has none.
+        target: what the metric compares with: an array, or arrays in tuples and dicts; None where the data has none.
         rows: samples in it.
         filler: rows at the end that are no samples: where the model's batch axis is fixed, a short last batch is filled
             up by repeating its first sample.
     """
 
     feed: dict[str, Array]
-    target: Array | None
+    target: Any
     rows: int
     filler: int = 0
 
@@ -97,7 +111,7 @@ class Samples:
             raise self._cannot_replay("it is used up")
         rows = 0
         for number, raw in enumerate(self._raw_batches()):
-            for batch in self._fit(self._named(raw), f"{self._hook}, batch {number}"):
+            for batch in self._fit(raw, f"{self._hook}, batch {number}"):
                 yield batch
                 rows += batch.rows
             if self._limit is not None and rows >= self._limit:
@@ -119,12 +133,14 @@ class Samples:
             TaskError: as on iterating.
         """
         data, total = self._data, None
-        if isinstance(data, tuple | Mapping) or _is_array(data):
-            total = self._rows(self._named(data))
-        elif isinstance(data, list):
-            total = sum(self._samples_in(self._named(raw)) for raw in data)
-        elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        if isinstance(data, list) and not data:
+            total = 0
+        elif (kind := form(data, self._hook)) == "columns":
+            total = rows(with_arrays(data))
+        elif kind == "samples":
             total = self._users(len, data)
+        elif isinstance(data, list):
+            total = sum(self._samples_in(self._named(with_arrays(raw)).feed) for raw in data)
         return total if total is None or self._limit is None else min(total, self._limit)
 
     def _cannot_replay(self, why: str) -> TaskError:
@@ -134,22 +150,17 @@ class Samples:
             hint="return arrays, a list of batches, or an object whose __iter__ starts anew",
         )
 
-    def _raw_batches(self) -> Iterator[Any]:
+    def _raw_batches(self) -> Iterator[_Named]:
         data = self._data
-        if isinstance(data, tuple | Mapping) or _is_array(data):
-            yield from self._slices(self._named(data))
-        elif hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list):
+        kind = form(data, self._hook)
+        if kind == "columns":
+            yield from self._slices(self._named(with_arrays(data)), rows(with_arrays(data)))
+        elif kind == "samples":
             yield from self._collated(data)
-        elif hasattr(data, "__iter__"):
+        else:
             batches = self._users(iter, data)
             while (batch := self._users(next, batches, _END)) is not _END:
-                yield batch
-        else:
-            raise TaskError(
-                f"{self._hook}() returned {type(data).__name__}",
-                where=self._hook,
-                hint="return a tuple of arrays (inputs, then target), a Dataset, or an iterable of batches",
-            )
+                yield self._named(with_arrays(batch))
 
     def _users(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls into the user's code, whose exceptions become TaskErrors that name the hook."""
@@ -164,27 +175,40 @@ class Samples:
                 hint="run again with --debug for the traceback",
             ) from error
 
-    def _slices(self, columns: dict[str, Array]) -> Iterator[dict[str, Array]]:
-        total = self._rows(columns)
+    def _slices(self, columns: _Named, total: int) -> Iterator[_Named]:
         chosen = _spread(total, self._limit)
         for start in range(0, chosen.size, self._batch_size):
-            rows = chosen[start : start + self._batch_size]
-            yield {k: self._narrow(k, v[rows], rows) if v.ndim else v for k, v in columns.items()}
+            numbers = chosen[start : start + self._batch_size]
+            yield self._narrow(columns.taken(numbers), numbers)
 
-    def _collated(self, dataset: Any) -> Iterator[dict[str, Array]]:
+    def _collated(self, dataset: Any) -> Iterator[_Named]:
         chosen = _spread(self._users(len, dataset), self._limit)
         for start in range(0, chosen.size, self._batch_size):
-            rows = [int(i) for i in chosen[start : start + self._batch_size]]
-            samples = [self._named(self._users(dataset.__getitem__, i)) for i in rows]
-            stacked = {k: self._stack(k, [s[k] for s in samples], rows) for k in samples[0]}
-            yield {k: self._narrow(k, v, rows) for k, v in stacked.items()}
+            numbers = [int(i) for i in chosen[start : start + self._batch_size]]
+            samples = [self._named(with_arrays(self._users(dataset.__getitem__, i))) for i in numbers]
+            feed = {k: self._stack(k, [s.feed[k] for s in samples], numbers) for k in samples[0].feed}
+            yield self._narrow(_Named(feed, self._stacked_targets([s.target for s in samples], numbers)), numbers)
 
-    def _narrow(self, name: str, part: Array, rows: Sequence[int] | npt.NDArray[np.int64]) -> Array:
-        """An input's samples in the model's type, where that type holds their numbers; `rows` counts them."""
-        taken = next((i for i in self._inputs if i.name == name), None)
-        if taken is None or not _castable(part, taken):
-            return part
-        return checked_cast(part, _dtype(taken.dtype), name, self._hook, [int(r) for r in rows])
+    def _narrow(self, named: _Named, numbers: Sequence[int] | npt.NDArray[np.int64]) -> _Named:
+        """The inputs in the model's types, where those hold their values; `numbers` are those of the samples."""
+        samples, feed = [int(n) for n in numbers], dict(named.feed)
+        for taken in self._inputs:
+            part = feed[taken.name]
+            if part.ndim and _castable(part, taken):
+                feed[taken.name] = checked_cast(part, _dtype(taken.dtype), taken.name, self._hook, samples)
+        return _Named(feed, named.target)
+
+    def _stacked_targets(self, targets: list[Any], numbers: list[int]) -> Any:
+        if targets[0] is None:
+            return None
+        try:
+            return collate(targets, lambda parts: self._stack("", parts, numbers))
+        except (KeyError, ValueError, TypeError) as error:
+            raise TaskError(
+                f"the targets of {self._hook}() differ in structure: {outlined(targets[0])} and others",
+                where=f"{self._hook}: target",
+                hint="give each sample a target of the same keys",
+            ) from error
 
     def _stack(self, name: str, parts: list[Array], rows: list[int]) -> Array:
         for part, row in zip(parts, rows, strict=True):
@@ -196,28 +220,37 @@ class Samples:
                 )
         return np.stack(parts)
 
-    def _named(self, raw: Any) -> dict[str, Array]:
-        """Arrays by input name; the target, if there is one, under the empty name."""
+    def _named(self, raw: Any) -> _Named:
+        """Arrays by input name, and the target."""
         if isinstance(raw, Mapping):
-            return self._by_name(raw)
-        flat = _flatten(raw)
-        if len(flat) == 2 and isinstance(flat[0], Mapping):
-            return {**self._by_name(flat[0]), "": as_array(flat[1])}
-        names = [i.name for i in self._inputs]
-        if len(flat) not in (len(names), len(names) + 1):
-            raise TaskError(
-                f"{self._hook}() gives {len(flat)} arrays a batch; the model takes {len(names)}: {', '.join(names)}",
-                where=self._hook,
-                hint="give the inputs in this order, then optionally the target, or a dict by input name",
-            )
-        return {name: as_array(value) for name, value in zip([*names, ""], flat, strict=False)}
+            names = {i.name for i in self._inputs}
+            label = answers([str(k) for k in raw], names)
+            target = _arrays(raw[label]) if label else None
+            return _Named(self._by_name({k: v for k, v in raw.items() if str(k) != label}), target)
+        items = list(raw) if isinstance(raw, tuple | list) else [raw]
+        if items and len(items) <= 2 and isinstance(items[0], Mapping):
+            return _Named(self._by_name(items[0]), _arrays(items[1]) if len(items) == 2 else None)
+        names_in_order = [i.name for i in self._inputs]
+        for inputs, target in ((items, None), (items[:-1], items[-1] if items else None)):
+            flat = list(leaves(inputs))
+            if len(flat) == len(names_in_order) > 0 or (not names_in_order and not flat):
+                feed = {n: as_array(v) for n, v in zip(names_in_order, flat, strict=True)}
+                return _Named(feed, None if target is None else _arrays(target))
+        raise TaskError(
+            f"{self._hook}() gives {len(list(leaves(items)))} arrays a batch, {outlined(raw)}; "
+            f"the model takes {len(names_in_order)}: {', '.join(names_in_order)}",
+            where=self._hook,
+            hint="give the inputs in this order, then optionally the target, or a dict by input name",
+        )
 
     def _by_name(self, raw: Mapping[Any, Any]) -> dict[str, Array]:
-        names = {i.name for i in self._inputs}
-        feed = {str(k): as_array(v) for k, v in raw.items()}
-        if label := answers(feed, names):
-            feed[""] = feed.pop(label)
-        unknown, missing = sorted(set(feed) - names - {""}), sorted(names - set(feed))
+        names = [i.name for i in self._inputs]
+        held = {str(k): v for k, v in raw.items()}
+        # What a forward() that takes a whole dict is exported with: its parameter's name comes before each key.
+        prefixes = {n.removesuffix(k) for n in names for k in held if n != k and n.endswith(f"_{k}")}
+        whole = next((p for p in sorted(prefixes) if {p + k for k in held} == set(names)), "")
+        feed = {whole + k: as_array(v) for k, v in held.items()}
+        unknown, missing = sorted(set(feed) - set(names)), sorted(set(names) - set(feed))
         if unknown or missing:
             raise TaskError(
                 f"unknown input {unknown[0]!r}" if unknown else f"input {missing[0]!r} is missing",
@@ -238,26 +271,24 @@ class Samples:
         first = next((feed[i.name] for i in self._inputs if i.shape and feed[i.name].ndim), None)
         return 1 if first is None else int(first.shape[0])
 
-    def _fit(self, arrays: dict[str, Array], where: str) -> Iterator[Batch]:
+    def _fit(self, named: _Named, where: str) -> Iterator[Batch]:
         """One batch as it came, or, where the model's batch axis is fixed, as many as it takes.
 
         Args:
             where: names the batch in errors.
         """
-        feed, target = {k: v for k, v in arrays.items() if k}, arrays.get("")
-        count = self._samples_in(feed)
+        count = self._samples_in(named.feed)
         if count == 0:
             return
         if self._fixed is None:
-            yield Batch(self._typed(feed, where), target, count)
+            yield Batch(self._typed(named.feed, where), named.target, count)
             return
-        total = self._rows(feed)
+        total = self._rows(named.feed)
         for start in range(0, total, self._fixed):
-            rows = np.arange(start, min(start + self._fixed, total))
-            filler = self._fixed - rows.size
-            chosen = np.concatenate([rows, np.full(filler, start)])
-            part = {k: v[chosen] if v.ndim else v for k, v in feed.items()}
-            yield Batch(self._typed(part, where), None if target is None else target[rows], rows.size, filler)
+            numbers = np.arange(start, min(start + self._fixed, total))
+            filler = self._fixed - numbers.size
+            part = named.taken(np.concatenate([numbers, np.full(filler, start)])).feed
+            yield Batch(self._typed(part, where), named.target_of(numbers), numbers.size, filler)
 
     def _typed(self, feed: Mapping[str, Array], where: str) -> dict[str, Array]:
         return {i.name: _checked(feed[i.name], i, self._hook, where) for i in self._inputs}
@@ -300,19 +331,18 @@ def _dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray) or hasattr(value, "detach")
+def _arrays(target: Any) -> Any:
+    """A target as arrays; tuples and dicts stay, and a list without arrays in it becomes one."""
+    if isinstance(target, Mapping):
+        return {k: _arrays(v) for k, v in target.items()}
+    nested = isinstance(target, list) and any(is_array(v) or isinstance(v, Mapping | tuple) for v in target)
+    if isinstance(target, tuple) or nested:
+        return tuple(_arrays(v) for v in target)
+    return as_array(target)
 
 
-def _flatten(raw: Any) -> list[Any]:
-    """((a, b), y) and [a, b, y] alike as [a, b, y]; a plain list of numbers is one leaf."""
-    return [leaf for item in raw for leaf in _flatten(item)] if _is_container(raw) else [raw]
-
-
-def _is_container(raw: Any) -> bool:
-    if isinstance(raw, list):
-        return any(_is_array(item) or isinstance(item, Mapping) or _is_container(item) for item in raw)
-    return isinstance(raw, tuple)
+def _taken(array: Array, chosen: npt.NDArray[np.int64]) -> Array:
+    return array[chosen] if array.ndim else array
 
 
 def _fixed_batch(inputs: Sequence[Input]) -> int | None:

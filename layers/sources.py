@@ -16,9 +16,9 @@ import numpy as np
 from layerline.backends.base import Array, Feed
 from layerline.layers.probes import drawn, resized
 from layerline.layers.signature import Value
+from layerline.pipeline.batches import LABELS, answers
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.given import check_answers, check_samples, checked_cast
-from layerline.pipeline.task import LABELS, answers
 
 WIDE = 8
 """Integers of which nothing is known are drawn up to this, and down to its negative where their type has negatives."""

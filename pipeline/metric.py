@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from layerline.pipeline.batches import collate, outlined
 from layerline.pipeline.errors import TaskError
 
 Array = npt.NDArray[Any]
 Metric = Callable[[Any, Any], Any]
 
 
-def score(metric: Metric, outputs: Any, targets: Array) -> dict[str, float]:
+def score(metric: Metric, outputs: Any, targets: Any) -> dict[str, float]:
     """The metric by name; one without a name is called "metric".
+
+    Args:
+        metric: of outputs and targets.
+        outputs: an array, or a tuple of arrays where the model returns several.
+        targets: an array, or arrays in the tuples and dicts that the data has them in.
 
     Raises:
         TaskError: it is no number.
@@ -28,7 +34,7 @@ def score(metric: Metric, outputs: Any, targets: Array) -> dict[str, float]:
         raise TaskError(f"metric() gave {value!r}, expected a number or numbers by name", where="metric") from error
 
 
-def accuracy(outputs: Any, targets: Array) -> dict[str, float]:
+def accuracy(outputs: Any, targets: Any) -> dict[str, float]:
     """The default metric: the share of right classes, the greatest output along the class axis being the answer.
 
     Raises:
@@ -36,6 +42,8 @@ def accuracy(outputs: Any, targets: Array) -> dict[str, float]:
     """
     scores = outputs[0] if isinstance(outputs, tuple) else outputs
     hint = "define metric(outputs, targets)"
+    if not isinstance(targets, np.ndarray):
+        raise TaskError(f"targets {outlined(targets)} are no array of classes, so there is no accuracy", hint=hint)
     if not np.issubdtype(targets.dtype, np.integer):
         raise TaskError(f"targets of type {targets.dtype} are no classes, so there is no accuracy", hint=hint)
     for axis in (-1, 1):
@@ -47,17 +55,18 @@ def accuracy(outputs: Any, targets: Array) -> dict[str, float]:
     raise TaskError(f"outputs {scores.shape} and targets {targets.shape} do not make an accuracy", hint=hint)
 
 
-def joined(parts: list[Array], what: str) -> Array:
-    """What several batches gave, along the first axis.
+def joined(parts: Sequence[Any], what: str) -> Any:
+    """What several batches gave, along the first axis: arrays, or arrays in tuples and dicts.
 
     Raises:
-        TaskError: shapes that differ along another axis.
+        TaskError: shapes that differ along another axis, or other tuples and dicts.
     """
     try:
-        return np.concatenate([np.atleast_1d(p) for p in parts])
-    except ValueError as error:
+        return collate(parts, lambda arrays: np.concatenate([np.atleast_1d(a) for a in arrays]))
+    except (ValueError, KeyError, TypeError) as error:
+        shapes = dict.fromkeys(str(p.shape) if isinstance(p, np.ndarray) else outlined(p) for p in parts)
         raise TaskError(
-            f"the {what} of different batches cannot be joined: shapes {sorted({p.shape for p in parts})}",
+            f"the {what} of different batches cannot be joined: shapes {', '.join(sorted(shapes))}",
             where="eval_data",
             hint="give batches that differ along the first axis alone",
         ) from error

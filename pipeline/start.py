@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from layerline.pipeline import starter, table, trees
+from layerline.pipeline.batches import answers
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.task import HOOKS, answers
+from layerline.pipeline.task import HOOKS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from layerline.pipeline.task import answers
+from layerline.pipeline.batches import answers
 
 FIXED = "# dynamic: {image: {0: batch}} # by the names of forward(); else every size stays the example's, the batch too"
 BATCH = 16

@@ -6,7 +6,7 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
@@ -14,15 +14,16 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from layerline.pipeline.batches import outlined
 from layerline.pipeline.errors import PipeError, TaskError, machine_lacks, ran_out_of_memory
 from layerline.pipeline.imports import is_own_folder
 
 # Project folders whose modules are imported by `_Source` in this process.
 _HOOKED: set[Path] = set()
 
-# Keys under which a batch that is a dict holds the answer; every other key is an input of the model.
-LABELS = ("label", "labels", "target", "targets")
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
+# Names of the arguments that an error tells; the empty one is the model.
+_ARGUMENTS = {"loss": ("", "batch"), "metric": ("outputs", "targets")}
 HOOKS = ("model", "train_data", "loss", "eval_data", "metric", "calib_data", "example_inputs")
 
 
@@ -75,18 +76,21 @@ class Task:
             )
 
         def guarded(*args: Any) -> Any:
-            with self.blaming(f"{hook}()"):
+            with self.blaming(f"{hook}()", given=lambda: _given(hook, args)):
                 return function(*args)
 
         return guarded
 
     @contextmanager
-    def blaming(self, what: str, on: Callable[[], str] | None = None) -> Iterator[None]:
+    def blaming(
+        self, what: str, on: Callable[[], str] | None = None, given: Callable[[], str] | None = None
+    ) -> Iterator[None]:
         """The border to the user's code: what it raises becomes an error that names it.
 
         Args:
             what: who is called, as the subject of "raised".
-            on: describes what it was called with; asked only after it raised.
+            on: describes what it was called with, in few words; asked only after it raised.
+            given: the same for a hook, argument by argument.
 
         Raises:
             TaskError: it raised; names the line in the user's files, where one of them is on the way.
@@ -99,7 +103,11 @@ class Task:
         except (Exception, SystemExit) as error:
             if ran_out_of_memory(error):
                 raise machine_lacks(MemoryError()) from error
-            raise self._blame(what, error, f" on {on()}" if on else "") from error
+            seen = f" on {on()}" if on else ""
+            arguments = given() if given else ""
+            if arguments:
+                seen = f"; it was called with {arguments}"
+            raise self._blame(what, error, seen) from error
 
     def _load(self) -> ModuleType:
         if self._module is not None:
@@ -143,9 +151,11 @@ class Task:
         )
 
 
-def answers(names: Collection[str], inputs: Collection[str] = ()) -> str:
-    """The first of LABELS among the names of arrays that is none of the model's inputs; empty where there is none."""
-    return next((name for name in LABELS if name in names and name not in inputs), "")
+def _given(hook: str, args: Sequence[Any]) -> str:
+    """What a hook was called with: `outputs: float32 (2, 10), targets: int64 (2,)`."""
+    return ", ".join(
+        f"{name}: {outlined(value)}" for name, value in zip(_ARGUMENTS.get(hook, ()), args, strict=False) if name
+    )
 
 
 def _put_first_on_path(folder: Path) -> None:

@@ -33,7 +33,8 @@ class Ema(Stage):
 
         path = work.inputs["checkpoint"] / "checkpoint.safetensors"
         with memory_told():
-            model, example = shipping.network(work.task), data.example_inputs(work.task)
+            model = shipping.network(work.task)
+            example = data.example_inputs(work.task, forward=model.forward)
             online, averaged = checkpoint.weights(path)
             shipping.ship(model, example, averaged if self.weights == "ema" else online, work.out)
             return Report(

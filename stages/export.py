@@ -148,7 +148,8 @@ class Export(Stage):
         from layerline.layers.calls import call
         from layerline.training.data import example_inputs
 
-        first = call(_module(work), *example_inputs(work.task))
+        module = _module(work)
+        first = call(module, *example_inputs(work.task, forward=module.forward))
         declared = {
             name: {i: (a.name, Bounds(min=a.min, max=a.max, multiple=a.multiple)) for i, a in axes.items()}
             for name, axes in self.dynamic.items()
@@ -203,7 +204,7 @@ def _samples(work: Work, call: Call, count: int) -> Feed:
         return {}
     size = _batch(call)
     with work.task.blaming(f"{hook}()"):
-        return call.named(*first_samples(work.task.call(hook), count + size, hook))
+        return call.named(*first_samples(work.task.call(hook), count + size, hook, call.module.forward))
 
 
 def _ranges(declared: Mapping[str, Range], call: Call) -> dict[str, tuple[int, int]]:

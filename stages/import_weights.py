@@ -55,7 +55,7 @@ class ImportWeights(Stage):
         fit = self._chosen(online, averages)
         found.check(fit, names.named(model))
         work.log.say(f"{len(fit.tensors)} tensors in {fit.state.where}")
-        example = data.example_inputs(work.task)
+        example = data.example_inputs(work.task, forward=model.forward)
         shipping.ship(model, example, fit.tensors, work.out)
         reference, pairs = _pairs(model, example, fit, online, averages)
         return Report(

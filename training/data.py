@@ -7,10 +7,11 @@ and a worker has no state that a checkpoint would need.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,52 +19,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from layerline.pipeline.batches import form, mapped, rows, split, with_arrays
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.given import checked_cast
-from layerline.pipeline.task import Task, answers
+from layerline.pipeline.task import Task
 from layerline.training.rng import mix, seeded
-
-Form = Literal["arrays", "samples", "batches"]
-
-
-def form(source: Any, hook: str = "train_data") -> Form:
-    """Which of the three forms a data hook returned.
-
-    Raises:
-        TaskError: none of them, arrays of unequal length, or an iterator that is used up after one pass.
-    """
-    if isinstance(source, tuple) and source and all(hasattr(s, "shape") and hasattr(s, "dtype") for s in source):
-        lengths = [len(s) for s in source]
-        if len(source) < 2 or len(set(lengths)) > 1:
-            raise TaskError(f"{hook}() gave arrays of lengths {lengths}, expected (x, y) of equal length", where=hook)
-        if not lengths[0]:
-            raise TaskError(f"{hook}() gave no samples", where=hook)
-        return "arrays"
-    if isinstance(source, Dataset) or (
-        hasattr(source, "__getitem__")
-        and hasattr(source, "__len__")
-        and not isinstance(source, list | tuple | Mapping | str)
-    ):
-        if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-            raise TaskError(
-                f"{hook}() gave a dataset without a length",
-                where=hook,
-                hint="give a map-style Dataset, or a re-iterable of batches",
-            )
-        if not len(source):  # type: ignore[arg-type]  # Dataset itself declares no length
-            raise TaskError(f"{hook}() gave no samples", where=hook)
-        return "samples"
-    if hasattr(source, "__iter__") and not isinstance(source, Mapping | str):
-        if hasattr(source, "__len__") and not len(source):
-            raise TaskError(f"{hook}() gave no samples", where=hook)
-        if hasattr(source, "__next__"):
-            raise TaskError(
-                f"{hook}() gave an iterator, which cannot be replayed",
-                where=hook,
-                hint="give a list or a DataLoader: something that can be iterated more than once",
-            )
-        return "batches"
-    raise TaskError(f"{hook}() gave {type(source).__name__}, expected (x, y) arrays, a Dataset, or batches", where=hook)
 
 
 class Batches:
@@ -89,7 +49,13 @@ class Batches:
     def __init__(self, source: Any, *, batch_size: int, seed: int | None = 0, workers: int = 0,
                  hook: str = "train_data", rank: int = 0, ranks: int = 1) -> None:  # fmt: skip
         self.form = form(source, hook)
-        self.source = tuple(as_tensor(s, hook) for s in source) if self.form == "arrays" else source
+        if hasattr(source, "__next__"):
+            raise TaskError(
+                f"{hook}() gave an iterator, which cannot be replayed",
+                where=hook,
+                hint="give a list or a DataLoader: something that can be iterated more than once",
+            )
+        self.source = _in_tensors(source, hook) if self.form == "columns" else source
         self.batch_size, self.seed, self.workers, self.hook = batch_size, seed, workers, hook
         self.share = _Share(rank, ranks)
         self.epoch = self.position = self.counted = 0
@@ -104,12 +70,12 @@ class Batches:
 
     @property
     def _samples(self) -> int:
-        return len(self.source[0]) if self.form == "arrays" else len(self.source)
+        return rows(self.source) if self.form == "columns" else len(self.source)
 
     def forever(self) -> Iterator[Any]:
         """Batch after batch, epoch after epoch, from the current position; `epoch` and `position` are already
         those of the batch after the one that was handed out."""
-        make = {"arrays": self._from_arrays, "samples": self._from_samples, "batches": self._from_batches}[self.form]
+        make = {"columns": self._from_columns, "samples": self._from_samples, "batches": self._from_batches}[self.form]
         batches = make()
         while True:
             start = time.perf_counter()
@@ -143,13 +109,13 @@ class Batches:
             if position >= per_epoch:
                 epoch, position = epoch + 1, 0
 
-    def _from_arrays(self) -> Iterator[tuple[int, int, bool, int, Any]]:
+    def _from_columns(self) -> Iterator[tuple[int, int, bool, int, Any]]:
         order, ordered = _order(self._samples, self.seed, self.epoch), self.epoch
         for epoch, position, last in self._places():
             if epoch != ordered:
                 order, ordered = _order(self._samples, self.seed, epoch), epoch
             chosen, counted = self.share.of(order[position * self.batch_size : (position + 1) * self.batch_size])
-            yield epoch, position, last, counted, tuple(s.index_select(0, chosen.to(s.device)) for s in self.source)
+            yield epoch, position, last, counted, each_tensor(self.source, partial(_chosen, chosen))
 
     def _from_samples(self) -> Iterator[tuple[int, int, bool, int, Any]]:
         loaded = _Seeded(self.source, self.batch_size, self.seed, self.share)
@@ -165,7 +131,7 @@ class Batches:
             position, batch = 0, None
             for position, following in enumerate(self._drawn(epoch)):  # one ahead: the last batch is known as such
                 if batch is not None and position > skipped:
-                    yield epoch, position - 1, False, *self.share.of_batch(_batch(batch))
+                    yield epoch, position - 1, False, *self.share.of_batch(_in_tensors(batch))
                 batch = following
             if batch is None:
                 raise TaskError(
@@ -173,7 +139,7 @@ class Batches:
                     where=self.hook,
                     hint="it must be iterable more than once",
                 )
-            yield epoch, position, True, *self.share.of_batch(_batch(batch))
+            yield epoch, position, True, *self.share.of_batch(_in_tensors(batch))
             epoch, skipped = epoch + 1, 0
 
     def _drawn(self, epoch: int) -> Iterator[Any]:
@@ -236,7 +202,13 @@ class _Seeded(Dataset[Any]):
         chosen, counted = self.share.of(whole)
         own = (self.share.rank,) if self.share.rank else ()  # ranks draw apart, and rank 0 as one process does
         with seeded(mix(self.seed or 0, epoch, position, *own)):
-            return epoch, position, last, counted, _batch(default_collate([self.samples[i] for i in chosen.tolist()]))
+            return (
+                epoch,
+                position,
+                last,
+                counted,
+                _in_tensors(default_collate([with_arrays(self.samples[i]) for i in chosen.tolist()])),
+            )
 
 
 def _order(samples: int, seed: int | None, epoch: int) -> Tensor:
@@ -268,46 +240,20 @@ def as_tensor(value: Any, where: str = "batch") -> Tensor:
     return narrow
 
 
-def _batch(raw: Any) -> Any:
-    if isinstance(raw, Mapping):
-        return {k: as_tensor(v) if hasattr(v, "shape") else v for k, v in raw.items()}
-    return (
-        tuple(as_tensor(v) if hasattr(v, "shape") else _batch(v) for v in raw) if isinstance(raw, list | tuple) else raw
-    )
+def _in_tensors(batch: Any, where: str = "batch") -> Any:
+    """Arrays and lists of numbers as tensors; what is neither stays."""
+    return mapped(with_arrays(batch), lambda v: as_tensor(v, where) if hasattr(v, "shape") else v)
 
 
-def split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """(positional arguments, keyword arguments, target) of one batch; target is None where a dict has no label."""
-    if isinstance(batch, Mapping):
-        label = answers(batch)
-        return (), {k: v for k, v in batch.items() if k != label}, batch.get(label)
-    if not isinstance(batch, Sequence) or len(batch) < 2:
-        raise TaskError(f"a batch is {type(batch).__name__}, expected (x, y) or a dict by input name", where="batch")
-    *inputs, target = batch
-    return tuple(i for one in inputs for i in (one if isinstance(one, tuple | list) else (one,))), {}, target
-
-
-def described(batch: Any) -> str:
-    """What a batch holds, in words: `a batch x (64, 1, 8, 8) float32, y (64,) int64`."""
-    try:
-        args, kwargs, target = split(batch)
-    except TaskError:
-        return f"a batch {_kind(batch)}"
-    names = ["x"] if len(args) == 1 else [f"x{i}" for i in range(len(args))]
-    parts = [*zip(names, args, strict=True), *kwargs.items(), *([] if target is None else [("y", target)])]
-    return "a batch " + ", ".join(f"{name} {_kind(value)}" for name, value in parts)
-
-
-def _kind(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return f"of type {type(value).__name__}"
-    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+def _chosen(chosen: Tensor, column: Tensor) -> Tensor:
+    """Rows of a column; one number holds for all samples."""
+    return column.index_select(0, chosen.to(column.device)) if column.ndim else column
 
 
 def size(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor."""
+    """Samples in a batch: the first dimension of its first input that has one."""
     args, kwargs, _ = split(batch)
-    return next((len(v) for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.ndim), 1)
+    return rows((args, kwargs))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -324,9 +270,11 @@ def each_tensor(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tuple(each_tensor(v, change) for v in batch) if isinstance(batch, tuple | list) else batch
 
 
-def example_inputs(task: Task, n: int = 2) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def example_inputs(
+    task: Task, n: int = 2, forward: Callable[..., Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(positional, keyword) arguments for forward: the task's own example, else the first `n` samples of its eval or
-    training data.
+    training data, read as `forward` takes them.
 
     Raises:
         TaskError: there is neither.
@@ -334,8 +282,8 @@ def example_inputs(task: Task, n: int = 2) -> tuple[tuple[Any, ...], dict[str, A
     if task.has("example_inputs"):
         given = task.call("example_inputs")
         if isinstance(given, Mapping):
-            return (), {k: _in_tensors(v) for k, v in given.items()}
-        return tuple(map(_in_tensors, given if isinstance(given, tuple) else (given,))), {}
+            return (), {k: _argument(v) for k, v in given.items()}
+        return tuple(map(_argument, given if isinstance(given, tuple) else (given,))), {}
     hook = next((h for h in ("eval_data", "train_data", "calib_data") if task.has(h)), None)
     if hook is None:
         raise TaskError(
@@ -345,20 +293,22 @@ def example_inputs(task: Task, n: int = 2) -> tuple[tuple[Any, ...], dict[str, A
         )
     source = task.call(hook)
     with task.blaming(f"drawing a batch of {hook}()"):
-        return first_samples(source, n, hook)
+        return first_samples(source, n, hook, forward)
 
 
-def _in_tensors(given: Any) -> Any:
+def _argument(given: Any) -> Any:
     """Arrays as tensors, also those in dicts, lists and tuples."""
     return pytree.tree_map(lambda v: as_tensor(v) if hasattr(v, "shape") else v, given)
 
 
-def first_samples(source: Any, n: int, hook: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def first_samples(
+    source: Any, n: int, hook: str, forward: Callable[..., Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The first `n` samples of a data hook's result as arguments for forward."""
     batches = Batches(source, batch_size=n, seed=None, hook=hook)
-    args, kwargs, _ = split(next(iter(islice(batches.forever(), 1))))
+    args, kwargs, _ = split(next(iter(islice(batches.forever(), 1))), forward)
 
     def head(value: Any) -> Any:
-        return value[:n] if isinstance(value, Tensor) and value.ndim else value
+        return each_tensor(value, lambda t: t[:n] if t.ndim else t)
 
     return tuple(map(head, args)), {k: head(v) for k, v in kwargs.items()}

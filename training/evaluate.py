@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from layerline.pipeline.batches import LABELS, described, mapped, split
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.metric import Array, accuracy, joined, score
-from layerline.pipeline.task import LABELS, Task
-from layerline.training.data import Batches, described, split, to_device
+from layerline.pipeline.task import Task
+from layerline.training.data import Batches, to_device
 from layerline.training.golden import named_outputs
 
 
@@ -29,7 +30,7 @@ def metric_of(task: Task, model: nn.Module, *, batch_size: int, device: torch.de
     targets: list[Any] = []
     with torch.no_grad():
         for batch in _drawn(task, batches):
-            args, kwargs, target = split(to_device(batch, device))
+            args, kwargs, target = split(to_device(batch, device), model.forward)
             targets.append(_target(target))
             with task.blaming("the model", on=lambda batch=batch: described(batch)):  # type: ignore[misc]
                 out = model(*args, **kwargs)
@@ -49,11 +50,19 @@ def _drawn(task: Task, batches: Batches) -> Iterator[Any]:
         yield batch
 
 
-def _target(target: Any) -> Array:
-    if isinstance(target, Tensor):
-        return _array(target)
-    what = "a batch has no label" if target is None else "the label of a batch is no tensor"
-    raise TaskError(what, where="eval_data", hint=f"give batches (x, y), or a dict with one of {', '.join(LABELS)}")
+def _target(target: Any) -> Any:
+    """The target as arrays, in the tuples and dicts that the data gives it in."""
+    hint = f"give batches (x, y), or a dict with one of {', '.join(LABELS)}"
+    if target is None:
+        raise TaskError("a batch has no label", where="eval_data", hint=hint)
+
+    def array(leaf: Any) -> Array:
+        if not isinstance(leaf, Tensor):
+            raise TaskError(f"the label of a batch is no tensor, but {type(leaf).__name__}", where="eval_data",
+                            hint=hint)  # fmt: skip
+        return _array(leaf)
+
+    return mapped(target, array)
 
 
 def _array(value: Tensor) -> Array:

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerline.pipeline.batches import described
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 from layerline.training import checkpoint, launch, ranks, rng
 from layerline.training.accumulate import counted
 from layerline.training.config import Config
-from layerline.training.data import Batches, described, to_device
+from layerline.training.data import Batches, to_device
 from layerline.training.evaluate import metric_of
 from layerline.training.lane import Lane
 from layerline.training.loss import default_loss, valid_labels
@@ -126,7 +127,7 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
         StageError: the loss or the gradients stopped being finite.
     """
     mo, folder = run.mo, scratch / "checkpoints"
-    run.lane.monitor.speak, run.lane.monitor.loads = log.say, run.batches.form != "arrays"
+    run.lane.monitor.speak, run.lane.monitor.loads = log.say, run.batches.form != "columns"
     if _resumable(mo, folder):
         mo.load_ckpt(folder)
         run.resumed = run.attempted

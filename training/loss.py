@@ -9,8 +9,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from layerline.pipeline.batches import described, leaves, split
 from layerline.pipeline.errors import TaskError, ran_out_of_memory
-from layerline.training.data import described, split
 
 # What torch's cross-entropy leaves out: padding, and tokens that are no target.
 IGNORED = -100
@@ -35,8 +35,8 @@ def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "su
     Raises:
         TaskError: a batch without target, or an output that no rule fits.
     """
-    args, kwargs, target = split(batch)
-    if not any(isinstance(v, Tensor) for v in (*args, *kwargs.values())):
+    args, kwargs, target = split(batch, model.forward)
+    if not any(isinstance(v, Tensor) for v in leaves((args, kwargs))):
         raise TaskError(
             f"the loss got {described(batch)}, expected tensors", where="train_data", hint="give arrays: np.asarray(x)"
         )

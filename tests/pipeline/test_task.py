@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from textwrap import dedent
 
+import numpy as np
 import pytest
 
 from layerline.pipeline.errors import StageError, TaskError
@@ -112,3 +113,15 @@ def test_modules_imported_late_are_the_project_s_too(tmp_path: Path) -> None:
 def test_installed_packages_keep_their_bytecode(tmp_path: Path) -> None:
     found = task(tmp_path, "import wave\ndef f(): return wave.__cached__\n")
     assert str(found.call("f")).endswith(".pyc")
+
+
+def test_what_a_metric_was_called_with_is_told(tmp_path: Path) -> None:
+    found = task(tmp_path, "def metric(outputs, targets): return targets['box'][3]\n")
+    targets = {"box": np.zeros((2, 4), np.float32), "kind": np.zeros(2, np.int64)}
+    with pytest.raises(TaskError) as caught:
+        found.get("metric")(np.zeros((2, 10), np.float32), targets)
+    assert caught.value.where == "task.py:1"
+    assert caught.value.what == (
+        "metric() raised IndexError: index 3 is out of bounds for axis 0 with size 2; it was called with "
+        "outputs: float32 (2, 10), targets: {box: float32 (2, 4), kind: int64 (2,)}"
+    )

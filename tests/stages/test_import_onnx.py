@@ -16,8 +16,8 @@ from layerline.graph import io
 from layerline.layers import parts, probes
 from layerline.layers.identity import modules
 from layerline.layers.signature import Dim, Signature
+from layerline.pipeline.batches import LABELS
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.pipeline.task import LABELS
 from layerline.stages.import_onnx import ImportOnnx
 from tests.stages.foreign import conv, imported, model, project, same
 

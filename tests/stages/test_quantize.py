@@ -215,7 +215,7 @@ def test_t17_a_nan_in_calibration_stops_naming_tensor_batch_and_count_or_is_skip
     ("task", "message"),
     [
         ("", r"0 calibration samples: the task defines none of calib_data\(\)"),
-        ("def calib_data():\n    return []\n", r"0 calibration samples: calib_data\(\) gave none"),
+        ("def calib_data():\n    return []\n", r"calib_data\(\) gave no samples"),
         ("def calib_data():\n    return {'image': X}\n", "unknown input 'image'"),
         ("def calib_data():\n    return X[:, :2]\n", "the model takes"),
         ("def calib_data():\n    yield 1 / 0\n", "raised ZeroDivisionError"),

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from layerline.pipeline.batches import described
 from layerline.pipeline.errors import TaskError, Unavailable
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from layerline.stages.train import Train
-from layerline.training import data, golden
+from layerline.training import golden
 from layerline.training.evaluate import metric_of
 from layerline.training.names import named
 
@@ -49,9 +50,8 @@ MISTAKES = {
         r"the model raised TypeError: .* on a batch x0 \(4, 5\) float32, x1 \(4, 5\)",
     ),
     "lists": ("def train_data(): return [[1, 2], [3, 4]]", "a batch x of type int, y of type int, expected tensors"),
-    "pair of lists": ("def train_data(): return x.tolist(), y.tolist()", "expected tensors"),
     "label list": (
-        "def train_data(): return [{'input': torch.ones(2, 5), 'label': [0, 1]}]",
+        "def train_data(): return [{'input': torch.ones(2, 5), 'label': ['a', 'b']}]",
         "the label of a batch is no tensor",
     ),
     "nothing": ("def train_data(): return []", r"train_data\(\) gave no samples"),
@@ -141,9 +141,9 @@ def test_uninitialised_parameters_are_refused_by_name() -> None:
 
 
 def test_a_batch_in_words() -> None:
-    assert data.described((torch.ones(2, 3), torch.zeros(2).long())) == "a batch x (2, 3) float32, y (2,) int64"
-    assert data.described({"ids": torch.ones(2), "labels": torch.ones(2)}) == "a batch ids (2,) float32, y (2,) float32"
-    assert data.described([1]) == "a batch of type list"
+    assert described((torch.ones(2, 3), torch.zeros(2).long())) == "a batch x (2, 3) float32, y (2,) int64"
+    assert described({"ids": torch.ones(2), "labels": torch.ones(2)}) == "a batch ids (2,) float32, y (2,) float32"
+    assert described([]) == "a batch of type list"
 
 
 def _metric(root: Path, code: str, model: nn.Module) -> dict[str, float]:
@@ -185,7 +185,7 @@ def metric(outputs, targets):
     ("code", "told"),
     [
         ("def eval_data(): return [{'x': torch.ones(2, 5)}]", "a batch has no label"),
-        ("def eval_data(): return [{'x': torch.ones(2, 5), 'label': [0, 1]}]", "the label of a batch is no tensor"),
+        ("def eval_data(): return [{'x': torch.ones(2, 5), 'label': ['a', 'b']}]", "the label of a batch is no tensor"),
         ("def eval_data(): return np.ones((3, 4, 5)), np.ones(4)", "lengths"),
         ("def eval_data(): return [(torch.ones(2, 5), torch.ones(2)), (torch.ones(2, 4), torch.ones(2))]",
          "the outputs of different batches cannot be joined"),

@@ -1,0 +1,329 @@
+"""What a data hook returns, and what one batch of it means: the same for training, calibration, parity and evaluation.
+
+A source has one of three forms:
+
+- columns: an array, or a tuple or dict of arrays (nested too) whose first axis counts samples;
+- samples: a map-style Dataset;
+- batches: a list of batches, a DataLoader, anything else that can be iterated.
+
+A batch, and a sample, is an array, a tuple with the target last, or a dict by input name with the target under one of
+LABELS. Inputs may be nested: `((a, b), y)` has the inputs a and b. A list of numbers inside a batch is an array.
+Tensors are told by their `detach` or by shape and dtype; torch is not imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from layerline.pipeline.errors import TaskError
+
+# Keys under which a batch that is a dict holds the answer; every other key is an input of the model.
+LABELS = ("label", "labels", "target", "targets")
+Form = Literal["columns", "samples", "batches"]
+_LOOKED_AT = 64
+"""Elements of a list that are looked at to tell what it is."""
+_COLUMNS = "columns are a tuple (x, y), ((a, b), y) or a dict by input name; batches are a list [(x, y), …]"
+
+
+def form(source: Any, hook: str) -> Form:
+    """Which of the three forms a data hook returned.
+
+    Raises:
+        TaskError: none of them, nothing in it, columns of different lengths, or something that could mean two things;
+            names the shapes.
+    """
+    if is_array(source) or isinstance(source, tuple | Mapping):
+        _check_columns(source, hook)
+        return "columns"
+    if _inherits(source, "IterableDataset"):
+        raise TaskError(
+            f"{hook}() gave an IterableDataset, whose items are samples, not batches",
+            where=hook,
+            hint="give a DataLoader of it: DataLoader(dataset, batch_size=64)",
+        )
+    if isinstance(source, list):
+        _check_list(source, hook)
+        return "batches"
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, str | bytes):
+        if not len(source):
+            raise _empty(hook)
+        return "samples"
+    if _inherits(source, "Dataset"):
+        raise TaskError(
+            f"{hook}() gave a dataset without a length",
+            where=hook,
+            hint="give a map-style Dataset with __len__, or batches that can be iterated again",
+        )
+    if hasattr(source, "__iter__") and not isinstance(source, str | bytes):
+        if hasattr(source, "__len__") and not len(source):
+            raise _empty(hook)
+        return "batches"
+    raise TaskError(f"{hook}() gave {type(source).__name__}, expected columns, a Dataset or batches", where=hook,
+                    hint=_COLUMNS)  # fmt: skip
+
+
+def split(batch: Any, forward: Callable[..., Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """(positional arguments, keyword arguments, target) of one batch; target is None where there is none.
+
+    Args:
+        batch: one batch or sample.
+        forward: what the arguments are for. The last item is the target unless forward() can't be called without it,
+            and nested inputs are spread unless it takes them whole.
+
+    Raises:
+        TaskError: it is neither an array, nor a tuple, nor a dict.
+    """
+    if isinstance(batch, Mapping):
+        label = answers(batch)
+        return (), {k: v for k, v in batch.items() if k != label}, batch.get(label)
+    if is_array(batch):
+        return (batch,), {}, None
+    if not isinstance(batch, Sequence) or isinstance(batch, str | bytes) or not batch:
+        raise TaskError(f"a batch is {type(batch).__name__}, expected (x, y) or a dict by input name", where="batch")
+    readings = list(_readings(list(batch)))
+    if forward is None:
+        return readings[0]
+    return next((r for r in readings if _fits(forward, r)), readings[0])
+
+
+def described(batch: Any) -> str:
+    """What a batch holds, in words: `a batch x (64, 1, 8, 8) float32, y (64,) int64`."""
+    try:
+        args, kwargs, target = split(batch)
+    except TaskError:
+        return f"a batch {_kind(batch)}"
+    names = ["x"] if len(args) == 1 else [f"x{i}" for i in range(len(args))]
+    parts = [*zip(names, args, strict=True), *kwargs.items(), *([] if target is None else [("y", target)])]
+    return "a batch " + ", ".join(f"{name} {_kind(value)}" for name, value in parts)
+
+
+def outlined(value: Any) -> str:
+    """Types and shapes of a tree of arrays, in words: `{boxes: float32 (2, 4), label: int64 (2,)}`."""
+    if is_array(value):
+        return f"{_dtype(value)} {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{k}: {outlined(v)}' for k, v in value.items())}}}"
+    if isinstance(value, tuple | list):
+        shown = [outlined(v) for v in value[:8]]
+        return f"({', '.join(shown)}{', …' if len(value) > len(shown) else ''})"
+    return type(value).__name__
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """What a tree of tuples, lists and mappings holds, in order."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from leaves(value)
+    elif isinstance(tree, tuple | list):
+        for value in tree:
+            yield from leaves(value)
+    else:
+        yield tree
+
+
+def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The same tree with `change` applied to its leaves; lists and tuples become tuples, mappings dicts."""
+    if isinstance(tree, Mapping):
+        return {k: mapped(v, change) for k, v in tree.items()}
+    if isinstance(tree, tuple | list):
+        return tuple(mapped(v, change) for v in tree)
+    return change(tree)
+
+
+def with_arrays(batch: Any) -> Any:
+    """A batch, a sample or columns, where each list of numbers inside is an array."""
+    if isinstance(batch, Mapping):
+        return {k: _numbers(v) for k, v in batch.items()}
+    return tuple(_numbers(v) for v in batch) if isinstance(batch, tuple | list) else batch
+
+
+def collate(samples: Sequence[Any], stack: Callable[[list[Any]], Any]) -> Any:
+    """Samples as one batch, structured as torch's default_collate does it; `stack` makes one of equal leaves.
+
+    Raises:
+        ValueError, KeyError: samples of different structure.
+    """
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {k: collate([s[k] for s in samples], stack) for k in first}
+    if isinstance(first, tuple | list):
+        return tuple(collate(list(part), stack) for part in zip(*samples, strict=True))
+    return stack(list(samples))
+
+
+def answers(names: Collection[str], inputs: Collection[str] = ()) -> str:
+    """The first of LABELS among the names of arrays that is none of the model's inputs; empty where there is none."""
+    return next((name for name in LABELS if name in names and name not in inputs), "")
+
+
+def rows(tree: Any) -> int:
+    """Samples in a batch or in columns: the first dimension of the first array that has one; 1 where none has."""
+    return next((int(v.shape[0]) for v in leaves(tree) if is_array(v) and len(v.shape)), 1)
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is an array, a tensor, or a number of numpy's."""
+    return hasattr(value, "detach") or (hasattr(value, "shape") and hasattr(value, "dtype"))
+
+
+def _readings(items: list[Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
+    """What a tuple may mean, the likeliest first."""
+    options = [(items, None)] if len(items) == 1 else [(items[:-1], items[-1]), (items, None)]
+    for inputs, target in options:
+        if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+            yield (), {str(k): v for k, v in inputs[0].items()}, target
+        else:
+            spread = (leaf for one in inputs for leaf in (leaves(one) if isinstance(one, tuple | list) else (one,)))
+            yield tuple(spread), {}, target
+        yield tuple(inputs), {}, target
+
+
+def _fits(forward: Callable[..., Any], reading: tuple[tuple[Any, ...], dict[str, Any], Any]) -> bool:
+    args, kwargs, _ = reading
+    try:
+        inspect.signature(forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # ValueError: a function without a signature
+        return False
+    return True
+
+
+def _numbers(value: Any) -> Any:
+    array = _as_numbers(value) if isinstance(value, list) else None
+    if array is not None:
+        return array
+    if isinstance(value, Mapping):
+        return {k: _numbers(v) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        parts = [_numbers(v) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+def _as_numbers(values: list[Any]) -> Any:
+    """A list of plain numbers, nested or not, as an array; None where it is something else."""
+    import numpy as np  # here: planning needs this module, and no array
+
+    first: Any = values
+    while isinstance(first, list) and first:
+        first = first[0]
+    if not isinstance(first, bool | int | float):
+        return None
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError):  # rows of different lengths, or integers beyond 64 bits
+        return None
+    return array if array.dtype.kind in "biuf" else None
+
+
+def _check_columns(source: Any, hook: str) -> None:
+    held = with_arrays(source)
+    arrays = list(leaves(held))
+    if not arrays:
+        raise _empty(hook)
+    odd = next((v for v in arrays if not is_array(v)), None)
+    if odd is not None:
+        raise TaskError(
+            f"{hook}() gave a {type(source).__name__} that holds {_article(odd)}: {outlined(source)}, expected arrays "
+            "or tensors whose first axis counts samples",
+            where=hook,
+            hint=f"{_COLUMNS}; of several loaders give one",
+        )
+    lengths = [int(v.shape[0]) for v in arrays if len(v.shape)]
+    if not lengths:
+        raise TaskError(f"{hook}() gave numbers alone, {outlined(held)}, expected a first axis of samples", where=hook)
+    if len(set(lengths)) > 1:
+        raise TaskError(
+            f"the columns of {hook}() differ in length: lengths {lengths} of {outlined(held)}", where=hook,
+            hint=f"the first axis counts samples; {_COLUMNS}",
+        )  # fmt: skip
+    if not lengths[0]:
+        raise _empty(hook)
+    nested = isinstance(held, tuple) and len(held) > 1 and all(isinstance(v, tuple | Mapping) for v in held)
+    if nested and len({_pattern(v, sizes=True) for v in held}) == 1:
+        raise TaskError(
+            f"{hook}() gave a tuple of {len(held)} parts that look alike, {outlined(held)}: they could be batches, or "
+            "nested inputs and targets",
+            where=hook,
+            hint="batches are a list [(x, y), …]; for nested columns give a dict by input name with the targets "
+            "under 'label'",
+        )
+
+
+def _check_list(source: list[Any], hook: str) -> None:
+    if not source:
+        raise _empty(hook)
+    looked_at = [with_arrays(v) for v in source[:_LOOKED_AT]]
+    first = looked_at[0]
+    other = next((v for v in looked_at if _pattern(v) != _pattern(first)), None)
+    if other is None and len(source) == 2 and _are_columns(*looked_at):
+        other = looked_at[1]
+    if other is not None:
+        raise TaskError(
+            f"{hook}() gave a list whose items differ: {outlined(first)} and {outlined(other)}; a list counts as "
+            "batches, all of one form",
+            where=hook,
+            hint=f"for columns give a tuple; {_COLUMNS}",
+        )
+    if _is_sample(first):
+        raise TaskError(
+            f"{hook}() gave a list whose items look like single samples: {outlined(first)}; a list counts as batches",
+            where=hook,
+            hint="give DataLoader(samples, batch_size=64), a Dataset, or stacked arrays (x, y)",
+        )
+
+
+def _are_columns(a: Any, b: Any) -> bool:
+    """Whether two items of a list are arrays of equally many rows and otherwise of different shape."""
+    arrays = all(is_array(v) and len(v.shape) for v in (a, b))
+    return arrays and bool(a.shape[0] == b.shape[0]) and bool(a.shape != b.shape)
+
+
+def _is_sample(item: Any) -> bool:
+    """Whether an item of a list is one sample: arrays as inputs, and a single number as the answer."""
+    if not isinstance(item, tuple | Mapping):
+        return False
+    args, kwargs, target = split(item) if item else ((), {}, None)
+    inputs = list(leaves((args, kwargs)))
+    single = is_array(target) and not len(getattr(target, "shape", ()))
+    number = single or isinstance(target, bool | int | float)
+    return number and bool(inputs) and all(is_array(v) and len(v.shape) for v in inputs)
+
+
+def _pattern(tree: Any, *, sizes: bool = False) -> Any:
+    """Structure, kinds of numbers and ranks of a tree; with `sizes` also keys, and all dimensions but the first."""
+    if isinstance(tree, Mapping):
+        return ("dict", tuple((k, _pattern(v, sizes=sizes)) for k, v in tree.items())) if sizes else "dict"
+    if isinstance(tree, tuple | list):
+        return ("tuple", *(_pattern(v, sizes=sizes) for v in tree))
+    if is_array(tree):
+        return _family(tree), tuple(tree.shape[1:]) if sizes else len(tree.shape)
+    return type(tree).__name__
+
+
+def _family(array: Any) -> str:
+    return "".join(c for c in _dtype(array) if c.isalpha()).removeprefix("u").removeprefix("b")
+
+
+def _dtype(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def _kind(value: Any) -> str:
+    if is_array(value):
+        return f"{tuple(value.shape)} {_dtype(value)}"
+    return outlined(value) if isinstance(value, tuple | Mapping) else f"of type {type(value).__name__}"
+
+
+def _article(value: Any) -> str:
+    name = type(value).__name__
+    return f"an {name}" if name[:1] in "AEIOaeio" else f"a {name}"
+
+
+def _inherits(value: Any, name: str) -> bool:
+    return any(cls.__name__ == name for cls in type(value).__mro__)
+
+
+def _empty(hook: str) -> TaskError:
+    return TaskError(f"{hook}() gave no samples", where=hook, hint="give at least one")
