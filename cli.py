@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from layerline import __version__
-from layerline.pipeline.errors import PipeError, machine_lacks
+from layerline.pipeline.errors import ConfigError, PipeError, StageError
+from layerline.views import ending
+from layerline.views.ending import print_json, say
 
 if TYPE_CHECKING:
     from layerline.pipeline.plan import Planner
     from layerline.pipeline.project import Project
 
+
+class Commands(TyperGroup):
+    """The commands; a name that is none of them is told with the nearest."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            from layerline.pipeline.mistakes import nearest
+
+            raise ConfigError(
+                f"there is no command {args[0]!r}",
+                where=ctx.command_path,
+                hint=nearest(args[0], self.list_commands(ctx)),
+            )
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="pipe",
+    cls=Commands,
     help="From a trained PyTorch model to a TensorRT engine: every artifact hashed, every layer compared.",
     no_args_is_help=True,
     add_completion=False,
@@ -38,36 +57,24 @@ StageName = Annotated[str, typer.Argument(metavar="STAGE", help=f"One of {STAGES
 DEBUGGED = "export or fuse"
 TOP = 20  # values that `pipe diff` shows where nobody says how many
 _HERE = Path()
-# By its place, not its name: typer carries its own copy of click, or uses the installed one, by version.
-_UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 _DEBUG = False
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits: 0 done, 1 a gate failed, 2 wrong usage, 3 something this machine lacks."""
+    """Runs the command line and exits; `ending` says with which code."""
     global _DEBUG
-    _DEBUG = "--debug" in sys.argv  # understood wherever it stands
+    arguments = sys.argv[1:]
+    _DEBUG = "--debug" in arguments  # understood wherever it stands
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no ✓ shows a ? instead
     # Read when torch loads OpenMP: threads that spin while they wait made training 8 times slower beside other work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
-        with _interruptible():
-            code = app(_with_folder_last([a for a in sys.argv[1:] if a != "--debug"]), standalone_mode=False)
-    except (PipeError, OSError, MemoryError) as error:
-        code = _tell(error)
-    except typer.Exit as done:
-        code = done.exit_code
-    except _UsageError as error:
-        code = _tell_usage(error)
-    except Exception as error:  # the one boundary: a bug of ours is told as one
-        if _DEBUG:
-            raise
-        print(f"error internal error, {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
-        print("  this is a fault of layerline; --debug shows the traceback for a bug report", file=sys.stderr)  # noqa: T201
-        code = 1
-    sys.exit(code)
+    command = _with_folder_last([a for a in arguments if a != "--debug"])
+    as_json = "--json" in arguments
+    sys.exit(
+        ending.exit_code(lambda: app(command, prog_name="pipe", standalone_mode=False), as_json=as_json, debug=_DEBUG)
+    )
 
 
 def _with_folder_last(arguments: list[str]) -> list[str]:
@@ -76,17 +83,6 @@ def _with_folder_last(arguments: list[str]) -> list[str]:
     taken = 2 if first in ("-C", "--project") else int(first.startswith(("-C", "--project=")))
     folder, rest = arguments[:taken], arguments[taken:]
     return [*rest[:1], *folder, *rest[1:]] if rest else folder
-
-
-def _tell_usage(error: Any) -> int:
-    from layerline.views import terminal
-
-    if not sys.argv[1:]:  # `pipe` alone: what it says is its help
-        typer.echo(error.format_message(), err=True)
-        return 2
-    usage = error.ctx.get_usage() if error.ctx else ""
-    terminal.error(PipeError(error.format_message(), hint=usage.replace("Usage: ", "usage: ")))
-    return 2
 
 
 def _print_version(wanted: bool) -> None:
@@ -120,6 +116,7 @@ def init(
         Path | None, typer.Option(metavar="NPZ", help="Samples: one array per input, and perhaps `label`.")
     ] = None,
     trust: Annotated[bool, typer.Option("--trust", help="The checkpoint may run pickled code.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Start a project: two files, pipe.yaml and task.py, that run at once."""
     from layerline.pipeline import housekeeping, start
@@ -136,11 +133,14 @@ def init(
         raise PipeError("--data goes with --from-onnx or --from-checkpoint")
     else:
         written = housekeeping.init(folder, template or "mnist")
+    if as_json:
+        print_json({"written": [str(p) for p in written]})
+        return
     for path in written:
-        typer.echo(f"wrote {path}")
+        say(f"wrote {path}")
     needed = weights is not None and data is None
     first = f"add example_inputs() to {folder / 'task.py'}: two samples for forward(); then " if needed else ""
-    typer.echo(f"next: {first}cd {folder} && pipe run all")
+    say(f"next: {first}cd {folder} && pipe run all")
 
 
 @app.command()
@@ -152,27 +152,26 @@ def run(
     folder: Folder = _HERE,
 ) -> None:
     """Bring stages up to date, with whatever they need; then say what is out of date after them."""
+    from layerline.pipeline import lookup
     from layerline.pipeline.runner import Runner, rank
-    from layerline.views import terminal
+    from layerline.views import screen, terminal
 
-    if "all" in stages and len(stages) > 1:
-        raise PipeError("`all` means every stage: give it alone, or name stages", hint="pipe run all")
     project = _load(folder.resolve(), sets)
-    names = None if stages == ["all"] else stages
+    names = lookup.asked_for(project, stages)
     project.require_task(names)
     silent = as_json or rank() > 0  # of several ranks the first one speaks
     live = terminal.listener(project.stages, silent=silent)
     with _at_work(project, as_json=silent), contextlib.closing(live):
         done = Runner(project, live).run(names, force=force)
+    if _DEBUG and done.error:
+        raise done.error
     if as_json and not rank():
-        _print_json(done.to_json())
+        print_json(done.to_json())
     for result in done.results:
         if result.error is not None:
-            terminal.error(result.error)
-            if _DEBUG:
-                raise result.error
+            screen.error(result.error)
     if not silent:
-        terminal.outcome(terminal.console(), done, _where(folder), sets or ())
+        terminal.outcome(screen.console(), done, _where(folder), sets or ())
     raise typer.Exit(done.exit_code)
 
 
@@ -194,7 +193,7 @@ def resume(
     """
     from layerline.pipeline import resume as resuming
     from layerline.pipeline.project import as_options
-    from layerline.views import documents, terminal
+    from layerline.views import documents, screen, terminal
 
     project = _load(folder.resolve(), sets)
     stage = resuming.resumable(project)
@@ -203,23 +202,27 @@ def resume(
             raise PipeError("--steps goes with --prove", hint="how long to train stands in pipe.yaml")
         with_sets, told = resuming.going_on(project, stage)
         if told:
-            typer.echo(told, err=as_json)
+            say(told, err=as_json)
         run([stage.name], sets=list(with_sets), as_json=as_json, folder=folder)
         return
     if not project.sets and (last := resuming.cut_short(project)) is not None and last[1]:
-        typer.echo(f"with {as_options(last[1])}, as the training that was cut short", err=as_json)
+        say(f"with {as_options(last[1])}, as the training that was cut short", err=as_json)
         project = _load(folder.resolve(), list(last[1]))
         stage = resuming.resumable(project)
     project.require_task([stage.name])
     live = terminal.listener([stage], silent=as_json)
     with _at_work(project, as_json=as_json), contextlib.closing(live):
         found = resuming.prove(project, steps or 10, live)
+    if found.passed and not as_json:
+        terminal.findings(screen.console(), found)
+    failure = None if found.passed else found.failure()
+    if failure and (_DEBUG or not as_json):
+        raise failure
     if as_json:
-        _print_json({"stage": stage.name, "passed": found.passed, "report": documents.plain(found)})
-    elif found.passed:
-        terminal.findings(terminal.console(), found)
-    if not found.passed:
-        raise found.failure()
+        print_json(documents.proof(stage.name, found, failure))
+    if failure:
+        screen.error(failure)
+        raise typer.Exit(failure.exit_code)
 
 
 @app.command()
@@ -227,7 +230,7 @@ def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -
     """What is fresh, what would run, and why."""
     from layerline.pipeline import lookup
     from layerline.pipeline.presence import claim
-    from layerline.views import documents, terminal
+    from layerline.views import documents, screen, terminal
 
     project = _load(folder, sets)
     project.require_task()
@@ -238,29 +241,29 @@ def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -
     planner.hasher.save()
     states = lookup.states(planner, steps)
     if as_json:
-        _print_json(documents.status(steps, states))
+        print_json(documents.status(steps, states))
     else:
-        terminal.status(terminal.console(), steps, states)
+        terminal.status(screen.console(), steps, states)
 
 
 @app.command()
 def runs(as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """The runs that changed something or ended in an error, newest first."""
-    from layerline.views import documents, terminal
+    from layerline.views import documents, screen, terminal
 
     found = documents.runs(_planner(_load(folder)).ledger.runs())
     if as_json:
-        _print_json(found)
+        print_json(found)
     elif found["runs"]:
-        terminal.runs(terminal.console(), found["runs"])
+        terminal.runs(screen.console(), found["runs"])
     else:
-        typer.echo(f"there is no run yet: pipe run all{_where(folder)}")
+        say(f"there is no run yet: pipe run all{_where(folder)}")
 
 
 @app.command()
 def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """Each part of a stage's key: same or changed, old and new value."""
-    from layerline.views import documents, terminal
+    from layerline.views import documents, screen, terminal
 
     project = _load(folder, sets)
     planner, name = _planner(project), project.stage(stage).name
@@ -269,9 +272,9 @@ def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder
     old = before.parts if before else None
     prints = {hook: planner.fingerprint(hook) for hook in step.stage.hooks()}
     if as_json:
-        _print_json(documents.explain(step, old, prints))
+        print_json(documents.explain(step, old, prints))
     else:
-        terminal.explain(terminal.console(), step, old, prints)
+        terminal.explain(screen.console(), step, old, prints)
 
 
 @app.command()
@@ -295,7 +298,7 @@ def diff(
     The page of `pipe report` ends with what the columns mean; so does docs/cli.md.
     """
     from layerline.pipeline import lookup
-    from layerline.views import documents, terminal
+    from layerline.views import documents, screen, terminal
 
     project = _load(folder)
     planner, name = _planner(project), project.stage(stage).name
@@ -303,9 +306,9 @@ def diff(
     if against is not None:
         against, other = lookup.report_in(planner.ledger, against, name)
     if as_json:
-        _print_json(documents.diff(name, report, against, other, top))
+        print_json(documents.diff(name, report, against, other, top))
     else:
-        terminal.diff(terminal.console(), report, top or TOP, other, against or "")
+        terminal.diff(screen.console(), report, top or TOP, other, against or "")
 
 
 @app.command()
@@ -314,6 +317,7 @@ def report(
     run_id: Annotated[
         str, typer.Option("--run", metavar="RUN", help="Which run: an id of `pipe runs`, `last` or `previous`.")
     ] = "last",
+    as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
     """One self-contained HTML page for a run."""
@@ -329,18 +333,24 @@ def report(
     reports = {r.stage: planner.ledger.report(r) for r in found.records}
     missing = [] if found.passed else [s.name for s in project.stages if s.name not in reports]
     write_atomic(output, html.page(project.name, found, reports, missing, lookup.logs(planner, found)))
-    typer.echo(f"wrote {output}")
+    if as_json:
+        print_json({"run": found.id, "page": str(output)})
+    else:
+        say(f"wrote {output}")
 
 
 @app.command()
-def path(stage: StageName, folder: Folder = _HERE) -> None:
+def path(stage: StageName, as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """The folder of a stage's newest artifact, for scripts."""
     from layerline.pipeline import lookup
 
     found, doubt = lookup.artifact(_load(folder), stage)
+    if as_json:
+        print_json({"stage": stage, "path": str(found.path.resolve()), "digest": found.digest, "note": doubt or None})
+        return
     if doubt:
-        typer.echo(f"note: {doubt}", err=True)
-    typer.echo(found.path.resolve())
+        say(f"note: {doubt}", err=True)
+    typer.echo(found.path.resolve())  # as it is: a script opens it
 
 
 @app.command()
@@ -356,7 +366,7 @@ def debug(
     """Find where export or fuse goes wrong, and write the smallest model that shows it."""
     from layerline.pipeline.debug import debug as find
     from layerline.pipeline.report import Report
-    from layerline.views import documents, terminal
+    from layerline.views import documents, screen, terminal
 
     project, target = _load(folder.resolve(), sets), (output or Path(f"debug-{stage}")).resolve()
     live = terminal.listener([project.stage(stage)], silent=as_json)
@@ -367,12 +377,12 @@ def debug(
     )
     written = sorted(str(p.relative_to(target)) for p in target.rglob("*") if p.is_file())
     if as_json:
-        _print_json({"stage": stage, "found": documents.plain(found)["records"], "files": written})
+        print_json({"stage": stage, "found": documents.plain(found)["records"], "files": written})
     elif bad is None:
-        typer.echo(f"every value of {stage} passes: there is nothing to show")
+        say(f"every value of {stage} passes: there is nothing to show")
     else:
-        terminal.diff(terminal.console(), found, 1, None, "")
-        typer.echo(f"wrote {target}: {', '.join(written)}")
+        terminal.diff(screen.console(), found, 1, None, "")
+        say(f"wrote {target}: {', '.join(written)}")
 
 
 @app.command()
@@ -382,15 +392,15 @@ def verify(as_json: AsJson = False, folder: Folder = _HERE) -> None:
     from layerline.views import documents
 
     checked, problems = housekeeping.verify(_load(folder))
+    hint = "pipe run all makes them again"
+    damage = StageError(f"{len(problems)} of {checked} are damaged", hint=hint) if problems else None
     if as_json:
-        _print_json(documents.verify(checked, problems))
+        print_json(documents.verify(checked, problems, damage))
     else:
         for problem in problems:
-            typer.echo(f"{problem.what}: {problem.fault}")
-        typer.echo(
-            f"{checked} checked, {len(problems)} damaged" + ("; pipe run all makes them again" if problems else "")
-        )
-    raise typer.Exit(1 if problems else 0)
+            say(f"{problem.what}: {problem.fault}")
+        say(f"{checked} checked, {len(problems)} damaged" + (f"; {hint}" if problems else ""))
+    raise typer.Exit(damage.exit_code if damage else 0)
 
 
 @app.command()
@@ -407,18 +417,16 @@ def gc(
 
     found = housekeeping.collect(_load(folder), keep, dry_run=dry_run)
     if as_json:
-        _print_json(documents.gc(found, dry_run=dry_run))
+        print_json(documents.gc(found, dry_run=dry_run))
         return
     if found is None:
-        typer.echo("a run is going on in this project: nothing was removed; try again when it is done")
+        say("a run is going on in this project: nothing was removed; try again when it is done")
         return
     verb = "would remove" if dry_run else "removed"
     for item in found if verbose else ():
-        typer.echo(f"{verb} {item.path}")
+        say(f"{verb} {item.path}")
     size = sum(g.size for g in found)
-    typer.echo(
-        f"{verb} {', '.join(housekeeping.counted(found))}, {size / 1e6:.1f} MB" if found else "nothing to remove"
-    )
+    say(f"{verb} {', '.join(housekeeping.counted(found))}, {size / 1e6:.1f} MB" if found else "nothing to remove")
 
 
 def _load(folder: Path, sets: Sequence[str] | None = None) -> Project:
@@ -438,39 +446,13 @@ def _at_work(project: Project, *, as_json: bool) -> Iterator[None]:
     """Around whatever runs the user's code."""
     from layerline.pipeline.surroundings import inside, stdout_to_stderr
 
-    with _interruptible(), inside(project.root), stdout_to_stderr() if as_json else contextlib.nullcontext():
+    with inside(project.root), stdout_to_stderr() if as_json else contextlib.nullcontext():
         yield
 
 
 def _where(folder: Path) -> str:
     """What a command needs to be about the same project."""
     return "" if folder == _HERE else f" -C {shlex.quote(str(folder))}"
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends in one sentence, whatever was at work."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("\ninterrupted; what was finished is kept, and the same command goes on from there", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(130) from None
-    except typer.Abort:
-        raise typer.Exit(130) from None
-
-
-def _tell(error: PipeError | OSError | MemoryError) -> int:
-    from layerline.views import terminal
-
-    if _DEBUG:
-        raise error
-    told = error if isinstance(error, PipeError) else machine_lacks(error)
-    terminal.error(told)
-    return told.exit_code
-
-
-def _print_json(document: Any) -> None:
-    typer.echo(json.dumps(document, allow_nan=False))
 
 
 if __name__ == "__main__":

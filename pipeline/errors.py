@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 _HINTS = {
     errno.ENOSPC: "make room, or run `pipe gc`; what was finished is kept",
@@ -32,6 +32,15 @@ class PipeError(Exception):
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
         super().__init__(what)
         self.what, self.where, self.hint = what, where, hint
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that every failure has under `--json`; what there is nothing to say about is None."""
+        return {
+            "error": self.what,
+            "where": self.where or None,
+            "hint": self.hint or None,
+            "exit_code": self.exit_code,
+        }
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
-from layerline.pipeline.errors import PipeError
+from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.pipeline.ledger import Ledger, Record, Run
+from layerline.pipeline.mistakes import nearest
 from layerline.pipeline.plan import Planner, Step, open_planner
 from layerline.pipeline.project import Project
 from layerline.pipeline.report import Report
 from layerline.pipeline.store import Artifact, DamagedError
+
+ALL = "all"
+"""What stands for every stage on the command line."""
 
 
 def states(planner: Planner, steps: list[Step]) -> dict[str, str]:
@@ -19,6 +24,23 @@ def states(planner: Planner, steps: list[Step]) -> dict[str, str]:
         may = step.key is None and planner.ledger.head(step.stage.name)
         found[step.stage.name] = "fresh" if step.artifact else ("may run" if may else "would run")
     return found
+
+
+def asked_for(project: Project, names: Sequence[str]) -> list[str] | None:
+    """The stages that a command names; None for `all`.
+
+    Raises:
+        ConfigError: `all` beside a stage, or a name that is no stage; tells the nearest.
+    """
+    valid = [*(s.name for s in project.stages), ALL]
+    for name in names:
+        if name not in valid:
+            raise ConfigError(f"there is no stage {name!r} here", hint=nearest(name, valid))
+    if ALL not in names:
+        return list(names)
+    if len(names) > 1:
+        raise ConfigError("`all` means every stage: give it alone, or name stages", hint=f"pipe run {ALL}")
+    return None
 
 
 def head(planner: Planner, stage: str) -> Record:

@@ -64,6 +64,7 @@ class Result:
             "digest": r.digest if r else None,
             "seconds": round(self.seconds, 3),
             "passed": self.state in ("ran", "cached"),
+            "error": self.error.to_json() if self.error else None,
             "worst": dict(r.worst) if r and r.worst else None,
             "metrics": dict(r.metrics) if r else {},
         }
@@ -84,11 +85,18 @@ class Outcome:
     @property
     def exit_code(self) -> int:
         """0 done, 1 a gate failed, 2 a usage error, 3 something this machine lacks."""
-        error = next((r.error for r in self.results if r.error), None)
-        return 0 if self.passed else (error.exit_code if error else 1)
+        if self.passed:
+            return 0
+        return self.error.exit_code if self.error else 1
+
+    @property
+    def error(self) -> PipeError | None:
+        """What the run failed of: the error of the first stage that has one."""
+        return next((r.error for r in self.results if r.error), None)
 
     def to_json(self) -> dict[str, Any]:
-        return {"run": self.run, "passed": self.passed, "stages": [r.to_json() for r in self.results]}
+        failure = self.error.to_json() if self.error else {}
+        return {"run": self.run, "passed": self.passed, **failure, "stages": [r.to_json() for r in self.results]}
 
 
 class Listener(Log, Protocol):

@@ -123,8 +123,9 @@ def test_run_json_is_one_document_and_nothing_else(pipe: Pipe, folder: Folder) -
     assert said.out.count("\n") == 1
     document = said.document
     assert list(document) == ["run", "passed", "stages"] and document["passed"] is True
+    fields = ["name", "state", "reason", "key", "digest", "seconds", "passed", "error", "worst", "metrics"]
     for stage in document["stages"]:
-        assert list(stage) == ["name", "state", "reason", "key", "digest", "seconds", "passed", "worst", "metrics"]
+        assert list(stage) == fields and stage["error"] is None
     assert document["stages"][1]["worst"] == {"layer": "layers.2", "value": "mul_2", "sqnr_db": 58.0, "cosine": None}
     for talk in ("on import", "a hook", "a library", "a child"):
         assert talk in said.err
@@ -137,6 +138,9 @@ def test_run_json_says_what_failed_in_the_document_too(pipe: Pipe, folder: Folde
     assert said.code == 3
     assert [s["state"] for s in said.document["stages"]] == ["ran", "ran", "ran", "failed", "blocked"]
     assert said.err.startswith("error weights.bin: No space left on device\n  make room")
+    told = {k: said.document[k] for k in ("error", "where", "hint", "exit_code")}
+    assert told["error"] == "No space left on device" and told["where"] == "weights.bin" and told["exit_code"] == 3
+    assert [s["error"] for s in said.document["stages"]] == [None, None, None, told, None]
 
 
 def test_project_is_as_if_the_command_was_given_there(
@@ -270,7 +274,8 @@ def test_resume_prove(pipe: Pipe, proved: list[int], folder: Folder, monkeypatch
     assert failed.code == 1
     assert failed.err == "error source: goes on bit for bit: 3 steps, expected no difference\n  look there\n"
     document = pipe("resume", "--prove", "--steps", "3", "--json").document
-    assert list(document) == ["stage", "passed", "report"] and document["passed"] is False
+    assert document["passed"] is False and document["exit_code"] == 1 and document["hint"] == "look there"
+    assert document["error"] == "goes on bit for bit: 3 steps, expected no difference"
     assert document["report"]["gates"][0]["seen"] == "3 steps"
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "start it without torchrun" in pipe("resume", "--prove").err
@@ -428,7 +433,14 @@ def test_verify_says_what_is_damaged(pipe: Pipe, folder: Folder) -> None:
         == f"artifact {where.name[:12]}: doubled.json is missing\n6 checked, 1 damaged; pipe run all makes them again\n"
     )
     problem = {"what": f"artifact {where.name[:12]}", "fault": "doubled.json is missing"}
-    assert pipe("verify", "--json").document == {"checked": 6, "problems": [problem]}
+    assert pipe("verify", "--json").document == {
+        "checked": 6,
+        "error": "1 of 6 are damaged",
+        "where": None,
+        "hint": "pipe run all makes them again",
+        "exit_code": 1,
+        "problems": [problem],
+    }
     pipe("run", "all")
     assert pipe("verify").code == 0
 
@@ -658,7 +670,100 @@ def test_a_mistake_ends_in_one_clear_sentence(name: str, form: list[str], pipe: 
     assert said.code == code
     assert told in said.err and len(said.err.strip().splitlines()) <= 2
     if form:
-        assert said.out == "" or said.document["passed"] is False
+        document = said.document
+        assert document["exit_code"] == code and document.get("passed") is not True
+        place = f"{document['where']}: " if document["where"] else ""
+        head = "\n" if code == 130 else f"error {place}"
+        assert said.err.startswith(f"{head}{document['error']}")
+        assert (document["hint"] or "") in said.err
+
+
+# command -> exit code, place, beginning of the error, beginning of the hint
+FAILURES: dict[str, tuple[int, str | None, str, str]] = {
+    "rn all": (2, "pipe", "there is no command 'rn'", "did you mean 'run'?"),
+    "xyz": (2, "pipe", "there is no command 'xyz'", "valid names: debug, diff, "),
+    "run": (2, "pipe run", "Missing argument", "usage: pipe run"),
+    "run al": (2, None, "there is no stage 'al' here", "did you mean 'all'?"),
+    "run duoble": (2, None, "there is no stage 'duoble' here", "did you mean 'double'?"),
+    "run all source": (2, None, "`all` means every stage", "pipe run all"),
+    "run all --force=1": (2, None, "Option '--force' does not take a value", ""),
+    "run all --set a.b c": (2, "--set", "expected key=value, saw 'a.b'", "for example: --set"),
+    "run all --set source.epoch=1": (
+        2,
+        "--set source.epoch=1",
+        "source.epoch: unknown field",
+        "did you mean 'epochs'?",
+    ),
+    "run all -C nowhere": (2, None, "there is no pipe.yaml in ", "make a project: pipe init DIR"),
+    "resume": (2, None, "nothing is trained in this project", "pipe run all"),
+    "resume --prove": (2, None, "nothing is trained in this project", "pipe run all"),
+    "resume --steps 0": (2, "pipe resume", "Invalid value for '--steps'", "usage: pipe resume"),
+    "status --bogus": (2, "pipe status", "No such option: --bogus", "usage: pipe status"),
+    "runs -C task.py": (2, "task.py", "it is a file, not a folder", ""),
+    "explain sauce": (2, None, "there is no stage 'sauce' here", "did you mean 'source'?"),
+    "diff double": (2, None, "stage double has not run yet", "pipe run double"),
+    "diff duble": (2, None, "there is no stage 'duble' here", "did you mean 'double'?"),
+    "debug double": (2, None, "stage double shows all it knows", "see: pipe diff double"),
+    "report": (2, None, "there is no run yet", "pipe run all"),
+    "report -o no/where.html": (2, None, "there is no folder no", "make it"),
+    "path double": (2, None, "stage double has not run yet", "pipe run double"),
+    "verify --keep 1": (2, "pipe verify", "No such option: --keep", "usage: pipe verify"),
+    "gc --keep x": (2, "pipe gc", "Invalid value for '--keep'", "usage: pipe gc"),
+    "init p --template nmist": (2, None, "there is no template 'nmist'", "there are: blank, mnist"),
+    "init p --trust": (2, None, "--from-checkpoint and --model go together", ""),
+}
+
+
+@pytest.mark.parametrize("command", FAILURES)
+def test_every_failure_is_one_document_under_json(command: str, pipe: Pipe) -> None:
+    code, where, error, hint = FAILURES[command]
+    said = pipe(*command.split(), "--json")
+    document = said.document
+    assert said.out.count("\n") == 1 and list(document) == ["error", "where", "hint", "exit_code"]
+    assert (said.code, document["exit_code"], document["where"]) == (code, code, where)
+    assert document["error"].startswith(error) and (document["hint"] or "").startswith(hint)
+    assert said.err.startswith(f"error {f'{where}: ' if where else ''}{error}"), "people read the same"
+
+
+def test_every_command_has_a_failure_in_the_table() -> None:
+    commands = {c.name or c.callback.__name__ for c in cli.app.registered_commands if c.callback}
+    assert commands <= {name.split()[0] for name in FAILURES}
+
+
+def test_a_crash_of_a_command_that_only_looks_is_a_document_too(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    def crash(*_: Any, **__: Any) -> Any:
+        raise Mute
+
+    monkeypatch.setattr(housekeeping, "collect", crash)
+    said = pipe("gc", "--json")
+    assert (said.code, said.document["exit_code"]) == (1, 1)
+    assert said.document["error"] == "internal error, Mute: its text can't be made"
+    assert said.document["error"] in said.err and "--debug" in said.document["hint"]
+
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e:bug:[red]x[/red]"
+PLAIN = "\\x1b]0;owned\\x07\\x1b[2J\\u202e:bug:[red]x[/red]"
+
+
+def test_nothing_in_a_name_is_a_command_to_the_terminal(pipe: Pipe, folder: Folder) -> None:
+    folder.edit("task.py", "    return [1, 2, 3]", f"    raise ValueError({ESCAPE!r})")
+    said = pipe("run", "all")
+    assert said.code == 2 and PLAIN in said.err
+    assert all(c.isprintable() or c == "\n" for c in said.out + said.err)
+    assert ESCAPE in pipe("run", "all", "--json").document["error"], "a document holds the text itself"
+    assert "\x1b" not in pipe("run", "all", "--json").out
+    for command in (
+        ["run", ESCAPE],
+        [ESCAPE],
+        ["diff", "source", "--against", ESCAPE],
+        ["init", "p", "--template", ESCAPE],
+    ):
+        said = pipe(*command)
+        assert said.code == 2 and all(c.isprintable() or c == "\n" for c in said.out + said.err)
 
 
 @pytest.mark.parametrize("place", [["--debug", "run", "all"], ["run", "--debug", "all"], ["run", "all", "--debug"]])

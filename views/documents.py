@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from layerline.pipeline.errors import PipeError
 from layerline.pipeline.fingerprint import Fingerprint
 from layerline.pipeline.housekeeping import Garbage, Problem
 from layerline.pipeline.ledger import Run
@@ -74,14 +75,21 @@ def diff(stage: str, report: Report, run: str | None, other: Report | None, top:
     return {"stage": stage, "run": run, "report": plain(report), "against": plain(other) if other else None}
 
 
+def proof(stage: str, found: Report, failure: PipeError | None) -> Document:
+    """What `pipe resume --prove` found; `failure` where going on changed something."""
+    told = failure.to_json() if failure else {}
+    return {"stage": stage, "passed": found.passed, **told, "report": plain(found)}
+
+
 def plain(report: Report) -> Document:
     """A report as JSON holds it: figures that are not finite are words."""
     document: Document = json.loads(report.to_json())
     return document
 
 
-def verify(checked: int, problems: Sequence[Problem]) -> Document:
-    return {"checked": checked, "problems": [{"what": p.what, "fault": p.fault} for p in problems]}
+def verify(checked: int, problems: Sequence[Problem], failure: PipeError | None) -> Document:
+    told = failure.to_json() if failure else {}
+    return {"checked": checked, **told, "problems": [{"what": p.what, "fault": p.fault} for p in problems]}
 
 
 def gc(found: Sequence[Garbage] | None, *, dry_run: bool) -> Document:

@@ -31,6 +31,7 @@ from layerline.views.grid import (
     scrolling,
     table,
 )
+from layerline.views.screen import cleaned
 
 MAIN_METRICS = 4
 SUMMARY = (
@@ -55,6 +56,8 @@ def page(
 ) -> str:
     """The run as a self-contained page; the same input gives the same text.
 
+    Control characters in names become escapes here, before anything is built on them; `escape` keeps the rest text.
+
     Args:
         title: the project's name.
         run: gives the stages and their order.
@@ -62,6 +65,7 @@ def page(
         missing: stages that a failed run left without a result.
         logs: by stage, the text of the metrics.csv that a training left.
     """
+    title, run, reports, missing = cleaned((title, run, reports, missing))
     known = {r.stage: reports[r.stage] for r in run.records if r.stage in reports}
     style, script = (
         resources.files("layerline.views").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js")

@@ -11,6 +11,7 @@ from rich.text import Text
 from layerline.pipeline.ledger import Record
 from layerline.pipeline.runner import Result
 from layerline.views import grid
+from layerline.views.screen import cleaned, words
 
 _MARKS = {"ran": ("✓", "green"), "cached": ("✓", "dim"), "failed": ("✗", "red"), "blocked": ("–", "yellow")}
 _GAP = "  "
@@ -25,7 +26,7 @@ LEAST_REASON = 12  # columns; less of a reason says nothing
 
 def stage_line(result: Result, name_width: int, width: int) -> Text:
     """One line no wider than `width`: a reason is cut to what the figures that matter leave, the others make way."""
-    record = result.record
+    record = cleaned(result.record)
     parts = [
         f"{result.name:{name_width}}",
         f"{result.state:7}",
@@ -98,7 +99,7 @@ def _worst(record: Record, room: int) -> str:
 def _reason(result: Result, room: int) -> Text:
     if result.state == "cached" or not result.reason:
         return Text()
-    found = Text(f"{_GAP}({result.reason})", "dim")
+    found = words(f"{_GAP}({result.reason})", "dim")
     if found.cell_len <= room:
         return found
     found.truncate(max(room - 1, 0))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,7 +19,6 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from layerline.pipeline.errors import PipeError
 from layerline.pipeline.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, shown
 from layerline.pipeline.project import as_options
@@ -29,26 +26,10 @@ from layerline.pipeline.reasons import awaited, changes
 from layerline.pipeline.report import Report
 from layerline.pipeline.runner import Outcome, Result
 from layerline.pipeline.stage import Stage
+from layerline.pipeline.untrusted import printable
 from layerline.views import grid, layers
 from layerline.views.lines import stage_line
-
-PIPE_WIDTH = 160
-
-
-def console() -> Console:
-    """Standard output, as wide as the terminal or as COLUMNS says, or wide enough for a pipe not to wrap tables."""
-    found = Console(highlight=False)
-    told = found.is_terminal or os.environ.get("COLUMNS", "").isdigit()
-    return found if told else Console(highlight=False, width=PIPE_WIDTH)
-
-
-def error(problem: PipeError) -> None:
-    """What went wrong, on standard error: where, what, and what to do."""
-    out = Console(stderr=True, highlight=False, soft_wrap=True)
-    place = f"[bold]{escape(problem.where)}[/]: " if problem.where else ""
-    out.print(f"[red]error[/] {place}{escape(problem.what)}")
-    if problem.hint:
-        out.print(f"  [dim]{escape(problem.hint)}[/]")
+from layerline.views.screen import cleaned, console, words
 
 
 class Silent:
@@ -74,24 +55,25 @@ class Live:
         self._task: TaskID | None = None
 
     def say(self, text: str) -> None:
-        _hanging(self._out, Text("  "), Text(text, "dim"))
+        _hanging(self._out, Text("  "), words(text, "dim"))
 
     def started(self, stage: Stage, reason: str) -> None:
         if not self._out.is_terminal:
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(24), MofNCompleteColumn())
         # The last column takes what the others leave: no text pushes the bar out.
-        told = TextColumn("{task.fields[told]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        told = TextColumn("{task.fields[told]}", style="dim", markup=False, table_column=rest)
         self._bar = Progress(*columns, TimeRemainingColumn(), told, console=self._out, transient=True, expand=True)
         self._bar.start()
-        self._task = self._bar.add_task(f"{stage.name:{self._width}}", total=None, told=f"[dim]{escape(reason)}[/]")
+        self._task = self._bar.add_task(f"{stage.name:{self._width}}", total=None, told=printable(reason))
 
     def progress(self, done: int, total: int, **fields: float | str) -> None:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=total)
             if fields:
                 figures = "  ".join(f"{grid.heading(k)} {grid.figure(v)}" for k, v in fields.items())
-                self._bar.update(self._task, told=escape(figures))
+                self._bar.update(self._task, told=printable(figures))
 
     def finished(self, result: Result) -> None:
         self.close()
@@ -119,7 +101,8 @@ def outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = ()) -
         sets: the overrides that the run was given; another run means the same only with them.
     """
     for step in done.out_of_date:
-        out.print(f"[yellow]out of date[/] {step.stage.name} [dim]({escape(step.reason)})[/]", soft_wrap=True)
+        line = (("out of date", "yellow"), f" {step.stage.name} ", words(f"({step.reason})", "dim"))
+        out.print(Text.assemble(*line), soft_wrap=True)
     failed = next((r for r in done.results if r.state == "failed"), None)
     if failed is not None:
         hint = f"pipe diff {failed.name}" if failed.record else ""
@@ -128,7 +111,7 @@ def outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = ()) -
     else:
         hint = "pipe report"
     if hint:
-        out.print(f"[dim]next:[/] {escape(hint + where)}", soft_wrap=True)
+        out.print(Text.assemble(("next:", "dim"), " ", words(hint + where)), soft_wrap=True)
 
 
 def status(out: Console, steps: Sequence[Step], states: Mapping[str, str]) -> None:
@@ -149,9 +132,9 @@ def _status(step: Step, state: str) -> dict[str, Text]:
     return {
         "stage": Text(step.stage.name),
         "state": Text(state, "green" if artifact else "yellow"),
-        "why": Text("" if artifact else step.reason),
+        "why": words("" if artifact else step.reason),
         "digest": Text(artifact.digest[:12] if artifact else ""),
-        "made": Text(record.created if record else ""),
+        "made": words(record.created if record else ""),
         "verdict": _verdict(record.passed) if record else Text(),
     }
 
@@ -171,14 +154,14 @@ def _table(headings: Mapping[str, bool]) -> Table:
 def explain(out: Console, step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fingerprint]) -> None:
     """Each part of a stage's key: same or changed, old and new value, and what its hooks reach."""
     key = step.key[:12] if step.key else "not known yet"
-    head = Text.assemble(f"{step.reason}  ", (f"key {key}", "dim"))
+    head = Text.assemble(words(f"{step.reason}  "), (f"key {key}", "dim"))
     _hanging(out, Text(f"{step.stage.name}  ", "bold"), head)
     out.print(_parts(step, old))
     for hook, seen in prints.items():
         names = [*seen.whole, *seen.reached] if seen.whole else [r for r in seen.reached if ":import " not in r]
         _hanging(out, Text(f"{hook}() ", "dim"), _reached(", ".join(names)))
     for note in step.notes:
-        _hanging(out, Text("note ", "yellow"), Text(note))
+        _hanging(out, Text("note ", "yellow"), words(note))
 
 
 def _parts(step: Step, old: Mapping[str, str] | None) -> Table:
@@ -190,21 +173,24 @@ def _parts(step: Step, old: Mapping[str, str] | None) -> Table:
         state = "new" if old is None else "may change" if name in waiting else "changed" if whole else "same"
         now = "not known yet" if name in waiting else new.get(name)
         then = _value(before.get(name) if whole else None, whole=whole)
-        table.add_row(Text(name), Text(state, "yellow" if whole and before else "dim"), then, _value(now, whole=whole))
+        table.add_row(words(name), Text(state, "yellow" if whole and before else "dim"), then, _value(now, whole=whole))
     return table
 
 
 def _value(value: str | None, *, whole: bool) -> Text:
     """A part's value: on one line, but all of what changed, for two long values may differ at their ends."""
-    return Text(layers.hashed(value)) if whole else Text(layers.short(value), no_wrap=True, overflow="ellipsis")
+    if whole:
+        return words(layers.hashed(value))
+    return Text(printable(layers.short(value)), no_wrap=True, overflow="ellipsis")
 
 
 def _reached(names: str) -> Text:
-    return Text.assemble(("reaches ", "dim"), names) if names else Text("is not defined in the task", "dim")
+    return Text.assemble(("reaches ", "dim"), words(names)) if names else Text("is not defined in the task", "dim")
 
 
 def diff(out: Console, report: Report, top: int, other: Report | None, label: str) -> None:
     """The per-layer table, worst first; with another run's report, its SQNR beside."""
+    report, other = cleaned(report), cleaned(other)
     sides = f"{report.reference} against {report.candidate}" if report.reference or report.candidate else ""
     past = f"; then: run {label}" if other else ""
     _hanging(out, Text(f"{report.stage}  ", "bold"), Text(sides + past))
@@ -215,9 +201,10 @@ def diff(out: Console, report: Report, top: int, other: Report | None, label: st
     for line in layers.lines(shown) if records else ():
         out.print(line, soft_wrap=True)
     if hidden := len(found) - len(shown):
-        out.print(f"[dim]{grid.count(hidden, 'column')} hidden; widen the terminal or use --json[/]")
+        told = f"{grid.count(hidden, 'column')} hidden; widen the terminal or use --json"
+        out.print(Text(told, "dim"), soft_wrap=True)
     if len(report.records) > top:
-        out.print(f"[dim]{top} of {len(report.records)} values; --top N shows more[/]")
+        out.print(Text(f"{top} of {len(report.records)} values; --top N shows more", "dim"))
     findings(out, report)
 
 
@@ -234,11 +221,11 @@ def findings(out: Console, report: Report) -> None:
     """A report's gates, figures and notes."""
     for gate in report.gates:
         mark = Text("✓ ", "green") if gate.passed else Text("✗ ", "red")
-        _hanging(out, mark, Text(f"{gate.name}: {gate.seen}, expected {gate.expected}"))
+        _hanging(out, mark, words(f"{gate.name}: {gate.seen}, expected {gate.expected}"))
     for line in _filled([f"{grid.heading(k)} {grid.amount(k, v)}" for k, v in report.metrics.items()], out.width):
-        out.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
+        out.print(words(line, "dim"), soft_wrap=True)
     for note in report.notes:
-        _hanging(out, Text("note ", "yellow"), Text(note))
+        _hanging(out, Text("note ", "yellow"), words(note))
 
 
 def _filled(items: Sequence[str], width: int) -> list[str]:
