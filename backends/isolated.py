@@ -8,6 +8,7 @@ the same bytes for the same model. It also keeps a crash inside a builder, and w
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import pickle
 import subprocess
@@ -16,12 +17,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from layerline.pipeline.errors import PipeError, StageError
+from layerline.pipeline.errors import PipeError, StageError, machine_lacks
+from layerline.pipeline.presence import temporary_folder
 
 _REQUEST, _OUTCOME = "request.pickle", "outcome.pickle"
+_LACKS = 71
+"""Exit code of a process that could not even leave its outcome: the disk is full."""
 _NO_RANDOMIZE, _QUERY = 0x0040000, 0xFFFFFFFF  # ADDR_NO_RANDOMIZE, and how personality(2) is asked
 
 
@@ -30,17 +33,19 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
 
     Raises:
         PipeError: whatever of these the function raises.
+        Unavailable: the system refused it room, memory or a file.
         StageError: the process crashed; says by which signal and what it printed last.
     """
-    with TemporaryDirectory(prefix="layerline-") as folder:
-        place = Path(folder)
+    with temporary_folder() as place:
         (place / _REQUEST).write_bytes(pickle.dumps((function, args)))
         env = {**os.environ, "PYTHONHASHSEED": "0"}
         with _fixed_addresses():
             process = subprocess.Popen(  # noqa: S603  # this interpreter and this module
-                [sys.executable, "-m", __name__], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                [sys.executable, "-m", __name__], cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
         printed = _finish(process)
+        if process.returncode == _LACKS:
+            raise machine_lacks(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place)))
         if not (place / _OUTCOME).is_file():
             raise _crash(process.returncode, printed)
         # Written a moment ago by our own process into our own folder.
@@ -103,9 +108,14 @@ def main() -> None:
             outcome = fresh.submit(function, *args).result()
     except PipeError as error:
         outcome = error
+    except (OSError, MemoryError) as error:
+        outcome = machine_lacks(error)
     partial = place.with_suffix(".partial")
-    partial.write_bytes(pickle.dumps(outcome))
-    partial.rename(place)
+    try:
+        partial.write_bytes(pickle.dumps(outcome))
+        partial.rename(place)
+    except OSError:
+        sys.exit(_LACKS)
 
 
 if __name__ == "__main__":

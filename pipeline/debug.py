@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from layerline.pipeline.errors import ConfigError, PipeError
+from layerline.pipeline.presence import temporary_folder
 from layerline.pipeline.project import Project
 from layerline.pipeline.report import LayerDiff
 from layerline.pipeline.runner import Listener, Runner
@@ -38,8 +38,8 @@ def debug(project: Project, name: str, folder: Path, listener: Listener) -> Laye
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError("it is there already", where=str(folder), hint="name an empty folder: -o DIR")
     inputs = _inputs(Runner(project, listener), name)
-    with tempfile.TemporaryDirectory() as temporary:
-        out, scratch = Path(temporary, "out"), Path(temporary, "scratch")
+    with temporary_folder() as temporary:
+        out, scratch = temporary / "out", temporary / "scratch"
         out.mkdir()
         scratch.mkdir()
         task = Task(project.root / project.task)

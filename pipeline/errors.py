@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 _HINTS = {
     errno.ENOSPC: "make room, or run `pipe gc`; what was finished is kept",
+    errno.EFBIG: "a limit on the size of files (ulimit -f) is set too low for it",
     errno.EDQUOT: "make room, or run `pipe gc`; what was finished is kept",
     errno.EROFS: "the project lies on a read-only file system: copy it to one that can be written",
     errno.EACCES: "check the permissions of that path",

@@ -10,6 +10,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from layerline.pipeline.untrusted import is_digest, read_json
+
 _CHUNK = 1 << 20
 # Begins the name of a folder whose removal was cut short.
 GONE = ".gone-"
@@ -46,8 +48,8 @@ class Hasher:
         if memo is None:
             return
         with suppress(OSError, ValueError):  # absent or torn: start from nothing
-            loaded = json.loads(memo.read_text("utf-8"))
-            self._old = loaded if isinstance(loaded, dict) else {}
+            loaded = read_json(memo)
+            self._old = {k: v for k, v in loaded.items() if is_digest(v)} if isinstance(loaded, dict) else {}
 
     def file(self, path: Path) -> str:
         """SHA-256 of the file's bytes, in hex."""
@@ -67,8 +69,7 @@ class Hasher:
         others = [(stamp, value) for stamp, value in self._old.items() if stamp not in self._used]
         kept = dict(others[-_MEMO_ENTRIES:]) | self._used
         with suppress(OSError):  # a read-only project is still a usable one
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._path, json.dumps(kept), durable=False)
+            write_own(self._path, json.dumps(kept), self._path.parent, durable=False)
             self._old = kept
 
 
@@ -88,19 +89,45 @@ def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
         sync(path.parent)
 
 
-def remove(path: Path) -> None:
-    """Takes a file or folder away; one that another process has taken already is no fault.
+def write_own(path: Path, text: str, root: Path, *, durable: bool = True) -> None:
+    """As `write_atomic` in the state, at or below `root`; what lies in the way and is not ours goes."""
+    own_folder(path.parent, root)
+    if path.is_dir():
+        remove(path)
+    write_atomic(path, text, durable=durable)
 
-    A folder is renamed first, so that nobody can open half of it under its real name.
+
+def remove(path: Path) -> None:
+    """Takes a file, link or folder away; one that another process has taken already is no fault.
+
+    A folder is renamed first, so that nobody can open half of it under its real name. Of a link only the link goes.
     """
     try:
-        if not path.is_dir():
+        if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
             return
         name = path.name.removeprefix(GONE)
         shutil.rmtree(path.rename(path.with_name(f"{GONE}{name}-{os.getpid()}-{time.monotonic_ns()}")))
     except FileNotFoundError:
         return
+
+
+def entries(folder: Path, pattern: str = "*") -> list[Path]:
+    """What lies in a folder of the state, in order; nothing where a link stands in its place."""
+    return sorted(folder.glob(pattern)) if folder.is_dir() and not folder.is_symlink() else []
+
+
+def own_folder(path: Path, root: Path) -> None:
+    """Makes a folder of the state: `root` or one below it.
+
+    What lies in its place and is no folder was put there by nobody of ours, and goes. Below `root` a link goes as well:
+    what is written there would land wherever it leads.
+    """
+    for folder in reversed([p for p in (path, *path.parents) if p.is_relative_to(root)]):
+        foreign = folder.is_symlink() and folder != root
+        if foreign or (os.path.lexists(folder) and not folder.is_dir()):
+            remove(folder)
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
-from itertools import islice
 from pathlib import Path
 
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.files import GONE, remove
+from layerline.pipeline.files import GONE, entries, remove
 from layerline.pipeline.plan import open_planner
-from layerline.pipeline.presence import alone
+from layerline.pipeline.presence import abandoned, alone
 from layerline.pipeline.project import Project
 from layerline.pipeline.resume import cut_short
 from layerline.pipeline.starter import quoted
@@ -22,6 +21,9 @@ from layerline.pipeline.store import DamagedError
 
 # Where in the state lies what a person counts.
 _COUNTED = {"ledger/runs": "run", "store": "artifact", "work": "unfinished stage"}
+# Where else files are written under a temporary name; those of the ledger go with it.
+_WRITTEN = ("", "cache/", "work/*/")
+_PARTIAL = re.compile(r"\..+\.\d+\.\d+")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Garbage:
-    """Something that no kept run needs; its path below the project, and its bytes."""
+    """Something that no kept run needs; its path below the project (that of a temporary folder whole), its bytes."""
 
     path: str
     size: int
@@ -87,6 +89,9 @@ def verify(project: Project) -> tuple[int, list[Problem]]:
             problems.append(Problem(f"report of {record.stage} {record.report[:12]}", "missing or damaged"))
         if record.digest not in present and ledger.get(record.key) == record:
             problems.append(Problem(f"artifact {record.digest[:12]} of {record.stage}", "missing"))
+    for what, fault in ledger.damaged():
+        checked += 1
+        problems.append(Problem(what, f"damaged: {fault}"))
     return checked, problems
 
 
@@ -105,8 +110,8 @@ def collect(project: Project, keep: int, *, dry_run: bool) -> list[Garbage] | No
     with alone(project.state) as idle:
         if not idle:
             return None
-        for lock in project.works.glob("*.lock"):
-            lock.unlink()  # nobody holds one now
+        for lock in entries(project.works, "*.lock"):
+            remove(lock)  # nobody holds one now
         return [_remove(project, path) for path in _unneeded(project, keep)]
 
 
@@ -121,15 +126,22 @@ def _unneeded(project: Project, keep: int) -> list[Path]:
     planner = open_planner(project)
     store, ledger, steps = planner.store, planner.ledger, planner.steps()
     in_use = {s.artifact.digest for s in steps if s.artifact}
-    in_use |= {r.digest for run in islice(ledger.runs(), keep) for r in run.records}
+    kept = list(ledger.runs())[:keep]
+    in_use |= {r.digest for run in kept for r in run.records}
     # Work that was cut short is resumed: by the project as it stands, or by `pipe resume` with the `--set` it had.
     resumable = {s.key for s in steps if s.key and not s.artifact}
     if (training := cut_short(project)) is not None:
         resumable.add(training[0].name)
     artifacts = [store.root / digest for digest in store.digests() if digest not in in_use]
-    work = [p for p in sorted(project.works.glob("*")) if p.is_dir() and p.name not in resumable]
-    half_gone = sorted(store.root.glob(f"{GONE}*"))
-    return [*artifacts, *ledger.forget(keep, in_use), *work, *half_gone]
+    work = [p for p in entries(project.works) if p.suffix != ".lock" and p.name not in resumable]
+    half_gone = entries(store.root, f"{GONE}*")
+    half_written = [p for place in _WRITTEN for p in sorted(project.state.glob(f"{place}.*")) if _is_partial(p)]
+    return [*artifacts, *ledger.forget(keep, in_use), *work, *half_gone, *half_written, *abandoned()]
+
+
+def _is_partial(path: Path) -> bool:
+    """Whether a file is what a process that was killed had written so far, before it got its name."""
+    return _PARTIAL.fullmatch(path.name) is not None
 
 
 def _garbage(project: Project, path: Path) -> Garbage:
@@ -137,7 +149,8 @@ def _garbage(project: Project, path: Path) -> Garbage:
     for file in path.rglob("*") if path.is_dir() else [path]:
         with suppress(FileNotFoundError):  # a run that goes on may take it away
             size += file.stat().st_size if file.is_file() else 0
-    return Garbage(path.relative_to(project.root).as_posix(), size)
+    inside = path.is_relative_to(project.root)
+    return Garbage(path.relative_to(project.root).as_posix() if inside else str(path), size)
 
 
 def _remove(project: Project, path: Path) -> Garbage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ from layerline.pipeline.project import Project, is_outside
 from layerline.pipeline.reasons import describe
 from layerline.pipeline.stage import Stage
 from layerline.pipeline.store import Artifact, DamagedError, Store
+from layerline.pipeline.untrusted import DIGITS, integer, read_json
 
 CHECKPOINTS = "scratch/checkpoints"
 """In a stage's working folder: what it goes on from."""
 SETS = "sets.json"
 """In a stage's working folder: the overrides of the run that was last at work in it."""
+ORDER = "order"
+"""In a stage's working folder: a number that grows from run to run; a clock can be set back."""
 _DATA_HOOKS = frozenset({"train_data", "eval_data", "calib_data", "example_inputs"})
 
 
@@ -165,6 +169,22 @@ def open_planner(project: Project, *, memo: bool = True) -> Planner:
 def has_checkpoint(work: Path) -> bool:
     """Whether a stage that was cut short left one in its working folder."""
     return any((work / CHECKPOINTS).glob("*"))
+
+
+def asked(work: Path) -> tuple[str, ...]:
+    """The overrides that a working folder says it had; none where the file is missing or damaged."""
+    try:
+        sets = read_json(work / SETS, size=1 << 20)
+    except (OSError, ValueError):
+        return ()
+    return tuple(sets) if isinstance(sets, list) and all(isinstance(text, str) for text in sets) else ()
+
+
+def order(work: Path) -> int:
+    """The number of a working folder among those of its project: the one begun last has the greatest."""
+    with suppress(OSError, ValueError):
+        return integer((work / ORDER).read_text("utf-8")[:DIGITS], 0, 2**53)
+    return 0
 
 
 def shown(parts: Mapping[str, Any]) -> dict[str, str]:

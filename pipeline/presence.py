@@ -4,19 +4,65 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 
 from filelock import FileLock, Timeout
+
+from layerline.pipeline.files import own_folder, remove
+
+_PREFIX, _HELD = "layerline-", ".held"
+_JUST_MADE_S = 60
 
 
 def claim(state: Path) -> None:
     """Makes a project's state folder; whoever makes it first keeps it out of the project's git."""
     state.mkdir(parents=True, exist_ok=True)
     ignore = state / ".gitignore"
-    if not ignore.exists():
+    if not os.path.lexists(ignore):  # a link that leads nowhere is not followed
         ignore.write_text("*\n", "utf-8")
+
+
+def lock(path: Path) -> FileLock:
+    """A lock on a file of the state; a link or folder in its place was not put there by us, and goes."""
+    if path.is_symlink() or path.is_dir():
+        remove(path)
+    return FileLock(path)
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder for as long as it is needed. One that a killed process left behind is told by its lock, which is free
+    then: also where the process lived in another container."""
+    with TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with FileLock(folder / _HELD):
+            yield folder
+
+
+def abandoned() -> list[Path]:
+    """Temporary folders of this user that killed processes left behind."""
+    found = []
+    for folder in sorted(Path(gettempdir()).glob(f"{_PREFIX}*")):
+        with suppress(OSError):  # gone meanwhile, or not ours to read
+            own = folder.is_dir() and not folder.is_symlink()
+            if own and (os.name == "nt" or folder.stat().st_uid == os.getuid()) and _is_left(folder):
+                found.append(folder)
+    return found
+
+
+def _is_left(folder: Path) -> bool:
+    mark = folder / _HELD
+    if not mark.exists():  # made this very moment, or by a process that was killed before it could lock it
+        return time.time() - folder.stat().st_mtime > _JUST_MADE_S
+    try:
+        with FileLock(mark, timeout=0):
+            return True
+    except Timeout:
+        return False
 
 
 @contextmanager
@@ -27,8 +73,8 @@ def at_work(state: Path) -> Iterator[None]:
     with ExitStack() as held:
         with suppress(OSError):  # a project that can't be written can't be cleaned either
             claim(state)
-            folder.mkdir(exist_ok=True)
-            with FileLock(folder / "gate"):
+            own_folder(folder, state)
+            with lock(folder / "gate"):
                 held.callback(_forget, mark)
                 held.enter_context(FileLock(mark))
         yield
@@ -39,14 +85,14 @@ def alone(state: Path) -> Iterator[bool]:
     """Whether no run is going on; none begins before this ends."""
     folder = _folder(state)
     claim(state)
-    folder.mkdir(exist_ok=True)
-    with FileLock(folder / "gate"):
+    own_folder(folder, state)
+    with lock(folder / "gate"):
         yield not any(_is_held(mark) for mark in folder.glob("*.lock"))
 
 
 def _is_held(mark: Path) -> bool:
     try:
-        with FileLock(mark, timeout=0):
+        with lock(mark).acquire(timeout=0):
             _forget(mark)  # its run was killed
     except Timeout:
         return True

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
-from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.plan import SETS, has_checkpoint, open_planner
+from layerline.pipeline.errors import ConfigError, PipeError
+from layerline.pipeline.files import entries
+from layerline.pipeline.plan import SETS, asked, has_checkpoint, open_planner, order
+from layerline.pipeline.presence import temporary_folder
 from layerline.pipeline.project import Project, as_options, load
 from layerline.pipeline.report import Report
 from layerline.pipeline.runner import Listener, ranks
@@ -70,14 +70,14 @@ def cut_short(project: Project) -> tuple[Path, tuple[str, ...]] | None:
 def _unfinished(project: Project) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """Working folder and overrides of each training that would, with those overrides, still be the same; the one begun
     last first."""
-    for asked in sorted(project.works.glob(f"*/{SETS}"), key=lambda p: p.stat().st_mtime_ns, reverse=True):
-        # It may be torn; or pipe.yaml was edited so that it doesn't fit any more.
-        with suppress(OSError, ValueError, ConfigError):
-            sets = tuple(json.loads(asked.read_text("utf-8")))
+    begun = [path for path in entries(project.works, f"*/{SETS}") if path.is_file()]
+    for path in sorted(begun, key=lambda p: (order(p.parent), p.stat().st_mtime_ns), reverse=True):
+        sets = asked(path.parent)
+        with suppress(PipeError):  # pipe.yaml was edited so that it doesn't fit any more
             then = load(project.root, sets)
             step = open_planner(then).step(resumable(then), {})
-            if step.key == asked.parent.name and step.artifact is None:
-                yield asked.parent, sets
+            if step.key == path.parent.name and step.artifact is None:
+                yield path.parent, sets
 
 
 def prove(project: Project, steps: int, listener: Listener) -> Report:
@@ -93,7 +93,9 @@ def prove(project: Project, steps: int, listener: Listener) -> Report:
     stage = resumable(project)
     work = project.works / str(open_planner(project).step(stage, {}).key)
     listener.started(stage, f"{steps} steps, a checkpoint, {steps} more")
-    with tempfile.TemporaryDirectory() as temporary:
+    with temporary_folder() as temporary:
+        out = temporary / "out"
+        out.mkdir()
         task = Task(project.root / project.task)
-        given = Work(inputs={}, task=task, out=Path(temporary), scratch=work / "scratch", log=listener)
+        given = Work(inputs={}, task=task, out=out, scratch=work / "scratch", log=listener)
         return cast("Resumes", stage).prove_resume(given, steps)

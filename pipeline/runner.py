@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -21,14 +20,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from layerline.pipeline import env
 from layerline.pipeline.errors import PipeError, StageError, TaskError, machine_lacks
-from layerline.pipeline.files import write_atomic
+from layerline.pipeline.files import own_folder, remove, write_own
 from layerline.pipeline.ledger import Record, Run, new_run_id
-from layerline.pipeline.plan import SETS, Planner, Step, open_planner, shown
-from layerline.pipeline.presence import at_work
+from layerline.pipeline.plan import ORDER, SETS, Planner, Step, open_planner, order, shown
+from layerline.pipeline.presence import at_work, lock, temporary_folder
 from layerline.pipeline.project import Project
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Log, Stage, Work
@@ -122,6 +121,7 @@ class Runner:
     listener: Listener
     planner: Planner = field(init=False)
     _told: set[str] = field(init=False, default_factory=set)
+    _sequence: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.planner = open_planner(self.project)
@@ -142,9 +142,12 @@ class Runner:
         if rank() > 0:
             return self._follow(stages)
         forced = {s.name for s in stages if names is None or s.name in names} if force else set()
-        run_id, results = new_run_id(), list[Result]()
+        run_id, self._sequence = new_run_id(), self.ledger.next_sequence()
+        results = list[Result]()
         filed, made = run_id, dict[str, Artifact | None]()
         with at_work(self.project.state):
+            for name in self.ledger.set_aside():
+                self.listener.say(f"the record of run {name} is damaged and was set aside; `pipe gc` removes it")
             try:
                 for stage in stages:
                     result = self._advance(stage, made, forced=stage.name in forced, failed=_failed(results))
@@ -186,8 +189,8 @@ class Runner:
             try:
                 if not stage.follow():
                     continue
-                with tempfile.TemporaryDirectory(prefix="layerline-rank-") as folder:
-                    out, scratch = Path(folder) / "out", Path(folder) / "scratch"
+                with temporary_folder() as folder:
+                    out, scratch = folder / "out", folder / "scratch"
                     out.mkdir()
                     scratch.mkdir()
                     # Stages that run together take no input so far: what they would read lies in rank 0's store.
@@ -214,6 +217,9 @@ class Runner:
             reason = "forced" if forced and step.artifact else step.reason
             if step.artifact is None or forced:
                 step, ran = self._make(step, made, forced=forced, reason=reason)
+            if step.record is not None and not ran:
+                with suppress(OSError):  # a project that can't be written is still up to date
+                    self.ledger.restore(step.record)
         except BrokenPipeError:  # whoever read our output has gone: no fault of the stage
             raise
         except (PipeError, OSError, MemoryError) as error:
@@ -241,32 +247,36 @@ class Runner:
     def _make(self, step: Step, made: Mapping[str, Artifact | None], *, forced: bool, reason: str) -> tuple[Step, bool]:
         """Runs a stage under its lock, unless another process has made its artifact in the meantime; whether it ran."""
         assert step.key is not None
-        work = self.project.works / step.key
-        work.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(work.with_suffix(".lock"))
+        works = self.project.works
+        own_folder(works, self.project.state)
+        work = works / step.key
+        held = lock(work.with_suffix(".lock"))
         try:
-            lock.acquire(timeout=0)
+            held.acquire(timeout=0)
         except Timeout:
             self.listener.say(f"{step.stage.name}: another process is working on it; waiting")
-            lock.acquire()
+            held.acquire()
         try:
             now = self.planner.step(step.stage, made)
             if now.artifact is not None and not forced:
                 return replace(now, reason="made by another process"), False
             if not forced and (adopted := self._adopt(now, work)):
                 return replace(now, artifact=adopted, reason="finished by a run that was cut short"), False
-            write_atomic(work / SETS, json.dumps(self.project.sets), durable=False)
+            # Under the lock, and not before: who held it takes the folder away when it is done.
+            number = 1 + max((order(p.parent) for p in works.glob(f"*/{ORDER}")), default=0)
+            write_own(work / ORDER, str(number), works, durable=False)
+            write_own(work / SETS, json.dumps(self.project.sets), works, durable=False)
             self.listener.started(step.stage, reason)
             record, artifact = self._execute(step, work, made)
             return replace(step, record=record, artifact=artifact), True
         finally:
-            lock.release()
+            held.release()
 
     def _execute(self, step: Step, work: Path, made: Mapping[str, Artifact | None]) -> tuple[Record, Artifact]:
         out, scratch = work / "out", work / "scratch"
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
-        scratch.mkdir(exist_ok=True)
+        remove(out)
+        out.mkdir()
+        own_folder(scratch, work)
         inputs = {p: a.path for p, kind in step.stage.takes.items() if (a := made[kind]) is not None}
         started = time.monotonic()
         self._announce(step.stage, runs=True)
@@ -330,7 +340,7 @@ class Runner:
         with suppress(OSError) if errored else nullcontext():
             ran = tuple(r.name for r in results if r.worked)
             passed = all(r.state in ("ran", "cached") for r in results)
-            self.ledger.put_run(Run(run_id, passed, records, ran, self.project.sets))
+            self.ledger.put_run(Run(run_id, passed, records, ran, self.project.sets, self._sequence))
         return run_id
 
     def _later(self, ran: Sequence[Stage], made: dict[str, Artifact | None]) -> tuple[Step, ...]:

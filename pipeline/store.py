@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, StrictStr, ValidationError
 
 from layerline.pipeline import canonical
 from layerline.pipeline.errors import StageError
-from layerline.pipeline.files import Hasher, remove, sync, write_atomic
+from layerline.pipeline.files import Hasher, entries, own_folder, remove, sync, write_atomic
+from layerline.pipeline.ledger import Name
+from layerline.pipeline.untrusted import is_inside, read_json
 
 MANIFEST = "artifact.json"
+
+
+class _Entry(BaseModel):
+    sha256: Name
+    size: Annotated[int, Field(ge=0)]
+
+
+class _Manifest(BaseModel):
+    """What an artifact.json holds; it may come from anywhere, as all of the state."""
+
+    kind: StrictStr
+    digest: Name
+    files: dict[str, _Entry]
+    side: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -81,16 +100,19 @@ class Store:
         Content that is there already, whole, is kept and the sealed folder dropped. The folder must lie on the store's
         file system: it is never copied.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
+        own_folder(self.root, self.root.parent)
+        target = self.root / sealed.digest
         for _ in range(3):
+            if target.is_symlink() or (os.path.lexists(target) and not target.is_dir()):
+                remove(target)  # no artifact of ours
             try:
-                sealed.path.rename(self.root / sealed.digest)
+                sealed.path.rename(target)
             except OSError:
-                if not (self.root / sealed.digest).is_dir():
+                if not target.is_dir():
                     raise
             else:
                 sync(self.root)
-                return dataclasses.replace(sealed, path=self.root / sealed.digest)
+                return dataclasses.replace(sealed, path=target)
             try:
                 if present := self.get(sealed.digest):
                     shutil.rmtree(sealed.path)
@@ -113,8 +135,10 @@ class Store:
             DamagedError: it is there, but not whole.
         """
         folder = self.root / digest
-        if not folder.is_dir():
+        if self.root.is_symlink() or not os.path.lexists(folder):
             return None
+        if folder.is_symlink() or not folder.is_dir():
+            raise DamagedError("what lies in its place is no folder")
         artifact = self._read(folder)
         if artifact.digest != digest:
             raise DamagedError(f"{MANIFEST} is that of {artifact.digest[:12]}")
@@ -122,8 +146,7 @@ class Store:
 
     def digests(self) -> Iterator[str]:
         """Every artifact present, damaged ones included."""
-        if self.root.is_dir():
-            yield from sorted(p.name for p in self.root.iterdir() if p.is_dir() and not p.name.startswith("."))
+        yield from (p.name for p in entries(self.root) if not p.name.startswith("."))
 
     def remove(self, digest: str) -> None:
         """Takes an artifact away; readers see all of it or nothing."""
@@ -131,20 +154,19 @@ class Store:
 
     def _read(self, folder: Path) -> Artifact:
         try:
-            manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-            entries = manifest["files"]
-            sound = manifest["digest"] == _digest(manifest["kind"], entries, frozenset(manifest["side"]))
-            files = [(name, entry["sha256"], entry["size"]) for name, entry in entries.items()]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            sound = False
-        if not sound:
+            manifest = _Manifest.model_validate(read_json(folder / MANIFEST))
+        except (OSError, ValidationError, ValueError):
+            raise DamagedError(f"{MANIFEST} is damaged or missing") from None
+        plain = manifest.model_dump()
+        sound = manifest.digest == _digest(manifest.kind, plain["files"], frozenset(manifest.side))
+        if not sound or not all(map(is_inside, manifest.files)):
             raise DamagedError(f"{MANIFEST} is damaged or missing")
-        for name, content, size in files:
-            self._check(folder / name, name, content, size)
-        return _artifact(folder, manifest)
+        for name, entry in manifest.files.items():
+            self._check(folder / name, name, entry.sha256, entry.size)
+        return _artifact(folder, plain)
 
     def _check(self, path: Path, name: str, content: str, size: int) -> None:
-        if not path.is_file():
+        if path.is_symlink() or not path.is_file():
             raise DamagedError(f"{name} is missing")
         if (seen := path.stat().st_size) != size:
             raise DamagedError(f"{name} has {seen} bytes, not {size}")

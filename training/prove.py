@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from layerline.pipeline.errors import ConfigError, PipeError, StageError, TaskError, Unavailable
+from layerline.pipeline.presence import temporary_folder
 from layerline.training import tensorfile
 
 _ERRORS: Mapping[str, type[PipeError]] = {e.__name__: e for e in (ConfigError, TaskError, StageError, Unavailable)}
@@ -133,8 +133,7 @@ def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, 
     """
     if steps < 1:
         raise ConfigError(f"a proof takes a step at least, got {steps}", where="steps")
-    with tempfile.TemporaryDirectory(prefix="layerline-proof-") as temporary:
-        folder = Path(temporary)
+    with temporary_folder() as folder:
         middle, straight, resumed = (folder / f"{n}.safetensors" for n in ("middle", "straight", "resumed"))
         what = {"make": make, "arguments": dict(arguments or {}), "steps": steps}
         begin = {"start": str(start) if start else "", "middle": str(middle), "save": str(straight)}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from layerline.backends.isolated import call, repeatable
-from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.errors import ConfigError, StageError, Unavailable
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +69,19 @@ def test_this_process_keeps_its_own_addresses() -> None:
     before = repeatable()
     call(add, 1, 1)
     assert repeatable() is before
+
+
+def too_large(bytes_allowed: int, value_bytes: int) -> bytes:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_allowed, bytes_allowed))
+    if value_bytes == 0:
+        Path("engine.tmp").write_bytes(bytes(2 * bytes_allowed))
+    return bytes(value_bytes)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the limit is POSIX")
+@pytest.mark.parametrize("value_bytes", [0, 50_000])
+def test_a_full_disk_is_something_the_machine_lacks(value_bytes: int) -> None:
+    with pytest.raises(Unavailable, match="File too large" if value_bytes == 0 else "No space left on device"):
+        call(too_large, 10_000, value_bytes)

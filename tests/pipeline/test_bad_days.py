@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from layerline.pipeline import env, housekeeping
+from layerline.pipeline import env, housekeeping, plan
 from layerline.pipeline.errors import Unavailable
 from layerline.pipeline.store import DamagedError
 from tests.pipeline import driver, fakes
@@ -111,6 +111,18 @@ def test_eight_processes_make_each_artifact_once(folder: Folder) -> None:
         assert len({s["digest"] for s in stages}) == 1
     assert folder.ran() == []
     assert housekeeping.verify(folder.load())[1] == []
+
+
+def test_three_forced_runs_at_once_end_as_each_would_alone(folder: Folder) -> None:
+    folder.write("pipe.yaml", "slow: {steps: 2, seconds: 0.05}\n")
+    folder.run()
+    processes = [driver.start(folder.root, "run", "all", "--force", "--json") for _ in range(3)]
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert [s["state"] for s in json.loads(out)["stages"]] == ["ran"] * 4
+    assert folder.ran() == [] and housekeeping.verify(folder.load())[1] == []
+    assert not [p for p in folder.state.glob("work/*") if p.is_dir()]
 
 
 def test_a_collection_takes_nothing_from_a_run_that_goes_on(folder: Folder) -> None:
@@ -221,6 +233,49 @@ def test_a_truncated_file_of_the_state(name: str, cut: float, folder: Folder) ->
     assert len(folder.ran()) == len(reruns)
     assert folder.ran() == []
     assert housekeeping.verify(folder.load())[1] == []
+
+
+NONSENSE = ["5", "null", "[]", '"text"', '{"a": 1}', "[" * 100_000, "1" * 5000, "\0"]
+FILES = ["ledger/keys/*", "ledger/runs/*", "ledger/reports/*", "store/*/artifact.json", "cache/digests.json"]
+FILES += ["running/gate", "work/*.lock", ".gitignore"]
+FOLDERS = ["store/*", "ledger/keys", "ledger/runs", "ledger/reports"]
+OUTER = ["ledger", "store", "work", "cache", "running"]
+
+
+@pytest.mark.parametrize(
+    ("places", "content"),
+    [*((FILES, c) for c in [*NONSENSE, "folder", "link"]), *((p, c) for p in (FOLDERS, OUTER) for c in ("5", "link"))],
+)
+def test_a_state_of_another_form_is_told_and_made_again(places: list[str], content: str, folder: Folder) -> None:
+    folder.run()
+    (folder.state / "cache").mkdir(exist_ok=True)
+    (folder.state / "cache" / "digests.json").touch()
+    (folder.state / "work" / f"{folder.runner().planner.steps()[0].key}.lock").touch()
+    outside = folder.write("outside/mine.txt", "mine")
+    for path in [p for place in places for p in folder.state.glob(place)]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        if content == "folder":
+            (path / "inside").mkdir(parents=True)
+        elif content == "link":
+            path.symlink_to(outside if places is FILES else outside.parent)
+        else:
+            path.write_text(content)
+    project = folder.load()
+    planner = plan.open_planner(project)
+    for step in planner.steps():
+        assert step.artifact is None or places is OUTER
+        planner.ledger.head(step.stage.name)
+    _, problems = housekeeping.verify(project)
+    assert bool(problems) is (places is not OUTER)
+    assert housekeeping.collect(project, 1, dry_run=True) is not None
+    assert folder.run().passed
+    assert housekeeping.collect(project, 1, dry_run=False) is not None
+    assert housekeeping.verify(project)[1] == []
+    assert folder.ran() == []
+    assert outside.read_text() == "mine" and [p.name for p in outside.parent.iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.parametrize("gone", ["store", "ledger", "cache", "work", "running", ""])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import yaml
 
 from layerline.pipeline import housekeeping
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.presence import at_work
+from layerline.pipeline.presence import at_work, temporary_folder
 from tests.pipeline.fakes import Folder
 
 
@@ -170,3 +172,58 @@ def test_gc_counts_bytes(folder: Folder) -> None:
     sizes = {g.path: g.size for g in gone or ()}
     path = folder.artifact("double")
     assert sizes[f".layerline/store/{path.name}"] == sum(p.stat().st_size for p in path.iterdir())
+
+
+def test_gc_removes_what_killed_processes_left_half_written(folder: Folder) -> None:
+    folder.run()
+    (folder.state / "cache").mkdir(exist_ok=True)
+    places = ("ledger/keys", "ledger/reports", "ledger/runs", "cache", ".")
+    left = [folder.state / place / ".0123.json.4242.1234567" for place in places]
+    for path in left:
+        path.write_text("{")
+    assert sorted(collect(folder, 9, dry_run=True)) == sorted(p.relative_to(folder.root).as_posix() for p in left)
+    collect(folder, 9)
+    assert not any(path.exists() for path in left)
+    assert (folder.state / ".gitignore").exists() and folder.ran() == []
+
+
+def test_gc_removes_temporary_folders_of_killed_processes_alone(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("layerline-killed", "layerline-killed-early", "layerline-just-made", "other"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+    (tmp_path / "layerline-killed" / ".held").touch()
+    os.utime(tmp_path / "layerline-killed-early", (1, 1))
+    (tmp_path / "layerline-link").symlink_to(tmp_path / "other")
+    folder.run()
+    with temporary_folder() as ours:
+        assert ours.parent == tmp_path
+        gone = collect(folder, 9)
+        assert gone == [str(tmp_path / "layerline-killed"), str(tmp_path / "layerline-killed-early")]
+        assert ours.is_dir()
+    assert not ours.exists()
+    left = {p.name for p in tmp_path.iterdir()} - {"project"}
+    assert left == {"layerline-just-made", "layerline-link", "other"} and (tmp_path / "other" / "deep").is_dir()
+
+
+@pytest.mark.parametrize("id_", ["../../../victim", "/victim"])
+def test_gc_removes_nothing_outside_of_the_state(id_: str, folder: Folder, tmp_path: Path) -> None:
+    folder.run()
+    victim = tmp_path / "victim.json"
+    victim.write_text("mine")
+    (run,) = (folder.state / "ledger" / "runs").iterdir()
+    raw = json.loads(run.read_text())
+    named = str(tmp_path / "victim") if id_ == "/victim" else id_
+    run.with_name("z.json").write_text(json.dumps(raw | {"id": named}))
+    for record in raw["records"]:
+        record["report"] = record["digest"] = record["key"] = named
+    run.with_name("y.json").write_text(json.dumps(raw | {"id": "y"}))
+    (folder.state / "store" / "link").symlink_to(tmp_path)
+    (folder.state / "work" / "link").symlink_to(tmp_path)
+    told = [p.what for p in housekeeping.verify(folder.load())[1]]
+    assert told == ["artifact link", "run y", "run z"]
+    collect(folder, 0)
+    assert victim.read_text() == "mine" and folder.root.is_dir()
+    assert housekeeping.verify(folder.load())[1] == []
+    assert folder.ran() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import time
@@ -128,3 +129,105 @@ def test_forget_lists_what_nothing_needs(ledger: Ledger, tmp_path: Path) -> None
     dropped = {"run0.json", "run1.json", "run2.json", "k0.json", "k2.json", f"{reports[0]}.json", f"{reports[2]}.json"}
     assert names == dropped
     assert json.loads((tmp_path / "ledger" / "keys" / "k0.json").read_text())  # it only lists
+
+
+@pytest.mark.parametrize("id_", ["../../../victim", "/etc/passwd", "a/b", "..", "", ".hidden", "a\nb", "x" * 300])
+def test_an_id_that_is_no_name_makes_no_path(id_: str, ledger: Ledger, tmp_path: Path) -> None:
+    ledger.put_run(Run("1", True, (record(),), ()))
+    path = tmp_path / "ledger" / "runs" / "2.json"
+    whole = json.loads((path.with_name("1.json")).read_text())
+    path.write_text(json.dumps(whole | {"id": id_}))
+    assert [r.id for r in ledger.runs()] == ["1"]
+    path.write_text(json.dumps(whole | {"id": "2", "records": [whole["records"][0] | {"report": id_}]}))
+    assert [r.id for r in ledger.runs()] == ["1"]
+    assert [p.name for p in ledger.forget(0, set())] == ["1.json", "2.json"]
+
+
+NONSENSE = ["5", "null", "[]", '"text"', "[[[]]]", "[" * 100_000, '{"a":' * 100_000, "1" * 5000, "NaN", "\ud800", "\0"]
+
+
+@pytest.mark.parametrize("text", NONSENSE, ids=range(len(NONSENSE)))
+@pytest.mark.parametrize("field", ["", "id", "passed", "records", "sets", "sequence"])
+def test_a_run_of_another_form_is_passed_over_and_told(text: str, field: str, ledger: Ledger, tmp_path: Path) -> None:
+    ledger.put_run(Run("1", True, (record(),), ("train",)))
+    whole = (tmp_path / "ledger" / "runs" / "1.json").read_text()
+    path = tmp_path / "ledger" / "runs" / "2.json"
+    content = whole.replace('"id": "1"', '"id": "2"')
+    if field:
+        value = json.dumps(json.loads(content)[field], indent=1).replace("\n", "\n ")
+        assert f'"{field}": {value}' in content
+        content = content.replace(f'"{field}": {value}', f'"{field}": {text}', 1)
+    path.write_text(content if field else text, "utf-8", "surrogatepass")
+    if (field, text) in {("sequence", "5"), ("records", "[]"), ("sets", "[]")}:
+        assert [r.id for r in ledger.runs()] == ["2", "1"]  # that is a run
+        return
+    assert [r.id for r in ledger.runs()] == ["1"]
+    assert [what for what, _ in ledger.damaged()] == ["run 2"]
+    assert ledger.set_aside() == ["2"] and list(ledger.damaged()) == []
+    assert path.with_name("2.json.damaged") in ledger.forget(9, {"d1"})
+
+
+@pytest.mark.parametrize("text", NONSENSE, ids=range(len(NONSENSE)))
+@pytest.mark.parametrize("field", ["stage", "digest", "report", "passed", "seconds", "parts", "worst", "metrics"])
+def test_a_record_of_another_form_is_damaged(text: str, field: str, ledger: Ledger, tmp_path: Path) -> None:
+    ledger.put(record())
+    path = tmp_path / "ledger" / "keys" / "k1.json"
+    raw = json.loads(path.read_text())
+    if text in ("5", '"text"', "null") and field in ("stage", "digest", "report", "seconds", "worst"):
+        return  # may be right there
+    path.write_text(json.dumps(raw | {field: "PLACE"}).replace('"PLACE"', text), "utf-8", "surrogatepass")
+    assert ledger.get("k1") is None
+    assert [what for what, _ in ledger.damaged()] == ["record k1"]
+    ledger.put_run(Run("1", True, (record(),), ()))
+    assert ledger.get("k1") == record()
+    ledger.restore(record())
+    assert list(ledger.damaged()) == []
+
+
+def test_folders_where_files_belong_and_files_where_folders_belong(ledger: Ledger, tmp_path: Path) -> None:
+    root = tmp_path / "ledger"
+    root.write_text("a file")
+    ledger.put(record())
+    ledger.put_run(Run("1", True, (record(),), ()))
+    (root / "keys" / "k1.json").unlink()
+    (root / "keys" / "k1.json").mkdir()
+    (root / "runs" / "2.json").mkdir()
+    assert ledger.get("k1") == record() and [r.id for r in ledger.runs()] == ["1"]
+    assert [what for what, _ in ledger.damaged()] == ["record k1", "run 2"]
+    digest = ledger.put_report(Report(stage="train"))
+    (root / "reports" / f"{digest}.json").unlink()
+    (root / "reports" / f"{digest}.json").mkdir()
+    with pytest.raises(PipeError, match="missing or damaged"):
+        ledger.report(record(report=digest))
+    assert ledger.put_report(Report(stage="train")) == digest
+    assert ledger.report(record(report=digest)).stage == "train"
+
+
+def test_a_link_in_the_ledger_leads_nowhere(ledger: Ledger, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "ledger" / "keys").symlink_to(outside)
+    ledger.put(record())
+    assert list(outside.iterdir()) == [] and ledger.get("k1") == record()
+
+
+def test_runs_are_ordered_by_their_numbers_and_not_by_the_clock(ledger: Ledger) -> None:
+    early, late = "20260101-100000-000000-aa", "20260102-100000-000000-aa"
+    ledger.put_run(Run(late, True, (record(digest="old"),), (), sequence=ledger.next_sequence()))
+    ledger.put_run(Run(early, True, (record(digest="new"),), (), sequence=ledger.next_sequence()))
+    assert [(r.id, r.sequence) for r in ledger.runs()] == [(early, 2), (late, 1)]
+    head = ledger.head("train")
+    assert head is not None and head.digest == "new"
+    assert ledger.find_run("last").id == early and ledger.find_run("previous").id == late
+    assert [p.stem for p in ledger.forget(1, {"new", "old"})] == [late]
+
+
+def test_a_report_of_another_form_under_its_own_hash_is_damaged(ledger: Ledger, tmp_path: Path) -> None:
+    for text in NONSENSE:
+        data = text.encode("utf-8", "surrogatepass")
+        path = tmp_path / "ledger" / "reports" / f"{hashlib.sha256(data).hexdigest()}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        with pytest.raises(PipeError, match="missing or damaged"):
+            ledger.report(record(report=path.stem))
