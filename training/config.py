@@ -23,8 +23,9 @@ from pydantic import (
 
 OptimizerName = Literal["sgd", "rmsprop", "adam", "adamw", "adafactor", "lamb", "lion", "sophia", "custom"]
 SchedulerName = Literal[
-    "constant", "cosine", "polynomial", "inverse_sqrt", "one_cycle", "step", "exponential", "plateau"
-]
+    "constant", "cosine", "cosine_restarts", "polynomial", "inverse_sqrt", "one_cycle", "step", "multistep",
+    "exponential", "wsd", "plateau",
+]  # fmt: skip
 # What only some update rules read, under the names of their arguments; and which of it each one takes.
 RULE_FIELDS = ("betas", "eps", "momentum", "nesterov", "alpha", "rho", "update_interval")
 _TAKEN: Mapping[str, tuple[str, ...]] = {
@@ -54,6 +55,26 @@ class Section(BaseModel):
         return value
 
 
+class GroupRule(Section):
+    """Rate and weight decay of the parameters whose names match a pattern."""
+
+    match: str
+    """A glob pattern over parameter names: `head.*`, `*.bias`."""
+    lr: PositiveFloat | None = None
+    """Their base rate; it follows the same schedule."""
+    lr_scale: NonNegative | None = None
+    """Or a multiple of `optimizer.lr`; 0 leaves them as they are."""
+    weight_decay: NonNegative | None = None
+
+    @model_validator(mode="after")
+    def _says_something_once(self) -> GroupRule:
+        if self.lr is not None and self.lr_scale is not None:
+            raise ValueError("give lr or lr_scale, not both")
+        if self.lr is None and self.lr_scale is None and self.weight_decay is None:
+            raise ValueError("a rule needs lr, lr_scale or weight_decay")
+        return self
+
+
 class OptimizerConfig(Section):
     """Which update rule. A field left out takes the rule's own default (`mo.plan()` prints it)."""
 
@@ -74,6 +95,10 @@ class OptimizerConfig(Section):
     """sophia: steps between two estimates of the curvature."""
     no_decay: tuple[str, ...] = ()
     """Besides biases, norms and 1-D parameters: "embeddings", or glob patterns over parameter names."""
+    groups: tuple[GroupRule, ...] = ()
+    """Rules by name pattern; of those that match a parameter the first one holds."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Layer-wise rate decay: the last block trains at this share of `lr`, each block before it at this share again."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How `lr` grows with batch_size / base_batch_size."""
     batch_size: PositiveInt | None = None
@@ -119,6 +144,9 @@ class SchedulerConfig(Section):
     name: SchedulerName = "constant"
     warmup_ratio: Fraction | None = None
     warmup_steps: Count | None = None
+    warmup_start: Fraction | None = None
+    """Share of the base rate at the first update; the base rate is reached after `warmup_steps` updates. None: the
+    first update runs at 1/warmup_steps and the last one of the warm-up at the base rate."""
     min_lr: NonNegative | None = None
     min_lr_ratio: Fraction | None = None
     total_steps: PositiveInt | None = None
@@ -127,12 +155,25 @@ class SchedulerConfig(Section):
     """polynomial."""
     step_size: PositiveInt | None = None
     """step: steps between two decays."""
+    milestones: tuple[PositiveInt, ...] | None = None
+    """multistep: the steps at which the rate decays."""
     gamma: Annotated[float, Field(gt=0, le=1)] | None = None
-    """step (0.1) and exponential (0.999 a step)."""
+    """step and multistep (0.1), exponential (0.999 a step)."""
+    count_warmup: bool | None = None
+    """step, multistep and exponential: whether they count from the start of the run or from the end of the warm-up.
+    None: step and multistep from the start, exponential from the end of the warm-up."""
+    period: PositiveInt | None = None
+    """cosine_restarts: steps until the first restart."""
+    period_mult: PositiveInt = 1
+    """cosine_restarts: each period is so many times as long as the one before."""
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """wsd: share of the run, at its end, in which the rate falls linearly; before it the rate is constant."""
     div_factor: PositiveFloat = 25.0
     """one_cycle: peak / first rate."""
     final_div_factor: PositiveFloat = 1e4
     """one_cycle: first / last rate."""
+    cycle_momentum: bool = True
+    """one_cycle: momentum (or the first beta) goes from 0.95 to 0.85 while the rate rises, and back while it falls."""
     factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """plateau."""
     patience: Count = 10
@@ -144,9 +185,17 @@ class SchedulerConfig(Section):
 
 
 class ClipConfig(Section):
-    """Gradient clipping by total norm; off while max_norm is None (0 is written for it, too)."""
+    """Gradient clipping by total norm or by value; off while both are None (0 is written for it, too)."""
 
     max_norm: PositiveFloat | None = None
+    value: PositiveFloat | None = None
+    """Greatest absolute value of each gradient's elements."""
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> ClipConfig:
+        if self.max_norm is not None and self.value is not None:
+            raise ValueError("clip by max_norm or by value, not both")
+        return self
 
 
 class EmaConfig(Section):

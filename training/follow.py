@@ -8,14 +8,14 @@ saved, switched or exported.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from layerline.pipeline.errors import ConfigError
-from layerline.training import misuse, optimizers
+from layerline.training import group_rules, misuse, optimizers
 from layerline.training.ema import norm_buffers, statistics
-from layerline.training.groups import Member, members
+from layerline.training.groups import Member
 from layerline.training.guard import Guard
 from layerline.training.names import Slots, named
 from layerline.training.precision import masters
@@ -64,7 +64,8 @@ def join(lane: Lane) -> list[str]:
     misuse.refuse_averages(lane, "join")
     refresh(lane, warn=False)
     known = {id(p) for p in lane.params}
-    fresh = [m for m in members(lane.named, lane.config.optimizer.no_decay) if id(m.param) not in known]
+    placed = group_rules.placed(lane.model, lane.named, lane.config.optimizer)
+    fresh = [m for m in placed if id(m.param) not in known]
     _check_fresh(lane, fresh)
     if lane.peers is not None:
         lane.peers.admit(fresh)
@@ -140,7 +141,5 @@ def _admit(lane: Lane, member: Member) -> None:
         lane.stepped.append(member.param)
     if lane.custom:
         return
-    group: dict[str, Any] = {"params": [member.param], "lr": lane.rate.base}
-    decay = lane.config.optimizer.weight_decay if member.decay else 0.0
-    lane.optimizer.add_param_group(group if decay is None else {**group, "weight_decay": decay})
+    lane.optimizer.add_param_group({"params": [member.param], **group_rules.options(lane.config.optimizer, member)})
     lane.rate.adopt(lane.optimizer.param_groups[-1])

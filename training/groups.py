@@ -20,12 +20,21 @@ _NORMS = (
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter's place: whether it decays, and why."""
+    """One parameter's place: whether it decays, and why; and its own rate.
+
+    Attributes:
+        lr: a base rate of its own; None: the configured one.
+        lr_scale: what the configured rate is multiplied by.
+        weight_decay: a decay of its own; None: the configured one.
+    """
 
     name: str
     param: nn.Parameter
     decay: bool
     reason: str
+    lr: float | None = None
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
 
 
 def members(model: Named, no_decay: Iterable[str] = ()) -> tuple[Member, ...]:

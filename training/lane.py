@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
-from layerline.training import follow, gradient, memory, misuse, norms, optimizers, rejected
+from layerline.training import follow, gradient, group_rules, memory, misuse, norms, optimizers, rejected
 from layerline.training.accumulate import Window, check_loss, counted, loss_factor, witness
 from layerline.training.config import Config
 from layerline.training.ema import Ema, averaged, norm_buffers, statistics
 from layerline.training.foreach import Sophia
-from layerline.training.groups import members
 from layerline.training.guard import Guard
 from layerline.training.hooks import Attached
 from layerline.training.monitors import Monitor
@@ -72,7 +71,7 @@ class Lane:
     def __init__(self, model: nn.Module, config: Config, optimizer: Any = None, *, shared: bool = False) -> None:
         self.model, self.config, self.shared = model, config, shared
         self.named = named(model)
-        self.members = members(self.named, config.optimizer.no_decay)
+        self.members = group_rules.placed(model, self.named, config.optimizer)
         self.params: list[nn.Parameter] = [m.param for m in self.members]
         self.names = [m.name for m in self.members]
         self.device = device_of(self.params[0])
@@ -85,7 +84,7 @@ class Lane:
             optimizer = optimizers.build(config.optimizer, self.members, self.stepped)
         self.optimizer: Any = optimizer
         self.sophia = optimizer if isinstance(optimizer, Sophia) else None
-        self.rate = Rate(config, optimizer)
+        self.rate = Rate(config, optimizer, custom=self.custom)
         self.scale = LossScale(config.precision)
         self.window = Window()
         self.ema = (
@@ -106,6 +105,7 @@ class Lane:
             self.monitor.warn("batch_norm", text)
         # Copied from the configuration: after a forward pass its objects are no longer in the CPU's cache.
         self._max_norm = config.clip.max_norm or math.inf
+        self._max_value = config.clip.value
         self._window_size, self._empty_cache = config.accumulate.steps, config.memory.empty_cache
         self._look_at = 0
         self._counts: set[int] = set()  # how many gradients a step had, where it was not all of them
@@ -289,11 +289,7 @@ class Lane:
         monitor, number, clipped = self.monitor, self.steps + 1, norm > self._max_norm
         log = monitor.due(number)
         further = self._by_parameter(grads, unscale) if log and monitor.per_layer else {}
-        factor = unscale * (self._max_norm / (norm + 1e-6)) if clipped else unscale
-        if factor != 1.0:
-            torch._foreach_mul_(grads, factor)
-            if self.sophia is not None:
-                self.sophia.rescale(unscale)
+        self._scale_and_clip(grads, norm, unscale)
         if log:
             monitor.before()
         if self.ema is not None and not self.ema.updates:
@@ -314,13 +310,25 @@ class Lane:
                         skipped=self.skipped, further=further)  # fmt: skip
         if self.scale.on:
             self.scale.accepted()
-        self.rate.set(number)
+        self._follow_schedule(number)
         if number == 1:
             self.gradient_bytes = sum(g.numel() * g.element_size() for g in grads)
         self.forget()
         if self._empty_cache:
             memory.empty_cache(self.device)
         return True
+
+    def _scale_and_clip(self, grads: list[Tensor], norm: float, unscale: float) -> None:
+        factor = unscale
+        if norm > self._max_norm:
+            factor *= self._max_norm / (norm + 1e-6)
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+            if self.sophia is not None:
+                self.sophia.rescale(unscale)
+        if self._max_value is not None:
+            torch._foreach_clamp_min_(grads, -self._max_value)
+            torch._foreach_clamp_max_(grads, self._max_value)
 
     def _move(self, norm: float) -> bool:
         """Steps the optimizer on a gradient of this norm; False where that made a weight Inf or NaN and was undone."""
@@ -339,6 +347,17 @@ class Lane:
             if masters is not None:
                 masters.settled()
         return True
+
+    def _follow_schedule(self, number: int) -> None:
+        """Sets the rate for the step after number `number`; a schedule that ended before it is warned of."""
+        self.rate.set(number)
+        if self.rate.end is None or number <= self.rate.end:
+            return
+        text = (
+            f"step {number} lies past scheduler.total_steps ({self.rate.end}), where the schedule ends: the rate stays "
+            f"at {self.rate.current:g}; set total_steps to the number of optimizer steps in the whole run"
+        )
+        self.monitor.warn("past_end", text)
 
     def _by_parameter(self, grads: list[Tensor], unscale: float) -> dict[str, float]:
         """The norm of each gradient before clipping, by its column; taken apart from the norm that clips, so that

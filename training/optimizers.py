@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
+from layerline.training import group_rules
 from layerline.training.config import RULE_FIELDS, OptimizerConfig
 from layerline.training.foreach import Lamb, Lion, Sophia
 from layerline.training.groups import Member
@@ -55,7 +56,7 @@ TABLE: Mapping[str, Rule] = {
 
 
 def build(config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer over a group that decays and one that does not; `stepped` are the members' parameters or masters.
+    """The optimizer over a group for each rate and weight decay; `stepped` are the members' parameters or masters.
 
     Raises:
         ConfigError: `custom` without an optimizer, a field that this optimizer has not, or complex parameters that it
@@ -69,17 +70,7 @@ def build(config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[
                           where="optimizer.name", hint=f"these are: {can}")  # fmt: skip
     arguments: dict[str, Any] = {"lr": config.scaled_lr}
     arguments |= {name: value for name in RULE_FIELDS if (value := getattr(config, name)) is not None}
-    decay = config.weight_decay
-    groups = []
-    for wanted in (True, False):
-        params = [s for m, s in zip(members, stepped, strict=True) if m.decay is wanted]
-        if params:
-            group: dict[str, Any] = {"params": params}
-            if not wanted:
-                group["weight_decay"] = 0.0
-            elif decay is not None:
-                group["weight_decay"] = decay
-            groups.append(group)
+    groups = group_rules.grouped(config, members, stepped)
     # torch's fused SGD fails on a momentum that begins later: of a layer left out so far, of a parameter that joins.
     fused = rule.fused and not config.momentum
     return rule.make(groups, **arguments, **_fast_path(stepped, fused=fused, foreach=rule.foreach))

@@ -8,8 +8,10 @@ from itertools import groupby
 
 from torch import Tensor
 
-from layerline.training import norms
+from layerline.training import group_rules, norms
+from layerline.training.config import OptimizerConfig
 from layerline.training.folding import folded
+from layerline.training.groups import Member
 from layerline.training.lane import Lane
 from layerline.training.optimizers import TABLE, own_groups
 from layerline.training.refused import refused
@@ -104,7 +106,7 @@ def plan(lane: Lane) -> Plan:
 
 def _groups(lane: Lane) -> dict[str, tuple[str, str, int]]:
     if not lane.custom:
-        return {m.name: ("decay" if m.decay else "no decay", m.reason, m.param.numel()) for m in lane.members}
+        return {m.name: (_group_name(lane.config.optimizer, m), m.reason, m.param.numel()) for m in lane.members}
     held = own_groups(lane.optimizer)
     index = {id(p): i for i, group in enumerate(held) for p in group["params"]}
     out = {}
@@ -117,6 +119,15 @@ def _groups(lane: Lane) -> dict[str, tuple[str, str, int]]:
             told = ("unknown" if decay is None else "decay" if decay else "no decay"), f"group {at}"
         out[name] = (*told, param.numel())
     return out
+
+
+def _group_name(config: OptimizerConfig, member: Member) -> str:
+    """`decay` or `no decay`, with the rate where it is not the configured one."""
+    fields = group_rules.options(config, member)
+    name = "decay" if member.decay and member.weight_decay != 0 else "no decay"
+    if fields["lr"] == config.scaled_lr:
+        return name
+    return f"{name}, lr {fields['lr']:.3g}"
 
 
 def _headline(lane: Lane) -> str:

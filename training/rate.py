@@ -21,18 +21,22 @@ class Rate:
     Args:
         config: `scheduler`, and `optimizer.lr` for an optimizer without groups.
         optimizer: its param_groups are set where it has any.
+        custom: whether the optimizer is the user's own, with rates of its own.
     """
 
-    def __init__(self, config: Config, optimizer: Any) -> None:
+    def __init__(self, config: Config, optimizer: Any, *, custom: bool = False) -> None:
         self._optimizer = optimizer
         self._bases = [float(g["lr"]) for g in self._groups]
-        self.base = self._bases[0] if self._bases else config.optimizer.scaled_lr
+        self.base = self._bases[0] if custom and self._bases else config.optimizer.scaled_lr
         self.schedule = schedules.build(config.scheduler, self.base)
         self.plateau: schedules.Plateau | None = None
         if config.scheduler.name == "plateau":
             self.plateau = schedules.Plateau(config.scheduler, schedules.floor_ratio(config.scheduler, self.base))
         self._constant = config.scheduler.name == "constant" and not schedules.warmup_steps(config.scheduler)
         self._multiplier = 1.0
+        self._momentum = schedules.momentum(config.scheduler)
+        # The update from which on the schedule has no more to say.
+        self.end = config.scheduler.total_steps if config.scheduler.name in schedules.NEED_TOTAL else None
         self.set(0)
 
     @property
@@ -45,12 +49,22 @@ class Rate:
         multiplier = self.schedule(step)
         if self.plateau is not None:
             multiplier *= self.plateau.scale
+        if self._momentum is not None:
+            self._set_momentum(self._momentum(step))
         if multiplier == self._multiplier:
             return
         self._multiplier = multiplier
         # A group that the user has added since comes at its full rate.
         self._bases += [float(g["lr"]) for g in self._groups[len(self._bases) :]]
         self._write([base * multiplier for base in self._bases])
+
+    def _set_momentum(self, value: float) -> None:
+        """As torch's OneCycleLR: the first beta, or the momentum of a rule that uses one."""
+        for group in self._groups:
+            if "betas" in group:
+                group["betas"] = (value, *group["betas"][1:])
+            elif group.get("momentum"):
+                group["momentum"] = value
 
     def _write(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self._groups, rates, strict=False):
@@ -75,7 +89,7 @@ class Rate:
 
     @property
     def current(self) -> float:
-        """The rate of the coming update (of the first group)."""
+        """The rate of the coming update, of the first group: the configured rate, unless rules match all parameters."""
         return float(self._groups[0]["lr"]) if self._groups else self.base * self._multiplier
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """The learning rate as a pure function of the step number: resuming needs the number and nothing else.
 
 `multiplier(step)` is what the base rate is multiplied by for the update after `step` accepted ones (0 is the first).
-Warm-up is linear and never zero: update `step` of `w` runs at (step + 1) / w.
+Warm-up is linear. By default update `step` of `w` runs at (step + 1) / w, so that no update is lost to a rate of 0.
+`warmup_start: 0` gives step / w, as transformers and timm count; 1/(w + 1) gives (step + 1) / (w + 1), as nanoGPT does.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +17,24 @@ from layerline.pipeline.errors import ConfigError
 from layerline.training.config import SchedulerConfig
 
 Schedule = Callable[[int], float]
-_NEED_TOTAL = ("cosine", "polynomial", "one_cycle")
+# Schedules that end: their last rate is reached at total_steps.
+NEED_TOTAL = ("cosine", "polynomial", "one_cycle", "wsd")
+# Momentum at the highest and at the lowest rate of one_cycle (Smith & Topin 2018; torch's defaults).
+LEAST_MOMENTUM, GREATEST_MOMENTUM = 0.85, 0.95
+_COUNTING = ("step", "multistep", "exponential")
 # What only some schedules read -> which ones.
 _READ_BY = {
-    "power": ("polynomial",), "step_size": ("step",), "gamma": ("step", "exponential"), "div_factor": ("one_cycle",),
+    "power": ("polynomial",), "step_size": ("step",), "gamma": _COUNTING, "div_factor": ("one_cycle",),
     "final_div_factor": ("one_cycle",), "factor": ("plateau",), "patience": ("plateau",), "threshold": ("plateau",),
-    "mode": ("plateau",),
+    "mode": ("plateau",), "milestones": ("multistep",), "count_warmup": _COUNTING, "period": ("cosine_restarts",),
+    "period_mult": ("cosine_restarts",), "decay_ratio": ("wsd",), "cycle_momentum": ("one_cycle",),
 }  # fmt: skip
+# A field without which a schedule has no meaning -> what it is.
+_REQUIRED = {
+    "step": ("step_size", "the number of steps between two decays"),
+    "multistep": ("milestones", "the steps at which the rate decays"),
+    "cosine_restarts": ("period", "the number of steps until the first restart"),
+}
 
 
 def build(config: SchedulerConfig, lr: float) -> Schedule:
@@ -38,7 +51,27 @@ def build(config: SchedulerConfig, lr: float) -> Schedule:
         assert total is not None
         return _one_cycle(config, total, floor)
     decay = _decay(config, total or 0, warmup, floor)
-    return lambda step: (step + 1) / warmup if step < warmup else decay(step)
+    rise = _warmup(config.warmup_start, warmup)
+
+    def multiplier(step: int) -> float:
+        return rise(step) if step < warmup else decay(step)
+
+    return multiplier
+
+
+def momentum(config: SchedulerConfig) -> Schedule | None:
+    """The momentum that goes with the rate; None where the schedule leaves it alone."""
+    if config.name != "one_cycle" or not config.cycle_momentum:
+        return None
+    total = config.total_steps or 1
+    rise = _rise(config, total)
+
+    def value(step: int) -> float:
+        if step <= rise:
+            return _cosine_between(GREATEST_MOMENTUM, LEAST_MOMENTUM, step / rise if rise > 0 else 1.0)
+        return _cosine_between(LEAST_MOMENTUM, GREATEST_MOMENTUM, _fall(step, rise, total))
+
+    return value
 
 
 def warmup_steps(config: SchedulerConfig) -> int:
@@ -72,7 +105,7 @@ def check_length(config: SchedulerConfig) -> None:
         ConfigError: as `build`.
     """
     total, warmup = config.total_steps, warmup_steps(config)
-    if total is None and config.name in _NEED_TOTAL:
+    if total is None and config.name in NEED_TOTAL:
         raise ConfigError(
             f"{config.name} needs the length of the run",
             where="scheduler.total_steps",
@@ -97,12 +130,27 @@ def check_fields(config: SchedulerConfig) -> None:
     if config.name == "constant" and floors:
         raise ConfigError(f"a constant rate has no {floors[0]}", where=f"scheduler.{floors[0]}",
                           hint="name a schedule that decays, cosine for example")  # fmt: skip
-    if config.name == "step" and config.step_size is None:
-        raise ConfigError("step needs the number of steps between two decays", where="scheduler.step_size")
+    field, meaning = _REQUIRED.get(config.name, ("", ""))
+    if field and getattr(config, field) is None:
+        raise ConfigError(f"{config.name} needs {meaning}", where=f"scheduler.{field}")
+    if config.warmup_start is not None and not (config.warmup_steps or config.warmup_ratio):
+        raise ConfigError("there is no warm-up", where="scheduler.warmup_start", hint="give warmup_steps")
+    if config.warmup_start is not None and config.name == "one_cycle":
+        raise ConfigError("one_cycle starts at 1/div_factor", where="scheduler.warmup_start", hint="set div_factor")
+
+
+def _warmup(start: float | None, length: int) -> Schedule:
+    if start is None:
+        return lambda step: (step + 1) / length
+    return lambda step: start + (1 - start) * step / length
 
 
 def _decay(config: SchedulerConfig, total: int, warmup: int, floor: float) -> Schedule:
     span = max(total - warmup, 1)
+    counts_warmup = config.count_warmup
+    if counts_warmup is None:
+        counts_warmup = config.name in ("step", "multistep")
+    origin = 0 if counts_warmup else warmup
 
     def left(step: int) -> float:
         return 1.0 - min(max((step - warmup) / span, 0.0), 1.0)
@@ -115,26 +163,59 @@ def _decay(config: SchedulerConfig, total: int, warmup: int, floor: float) -> Sc
         return lambda step: max(floor, math.sqrt(max(warmup, 1) / max(step, warmup, 1)))
     if config.name == "step":
         size, gamma = config.step_size or 1, config.gamma or 0.1
-        return lambda step: max(floor, gamma ** (step // size))
+        return lambda step: max(floor, gamma ** ((step - origin) // size))
+    if config.name == "multistep":
+        drop, milestones = config.gamma or 0.1, sorted(config.milestones or ())
+        return lambda step: max(floor, drop ** bisect_right(milestones, step - origin))
     if config.name == "exponential":
         rate = config.gamma or 0.999
-        return lambda step: max(floor, rate ** (step - warmup))
+        return lambda step: max(floor, rate ** (step - origin))
+    if config.name == "cosine_restarts":
+        return lambda step: _cosine_between(1.0, floor, _phase(step - warmup, config.period or 1, config.period_mult))
+    if config.name == "wsd":
+        # Warm-up, stable, decay (Hu et al. 2024): the decay ends at total_steps.
+        falling = max(round(config.decay_ratio * total), 1)
+        return lambda step: _between(1.0, floor, (step - (total - falling)) / falling)
     return lambda _: 1.0  # constant; plateau multiplies it
+
+
+def _phase(step: int, period: int, factor: int) -> float:
+    """How far the current period has come, from 0 at a restart to 1 (SGDR, Loshchilov & Hutter 2017)."""
+    if factor == 1:
+        return step % period / period
+    while step >= period:
+        step -= period
+        period *= factor
+    return step / period
+
+
+def _between(start: float, end: float, share: float) -> float:
+    return start + (end - start) * min(max(share, 0.0), 1.0)
+
+
+def _rise(config: SchedulerConfig, total: int) -> float:
+    """The update at which one_cycle's rate is highest."""
+    if config.warmup_steps is not None:
+        return float(config.warmup_steps) - 1
+    share = 0.3 if config.warmup_ratio is None else config.warmup_ratio
+    return share * total - 1
+
+
+def _fall(step: int, rise: float, total: int) -> float:
+    """How far one_cycle's falling flank has come, from 0 to 1."""
+    return min((step - rise) / max(total - 1 - rise, 1e-9), 1.0)
 
 
 def _one_cycle(config: SchedulerConfig, total: int, floor: float) -> Schedule:
     # Smith & Topin 2018, cosine flanks as in torch.optim.lr_scheduler.OneCycleLR; with a lowest rate it ends there.
-    if config.warmup_steps is not None:
-        rise = float(config.warmup_steps) - 1
-    else:
-        rise = (0.3 if config.warmup_ratio is None else config.warmup_ratio) * total - 1
+    rise = _rise(config, total)
     first = 1 / config.div_factor
     last = max(first / config.final_div_factor, floor)
 
     def multiplier(step: int) -> float:
         if step <= rise:
             return _cosine_between(first, 1.0, step / rise if rise > 0 else 1.0)
-        return _cosine_between(1.0, last, min((step - rise) / max(total - 1 - rise, 1e-9), 1.0))
+        return _cosine_between(1.0, last, _fall(step, rise, total))
 
     return multiplier
 

@@ -22,7 +22,9 @@ from layerline.training.config import Config, OptimizerName, SchedulerName, Sect
 # What is written -> the one field it means.
 MOVES: Mapping[str, str] = {
     "optimizer.grad_clip.max_norm": "clip.max_norm",
+    "optimizer.grad_clip.value": "clip.value",
     "training.grad_clip_norm": "clip.max_norm",
+    "training.grad_clip_value": "clip.value",
     "training.ema_decay": "ema.decay",
     "training.ema_start_step": "ema.start_step",
     "training.ema_warmup": "ema.warmup",
@@ -48,9 +50,12 @@ SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
     },
     "precision.loss_scale": {0: "dynamic", None: "dynamic"},
     "clip.max_norm": {0: None},
+    "clip.value": {0: None},
     "scheduler.name": {
         "cosine_with_warmup": "cosine", "linear": "polynomial", "linear_with_warmup": "polynomial",
-        "inverse_square_root": "inverse_sqrt", "onecycle": "one_cycle", "reduce_on_plateau": "plateau",
+        "inverse_square_root": "inverse_sqrt", "sqrt": "inverse_sqrt", "onecycle": "one_cycle",
+        "reduce_on_plateau": "plateau", "multi_step": "multistep", "warmup_stable_decay": "wsd",
+        "cosine_with_restarts": "cosine_restarts", "cosine_annealing_warm_restarts": "cosine_restarts",
         "none": "constant", None: "constant",
     },
 }  # fmt: skip
@@ -337,7 +342,12 @@ def _check_exclusive(fields: Mapping[str, Any], written: Mapping[str, str]) -> N
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    """Tuples as lists and sections as dicts: what a key and a JSON file can hold."""
+    if isinstance(value, Section):
+        return value.model_dump(exclude_unset=True)
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value
 
 
 def _product(a: Any, b: Any) -> float | None:

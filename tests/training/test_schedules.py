@@ -32,6 +32,19 @@ WORKED: list[tuple[dict[str, Any], dict[int, float]]] = [
     ({"name": "step", "step_size": 10, "gamma": 0.5, "min_lr_ratio": 0.3}, {9: 1.0, 10: 0.5, 20: 0.3}),
     ({"name": "exponential", "gamma": 0.5}, {0: 1.0, 1: 0.5, 3: 0.125}),
     ({"name": "exponential", "gamma": 0.5, "warmup_steps": 2}, {0: 0.5, 2: 1.0, 3: 0.5}),
+    ({"name": "exponential", "gamma": 0.5, "warmup_steps": 2, "count_warmup": True}, {0: 0.5, 2: 0.25, 3: 0.125}),
+    ({"name": "step", "step_size": 10, "warmup_steps": 5}, {9: 1.0, 10: 0.1}),
+    ({"name": "step", "step_size": 10, "warmup_steps": 5, "count_warmup": False}, {14: 1.0, 15: 0.1}),
+    ({"name": "multistep", "milestones": [60, 30]}, {29: 1.0, 30: 0.1, 59: 0.1, 60: 0.01, 999: 0.01}),
+    ({"name": "multistep", "milestones": [4], "gamma": 0.5, "warmup_steps": 2, "count_warmup": False},
+     {0: 0.5, 5: 1.0, 6: 0.5}),
+    ({"name": "cosine_restarts", "period": 10}, {0: 1.0, 5: 0.5, 10: 1.0, 15: 0.5, 20: 1.0}),
+    ({"name": "cosine_restarts", "period": 10, "period_mult": 2, "min_lr_ratio": 0.2},
+     {5: 0.6, 10: 1.0, 20: 0.6, 30: 1.0, 50: 0.6}),
+    ({"name": "wsd", "total_steps": 100, "warmup_steps": 10, "decay_ratio": 0.2},
+     {4: 0.5, 10: 1.0, 80: 1.0, 90: 0.5, 100: 0.0, 200: 0.0}),
+    ({"name": "constant", "warmup_steps": 4, "warmup_start": 0}, {0: 0.0, 1: 0.25, 3: 0.75, 4: 1.0}),
+    ({"name": "constant", "warmup_steps": 4, "warmup_start": 0.2}, {0: 0.2, 1: 0.4, 3: 0.8, 4: 1.0}),
 ]  # fmt: skip
 
 
@@ -52,6 +65,50 @@ def test_one_cycle_is_torchs(warmup: float | None) -> None:
         optimizer.step()
         if step < total - 1:
             theirs.step()
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, 0.1),
+], ids=["sgd", "adamw"])  # fmt: skip
+def test_one_cycle_cycles_momentum_as_torch_does(make: Any) -> None:
+    total, model = 20, nn.Linear(2, 1)
+    name = type(make(model.parameters())).__name__.lower()
+    rule = {"name": name, "lr": 0.1, **({"momentum": 0.9} if name == "sgd" else {})}
+    config = {"optimizer": rule, "scheduler": {"name": "one_cycle", "total_steps": total, "warmup_ratio": 0.3}}
+    mo = ModelOptimizer(model, config)
+    optimizer = make([nn.Parameter(torch.ones(1))])
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total, pct_start=0.3)
+    (lane,) = mo.lanes.values()
+    for step in range(total):
+        ours, other = lane.optimizer.param_groups[0], optimizer.param_groups[0]
+        field = "momentum" if name == "sgd" else "betas"
+        assert ours[field] == pytest.approx(other[field], rel=1e-9)
+        mo.step(model(torch.ones(1, 2)).mean())
+        optimizer.step()
+        if step < total - 1:
+            theirs.step()
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "one_cycle"])
+def test_steps_past_the_end_of_the_schedule_are_warned_of_once(schedule: str) -> None:
+    model = nn.Linear(2, 1)
+    mo = ModelOptimizer(model, {"scheduler": {"name": schedule, "total_steps": 3}})
+    for step in range(6):
+        mo.step(model(torch.ones(1, 2)).mean())
+        assert bool(mo.warnings) == (step >= 3)
+    (text,) = mo.warnings
+    assert "total_steps (3)" in text
+
+
+@pytest.mark.parametrize(("fields", "where"), [
+    ({"name": "multistep"}, "scheduler.milestones"), ({"name": "cosine_restarts"}, "scheduler.period"),
+    ({"name": "wsd"}, "scheduler.total_steps"), ({"name": "cosine", "total_steps": 9, "period": 3}, "scheduler.period"),
+    ({"name": "constant", "warmup_start": 0.1}, "scheduler.warmup_start"),
+])  # fmt: skip
+def test_a_field_that_is_missing_or_not_read_is_refused(fields: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelOptimizer(nn.Linear(2, 1), {"scheduler": fields})
+    assert caught.value.where == where
 
 
 @given(
