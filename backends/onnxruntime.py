@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +27,23 @@ class OnnxRuntime:
 
     Args:
         threads: intra-op threads; 0 leaves the choice to the runtime.
+        defaults: the runtime's own options instead, as its users have them: it rewrites the graph and re-uses memory.
+        config: further entries of the session's configuration, by key.
         few_runs: weights stay as they lie; laying them out anew for the kernels takes as long as it saves in some eight
             runs.
     """
 
     name = "onnxruntime"
 
-    def __init__(self, *, threads: int = 0, few_runs: bool = False) -> None:
-        self.threads, self.few_runs = threads, few_runs
+    def __init__(
+        self,
+        *,
+        threads: int = 0,
+        few_runs: bool = False,
+        defaults: bool = False,
+        config: Mapping[str, str] | None = None,
+    ) -> None:
+        self.threads, self.few_runs, self.defaults, self.config = threads, few_runs, defaults, config or {}
 
     def unavailable_reason(self) -> str | None:
         return None if find_spec("onnxruntime") else "onnxruntime is not installed: pip install onnxruntime-gpu"
@@ -46,13 +55,16 @@ class OnnxRuntime:
         options = ort.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = self.threads
-        # Sizes and reductions are taken as soon as they can be, and what they read is let go.
-        options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         if self.few_runs:
             options.add_session_config_entry("session.disable_prepacking", "1")
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        # Planning who reuses whose memory takes seconds where thousands of values are tapped, and saves none of it.
-        options.enable_mem_reuse = False
+        for key, value in self.config.items():
+            options.add_session_config_entry(key, value)
+        if not self.defaults:
+            # Sizes and reductions are taken as soon as they can be, and what they read is let go.
+            options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+            # Planning who reuses whose memory takes seconds where thousands of values are tapped, and saves none.
+            options.enable_mem_reuse = False
         weights: list[Any] = []
         if isinstance(model, bytes | Path):
             source = model if isinstance(model, bytes) else str(model)

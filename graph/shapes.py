@@ -105,7 +105,10 @@ def _infer_one(node: ir.Node, model: ir.Model, known: Symbols, told: Declared) -
         _infer_node(node, model)
     own = _OURS.get(node.op_type) if node.domain == "" else None
     if own is not None and (shape := own(node, known)) is not None:
-        _refine(node.outputs[0], shape)
+        if node.op_type in _OVERRULED:
+            node.outputs[0].shape = ir.Shape(shape)
+        else:
+            _refine(node.outputs[0], shape)
     for output in node.outputs:
         if (said := told.get(output.name or "")) is not None:
             _refine(output, tuple(d if isinstance(d, int) else d.value for d in said))
@@ -241,10 +244,47 @@ def _slice(node: ir.Node, known: Symbols) -> Open | None:
     return tuple(out)
 
 
+def _dft(node: ir.Node, known: Symbols) -> Open | None:
+    """The transformed axis has the length's size, or one more than half of it; real and imaginary part come last."""
+    of = sizes(node.inputs[0])
+    if of is None or len(of) < 2:
+        return None
+    length = node.inputs[1] if len(node.inputs) > 1 else None
+    inverse, onesided = (node.attributes.get_int(name, 0) for name in ("inverse", "onesided"))
+    place = _dft_axis(node, known, len(of))
+    if place is None or (inverse and onesided):
+        return (None,) * len(of)
+    size: Size | None = of[place]
+    if length is not None:
+        told = known.of(length)
+        size = told[0] if told is not None and len(told) == 1 and is_size(told[0]) else None
+    if onesided:
+        size = size // 2 + 1 if isinstance(size, int) else None
+    out: list[Size | None] = [*of[:-1], 2]
+    out[place] = size
+    return tuple(out)
+
+
+def _dft_axis(node: ir.Node, known: Symbols, rank: int) -> int | None:
+    """The axis that a DFT transforms, from the front; None where it is not known."""
+    given = node.inputs[2] if len(node.inputs) > 2 else None
+    if given is not None:
+        told = known.of(given)
+        place = told[0] if told is not None and len(told) == 1 else None
+    elif "axis" in node.attributes:
+        place = node.attributes.get_int("axis", 1)
+    else:
+        place = 1 if rank == 3 else None  # 1 up to opset 19, the last but one since: the same of three axes
+    return place % rank if isinstance(place, int) and -rank <= place < rank else None
+
+
 _OURS: dict[str, Callable[[ir.Node, Symbols], Open | None]] = {
     "Reshape": _reshape,
     "Expand": _expand,
     "ConstantOfShape": _constant_of_shape,
     "Range": _range,
     "Slice": _slice,
+    "DFT": _dft,
 }
+# onnx's own inference takes the transformed axis to keep its size where the length is no constant.
+_OVERRULED = frozenset({"DFT"})

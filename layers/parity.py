@@ -15,6 +15,7 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph import noise
 from layerline.layers import floor, identity
 from layerline.layers.blame import refused
+from layerline.layers.declared import Shapes, shapes, watching, without_shapes
 from layerline.layers.tally import Apart, Tally, Within
 from layerline.layers.tracing import Traced
 from layerline.layers.types import types_of
@@ -52,12 +53,18 @@ class Parity:
         gates: one per probe: the module's own outputs against the ONNX's.
         floors: noise floor (relative L2) by value.
         notes: what was not compared, and why.
+        shapes: the feeds that ran, each with the sizes of every value on it.
+        outputs: what the ONNX gave for each feed; None for one that it can't run on.
+        random: outputs that are drawn at random.
     """
 
     rows: tuple[LayerDiff, ...]
     gates: tuple[Gate, ...]
     floors: Mapping[str, float]
     notes: tuple[str, ...]
+    shapes: Sequence[tuple[Feed, Shapes]] = ()
+    outputs: Sequence[Mapping[str, Array] | None] = ()
+    random: frozenset[str] = frozenset()
 
 
 def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) -> Parity:
@@ -67,18 +74,26 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
         rule: what values are judged by; None for the measured floor (`tolerance: auto`).
     """
     try:
-        session = OnnxRuntime(few_runs=True).open(traced.light, traced.taps())
+        taps = traced.taps()
+        session = OnnxRuntime(few_runs=True).open(watching(traced.light, taps), taps)
     except StageError as error:
         raise refused(traced.model, error) from error
     tally = Tally(traced, rule)
     seen: list[tuple[Probe, dict[str, Apart] | StageError]] = []
     ran: list[tuple[Probe, dict[str, Array]]] = []
+    sizes: list[tuple[Feed, Shapes]] = []
+    outputs: list[Mapping[str, Array] | None] = []
+    names = [o.name for o in traced.model.graph.output]
     for probe in probes:
         try:
-            found = session.run(probe.feed)
+            everything = session.run(probe.feed)
         except StageError as error:
             seen.append((probe, refused(traced.model, error)))
+            outputs.append(None)
             continue
+        found = without_shapes(everything)
+        sizes.append((probe.feed, shapes(everything)))
+        outputs.append({n: found[n] for n in names})
         seen.append((probe, {k: tally.apart(k, a, found) for k, a in probe.outputs.items()}))
         ran.append((probe, found))
     tally.measure([p.feed for p, _ in ran], [f for _, f in ran])
@@ -94,6 +109,9 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
         gates=(*(_gate(probe, what, tally, floors) for probe, what in seen), *_folded(traced, tally.random)),
         floors=floors,
         notes=(*notes, *_random(traced, tally.random), *_nonfinite(rows)),
+        shapes=sizes,
+        outputs=outputs,
+        random=frozenset(n for n in names if n in tally.random),
     )
 
 

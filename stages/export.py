@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from layerline.layers.calls import Call
     from layerline.layers.parity import Parity, Probe
     from layerline.layers.probing import Prober
+    from layerline.layers.shipped import Shipped
     from layerline.layers.tally import Within
 
 
@@ -68,7 +69,7 @@ class Export(Stage):
     """Exports through torch.export and proves the result on probes, which later stages reuse."""
 
     name: ClassVar[str] = "export"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     takes: ClassVar[Mapping[str, str]] = {"weights": "weights"}
     gives: ClassVar[str] = "onnx"
     uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data", "calib_data")
@@ -88,18 +89,21 @@ class Export(Stage):
 
     def run(self, work: Work) -> Report:
         from layerline.graph import io
-        from layerline.layers import floor, probes
+        from layerline.layers import declared, floor, probes
         from layerline.layers.axes import settle
         from layerline.layers.interface import signature
 
         prober, found, gates, result = self._prove(work)
         light = prober.traced.light
         settle(light.model, prober.axes, [(p.feed, p.outputs) for p in found])
+        declared.correct(light.model, result.shapes)
         io.save(light, work.out)
         probes.save(work.out, [p.feed for p in found])
         floor.save(work.out, result.floors)
         signature(light, prober.dims, prober.integers).save(work.out)
-        return _report(self, prober, result, gates)
+        default = _as_users_do(work, found, result)
+        prober.notes += default.notes
+        return _report(self, prober, result, [*gates, *default.gates])
 
     def debug(self, work: Work, folder: Path) -> LayerDiff | None:
         """Writes the smallest ONNX that shows the first bad value, with inputs, to `folder`; None where all is good.
@@ -220,6 +224,22 @@ def _rule(tolerance: Literal["auto"] | Tolerance) -> Within | None:
     from layerline.layers.tally import Within
 
     return None if tolerance == "auto" else Within(rtol=tolerance.rtol, atol=tolerance.atol)
+
+
+def _as_users_do(work: Work, probes: Sequence[Probe], result: Parity) -> Shipped:
+    """The file in a default onnxruntime session, on the probes that the graph runs on as it is written."""
+    from layerline.graph import io
+    from layerline.layers import shipped
+
+    pairs = [(p.feed, given) for p, given in zip(probes, result.outputs, strict=True) if given is not None]
+    outputs = {name for _, given in pairs for name in given}
+    return shipped.check(
+        work.out / io.FILE,
+        [feed for feed, _ in pairs],
+        expected=[given for _, given in pairs],
+        allowed=shipped.limits(result.floors, outputs),
+        random=result.random,
+    )
 
 
 def _golden(work: Work, call: Call, draw: str = "") -> list[Gate]:

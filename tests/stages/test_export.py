@@ -591,6 +591,20 @@ def test_a_batch_that_is_fixed_is_said(project: Project) -> None:
     assert "batch" not in project.export(module("return x * 2"), dynamic={"x": {0: "batch"}}).metrics
 
 
+FFT = module("n = 2 * u.shape[-1]\nreturn torch.fft.irfft(torch.fft.rfft(u, n=n), n=n)[..., : u.shape[-1]]", takes="u",
+             example="torch.randn(2, 3, 16),")  # fmt: skip
+
+
+def test_a_fourier_transform_of_any_length_runs_in_a_default_session(project: Project) -> None:
+    """onnx infers the spectrum's length to be the input's, and a default session shares memory by that."""
+    report = project.export(FFT, dynamic={"u": {2: "t"}})
+    assert report.passed and any("a default onnxruntime session gives the same on all" in n for n in report.notes)
+    session = OnnxRuntime(defaults=True).open(project.out / io.FILE)
+    for t in (4, 16, 23):
+        u = np.random.default_rng(t).standard_normal((2, 3, t)).astype(np.float32)
+        np.testing.assert_allclose(session.run({"u": u})["output"], u, atol=1e-5)
+
+
 def test_debug_tells_the_gates_where_no_value_is_at_fault(project: Project) -> None:
     work = project.work(module("return x * 2 if x.shape[0] > 5 else x"))
     stage = Export(dynamic={"x": {0: Axis(name="n", max=8)}})

@@ -1,0 +1,117 @@
+"""A default onnxruntime session: what fails or differs there is named; declared shapes are put right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.graph import io
+from layerline.layers import declared, shipped
+
+
+def _model(nodes: list[Any], takes: dict[str, list[Any]], gives: list[str], **weights: Any) -> onnx.ModelProto:
+    inputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in takes.items()]
+    outputs = [helper.make_empty_tensor_value_info(n) for n in gives]
+    for output in outputs:
+        output.type.tensor_type.elem_type = TensorProto.FLOAT
+    stored = [numpy_helper.from_array(np.asarray(a), n) for n, a in weights.items()]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, stored)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def _doubled() -> onnx.ModelProto:
+    """Twice as long behind the Concat, which is declared to keep the length t."""
+    nodes = [
+        helper.make_node("Relu", ["x"], ["a"]),
+        helper.make_node("Concat", ["a", "a"], ["b"], axis=0),
+        helper.make_node("Abs", ["b"], ["c"]),
+        helper.make_node("Neg", ["c"], ["y"]),
+    ]
+    model = _model(nodes, {"x": ["t", 3]}, ["y"])
+    for name, size in (("a", "t"), ("b", "t"), ("c", "2*t")):
+        model.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [size, 3]))
+    return model
+
+
+def test_declared_shapes_are_put_right_and_right_ones_stay() -> None:
+    model = _doubled()
+    feeds = [{"x": np.ones((n, 3), np.float32)} for n in (2, 5)]
+    assert declared.correct(model, declared.measured(io.split(model), feeds)) == ["b"]
+    told = {v.name: v.type.tensor_type.shape.dim[0].dim_param for v in model.graph.value_info}
+    assert told == {"a": "t", "b": "b#0", "c": "2*t"}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2*t + 1", 11), ("(t - 1)//2", 2), ("t % 3", 2), ("f(t)", None), ("__import__('os')", None)]
+)
+def test_sizes_are_worked_out_and_never_run(text: str, size: int | None) -> None:
+    assert declared._evaluate(text, {"t": 5}) == size
+
+
+def test_a_right_model_is_told_as_such(tmp_path: Path) -> None:
+    model = _model([helper.make_node("MatMul", ["x", "w"], ["y"])], {"x": ["n", 3]}, ["y"], w=np.eye(3, dtype="f4"))
+    found = shipped.check(io.save(model, tmp_path), [{"x": np.ones((2, 3), np.float32)}], allowed={})
+    assert found.gates == () and found.notes == (
+        "a default onnxruntime session gives the same on all 1 feeds, within 0.0e+00",
+    )
+
+
+def test_what_fails_in_a_default_session_alone_is_named(tmp_path: Path) -> None:
+    """As written it runs: Q/DQ in float32. Fused, the product of a constant in three axes has no kernel."""
+    rng = np.random.default_rng(0)
+    weight = rng.integers(-127, 127, (2, 4, 5)).astype(np.int8)
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["xq"]),
+        helper.make_node("DequantizeLinear", ["xq", "s", "z"], ["xd"]),
+        helper.make_node("DequantizeLinear", ["w", "ws", "wz"], ["wd"], axis=2),
+        helper.make_node("MatMul", ["xd", "wd"], ["m"], name="product"),
+        helper.make_node("QuantizeLinear", ["m", "s", "z"], ["mq"]),
+        helper.make_node("DequantizeLinear", ["mq", "s", "z"], ["y"]),
+    ]
+    model = _model(
+        nodes, {"x": ["n", 2, 3, 4]}, ["y"], w=weight, s=np.float32(0.05), z=np.int8(0),
+        ws=np.full(5, 0.01, np.float32), wz=np.zeros(5, np.int8),
+    )  # fmt: skip
+    feed = {"x": rng.standard_normal((1, 2, 3, 4)).astype(np.float32)}
+    path = io.save(model, tmp_path)
+    OnnxRuntime().open(path).run(feed)
+    (gate,) = shipped.check(path, [feed], allowed={}).gates
+    assert not gate.passed and gate.name == shipped.GATE and "product" in gate.seen and "x (1, 2, 3, 4)" in gate.seen
+
+
+def test_another_result_is_placed_at_the_first_node_that_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A runtime whose rewrites turn each Abs into a Neg, stood in for: no released one has a bug to rely on."""
+    nodes = [
+        helper.make_node("Relu", ["x"], ["a"], name="first"),
+        helper.make_node("Abs", ["a"], ["b"], name="second"),
+        helper.make_node("Exp", ["b"], ["y"], name="third"),
+    ]
+    path = io.save(_model(nodes, {"x": ["n"]}, ["y"]), tmp_path)
+    opened = OnnxRuntime.open
+
+    def rewriting(self: OnnxRuntime, model: Any, taps: Any = ()) -> Any:
+        whole = io.parts(model).whole() if isinstance(model, Path) else io.split(model).whole()
+        for node in whole.graph.node if self.defaults else ():
+            node.op_type = "Neg" if node.op_type == "Abs" else node.op_type
+        return opened(self, whole, taps)
+
+    monkeypatch.setattr(OnnxRuntime, "open", rewriting)
+    (gate,) = shipped.check(path, [{"x": np.ones(3, np.float32)}], allowed={}).gates
+    assert "Abs second" in gate.seen and "output y is off by relative L2" in gate.seen
+
+
+def test_index_outputs_are_judged_by_what_they_point_at(tmp_path: Path) -> None:
+    model = _model([helper.make_node("ArgMax", ["x"], ["y"], axis=1, keepdims=0)], {"x": ["n", 3]}, ["y"])
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.INT64
+    path, feed = io.save(model, tmp_path), {"x": np.array([[1, 1 - 1e-7, 0]], np.float32)}
+    near, far = ({"y": np.array([i])} for i in (1, 2))
+    assert shipped.check(path, [feed], allowed={}, expected=[near]).gates == ()
+    assert len(shipped.check(path, [feed], allowed={}, expected=[far]).gates) == 1
