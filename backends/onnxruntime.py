@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layerline.backends import telemetry
 from layerline.backends.base import Array, Feed, check_names
 from layerline.pipeline.errors import StageError
 
@@ -50,6 +51,7 @@ class OnnxRuntime:
 
     def open(self, model: Path | bytes | ModelProto | Light, taps: Sequence[str] = ()) -> OrtSession:
         """Loads a file, its bytes, or a model in memory; the last may be larger than one message can be."""
+        telemetry.switch_off()
         import onnxruntime as ort
 
         options = ort.SessionOptions()

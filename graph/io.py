@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
+from layerline.backends.base import Array
 from layerline.backends.light import (
     Light,
     Model,
@@ -21,12 +25,14 @@ from layerline.backends.light import (
     split,
     weight_outside,
 )
-from layerline.graph import wire
 from layerline.pipeline.errors import StageError
+from layerline.pipeline.untrusted import is_number, printable
 
 FILE = "model.onnx"
-# Protobuf refuses messages over 2 GiB; past this many bytes of tensors the weights go to a file beside the model.
-EXTERNAL_OVER = 1_500_000_000
+# Past this many bytes of tensors the weights go to a file beside the model: a message that holds them is in memory
+# twice while it is written or read, and protobuf refuses those over 2 GiB.
+EXTERNAL_OVER = 256 << 20
+_MOST_AXES, _MOST_ELEMENTS = 64, 2**48
 
 
 def load(path: Path) -> onnx.ModelProto:
@@ -67,7 +73,7 @@ def _beside(tensor: TensorProto, path: Path) -> Weight | None:
     if not (path.parent / location).resolve().is_relative_to(path.parent.resolve()):
         raise StageError(f"tensor {tensor.name!r} stores its data at {location!r}, a link out of the model's folder",
                          where=path.name, hint="put the file itself there: runtimes follow no such link")  # fmt: skip
-    weight = weight_outside(tensor, partial(wire.array, path.parent / location, offset))
+    weight = weight_outside(tensor, partial(_from_file, path.parent / location, offset))
     if weight is not None and length is not None and length != (size := declared_bytes(tensor)):
         raise StageError(f"tensor {tensor.name!r} takes {size} bytes by its type and shape, and has {length}",
                          where=path.name)  # fmt: skip
@@ -78,21 +84,73 @@ def _place(tensor: TensorProto, path: Path) -> tuple[str, int, int | None]:
     """File, offset and length, where one is given, of a tensor outside of a model that was read from `path`."""
     said = {e.key: e.value for e in tensor.external_data}
     offset, length = said.get("offset", "0"), said.get("length")
-    if not (offset.isdecimal() and (length is None or length.isdecimal())):
-        raise StageError(f"tensor {tensor.name!r} lies at {offset!r}, {length!r} bytes", where=path.name)
+    if not (is_number(offset) and (length is None or is_number(length))):
+        place = f"{printable(offset, 40)!r}, {printable(length or 'no', 40)!r} bytes"
+        raise StageError(f"tensor {tensor.name!r} lies at {place}, which are no numbers", where=path.name)
     return said.get("location", ""), int(offset), None if length is None else int(length)
 
 
 def read(path: Path) -> Light:
     """Reads what a file says itself: tensors that lie outside of it stay in the graph, with their place.
 
+    Weights that lie inside of it are copied out of the message, which is let go.
+
     Raises:
-        StageError: not an ONNX file.
+        StageError: not an ONNX file, or a tensor in it that can't be one.
     """
     try:
-        return wire.read(path)
+        model = onnx.load(str(path), format="protobuf", load_external_data=False)
+    except OSError as error:
+        raise StageError(f"cannot read: {error.strerror}", where=path.name) from error
     except Exception as error:
         raise StageError(f"not a readable ONNX file ({error})", where=path.name) from error
+    if not model.HasField("graph"):
+        raise StageError("not a readable ONNX file (it holds no graph)", where=path.name)
+    for tensor in tensors(model):
+        _refuse_tensor(tensor, path)
+    names = Counter(t.name for t in model.graph.initializer)
+    if doubled := [n for n, count in names.items() if count > 1]:
+        raise StageError(f"it stores {names[doubled[0]]} tensors of the name {doubled[0]!r}", where=path.name,
+                         hint="give each tensor a name of its own")  # fmt: skip
+    light = split(model)
+    del model
+    for weight in light.weights.values():
+        _ = weight.array
+    return light
+
+
+def _refuse_tensor(tensor: TensorProto, path: Path) -> None:
+    """Refuses what no runtime takes for a tensor, before anything of its size is made.
+
+    Raises:
+        StageError: sizes below zero or beyond all memory, or a part of a tensor; names it.
+    """
+    what = ""
+    if tensor.HasField("segment"):
+        what = "is a segment of a tensor, which no runtime reads"
+    elif len(tensor.dims) > _MOST_AXES:
+        what = f"has {len(tensor.dims)} axes; {_MOST_AXES} is the most"
+    elif any(d < 0 for d in tensor.dims):
+        what = f"has a size of {min(tensor.dims)}"
+    elif math.prod(tensor.dims) > _MOST_ELEMENTS:
+        what = f"has {' x '.join(map(str, tensor.dims))} elements, more than fit into any memory"
+    if what:
+        raise StageError(f"tensor {tensor.name!r} {what}", where=path.name)
+
+
+def _from_file(path: Path, offset: int, kind: str, count: int) -> Array:
+    """Numbers as they lie in a file from a place on; `kind` is numpy's name.
+
+    Raises:
+        StageError: the file is gone, or ends before.
+    """
+    size = np.dtype(kind).itemsize * count
+    try:
+        if path.stat().st_size < offset + size:
+            raise StageError(f"the file ends within {size} bytes from byte {offset} on", where=path.name)
+        return np.fromfile(path, kind, count, offset=offset)
+    except OSError as error:
+        raise StageError(f"can't be read: {error}", where=path.name) from error
 
 
 def external_files(light: Light, path: Path) -> tuple[str, ...]:
@@ -130,7 +188,7 @@ def save(model: Model, folder: Path, *, external_over: int = EXTERNAL_OVER) -> P
     path = folder / FILE
     if light.model.ByteSize() + light.nbytes > external_over:
         _move_out(light, folder / f"{FILE}.data")
-    wire.write(light, path)
+    path.write_bytes(light.whole().SerializeToString())
     return path
 
 
