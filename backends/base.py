@@ -17,6 +17,8 @@ Feed = Mapping[str, Array]
 MODULE, SOURCE = "layerline.module", "layerline.source"
 """Metadata of a node: the path of the torch module it comes from, and the line of the user's file. Not the exporter's
 own: later stages and other exporters never have to know how torch writes its scopes."""
+TRACED = "layerline.traced"
+"""What stands in a file in place of `SOURCE`: the node was traced from the project's own module."""
 
 
 class Session(Protocol):

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
-from layerline.backends.base import SOURCE
+from layerline.backends.base import SOURCE, TRACED
 from layerline.backends.light import Model
 from layerline.graph import facts, prepare
 from layerline.graph.checks_qdq import quantizers
@@ -185,9 +185,9 @@ def _settle(choice: ir.Node, inside: tuple[ir.Node, ...]) -> tuple[str, str]:
 
 
 def _traced(choice: ir.Node, inside: tuple[ir.Node, ...]) -> bool:
-    """Whether the model was exported from the project's own module: its nodes know their source lines."""
+    """Whether the model was exported from the project's own module: its nodes say so."""
     graph = (*inside, choice)[0].graph
-    return graph is not None and any(SOURCE in n.metadata_props for n in graph)
+    return graph is not None and any(n.metadata_props.keys() & {SOURCE, TRACED} for n in graph)
 
 
 def _leaves(condition: ir.Value | None, symbols: Symbols) -> tuple[list[str], list[str]]:

@@ -7,7 +7,7 @@ used, a function whose operators mean the same in both versions is taken to be w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import onnx
 import onnx.inliner
@@ -15,7 +15,10 @@ from onnx import helper
 
 from layerline.backends.light import bodies
 from layerline.graph import io
+from layerline.pipeline.errors import StageError
 
+MOST_NODES = 1_000_000
+"""Nodes that a model may come to when its functions are written out in place of each call, as every runtime does."""
 # Read otherwise in later versions under an unchanged signature.
 _CHANGED = frozenset({"GroupNormalization", "Softmax", "LogSoftmax", "Hardmax", "BatchNormalization", "Split"})
 _FAILS = (RuntimeError, ValueError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
@@ -41,6 +44,55 @@ def inline(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
         return model, f"functions {names} are left as they are: onnx can't inline them ({refusal})"
     left = ", ".join(sorted({f.name for f in inlined.functions}))
     return inlined, f"inlined the model's functions: {names}" + (f"; left as they are: {left}" if left else "")
+
+
+def refuse_endless(model: onnx.ModelProto) -> None:
+    """Refuses functions that call themselves, or call each other until no memory holds what they come to.
+
+    Counted, not written out: forty functions, each of which calls the next one twice, come to 2^40 nodes.
+
+    Raises:
+        StageError: names the function.
+    """
+    functions = {(f.domain, f.name): f for f in model.functions}
+    sizes: dict[tuple[str, str], int] = {}
+    for start in functions:
+        pending = [start]
+        while pending:
+            key = pending[-1]
+            calls = _calls(functions[key].node, functions)
+            if open_calls := [c for c in calls if c not in sizes]:
+                if any(c in pending for c in open_calls):
+                    raise StageError("not valid ONNX: it calls itself", where=f"function {key[1]}")
+                pending.append(open_calls[0])
+                continue
+            sizes[key] = _count(functions[key].node) + sum(sizes[c] for c in calls)
+            pending.pop()
+    calls = [c for g in io.graphs(model) for c in _calls(g.node, functions, nested=False)]
+    total = sum(sizes[c] for c in calls)
+    if total > MOST_NODES:
+        largest = max(calls, key=sizes.__getitem__)
+        raise StageError(
+            f"written out in place of its calls, it comes to {sizes[largest]} nodes; the model may have {MOST_NODES}",
+            where=f"function {largest[1]}",
+        )
+
+
+def _calls(
+    nodes: Iterable[onnx.NodeProto], functions: Mapping[tuple[str, str], object], *, nested: bool = True
+) -> list[tuple[str, str]]:
+    """Every call of one of these functions, in bodies too."""
+    found = []
+    for node in nodes:
+        if (node.domain, node.op_type) in functions:
+            found.append((node.domain, node.op_type))
+        for body in bodies(node) if nested else ():
+            found += _calls(body.node, functions)
+    return found
+
+
+def _count(nodes: Iterable[onnx.NodeProto]) -> int:
+    return sum(1 + sum(_count(body.node) for body in bodies(node)) for node in nodes)
 
 
 def _sound(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -13,8 +13,9 @@ import onnx
 from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
-from layerline.backends.base import Array
+from layerline.backends.base import SOURCE, TRACED, Array
 from layerline.backends.light import (
+    LEAST_SIZES,
     Light,
     Model,
     Weight,
@@ -112,11 +113,33 @@ def read(path: Path) -> Light:
     if doubled := [n for n, count in names.items() if count > 1]:
         raise StageError(f"it stores {names[doubled[0]]} tensors of the name {doubled[0]!r}", where=path.name,
                          hint="give each tensor a name of its own")  # fmt: skip
+    _store_constants(model.graph)
     light = split(model)
     del model
     for weight in light.weights.values():
         _ = weight.array
     return light
+
+
+def _store_constants(graph: onnx.GraphProto) -> None:
+    """Makes large Constant nodes of the main graph stored tensors of the same name, in place: only those lie beside the
+    graph, which must stay small enough for a message."""
+    outputs, kept = {o.name for o in graph.output}, list[onnx.NodeProto]()
+    for node in graph.node:
+        tensor = next((a.t for a in node.attribute if a.name == "value" and a.HasField("t")), None)
+        if node.op_type != "Constant" or tensor is None or node.output[0] in outputs or not _is_large(tensor):
+            kept.append(node)
+            continue
+        graph.initializer.append(tensor)
+        graph.initializer[-1].name = node.output[0]
+    if len(kept) < len(graph.node):
+        del graph.node[:]
+        graph.node.extend(kept)
+
+
+def _is_large(tensor: TensorProto) -> bool:
+    size: int = tensor.ByteSize()
+    return max(size, declared_bytes(tensor)) > LEAST_SIZES
 
 
 def _refuse_tensor(tensor: TensorProto, path: Path) -> None:
@@ -180,9 +203,10 @@ def external_files(light: Light, path: Path) -> tuple[str, ...]:
 def save(model: Model, folder: Path, *, external_over: int = EXTERNAL_OVER) -> Path:
     """Writes `model.onnx` in canonical form into `folder`; weights of large models go to `model.onnx.data` beside it.
 
-    Canonical: producer, version stamps, doc strings and torch's own notes are cleared, opset imports and metadata are
-    sorted, tensors are stored as raw bytes, by name, weights last. Node order and names stay: they are the identity
-    everything is joined on. `model` itself is left as it was.
+    Canonical: producer, version stamps, doc strings, source lines and torch's own notes are cleared, graphs have fixed
+    names, opset imports that nothing reads go, those that stay and metadata are sorted, tensors are stored as raw
+    bytes, by name, weights last. Node order and names stay: they are the identity everything is joined on. `model`
+    itself is left as it was.
     """
     light = canonical(model)
     path = folder / FILE
@@ -194,8 +218,8 @@ def save(model: Model, folder: Path, *, external_over: int = EXTERNAL_OVER) -> P
 
 def _move_out(light: Light, path: Path) -> None:
     """Writes the weights and what else is large to a file, if there is any; the model says where each lies then."""
-    # Of bodies, and of types that share a byte.
-    others = [t for g in graphs(light.model) for t in g.initializer if large(t.data_type, len(t.raw_data))]
+    # Of bodies, of types that share a byte, and what Constant nodes hold.
+    others = [t for t in tensors(light.model) if large(t.data_type, len(t.raw_data))]
     if not (others or light.weights):
         return
     with path.open("wb") as file:
@@ -216,10 +240,15 @@ def canonical(model: Model) -> Light:
     out = light.model
     for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
         out.ClearField(name)
-    opsets = sorted(out.opset_import, key=lambda o: o.domain)
+    out.graph.name = "main"
+    opsets = sorted(_read_opsets(out), key=lambda o: o.domain)
     del out.opset_import[:]
     out.opset_import.extend(opsets)
     _clean_metadata(out)
+    for node in nodes(out):
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                attribute.g.name = attribute.name
     for graph in graphs(out):
         graph.ClearField("doc_string")
         _clean_metadata(graph)
@@ -243,6 +272,13 @@ def canonical(model: Model) -> Light:
     out.graph.initializer.sort(key=lambda t: t.name)
     late = split(out)  # raw bytes since a moment ago
     return Light(late.model, dict(sorted((light.weights | late.weights).items())))
+
+
+def _read_opsets(model: onnx.ModelProto) -> list[onnx.OperatorSetIdProto]:
+    """Opset imports of the domains that a node belongs to, each once; ONNX's own stays in any case."""
+    read = {n.domain for n in nodes(model)}
+    by_domain = {o.domain: o for o in reversed(model.opset_import) if o.domain in (read | {"", "ai.onnx"})}
+    return list(by_domain.values())
 
 
 def graphs(model: onnx.ModelProto) -> list[onnx.GraphProto]:
@@ -276,6 +312,9 @@ def tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
 def _clean_metadata(item: Any) -> None:
     # What torch's exporter notes down holds paths of the machine it ran on.
     kept = [p for p in item.metadata_props if not p.key.startswith("pkg.torch.") and p.key != "namespace"]
+    for prop in kept:
+        if prop.key == SOURCE:  # a comment moves lines, and must not change the file
+            prop.key, prop.value = TRACED, "torch"
     props = sorted(kept, key=lambda p: p.key)
     del item.metadata_props[:]
     item.metadata_props.extend(props)

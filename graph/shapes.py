@@ -15,7 +15,7 @@ from functools import partial
 import onnx
 import onnx_ir as ir
 
-from layerline.backends.base import SOURCE
+from layerline.backends.base import SOURCE, TRACED
 from layerline.graph import loops
 from layerline.graph.facts import constant_tensor, subgraphs
 from layerline.graph.symbolic import LONGEST, Size, Symbols, is_size, quotient, sizes
@@ -24,7 +24,7 @@ Open = tuple[Size | None, ...]
 """A shape with None for what isn't known."""
 _LAST = 2**31 - 1
 # Written by our export stage and by torch's exporter on nodes that were traced; files from elsewhere have neither.
-_TRACED = (SOURCE, "pkg.torch.onnx.name_scopes")
+_TRACED = (SOURCE, TRACED, "pkg.torch.onnx.name_scopes")
 _GIVES_UP = (onnx.defs.SchemaError, onnx.shape_inference.InferenceError, RuntimeError, TypeError, ValueError)
 
 

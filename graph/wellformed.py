@@ -1,16 +1,18 @@
-"""What makes a file no ONNX at all, told by node: a value that nothing computes, an operator set that is not imported.
+"""What makes a file no ONNX at all, told by node: a value that nothing computes or that is defined twice, an operator
+set that is not imported, functions without an end.
 
-onnx's checker refuses more than that, files that every runtime runs among them; these two no runtime takes.
+onnx's checker refuses more than that, files that every runtime runs among them; these no runtime takes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 
 import onnx
 
 from layerline.backends.light import Light, bodies
-from layerline.graph import io
+from layerline.graph import functions, io
 from layerline.pipeline.errors import StageError
 
 _OWN = ("", "ai.onnx")
@@ -20,9 +22,11 @@ def refuse_broken(light: Light) -> None:
     """Refuses a model that can't be anyone's.
 
     Raises:
-        StageError: names the node, and the value or the domain.
+        StageError: names the node, and the value, the domain or the function.
     """
     graph, stored = light.model.graph, frozenset(light.weights)
+    _refuse_doubled(light)
+    functions.refuse_endless(light.model)
     imported = {o.domain for o in light.model.opset_import} | {f.domain for f in light.model.functions}
     for some in io.graphs(light.model):
         for node in some.node:
@@ -43,6 +47,40 @@ def refuse_broken(light: Light) -> None:
     for output in graph.output:
         if output.name not in made:
             raise StageError("not valid ONNX: nothing computes it", where=f"output {output.name}")
+
+
+def _refuse_doubled(light: Light) -> None:
+    """Refuses a graph or function that gives one name to two values; an input may also be stored, as old files have it.
+
+    Raises:
+        StageError: names the value, and all that define it.
+    """
+    for graph in io.graphs(light.model):
+        weights = list(light.weights) if graph is light.model.graph else []
+        stored = [*weights, *(t.name for t in graph.initializer), *(s.values.name for s in graph.sparse_initializer)]
+        _refuse_twice([i.name for i in graph.input], stored, graph.node, f"graph {graph.name}")
+    for function in light.model.functions:
+        _refuse_twice(list(function.input), [], function.node, f"function {function.name}")
+    called = Counter((f.domain, f.name, f.overload) for f in light.model.functions)
+    for (_, name, _), count in called.items():
+        if count > 1:
+            raise StageError(f"not valid ONNX: it is defined {count} times", where=f"function {name}")
+
+
+def _refuse_twice(inputs: list[str], stored: list[str], nodes: Iterable[onnx.NodeProto], where: str) -> None:
+    makers: dict[str, list[str]] = {}
+    for node in nodes:
+        for name in filter(None, node.output):
+            makers.setdefault(name, []).append(f"node {_called(node)}")
+    once = Counter(inputs), Counter(stored)
+    for name in dict.fromkeys([*makers, *inputs, *stored]):
+        definitions = [*["an input"] * once[0][name], *["a stored tensor"] * once[1][name], *makers.get(name, [])]
+        if len(definitions) > 1 and definitions != ["an input", "a stored tensor"]:
+            raise StageError(
+                f"not valid ONNX: {name!r} is defined {len(definitions)} times: {', '.join(definitions[:4])}",
+                where=where,
+                hint="give each value a name of its own",
+            )
 
 
 def _undefined(graph: onnx.GraphProto, outer: Set[str]) -> Iterator[tuple[onnx.NodeProto, str]]:

@@ -31,7 +31,7 @@ class Quantize(Stage):
     """Post-training quantisation after TensorRT's rules, or a conversion to half precision."""
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
     uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric")

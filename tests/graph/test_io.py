@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from layerline.backends import light
+from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph import io
 from layerline.pipeline.errors import StageError
 from tests.graph.fusing import normal, parse
@@ -264,3 +265,68 @@ def test_bytes_without_an_end_are_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.onnx").write_bytes(b"\xff" * 10_000_000)
     with pytest.raises(StageError, match="not a readable ONNX file"):
         io.read(tmp_path / "a.onnx")
+
+
+def _with_constants() -> onnx.ModelProto:
+    """Products with weights in Constant nodes: of 2 MB and of 1 kB in the main graph, of 2 kB in both branches."""
+    text = "c = Equal (one, one) a = MatMul (x, w) b = MatMul (x, small) ab = Concat <axis = 1> (a, b) y = If (c) "
+    text += "<then_branch = g () => (float[n, 8] t) { t = MatMul (ab, v) }, else_branch = h () => (float[n, 8] e) "
+    model = parse("(float[n, 64] x) => (float[n, 8] y)", text + "{ e = MatMul (ab, u) }>", one=np.array(1))
+    nodes = list(model.graph.node)
+    shapes = {"w": (64, 8192), "small": (64, 4)}
+    stored = [helper.make_node("Constant", [], [n], value=numpy_helper.from_array(normal(*s), n))
+              for n, s in shapes.items()]  # fmt: skip
+    for attribute in nodes[-1].attribute:
+        name = attribute.g.node[0].input[1]
+        inner = helper.make_node("Constant", [], [name], value=numpy_helper.from_array(normal(8196, 8), name))
+        attribute.g.node.insert(0, inner)
+    del model.graph.node[:]
+    model.graph.node.extend([*stored, *nodes])
+    return model
+
+
+def _outputs(path: Path) -> np.ndarray[Any, Any]:
+    return OnnxRuntime().open(path).run({"x": normal(2, 64, seed=1)})["y"]
+
+
+def test_weights_in_constant_nodes_go_to_the_second_file(tmp_path: Path) -> None:
+    model = _with_constants()
+    for name, over in (("one", 1 << 30), ("two", 16)):
+        (tmp_path / name).mkdir()
+        io.save(model, tmp_path / name, external_over=over)
+    assert (tmp_path / "two" / "model.onnx").stat().st_size < 3000
+    assert (tmp_path / "two" / "model.onnx.data").stat().st_size == 4 * (64 * 8192 + 2 * 8196 * 8)
+    onnx.checker.check_model(str(tmp_path / "two" / "model.onnx"), full_check=True)
+    assert np.array_equal(_outputs(tmp_path / "one" / "model.onnx"), _outputs(tmp_path / "two" / "model.onnx"))
+
+
+@pytest.mark.parametrize("over", [16, 1 << 30])
+def test_large_constants_are_read_as_weights(over: int, tmp_path: Path) -> None:
+    path = io.save(_with_constants(), tmp_path, external_over=over)
+    light = io.parts(path)
+    assert list(light.weights) == ["w"] and light.weights["w"].shape == (64, 8192)
+    assert [n.output[0] for n in light.model.graph.node if n.op_type == "Constant"] == ["small"]
+    expected = _outputs(path)
+    assert np.array_equal(OnnxRuntime().open(light).run({"x": normal(2, 64, seed=1)})["y"], expected)
+
+
+def test_what_changes_no_number_changes_no_byte(tmp_path: Path) -> None:
+    """Names of graphs, an operator set that no node is of, source lines, an import written twice."""
+    first, second = _with_constants(), _with_constants()
+    second.graph.name = "another"
+    second.opset_import.extend([helper.make_opsetid("unused", 7), helper.make_opsetid("", 20)])
+    for attribute in second.graph.node[-1].attribute:
+        attribute.g.name = "another"
+    for model, line in ((first, 12), (second, 13)):
+        model.graph.node[2].metadata_props.add(key="layerline.source", value=f"task.py:{line}")
+    forms = []
+    for name, model in (("a", first), ("b", second)):
+        (tmp_path / name).mkdir()
+        forms.append(io.save(model, tmp_path / name).read_bytes())
+    assert forms[0] == forms[1] and b"task.py" not in forms[0]
+
+
+def test_a_graph_without_a_name_gets_one(tmp_path: Path) -> None:
+    model = _model()
+    model.graph.name = ""
+    onnx.checker.check_model(str(io.save(model, tmp_path)))

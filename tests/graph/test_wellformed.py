@@ -44,6 +44,68 @@ def test_refused(broken: onnx.ModelProto, where: str, said: str) -> None:
     assert caught.value.where == where and said in caught.value.what and "not valid ONNX" in caught.value.what
 
 
+def function(name: str, *nodes: onnx.NodeProto) -> onnx.FunctionProto:
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("mine", 1)]
+    return helper.make_function("mine", name, ["a"], ["b"], list(nodes), opsets)
+
+
+def calling(*functions: onnx.FunctionProto, name: str = "f0") -> onnx.ModelProto:
+    made = model(helper.make_node(name, ["x"], ["y"], domain="mine"), domains=("", "mine"))
+    made.functions.extend(functions)
+    return made
+
+
+def _call(name: str, *ends: str) -> onnx.NodeProto:
+    return helper.make_node(name, [ends[0]], [ends[1]], domain="mine", name=f"{ends[1]}_node")
+
+
+def with_input(twice: str) -> onnx.ModelProto:
+    made = model(helper.make_node("Add", ["x", "x"], ["y"]))
+    made.graph.input.append(helper.make_tensor_value_info(twice, TensorProto.FLOAT, [2]))
+    return made
+
+
+RELU, ABS = helper.make_node("Relu", ["x"], ["y"], name="r"), helper.make_node("Abs", ["x"], ["y"], name="s")
+STORED = model(RELU)
+STORED.graph.initializer.append(helper.make_tensor("y", TensorProto.FLOAT, [2], [0, 0]))
+BODY = forked("x")
+BODY.graph.node[1].attribute[0].g.node.append(helper.make_node("Abs", ["x"], ["b"], name="again"))
+LONG = [function(f"f{i}", _call(f"f{i + 1}", "a", "c"), _call(f"f{i + 1}", "c", "b")) for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "where", "said"),
+    [
+        (model(RELU, ABS), "graph g", "'y' is defined 2 times: node r, node s"),
+        (STORED, "graph g", "'y' is defined 2 times: a stored tensor, node r"),
+        (with_input("x"), "graph g", "'x' is defined 2 times: an input, an input"),
+        (with_input("y"), "graph g", "'y' is defined 2 times: an input, node Add of y"),
+        (BODY, "graph b", "'b' is defined 2 times: node relu_b, node again"),
+        (
+            calling(function("f0", helper.make_node("Relu", ["a"], ["b"]), helper.make_node("Abs", ["a"], ["b"]))),
+            "function f0",
+            "'b' is defined 2 times",
+        ),
+        (calling(*[function("f0", helper.make_node("Relu", ["a"], ["b"]))] * 2), "function f0", "defined 2 times"),
+        (calling(function("f0", _call("f0", "a", "b"))), "function f0", "it calls itself"),
+        (
+            calling(function("f0", _call("f1", "a", "b")), function("f1", _call("f0", "a", "b"))),
+            "function f1",
+            "it calls itself",
+        ),
+        (
+            calling(*LONG, function("f40", helper.make_node("Relu", ["a"], ["b"]))),
+            "function f0",
+            f"it comes to {3 * 2**40 - 2} nodes",
+        ),
+    ],
+)
+def test_what_is_defined_twice_or_has_no_end_is_refused_by_name(broken: onnx.ModelProto, where: str, said: str) -> None:
+    with pytest.raises(StageError) as caught:
+        refuse_broken(split(broken))
+    assert caught.value.where == where and said in caught.value.what
+
+
 @pytest.mark.parametrize(
     "sound",
     [
