@@ -5,10 +5,8 @@ Both make a feed for any sizes of the symbolic dimensions, the same feed each ti
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -132,22 +130,6 @@ class Given:
             if array.shape[axis] != wanted:
                 array = resized(array, axis, wanted)
         return np.asarray(array, order="C")
-
-
-def read(path: Path) -> dict[str, Array]:
-    """The arrays of an .npz file.
-
-    Raises:
-        ConfigError: it is none, or holds Python objects.
-    """
-    try:
-        file = np.load(path, allow_pickle=False)
-        if isinstance(file, np.ndarray):
-            raise ConfigError("a single array, expected an .npz with one array per input", where=path.name)
-        with file:
-            return {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"not an .npz file of plain arrays ({error})", where=path.name) from error
 
 
 def given(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> Given:

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from layerline.pipeline import newfiles, yamltext
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.files import GONE, entries, remove
+from layerline.pipeline.generated import check_yaml, plain, yaml_value
 from layerline.pipeline.plan import open_planner
 from layerline.pipeline.presence import abandoned, alone
 from layerline.pipeline.project import Project
 from layerline.pipeline.resume import cut_short
-from layerline.pipeline.starter import quoted
+from layerline.pipeline.starter import project_name
 from layerline.pipeline.store import DamagedError
 
 # Where in the state lies what a person counts.
@@ -56,19 +58,14 @@ def init(folder: Path, template: str) -> list[Path]:
     """
     if template not in templates():
         raise ConfigError(f"there is no template {template!r}", hint=f"there are: {', '.join(templates())}")
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError("it is a file, not a folder", where=str(folder))
+    newfiles.check_folder(folder)
     source = resources.files("layerline").joinpath("templates").joinpath(template)
-    targets = {folder / name: source.joinpath(name).read_text("utf-8") for name in ("pipe.yaml", "task.py")}
-    for path in targets:
-        if path.exists():
-            raise ConfigError("it is there already", where=str(path), hint="choose another folder; nothing was written")
-    folder.mkdir(parents=True, exist_ok=True)
-    config, name = folder / "pipe.yaml", quoted(folder.resolve().name)
-    targets[config] = re.sub(r"^name: \S+", lambda _: f"name: {name}", targets[config], count=1, flags=re.MULTILINE)
-    for path, text in targets.items():
-        path.write_text(text, "utf-8")
-    return list(targets)
+    texts = {name: source.joinpath(name).read_text("utf-8") for name in ("pipe.yaml", "task.py")}
+    name = f"name: {yaml_value(project_name(folder))}"
+    config = re.sub(r"^name: \S+", lambda _: name, texts["pipe.yaml"], count=1, flags=re.MULTILINE)
+    meant = plain(yamltext.parse(texts["pipe.yaml"], "pipe.yaml")) | {"name": project_name(folder)}
+    check_yaml(config, meant, "pipe.yaml")
+    return newfiles.write(folder, {Path("pipe.yaml"): config.encode(), Path("task.py"): texts["task.py"].encode()})
 
 
 def verify(project: Project) -> tuple[int, list[Problem]]:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-import shutil
-import zipfile
-from collections.abc import Mapping
+import keyword
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-from layerline.pipeline import starter, table, trees
+from layerline.pipeline import newfiles, starter, table, trees
 from layerline.pipeline.batches import answers
 from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.hooksfile import Array, Hooks
+from layerline.pipeline.starter import Section, project_name
 from layerline.pipeline.task import HOOKS
+from layerline.pipeline.untrusted import is_file_name, is_importable, is_inside, printable
+
+# Where a model goes whose weights lie in files of their own, and what those are called whose names are more than that.
+MODEL, DATA = "model", "weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,10 @@ class Looks(Protocol):
     def look(cls, path: Path, data: Path | None) -> Look:
         """Reads as much as is needed, and checks the samples against it."""
 
+    @classmethod
+    def renamed(cls, path: Path, names: Mapping[str, str]) -> bytes:
+        """The file with other names for those that belong to it."""
+
 
 def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]:
     """Writes a project that starts at `import-onnx`.
@@ -63,29 +72,32 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
         ConfigError: a file is there already (nothing is overwritten), or the samples don't fit the model or each other.
         StageError: the model can't be read.
     """
+    newfiles.check_folder(folder)
+    _check_names(model, data)
     arrays = _arrays(data) if data else {}
-    look = cast("Looks", table.stage_class("import-onnx")).look(_there(model), data)
-    fields = [f"file: {starter.quoted(model.name)}"]
-    fields += [f"external: [{', '.join(map(starter.quoted, look.beside))}]"] if look.beside else []
-    fields += [f"data: {starter.quoted(data.name)}"] if data else []
-    fields += [*starter.dims(look.dims), *starter.values(look.numbers)]
-    sources = {Path(name): model.parent / name for name in (model.name, *look.beside)}
-    texts = {
-        "pipe.yaml": starter.pipe_yaml(
-            folder.resolve().name, model.name, {"import-onnx": fields, "quantize": starter.mode(arrays)}
-        ),
-        "task.py": starter.task_py(
-            model.name,
-            "",
-            data.name if data else "",
-            arrays,
-            inputs=look.inputs or ("input",),
-            whole=look.whole,
-            numbers=tuple(look.numbers),
-            outputs=look.outputs,
-        ),
-    }
-    return _write(folder, texts, sources | ({Path(data.name): data} if data else {}))
+    stage = cast("Looks", table.stage_class("import-onnx"))
+    look = stage.look(_there(model), data)
+    place, moves = _places(model, look.beside, folder)
+    fields: dict[str, Any] = {"file": (place / model.name).as_posix()}
+    if moves:
+        fields["external"] = [(place / name).as_posix() for name in moves.values()]
+    if data:
+        fields["data"] = data.name
+    section = Section(fields, comments=[*starter.dims(look.dims), *starter.values(look.numbers)])
+    sections = {"import-onnx": section, "quantize": starter.quantize(samples=bool(arrays))}
+    hooks = Hooks(
+        source=model.name,
+        data=data.name if data else "",
+        arrays=arrays,
+        inputs=look.inputs or ("input",),
+        whole=look.whole,
+        numbers=tuple(look.numbers),
+        outputs=look.outputs,
+    )
+    renamed = {stored: name for stored, name in moves.items() if stored != name}
+    copies: dict[Path, Path | bytes] = {place / model.name: stage.renamed(model, renamed) if renamed else model}
+    copies |= {place / name: model.parent / stored for stored, name in moves.items()}
+    return _write(folder, model.name, sections, hooks, copies, data)
 
 
 def from_checkpoint(
@@ -107,24 +119,29 @@ def from_checkpoint(
     """
     from layerline.pipeline.given import check_checkpoint
 
+    newfiles.check_folder(folder)
+    _check_names(weights, data)
     check_checkpoint(_there(weights))
     arrays = _arrays(data, float32=True) if data else {}
     module, call = _factory(model)
     modules = _local(module)
     _check_factory(model, modules)
-    fields = [
-        f"file: {starter.quoted(weights.name)}",
-        *(["trust: true # its pickled code may run"] if trust else []),
-    ]
+    fields: dict[str, Any] = {"file": weights.name}
+    if trust:
+        fields["trust"] = True
+    imported = Section(fields, notes={"trust": "its pickled code may run"})
     inputs = [n for n, a in arrays.items() if a.rank and n != answers(arrays)]
-    dynamic = ["dynamic:", *(f"  {starter.quoted(n)}: {{0: batch}}" for n in inputs)] if inputs else [starter.FIXED]
-    stages = {"import-weights": fields, "export": dynamic, "quantize": starter.mode(arrays)}
-    texts = {
-        "pipe.yaml": starter.pipe_yaml(folder.resolve().name, weights.name, stages),
-        "task.py": starter.task_py(weights.name, call, data.name if data else "", arrays),
+    if inputs:
+        export = Section({"dynamic": {n: {0: "batch"} for n in inputs}})
+    else:
+        export = Section(comments=[starter.FIXED])
+    sections = {
+        "import-weights": imported,
+        "export": export,
+        "quantize": starter.quantize(samples=bool(arrays)),
     }
-    files = {Path(weights.name): weights, **modules}
-    return _write(folder, texts, files | ({Path(data.name): data} if data else {}))
+    hooks = Hooks(source=weights.name, model=call, data=data.name if data else "", arrays=arrays)
+    return _write(folder, weights.name, sections, hooks, {Path(weights.name): weights, **modules}, data)
 
 
 def _there(path: Path) -> Path:
@@ -133,30 +150,27 @@ def _there(path: Path) -> Path:
     return path
 
 
-def _arrays(data: Path, *, float32: bool = False) -> dict[str, starter.Array]:
+def _arrays(data: Path, *, float32: bool = False) -> dict[str, Array]:
     """What the samples hold, checked; `float32`: they go into a network that computes in it."""
     import numpy as np
 
-    from layerline.pipeline import given
+    from layerline.pipeline import given, npz
 
-    try:
-        with np.load(_there(data), allow_pickle=False) as file:
-            arrays = {n: file[n] for n in file.files}
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"not an .npz file of plain arrays ({error})", where=str(data)) from error
+    arrays = npz.read(_there(data))
     given.check_samples(arrays, data.name)
     if float32 and (label := answers(arrays)):
         given.check_answers(arrays[label], data.name, label)
     for name, array in arrays.items() if float32 else ():
         if array.dtype == np.float64:
             given.checked_cast(array, np.float32, name, data.name)
-    return {n: starter.Array(a.ndim, a.dtype.kind) for n, a in arrays.items()}
+    return {n: Array(a.ndim, a.dtype.kind) for n, a in arrays.items()}
 
 
 def _factory(spec: str) -> tuple[str, str]:
     """The module of `package.module:factory`, and the lines that call it."""
     module, _, attribute = spec.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+    parts = (*module.split("."), *attribute.split("."))
+    if any(not part.isidentifier() or keyword.iskeyword(part) for part in parts):
         raise ConfigError(f"expected package.module:factory, saw {spec!r}", where="--model")
     first, _, rest = attribute.partition(".")
     name = f"build_{first}" if first in HOOKS else first
@@ -215,21 +229,75 @@ def _local(module: str) -> dict[Path, Path]:
     return {}
 
 
-def _write(folder: Path, texts: Mapping[str, str], files: Mapping[Path, Path]) -> list[Path]:
-    """Writes the texts and copies the files (target below the folder to source); nothing is overwritten."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError("it is a file, not a folder", where=str(folder))
-    if taken := [str(t) for t in files if str(t) in texts]:
-        raise ConfigError(f"every project has a {taken[0]} of its own", where=taken[0], hint="rename your file")
-    moves = {folder / t: s for t, s in files.items() if (folder / t).resolve() != s.resolve()}
-    for path in (*moves, *(folder / name for name in texts)):
-        if path.exists():
-            raise ConfigError("it is there already", where=str(path), hint="choose another folder; nothing was written")
-    for target, source in moves.items():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # A copy, not a link: onnx takes linked data files for an attack.
-        shutil.copyfile(source, target)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        (folder / name).write_text(text, "utf-8")
-    return [*(folder / name for name in texts), *moves]
+def _check_names(*files: Path | None) -> None:
+    """Refuses files whose name would do more in a project's folder than name them.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    for file in files:
+        if file is None:
+            continue
+        name, hint = printable(file.name, 80), "rename it"
+        if not is_file_name(file.name):
+            raise ConfigError("its name holds a control character, a backslash, or bytes that are no UTF-8",
+                              where=name, hint=hint)  # fmt: skip
+        if is_importable(file.name):
+            raise ConfigError("Python would take a file of this name for code of the project", where=name, hint=hint)
+        if file.name.startswith("."):
+            raise ConfigError("its name begins with a dot, as those of files that tools keep", where=name, hint=hint)
+
+
+def _places(model: Path, beside: Sequence[str], folder: Path) -> tuple[Path, dict[str, str]]:
+    """Where the model and the files with its weights go, below the project.
+
+    A model that lies in the project stays, and so do names that are no more than that.
+
+    Returns:
+        The folder of all of them, and the name in it for each place that the model stores.
+
+    Raises:
+        ConfigError: a file of weights that lies in the project would be code there; or it is the model's own.
+    """
+    if model.name in beside:
+        raise ConfigError("it stores weights in itself, beside what it says of them", where=printable(model.name))
+    moves = {stored: stored if _is_data(stored) else f"{DATA}-{i}.bin" for i, stored in enumerate(beside)}
+    if model.parent.resolve() != folder.resolve():
+        return Path(MODEL) if moves else Path(), moves
+    if strange := next((stored for stored, name in moves.items() if stored != name), None):
+        raise ConfigError(
+            f"it stores weights in {printable(strange, 80)!r}, which Python may take for code of the project",
+            where=printable(model.name, 80),
+            hint="choose another folder for the project: there the file gets another name",
+        )
+    return Path(), moves
+
+
+def _is_data(location: str) -> bool:
+    """Whether a place that a model stores names data, on every system, and nothing that Python or a tool looks for."""
+    parts = location.split("/")
+    return is_inside(location) and all(is_file_name(p) and not is_importable(p) and p[0] not in "._" for p in parts)
+
+
+def _write(
+    folder: Path,
+    source: str,
+    sections: Mapping[str, Section],
+    hooks: Hooks,
+    copies: Mapping[Path, Path | bytes],
+    data: Path | None,
+) -> list[Path]:
+    """Writes the texts, and copies the files that don't lie there already; nothing is overwritten."""
+    texts = {
+        Path("pipe.yaml"): starter.pipe_yaml(project_name(folder), source, sections).encode(),
+        Path("task.py"): hooks.text().encode(),
+    }
+    samples = {Path(data.name): data} if data else {}
+    for names in (texts.keys() & copies.keys(), texts.keys() & samples.keys()):
+        if taken := next(iter(names), None):
+            raise ConfigError(f"every project has a {taken} of its own", where=str(taken), hint="rename your file")
+    if taken := next(iter(copies.keys() & samples.keys()), None):
+        raise ConfigError("two files of this name belong to the project", where=str(taken), hint="rename one of them")
+    files = {**copies, **samples}
+    moves = {t: s for t, s in files.items() if isinstance(s, bytes) or (folder / t).resolve() != s.resolve()}
+    return newfiles.write(folder, {**texts, **moves})

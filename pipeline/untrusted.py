@@ -17,6 +17,7 @@ DIGITS = 40
 JSON_BYTES = 1 << 28
 JSON_DEPTH = 64
 _NAME_BYTES = 255  # what common file systems take for one name
+_CODE = (".py", ".pyc", ".pyo", ".pyw", ".pyd", ".so", ".dll", ".dylib", ".pth")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9]{6}-[0-9a-f]{2}")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
@@ -149,3 +150,8 @@ def _is_deeper(document: Any, depth: int) -> bool:
             return False
         level = inner
     return True
+
+
+def is_importable(name: str) -> bool:
+    """Whether Python, or its installer, takes a file of this name in a folder for code."""
+    return name.lower().endswith(_CODE)

@@ -103,8 +103,9 @@ class ImportOnnx(Stage):
         from layerline.graph.wellformed import refuse_broken
         from layerline.layers import dims, sources
         from layerline.layers.interface import signature
+        from layerline.pipeline import npz
 
-        light, arrays = io.read(path), sources.read(data) if data else {}
+        light, arrays = io.read(path), npz.read(data) if data else {}
         refuse_broken(light)
         _refuse_types(light)
         ranks = {k: a.ndim for k, a in arrays.items()}
@@ -119,6 +120,13 @@ class ImportOnnx(Stage):
             whole=tuple(sorted(given.whole)) if given else (),
             numbers={n: a.item() for n, a in sorted(given.numbers.items())} if given else {},
         )
+
+    @classmethod
+    def renamed(cls, path: Path, names: Mapping[str, str]) -> bytes:
+        """The model with other names for the files that hold its weights."""
+        from layerline.graph import relocate
+
+        return relocate.renamed(path, names)
 
     def files(self) -> tuple[str, ...]:
         """The model, its weights and the samples: their content is part of the key."""
@@ -174,9 +182,9 @@ class ImportOnnx(Stage):
         return adopt.adopt(given, self.opset)
 
     def _arrays(self, work: Work) -> Mapping[str, Any]:
-        from layerline.layers import sources
+        from layerline.pipeline import npz
 
-        return sources.read(work.root / self.data) if self.data else {}
+        return npz.read(work.root / self.data) if self.data else {}
 
     def _declare(self, light: Light, places: Places) -> dict[str, Declared]:
         """Applies `dims` to the model, in place; the bounds that are left, by final name."""

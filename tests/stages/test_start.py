@@ -139,11 +139,14 @@ def test_external_data_moves_along(location: str, tmp_path: Path) -> None:
     path = tmp_path / "a" / "m.onnx"
     onnx.save(conv(), str(path), save_as_external_data=True, location=location, size_threshold=0)
     start.from_onnx(tmp_path / "b", path)
-    assert (tmp_path / "b" / location).read_bytes() == (tmp_path / "a" / location).read_bytes()
-    assert (tmp_path / "b" / location).stat().st_nlink == 1, "onnx refuses hard links"
+    copied = tmp_path / "b" / "model" / location
+    assert copied.read_bytes() == (tmp_path / "a" / location).read_bytes()
+    assert copied.stat().st_nlink == 1, "onnx refuses hard links"
+    assert (tmp_path / "b" / "model" / "m.onnx").read_bytes() == path.read_bytes(), "a harmless file stays as it is"
     (tmp_path / "b").rename(tmp_path / "c")
     digest = _run(tmp_path / "c", "import-onnx").results[0].record.digest  # type: ignore[union-attr]
-    data, before = tmp_path / "c" / location, (tmp_path / "c" / location).stat()
+    data = tmp_path / "c" / "model" / location
+    before = data.stat()
     changed = bytearray(data.read_bytes())
     changed[3] ^= 0x01
     data.write_bytes(changed)
