@@ -85,25 +85,30 @@ def test_what_fails_in_a_default_session_alone_is_named(tmp_path: Path) -> None:
     assert not gate.passed and gate.name == shipped.GATE and "product" in gate.seen and "x (1, 2, 3, 4)" in gate.seen
 
 
+def _rewrite(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """A runtime that takes one operator for another in a default session."""
+    opened = OnnxRuntime.open
+
+    def rewriting(self: OnnxRuntime, model: Any, taps: Any = ()) -> Any:
+        whole = io.parts(model).whole() if isinstance(model, Path) else io.split(model).whole()
+        for node in whole.graph.node if self.defaults else ():
+            node.op_type = new if node.op_type == old else node.op_type
+        return opened(self, whole, taps)
+
+    monkeypatch.setattr(OnnxRuntime, "open", rewriting)
+
+
 def test_another_result_is_placed_at_the_first_node_that_gives_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A runtime whose rewrites turn each Abs into a Neg, stood in for: no released one has a bug to rely on."""
+    """No released runtime has a bug to rely on, so one is stood in for."""
     nodes = [
         helper.make_node("Relu", ["x"], ["a"], name="first"),
         helper.make_node("Abs", ["a"], ["b"], name="second"),
         helper.make_node("Exp", ["b"], ["y"], name="third"),
     ]
     path = io.save(_model(nodes, {"x": ["n"]}, ["y"]), tmp_path)
-    opened = OnnxRuntime.open
-
-    def rewriting(self: OnnxRuntime, model: Any, taps: Any = ()) -> Any:
-        whole = io.parts(model).whole() if isinstance(model, Path) else io.split(model).whole()
-        for node in whole.graph.node if self.defaults else ():
-            node.op_type = "Neg" if node.op_type == "Abs" else node.op_type
-        return opened(self, whole, taps)
-
-    monkeypatch.setattr(OnnxRuntime, "open", rewriting)
+    _rewrite(monkeypatch, "Abs", "Neg")
     (gate,) = shipped.check(path, [{"x": np.ones(3, np.float32)}], allowed={}).gates
     assert "Abs second" in gate.seen and "output y is off by relative L2" in gate.seen
 
@@ -115,3 +120,16 @@ def test_index_outputs_are_judged_by_what_they_point_at(tmp_path: Path) -> None:
     near, far = ({"y": np.array([i])} for i in (1, 2))
     assert shipped.check(path, [feed], allowed={}, expected=[near]).gates == ()
     assert len(shipped.check(path, [feed], allowed={}, expected=[far]).gates) == 1
+
+
+@pytest.mark.parametrize(("elements", "fails"), [(1, False), (50, True)])
+def test_few_elements_on_the_other_side_of_a_threshold_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elements: int, fails: bool
+) -> None:
+    """Floor and Ceil differ where the input is no whole number."""
+    path = io.save(_model([helper.make_node("Floor", ["x"], ["y"])], {"x": ["n"]}, ["y"]), tmp_path)
+    _rewrite(monkeypatch, "Floor", "Ceil")
+    x = np.ones(300, np.float32)
+    x[:elements] = 0.5
+    found = shipped.check(path, [{"x": x}], allowed={})
+    assert bool(found.gates) is fails and any("next to a threshold" in n for n in found.notes) is not fails
