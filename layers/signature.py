@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,20 @@ class Dim:
     min: int = 1
     max: int
     multiple: int = 1
+
+
+def bounds(dims: Mapping[str, Dim], fixed: Mapping[str, int] | None = None) -> dict[str, str]:
+    """Which sizes a model can be deployed at, as the figure of a report; empty where none varies.
+
+    Args:
+        dims: of each symbolic dimension.
+        fixed: sizes of dimensions that look symbolic, and can't vary.
+    """
+    parts = [f"{name} fixed at {size}" for name, size in (fixed or {}).items()]
+    for name, dim in dims.items():
+        step = f" in steps of {dim.multiple}" if dim.multiple > 1 else ""
+        parts.append(f"{name} {dim.min} to {dim.max}{step}")
+    return {"axes": ", ".join(parts)} if parts else {}
 
 
 @dataclass(frozen=True, kw_only=True)

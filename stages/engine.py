@@ -109,7 +109,12 @@ class Engine(Stage):
             reference="onnx on onnxruntime",
             candidate=f"{backend.name} {built.version}",
             records=rows,
-            metrics={**_metrics(built), "onnx_bytes": facts["onnx_bytes"], "build_seconds": round(seconds, 3)},
+            metrics={
+                **_metrics(built),
+                **_axes(signature, profiles),
+                "onnx_bytes": facts["onnx_bytes"],
+                "build_seconds": round(seconds, 3),
+            },
             gates=_gates(built),
             notes=(f"Built with {backend.name} {built.version}: {why}.", *record.in_words(built, narrowed), *notes),
             tables=_tables(built, profiles),
@@ -202,6 +207,19 @@ def _metrics(built: Built) -> dict[str, Scalar]:
 
     counts = {f"compute_{precision}": n for precision, n in compute_precisions(built.layers).items()}
     return {"engine_bytes": len(built.plan), **counts, "layers": len(built.layers)}
+
+
+def _axes(signature: Signature, profiles: Sequence[Profile]) -> dict[str, str]:
+    """The sizes that the profiles admit, each dimension's over all of them."""
+    from layerline.layers.signature import Dim, bounds
+
+    admitted: dict[str, Dim] = {}
+    for value in signature.inputs:
+        for axis, name in enumerate(value.shape):
+            sizes = [profile[value.name].sizes(axis) for profile in profiles if value.name in profile]
+            if isinstance(name, str) and sizes:
+                admitted[name] = Dim(min=min(s.min for s in sizes), max=max(s.max for s in sizes))
+    return bounds(admitted)
 
 
 def _gates(built: Built) -> tuple[Gate, ...]:

@@ -286,7 +286,9 @@ def _report(stage: Export, prober: Prober, result: Parity, gates: list[Gate]) ->
     from layerline.graph.noise import unjudged
     from layerline.layers.flips import blamed
     from layerline.layers.floor import LEAST, MULTIPLE
+    from layerline.layers.signature import bounds
 
+    sizes = bounds(prober.dims) if prober.axes.names else {"batch": f"fixed at {_batch(prober.call)}"}
     auto = stage.tolerance == "auto"
     judged = "a value passes where every element is within rtol and atol of torch float32"
     if auto:
@@ -313,7 +315,7 @@ def _report(stage: Export, prober: Prober, result: Parity, gates: list[Gate]) ->
             **unjudged(model.graph, {r.name: str(op) for r in rows if (op := r.extra.get("nondeterministic"))}),
             "nodes": len(model.graph.node),
             "values_compared": sum("nondeterministic" not in r.extra for r in rows),
-            **({} if prober.axes.names else {"batch": f"fixed at {_batch(prober.call)}"}),
+            **sizes,
             "opset": stage.opset,
         },
     )

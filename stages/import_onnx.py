@@ -136,6 +136,7 @@ class ImportOnnx(Stage):
         from layerline.layers import dims, probes
         from layerline.layers.interface import signature
         from layerline.layers.parts import unchanged
+        from layerline.layers.signature import bounds
 
         arrays = self._arrays(work)
         adopted = self._adopt(work, {name: a.ndim for name, a in arrays.items()})
@@ -155,7 +156,7 @@ class ImportOnnx(Stage):
             candidate="imported onnx on onnxruntime",
             records=rows,
             notes=(*adopted.notes, *feeder.notes, *_by_trial(feeder), *notes, *_nonfinite(rows), *complaint),
-            metrics=_metrics(adopted, rows, len(feeds)),
+            metrics={**_metrics(adopted, rows, len(feeds)), **bounds(feeder.dims, feeder.fixed)},
             tables=_tables(light, feeder, fed),
         )
 

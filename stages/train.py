@@ -236,8 +236,6 @@ def _report(run: Run) -> Report:
     (lane,) = run.mo.lanes.values()
     records = tuple(_record(run, n, whole(p.detach())) for n, p in lane.named.params.items())
     bad = [r.name for r in records if r.nonfinite_b]
-    last = lane.monitor.rows[-1] if lane.monitor.rows else None
-    speed = {} if last is None else {"samples_s": last[lane.monitor.columns.index("samples_s")]}
     notes = [*run.mo.warnings]
     if run.resumed is not None:
         notes.append(f"resumed at step {run.resumed}")
@@ -248,7 +246,7 @@ def _report(run: Run) -> Report:
         notes.append(f"{dead} trained parameters never changed")
     return Report(
         stage="train", reference="initial weights", candidate="trained weights", records=records,
-        metrics={"steps": lane.steps, "loss": lane.loss, "grad_norm": lane.grad_norm, **speed},
+        metrics={"steps": lane.steps, "loss": lane.loss, "grad_norm": lane.grad_norm, **lane.monitor.speed()},
         gates=(_accepted(lane), Gate("finite weights", not bad, ", ".join(bad[:3]) or "all finite", "all finite")),
         notes=tuple(notes),
     )  # fmt: skip

@@ -241,9 +241,8 @@ def _steps_per_epoch(batches: Batches, accumulate: int) -> int:
 def _draw(run: Run, log: Log) -> None:
     mo = run.mo
     lane = run.lane
-    rows = lane.monitor.rows
-    speed = {"samples_s": rows[-1][lane.monitor.columns.index("samples_s")]} if rows else {}
-    log.progress(run.attempted, run.total, loss=lane.loss, lr=mo.current_lr, grad_norm=mo.grad_norm, **speed)
+    figures = {"loss": lane.loss, "lr": mo.current_lr, "grad_norm": mo.grad_norm, **lane.monitor.speed()}
+    log.progress(run.attempted, run.total, **figures)
 
 
 @contextmanager

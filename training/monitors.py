@@ -161,6 +161,14 @@ class Monitor:
         self._waited_then -= self.waited  # goes on counting over the row
         self._weight, self._since, self.waited = 0.0, now, 0.0
 
+    def speed(self) -> dict[str, float]:
+        """`samples_s` of the last interval that was measured: a row of a validation alone has none."""
+        at = self.columns.index("samples_s")
+        for row in reversed(self.rows):
+            if not math.isnan(row[at]):
+                return {"samples_s": row[at]}
+        return {}
+
     def validated(self, step: int, online: float, deploy: float) -> None:
         """Puts both metrics of a validation beside the step's row."""
         if not self.rows or self.rows[-1][0] != step:

@@ -14,6 +14,7 @@ from layerline.pipeline.ledger import Run
 from layerline.pipeline.plan import Step, shown
 from layerline.pipeline.reasons import awaited, changes
 from layerline.pipeline.report import Report
+from layerline.views.follow import in_network_order
 
 Document = dict[str, Any]
 
@@ -68,6 +69,7 @@ def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fing
 
 def diff(stage: str, report: Report, run: str | None, other: Report | None, top: int | None = None) -> Document:
     """Every record in the network's order; with `top` the worst so many, worst first, and the other run's of those."""
+    report = replace(report, records=tuple(in_network_order(report.records)))
     if top is not None:
         report = replace(report, records=report.worst(top))
         names = {r.name for r in report.records}

@@ -39,7 +39,7 @@ def follow(reports: Mapping[str, Report]) -> list[Followed]:
             of_stage = found.setdefault(record.name, {})
             of_stage[stage] = min(of_stage.get(stage, record), record, key=_badness)
     learned = {stage for stage, report in reports.items() if any(r.op == PARAMETER for r in report.records)}
-    places = _places(list(reports.values()))
+    places = _places([r.records for r in reports.values()])
     into = {value: holder for report in reports.values() for value, holder in report.merged.items()}
     ordered = sorted(found, key=places.__getitem__)
     return [_followed(name, found[name], learned, into.get(name, "")) for name in ordered]
@@ -126,23 +126,31 @@ def _extent(records: Sequence[LayerDiff]) -> tuple[int, int]:
     return sum(r.rel_l2 is not None for r in values), len(values)
 
 
-def _places(reports: Sequence[Report]) -> dict[str, tuple[float, int, int]]:
+def in_network_order(records: Sequence[LayerDiff]) -> list[LayerDiff]:
+    """The records of one report with each parameter before its module's first value, and not before all of them."""
+    places = _places([records])
+    return sorted(records, key=lambda record: places[record.name])
+
+
+def _places(reports: Sequence[Sequence[LayerDiff]]) -> dict[str, tuple[float, int, int]]:
     """Where each name stands. The report that measured most values gives the order; what it lacks is put in between.
 
     An engine may list more values, but measures fewer, and has no place for the modules that fuse joined to others.
     A parameter goes before the first value of its module; any other value behind the one it follows in its own report,
     as long as that is inside its module.
     """
-    base = max((r.records for r in reports), key=_extent, default=())
+    base = max(reports, key=_extent, default=())
     places: dict[str, tuple[float, int, int]] = {}
     inside: dict[str, tuple[int, int]] = {}
     for i, record in enumerate(base):
+        if record.op == PARAMETER:
+            continue
         places.setdefault(record.name, (i, 0, 0))
-        if record.module and record.op != PARAMETER:
+        if record.module:
             inside[record.module] = (inside.get(record.module, (i, i))[0], i)
     for n, report in enumerate(reports, 1):
         at = -1.0
-        for i, record in enumerate(report.records):
+        for i, record in enumerate(report):
             first, last = inside.get(record.module, (at, at))
             if record.name in places:
                 at = places[record.name][0]

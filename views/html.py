@@ -14,7 +14,7 @@ from layerline.pipeline.report import Gate, Report, Scalar
 from layerline.views import glossary
 from layerline.views.chart import chart
 from layerline.views.curves import curves, validated
-from layerline.views.follow import MERGED, Followed, follow, follow_views
+from layerline.views.follow import MERGED, Followed, follow, follow_views, in_network_order
 from layerline.views.grid import (
     FAILED,
     Column,
@@ -244,7 +244,9 @@ def _said(report: Report) -> str:
         _folded(title, grid([free_view(rows)], title), len(rows)) for title, rows in report.tables.items() if rows
     ]
     if report.records:
-        every = grid([records_view(report.records)], f"{report.stage}, worst first", stage=report.stage)
+        every = grid(
+            [records_view(in_network_order(report.records))], f"{report.stage}, worst first", stage=report.stage
+        )
         parts.append(_folded("Every layer", every, len(report.records), unfolded=not report.passed))
     return "".join(parts)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -18,14 +19,20 @@ _GAP = "  "
 FIGURES = 3
 COMPUTE = "compute"
 NOT_JUDGED = "not_judged"  # the figure that names what is random, and compared with nothing
+DEPLOYED = ("batch", "axes")  # figures that say at which sizes the model can be deployed: never cut
 MATTER = 2  # of the worst layer and the figures: those that no reason pushes out
 ROOM_FOR_DIGEST = 100  # columns; narrower terminals show figures in its place
 LEAST_WORST = 26  # columns for the worst layer, its figure included
+LEAST_BELOW = 20  # columns for what goes on below the line
 LEAST_REASON = 12  # columns; less of a reason says nothing
 
 
 def stage_line(result: Result, name_width: int, width: int) -> Text:
-    """One line no wider than `width`: a reason is cut to what the figures that matter leave, the others make way."""
+    """What became of a stage, in one line no wider than `width`, and further ones where something must not be cut.
+
+    A reason is cut to what the figures that matter leave, the other figures make way. The sizes at which the model can
+    be deployed are never cut: they go on below, wrapped.
+    """
     record = cleaned(result.record)
     parts = [
         f"{result.name:{name_width}}",
@@ -36,15 +43,35 @@ def stage_line(result: Result, name_width: int, width: int) -> Text:
         parts.append(record.digest[:12] if record else " " * 12)
     mark, style = _MARKS[result.state]
     line = Text.assemble((mark, style), " ", _GAP.join(parts))
+    indent = cell_len(f"{mark} {result.name:{name_width}}{_GAP}")
     told = _told(record, width - line.cell_len - len(_GAP)) if record else []
-    for text in told[:MATTER]:
+    _append(line, told[:MATTER], width)
+    below = _append(line, _deployable(record.metrics) if record else [], width)
+    reason = _reason(result, width - line.cell_len)
+    _append(line, told[MATTER:], width - reason.cell_len)
+    line.append_text(reason)
+    for text in below:
+        for part in textwrap.wrap(
+            text, max(width - indent, LEAST_BELOW), break_long_words=False, break_on_hyphens=False
+        ):
+            line.append(f"\n{' ' * indent}{part}")
+    return line
+
+
+def _append(line: Text, texts: Sequence[str], width: int) -> list[str]:
+    """Puts the texts on the line that still fit, and returns the others."""
+    left = []
+    for text in texts:
         if line.cell_len + cell_len(_GAP + text) <= width:
             line.append(_GAP + text)
-    reason = _reason(result, width - line.cell_len)
-    for text in told[MATTER:]:
-        if line.cell_len + cell_len(_GAP + text) + reason.cell_len <= width:
-            line.append(_GAP + text)
-    return line.append_text(reason)
+        else:
+            left.append(text)
+    return left
+
+
+def _deployable(metrics: Mapping[str, Any]) -> list[str]:
+    """The figures that say where the model can be deployed."""
+    return [f"{grid.heading(name)} {grid.figure(metrics[name])}" for name in DEPLOYED if metrics.get(name) is not None]
 
 
 def _told(record: Record, room: int) -> list[str]:
@@ -60,6 +87,8 @@ def figures(metrics: Mapping[str, Any]) -> list[str]:
     """The few metrics worth a place on a line: first those with a before and an after."""
     pairs, single = [], []
     for name, value in _gathered(metrics).items():
+        if name in DEPLOYED:
+            continue
         stem = name.removesuffix("_after")
         if stem != name and f"{stem}_before" in metrics:
             pairs.append(_change(stem, metrics[f"{stem}_before"], value))

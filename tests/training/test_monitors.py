@@ -253,3 +253,16 @@ def test_a_layer_that_joins_gets_a_column_of_its_own(tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "m.csv").open()))
     assert [r["grad_norm/0.weight"] for r in rows] == ["3", "3"]
     assert [r["grad_norm/1.weight"] for r in rows] == ["", "4"]
+
+
+def test_the_speed_is_that_of_the_last_row_that_measured_one() -> None:
+    model, mo = _scalar(training={"log_interval": 2})
+    (lane,) = mo.lanes.values()
+    assert lane.monitor.speed() == {}
+    for _ in range(2):
+        mo.step(model.weight.sum())
+    measured = lane.monitor.speed()
+    assert measured["samples_s"] > 0
+    mo.step(model.weight.sum())
+    lane.monitor.validated(3, 0.5, 0.4)  # a row of its own: step 3 ends no interval
+    assert lane.monitor.rows[-1][0] == 3 and lane.monitor.speed() == measured

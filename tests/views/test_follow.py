@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerline.pipeline.report import LayerDiff, Report
-from layerline.views.follow import by_module, follow, follow_views
+from layerline.views.follow import by_module, follow, follow_views, in_network_order
 from tests.views.samples import LAYERS, diff, sample_reports, values
 
 
@@ -37,6 +37,20 @@ def test_values_named_by_module_stand_inside_their_module() -> None:
     export = Report(stage="export", records=(diff("a", "m.a"), diff("b", "m.b"), diff("c", "m.c")))
     expected = ["m.a.weight", "a", "m.a", "m.b.weight", "b", "m.b", "c"]
     assert names(Report(stage="ema", records=weights + hooks), export) == expected
+
+
+def test_parameters_are_not_first_where_their_report_measures_most() -> None:
+    weights = tuple(diff(f"{m}.weight", m, "parameter", 40.0) for m in ("m.a", "m.b"))
+    scale = diff("scale", "", "parameter", 40.0)
+    hooks = tuple(diff(m, m, "Conv2d", 30.0) for m in ("m.a", "m.b", "m.c", "m"))
+    ema = Report(stage="ema", records=(scale, *weights, *hooks))
+    export = Report(stage="export", records=(diff("a", "m.a", db=90.0), diff("b", "m.b", db=90.0)))
+    expected = ["scale", "m.a.weight", "m.a", "a", "m.b.weight", "m.b", "b", "m.c", "m"]
+    assert names(ema, export) == expected
+    alone = [name for name in expected if name not in ("a", "b")]
+    assert names(ema) == [r.name for r in in_network_order(ema.records)] == alone
+    only = Report(stage="train", records=weights)
+    assert in_network_order(only.records) == list(weights), "without a value there is the report's own order alone"
 
 
 @given(st.permutations(range(6)), st.integers(0, 5), st.integers(0, 5))

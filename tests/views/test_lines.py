@@ -77,3 +77,31 @@ def test_what_is_not_judged_is_not_said_to_be_equal() -> None:
     result = Result(name="fuse", state="cached", reason="fresh", record=record(report))
     line = stage_line(result, 4, 120).plain
     assert line.endswith("  all that is judged equal  not judged output z: random (RandomNormalLike)")
+
+
+AXES = "batch 1 to 8, image_height 32 to 1333 in steps of 32, image_width 32 to 1333 in steps of 32, boxes 1 to 300"
+BOUNDS = [{"batch": "fixed at 2"}, {"axes": "batch 1 to 8"}, {"axes": AXES}, {"batch": "fixed at 2", "axes": AXES}]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 140])
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("reason", ["never ran", "export.dynamic added, export.opset 20 -> 17, task.py changed " * 3])
+def test_where_a_model_can_be_deployed_is_never_cut(width: int, bounds: dict[str, Any], reason: str) -> None:
+    worst = diff("x", "encoder.layers.11.self_attention.output.dense.projection", db=9.3)
+    metrics = {"nodes": 812, "values_compared": 790, **bounds, "opset": 20}
+    made = record(Report(stage="import-onnx", records=(worst,), metrics=metrics))
+    shown = stage_line(Result(name="import-onnx", state="ran", reason=reason, seconds=12.0, record=made), 14, width)
+    lines = shown.plain.splitlines()
+    assert max(map(len, lines)) <= max(width, 38)
+    words = " ".join(shown.plain.split())
+    for name, value in bounds.items():
+        assert f"{name} {value}" in words
+    assert all(line.startswith(" " * 18) for line in lines[1:])
+
+
+def test_bounds_stand_on_the_line_where_there_is_room() -> None:
+    metrics = {"nodes": 27, "values_compared": 23, "axes": "batch 1 to 256", "opset": 20}
+    result = Result(name="export", state="cached", reason="", record=record(Report(stage="export", metrics=metrics)))
+    assert stage_line(result, 8, 90).plain.endswith("  nodes 27  values compared 23  axes batch 1 to 256")
+    narrow = stage_line(result, 8, 70).plain.splitlines()
+    assert narrow[0].endswith("  values compared 23  opset 20") and narrow[1:] == [" " * 12 + "axes batch 1 to 256"]
