@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.training import deploy, names, optimizer_state, rng, saved, tensorfile
+from layerline.training import deploy, forms, names, optimizer_state, optimizers, rng, saved, tensorfile
 from layerline.training.lane import Lane
 from layerline.training.masks import Masks
 from layerline.training.parts import whole
@@ -107,7 +107,7 @@ def state(mo: ModelOptimizer, *, timings: bool = True) -> tuple[Tensors, dict[st
 
 
 def restore(mo: ModelOptimizer, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    """Puts a saved state into `mo`.
+    """Puts a saved state into `mo`, which holds on to some of the tensors.
 
     Raises:
         StageError: another format, other models, another optimizer, or tensors that do not fit. Nothing is changed
@@ -141,6 +141,7 @@ def weights(path: str | Path, *, only: str | None = None) -> tuple[dict[str, Ten
         StageError: there are several models and none is chosen, or another one.
     """
     path, tensors, meta = _newest(Path(path))
+    tensors = forms.from_file(tensors, meta)
     if "lanes" not in meta:
         return tensors, tensors
     there: list[str] = list(meta["lanes"])
@@ -165,7 +166,8 @@ def load_weights(model: nn.Module, path: str | Path, *, ema: bool = True, only: 
 
 
 def _write(target: Path, path: Path, keep: int, tensors: Tensors, meta: dict[str, Any]) -> None:
-    tensorfile.save(target, tensors, meta)
+    stored, notes = forms.to_file(tensors)
+    tensorfile.save(target, stored, {**meta, forms.ENTRY: notes} if notes else meta)
     if target is not path:
         for old in rotation(path)[keep:]:
             old.unlink(missing_ok=True)
@@ -174,7 +176,8 @@ def _write(target: Path, path: Path, keep: int, tensors: Tensors, meta: dict[str
 def _read(mo: ModelOptimizer, path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     """The newest sound checkpoint at `path`; of several ranks the first reads it for all."""
     if mo.ranks is None:
-        return _newest(path)
+        found, tensors, meta = _newest(path)
+        return found, forms.from_file(tensors, meta), meta
     read: dict[str, Tensor] = {}
 
     def first() -> tuple[Path, dict[str, Any], dict[str, Any]]:
@@ -183,7 +186,8 @@ def _read(mo: ModelOptimizer, path: Path) -> tuple[Path, dict[str, Tensor], dict
         return found, meta, {n: (t.dtype, t.shape) for n, t in tensors.items()}
 
     found, meta, kinds = mo.ranks.by_first(first)
-    return found, {n: mo.ranks.share(read.get(n), *kind) for n, kind in kinds.items()}, meta
+    shared = {n: mo.ranks.share(read.get(n), *kind) for n, kind in kinds.items()}
+    return found, forms.from_file(shared, meta), meta
 
 
 def _newest(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
@@ -232,7 +236,8 @@ def _lane_state(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> 
         parts["monitor"] = lane.monitor.state_dict()
     counters = {"steps": lane.steps, "skipped": lane.skipped, "in_a_row": lane.skipped_in_a_row,
                 "first_rejected": lane.first_rejected, "ema_updates": lane.ema.updates if lane.ema else 0}  # fmt: skip
-    packed = {name: pack(part, f"{prefix}{name}", tensors) for name, part in parts.items()}
+    classes = optimizers.classes(lane.optimizer)
+    packed = {name: pack(part, f"{prefix}{name}", tensors, classes) for name, part in parts.items()}
     return {"counters": counters, "aliases": lane.named.aliases, **packed}
 
 
@@ -272,6 +277,8 @@ def _restore_lane(lane: Lane, state: saved.Saved) -> None:
         lane.ema.load(weights["ema"], counters["ema_updates"])
     if not lane.custom:
         optimizer_state.restore(lane, parts["optimizer"])
+    if lane.strides is not None:
+        lane.strides.renew()
     lane.reach.weights = math.inf
     lane.rate.load_state_dict(parts["rate"], lane.steps)
     lane.scale.load_state_dict(parts["scale"])
@@ -280,7 +287,7 @@ def _restore_lane(lane: Lane, state: saved.Saved) -> None:
     with torch.no_grad():
         for name, param in zip(lane.names, lane.stepped, strict=True):
             grad = window["grads"].get(name)
-            param.grad = None if grad is None else torch.empty_like(param).copy_(grad)
+            param.grad = None if grad is None else grad.to(param.device)
     if lane.guard is not None:
         lane.guard.keep()
         lane.guard.load_state_dict(parts["guard"])

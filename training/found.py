@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.given import check_checkpoint
-from layerline.training import checkpoint, names, saved, tensorfile
+from layerline.training import checkpoint, forms, names, saved, tensorfile
 from layerline.training.names import Named
 
 _AVERAGES = frozenset({"ema", "averaged", "average", "avg", "shadow", "swa"})
@@ -86,7 +86,8 @@ def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
     """
     check_checkpoint(path)
     if path.suffix == checkpoint.SUFFIX:
-        tensors, meta = tensorfile.load(path)
+        stored, meta = tensorfile.load(path)
+        tensors = forms.from_file(stored, meta)
         if "lanes" not in meta:
             return tensors, ()
         found = {n: dict(zip(("online", "ema"), saved.of_model(tensors, meta, n), strict=True)) for n in meta["lanes"]}

@@ -30,6 +30,7 @@ from layerline.training.parts import device_of
 from layerline.training.precision import LossScale, masters
 from layerline.training.rate import Rate
 from layerline.training.reach import Kept, Reach
+from layerline.training.strides import Strides, fused
 
 if TYPE_CHECKING:
     from layerline.training.masks import Masks
@@ -64,6 +65,7 @@ class Lane:
         masks: put back on after each accepted step.
         frozen: parameters of the model that are not trained.
         reach: whether a step can make a weight Inf.
+        strides: keeps state and gradients in the parameters' order of memory; None where that makes no difference.
         kinds: type and device of each of `params`, which must stay the same.
         judge: told of each rejected step while its gradients are still there; it decides whether to go on.
     """
@@ -137,6 +139,8 @@ class Lane:
         self.frozen = follow.left_out(self)
         self.reach = Reach(self.optimizer, self.params, self.stepped)
         self._small = gradient.is_small(self.stepped)
+        plain = all(type(p) is nn.Parameter for p in self.stepped) and (not self.custom or fused(self.optimizer))
+        self.strides = Strides(self.optimizer, self.params, self.stepped) if plain else None
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Adds the gradients of one loss to the window; see Window for the meaning of `weight`.
@@ -262,6 +266,8 @@ class Lane:
             self._look_at = self.steps + min(self.steps + 1, _LOOK_EVERY)
         if peers is not None:
             peers.reduce(self, synced=synced)
+        if self.strides is not None:
+            self.strides.settle()
         grads = [g for p in self.stepped if (g := p.grad) is not None]
         if len(grads) != len(self.stepped) and len(grads) not in self._counts:
             self._counts.add(len(grads))

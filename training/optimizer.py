@@ -423,7 +423,7 @@ class ModelOptimizer:
             for lane in self.lanes.values():
                 stack.enter_context(deploy.online(lane))
             models = copy.deepcopy({n: lane.model for n, lane in self.lanes.items()}, memo)
-            own = {n: copy.deepcopy(lane.optimizer, memo) for n, lane in self.lanes.items() if lane.custom}
+            own = {n: optimizers.copied(lane.optimizer, memo) for n, lane in self.lanes.items() if lane.custom}
             twin = ModelOptimizer(models.get("", models), self.config, optimizer=own or None)
             twin.extras = copy.deepcopy(self.extras, memo)
             tensors, meta = checkpoint.state(self)

@@ -72,7 +72,7 @@ def restore(lane: Lane, saved: Mapping[str, Any]) -> None:
     _restore_steps(lane, {id(of_name[n]): step for n, step in saved["group_steps"].items()})
     current = lane.optimizer.state_dict()
     order = {id(p): i for i, p in enumerate(p for g in lane.optimizer.param_groups for p in g["params"])}
-    current["state"] = {order[id(of_name[n])]: _copied(s) for n, s in saved["state"].items()}
+    current["state"] = {order[id(of_name[n])]: s for n, s in saved["state"].items()}
     lane.optimizer.load_state_dict(current)
 
 
@@ -97,7 +97,7 @@ def _say_stateless(lane: Lane, text: str) -> None:
 
 def _check_custom(lane: Lane, state: Any) -> None:
     """What torch's optimizers refuse on loading, which must not come when the weights are changed already."""
-    if not isinstance(lane.optimizer, torch.optim.Optimizer) or not isinstance(state, Mapping):
+    if not isinstance(lane.optimizer, torch.optim.Optimizer) or "param_groups" not in state:
         return
     was, now = ([len(g["params"]) for g in groups] for groups in (state["param_groups"], lane.optimizer.param_groups))
     if was != now:
@@ -122,8 +122,3 @@ def _restore_steps(lane: Lane, steps: Mapping[int, int]) -> None:
             target.pop("step", None)
             if count is not None:
                 target["step"] = count
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    # What was read from a file are views of one buffer, which would stay in memory as long as any of them.
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training import group_rules
 from layerline.training.config import RULE_FIELDS, OptimizerConfig
 from layerline.training.foreach import Lamb, Lion, Sophia
 from layerline.training.groups import Member
+from layerline.training.strides import fusible
+from layerline.training.tree import is_compound, pack, unpack
 
 
 class Steps(Protocol):
@@ -161,6 +167,52 @@ def check_unread(config: OptimizerConfig, optimizer: Any) -> None:
         )
 
 
+def copied(optimizer: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy, also of what torch's own copy of an optimizer drops: all but its state and groups.
+
+    A function of the instance is left out where it holds on to the original, as a scheduler's wrapper of step() does.
+    """
+    parts = _parts(optimizer)
+    for part in parts:
+        memo[id(part)] = object.__new__(type(part))
+    for held in tree_leaves([list(part.state.values()) for part in parts]):
+        if is_compound(held):  # torch's copy of a tensor asks for operators that such classes often lack
+            tensors: dict[str, Tensor] = {}
+            node = pack(held, "state", tensors)
+            memo[id(held)] = unpack(node, "state", {n: t.clone() for n, t in tensors.items()})
+    for part in parts:
+        kept = {k: v for k, v in vars(part).items() if not (isinstance(v, FunctionType) and v.__closure__)}
+        vars(memo[id(part)]).update(copy.deepcopy(kept, memo))
+    return memo[id(optimizer)] if parts and parts[-1] is optimizer else copy.deepcopy(optimizer, memo)
+
+
+def classes(optimizer: Any) -> dict[str, type]:
+    """Classes of plain objects that an optimizer may keep in its state: those that its own package defines.
+
+    Others are not made from a file, which could otherwise name any class whose end (`__del__`) does something.
+    """
+    bases = [cls.__module__ for part in (*_parts(optimizer), optimizer) for cls in type(part).__mro__]
+    packages = {name.partition(".")[0] for name in bases} - {"builtins", "torch"}
+    modules = {name for name in bases if name.partition(".")[0] in packages}
+    used = [thing for name in modules for thing in vars(sys.modules[name]).values() if hasattr(thing, "__module__")]
+    modules |= {str(thing.__module__) for thing in used}  # a function there may make objects of its own module
+    there = [thing for name in modules & sys.modules.keys() for thing in vars(sys.modules[name]).values()]
+    own = [c for c in there if isinstance(c, type) and c.__module__.partition(".")[0] in packages and _is_plain(c)]
+    return {f"{c.__module__}:{c.__qualname__}": c for c in own}
+
+
+def _is_plain(cls: type) -> bool:
+    special = {"__del__", "__slots__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__"}
+    return not any(special & vars(base).keys() for base in cls.__mro__[:-1])
+
+
+def _parts(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """torch's optimizers inside of one that wraps them, innermost first, and itself where it is one."""
+    inside = [p for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer) for p in _parts(v)] \
+        if hasattr(optimizer, "__dict__") else []  # fmt: skip
+    return [*inside, optimizer] if isinstance(optimizer, torch.optim.Optimizer) else inside
+
+
 def _held(optimizer: Any) -> list[Tensor]:
     return [p for g in own_groups(optimizer) for p in g["params"] if isinstance(p, Tensor)]
 
@@ -177,6 +229,6 @@ def _needed(call: Any) -> str:
 def _fast_path(params: Sequence[nn.Parameter], *, fused: bool, foreach: bool) -> dict[str, Any]:
     plain = all(type(p) is nn.Parameter and p.is_floating_point() for p in params)
     devices = {p.device.type for p in params}
-    if fused and plain and devices <= {"cpu", "cuda"} and len(devices) == 1:
+    if fused and plain and devices <= {"cpu", "cuda"} and len(devices) == 1 and fusible(params):
         return {"fused": True}
     return {"foreach": True} if foreach and plain else {}

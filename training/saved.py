@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from layerline.pipeline.errors import StageError
-from layerline.training import names, optimizer_state
+from layerline.training import names, optimizer_state, optimizers
 from layerline.training.lane import Lane
 from layerline.training.optimizer_state import WEIGHTS_ALONE
 from layerline.training.tree import unpack
@@ -42,8 +42,10 @@ def read(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str
     """
     if lane.peers is not None:
         tensors = lane.peers.split(tensors, prefix)
+    classes = optimizers.classes(lane.optimizer)
     try:
-        parts = {n: unpack(saved[n], f"{prefix}{n}", tensors) for n in (*_PARTS, *(m for m in _MAYBE if m in saved))}
+        there = (*_PARTS, *(m for m in _MAYBE if m in saved))
+        parts = {n: unpack(saved[n], f"{prefix}{n}", tensors, classes) for n in there}
         found = Saved({k: _under(f"{prefix}{k}/", tensors) for k in _WEIGHTS}, parts, saved["counters"])
     except KeyError as error:
         raise StageError(f"the checkpoint has no {error.args[0]}", where="checkpoint") from error

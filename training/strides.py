@@ -1,0 +1,85 @@
+"""Gradient, state and master of a parameter in the parameter's own order of memory.
+
+Torch's fused kernels walk through memory in order, whatever the strides say: where those of a parameter, its gradient
+and its state differ, values of other elements are taken, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerline.training.forms import dense
+
+
+class Strides:
+    """Puts what differs in order before a step.
+
+    Args:
+        optimizer: one that can be fused.
+        params: what the model holds, whose order counts.
+        stepped: what the optimizer steps: the same, or their masters.
+    """
+
+    def __init__(self, optimizer: Any, params: Sequence[Tensor], stepped: Sequence[nn.Parameter]) -> None:
+        self._optimizer, self._params, self._stepped = optimizer, params, stepped
+        self._settled: list[tuple[int, ...]] = []  # of the parameters, when their states were last looked at
+        self._fused = False
+
+    def renew(self) -> None:
+        """Another state was loaded."""
+        self._settled = []
+        self.settle()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Before a step, when the gradients are there: looks at states where a parameter has moved."""
+        now = [p.stride() for p in self._params]
+        if now != self._settled:
+            for param, stepped in zip(self._params, self._stepped, strict=True):
+                if stepped is not param and _differs(stepped, param):
+                    stepped.data = _ordered(stepped, param)
+                self._settle_state(stepped)
+            _leave_fused(self._optimizer)
+            self._settled = now
+            self._fused = fused(self._optimizer)
+        for stepped, strides in zip(self._stepped if self._fused else (), now, strict=False):
+            grad = stepped.grad
+            if grad is not None and grad.stride() != strides and _differs(grad, stepped):
+                stepped.grad = _ordered(grad, stepped)
+
+    def _settle_state(self, param: Tensor) -> None:
+        state = self._optimizer.state.get(param, {})
+        for key, value in state.items():
+            if type(value) is Tensor and value.shape == param.shape and _differs(value, param):
+                state[key] = _ordered(value, param)
+
+
+def fused(optimizer: Any) -> bool:
+    """Whether a group of the optimizer steps by a fused kernel."""
+    groups = getattr(optimizer, "param_groups", ())
+    return isinstance(optimizer, torch.optim.Optimizer) and any(g.get("fused") for g in groups)
+
+
+def fusible(params: Sequence[Tensor]) -> bool:
+    """Whether none of the tensors has gaps in its memory or elements that share it."""
+    return all(dense(p) == p.stride() for p in params)
+
+
+def _leave_fused(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        if group.get("fused") and not fusible(group["params"]):
+            group["fused"], group["foreach"] = False, True
+
+
+def _differs(tensor: Tensor, param: Tensor) -> bool:
+    """Whether elements lie in another order; the stride of an axis of size 1 says nothing."""
+    pairs = zip(param.shape, tensor.stride(), dense(param), strict=True)
+    return any(size > 1 and mine != wanted for size, mine, wanted in pairs)
+
+
+def _ordered(tensor: Tensor, param: Tensor) -> Tensor:
+    return torch.empty_like(param, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(tensor)
