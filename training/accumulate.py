@@ -159,6 +159,11 @@ class Window:
                 hint="leave zero_grad() out: ModelOptimizer clears gradients after each step",
             )  # fmt: skip
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss was given; gradients of a backward pass that the loop ran itself come without one."""
+        return bool(self.losses) or self.carried_loss != 0.0
+
     def total_loss(self) -> float:
         """Σ loss of the window (one synchronisation)."""
         total = self.carried_loss  # added in order, so that a window resumed half-way gives the same sum

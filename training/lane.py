@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
-from layerline.training import follow, gradient, group_rules, memory, misuse, norms, optimizers, rejected
+from layerline.training import adoption, follow, gradient, group_rules, memory, misuse, norms, optimizers, rejected
 from layerline.training.accumulate import Window, check_loss, counted, loss_factor, witness
 from layerline.training.config import Config
 from layerline.training.ema import Ema, averaged, norm_buffers, statistics
@@ -105,6 +105,8 @@ class Lane:
         self.grad_norm = self.loss = math.nan
         if text := norms.warning(model, config.accumulate.steps):
             self.monitor.warn("batch_norm", text)
+        adoption.look_at_average(self.monitor, config)
+        adoption.watch_autocast(model, self.monitor, config, self.device)
         # Copied from the configuration: after a forward pass its objects are no longer in the CPU's cache.
         self._max_norm = config.clip.max_norm or math.inf
         self._max_value = config.clip.value
@@ -162,6 +164,8 @@ class Lane:
             check_loss(loss)
         if weight is not None:
             weight = counted(weight)
+        if not self.steps:
+            adoption.look_at_loss(self.monitor, loss, weight, self._window_size)
         try:
             if window.weighted is not None:
                 window.check(weight, self.stepped)
@@ -276,6 +280,7 @@ class Lane:
             raise misuse.no_gradient(self)
         # The one synchronisation of a step: everything after it is decided on the CPU.
         weight, total_loss = window.weight, window.total_loss()
+        has_loss = window.has_loss
         raw_norm = gradient.norm(grads) if peers is None and self._small else gradient.total_norm(self._norms(grads))
         if peers is not None:
             weight, total_loss = peers.mean(weight, total_loss)
@@ -289,7 +294,8 @@ class Lane:
         if not (math.isfinite(loss) and (norm < _GREATEST_NORM or self._max_norm < norm < math.inf)):
             rejected.reject(self, loss, norm)
             return False
-        return self._accept(grads, norm, loss, unscale)
+        # Gradients of the loop's own backward pass come without a loss: none is logged.
+        return self._accept(grads, norm, loss if has_loss else math.nan, unscale)
 
     def _accept(self, grads: list[Tensor], norm: float, loss: float, unscale: float) -> bool:
         monitor, number, clipped = self.monitor, self.steps + 1, norm > self._max_norm
@@ -355,7 +361,13 @@ class Lane:
         return True
 
     def _follow_schedule(self, number: int) -> None:
-        """Sets the rate for the step after number `number`; a schedule that ended before it is warned of."""
+        """Sets the rate for the step after number `number`. Warns of a second schedule, and of one that has ended."""
+        if number < _LOOK_EVERY and self.rate.moved_by_others():
+            text = (
+                f"another scheduler changes the rate that the configured one ({self.config.scheduler.name}) sets at "
+                "each step: leave it out, or configure `scheduler: {name: constant}`"
+            )
+            self.monitor.warn("two_schedules", text)
         self.rate.set(number)
         if self.rate.end is None or number <= self.rate.end:
             return

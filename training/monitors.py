@@ -115,7 +115,8 @@ class Monitor:
         self._steps += 1
         self._clipped += clipped
         self._weight += weight
-        self._smooth = loss if self._smooth is None else _SMOOTHING * self._smooth + (1 - _SMOOTHING) * loss
+        if not math.isnan(loss):
+            self._smooth = loss if self._smooth is None else _SMOOTHING * self._smooth + (1 - _SMOOTHING) * loss
         if norm > 100 * self._median:
             self.warn("norm_high", f"gradient norm {norm:.3g} is above 100 times its median {self._median:.3g}")
         self._low = self._low + 1 if norm < 0.1 * self._median < math.inf else 0

@@ -23,6 +23,7 @@ from layerline.training.memory import LayerMemory
 from layerline.training.names import check_apart, unwrap
 from layerline.training.plan import Plan, plan, plan_all
 from layerline.training.prove import Proof, prove
+from layerline.training.step_result import StepResult
 from layerline.training.verify import AccumulationCheck, verify
 
 
@@ -40,7 +41,9 @@ class ModelOptimizer:
     Args:
         model: a module, wrapped (compile, DDP) or not; or modules by name, each with an optimizer of its own (GAN).
         config: a dict in either of the shapes of `layerline.training.shapes`, a YAML file, or a `Config`.
-        optimizer: any object with step() and zero_grad() (by name for several models) instead of one from the table.
+        optimizer: any object with step() and zero_grad() (by name for several models) instead of one from the table;
+            or the section of that name as a dict. `custom_optimizer` is the same.
+        fields: sections (`precision={"amp": "bf16"}`) and single fields (`log_interval=10`) in place of a dict.
 
     Raises:
         ConfigError: an unknown field, a wrong value, two fields that contradict each other, a model without parameters
@@ -53,8 +56,16 @@ class ModelOptimizer:
         config: Config | Mapping[str, Any] | str | Path | None = None,
         *,
         optimizer: Any = None,
+        custom_optimizer: Any = None,
+        **fields: Any,
     ) -> None:
-        self.config = shapes.load(config if config is not None else {}, whole=True)
+        if isinstance(optimizer, Mapping) and not isinstance(model, Mapping):
+            fields, optimizer = {"optimizer": optimizer, **fields}, None  # the section, not an optimizer
+        if custom_optimizer is not None and optimizer is not None:
+            raise ConfigError("optimizer= and custom_optimizer= are the same", where="custom_optimizer",
+                              hint="give one of the two")  # fmt: skip
+        optimizer = custom_optimizer if optimizer is None else optimizer
+        self.config = shapes.load(shapes.with_keywords(config, fields), whole=True)
         models = dict(model) if isinstance(model, Mapping) else {"": model}
         own = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(models, optimizer)
         if not models or set(own) - set(models):
@@ -112,7 +123,7 @@ class ModelOptimizer:
         weight: float | None = None,
         samples: int | None = None,
         only: str | None = None,
-    ) -> bool:
+    ) -> StepResult:
         """Ends a micro-batch (after backward, where a loss is given); every `accumulate.steps`-th steps the optimizer.
 
         An error of the backward pass or of the step drops the window; a loss or weight that is refused leaves it.
@@ -121,7 +132,7 @@ class ModelOptimizer:
         differ. `samples` is for the speed in the log alone (`samples_s`), where the weight counts something else.
 
         Returns:
-            Whether the weights moved.
+            What is true when the weights moved, and prints, formats and computes as the loss.
 
         Raises:
             ConfigError: something that is no loss or weight, or the model holds its averages.
@@ -129,7 +140,7 @@ class ModelOptimizer:
                 the gradients were cleared in between.
         """
         moved = self._lane(only, "step").step(loss, weight, samples)
-        return self._after(moved)
+        return StepResult(self._after(moved), loss, weight)
 
     def flush(self) -> bool:
         """Ends an epoch: a short last window steps, divided by what it holds."""
@@ -167,6 +178,16 @@ class ModelOptimizer:
         return self._lane(name, "[]")
 
     # What a loop reads.
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, for a scheduler or a rate finder of one's own; of several models the first one's."""
+        return self._main.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups; of several models those of all."""
+        return [g for lane in self.lanes.values() for g in optimizers.own_groups(lane.optimizer)]
 
     @property
     def grad_norm(self) -> float:
@@ -251,6 +272,25 @@ class ModelOptimizer:
             StageError: there is none, or it does not fit the model; names the tensors.
         """
         return checkpoint.load(self, Path(path))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a checkpoint holds, for a loop that saves it with other things.
+
+        Tensors are not copies, as in torch's state_dict(). Several ranks must all call it.
+        """
+        with ExitStack() as stack:
+            for lane in self.lanes.values():
+                stack.enter_context(deploy.online(lane))
+            tensors, meta = checkpoint.state(self)
+        return {"tensors": tensors, "meta": meta}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict()` gave.
+
+        Raises:
+            StageError: it does not fit the model or the optimizer; nothing is changed then.
+        """
+        checkpoint.restore(self, state["tensors"], state["meta"])
 
     def export(self) -> dict[str, Tensor]:
         """The weights that would ship, by canonical name: averages where there are any, float32, tied tensors once.

@@ -66,6 +66,16 @@ class Rate:
             elif group.get("momentum"):
                 group["momentum"] = value
 
+    def moved_by_others(self) -> bool:
+        """Whether somebody else has set a rate since: a scheduler of the user's own beside the configured one."""
+        if self._constant:
+            return False
+        expected = [base * self._multiplier for base in self._bases]
+        return any(
+            not math.isclose(float(group["lr"]), rate, rel_tol=1e-6)
+            for group, rate in zip(self._groups, expected, strict=False)
+        )
+
     def _write(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self._groups, rates, strict=False):
             if isinstance(group["lr"], Tensor):

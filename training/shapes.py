@@ -112,6 +112,59 @@ def load(source: Config | Mapping[str, Any] | str | Path, *, whole: bool = False
     return config
 
 
+def with_keywords(
+    config: Config | Mapping[str, Any] | str | Path | None, fields: Mapping[str, Any]
+) -> Config | Mapping[str, Any] | str | Path:
+    """A configuration with what was given by keyword: sections, and fields by their last name (`log_interval`).
+
+    Raises:
+        ConfigError: a name that is no field, or one of several sections; keywords beside a file or a Config; a field
+            that is given twice.
+    """
+    if config is None:
+        config = {}
+    if not fields:
+        return config
+    if not isinstance(config, Mapping):
+        name = next(iter(fields))
+        raise ConfigError("keywords go with a dict, or alone", where=name, hint="write it into the configuration")
+    merged = dict(config)
+    for name, value in fields.items():
+        _merge(merged, name, value)
+    return merged
+
+
+def _merge(config: dict[str, Any], name: str, value: Any) -> None:
+    """Puts one keyword into a configuration."""
+    if name not in SECTIONS and name not in ("preset", "mode"):
+        name, field = _home(name)
+        value = {field: value}
+    before = config.get(name)
+    if before is None:
+        config[name] = value
+        return
+    if not isinstance(before, Mapping) or not isinstance(value, Mapping):
+        raise ConfigError("it is in the configuration and among the keywords", where=name, hint="keep one of the two")
+    twice = sorted(set(before) & set(value))
+    if twice:
+        raise ConfigError(
+            "it is in the configuration and among the keywords", where=f"{name}.{twice[0]}", hint="keep one of the two"
+        )
+    config[name] = {**before, **value}
+
+
+def _home(name: str) -> tuple[str, str]:
+    """Section and field of a name without its section."""
+    written = [p for p in sorted(FIELDS | set(MOVES)) if p.rpartition(".")[2] == name]
+    meant = {MOVES.get(p, p) for p in written}
+    if len(meant) == 1:
+        section, _, field = meant.pop().rpartition(".")
+        return section, field
+    if written:
+        raise ConfigError("several sections have such a field", where=name, hint=f"one of {', '.join(written)}")
+    raise _unknown(name)
+
+
 def normal_form(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Every field that is given, by its one name and as its own type, over `defaults`: two ways of saying the same give
     the same dict. A default yields to its rival (warm-up as ratio or as steps).
@@ -141,8 +194,8 @@ def canonical_fields(source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     """Every field by its one name (`clip.max_norm`), and the name it was written under."""
     fields: dict[str, Any] = {}
     written: dict[str, str] = {}
-    preset = source.get("preset")
-    for path, value in _leaves({k: v for k, v in source.items() if k != "preset"}):
+    preset = _preset_of(source)
+    for path, value in _leaves({k: v for k, v in source.items() if k not in ("preset", "mode")}):
         target = MOVES.get(path, path)
         if target not in FIELDS:
             raise _unknown(path)
@@ -304,6 +357,13 @@ def _same(a: Any, b: Any) -> bool:
         return math.isclose(float(a), float(b), rel_tol=1e-12)
     except (TypeError, ValueError):
         return bool(a == b)
+
+
+def _preset_of(source: Mapping[str, Any]) -> Any:
+    """`preset`, which some write as `mode`."""
+    if "mode" in source and "preset" in source and source["mode"] != source["preset"]:
+        raise ConfigError("mode and preset are the same, and differ", where="mode", hint="keep preset")
+    return source.get("preset", source.get("mode"))
 
 
 def _apply_preset(preset: Any, fields: dict[str, Any], written: dict[str, str]) -> None:
