@@ -59,8 +59,9 @@ class ModelOptimizer:
         custom_optimizer: Any = None,
         **fields: Any,
     ) -> None:
-        if isinstance(optimizer, Mapping) and not isinstance(model, Mapping):
-            fields, optimizer = {"optimizer": optimizer, **fields}, None  # the section, not an optimizer
+        if isinstance(optimizer, Mapping) and "" not in optimizer and not isinstance(model, Mapping):
+            # The section of the configuration: optimizers themselves are given by the names of several models.
+            fields, optimizer = {"optimizer": optimizer, **fields}, None
         if custom_optimizer is not None and optimizer is not None:
             raise ConfigError("optimizer= and custom_optimizer= are the same", where="custom_optimizer",
                               hint="give one of the two")  # fmt: skip
