@@ -171,10 +171,12 @@ class _Run:
     def _in_one_graph(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
         found = self._joint(feed)
         exact = {i for i, pair in enumerate(self.pairs) if pair.small}
-        bad = {i for i, pair in enumerate(found or ()) if not all(map(trusted, pair))} - self._unclear - exact
+        measured = zip(self.pairs, found or (), strict=False)
+        doubted = {i for i, (pair, both) in enumerate(measured) if not all(trusted(pair, d) for d in both)}
+        bad = doubted - self._unclear - exact
         if not bad:
             return found
-        # What holds NaN or Inf, or what float32 can't sum, is taken apart from here on: that costs twice the time.
+        # What holds NaN, Inf or a mask, or what float32 can't sum, is taken apart from here on, in twice the time.
         self._unclear |= bad
         self._sessions.pop("joint")
         return self._joint(feed)
@@ -234,7 +236,7 @@ def _distance(out: Mapping[str, Any], tag: str) -> Distance:
     sums = out[f"{tag}/sums"] if f"{tag}/sums" in out else [out[f"{tag}/{k}"] for k in SUMS]
     aa, bb, ee, l1 = map(float, sums)
     return Distance(
-        count=math.prod(shape_a) - counts.pop("bad", 0),
+        count=math.prod(shape_a) - counts.pop("bad", 0) - counts.get("masked", 0),
         aa=aa,
         bb=bb,
         ee=ee,

@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 class Distance:
     """Sums over one or more pairs of tensors; the measures are properties, the definitions are those of `LayerDiff`.
 
-    The first six are over the elements that both sides have finite.
+    The first six are over the elements that both sides have finite and no mask hides.
 
     Attributes:
         count: number of those elements.
@@ -31,6 +31,7 @@ class Distance:
         nonfinite_a: NaN and Inf elements of a.
         nonfinite_b: NaN and Inf elements of b.
         one_sided: elements non-finite on one side only, or NaN against Inf, or Inf of the other sign.
+        masked: elements that a mask hides on both sides (see `hidden`).
         mismatch: what keeps the two from being compared at all ("shape (3, 1) against (3, 3)").
     """
 
@@ -43,6 +44,7 @@ class Distance:
     nonfinite_a: int = 0
     nonfinite_b: int = 0
     one_sided: int = 0
+    masked: int = 0
     mismatch: str = ""
 
     def __add__(self, other: Distance) -> Distance:
@@ -56,6 +58,7 @@ class Distance:
             nonfinite_a=self.nonfinite_a + other.nonfinite_a,
             nonfinite_b=self.nonfinite_b + other.nonfinite_b,
             one_sided=self.one_sided + other.one_sided,
+            masked=self.masked + other.masked,
             mismatch=self.mismatch or other.mismatch,
         )
 
@@ -92,7 +95,10 @@ class Distance:
         """What a person should see beside the numbers: why there are none, or that they leave something out."""
         if self.mismatch:
             return {"mismatch": self.mismatch}
-        return {"flag": "NaN or Inf on both sides"} if self.nonfinite_a and not self.one_sided else {}
+        flags: dict[str, Scalar] = {"masked": self.masked} if self.masked else {}
+        if self.nonfinite_a and not self.one_sided:
+            flags["flag"] = "NaN or Inf on both sides"
+        return flags
 
     def measures(self) -> dict[str, Any]:
         """The fields of a LayerDiff that this determines."""
@@ -140,9 +146,52 @@ def _pairs(v: Array) -> Array:
 _BLOCK = 1 << 13
 
 
+# Additive masks: what frameworks and models add to scores to hide some (-1e4, -65504, -1e9, the lowest float, …).
+LEAST_MASK = 9e3
+GREAT_MASK = 1e15  # whatever is as great is no score: of smaller numbers only powers of ten and half's lowest are masks
+HALF_LOWEST = 65504.0
+HALF_MASK = 6e4  # both sides this low: one of them may be clamped to half's range
+GAP = 10.0  # times the greatest number that is not masked
+NEAR = 1e-3  # relative; half precision rounds a mask no further
+LARGE = 1e4
+"""Mean square from which on a tensor is looked at for masked elements: one in 10,000 at -1e4 gives as much."""
+
+
+def hidden(x: Array, y: Array) -> npt.NDArray[np.bool_]:
+    """Elements that a mask hides on both sides. Their size says nothing, and would hide every error in the others.
+
+    An element of `x` is masked where it is a mask's number, give or take twice the greatest other one, and far beyond
+    all others. It is left out only where `y` is masked there too. `reductions` has the same rule as ONNX.
+    """
+    a, b = x.astype(np.float64), y.astype(np.float64)
+    size = np.abs(a)
+    finite = np.isfinite(a) & np.isfinite(b)
+    far = (a <= -LEAST_MASK) | (size >= GREAT_MASK)
+    rest = size[finite & ~far]
+    if not rest.size:
+        return np.zeros(a.shape, np.bool_)
+    peak = float(rest.max())
+    with np.errstate(all="ignore"):
+        ten = 10.0 ** np.round(np.log10(size))
+        slack = 2.0 * peak + NEAR * size
+        is_mask = (size >= GREAT_MASK) | (np.abs(size - ten) <= slack) | (np.abs(size - HALF_LOWEST) <= slack)
+        clamped = (size >= HALF_MASK) & (np.sign(a) * b >= HALF_MASK)
+        alike = (np.abs(a - b) <= NEAR * size) | clamped
+    found: npt.NDArray[np.bool_] = finite & far & is_mask & (size >= GAP * peak) & alike
+    return found
+
+
 def _numeric(x: Array, y: Array) -> Distance:
     exact = {x.dtype.kind, y.dtype.kind} <= set("iub")
     x, y = x.reshape(-1), y.reshape(-1)
+    total = _blocks(x, y, exact)
+    if exact or total.aa < LARGE * total.count:
+        return total
+    masked = hidden(x, y)
+    return _blocks(x[~masked], y[~masked], exact) + Distance(masked=int(masked.sum())) if masked.any() else total
+
+
+def _blocks(x: Array, y: Array, exact: bool) -> Distance:
     blocks = (slice(i, i + _BLOCK) for i in range(0, x.size, _BLOCK))
     return sum((_block(x[s], y[s], exact) for s in blocks), Distance())
 

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper, parser
 
-from layerline.layers.distance import Distance
+from layerline.layers.distance import (
+    GAP,
+    GREAT_MASK,
+    HALF_LOWEST,
+    HALF_MASK,
+    LARGE,
+    LEAST_MASK,
+    NEAR,
+    Distance,
+)
 from layerline.layers.indices import Pointer
 
 SUMS = ("aa", "bb", "ee", "l1")
@@ -64,10 +73,67 @@ _INT64 = f"""{_HEAD}
  least = Cast <to = 11> (differ)
  e = Max (f, least)
  {_SUMS}"""
-# Over the elements both sides have finite, with the others counted; for pairs that hold others, known from the graph or
-# found on a feed.
-COUNTS = ("bad", "nonfinite_a", "nonfinite_b", "one_sided")
+# Over the elements both sides have finite and no mask hides, with the others counted; for pairs that hold others, known
+# from the graph or found on a feed.
+COUNTS = ("bad", "nonfinite_a", "nonfinite_b", "one_sided", "masked")
 MASKED_COLUMNS = (*COLUMNS, *COUNTS)
+# `distance.hidden` as nodes. Greater and Less alone: LessOrEqual came with opset 12.
+_HIDDEN = f"""least = Constant <value = double {{-{LEAST_MASK}}}> ()
+ great = Constant <value = double {{{GREAT_MASK}}}> ()
+ lowest = Constant <value = double {{{HALF_LOWEST}}}> ()
+ half = Constant <value = double {{{HALF_MASK}}}> ()
+ gap = Constant <value = double {{{GAP}}}> ()
+ near = Constant <value = double {{{NEAR}}}> ()
+ two = Constant <value = double {{2.0}}> ()
+ ten = Constant <value = double {{10.0}}> ()
+ ln_ten = Constant <value = double {{{math.log(10.0)!r}}}> ()
+ size = Abs (x)
+ not_low = Greater (x, least)
+ low = Not (not_low)
+ not_high = Less (size, great)
+ high = Not (not_high)
+ far = Or (low, high)
+ finite = Not (bad_m)
+ not_far = Not (far)
+ rest = And (finite, not_far)
+ rest_size = Where (rest, size, zero)
+ rest_peak = ReduceMax <keepdims = 0> (rest_size)
+ rest_f = Cast <to = 11> (rest)
+ rest_any = ReduceMax <keepdims = 0> (rest_f)
+ has_rest = Greater (rest_any, zero)
+ rest_twice = Mul (rest_peak, two)
+ rounding = Mul (size, near)
+ slack = Add (rest_twice, rounding)
+ ln_size = Log (size)
+ log_size = Div (ln_size, ln_ten)
+ power = Round (log_size)
+ power_of_ten = Pow (ten, power)
+ off_ten = Sub (size, power_of_ten)
+ off_ten_by = Abs (off_ten)
+ no_ten = Greater (off_ten_by, slack)
+ off_half = Sub (size, lowest)
+ off_half_by = Abs (off_half)
+ no_half = Greater (off_half_by, slack)
+ neither = And (no_ten, no_half)
+ no_mask = And (neither, not_high)
+ edge = Mul (rest_peak, gap)
+ inside = Less (size, edge)
+ off = Sub (x, y)
+ off_by = Abs (off)
+ unlike = Greater (off_by, rounding)
+ sign = Sign (x)
+ along = Mul (sign, y)
+ a_above = Less (size, half)
+ b_above = Less (along, half)
+ not_clamped = Or (a_above, b_above)
+ differs = And (unlike, not_clamped)
+ shown_ab = Or (no_mask, inside)
+ shown = Or (shown_ab, differs)
+ covered = Not (shown)
+ far_finite = And (far, finite)
+ far_alone = And (far_finite, has_rest)
+ masked_m = And (far_alone, covered)
+ out_m = Or (bad_m, masked_m)"""
 _COUNT = "{0}_f = Cast <to = 11> ({0}_m)\n {0} = ReduceSum <keepdims = 0> ({0}_f)"
 _MASKED = f"""{_HEAD}
  nan_a = IsNaN (x)
@@ -83,8 +149,9 @@ _MASKED = f"""{_HEAD}
  differ = Not (same)
  one_sided_m = And (bad_m, differ)
  zero = Constant <value = double {{0.0}}> ()
- u = Where (bad_m, zero, x)
- v = Where (bad_m, zero, y)
+ {_HIDDEN}
+ u = Where (out_m, zero, x)
+ v = Where (out_m, zero, y)
  d = Sub (u, v)
  e = Abs (d)
  {_SUMS}
@@ -114,15 +181,22 @@ class Pair:
     pointer: Pointer | None = None
 
     @property
+    def is_float(self) -> bool:
+        """Whether both sides hold floating point numbers, which masks may have been added to."""
+        return self.pointer is None and {self.dtype_a, self.dtype_b} <= {*FLOATS, onnx.TensorProto.DOUBLE}
+
+    @property
     def small(self) -> bool:
         """Whether both sides are handed over as they are."""
         known = self.pointer is None and self.size is not None and self.size <= _SMALL
         return known and onnx.TensorProto.BFLOAT16 not in (self.dtype_a, self.dtype_b)  # numpy has no name for it
 
 
-def trusted(measured: Distance) -> bool:
-    """Whether the plain sums of one pair are good as they are: finite, and clear of float32's lower end."""
+def trusted(pair: Pair, measured: Distance) -> bool:
+    """Whether the plain sums of a pair are good as they are: finite, clear of float32's lower end, without a mask."""
     if not math.isfinite(measured.aa + measured.bb + measured.ee):
+        return False
+    if pair.is_float and measured.aa >= LARGE * max(measured.count, 1):
         return False
     return measured.peak == 0.0 or min(measured.aa, measured.ee) >= SMALLEST * measured.count
 

@@ -17,6 +17,7 @@ from layerline.views.follow import Followed
 CLEAR, BOTTOM = 17, 18  # inside a strip, above and below what has a figure; below all strips, for the names of groups
 FLAT = 8  # of a strip whose layers are all equal: nothing in it has a height
 LEAST_SPAN_DB = 20.0
+LEAST_DB, MOST_DB = -60.0, 200.0  # beyond what float32 can lose and hold; one figure out there would flatten all others
 NAMED_AT_MOST = 3
 LEAST_RUN, LEAST_NUMBERED_RUN = 44, 12  # user units; of numbered ones some go without their number
 BELOW = 15  # from a point down to the baseline of its name: clear of the line, which comes from above the lowest
@@ -26,7 +27,8 @@ LEAST_BORDERED = 6  # user units a run of layers; borders closer than that are a
 
 @dataclass(frozen=True)
 class Point:
-    """One layer in one stage. `db` is inf where the two sides are equal, -inf where nothing comparable is left."""
+    """One layer in one stage. `db` is inf where the two sides are equal, -inf where nothing comparable is left, and
+    else from LEAST_DB to MOST_DB: what lies beyond is drawn at that end."""
 
     slot: int
     db: float
@@ -96,13 +98,15 @@ def _points(rows: Sequence[Followed], stage: str) -> list[Point]:
 def _level(record: LayerDiff) -> float:
     if record.sqnr_db is None or math.isnan(record.sqnr_db) or record.one_sided:
         return -math.inf
-    return record.sqnr_db
+    if math.isinf(record.sqnr_db):
+        return record.sqnr_db
+    return min(max(record.sqnr_db, LEAST_DB), MOST_DB)
 
 
 def _scale(points: Sequence[Point], top: int, slots: int, width: int) -> Scale:
     """Whole tens around the figures, at least LEAST_SPAN_DB apart: noise is not blown up to fill the strip."""
     finite = [p.db for p in points if math.isfinite(p.db)] or [0.0]
-    low = math.floor(min(finite) / 10) * 10.0
+    low = min(math.floor(min(finite) / 10) * 10.0, MOST_DB - LEAST_SPAN_DB)
     height = FLAT if all(p.db == math.inf for p in points) else STRIP
     return Scale(low, max(math.ceil(max(finite) / 10) * 10.0, low + LEAST_SPAN_DB), top, slots, width, height)
 
@@ -164,7 +168,9 @@ def _name(point: Point, label: Label, scale: Scale) -> str:
 
 def _ticks(points: Sequence[Point], scale: Scale) -> str:
     seen = {p.db for p in points}
-    texts = {math.inf: "equal", scale.high: f"{scale.high:.0f} dB", scale.low: f"{scale.low:.0f}", -math.inf: "NaN"}
+    high = f"{'≥ ' if MOST_DB in seen else ''}{scale.high:.0f} dB"
+    low = f"{'≤ ' if LEAST_DB in seen else ''}{scale.low:.0f}"
+    texts = {math.inf: "equal", scale.high: high, scale.low: low, -math.inf: "NaN"}
     wanted = [db for db in texts if (any(map(math.isfinite, seen)) if math.isfinite(db) else db in seen)]
     return "".join(canvas.tick(texts[db], scale.y(db), scale.width) for db in wanted)
 

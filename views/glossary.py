@@ -32,6 +32,7 @@ TERMS = (
     Term("ratio", "", "none", "error over floor (5e-07 at least): up to 8 passes; with `rtol` and `atol` up to 1"),
     Term("source", "", "", "file and line of forward() that computes it"),
     Term("flips", "", "elements", "thresholds that fell on the other side, within the noise of what is compared"),
+    Term("masked", "", "elements", "hidden by a mask (-1e9, the lowest float) on both sides: in none of the measures"),
     Term("nondeterministic", "", "", "the random operator that it depends on: it is compared with nothing"),
     Term("cause", "", "", "the jump further up (a threshold, an ArgMax) that explains the difference"),
     Term("update ratio", "", "none", "length of the last update over that of the weight"),

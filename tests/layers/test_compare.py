@@ -377,3 +377,27 @@ def test_values_drawn_at_random_are_named_and_not_judged() -> None:
     assert rows["y"].extra == {"nondeterministic": "RandomNormalLike"}
     assert rows["y"].passed and rows["y"].max_abs is None
     assert rows["z"].max_abs == 0.0 and rows["z"].tolerance == 1e-6
+
+
+MASKS = [-3.4028234663852886e38, -1e30, -9e15, -1e9, -65504.0, -1e4, -20_000.0]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("opset", [20, 11])
+@pytest.mark.parametrize("isolated", [False, True])
+def test_masked_scores_are_measured_alike_in_the_graph_and_in_numpy(mask: float, opset: int, isolated: bool) -> None:
+    """A mask in the graph, one among the inputs, and a number that is no mask: as numpy measures them."""
+    text = "g (float[n, 40] x, float[n, 40] m) => (float[n, 40] y) { s = Mul (x, k)\n y = Add (s, m) }"
+    exact, rough = (model(text, opset=opset, k=np.float32(k)) for k in (1.0, 1.01))
+    x = RNG.standard_normal((50, 40)).astype(np.float32)
+    m = np.where(RNG.random((50, 40)) < 0.3, np.float32(mask), np.float32(0.0))
+    rows = {r.name: r for r in compare(exact, rough, [{"x": x, "m": m}, {"x": x, "m": m}], isolated=isolated)}
+    want = diff_arrays(x + m, x * np.float32(1.01) + m)
+    assert want.masked == (0 if mask == -20_000.0 else (m < 0).sum())
+    assert rows["y"].extra.get("masked", 0) == 2 * want.masked
+    assert rows["y"].sqnr_db == pytest.approx(want.sqnr_db, abs=1e-3)
+    assert rows["y"].max_abs == pytest.approx(want.max_abs)
+    assert rows["s"].sqnr_db == pytest.approx(40.0, abs=0.1)
+    assert "masked" not in rows["s"].extra
+    if isolated and want.masked:
+        assert rows["y"].extra["isolated_sqnr_db"] == math.inf

@@ -50,6 +50,21 @@ def test_each_measured_layer_has_one_mark_inside_the_picture(
         assert 0 <= float(y) <= height
 
 
+@pytest.mark.parametrize(
+    ("figures", "ticks"),
+    [
+        ([40.0, 31.0, 829.0], ["≥ 200 dB", "30"]),
+        ([829.0, 900.0], ["≥ 200 dB", "180"]),
+        ([40.0, 31.0, -760.0], ["40 dB", "≤ -60"]),
+        ([200.5, -61.0], ["≥ 200 dB", "≤ -60"]),
+        ([40.0, 31.0, 130.0], ["130 dB", "30"]),
+    ],
+)
+def test_one_figure_far_out_does_not_flatten_the_others(figures: list[float], ticks: list[str]) -> None:
+    svg = draw(Report(stage="s", records=records_of([(db, True) for db in figures])))
+    assert texts(svg, "tick") == ticks
+
+
 def test_stages_without_sqnr_have_no_strip() -> None:
     svg = draw(*sample_reports().values())
     assert texts(svg, "stage") == ["train", "ema", "export", "fuse", "quantize"]

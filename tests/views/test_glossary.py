@@ -17,7 +17,7 @@ MARK = "<!-- columns -->\n"
 # What stages put into `extra`, and the columns that say what they are about.
 EXTRAS = {
     "isolated_sqnr_db": 1.0, "weight_sqnr_db": 1.0, "clipped": 0.001, "floor": 1e-7, "ratio": 0.5, "source": "t:3",
-    "flips": 2, "nondeterministic": "RandomNormal", "cause": "it jumps", "update_ratio": 0.1, "dead": True,
+    "flips": 2, "masked": 9, "nondeterministic": "RandomNormal", "cause": "it jumps", "update_ratio": 0.1, "dead": True,
     "network_layer": "conv",
 }  # fmt: skip
 PLAIN = {"op", "shape", "dtype"}
