@@ -7,7 +7,7 @@ accepted steps only; a rejected step leaves nothing behind but a smaller loss sc
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training import adoption, follow, gradient, group_rules, memory, misuse, norms, optimizers, rejected
+from layerline.training import closure as closures
 from layerline.training.accumulate import Window, check_loss, counted, loss_factor, witness
 from layerline.training.config import Config
 from layerline.training.ema import Ema, averaged, norm_buffers, statistics
@@ -85,6 +86,8 @@ class Lane:
         else:
             optimizer = optimizers.build(config.optimizer, self.members, self.stepped)
         self.optimizer: Any = optimizer
+        self.needs_closure = self.custom and optimizers.needs_closure(optimizer)
+        self._evaluation: closures.Evaluation | None = None
         self.sophia = optimizer if isinstance(optimizer, Sophia) else None
         self.rate = Rate(config, optimizer, custom=self.custom)
         self.scale = LossScale(config.precision)
@@ -197,6 +200,8 @@ class Lane:
 
     def step(self, loss: Tensor | None = None, weight: float | None = None, samples: int | None = None) -> bool:
         """Ends a micro-batch; the last one of a window steps the optimizer. True when the weights moved."""
+        if self.needs_closure:
+            raise misuse.no_closure(self.optimizer)
         if samples is not None:
             self.window.samples += samples
         if loss is not None:
@@ -211,6 +216,22 @@ class Lane:
         if self.peers is not None and wanted > 1:
             self.peers.arm(sync=self.window.micro == wanted - 1)
         return moved
+
+    def step_closure(self, closure: Callable[[], Tensor]) -> tuple[bool, Tensor]:
+        """A step of an optimizer that evaluates the loss itself: whether the weights moved, and the first loss.
+
+        Raises:
+            ConfigError: what `closure.check` refuses.
+        """
+        misuse.refuse_averages(self, "step")
+        closures.check(self)
+        self._evaluation = evaluation = closures.Evaluation(self, closure)
+        self.window.add(evaluation.loss, None)
+        self.window.close()
+        try:
+            return self._update(synced=True), evaluation.loss
+        finally:
+            self._evaluation = None
 
     def flush(self) -> bool:
         """Steps on what a short last window holds, divided by what it holds. True when the weights moved."""
@@ -349,7 +370,10 @@ class Lane:
             self.reach.weights = math.inf
         if not self.reach.safe(norm, None if self.peers is None else self.peers.greatest):
             kept = Kept(self.optimizer, self.params, self.stepped, state=self.reach.known)
-        self.optimizer.step()
+        if self._evaluation is None:
+            self.optimizer.step()
+        else:
+            self.optimizer.step(self._evaluation)
         if masters is not None:
             masters.publish()
         if kept is not None and rejected.take_back(self, kept):

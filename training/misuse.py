@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -61,6 +61,15 @@ def explain_backward(error: BaseException) -> None:
                                "the loss; of losses that share a graph, give the sum") from error  # fmt: skip
 
 
+def no_closure(optimizer: Any) -> ConfigError:
+    """The error for a step that an optimizer can take with a closure alone."""
+    return ConfigError(
+        f"{type(optimizer).__name__} evaluates the loss itself and needs a closure",
+        where="step",
+        hint="mo.step(closure=f), where f() runs the model on the batch and returns the loss, without backward()",
+    )
+
+
 def sparse_gradient(lane: Lane) -> str | None:
     """The first parameter whose gradient is sparse."""
     return next((n for n, p in zip(lane.names, lane.stepped, strict=True)
@@ -76,5 +85,7 @@ def explain_step(lane: Lane, error: BaseException, sparse: str | None) -> None:
     if sparse is not None:
         raise ConfigError("sparse gradients are not supported", where=sparse,
                           hint="sparse=False where its embedding is looked up") from error  # fmt: skip
+    if type(error).__name__ == "NoClosureError":  # pytorch_optimizer's, whatever version
+        raise no_closure(lane.optimizer) from error
     if isinstance(error, RuntimeError | TypeError):
         lane.refresh()  # what was changed in the model is a better reason

@@ -20,8 +20,11 @@ WRAPPERS: Mapping[str, str] = {
     "DataParallel": "module",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "_FabricModule": "_forward_module",
 }
-_SEGMENTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+# Packages whose classes of these names are wrappers; a user's own class of the same name is none.
+_WRAPPING = ("torch.", "lightning.", "lightning_fabric.")
+_SEGMENTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_forward_module.")
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def _inner(module: nn.Module) -> nn.Module | None:
     for cls in type(module).__mro__:
         attribute = WRAPPERS.get(cls.__name__)
-        if attribute is not None and cls.__module__.startswith("torch."):
+        if attribute is not None and cls.__module__.startswith(_WRAPPING):
             inner: nn.Module | None = module._modules.get(attribute)
             return inner
     return None

@@ -123,6 +123,7 @@ class ModelOptimizer:
         *,
         weight: float | None = None,
         samples: int | None = None,
+        closure: Callable[[], Tensor] | None = None,
         only: str | None = None,
     ) -> StepResult:
         """Ends a micro-batch (after backward, where a loss is given); every `accumulate.steps`-th steps the optimizer.
@@ -132,6 +133,9 @@ class ModelOptimizer:
         Without `weight` each micro-batch counts the same, whatever its size: give loss sums and weights where sizes
         differ. `samples` is for the speed in the log alone (`samples_s`), where the weight counts something else.
 
+        Optimizers that evaluate the loss themselves (LBFGS, SAM) take `closure` in place of the loss: a function that
+        runs the model on the batch and returns the loss; backward passes and zero_grad() are run around it.
+
         Returns:
             What is true when the weights moved, and prints, formats and computes as the loss.
 
@@ -140,7 +144,13 @@ class ModelOptimizer:
             StageError: losses, gradients or updates have not been finite for too long, there is nothing to step on, or
                 the gradients were cleared in between.
         """
-        moved = self._lane(only, "step").step(loss, weight, samples)
+        lane = self._lane(only, "step")
+        if closure is not None:
+            if loss is not None or weight is not None:
+                raise ConfigError("the closure gives the loss", where="step", hint="mo.step(closure=f) alone")
+            moved, loss = lane.step_closure(closure)
+        else:
+            moved = lane.step(loss, weight, samples)
         return StepResult(self._after(moved), loss, weight)
 
     def flush(self) -> bool:
@@ -294,11 +304,18 @@ class ModelOptimizer:
         checkpoint.restore(self, state["tensors"], state["meta"])
 
     def export(self) -> dict[str, Tensor]:
-        """The weights that would ship, by canonical name: averages where there are any, float32, tied tensors once.
+        """The weights that would ship, by canonical name: averages where there are any, float32.
 
-        They are copies where the model lies; of a sharded model in CPU memory, and every rank has to call it.
+        They are copies where the model lies; of a sharded model in CPU memory, and every rank has to call it. A tied
+        tensor is there under each of its names, as one tensor, so that a strict load_state_dict() takes the result.
         """
-        return {f"{n}.{k}" if n else k: t for n, lane in self.lanes.items() for k, t in deploy.shipped(lane).items()}
+        out: dict[str, Tensor] = {}
+        for model, lane in self.lanes.items():
+            prefix = f"{model}." if model else ""
+            tensors = deploy.shipped(lane)
+            out |= {prefix + name: tensor for name, tensor in tensors.items()}
+            out |= {prefix + alias: tensors[kept] for alias, kept in lane.named.aliases.items()}
+        return out
 
     def export_metrics(self, path: str | Path) -> None:
         """Writes the rows so far as CSV, and makes its folder where there is none; several models get one file each,

@@ -114,13 +114,20 @@ def check_custom(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
             )
     # torch's schedulers replace the method on the instance: the class has the true signature.
     step = getattr(type(optimizer), "step", None)
-    if needed := _needed(optimizer.step if step is None else step.__get__(optimizer)):
+    needed = [n for n in _needed(optimizer.step if step is None else step.__get__(optimizer)) if n != "closure"]
+    if needed:
         raise ConfigError(
-            f"{type(optimizer).__name__}.step() needs {needed}, and gradients are given to it, not computed by it",
+            f"{type(optimizer).__name__}.step() needs {', '.join(needed)}, which nobody can give it",
             where="optimizer",
-            hint="use an optimizer whose step() takes nothing",
+            hint="use an optimizer whose step() takes nothing, or a closure",
         )
     check_held(optimizer, params)
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Whether step() can't be called without a closure, as that of LBFGS."""
+    step = getattr(type(optimizer), "step", None)
+    return "closure" in _needed(optimizer.step if step is None else step.__get__(optimizer))
 
 
 def check_held(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
@@ -217,13 +224,14 @@ def _held(optimizer: Any) -> list[Tensor]:
     return [p for g in own_groups(optimizer) for p in g["params"] if isinstance(p, Tensor)]
 
 
-def _needed(call: Any) -> str:
+def _needed(call: Any) -> list[str]:
+    """The arguments without a default."""
     try:
         parameters = inspect.signature(call).parameters.values()
     except (TypeError, ValueError):  # not written in Python: it doesn't say
-        return ""
-    return next((p.name for p in parameters
-                 if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)), "")  # fmt: skip
+        return []
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
 
 
 def _fast_path(params: Sequence[nn.Parameter], *, fused: bool, foreach: bool) -> dict[str, Any]:

@@ -60,8 +60,8 @@ REFUSED: Mapping[str, tuple[str, Concerns]] = {
     "custom optimizer beside fields of the section optimizer": ("it has its own and would not read them", _custom),
     "a custom optimizer over parameters that are not the model's": (
         "nobody would divide and clip their gradients", _custom),
-    "an optimizer whose step() needs an argument (LBFGS)": (
-        "gradients are given to it, not computed by it", _custom),
+    "a closure with accumulation, fp16, half parameters or several ranks": (
+        "the optimizer evaluates the loss as often as it likes", _custom),
     "parameters that join before a custom optimizer holds them": ("nobody would step them", _custom),
     "a step while the model holds its EMA weights": (
         "it would train the average; call switch_to_online() first", lambda lane: lane.ema is not None),

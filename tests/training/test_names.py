@@ -177,3 +177,35 @@ def test_non_persistent_buffers_and_empty_tensors_are_left_alone() -> None:
     model.register_buffer("b", torch.ones(0))
     known = names.named(model)
     assert list(known.buffers) == ["a", "b"] and known.aliases == {}
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.emb.weight
+
+
+def test_an_export_of_a_tied_model_loads_strictly() -> None:
+    mo = ModelOptimizer(TiedHead(), {"training": {"ema_decay": 0.9}})
+    weights = mo.export()
+    assert sorted(weights) == ["emb.weight", "head.weight"]
+    assert weights["emb.weight"] is weights["head.weight"]
+    fresh = TiedHead()
+    fresh.load_state_dict(weights, strict=True)
+    assert torch.equal(fresh.head.weight, mo.model.emb.weight)  # type: ignore[union-attr]
+
+
+def test_fabrics_wrapper_does_not_appear_in_names() -> None:
+    """Lightning Fabric's class, as far as names are concerned: it keeps the module under `_forward_module`."""
+
+    class _FabricModule(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self._forward_module = inner
+
+    _FabricModule.__module__ = "lightning.fabric.wrappers"
+    mo = ModelOptimizer(_FabricModule(TiedHead()), {})
+    assert "emb.weight" in mo.export()
+    assert names.bare("_forward_module.emb.weight") == "emb.weight"
