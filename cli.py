@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from layerline import __version__
 from layerline.pipeline.errors import ConfigError, PipeError, StageError
+from layerline.pipeline.untrusted import is_number
 from layerline.views import ending
 from layerline.views.ending import print_json, say
 
@@ -57,6 +58,7 @@ StageName = Annotated[str, typer.Argument(metavar="STAGE", help=f"One of {STAGES
 DEBUGGED = "export or fuse"
 TOP = 20  # values that `pipe diff` shows where nobody says how many
 _HERE = Path()
+_WIDEST = 10_000  # columns and lines of a terminal
 _DEBUG = False
 
 
@@ -70,11 +72,19 @@ def main() -> NoReturn:
             stream.reconfigure(errors="replace")  # a terminal that knows no ✓ shows a ? instead
     # Read when torch loads OpenMP: threads that spin while they wait made training 8 times slower beside other work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name in ("COLUMNS", "LINES"):  # rich takes them for numbers, and fails where they aren't
+        if not is_number(text := os.environ.get(name, "0")) or int(text) > _WIDEST:
+            del os.environ[name]
     command = _with_folder_last([a for a in arguments if a != "--debug"])
     as_json = "--json" in arguments
-    sys.exit(
-        ending.exit_code(lambda: app(command, prog_name="pipe", standalone_mode=False), as_json=as_json, debug=_DEBUG)
-    )
+    sys.exit(ending.exit_code(lambda: _app(command), as_json=as_json, debug=_DEBUG))
+
+
+def _app(command: list[str]) -> Any:
+    from layerline.pipeline.document import check_options
+
+    check_options(command)
+    return app(command, prog_name="pipe", standalone_mode=False)
 
 
 def _with_folder_last(arguments: list[str]) -> list[str]:

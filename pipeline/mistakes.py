@@ -6,12 +6,16 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 Place = tuple[str | int, ...]
+
+# So many places are told where a field of that name is, and so deep is looked for one.
+_TOLD = 3
+_DEEPEST = 4
 
 # By the first word of a pydantic error's kind, and by the name of a type.
 _WANTED = {
@@ -85,10 +89,63 @@ def numbers_in_disguise(raw: Any, taken: Any, place: Place = ()) -> Iterator[Mis
             yield from numbers_in_disguise(ours, theirs, (*place, i))
 
 
+def beyond_64_bits(raw: Any, place: Place = ()) -> Iterator[Mistake]:
+    """Integers that no field, array or file holds, in the order written."""
+    if isinstance(raw, int) and not -(2**63) <= raw < 2**64:
+        yield Mistake(place, f"expected an integer of 64 bits, saw {raw}")
+    elif isinstance(raw, Mapping):
+        for key, value in raw.items():
+            yield from beyond_64_bits(value, (*place, key))
+    elif isinstance(raw, list):
+        for i, value in enumerate(raw):
+            yield from beyond_64_bits(value, (*place, i))
+
+
 def nearest(name: str, valid: Sequence[str]) -> str:
     """A hint for a name that is none of the valid ones."""
-    close = difflib.get_close_matches(name, valid, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"valid names: {', '.join(sorted(set(valid)))}"
+    close = _close(name, valid)
+    return f"did you mean {close!r}?" if close else f"valid names: {', '.join(sorted(set(valid)))}"
+
+
+def elsewhere(name: str, fields: Sequence[Sequence[str]]) -> str:
+    """A hint for a field that is at another place, or nearly so; empty where there is none.
+
+    Args:
+        name: what was written.
+        fields: paths of all fields, from the top of pipe.yaml.
+    """
+    name = _close(name, [f[-1] for f in fields])
+    paths = sorted({".".join(f) for f in fields if f[-1] == name}, key=lambda path: (path.count("."), path))
+    return f"did you mean {' or '.join(paths[:_TOLD])}?" if paths else ""
+
+
+def field_paths(cls: type[BaseModel], place: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every field that a model takes, as a path; NAME stands for a key of one's own, 0 for an item of a list."""
+    for name, info in cls.model_fields.items():
+        yield (*place, info.alias or name)
+        if len(place) < _DEEPEST:
+            for model, step in _models_below(info.annotation):
+                yield from field_paths(model, (*place, info.alias or name, *step))
+
+
+def _models_below(annotation: Any) -> Iterator[tuple[type[BaseModel], tuple[str, ...]]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, ()
+    step: tuple[str, ...] = ()
+    if isinstance(origin := get_origin(annotation), type):
+        if issubclass(origin, Mapping):
+            step = ("NAME",)
+        elif issubclass(origin, Sequence):
+            step = ("0",)
+    for inner in get_args(annotation):
+        for model, deeper in _models_below(inner):
+            yield model, (*step, *deeper)
+
+
+def _close(name: str, valid: Sequence[str]) -> str:
+    by_lower = {v.lower(): v for v in valid}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return by_lower[close[0]] if close else ""
 
 
 def _located(cls: type[BaseModel], raw: Any, error: ErrorDetails) -> _Fault:
@@ -122,7 +179,7 @@ def _in_words(cls: type[BaseModel], faults: Sequence[_Fault]) -> Mistake:
     if first.kind == "missing":
         return Mistake(place, "it is required, and missing")
     if first.kind == "extra_forbidden":
-        return Mistake(place, "unknown field", nearest(str(place[-1]), _names(cls, place[:-1])))
+        return Mistake(place, "unknown field", _nearest_field(cls, place))
     if first.kind == "literal_error" and isinstance(seen, str) and len(faults) == 1:
         valid = [v.strip("'") for v in re.split(", | or ", first.error["ctx"]["expected"])]
         return Mistake(place, f"unknown value {seen!r}", nearest(seen, valid))
@@ -131,6 +188,16 @@ def _in_words(cls: type[BaseModel], faults: Sequence[_Fault]) -> Mistake:
     wanted = " or ".join([first_form, *(o.removeprefix("expected ") for o in others)])
     alone = wanted == "expected a list" and isinstance(seen, str | int | float)
     return Mistake(place, f"{wanted}, saw {seen!r:.80}", f"a list of one: [{seen}]" if alone else "")
+
+
+def _nearest_field(cls: type[BaseModel], place: Place) -> str:
+    name, valid = str(place[-1]), _names(cls, place[:-1])
+    stage = getattr(cls, "name", "")
+    own = [(stage, *path) if isinstance(stage, str) and stage else path for path in field_paths(cls)]
+    exact = [path for path in own if path[-1] == name]
+    if exact or not _close(name, valid):
+        return elsewhere(name, own) or nearest(name, valid)
+    return nearest(name, valid)
 
 
 def _expected(cls: type[BaseModel], fault: _Fault) -> str:

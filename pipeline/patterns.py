@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,10 +18,23 @@ def has_wildcard(text: str) -> bool:
     return any(sign in text for sign in "*?[")
 
 
-def matches(folder: Path, parts: Sequence[str], project: Path) -> Iterator[Path]:
+def _is_new(folder: Path) -> bool:
+    """Whether going through a folder leads anywhere else than through what holds it: a link may lead back."""
+    return not (folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve()))
+
+
+def matches(
+    folder: Path, parts: Sequence[str], project: Path, enters: Callable[[Path], bool] = _is_new
+) -> Iterator[Path]:
     """Files and folders below `folder` that the parts of a pattern match, in a fixed order; "**" is any depth.
 
     Nothing outside `project` is matched, nor what git, Layerline or an environment keeps there.
+
+    Args:
+        folder: where the pattern starts.
+        parts: of the pattern, at its slashes.
+        project: its folder.
+        enters: asked for each folder that a wildcard comes across, before it is looked into.
     """
     if not folder.is_relative_to(project):
         return
@@ -30,18 +43,18 @@ def matches(folder: Path, parts: Sequence[str], project: Path) -> Iterator[Path]
         return
     head, rest = parts[0], parts[1:]
     if head == "**":
-        yield from matches(folder, rest or ["*"], project)
+        yield from matches(folder, rest or ["*"], project, enters)
         for path in _inside(folder):
-            if _is_folder(path) and not (path.is_symlink() and folder.resolve().is_relative_to(path.resolve())):
-                yield from matches(path, parts, project)
+            if _is_folder(path) and enters(path):
+                yield from matches(path, parts, project, enters)
     elif has_wildcard(head):
         for path in _inside(folder):
-            if fnmatchcase(path.name, head) and (not rest or _is_folder(path)):
-                yield from matches(path, rest, project)
+            if fnmatchcase(path.name, head) and (not rest or (_is_folder(path) and enters(path))):
+                yield from matches(path, rest, project, enters)
     else:
         path = Path(os.path.normpath(folder / head))
         if _is_there(path) and path.name not in _KEPT_BY_TOOLS:
-            yield from matches(path, rest, project)
+            yield from matches(path, rest, project, enters)
 
 
 def size_and_time(path: Path) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from layerline.pipeline import canonical, table
-from layerline.pipeline.errors import ConfigError, TaskError
-from layerline.pipeline.mistakes import mistake, nearest, numbers_in_disguise
+from layerline.pipeline.datafiles import expand
+from layerline.pipeline.document import Document
+from layerline.pipeline.errors import ConfigError, PipeError, TaskError
+from layerline.pipeline.mistakes import beyond_64_bits, elsewhere, mistake, nearest, numbers_in_disguise
 from layerline.pipeline.stage import Stage
+from layerline.pipeline.starter import project_name
 
 FILE = "pipe.yaml"
 STATE = ".layerline"
 _OWN_KEYS = ("name", "task", "data")
+# What is said of a field that there is not.
+_UNKNOWN = ("unknown field", "no such field")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +104,19 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError("it is a file, not a folder", where=str(folder))
-    document = _Document(folder / FILE)
+    document = Document(folder / FILE)
     for override in overrides:
         document.override(override)
     raw = document.content
     for key in raw:
         if key not in _OWN_KEYS and key not in table.names():
-            raise document.error((key,), "unknown key", nearest(str(key), [*_OWN_KEYS, *table.names()]))
+            valid = [*_OWN_KEYS, *table.names()]
+            raise document.error((key,), "unknown key", _hint(str(key), nearest(str(key), valid)))
     names = _stage_names(raw, document)
     stages = _ordered([_build_stage(n, raw.get(n), document) for n in names])
     return Project(
         root=folder,
-        name=_text(document, "name", folder.resolve().name),
+        name=_text(document, "name", project_name(folder)),
         task=_text(document, "task", "task.py"),
         data=_data_files(document, folder),
         stages=stages,
@@ -122,112 +129,18 @@ def as_options(overrides: Sequence[str]) -> str:
     return " ".join(f"--set {shlex.quote(text)}" for text in overrides)
 
 
-class _Document:
-    """The YAML text with the place of every field."""
-
-    def __init__(self, path: Path) -> None:
-        from ruamel.yaml import YAML
-        from ruamel.yaml.error import MarkedYAMLError, YAMLError
-
-        self.path = path
-        self._yaml = YAML(typ="rt")
-        self._overridden: dict[tuple[str | int, ...], str] = {}
-        try:
-            text = path.read_text("utf-8")
-        except FileNotFoundError:
-            raise ConfigError(
-                f"there is no {FILE} in {path.parent.resolve()}", hint="make a project: pipe init DIR"
-            ) from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"it is not UTF-8 text: {error}", where=path.name) from None
-        try:
-            self.tree = self._yaml.load(text)
-        except MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-            problem = str(error.problem or error.context).split("\n")[0]
-            raise ConfigError(f"not valid YAML: {problem}", where=f"{path.name}{place}") from None
-        except YAMLError as error:
-            raise ConfigError(f"not valid YAML: {str(error).splitlines()[0]}", where=path.name) from None
-        except (AttributeError, RecursionError):  # how the parser takes a mapping that is merged into itself
-            raise ConfigError("an alias in it stands for itself", where=path.name) from None
-        if self.tree is None:
-            self.tree = {}
-        if not isinstance(self.tree, Mapping):
-            seen = "a list" if isinstance(self.tree, list) else repr(self.tree)
-            raise ConfigError(f"expected fields such as `train:`, saw {seen:.80}", where=f"{path.name}:1:1")
-        try:
-            self.content: dict[Any, Any] = _plain(self.tree)
-        except RecursionError:
-            raise ConfigError("an alias in it stands for itself", where=path.name) from None
-
-    def override(self, text: str) -> None:
-        """Applies one `key.path=value`."""
-        from ruamel.yaml.error import YAMLError
-
-        path, equals, value = text.partition("=")
-        keys = tuple(int(k) if k.isdigit() else k for k in path.strip().split("."))
-        if not equals or "" in keys:
-            raise ConfigError(
-                f"expected key=value, saw {text!r}", where="--set", hint="for example: --set train.epochs=2"
-            )
-        try:
-            parsed = _plain(self._yaml.load(value)) if value.strip() else None
-        except YAMLError:
-            parsed = value
-        target: Any = self.content
-        for depth, key in enumerate(keys[:-1]):
-            target = self._child(target, _as_there(target, key), text, keys[: depth + 1])
-        self._put(target, _as_there(target, keys[-1]), parsed, text)
-        self._overridden[keys] = text
-
-    def error(self, loc: tuple[str | int, ...], what: str, hint: str = "") -> ConfigError:
-        """A ConfigError that points at a field."""
-        field = ".".join(str(p) for p in loc)
-        for keys, text in self._overridden.items():
-            if keys == loc[: len(keys)] or (keys[: len(loc)] == loc and not self._is_in_file(loc)):
-                return ConfigError(f"{field}: {what}", where=f"--set {text}", hint=hint)
-        line, column = self._position(loc)
-        return ConfigError(f"{field}: {what}" if field else what, where=f"{self.path.name}:{line}:{column}", hint=hint)
-
-    def _position(self, loc: tuple[str | int, ...]) -> tuple[int, int]:
-        node, position = self.tree, (0, 0)
-        for key in loc:
-            marks = getattr(getattr(node, "lc", None), "data", None) or {}
-            if key not in marks:
-                break
-            position = tuple(marks[key][:2])
-            node = node[key]
-        return position[0] + 1, position[1] + 1
-
-    def _is_in_file(self, loc: tuple[str | int, ...]) -> bool:
-        node = self.tree
-        for key in loc:
-            if not (isinstance(node, Mapping) and key in node):
-                return False
-            node = node[key]
-        return True
-
-    def _child(self, target: Any, key: str | int, text: str, loc: tuple[str | int, ...]) -> Any:
-        if isinstance(target, dict):
-            if target.get(key) is None:
-                target[key] = {}
-            child = target[key]
-        elif isinstance(target, list) and isinstance(key, int) and key < len(target):
-            child = target[key]
-        else:
-            raise ConfigError(f"{'.'.join(map(str, loc))} is not there", where=f"--set {text}")
-        if not isinstance(child, dict | list):
-            raise ConfigError(f"{'.'.join(map(str, loc))} is {child!r} and has no fields", where=f"--set {text}")
-        return child
-
-    def _put(self, target: Any, key: str | int, value: Any, text: str) -> None:
-        if isinstance(target, list) and not (isinstance(key, int) and key < len(target)):
-            raise ConfigError(f"there is no item {key}: the list has {len(target)}", where=f"--set {text}")
-        target[key] = value
+def _hint(name: str, hint: str) -> str:
+    """The hint for an unknown name: where it names nothing that is near, the place where such a field is."""
+    if hint.startswith("did you mean"):
+        return hint
+    fields: list[tuple[str, ...]] = []
+    for stage in table.names():
+        with suppress(PipeError):  # of another distribution that is not there
+            fields += [(stage, *path) for path in table.stage_class(stage).written()]
+    return elsewhere(name, fields) or hint
 
 
-def _stage_names(raw: Mapping[str, Any], document: _Document) -> list[str]:
+def _stage_names(raw: Mapping[str, Any], document: Document) -> list[str]:
     """The standard stages, an import stage in place of those before it, and third parties' that are configured."""
     imports = [n for n in table.names() if n.startswith("import-") and n in raw]
     if len(imports) > 1:
@@ -246,7 +159,7 @@ def _stage_names(raw: Mapping[str, Any], document: _Document) -> list[str]:
     return [*imports, *standard, *others]
 
 
-def _build_stage(name: str, raw: Any, document: _Document) -> Stage:
+def _build_stage(name: str, raw: Any, document: Document) -> Stage:
     cls = table.stage_class(name)
     if raw is not None and not isinstance(raw, Mapping):
         raise document.error((name,), f"expected the fields of stage {name}, saw {raw!r}")
@@ -254,15 +167,17 @@ def _build_stage(name: str, raw: Any, document: _Document) -> Stage:
         stage = cls.model_validate(raw or {})
     except ValidationError as error:
         told = mistake(cls, raw or {}, error)
-        raise document.error((name, *told.place), told.what, told.hint) from None
-    if disguised := next(numbers_in_disguise(raw or {}, stage.model_dump()), None):
-        raise document.error((name, *disguised.place), disguised.what)
+        hint = _hint(str(told.place[-1]), told.hint) if told.what in _UNKNOWN else told.hint
+        raise document.error((name, *told.place), told.what, hint) from None
+    for wrong in (numbers_in_disguise(raw or {}, stage.model_dump()), beyond_64_bits(raw or {})):
+        if first := next(wrong, None):
+            raise document.error((name, *first.place), first.what)
     for field, value in stage:
         _check_key(document, (name, field), value)
     return stage
 
 
-def _check_key(document: _Document, loc: tuple[str | int, ...], value: Any) -> None:
+def _check_key(document: Document, loc: tuple[str | int, ...], value: Any) -> None:
     """Whatever a field holds becomes part of a key, and a key holds nothing absolute."""
     try:
         canonical.encode(value)
@@ -293,7 +208,7 @@ def _ordered(stages: list[Stage]) -> tuple[Stage, ...]:
     return tuple(done)
 
 
-def _text(document: _Document, key: str, default: str) -> str:
+def _text(document: Document, key: str, default: str) -> str:
     value = document.content.get(key, default)
     if not isinstance(value, str) or not value:
         raise document.error((key,), f"expected text, saw {value!r}")
@@ -302,7 +217,7 @@ def _text(document: _Document, key: str, default: str) -> str:
     return value
 
 
-def _data_files(document: _Document, folder: Path) -> tuple[str, ...]:
+def _data_files(document: Document, folder: Path) -> tuple[str, ...]:
     patterns = document.content.get("data") or []
     if not isinstance(patterns, list) or not all(isinstance(p, str) and p for p in patterns):
         raise document.error(("data",), f"expected a list of file patterns, saw {patterns!r}")
@@ -311,41 +226,15 @@ def _data_files(document: _Document, folder: Path) -> tuple[str, ...]:
         if is_outside(pattern) or not Path(pattern).parts:
             raise document.error(("data", index), f"expected a path inside the project, saw {pattern!r}")
         try:
-            matches = sorted(_files_of(folder, pattern))
+            matches = expand(folder, pattern)
         except ValueError as error:
-            raise document.error(("data", index), f"{error}, saw {pattern!r}") from None
+            raise document.error(("data", index), f"{error}, saw {pattern!r:.80}") from None
         if not matches:
             raise document.error(("data", index), f"no file matches {pattern!r}")
         found += matches
     return tuple(dict.fromkeys(found))
 
 
-def _files_of(folder: Path, pattern: str) -> Iterator[str]:
-    """Files that match; all those in a folder that does. Never our own state."""
-    for match in folder.glob(pattern):
-        for path in match.rglob("*") if match.is_dir() else [match]:
-            name = path.relative_to(folder)
-            if name.parts[0] != STATE and path.is_file():
-                yield name.as_posix()
-
-
 def is_outside(path: str) -> bool:
     """Whether a path of the configuration leads out of the project's folder."""
     return Path(path).is_absolute() or ".." in Path(path).parts
-
-
-def _as_there(target: Any, key: str | int) -> str | int:
-    """A key as the mapping spells it: `--set` can't tell the name "0" from the number 0."""
-    return str(key) if isinstance(target, dict) and key not in target and str(key) in target else key
-
-
-def _plain(value: Any) -> Any:
-    """Plain Python values in place of the parser's own types, which carry comments and formatting."""
-    if isinstance(value, Mapping):
-        return {_plain(k) if isinstance(k, str | int | float) else str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    for cls in (bool, int, float, str):
-        if isinstance(value, cls):
-            return cls(value)
-    return value

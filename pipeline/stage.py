@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from layerline.pipeline.mistakes import field_paths
 from layerline.pipeline.report import Report
 from layerline.pipeline.task import Task
 
@@ -75,6 +76,11 @@ class Stage(BaseModel):
     unkeyed: ClassVar[frozenset[str]] = frozenset()
     side: ClassVar[frozenset[str]] = frozenset()
     together: ClassVar[bool] = False
+
+    @classmethod
+    def written(cls) -> list[tuple[str, ...]]:
+        """Paths of the fields as people may write them: hints name them."""
+        return list(field_paths(cls))
 
     def hooks(self) -> tuple[str, ...]:
         """The hooks this configuration calls: `uses`, unless a field turns one on or off."""

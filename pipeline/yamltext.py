@@ -25,6 +25,10 @@ VALUES = 20_000
 _INTEGER = re.compile(r"[-+]?(0[xX][0-9a-fA-F_]+|0[bo][0-7_]+|[0-9][0-9_:]*)")
 
 
+class NotYamlError(ConfigError):
+    """Text that is within the bounds, and no YAML."""
+
+
 class _Count:
     """Counts what a document stands for, from its events.
 
@@ -49,6 +53,8 @@ class _Count:
             name, values, levels = self.open.pop()
             return self._add(name, values, levels)
         if isinstance(event, events.ScalarEvent):
+            if "\0" in event.value or any("\ud800" <= c <= "\udfff" for c in event.value):
+                return "a text with a NUL character or half of a surrogate pair, which no file or key can hold"
             if event.implicit[0] and len(event.value) > DIGITS and _INTEGER.fullmatch(event.value):
                 return f"an integer of {len(event.value)} characters, expected at most {DIGITS}"
             return self._add(anchor, 1, 0)
@@ -83,7 +89,8 @@ def parse(text: str, where: str) -> Any:
         where: the file, or what else it comes from, for errors.
 
     Raises:
-        ConfigError: not YAML, or larger, deeper or of more values than the bounds; with line and column.
+        NotYamlError: not YAML; with line and column.
+        ConfigError: larger, deeper or of more values than the bounds; with line and column.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -98,11 +105,11 @@ def parse(text: str, where: str) -> Any:
         return _loader().load(text)
     except MarkedYAMLError as error:
         problem = first_line(str(error.problem or error.context))
-        raise ConfigError(
+        raise NotYamlError(
             f"not valid YAML: {printable(problem, 200)}", where=_place(where, error.problem_mark or error.context_mark)
         ) from None
     except YAMLError as error:
-        raise ConfigError(f"not valid YAML: {printable(first_line(str(error)), 200)}", where=where) from None
+        raise NotYamlError(f"not valid YAML: {printable(first_line(str(error)), 200)}", where=where) from None
     except RecursionError:  # how the parser takes a mapping that is merged into itself
         raise ConfigError("an alias in it stands for itself", where=where) from None
 

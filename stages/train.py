@@ -82,6 +82,13 @@ class Train(Stage):
             raise _placed(error, {})
         return self
 
+    @classmethod
+    def written(cls) -> list[tuple[str, ...]]:
+        from layerline.training import shapes
+
+        names = {n for n in cls.model_fields if n != "recipe"} | shapes.SECTIONS | shapes.FIELDS | shapes.MOVES.keys()
+        return [tuple(name.split(".")) for name in sorted(names)]
+
     def hooks(self) -> tuple[str, ...]:
         """The task's hooks it calls: the evaluation's only where training validates, so that editing metric() never
         retrains otherwise."""

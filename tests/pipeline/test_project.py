@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from layerline.pipeline import table
+from layerline.pipeline.document import check_options
 from layerline.pipeline.errors import ConfigError, Unavailable
 from layerline.pipeline.project import load
 from tests.pipeline import fakes
@@ -105,7 +107,7 @@ ERRORS: dict[str, tuple[str | bytes, str]] = {
         "source:\n  epochs: ten\n",
         "pipe.yaml:2:3: source.epochs: expected an integer, saw 'ten'",
     ),
-    "a mapping merged into itself": ("source: &a {<<: *a}\n", "pipe.yaml: an alias in it stands for itself"),
+    "a mapping merged into itself": ("source: &a {<<: *a}\n", "pipe.yaml:1:17: an alias in it stands for itself"),
     "a number for text": ("source: {ignored: 3}\n", "pipe.yaml:1:10: source.ignored: expected text, saw 3"),
     "text for fields": (
         "source: {schedule: x}\n",
@@ -148,7 +150,7 @@ ERRORS: dict[str, tuple[str | bytes, str]] = {
         "pipe.yaml:3:10: not valid YAML: mapping values are not allowed",
     ),
     "an unknown alias": ("source: *x\n", "pipe.yaml:1:9: not valid YAML: found undefined alias 'x'"),
-    "an alias to itself": ("&x {source: *x}\n", "pipe.yaml: an alias in it stands for itself"),
+    "an alias to itself": ("&x {source: *x}\n", "pipe.yaml:1:13: an alias in it stands for itself"),
     "two documents": ("name: a\n---\nname: b\n", "pipe.yaml:2:1: not valid YAML: but found another document"),
     "a list at the root": ("- source\n", "pipe.yaml:1:1: expected fields such as `train:`, saw a list"),
     "a word at the root": ("source\n", "pipe.yaml:1:1: expected fields such as `train:`, saw 'source'"),
@@ -193,6 +195,89 @@ def test_data_patterns(tmp_path: Path) -> None:
     assert "pipe.yaml" in project(tmp_path, "data: ['*']").data
 
 
+def test_data_stays_in_the_project(tmp_path: Path) -> None:
+    root, outside = tmp_path / "p", tmp_path / "outside"
+    for path in (root / "data" / "a.csv", root / "in" / "b.csv", outside / "c.csv", outside / "deep" / "d.csv"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (root / "named").symlink_to(outside)
+    (root / "data" / "inside").symlink_to(root / "in")
+    (root / "data" / "back").symlink_to(root)
+    (root / "in" / "round").symlink_to(root / "data")
+    (root / "data" / "file.csv").symlink_to(outside / "c.csv")
+    (root / "data" / "nowhere").symlink_to(outside / "none")
+    (root / "data" / "self").symlink_to(root / "data" / "self")
+    both = ("data/a.csv", "data/file.csv", "data/inside/b.csv")
+    for pattern in ("data", "data/**", "data/**/*.csv", "data/**/*"):
+        assert project(root, f"data: ['{pattern}']").data == both
+    for pattern in ("named", "named/**/*", "named/**"):
+        assert project(root, f"data: ['{pattern}']").data == ("named/c.csv", "named/deep/d.csv")
+    assert project(root, "data: [named/*.csv, data/a.csv]").data == ("named/c.csv", "data/a.csv")
+    for pattern in ("**", "**/*", "*", "na*", "*/*", "*/deep/*", "**/*.csv"):
+        with pytest.raises(ConfigError, match=r"pipe.yaml:1:8: data.0: 'named' is a link to .*outside, out of the pr"):
+            project(root, f"data: ['{pattern}']")
+    (root / "named").unlink()
+    (root / "named").symlink_to("/")
+    for pattern in ("named", "named/**", "named/*"):
+        with pytest.raises(ConfigError, match=r"it leads to /, which holds the project itself"):
+            project(root, f"data: ['{pattern}']")
+    with pytest.raises(ConfigError, match="'named' is a link to /, out of the project"):
+        project(root, "data: ['**/*']")
+
+
+def test_data_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerline.pipeline.datafiles.FILES", 3)
+    (tmp_path / "d").mkdir()
+    for i in range(4):
+        (tmp_path / "d" / f"{i}.csv").touch()
+    with pytest.raises(ConfigError, match="more than 3 files match, saw 'd'"):
+        project(tmp_path, "data: [d]")
+    for i in range(4):
+        (tmp_path / "e" / str(i)).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"it goes through more than 3 folders"):
+        project(tmp_path, "data: ['e/**']")
+    with pytest.raises(ConfigError, match="whole part of a path"):
+        project(tmp_path, "data: ['**d']")
+
+
+# text -> the error
+FOREIGN = {
+    "source: {epochs: " + "9" * 5000 + "}": "pipe.yaml:1:18: an integer of 5000 characters, expected at most 40",
+    "source: {epochs: " + "9" * 30 + "}": "pipe.yaml:1:10: source.epochs: expected an integer of 64 bits, saw 9999",
+    "source: {sizes: {1: -9223372036854775809}}": "pipe.yaml:1:18: source.sizes.1: expected an integer of 64 bits",
+    "source: {layers: [{warmup: 18446744073709551616}]}": "pipe.yaml:1:20: source.layers.0.warmup: expected an integer",
+    'name: "a\\0b"': "pipe.yaml:1:7: a text with a NUL character",
+    'name: "\\ud800"': "pipe.yaml:1:7: a text with a NUL character or half of a surrogate pair",
+    'task: "a\\e[31m"': "",
+    '"a\\e[2J\\n": 1': "pipe.yaml:1:1: a\\x1b[2J\\x0a: unknown key",
+    "a0: &a0 [1, 1, 1]\n"
+    + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(30)): "pipe.yaml:12:22: it stands for more",
+    "#" * (1 << 18): "pipe.yaml: it has 262144 characters, expected at most 131072",
+    "source: {rate: 2020-13-45}": "pipe.yaml:1:16: not valid YAML: ValueError: month must be in 1..12",
+}
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_what_a_stranger_may_write(text: str, tmp_path: Path) -> None:
+    if not FOREIGN[text]:
+        project(tmp_path, text)
+        return
+    with pytest.raises(ConfigError) as caught:
+        project(tmp_path, text)
+    assert str(caught.value).startswith(FOREIGN[text])
+    assert str(caught.value).replace("\n", "").isprintable()
+
+
+def test_a_pipe_yaml_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ConfigError, match=r"pipe.yaml: it is no file"):
+        load(tmp_path)
+    (tmp_path / "pipe.yaml").unlink()
+    (tmp_path / "pipe.yaml").write_bytes(b"# " + "é".encode() * (1 << 19))
+    with pytest.raises(ConfigError, match=r"pipe.yaml: it is larger than 524288 bytes"):
+        load(tmp_path)
+
+
 # ------------------------------------------------------------------------------------------------ --set
 
 
@@ -232,6 +317,18 @@ SET_ERRORS = {
     "source.layers.x=1": "--set source.layers.x=1: there is no item x: the list has 1",
     "source=5": "--set source=5: source: expected the fields of stage source, saw 5",
     "name=5": "--set name=5: name: expected text, saw 5",
+    "source.x=" + "9" * 5000: "--set source.x=9999",
+    "source.²=1": "--set source.²=1: source.²: unknown field",
+    "9" * 5000 + "=1": "--set 9999",
+    "source.layers.99999999999999999999=1": "--set source.layers.99999999999999999999=1: there is no item 9999",
+    "source=" + "[" * 3000: "--set source=[[[",
+    "source=[" + "&a [*b]," * 3: "--set source=[&a [*b],&a [*b],&a [*b],: source: expected the fields",
+    "a\x1b[2J=1": "--set a\\x1b[2J=1: a\\x1b[2J: unknown key",
+    "warmup=1": "--set warmup=1: warmup: unknown key\n  did you mean source.schedule.warmup or ",
+    "source.warmup=1": "--set source.warmup=1: source.warmup: unknown field\n  did you mean source.schedule.warmup or ",
+    "SOURCE.epochs=1": "--set SOURCE.epochs=1: SOURCE: unknown key\n  did you mean 'source'?",
+    "epoch=1": "--set epoch=1: epoch: unknown key\n  did you mean source.epochs",
+    "judge.epochs=1": "--set judge.epochs=1: judge.epochs: unknown field\n  did you mean source.epochs",
     "data=[no.csv]": "--set data=[no.csv]: data.0: no file matches 'no.csv'",
 }
 
@@ -290,3 +387,23 @@ def test_another_distribution_s_stage_that_is_not_there(
     monkeypatch.setattr(table, "names", lambda: table.BUILT_IN | {"other": place})
     with pytest.raises(Unavailable, match="stage other can't be imported"):
         project(tmp_path, "other: {}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["status", "--set", "a.b", "c"], "--set a.b=c"),
+        (["run", "all", "--set", "a.b", "=", "3"], "--set a.b=3"),
+        (["run", "--set", "a.b", "--json"], "for example: --set train.epochs=2"),
+        (["run", "--set", "a.b"], "for example: --set train.epochs=2"),
+    ],
+)
+def test_a_value_apart_from_its_key(words: list[str], hint: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected key=value in one piece, saw 'a\.b'") as caught:
+        check_options(words)
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize("words", [["run", "--set", "a=b", "c"], ["run", "--set"], ["--", "--set", "a"], []])
+def test_options_that_are_whole(words: list[str]) -> None:
+    check_options(words)

@@ -40,3 +40,24 @@ def test_with_line_and_field(stage: str, text: str, told: str, tmp_path: Path) -
         load(tmp_path)
     assert str(caught.value).startswith("pipe.yaml:2:")
     assert str(caught.value).endswith(told)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("train.lr=1", "train.optimizer.lr"),
+        ("train.max_norm=1", "train.clip.max_norm or train.optimizer.grad_clip.max_norm"),
+        ("train.calibrator=mse", "quantize.calibrator"),
+        ("calibrator=mse", "quantize.calibrator"),
+        ("calibratr=mse", "quantize.calibrator"),
+        ("quantize.lr=1", "train.optimizer.lr"),
+        ("optimizer.lr=1", "train.optimizer"),
+        ("ema_decay=1", "train.training.ema_decay"),
+        ("profiles=[]", "engine.profiles"),
+    ],
+)
+def test_a_field_at_another_place_is_told(text: str, meant: str, tmp_path: Path) -> None:
+    (tmp_path / "pipe.yaml").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, [text])
+    assert caught.value.hint == f"did you mean {meant}?"
