@@ -268,6 +268,7 @@ def _restore_lane(lane: Lane, state: saved.Saved) -> None:
         lane.peers.release()
     weights, parts, counters = state.weights, state.parts, state.counters
     names.load(lane.model, weights["online"])
+    lane.refresh()  # a buffer that grew may be another tensor
     if lane.masters is not None:
         by_name = weights["masters"] or weights["online"]
         lane.masters.adopt([by_name[n] for n, p in zip(lane.names, lane.params, strict=True) if lane.masters.has(p)])

@@ -198,11 +198,12 @@ def _parts(state: State, known: Named) -> Iterator[State]:
 def _judge(state: State, given: Mapping[str, Tensor], known: Named, wrong: list[str]) -> Fit:
     target = known.tensors
     # Counted for a momentum that hardly anyone uses; files from before torch 0.4.1 have none.
+    grown = names.resized(known, given)
     counters = {n: t for n, t in target.items() if n not in given and n.endswith("num_batches_tracked")}
     wrong = wrong + [
         f"{n} is {tuple(t.shape)}, the model has {tuple(target[n].shape)}"
         for n, t in given.items()
-        if t.shape != target[n].shape
+        if t.shape != target[n].shape and n not in grown
     ]
     wrong += [
         f"{n} is {_type(t)}, the model has {_type(target[n])}"

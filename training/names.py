@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
@@ -147,7 +149,7 @@ def bare(key: str) -> str:
 
 
 def check(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A state dict's tensors and the model's own, both by canonical name.
+    """A state dict's tensors and the model's own, both by canonical name. See `resized` for shapes that may differ.
 
     Raises:
         StageError: names that are missing, unknown or of another shape; all are listed.
@@ -155,12 +157,13 @@ def check(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tens
     known = named(model)
     given = strip(state, known)
     target = known.tensors
+    grown = resized(known, given)
     wrong = [f"missing {n}" for n in target if n not in given]
     wrong += [f"unknown {n}" for n in given if n not in target]
     wrong += [
         f"{n} is {tuple(given[n].shape)}, the model has {tuple(t.shape)}"
         for n, t in target.items()
-        if n in given and given[n].shape != t.shape
+        if n in given and given[n].shape != t.shape and n not in grown
     ]
     if wrong:
         shown = "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
@@ -170,6 +173,29 @@ def check(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tens
     return given, target
 
 
+def resized(known: Named, given: Mapping[str, Tensor], *, try_only: bool = True) -> set[str]:
+    """Buffers of another shape that their module's own loading takes, as torch's load_state_dict() lets it.
+
+    The scale of a per-channel FakeQuantize is one number until its first forward pass.
+
+    Args:
+        known: the model's tensors.
+        given: tensors by canonical name.
+        try_only: loads into copies of the modules.
+    """
+    differing = {n for n, b in known.buffers.items() if n in given and given[n].shape != b.shape}
+    owners = {id(known.owners[n]): known.owners[n] for n in differing}
+    out: set[str] = set()
+    for owner in owners.values():
+        module, errors = copy.deepcopy(owner) if try_only else owner, list[str]()
+        names = {n.rpartition(".")[2]: n for n, holder in known.owners.items() if holder is owner and n in given}
+        state = {last: given[n].clone() for last, n in names.items()}
+        module._load_from_state_dict(state, "", {"version": module._version}, False, [], [], errors)
+        taken = {n for last, n in names.items() if getattr(module, last).shape == given[n].shape}
+        out |= set() if errors else taken & differing
+    return out
+
+
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copies a state dict into the model in place, whatever wrappers either was saved or is living under.
 
@@ -177,10 +203,16 @@ def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         StageError: as `check`, before anything is copied.
     """
     given, target = check(model, state)
+    if any(given[n].shape != t.shape for n, t in target.items()):
+        resized(named(model), given, try_only=False)
+        target = named(model).tensors
     with torch.no_grad():
         for name, tensor in target.items():
             tensor.copy_(like(tensor, given[name]))
-    unwrap(model).load_state_dict({}, strict=False)  # tells those who want to know that weights were loaded
+    # Those who want to know are told. An empty load_state_dict() would do, but for hooks that read the state.
+    for module in unwrap(model).modules():
+        for hook in module._load_state_dict_post_hooks.values():
+            hook(module, _IncompatibleKeys([], []))
 
 
 def _inner(module: nn.Module) -> nn.Module | None:

@@ -40,6 +40,7 @@ class Difference:
         max_abs: max |a - b| of a tensor at the end of both runs; None where there is no such figure.
         repeats: whether resuming a second time gave what the first time gave. Where it didn't, resuming isn't at fault:
             the steps are not deterministic.
+        optimizer: the optimizer that made the difference out of equal gradients; empty where they differ as well.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Difference:
     resumed: str
     max_abs: float | None
     repeats: bool
+    optimizer: str = ""
 
     def __str__(self) -> str:
         far = "" if self.max_abs is None else f"; at the end max |a-b| is {self.max_abs:.3g}"
@@ -69,6 +71,12 @@ class Difference:
             return (
                 "train_data() gave other samples: it draws from a generator of its own or keeps count between samples. "
                 "Draw from random, numpy.random or torch, which are seeded for each batch"
+            )
+        if self.optimizer:
+            return (
+                f"the gradients of that step are equal: {self.optimizer} steps differently after loading. It keeps "
+                "something outside of its state_dict(), or its load_state_dict() changes it; torch.save of that dict "
+                "would not go on exactly either"
             )
         return (
             "model(), loss() or the loop keeps something that is neither parameter nor buffer (a number in Python, a "
@@ -148,7 +156,23 @@ def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, 
         repeats = _parting(b, _run(again, folder, _untold)) is None
     i, name = found
     one, other = (str(run[i]["state"].get(name, _ABSENT)) for run in (a, b))
-    return replace(proof, difference=Difference(name, a[i]["at"], i + 1, one, other, far, repeats))
+    blamed = _optimizer(name, a[i]["gradients"], b[i]["gradients"], first["optimizers"])
+    return replace(proof, difference=Difference(name, a[i]["at"], i + 1, one, other, far, repeats, blamed))
+
+
+def _optimizer(name: str, a: Mapping[str, str], b: Mapping[str, str], optimizers: Mapping[str, str]) -> str:
+    """The optimizer that writes this tensor, where it stepped on equal gradients in both runs.
+
+    Args:
+        name: the tensor that differs.
+        a, b: digests of gradients, by the name of their parameter.
+        optimizers: by what stands before the names of their model's tensors.
+    """
+    for prefix, optimizer in optimizers.items():
+        mine = {n for n in {**a, **b} if n.startswith(f"{prefix}online/")}
+        if mine and (name in mine or name.startswith((f"{prefix}masters/", f"{prefix}optimizer/"))):
+            return optimizer if all(a.get(n) == b.get(n) for n in mine) else ""
+    return ""
 
 
 def _run(job: Mapping[str, Any], folder: Path, progress: Callable[[int], object]) -> list[dict[str, Any]]:

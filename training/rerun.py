@@ -20,8 +20,10 @@ from torch import Tensor
 
 from layerline.pipeline.errors import ConfigError, PipeError, StageError, memory_told
 from layerline.training import checkpoint, tensorfile
+from layerline.training.parts import whole
 
 if TYPE_CHECKING:
+    from layerline.training.lane import Lane
     from layerline.training.optimizer import ModelOptimizer
 
 Say = Callable[[Mapping[str, Any]], None]
@@ -61,14 +63,18 @@ def _run(job: Mapping[str, Any], say: Say) -> None:
         steps = int(min(job["steps"], left() / 2))
         if not steps:
             raise StageError("this training takes one step: it has no middle to go on from", where="steps")
-        say({"steps": steps, "first": mo.global_step, "from": begun})
+        optimizers = {f"{name}/" if name else "": type(lane.optimizer).__name__ for name, lane in mo.lanes.items()}
+        say({"steps": steps, "first": mo.global_step, "from": begun, "optimizers": optimizers})
         for _ in range(steps):
             step()
             say({})
         mo.save_ckpt(job["middle"])
+    gradients = _watched(mo)
     for _ in range(steps):
         seen = step()
-        say({"at": mo.global_step, "state": fingerprint(mo, seen if isinstance(seen, dict) else {})})
+        state = fingerprint(mo, seen if isinstance(seen, dict) else {})
+        say({"at": mo.global_step, "state": state, "gradients": dict(gradients)})
+        gradients.clear()
     checkpoint.save(mo, Path(job["save"]), timings=False)
 
 
@@ -83,6 +89,23 @@ def fingerprint(mo: ModelOptimizer, seen: Mapping[str, Tensor]) -> dict[str, str
     state = {n: digest(t) for n, t in tensors.items()} | dict(_counters({**kept, **lanes}))
     order = sorted(state, key=lambda name: not name.startswith("rng/"))
     return {n: digest(t) for n, t in seen.items()} | {n: state[n] for n in order}
+
+
+def _watched(mo: ModelOptimizer) -> dict[str, str]:
+    """Digests of the gradients that each optimizer gets, by name; filled by the steps that follow."""
+    seen: dict[str, str] = {}
+
+    def watch(prefix: str, lane: Lane, move: Callable[[float], bool]) -> Callable[[float], bool]:
+        def watched(norm: float) -> bool:
+            grads = {n: p.grad for n, p in zip(lane.names, lane.stepped, strict=True) if p.grad is not None}
+            seen.update({f"{prefix}online/{n}": digest(whole(g)) for n, g in grads.items()})
+            return move(norm)
+
+        return watched
+
+    for name, lane in mo.lanes.items():
+        setattr(lane, "_move", watch(f"{name}/" if name else "", lane, lane._move))  # noqa: B010  (a method)
+    return seen
 
 
 def digest(tensor: Tensor) -> str:

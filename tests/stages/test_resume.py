@@ -84,6 +84,18 @@ def test_what_goes_on_bit_for_bit_is_said_to(config: dict[str, Any], tmp_path: P
     assert not any((tmp_path / "scratch").iterdir()) and not any((tmp_path / "out").iterdir()), "it only looks"
 
 
+@pytest.mark.usefixtures("near")
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])
+def test_a_channels_last_model_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """The convolution in the order of memory that the fused kernels must follow."""
+    conv = "nn.Conv2d(2, 4, 3, padding=(0, 1)).to(memory_format=torch.channels_last)"
+    seen = "x.unsqueeze(-1).expand(-1, 2, -1, 3).contiguous(memory_format=torch.channels_last)"
+    task = TASK.replace("nn.Conv1d(1, 4, 3)", conv).replace("self.conv(x)", f"self.conv({seen}).mean(-1)")
+    assert task.count("channels_last") == 2
+    report = proved(tmp_path, task, optimizer={"name": name}, precision={"amp": "bf16"})
+    assert report.passed and not report.tables
+
+
 def _nothing(*_: Any) -> None: ...
 
 
@@ -111,6 +123,7 @@ def test_whatever_a_checkpoint_forgets_is_named(what: str, tmp_path: Path, monke
     assert not report.passed and str(found["name"]).startswith(shown)
     assert (found["after"], found["step"], found["repeats"]) == (1, 4, True) and found["straight"] != found["resumed"]
     assert (found["max_abs"] is not None and found["max_abs"] > 0) == (shown in ("ema/", "online/"))
+    assert found["optimizer"] == ("AdamW" if what == "optimizer" else "")
     assert str(found["name"]) in str(report.failure()) and "at step 4 (1 after the checkpoint)" in str(report.failure())
 
 
