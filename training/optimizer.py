@@ -301,7 +301,7 @@ class ModelOptimizer:
         Raises:
             StageError: it does not fit the model or the optimizer; nothing is changed then.
         """
-        checkpoint.restore(self, state["tensors"], state["meta"])
+        checkpoint.restore(self, {n: t.clone() for n, t in state["tensors"].items()}, state["meta"])
 
     def export(self) -> dict[str, Tensor]:
         """The weights that would ship, by canonical name: averages where there are any, float32.

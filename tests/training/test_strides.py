@@ -160,3 +160,12 @@ def test_rolled_back_it_goes_on_from_the_very_state(tmp_path: Path) -> None:
     _run(mo, 6, 12)
     _run(straight, 6, 12)
     assert _same(mo, straight)
+
+
+def test_a_state_dict_is_taken_over_as_a_copy() -> None:
+    mo, again = (ModelOptimizer(_net(), _config("adamw")) for _ in range(2))
+    _run(mo, 0, 4)
+    again.load_state_dict(mo.state_dict())
+    _run(mo, 4, 8)
+    _run(again, 4, 8)
+    assert _same(mo, again)
