@@ -7,8 +7,9 @@ is still called X; where a float32 node reads it, it reads X/float32, and the ot
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 
 from layerline.backends.base import MODULE
@@ -36,11 +37,13 @@ class HalfModel:
         model: it.
         kept: nodes that stay in float32 for a reason of their own.
         nodes: how many nodes compute in half.
+        vanished: stored tensors with numbers other than 0 that are 0 in half: how many of how many, by name.
     """
 
     model: Light
     kept: tuple[Kept, ...]
     nodes: int
+    vanished: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def to_half(model: Model, mode: str, *, amax: Mapping[str, float] | None = None, skip: Sequence[str] = ()) -> HalfModel:
@@ -62,7 +65,8 @@ def to_half(model: Model, mode: str, *, amax: Mapping[str, float] | None = None,
     done = [n for n in work.graph if n not in kept]
     converting = _Converting(work, half, done)
     converting.run()
-    return HalfModel(model=from_ir(work), kept=reasons, nodes=sum(map(bool, converting.slots.values())))
+    computing = sum(map(bool, converting.slots.values()))
+    return HalfModel(model=from_ir(work), kept=reasons, nodes=computing, vanished=converting.vanished)
 
 
 def required_opset(light: Light, mode: str) -> int:
@@ -123,6 +127,7 @@ class _Converting:
         self.graph, self.half, self.suffix = model.graph, half, f"/{half.name.lower()}"
         self.slots = {n: half_slots(n, half, opset)[0] for n in nodes}
         self.names = Names(model)
+        self.vanished: dict[str, tuple[int, int]] = {}
         self.position = {n: i for i, n in enumerate(self.graph)}
 
     def run(self) -> None:
@@ -139,7 +144,11 @@ class _Converting:
         if producer is not None and producer in self.slots:
             self._now_half(value, producer, wants_single)
         elif wants_half and (array := constant(value)) is not None:
-            self._stored(value, ir.tensor(array.astype(self.half.numpy())), wants_half, bool(wants_single))
+            halved = array.astype(self.half.numpy())
+            lost = int(np.count_nonzero(array) - np.count_nonzero(halved))
+            if lost:
+                self.vanished[value.name or ""] = lost, array.size
+            self._stored(value, ir.tensor(halved), wants_half, bool(wants_single))
         elif wants_half:
             cast = _cast(self.names, value, self.half, self.names.fresh(f"{value.name}{self.suffix}"))
             _rewire(wants_half, cast.outputs[0])

@@ -4,6 +4,8 @@
   layer's Q sits behind the activation, so that Conv + ReLU can fuse. Biases stay float.
 - A residual Add has its skip input quantised, not the one of the Conv that it fuses with.
 - A Concat whose output is quantised has all inputs quantised with the output's scale.
+- The weight of a ConvTranspose is (inputs, outputs / group, ...): its output channels lie along axis 1, and along
+  axis 0 where it is depthwise (a group for each input channel). With other groups no axis holds them all.
 - Average pooling may run in int8. MaxPool, Reshape, Transpose and the like need nothing: TensorRT moves Q/DQ past them.
 
 Source: NVIDIA TensorRT documentation, "Working with Quantized Types", Q/DQ layer-placement recommendations.
@@ -15,6 +17,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 
 from layerline.backends.light import Model
@@ -29,7 +32,36 @@ from layerline.pipeline.errors import ConfigError, StageError
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 POOLS = ("AveragePool", "GlobalAveragePool")
 OPS = (*WEIGHTED, "Add", "Concat", *POOLS)
+_RECURRENT = ("LSTM", "GRU", "RNN")
+_ACTIVATIONS = ("Relu", "Clip", "LeakyRelu")
+_MOVES = (
+    *(
+        "Reshape",
+        "Flatten",
+        "Transpose",
+        "Squeeze",
+        "Unsqueeze",
+        "Expand",
+        "Tile",
+        "Identity",
+        "Slice",
+        "Split",
+        "Gather",
+    ),
+    *(
+        "GatherElements",
+        "GatherND",
+        "Pad",
+        "DepthToSpace",
+        "SpaceToDepth",
+        "MaxPool",
+        "GlobalMaxPool",
+        "Dropout",
+        "Cast",
+    ),
+)
 _LARGE = 1024  # elements from which a float weight is worth a line in the list of what stays float
+_ALIKE = 4.0  # how far apart output channels that share a scale may be: two of eight bits
 _FLOAT = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -72,6 +104,12 @@ def place(model: Model, rules: Rules | None = None) -> Placement:
     graph = to_ir(model)
     infer_types(graph)
     return _Placing(graph, rules).run()
+
+
+def products(model: Model) -> list[str]:
+    """The first outputs of all nodes that multiply matrices, in bodies too: what int8 speeds up."""
+    graph = to_ir(model).graph
+    return [first_output(n) for n in graph.all_nodes() if n.op_type in (*WEIGHTED, *_RECURRENT) and n.domain == ""]
 
 
 @dataclass
@@ -119,8 +157,11 @@ class _Placing:
         elif all(constants):
             self.kept[node] = "both inputs are constant"
         elif constants[1]:
+            if self.rules.per_channel and (reason := _uneven_groups(node)):
+                self.kept[node] = reason
+                return
             self._want(node, 0, "activation", None, f"input of {node.op_type}")
-            self._want(node, 1, "weight", _channel_axis(node), f"weight of {node.op_type}")
+            self._want(node, 1, "weight", _channel_axis(node), f"weight of {node.op_type}{_shared_scales(node)}")
         elif node.op_type in ("Conv", "ConvTranspose"):
             self.kept[node] = "its weights are computed, not constant"
         elif constants[0]:
@@ -138,6 +179,8 @@ class _Placing:
         if not any(convs):
             if all(self._activation(v) for v in inputs):
                 self.kept[node] = "no quantised Conv leads to this Add alone, so it cannot fuse into one"
+            elif any(self._activation(v) for v in inputs) and not any(self._product(v) for v in inputs):
+                self.kept[node] = "adds a constant"
         elif any(weight_of(v) is not None for v in inputs):
             self.kept[node] = "adds a constant"
         elif _broadcasts(*inputs):
@@ -231,6 +274,7 @@ class _Placing:
 
     def _reasons(self) -> Iterator[Kept]:
         done = {reader for slot in self.slots.values() for reader, _ in slot.readers}
+        fused = self._fused(done)
         for node in self.nodes:
             name, module = first_output(node), module_of(node)
             if node in self.kept:
@@ -238,8 +282,35 @@ class _Placing:
             elif name not in done and node.op_type not in OPS and (large := _large_weight(node)) is not None:
                 reason = f"there is no int8 rule for {node.op_type}, which reads the weight {large}"
                 yield Kept(name=name, op=node.op_type, module=module, reason=reason)
+            elif name not in done and node not in fused and self._computes(node):
+                reason = f"there is no int8 rule for {node.op_type}"
+                yield Kept(name=name, op=node.op_type, module=module, reason=reason)
             for body in subgraphs(node):
                 yield from _in_body(node, body)
+
+    def _product(self, value: ir.Value) -> bool:
+        """Whether a quantised MatMul or the like computes it: a constant that is added there is its bias."""
+        node = value.producer()
+        return node is not None and node.op_type in WEIGHTED and node.inputs[0] in self.slots and node not in self.kept
+
+    def _fused(self, done: set[str]) -> set[ir.Node]:
+        """Activations right behind a quantised layer, which compute as part of it."""
+        fused = set[ir.Node]()
+        for node in self.nodes:
+            before = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+            if node.op_type not in _ACTIVATIONS or before is None:
+                continue
+            if before in fused or (first_output(before) in done and before not in self.kept):
+                fused.add(node)
+        return fused
+
+    def _computes(self, node: ir.Node) -> bool:
+        """Whether it makes new floating-point numbers of activations, and does not only move them."""
+        return (
+            node.op_type not in (*OPS, *_MOVES)
+            and any(self._activation(v) for v in node.inputs)
+            and any(self._activation(v) for v in node.outputs)
+        )
 
 
 def _broadcasts(a: ir.Value, b: ir.Value) -> bool:
@@ -266,11 +337,36 @@ def _channel_axis(node: ir.Node) -> int | None:
     if node.op_type == "Conv":
         return 0
     if node.op_type == "ConvTranspose":
-        return 1
+        return 0 if _groups(node) > 1 and dim(node.inputs[1], 0) == _groups(node) else 1
     if node.op_type == "Gemm":
         return 0 if node.attributes.get_int("transB", 0) else 1
     array = weight_of(node.inputs[1])
     return array.ndim - 1 if array is not None and array.ndim > 1 else None
+
+
+def _groups(node: ir.Node) -> int:
+    groups: int = node.attributes.get_int("group", 1)
+    return groups
+
+
+def _shared_scales(node: ir.Node) -> str:
+    """What to say of a grouped ConvTranspose, whose axis 1 holds one output channel of every group."""
+    shared = node.op_type == "ConvTranspose" and _groups(node) > 1 and _channel_axis(node) == 1
+    return f", each scale shared by its {_groups(node)} groups" if shared else ""
+
+
+def _uneven_groups(node: ir.Node) -> str:
+    """Why a grouped ConvTranspose stays float: output channels that would share a scale differ too much in size."""
+    weight = weight_of(node.inputs[1])
+    if not _shared_scales(node) or weight is None or weight.shape[0] % _groups(node):
+        return ""
+    grouped = np.abs(weight.astype(np.float64)).reshape(_groups(node), -1, *weight.shape[1:])
+    greatest = grouped.max(axis=(1, *range(3, grouped.ndim)), initial=0.0)  # (groups, outputs / group)
+    least = np.where(greatest > 0, greatest, np.inf).min(axis=0)
+    ratio = float((greatest.max(axis=0) / least).max(initial=1.0))
+    if ratio <= _ALIKE:
+        return ""
+    return f"its {_groups(node)} groups would share scales along axis 1, and their channels differ {ratio:.3g} times"
 
 
 def _large_weight(node: ir.Node) -> str | None:

@@ -6,8 +6,8 @@ float value; beside it stand X/quantized and X/dequantized, and the plan's reade
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -67,17 +67,35 @@ def plan(
     return QuantPlan(values=tuple(map(numbered, placement.wanted)), kept=placement.kept)
 
 
-def weight_sqnr(model: Model, plan: QuantPlan) -> dict[str, float]:
-    """How well the plan keeps each weight of the float model, by name: SQNR in dB, inf where nothing is lost."""
-    values, found = {v.name: v for v in rewrite.values(to_ir(model).graph)}, {}
+@dataclass(frozen=True)
+class WeightLoss:
+    """How well a plan keeps one weight: SQNR in dB of all of it, and of the output channel that lost most."""
+
+    sqnr_db: float
+    worst_channel_db: float
+
+
+def weight_sqnr(model: Model, plan: QuantPlan) -> dict[str, WeightLoss]:
+    """How well the plan keeps each weight of the float model, by name; inf where nothing is lost."""
+    values, losses = {v.name: v for v in rewrite.values(to_ir(model).graph)}, {}
     for item in plan.values:
         array = weight_of(values[item.name]) if item.role == "weight" else None
         if array is not None:
-            single = array.astype(np.float64)
-            lost = float(np.square(single - _int8(array, item).dequantized()).sum())
-            signal = float(np.square(single).sum())
-            found[item.name] = 10 * math.log10(signal / lost) if lost and signal else math.inf
-    return found
+            wide = array.astype(np.float64)
+            lost = np.square(wide - _int8(array, item).dequantized())
+            signal = np.square(wide)
+            others = None if item.axis is None else tuple(i for i in range(array.ndim) if i != item.axis)
+            channels = np.ravel(_decibels(signal.sum(axis=others), lost.sum(axis=others)))
+            whole = float(_decibels(signal.sum(), lost.sum()))
+            losses[item.name] = WeightLoss(whole, float(channels.min(initial=np.inf)))
+    return losses
+
+
+def _decibels(signal: npt.NDArray[np.float64], lost: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """10 log10(signal / lost); inf where there is nothing to lose."""
+    clear = (lost == 0) | (signal == 0)
+    ratio = np.where(clear, 1.0, signal) / np.where(clear, 1.0, lost)
+    return np.where(clear, np.inf, 10 * np.log10(ratio))
 
 
 def apply(model: Model, plan: QuantPlan) -> Light:

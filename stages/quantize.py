@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from layerline.calib.collect import Ranges
     from layerline.calib.plan import QuantPlan
     from layerline.calib.samples import Batch, Samples
+    from layerline.calib.survey import Survey
+    from layerline.graph.qdq import WeightLoss
     from layerline.layers.signature import Signature
 
 COPIED = ("signature.json", "probes.safetensors")
@@ -61,27 +66,34 @@ class Quantize(Stage):
     """What stays float32: value or node names, module paths with everything below them, or globs."""
     max_drop: float | None = Field(default=None, ge=0)
     """Greatest loss of any metric that passes, in the metric's own units."""
+    min_db: float = Field(default=10.0)
+    """Least SQNR of an output, in dB over calibration samples, that passes where no metric was measured. Below 20 dB a
+    warning is given in any case."""
 
     def hooks(self) -> tuple[str, ...]:
         """The task's hooks it calls: nothing is calibrated where nothing changes."""
         return self.uses if self.mode != "none" else ("eval_data", "metric")
 
     def run(self, work: Work) -> Report:
+        from layerline.calib.survey import Survey
         from layerline.graph import io
         from layerline.layers import probes
         from layerline.layers.signature import Signature
 
         folder = work.inputs["model"]
         model, feeds = io.parts(folder / io.FILE), probes.load(folder)
-        data = _Data(self, work, Signature.load(folder))
+        signature = Signature.load(folder)
+        data = _Data(self, work, signature, Survey(signature.inputs), Survey(signature.inputs))
         made = _convert(self, data, model, feeds)
         io.save(made.model, work.out)
         for name in COPIED:
             shutil.copyfile(folder / name, work.out / name)
         _write(work.out, made)
         report = _report(self, made, feeds)
+        scores, gates, notes = _scores(self, data, made, report.records)
         sizes = {"bytes_before": _bytes(folder), "bytes_after": _bytes(work.out)}
-        scores, gates, notes = _scores(self, data, made)
+        if self.mode != "none":
+            report = _with_outputs(self, data, made, report, feeds, measured=bool(scores))
         return dataclasses.replace(
             report,
             metrics={**scores, **sizes, **report.metrics},
@@ -102,6 +114,7 @@ class _Made:
         ranges: what calibration saw; None where nothing was calibrated.
         halved: nodes that compute in half precision, by its name.
         notes: for people.
+        vanished: stored tensors with numbers that became 0 in half precision: how many of how many.
     """
 
     reference: Light
@@ -111,15 +124,18 @@ class _Made:
     ranges: Ranges | None = None
     halved: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    vanished: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Data:
-    """The task's samples, as this model takes them."""
+    """The task's samples, as this model takes them, and what was noted of those that were read."""
 
     stage: Quantize
     work: Work
     signature: Signature
+    survey: Survey
+    evaluated: Survey
 
     def hook(self) -> str | None:
         """Where calibration samples come from."""
@@ -157,7 +173,7 @@ class _Data:
         total = there or self.stage.samples  # of a reader that doesn't say: as many as are wanted
         return collect(
             lambda taps: runtime.open(model, taps),
-            batches,
+            self.survey.through(batches),
             names,
             nonfinite=nonfinite,
             progress=lambda done: log.progress(min(done, total), total),
@@ -224,6 +240,7 @@ def _half(stage: Quantize, data: _Data, made: _Made, feeds: list[Feed], mode: st
         f"{converted.nodes} nodes compute in {mode}; measured in float32 with every {mode} value rounded, "
         "because onnxruntime's CPU kernels leave that rounding out"
     )
+    lost = converted.vanished
     nothing = f"no node computes in {mode}: nothing was converted, and the result is no smaller and no faster"
     return _Made(
         reference=reference,
@@ -232,7 +249,16 @@ def _half(stage: Quantize, data: _Data, made: _Made, feeds: list[Feed], mode: st
         plan=QuantPlan(values=made.plan.values, kept=(*made.plan.kept, *converted.kept)),
         ranges=made.ranges,
         halved={mode: converted.nodes},
-        notes=(*made.notes, *(n for n in note if n not in made.notes), emulated if converted.nodes else nothing),
+        notes=(
+            *made.notes,
+            *(n for n in note if n not in made.notes),
+            emulated if converted.nodes else nothing,
+            *(
+                f"{name}: {n} of {size} numbers are too small for {mode} and became 0"
+                for name, (n, size) in lost.items()
+            ),
+        ),
+        vanished={**made.vanished, **lost},
     )
 
 
@@ -245,14 +271,14 @@ def _write(out: Path, made: _Made) -> None:
 
 
 def _report(stage: Quantize, made: _Made, feeds: list[Feed]) -> Report:
+    from layerline.graph import qdq
     from layerline.graph.noise import drawn, unjudged
-    from layerline.graph.qdq import weight_sqnr
     from layerline.layers.compare import compare
     from layerline.layers.flips import blamed
 
     if stage.mode == "none":
         return Report(stage=stage.name, notes=("mode none: the model is passed on as it is",))
-    rows = _table(made, weight_sqnr(made.reference, made.plan))
+    rows = _table(made, qdq.weight_sqnr(made.reference, made.plan))
     graph = made.reference.model.graph
     records = blamed(compare(made.reference, made.measured, feeds, isolated=True), graph)
     return Report(
@@ -261,9 +287,34 @@ def _report(stage: Quantize, made: _Made, feeds: list[Feed]) -> Report:
         candidate=f"{stage.mode} onnx on onnxruntime",
         records=tuple(_with_columns(r, rows, made.plan) for r in records),
         metrics=unjudged(graph, drawn(made.reference.model)) | _counts(stage, made),
-        gates=_same_on_runtime(stage, made, feeds),
+        gates=(*_something(stage, made), *_same_on_runtime(stage, made, feeds)),
         notes=made.notes,
         tables={"quantized": list(rows.values()), "stays float": [dataclasses.asdict(k) for k in made.plan.kept]},
+    )
+
+
+def _with_outputs(
+    stage: Quantize, data: _Data, made: _Made, report: Report, feeds: list[Feed], *, measured: bool
+) -> Report:
+    """Adds what became of the outputs: on calibration samples, or the probes where there are none, and by size."""
+    from layerline.layers import outcome
+
+    samples = [b.feed for b in data.survey.batches()] or feeds
+    found = outcome.outputs(made.reference, made.measured, samples)
+    warnings, worst = outcome.warning(found), outcome.least(found)
+    for text in warnings:
+        data.work.log.say(text)
+    sizes = outcome.by_size(made.reference, made.measured, feeds, data.signature)
+    return dataclasses.replace(
+        report,
+        metrics=({} if worst is None else {"output_sqnr_db": worst[1]}) | dict(report.metrics),
+        gates=(
+            *report.gates,
+            *(() if measured else outcome.gate(found, stage.min_db)),
+            *(outcome.data_gate(data.survey.peaks, data.evaluated.peaks) if data.hook() else ()),
+        ),
+        notes=(*warnings, *report.notes, *outcome.unseen(data.survey.shapes, data.signature)),
+        tables={**report.tables, **({"outputs by size": sizes} if sizes else {})},
     )
 
 
@@ -272,14 +323,51 @@ def _counts(stage: Quantize, made: _Made) -> dict[str, Scalar]:
     halved: dict[str, Scalar] = {f"{mode}_nodes": nodes for mode, nodes in made.halved.items()}
     if stage.mode != "int8":
         return halved
-    return {f"quantized_{r}s": sum(v.role == r for v in made.plan.values) for r in ("activation", "weight")} | halved
+    done, products = _products(made)
+    shares: dict[str, Scalar] = {"int8_products": f"{done} of {products}"}
+    return (
+        shares
+        | {f"quantized_{r}s": sum(v.role == r for v in made.plan.values) for r in ("activation", "weight")}
+        | halved
+    )
 
 
-def _table(made: _Made, sqnr: Mapping[str, float]) -> dict[str, dict[str, Scalar]]:
+def _products(made: _Made) -> tuple[int, int]:
+    """How many matrix products compute in int8, and how many there are."""
+    from layerline.graph.placement import products
+
+    everything = products(made.reference)
+    readers = {reader for value in made.plan.values for reader, _ in value.readers}
+    return sum(name in readers for name in everything), len(everything)
+
+
+def _something(stage: Quantize, made: _Made) -> tuple[Gate, ...]:
+    """Fails where a conversion was asked for and nothing was converted."""
+    if stage.mode == "int8":
+        done, there = _products(made)
+        name, expected = "quantisation", "at least one in int8"
+        what = f"{done} of {there} matrix products are quantised"
+    else:
+        done, there = (
+            made.halved[stage.mode],
+            sum(1 for n in made.reference.model.graph.node if n.op_type != "Constant"),
+        )
+        name, expected = "conversion", f"at least one in {stage.mode}"
+        what = f"{done} of {there} nodes compute in {stage.mode}"
+    if done or not there:
+        return ()
+    reasons = Counter(k.reason for k in made.plan.kept).most_common(2)
+    why = "".join(f"; {n} because {reason}" for reason, n in reasons)
+    hint = f"`stays float` in the report lists every reason{why}; mode: none passes the model on as it is"
+    return (Gate(name, False, what, expected, hint),)
+
+
+def _table(made: _Made, losses: Mapping[str, WeightLoss]) -> dict[str, dict[str, Scalar]]:
     """One row a quantised value; `clipped` is the share of an activation's elements beyond its range."""
     rows: dict[str, dict[str, Scalar]] = {}
     for value in made.plan.values:
         seen = None if made.ranges is None else made.ranges.histograms.get(value.name)
+        loss = losses.get(value.name)
         rows[value.name] = {
             "value": value.name,
             "role": value.role,
@@ -289,7 +377,8 @@ def _table(made: _Made, sqnr: Mapping[str, float]) -> dict[str, dict[str, Scalar
             "greatest_scale": max(value.scales),
             "calibrator": value.calibrator,
             "clipped": None if seen is None else seen.beyond(value.amax),
-            "sqnr_db": sqnr.get(value.name),
+            "sqnr_db": loss.sqnr_db if loss else None,
+            "worst_channel_db": loss.worst_channel_db if loss else None,
             "why": value.why,
         }
     return rows
@@ -325,7 +414,9 @@ def _same_on_runtime(stage: Quantize, made: _Made, feeds: list[Feed]) -> tuple[G
     return (Gate("onnxruntime runs it alike", passed, seen, f"at most {allowed:.2e}"),)
 
 
-def _scores(stage: Quantize, data: _Data, made: _Made) -> tuple[dict[str, Scalar], tuple[Gate, ...], tuple[str, ...]]:
+def _scores(
+    stage: Quantize, data: _Data, made: _Made, records: Sequence[LayerDiff]
+) -> tuple[dict[str, Scalar], tuple[Gate, ...], tuple[str, ...]]:
     """The metric before and after, and the accuracy budget."""
     named, why = _measured(data, made)
     if named is None:
@@ -335,7 +426,7 @@ def _scores(stage: Quantize, data: _Data, made: _Made) -> tuple[dict[str, Scalar
     scores: dict[str, Scalar] = {}
     for name in after:
         scores |= {name: after[name], f"{name}_float": before[name]}
-    return scores, _budget(stage, before, after), ()
+    return scores, _budget(stage, before, after, records), ()
 
 
 def _measured(data: _Data, made: _Made) -> tuple[dict[str, dict[str, float]] | None, str]:
@@ -349,7 +440,7 @@ def _measured(data: _Data, made: _Made) -> tuple[dict[str, dict[str, float]] | N
         return None, "the task has no eval_data()"
     models = {"float": made.reference, "result": made.measured}
     sessions = {name: runtime.open(model) for name, model in models.items()}
-    found = evaluate.predict(sessions, samples)
+    found = evaluate.predict(sessions, data.evaluated.through(samples))
     if found.targets is None:
         return None, "eval_data() gives no targets"
     metric = task.get("metric") if task.has("metric") else accuracy
@@ -362,7 +453,26 @@ def _measured(data: _Data, made: _Made) -> tuple[dict[str, dict[str, float]] | N
         return None, f"the task has no metric(), and {error.what}"
 
 
-def _budget(stage: Quantize, before: Mapping[str, float], after: Mapping[str, float]) -> tuple[Gate, ...]:
+def _remedy(records: Sequence[LayerDiff]) -> str:
+    """The change of pipe.yaml that takes out the layers that lose most by themselves, fed with exact inputs."""
+    measured = {r.name: _own(r) for r in records}
+    own = {name: db for name, db in measured.items() if db is not None and math.isfinite(db)}
+    worst = sorted(own, key=lambda n: own[n])[:3]
+    if not worst:
+        return "try another calibrator or more samples"
+    told = ", ".join(f"{n} ({own[n]:.1f} dB)" for n in worst)
+    names = json.dumps(worst, ensure_ascii=False)
+    return f"the layers that lose most by themselves: {told}; keep them float with `skip: {names}` under quantize"
+
+
+def _own(record: LayerDiff) -> float | None:
+    value = record.extra.get("isolated_sqnr_db")
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _budget(
+    stage: Quantize, before: Mapping[str, float], after: Mapping[str, float], records: Sequence[LayerDiff]
+) -> tuple[Gate, ...]:
     if stage.max_drop is None:
         return ()
     drops = {name: before[name] - after[name] for name in after}
@@ -370,7 +480,7 @@ def _budget(stage: Quantize, before: Mapping[str, float], after: Mapping[str, fl
         return (Gate("accuracy budget", False, "metric() gave no figure", f"a drop of at most {stage.max_drop:g}"),)
     # One part in 10^9 of slack: a drop of exactly max_drop passes whatever the subtraction rounds to.
     limit = stage.max_drop + 1e-9
-    hint = "try another calibrator, more samples, or skip the worst layers of `pipe diff quantize`"
+    hint = _remedy(records)
     return tuple(
         Gate(
             f"{name} budget",

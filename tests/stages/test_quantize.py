@@ -1,6 +1,8 @@
 """The quantize stage on small models: what it leaves, what it says, and what it refuses."""
 
+import dataclasses
 import json
+import re
 
 import numpy as np
 import onnx
@@ -11,7 +13,7 @@ from layerline.calib.collect import Ranges
 from layerline.calib.plan import QuantPlan
 from layerline.graph import io
 from layerline.layers import probes
-from layerline.layers.signature import Signature, Value
+from layerline.layers.signature import Dim, Signature, Value
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
@@ -147,7 +149,10 @@ def test_the_accuracy_budget_is_a_gate_in_the_metrics_own_units(work):
     assert gate.passed and gate.name == "metric budget" and gate.expected == "a drop of at most 100"
     report = Quantize(max_drop=0.4).run(work(CALIB + LABELLED + FALLING.format("1.0 / calls")))
     [gate] = report.gates
-    assert not report.passed and gate.seen == "1 -> 0.5" and "calibrator" in gate.hint
+    own = {r.name: r.extra["isolated_sqnr_db"] for r in report.records}
+    worst = sorted((n for n in own if np.isfinite(own[n])), key=lambda n: own[n])[:3]
+    assert not report.passed and gate.seen == "1 -> 0.5"
+    assert gate.hint.endswith(f"keep them float with `skip: {json.dumps(worst)}` under quantize")
 
 
 def test_a_drop_of_exactly_the_budget_passes(work):
@@ -166,7 +171,10 @@ def test_a_drop_of_exactly_the_budget_passes(work):
 def test_without_a_measurable_metric_there_are_no_numbers_but_a_sentence(work, task, why):
     report = Quantize().run(work(task))
     assert report.passed and any(why in note for note in report.notes)
-    assert set(report.metrics) == {"bytes_before", "bytes_after", "quantized_activations", "quantized_weights"}
+    assert set(report.metrics) == {
+        "bytes_before", "bytes_after", "output_sqnr_db", "int8_products", "quantized_activations", "quantized_weights",
+    }  # fmt: skip
+    assert report.metrics["int8_products"] == "3 of 3"
     report = Quantize(max_drop=0.1).run(work(task))
     assert not report.passed and report.gates[-1].seen == "not measured"
 
@@ -196,6 +204,73 @@ def test_progress_counts_to_what_there_is(work, task, seen):
     made = work(task)
     Quantize().run(made)
     assert [s for s in made.log.seen if isinstance(s, tuple)] == seen
+
+
+# What may not pass in silence
+
+
+def test_int8_that_quantises_nothing_fails_with_the_reasons(work):
+    report = Quantize(skip=("*",)).run(work())
+    [gate] = [g for g in report.gates if not g.passed]
+    assert gate.seen == "0 of 3 matrix products are quantised" and "because skip" in gate.hint
+    assert report.metrics["int8_products"] == "0 of 3"
+
+
+def test_a_destroyed_output_fails_where_there_is_no_metric_and_warns_where_there_is_one(work):
+    """Channel 0 of the input is 500 times larger than the other two, and no weight reads it."""
+    w1 = WEIGHTS["w1"].copy()
+    w1[:, 0] = 0
+    task = "X[:, 0] *= 500\n" + CALIB
+    report = Quantize(calibrator="minmax").run(work(task, model(**{**WEIGHTS, "w1": w1})))
+    [gate] = [g for g in report.gates if not g.passed]
+    db = report.metrics["output_sqnr_db"]
+    assert db < 10 and gate.seen == f"y has {db:.1f} dB" and gate.expected == "at least 10 dB"
+    assert report.notes[0].startswith(f"WARNING: output y has {db:.1f} dB: its error is")
+    assert Quantize(calibrator="minmax", min_db=-20).run(work(task, model(**{**WEIGHTS, "w1": w1}))).passed
+    labelled = task + LABELLED
+    report = Quantize(calibrator="minmax").run(work(labelled, model(**{**WEIGHTS, "w1": w1})))
+    assert report.passed and report.notes[0].startswith("WARNING: output y")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("X * 255", r"x reaches [\d.]+ in the calibration data and [\d.]+ in eval_data\(\)"),
+        ("X / 255", r"x reaches 0.0\d+ in the calibration data and [\d.]+ in eval_data\(\)"),
+        ("X * 0", "x holds zeros alone"),
+        ("X * 4", ""),
+    ],
+)
+def test_calibration_data_of_another_scale_fails(work, change, message):
+    report = Quantize(max_drop=1).run(work(f"def calib_data():\n    return {change}\n" + LABELLED))
+    failed = [g for g in report.gates if g.name == "calibration data"]
+    assert len(failed) == bool(message)
+    assert all(re.match(message, g.seen) for g in failed)
+
+
+def test_sizes_that_calibration_never_met_are_told_and_the_extremes_have_rows(work):
+    net = model("g (float[n, s, 4] x) => (float[n, s, 4] y) { y = MatMul (x, w) }", w=WEIGHTS["wf"])
+    task = work(
+        "def calib_data():\n    for k in (3, 5):\n        yield X[:2, 0, :k, :4]\n", net,
+        (Value(name="x", dtype="float32", shape=("n", "s", 4)),),
+        [{"x": RNG.standard_normal((2, k, 4)).astype(np.float32)} for k in (3, 1, 9)],
+    )  # fmt: skip
+    signature = Signature.load(task.inputs["model"])
+    dims = {"n": Dim(max=8), "s": Dim(max=9)}
+    dataclasses.replace(signature, dims=dims).save(task.inputs["model"])
+    report = Quantize().run(task)
+    assert [n for n in report.notes if "calibration met" in n] == [
+        "s may be 1 to 9, and calibration met 3 to 5: what ranges are at other sizes was not observed"
+    ]
+    assert [row["sizes"] for row in report.tables["outputs by size"]] == ["n=2, s=1", "n=2, s=9"]
+
+
+def test_weights_that_half_precision_turns_to_zero_are_counted(work):
+    wf = WEIGHTS["wf"].copy()
+    wf[0] = 2e-8
+    report = Quantize(mode="fp16").run(work(net=model(**{**WEIGHTS, "wf": wf})))
+    assert "wf: 4 of 16 numbers are too small for fp16 and became 0" in report.notes
+    assert not any("too small for" in n for n in Quantize(mode="bf16").run(work()).notes)
 
 
 # T17, T19
@@ -263,13 +338,18 @@ def test_half_precision_needs_no_data_and_uses_it_where_there_is_some(work, mode
     assert all(r.sqnr_db > (50 if mode == "fp16" else 30) for r in report.records)
     assert report.metrics["bytes_after"] < report.metrics["bytes_before"]
     assert report.metrics[f"{mode}_nodes"] == 8 and not any("quantized" in name for name in report.metrics)
-    assert [g.name for g in report.gates] == (["onnxruntime runs it alike"] if mode == "fp16" else [])
+    assert [g.name for g in report.gates] == [
+        *(["onnxruntime runs it alike"] if mode == "fp16" else []),
+        "output SQNR",
+    ]
     assert not (made.out / "ranges.json").exists()
 
 
 def test_where_nothing_is_converted_a_note_says_so(work):
     report = Quantize(mode="fp16", skip=("*",)).run(work())
     assert report.metrics["fp16_nodes"] == 0
+    [gate] = [g for g in report.gates if not g.passed]
+    assert (gate.name, gate.seen) == ("conversion", "0 of 8 nodes compute in fp16") and "8 because skip" in gate.hint
     assert "no node computes in fp16: nothing was converted, and the result is no smaller and no faster" in report.notes
     assert not any("compute in fp16;" in note for note in report.notes)
 
@@ -329,7 +409,10 @@ def test_wrong_fields_are_refused(wrong):
 def test_skips_and_operators_reach_the_rules(work):
     report = Quantize(skip=("y",), ops=("Conv", "Gemm")).run(work())
     told = {row["name"]: row["reason"] for row in report.tables["stays float"]}
-    assert told == {"s": "ops leaves Add out", "p": "ops leaves GlobalAveragePool out", "y": "skip"}
+    assert told == {
+        "s": "ops leaves Add out", "t": "there is no int8 rule for Relu", "p": "ops leaves GlobalAveragePool out",
+        "y": "skip",
+    }  # fmt: skip
     with pytest.raises(ConfigError, match="matches no value"):
         Quantize(skip=("nothing",)).run(work())
 
