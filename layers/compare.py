@@ -199,7 +199,7 @@ class _Run:
         whole = [_diff(p, a, b[p.b]) for p in self.pairs]
         alone = [Distance(mismatch="not run")] * len(whole)
         if self.isolated and not any(d.mismatch for d in whole):
-            fed = dict(feed) | {f"a//{p.a}": a[p.a] for p in self.pairs}
+            fed = dict(feed) | {f"a//{p.a}": a[p.a] for p in self.pairs if p.dtype_a and p.dtype_b}
             c = self._side("isolated", isolated_model(self.candidate, self.pairs), [], fed)
             alone = [
                 Distance() if p.pointer else diff_arrays(a[p.a], c.get(ISOLATED + p.b, b[p.b])) for p in self.pairs

@@ -66,8 +66,11 @@ def joint(
 
 
 def isolated_model(candidate: Light, pairs: Iterable[Pair]) -> Light:
-    """The candidate with every paired value read from an input of the value's name in the reference, prefixed `a//`."""
-    pairs, b = list(pairs), candidate.model
+    """The candidate with every paired value read from an input of the value's name in the reference, prefixed `a//`.
+
+    Values of types without a code here, text among them, are computed by the candidate itself.
+    """
+    pairs, b = [p for p in pairs if p.dtype_a and p.dtype_b], candidate.model
     fed, casts = feeds_of(pairs, "a//")
     same = {n: n for n in (*(i.name for i in b.graph.input), *candidate.stored)}
     taps = [helper.make_tensor_value_info("a//" + p.a, p.dtype_a, None) for p in pairs]

@@ -342,7 +342,7 @@ def _products(made: _Made) -> tuple[int, int]:
 
 
 def _something(stage: Quantize, made: _Made) -> tuple[Gate, ...]:
-    """Fails where a conversion was asked for and nothing was converted."""
+    """Fails where a conversion was asked for and nothing was converted, though there is what it is made for."""
     if stage.mode == "int8":
         done, there = _products(made)
         name, expected = "quantisation", "at least one in int8"

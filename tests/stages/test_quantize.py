@@ -273,6 +273,19 @@ def test_weights_that_half_precision_turns_to_zero_are_counted(work):
     assert not any("too small for" in n for n in Quantize(mode="bf16").run(work()).notes)
 
 
+def test_the_float_part_of_a_graph_with_text_is_quantised(work):
+    net = model("""g (float[n, 3, 6, 6] x) => (string[n, 1] y, float[n, 4] p) {
+      m = GlobalAveragePool (x) f = Flatten (m) p = MatMul (f, w) i = ArgMax <axis = 1> (p) y = Gather (names, i)
+    }""", w=WEIGHTS["wf"][:3])  # fmt: skip
+    net.graph.initializer.append(
+        onnx.helper.make_tensor("names", onnx.TensorProto.STRING, [4], [b"a", b"b", b"c", b"d"])
+    )
+    for mode in ("int8", "fp16"):
+        report = Quantize(mode=mode).run(work(net=net))
+        assert report.passed and rows(report)["p"].sqnr_db > 25
+        assert rows(report)["p"].extra["isolated_sqnr_db"] > 25
+
+
 # T17, T19
 
 
@@ -349,7 +362,7 @@ def test_where_nothing_is_converted_a_note_says_so(work):
     report = Quantize(mode="fp16", skip=("*",)).run(work())
     assert report.metrics["fp16_nodes"] == 0
     [gate] = [g for g in report.gates if not g.passed]
-    assert (gate.name, gate.seen) == ("conversion", "0 of 8 nodes compute in fp16") and "8 because skip" in gate.hint
+    assert gate.seen == "0 nodes compute in fp16, of a model with 3 matrix products" and "8 because skip" in gate.hint
     assert "no node computes in fp16: nothing was converted, and the result is no smaller and no faster" in report.notes
     assert not any("compute in fp16;" in note for note in report.notes)
 
