@@ -186,6 +186,23 @@ def run(
 
 
 @app.command()
+def check(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
+    """Try every hook on two samples, and every name in pipe.yaml on the model; trains nothing."""
+    from layerline.pipeline.check import check_and_remember
+    from layerline.views import checks, screen
+
+    project = _load(folder.resolve(), sets)
+    project.require_task()
+    with _at_work(project, as_json=as_json):
+        done = check_and_remember(project)
+    if as_json:
+        print_json(done.to_json())
+    else:
+        checks.show(screen.console(), done)
+    raise typer.Exit(done.exit_code)
+
+
+@app.command()
 def resume(
     prove: Annotated[bool, typer.Option("--prove", help="Show that going on changes no bit; trains nothing.")] = False,
     steps: Annotated[

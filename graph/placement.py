@@ -13,6 +13,7 @@ Source: NVIDIA TensorRT documentation, "Working with Quantized Types", Q/DQ laye
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -98,9 +99,7 @@ def place(model: Model, rules: Rules | None = None) -> Placement:
         StageError: the model has quantisation nodes already.
     """
     rules = rules or Rules()
-    unknown = sorted(set(rules.ops) - set(OPS))
-    if unknown:
-        raise ConfigError(f"there is no int8 rule for {unknown[0]!r}; there is for {', '.join(OPS)}", where="ops")
+    check_ops(rules.ops)
     graph = to_ir(model)
     infer_types(graph)
     return _Placing(graph, rules).run()
@@ -110,6 +109,21 @@ def products(model: Model) -> list[str]:
     """The first outputs of all nodes that multiply matrices, in bodies too: what int8 speeds up."""
     graph = to_ir(model).graph
     return [first_output(n) for n in graph.all_nodes() if n.op_type in (*WEIGHTED, *_RECURRENT) and n.domain == ""]
+
+
+def check_ops(ops: Sequence[str]) -> None:
+    """Refuses an operator that no rule is about.
+
+    Raises:
+        ConfigError: names the first, and the nearest that there is one for.
+    """
+    unknown = sorted(set(ops) - set(OPS))
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], OPS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"there is no int8 rule for {unknown[0]!r}; there is for {', '.join(OPS)}", where="ops", hint=hint
+        )
 
 
 @dataclass

@@ -80,9 +80,7 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
         StageError: the exporter can't; names module, source line and construct, and says what to change. Or an axis
             came out fixed, or the model keeps state between calls.
     """
-    newest = onnx.defs.onnx_opset_version()
-    if opset > newest:
-        raise ConfigError(f"the installed onnx knows opsets up to {newest}", where=f"opset {opset}")
+    refuse_opset(opset)
     args, kwargs = call.arguments(call.feed)
     if args and isinstance(args[-1], dict) and not kwargs:
         # torch takes a dict in the last place for the keywords, unless there is another behind it.
@@ -102,6 +100,17 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
     traced = _named(exported.exported_program, from_ir(exported.model), call, axes, opset, root)
     known = symbols(taken, call, axes)
     return replace(traced, symbols=known, guards=guards(taken, known))
+
+
+def refuse_opset(opset: int) -> None:
+    """Refuses a version of the operators that the installed onnx has not.
+
+    Raises:
+        ConfigError: it is newer.
+    """
+    newest = onnx.defs.onnx_opset_version()
+    if opset > newest:
+        raise ConfigError(f"the installed onnx knows opsets up to {newest}", where=f"opset {opset}")
 
 
 @contextmanager

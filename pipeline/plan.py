@@ -106,6 +106,10 @@ class Planner:
             return None, "its report is missing or damaged"
         return artifact, "fresh"
 
+    def parts(self, stage: Stage) -> dict[str, Any]:
+        """What a stage's result depends on besides its inputs."""
+        return self._parts(stage)[0]
+
     def _parts(self, stage: Stage) -> tuple[dict[str, Any], tuple[str, ...]]:
         parts: dict[str, Any] = {"stage": stage.name, "version": stage.version}
         parts |= {f"config.{n}": v for n, v in _flat(_configuration(stage))}

@@ -21,7 +21,7 @@ from layerline.pipeline.starter import project_name
 
 FILE = "pipe.yaml"
 STATE = ".layerline"
-_OWN_KEYS = ("name", "task", "data")
+_OWN_KEYS = ("name", "task", "data", "check")
 # What is said of a field that there is not.
 _UNKNOWN = ("unknown field", "no such field")
 
@@ -37,6 +37,7 @@ class Project:
         data: files whose content the data hooks read, relative to root.
         stages: the stages in the order they run.
         sets: the `key.path=value` that pipe.yaml was overridden with.
+        check: whether everything is checked before a stage that may take long.
     """
 
     root: Path
@@ -45,6 +46,7 @@ class Project:
     data: tuple[str, ...]
     stages: tuple[Stage, ...]
     sets: tuple[str, ...] = ()
+    check: bool = True
 
     @property
     def state(self) -> Path:
@@ -119,6 +121,7 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
         name=_text(document, "name", project_name(folder)),
         task=_text(document, "task", "task.py"),
         data=_data_files(document, folder),
+        check=_switch(document, "check"),
         stages=stages,
         sets=tuple(overrides),
     )
@@ -214,6 +217,13 @@ def _text(document: Document, key: str, default: str) -> str:
         raise document.error((key,), f"expected text, saw {value!r}")
     if key == "task" and is_outside(value):
         raise document.error((key,), f"expected a path inside the project, saw {value!r}")
+    return value
+
+
+def _switch(document: Document, key: str) -> bool:
+    value = document.content.get(key, True)
+    if not isinstance(value, bool):
+        raise document.error((key,), f"expected true or false, saw {value!r}")
     return value
 
 

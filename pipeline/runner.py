@@ -22,9 +22,11 @@ from typing import Any, Literal, Protocol
 
 from filelock import Timeout
 
+from layerline.pipeline import check as checking
 from layerline.pipeline import env
-from layerline.pipeline.errors import PipeError, StageError, TaskError, machine_lacks
+from layerline.pipeline.errors import PipeError, StageError, TaskError, Unavailable, machine_lacks
 from layerline.pipeline.files import own_folder, remove, write_own
+from layerline.pipeline.inspection import Finding
 from layerline.pipeline.ledger import Record, Run, new_run_id
 from layerline.pipeline.plan import ORDER, SETS, Planner, Step, open_planner, order, shown
 from layerline.pipeline.presence import at_work, lock, temporary_folder
@@ -121,6 +123,7 @@ class Runner:
     listener: Listener
     planner: Planner = field(init=False)
     _told: set[str] = field(init=False, default_factory=set)
+    _named: tuple[str, ...] = field(init=False, default=())
     _sequence: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -141,6 +144,7 @@ class Runner:
         stages = self.project.stages if names is None else self.project.needed_for(names)
         if rank() > 0:
             return self._follow(stages)
+        self._named = tuple(s.name for s in stages)
         forced = {s.name for s in stages if names is None or s.name in names} if force else set()
         run_id, self._sequence = new_run_id(), self.ledger.next_sequence()
         results = list[Result]()
@@ -262,6 +266,8 @@ class Runner:
                 return replace(now, reason="made by another process"), False
             if not forced and (adopted := self._adopt(now, work)):
                 return replace(now, artifact=adopted, reason="finished by a run that was cut short"), False
+            if step.stage.long:
+                self._look_ahead()
             # Under the lock, and not before: who held it takes the folder away when it is done.
             number = 1 + max((order(p.parent) for p in works.glob(f"*/{ORDER}")), default=0)
             write_own(work / ORDER, str(number), works, durable=False)
@@ -271,6 +277,35 @@ class Runner:
             return replace(step, record=record, artifact=artifact), True
         finally:
             held.release()
+
+    def _look_ahead(self) -> None:
+        """Before a stage that may take long: what would end this run after it ends it now.
+
+        What only concerns stages outside of this run, or what another machine may have, is said and goes on.
+
+        Raises:
+            PipeError: the first thing that is wrong.
+        """
+        if not self.project.check or ranks() > 1:
+            return
+        key = checking.digest(self.planner)
+        if checking.passed_before(self.project, key):
+            return
+        done = checking.check(self.project)
+        stops = [f for f in done.errors if self._stops(f)]
+        for finding in done.findings:
+            if finding.state != "ok" and finding not in stops:
+                self.listener.say(f"{finding.state}: {finding.error()}")
+        if stops:
+            raise checking.failure(stops)
+        if not done.errors:
+            checking.remember(self.project, key)
+
+    def _stops(self, finding: Finding) -> bool:
+        """Whether this run can't end well with it: a stage of it would fail, and not for the lack of a device."""
+        first = next((s.name for s in self.project.stages if s.long), "")
+        lacks = finding.exit_code == Unavailable.exit_code and finding.stage not in ("", first)
+        return finding.stage in ("", *self._named) and not lacks
 
     def _execute(self, step: Step, work: Path, made: Mapping[str, Artifact | None]) -> tuple[Record, Artifact]:
         out, scratch = work / "out", work / "scratch"

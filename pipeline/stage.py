@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.mistakes import field_paths
 from layerline.pipeline.report import Report
 from layerline.pipeline.task import Task
@@ -62,6 +63,7 @@ class Stage(BaseModel):
         env: facts about this machine that change the result, as named in `pipeline.env`.
         unkeyed: fields that change how fast the result comes, never what it is: they are no part of the key.
         side: files left in the artifact that are no part of its digest (timings).
+        long: whether it may take hours, so that all stages are checked before it starts.
         together: whether all ranks run it, where a launcher started several; else rank 0 does alone.
     """
 
@@ -76,6 +78,7 @@ class Stage(BaseModel):
     unkeyed: ClassVar[frozenset[str]] = frozenset()
     side: ClassVar[frozenset[str]] = frozenset()
     together: ClassVar[bool] = False
+    long: ClassVar[bool] = False
 
     @classmethod
     def written(cls) -> list[tuple[str, ...]]:
@@ -96,6 +99,9 @@ class Stage(BaseModel):
     def follow(self) -> bool:
         """What rank 0 announced; the other ranks wait for it."""
         return False
+
+    def check(self, look: Inspection) -> None:
+        """Looks, in seconds and without an artifact, for what would make `run()` fail late; tells it by `look`."""
 
     @abstractmethod
     def run(self, work: Work) -> Report:

@@ -57,6 +57,10 @@ class Task:
         """Whether the task defines `hook`."""
         return callable(getattr(self._load(), hook, None))
 
+    def get_raw(self, hook: str) -> Any:
+        """What the file calls by that name; None where it defines nothing so called."""
+        return getattr(self._load(), hook, None)
+
     def call(self, hook: str, *args: Any) -> Any:
         """Calls a hook.
 

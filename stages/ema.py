@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from layerline.pipeline.errors import memory_told
+from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Stage, Work
 
@@ -26,6 +27,11 @@ class Ema(Stage):
 
     weights: Literal["ema", "online"] = "ema"
     """Which weights ship."""
+
+    def check(self, look: Inspection) -> None:
+        from layerline.training import trial
+
+        trial.look_at_example(look)
 
     def run(self, work: Work) -> Report:
         from layerline.layers import tensors

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from layerline.pipeline.env import fact
 from layerline.pipeline.errors import ConfigError, StageError, Unavailable
+from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Gate, Report, Scalar
 from layerline.pipeline.stage import Stage, Work
 
@@ -80,6 +81,15 @@ class Engine(Stage):
     tolerance: float = Field(default=0.05, gt=0)
     """Greatest relative L2 error of an output against onnxruntime, where a device runs the engine. Not run on a device
     yet."""
+
+    def check(self, look: Inspection) -> None:
+        with look.item("engine.profiles"):
+            profiles = self._resolved(look.need("signature"))
+            told = f"{len(profiles)} of sizes that the model takes" if self.profiles else "one over all sizes"
+            look.ok("engine.profiles", told)
+        with look.item("engine.runtime"):
+            backend, why = self._choose(())
+            look.ok("engine.runtime", f"{backend.name}: {why}")
 
     def run(self, work: Work) -> Report:
         from layerline.backends import record

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from layerline.pipeline.errors import StageError, TaskError
+from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Gate, LayerDiff, Report
 from layerline.pipeline.stage import Stage, Work
+from layerline.pipeline.task import Task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from layerline.layers.probing import Prober
     from layerline.layers.shipped import Shipped
     from layerline.layers.tally import Within
+    from layerline.training.shipping import Example
 
 
 GOLDEN = 1e-4
@@ -126,10 +129,11 @@ class Export(Stage):
         from layerline.layers.probing import Prober
         from layerline.layers.tracing import trace
 
-        call, axes = self._call(work)
+        call, axes = self._call(_module(work), work.task)
+        integers = _ranges(self.ranges, call)  # before the trace, which may take minutes
         work.log.say(f"exporting {type(call.module).__name__} at opset {self.opset}")
         traced = trace(call, axes, self.opset, work.task.path.parent)
-        prober = Prober(call=call, axes=axes, traced=traced, integers=_ranges(self.ranges, call))
+        prober = Prober(call=call, axes=axes, traced=traced, integers=integers)
         found = prober.probes(_samples(work, call, self.probes), self.probes)
         nodes, values = len(traced.model.graph.node), len(traced.nodes)
         work.log.say(f"{nodes} nodes; comparing {values} values on {len(found)} feeds")
@@ -146,14 +150,34 @@ class Export(Stage):
         random = randomness.first(traced.program, traced.nodes, identity.sources(traced.model))
         return prober, found, [*_golden(work, call, random), *kept], result
 
-    def _call(self, work: Work) -> tuple[Call, Axes]:
+    def check(self, look: Inspection) -> None:
+        from layerline.layers import early
+        from layerline.layers.tracing import refuse_opset
+
+        with look.item("export.opset"):
+            refuse_opset(self.opset)
+        with look.item("export.dynamic"):
+            module, example = look.need("network"), look.need("example")
+            call, axes = self._call(module, look.task, example)
+            early.refuse_sizes(call, axes)
+            told = ", ".join(f"{given} axis {axis} is {name}" for (given, axis), name in axes.names.items())
+            look.ok("export.dynamic", told or "no axis changes its size")
+            with look.item("export.ranges"):
+                _ranges(self.ranges, call)
+            with look.item("export"):
+                signature, names = early.traced(call, axes, self.opset, look.root)
+                look.shared["signature"], look.shared["names"] = signature, names
+                look.shared["all names"] = early.all_names(call, axes, self.opset, look.root)
+                look.shared["run"] = lambda feed: [*call.run(feed).values()]
+                look.ok("export", f"forward() can be traced; outputs {', '.join(call.outputs)}")
+
+    def _call(self, module: nn.Module, task: Task, example: Example | None = None) -> tuple[Call, Axes]:
         """The module with its weights and an example that is large enough along every dynamic axis to trace with."""
         from layerline.layers.axes import Bounds, declare
         from layerline.layers.calls import call
         from layerline.training.data import example_inputs
 
-        module = _module(work)
-        first = call(module, *example_inputs(work.task, forward=module.forward))
+        first = call(module, *(example or example_inputs(task, forward=module.forward)))
         declared = {
             name: {i: (a.name, Bounds(min=a.min, max=a.max, multiple=a.multiple)) for i, a in axes.items()}
             for name, axes in self.dynamic.items()
@@ -212,12 +236,15 @@ def _samples(work: Work, call: Call, count: int) -> Feed:
 
 
 def _ranges(declared: Mapping[str, Range], call: Call) -> dict[str, tuple[int, int]]:
-    """Declared ranges by input; every name, type and bound checked against the example."""
+    """Declared ranges by input; every name, type and bound checked against the example, and forward() run on them."""
     from layerline.layers.calls import check_range
+    from layerline.layers.early import refuse_ranges
 
     for name, r in declared.items():
         check_range(call, name, r.low, r.high)
-    return {name: (r.low, r.high) for name, r in declared.items()}
+    found = {name: (r.low, r.high) for name, r in declared.items()}
+    refuse_ranges(call, found)
+    return found
 
 
 def _rule(tolerance: Literal["auto"] | Tolerance) -> Within | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import LayerDiff, Report, Scalar
 from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.start import Look
@@ -132,14 +133,38 @@ class ImportOnnx(Stage):
         """The model, its weights and the samples: their content is part of the key."""
         return (self.file, *self.external, *([self.data] if self.data else []))
 
+    def check(self, look: Inspection) -> None:
+        from layerline.backends.onnxruntime import OnnxRuntime
+        from layerline.graph.adopt import freeze
+        from layerline.layers import dims, early, foreign
+        from layerline.layers.interface import signature
+        from layerline.layers.signature import Dim
+
+        with look.item("import-onnx.file"):
+            arrays = self._arrays(look.root)
+            adopted = self._adopt(look.root, {name: a.ndim for name, a in arrays.items()})
+            look.ok("import-onnx.file", f"{self.file}: {len(adopted.light.model.graph.node)} nodes")
+            with look.item("import-onnx.dims"):
+                declared = self._declare(adopted.light, dims.places(adopted.light))
+                freeze(adopted.light, self.values)
+                inputs = signature(adopted.light).inputs
+                foreign.ranges(adopted.original, inputs, {n: (r.low, r.high) for n, r in self.ranges.items()})
+                known = {n: Dim(min=d.min or 1, max=d.max, multiple=d.multiple or 1)
+                         for n, d in declared.items() if d.max}  # fmt: skip
+                session = OnnxRuntime().open(adopted.light)
+                look.shared["signature"] = signature(adopted.light, known)
+                look.shared["names"] = early.onnx_names(adopted.light.model)
+                look.shared["run"] = lambda feed: [session.run(feed)[o] for o in session.outputs]
+                look.ok("import-onnx.dims", ", ".join(f"{v.name} {v.shape}" for v in inputs) or "no inputs")
+
     def run(self, work: Work) -> Report:
         from layerline.layers import dims, probes
         from layerline.layers.interface import signature
         from layerline.layers.parts import unchanged
         from layerline.layers.signature import bounds
 
-        arrays = self._arrays(work)
-        adopted = self._adopt(work, {name: a.ndim for name, a in arrays.items()})
+        arrays = self._arrays(work.root)
+        adopted = self._adopt(work.root, {name: a.ndim for name, a in arrays.items()})
         light = adopted.light
         feeder, fed = self._feed(work, adopted, self._declare(light, dims.places(light)), arrays)
         dims.write(light.model, feeder.same, feeder.fixed)
@@ -160,15 +185,15 @@ class ImportOnnx(Stage):
             tables=_tables(light, feeder, fed),
         )
 
-    def _adopt(self, work: Work, ranks: Mapping[str, int]) -> Adopted:
+    def _adopt(self, root: Path, ranks: Mapping[str, int]) -> Adopted:
         """The model with names for everything, as it is and as the pipeline goes on with it."""
         from layerline.graph import adopt, io
         from layerline.graph.wellformed import refuse_broken
         from layerline.layers import dims, identity
 
-        path = work.root / self.file
+        path = root / self.file
         stored = io.external_files(io.read(path), path)
-        inside = [(path.parent / name).relative_to(work.root).as_posix() for name in stored]
+        inside = [(path.parent / name).relative_to(root).as_posix() for name in stored]
         if missing := [name for name in inside if name not in self.external]:
             raise ConfigError(
                 f"{self.file} stores weights in {missing[0]}, whose content would be no part of the key",
@@ -179,13 +204,13 @@ class ImportOnnx(Stage):
         refuse_broken(given)
         _refuse_types(given)
         dims.name(given, ranks)
-        identity.stamp(given.model, work.root)
+        identity.stamp(given.model, root)
         return adopt.adopt(given, self.opset)
 
-    def _arrays(self, work: Work) -> Mapping[str, Any]:
+    def _arrays(self, root: Path) -> Mapping[str, Any]:
         from layerline.pipeline import npz
 
-        return npz.read(work.root / self.data) if self.data else {}
+        return npz.read(root / self.data) if self.data else {}
 
     def _declare(self, light: Light, places: Places) -> dict[str, Declared]:
         """Applies `dims` to the model, in place; the bounds that are left, by final name."""

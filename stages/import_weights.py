@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from layerline.pipeline.errors import StageError
+from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Stage, Work
 
@@ -44,6 +45,17 @@ class ImportWeights(Stage):
     def files(self) -> tuple[str, ...]:
         """The checkpoint: its content is part of the key."""
         return (self.file,)
+
+    def check(self, look: Inspection) -> None:
+        from layerline.training import found, names, trial
+
+        trial.look_at_example(look)
+        with look.item("import-weights.file"):
+            tree, _ = found.read(look.root / self.file, trust=self.trust)
+            network = look.need("network")
+            fit = self._chosen(*found.choose(tree, network, key=self.key, ignore=self.ignore))
+            found.check(fit, names.named(network))
+            look.ok("import-weights.file", f"{len(fit.tensors)} tensors in {fit.state.where} fit the model")
 
     def run(self, work: Work) -> Report:
         from layerline.layers import tensors

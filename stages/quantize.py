@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from layerline.pipeline.errors import TaskError
+from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Gate, LayerDiff, Report, Scalar
 from layerline.pipeline.stage import Stage, Work
 
@@ -73,6 +74,24 @@ class Quantize(Stage):
     def hooks(self) -> tuple[str, ...]:
         """The task's hooks it calls: nothing is calibrated where nothing changes."""
         return self.uses if self.mode != "none" else ("eval_data", "metric")
+
+    def check(self, look: Inspection) -> None:
+        from layerline.calib import trial
+
+        with look.item("quantize"):
+            inputs = look.need("signature").inputs
+            if self.mode != "none":
+                asked = self.samples if "samples" in self.model_fields_set else None
+                trial.look_at_calibration(look, inputs, CALIBRATION_HOOKS, asked)
+            trial.look_at_metric(look, inputs, look.need("run"), self.max_drop)
+        with look.item("quantize.skip"):
+            look.names_something(self.skip, "quantize.skip")
+        if self.ops is not None:
+            with look.item("quantize.ops"):
+                from layerline.graph import placement
+
+                placement.check_ops(self.ops)
+                look.ok("quantize.ops", ", ".join(self.ops))
 
     def run(self, work: Work) -> Report:
         from layerline.calib.survey import Survey

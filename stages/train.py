@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from layerline.pipeline.errors import ConfigError, Unavailable, memory_told
+from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Gate, LayerDiff, Report
 from layerline.pipeline.stage import Stage, Work
 
@@ -48,6 +49,7 @@ class Train(Stage):
     side: ClassVar[frozenset[str]] = frozenset({"metrics.csv"})
     unkeyed: ClassVar[frozenset[str]] = frozenset({"workers"})
     together: ClassVar[bool] = True
+    long: ClassVar[bool] = True
 
     epochs: PositiveInt = 10
     """Passes over the training data."""
@@ -126,6 +128,12 @@ class Train(Stage):
             if run.lane.skipped:
                 work.log.say(_rejected(run.lane))
             return _report(run)
+
+    def check(self, look: Inspection) -> None:
+        from layerline.training import trial
+
+        trial.look_at_training(look, self.config(), steps=self.steps, epochs=self.epochs, batch_size=self.batch_size,
+                               seed=self.seed, device=self._device)  # fmt: skip
 
     def prove_resume(self, work: Work, steps: int) -> Report:
         """Whether this training goes on bit for bit after a kill: `steps` optimizer steps before a checkpoint and as

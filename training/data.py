@@ -69,6 +69,11 @@ class Batches:
         return -(-self._samples // self.batch_size)
 
     @property
+    def samples(self) -> int | None:
+        """Samples in an epoch; None where the data comes in batches."""
+        return None if self.form == "batches" else self._samples
+
+    @property
     def _samples(self) -> int:
         return rows(self.source) if self.form == "columns" else len(self.source)
 

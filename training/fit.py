@@ -102,7 +102,7 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
         model.to(device)
     modes = train_mode(model)
     batches = Batches(task.call("train_data"), batch_size=batch_size, seed=seed, workers=workers, rank=rank, ranks=size)
-    total = steps if steps is not None else epochs * _steps_per_epoch(batches, config.accumulate.steps)
+    total = steps if steps is not None else epochs * steps_per_epoch(batches, config.accumulate.steps)
     if config.scheduler.total_steps is None:
         config = config.replace(scheduler={"total_steps": total})
     mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
@@ -111,7 +111,7 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     initial = _copies(named(model).params)
     for text in modes:
         mo.lanes[""].monitor.warn("modes", text)
-    loss = partial(_own_loss if task.has("loss") else _default_loss, task)
+    loss = loss_of(task)
     # The model's own draws (dropout) start here, whatever building it and its data took; each rank has its own.
     rng.seed_all(rng.mix(seed, 1, *((rank,) if rank else ())))
     return Run(task, model, mo, batches, loss, device, total, initial, {})
@@ -228,7 +228,17 @@ def _first(metric: dict[str, float]) -> float:
     return next(iter(metric.values()))
 
 
-def _steps_per_epoch(batches: Batches, accumulate: int) -> int:
+def loss_of(task: Task) -> Callable[[nn.Module, Any], tuple[Tensor, float | None]]:
+    """The task's loss of a model on a batch, and its weight; None where the samples of the batch are that."""
+    return partial(_own_loss if task.has("loss") else _default_loss, task)
+
+
+def steps_per_epoch(batches: Batches, accumulate: int) -> int:
+    """Optimizer steps that a pass over the data takes.
+
+    Raises:
+        TaskError: the data does not tell its length.
+    """
     if batches.per_epoch is None:
         raise TaskError(
             "train_data() does not tell its length, so epochs cannot be counted",

@@ -1,0 +1,161 @@
+"""`pipe check`: what a run would find out late, looked at early. Every hook on two samples, every name on the model.
+
+Stages do the looking, each in its `check()`; what one has built (the model, its signature) those after it look at.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from layerline.pipeline import canonical
+from layerline.pipeline.errors import PipeError, TaskError, Unavailable
+from layerline.pipeline.files import write_atomic
+from layerline.pipeline.hook_names import near_misses
+from layerline.pipeline.inspection import CalledOnce, Finding, Inspection
+from layerline.pipeline.plan import Planner, open_planner
+from layerline.pipeline.project import Project
+from layerline.pipeline.task import HOOKS
+
+ROOM = 200 << 20
+"""Bytes of free disk below which a project has little hope to file anything."""
+_PASSED = "checked.json"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check found, in the order in which it looked."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.state == "error")
+
+    @property
+    def exit_code(self) -> int:
+        """0 nothing is wrong, 2 something is, 3 the machine lacks something and nothing else is wrong."""
+        return min((f.exit_code for f in self.errors), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"passed": not self.errors, "findings": [f.to_json() for f in self.findings]}
+
+
+def check(project: Project) -> Checked:
+    """Looks at everything that a run of all stages needs; trains nothing and files nothing."""
+    look = Inspection(project.root, CalledOnce(project.root / project.task))
+    uses_task = any(stage.hooks() for stage in project.stages)
+    with _as_before():
+        if uses_task:
+            with look.item(project.task):
+                _look_at_names(look)
+        if not look.findings or look.findings[-1].state != "error":
+            for stage in project.stages:
+                look.stage = stage.name
+                with look.item(stage.name):
+                    stage.check(look)
+            look.stage = ""
+        _look_at_disk(look)
+        look.shared.clear()
+        findings = tuple(look.findings)
+        del look
+        gc.collect()  # what was built must not lie beside what will be trained
+    return Checked(findings)
+
+
+def check_and_remember(project: Project) -> Checked:
+    """As `check`; one without an error is not repeated by the next run."""
+    done = check(project)
+    if not done.errors:
+        remember(project, digest(open_planner(project)))
+    return done
+
+
+def failure(errors: Sequence[Finding]) -> PipeError:
+    """Several findings as one error: the first in full, and how many more there are."""
+    first = errors[0].error()
+    if len(errors) > 1:
+        first.what += f" (and {len(errors) - 1} more)"
+        first.hint = f"{first.hint}; " * bool(first.hint) + "`pipe check` shows all"
+    return first
+
+
+def digest(planner: Planner) -> str:
+    """What the outcome of a check depends on: the configuration, the code that hooks reach, data files, versions."""
+    stages = planner.project.stages
+    return canonical.digest({stage.name: planner.parts(stage) for stage in stages})
+
+
+def passed_before(project: Project, key: str) -> bool:
+    """Whether the last check without an error was of just this."""
+    with suppress(OSError, ValueError):
+        stored = json.loads((project.state / "cache" / _PASSED).read_text("utf-8"))
+        return isinstance(stored, dict) and stored.get("digest") == key
+    return False
+
+
+def remember(project: Project, key: str) -> None:
+    """Keeps that a check found no error."""
+    folder = project.state / "cache"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / _PASSED, json.dumps({"digest": key}), durable=False)
+
+
+def _look_at_names(look: Inspection) -> None:
+    """Names at the top of the task file: hooks that are there, and those that are nearly called like one."""
+    path = look.task.path
+    there = [hook for hook in HOOKS if look.task.has(hook)]
+    for hook in there:
+        value = look.task.get_raw(hook)
+        if hasattr(value, "state_dict"):
+            raise TaskError(
+                f"{hook} is a {type(value).__name__}, expected a function",
+                where=path.name,
+                hint=f"write `def {hook}(…):` and return it, or call it, there",
+            )
+    look.ok(path.name, f"defines {', '.join(f'{hook}()' for hook in there) or 'no hook'}")
+    for line, name, hook in near_misses(path.read_text("utf-8")):
+        look.warn(
+            path.name,
+            f"{name}() is no hook and nothing calls it; there is a hook {hook}()",
+            f"rename it to {hook}, or put a _ before its name",
+            f"{path.name}:{line}",
+        )
+
+
+def _look_at_disk(look: Inspection) -> None:
+    """Room for checkpoints (weights, average, moments, two of them) and for the models made of them."""
+    needed = max(ROOM, 12 * int(look.shared.get("model_bytes", 0)))
+    with look.item("disk"):
+        free = shutil.disk_usage(look.root).free
+        if free < needed:
+            raise Unavailable(
+                f"{free / 1e9:.2f} GB are free, checkpoints and models of this size take about {needed / 1e9:.2f} GB",
+                where=str(look.root),
+                hint="make room, or run `pipe gc`",
+            )
+        look.ok("disk", f"{free / 1e9:.1f} GB free")
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Random draws inside leave no trace outside."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    state = random.getstate()
+    arrays = numpy.random.get_state() if numpy is not None else None
+    tensors = torch.get_rng_state() if torch is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+        if torch is not None:
+            torch.set_rng_state(tensors)

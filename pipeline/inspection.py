@@ -1,0 +1,176 @@
+"""What a stage is handed to look at its part of a project before anything runs, and what it finds there."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from layerline.pipeline.errors import (
+    ConfigError,
+    PipeError,
+    TaskError,
+    Unavailable,
+    brief,
+    machine_lacks,
+    ran_out_of_memory,
+)
+from layerline.pipeline.task import Task
+
+State = Literal["ok", "warning", "error"]
+_ONCE = frozenset({"train_data", "eval_data", "calib_data", "example_inputs"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the table.
+
+    Attributes:
+        stage: the stage it matters to; empty where it matters to all.
+        item: what was looked at: a hook, a field of pipe.yaml, the device.
+        state: "error" where the run would fail.
+        seen: what was seen, and for an error what was expected.
+        hint: what to do.
+        where: line, field or tensor.
+        exit_code: that of an error: 2, or 3 where the machine lacks something.
+    """
+
+    stage: str
+    item: str
+    state: State
+    seen: str
+    hint: str = ""
+    where: str = ""
+    exit_code: int = 2
+
+    def error(self) -> PipeError:
+        """The same as an error that ends a run."""
+        kind = Unavailable if self.exit_code == Unavailable.exit_code else TaskError
+        return kind(f"{self.item}: {self.seen}", where=self.where, hint=self.hint)
+
+    def to_json(self) -> dict[str, str]:
+        fields = ("stage", "item", "state", "seen", "hint", "where")
+        return {name: getattr(self, name) for name in fields}
+
+
+class Skipped(Exception):
+    """What an item needs could not be had, and that has been told."""
+
+
+class CalledOnce(Task):
+    """The user's task, whose data hooks are called once for all that look at what they give."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._made: dict[str, Any] = {}
+
+    def get(self, hook: str) -> Callable[..., Any]:
+        found = super().get(hook)
+        return (lambda: self._one(hook, found)) if hook in _ONCE else found
+
+    def _one(self, hook: str, made: Callable[[], Any]) -> Any:
+        if hook not in self._made:
+            try:
+                self._made[hook] = made()
+            except PipeError as error:
+                self._made[hook] = error
+                raise
+        if isinstance(self._made[hook], PipeError):
+            raise Skipped
+        return self._made[hook]
+
+
+@dataclass
+class Inspection:
+    """What a stage is handed to look around with.
+
+    Attributes:
+        root: the project's folder.
+        task: the user's hooks; each data hook is called once.
+        shared: what stages leave for those after them, by name.
+        findings: so far.
+    """
+
+    root: Path
+    task: Task
+    shared: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    stage: str = ""
+
+    @contextmanager
+    def item(self, name: str) -> Iterator[None]:
+        """Whatever is wrong inside becomes a finding about `name`."""
+        try:
+            yield
+        except Skipped:
+            pass
+        except (PipeError, OSError, MemoryError) as error:
+            told = error if isinstance(error, PipeError) else machine_lacks(error)
+            self._fail(name, told)
+        except Exception as error:  # noqa: BLE001 - torch, a runtime: what it says of one item must not hide the others
+            if ran_out_of_memory(error):
+                self._fail(name, machine_lacks(MemoryError()))
+            else:
+                self.warn(name, f"it could not be checked: {brief(error)}", "the run itself will tell more")
+
+    def ok(self, item: str, seen: str) -> None:
+        """Nothing is wrong with it."""
+        self._add(item, "ok", seen)
+
+    def warn(self, item: str, seen: str, hint: str, where: str = "") -> None:
+        """The run will go on, perhaps not as it was meant."""
+        self._add(item, "warning", seen, hint, where)
+
+    def need(self, name: str) -> Any:
+        """What an earlier stage left.
+
+        Raises:
+            Skipped: it could not, and has told why.
+        """
+        if name not in self.shared:
+            raise Skipped
+        return self.shared[name]
+
+    def names_something(self, patterns: Sequence[str], item: str) -> None:
+        """Checks that each pattern means a value, node or module of the model: its name, one above it, or a glob.
+
+        Raises:
+            ConfigError: one means nothing; names the nearest.
+            Skipped: nothing is known of the model.
+        """
+        if not patterns:
+            return
+        names = set(self.need("names"))
+        if any(not _meant(p, names) for p in patterns) and "all names" in self.shared:
+            names |= self.shared["all names"]()
+        for pattern in patterns:
+            if not _meant(pattern, names):
+                near = difflib.get_close_matches(pattern, sorted(names), 1, 0.0)
+                raise ConfigError(
+                    f"{pattern!r} matches no value, node or module of the model",
+                    where=item,
+                    hint=f"did you mean {near[0]!r}?" if near else "",
+                )
+        self.ok(item, f"{', '.join(patterns)}: in the model")
+
+    def _fail(self, name: str, error: PipeError) -> None:
+        code = Unavailable.exit_code if isinstance(error, Unavailable) else PipeError.exit_code
+        self._add(name, "error", error.what, error.hint, error.where, code)
+
+    def _add(self, item: str, state: State, seen: str, hint: str = "", where: str = "", code: int = 2) -> None:
+        place = "" if where in (item, item.removesuffix("()")) else where
+        finding = Finding(
+            stage=self.stage, item=item, state=state, seen=seen, hint=hint, where=place, exit_code=code
+        )  # fmt: skip
+        told = {(f.item, f.state, f.seen) for f in self.findings}
+        if (item, state, seen) not in told:  # several stages meet the same mistake
+            self.findings.append(finding)
+
+
+def _meant(pattern: str, names: set[str]) -> bool:
+    """Whether a pattern of `quantize.skip` means any of these names."""
+    return any(fnmatchcase(n, pattern) or n.startswith(f"{pattern}.") for n in names)
