@@ -45,7 +45,8 @@ class Checked:
         return min((f.exit_code for f in self.errors), default=0)
 
     def to_json(self) -> dict[str, Any]:
-        return {"passed": not self.errors, "findings": [f.to_json() for f in self.findings]}
+        told = failure(self.errors).to_json() if self.errors else {}
+        return {"passed": not self.errors, **told, "findings": [f.to_json() for f in self.findings]}
 
 
 def check(project: Project) -> Checked:

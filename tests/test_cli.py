@@ -681,7 +681,7 @@ def test_a_mistake_ends_in_one_clear_sentence(name: str, form: list[str], pipe: 
 # command -> exit code, place, beginning of the error, beginning of the hint
 FAILURES: dict[str, tuple[int, str | None, str, str]] = {
     "rn all": (2, "pipe", "there is no command 'rn'", "did you mean 'run'?"),
-    "xyz": (2, "pipe", "there is no command 'xyz'", "valid names: debug, diff, "),
+    "xyz": (2, "pipe", "there is no command 'xyz'", "valid names: check, debug, diff, "),
     "run": (2, "pipe run", "Missing argument", "usage: pipe run"),
     "run al": (2, None, "there is no stage 'al' here", "did you mean 'all'?"),
     "run duoble": (2, None, "there is no stage 'duoble' here", "did you mean 'double'?"),
@@ -701,6 +701,7 @@ FAILURES: dict[str, tuple[int, str | None, str, str]] = {
     "status --bogus": (2, "pipe status", "No such option: --bogus", "usage: pipe status"),
     "runs -C task.py": (2, "task.py", "it is a file, not a folder", ""),
     "explain sauce": (2, None, "there is no stage 'sauce' here", "did you mean 'source'?"),
+    "check -C nowhere": (2, None, "there is no pipe.yaml in ", "make a project: pipe init DIR"),
     "diff double": (2, None, "stage double has not run yet", "pipe run double"),
     "diff duble": (2, None, "there is no stage 'duble' here", "did you mean 'double'?"),
     "debug double": (2, None, "stage double shows all it knows", "see: pipe diff double"),

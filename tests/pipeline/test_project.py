@@ -83,7 +83,7 @@ ERRORS: dict[str, tuple[str | bytes, str]] = {
     ),
     "a key like no other": (
         "zzz: 1\n",
-        "pipe.yaml:1:1: zzz: unknown key\n  valid names: data, double, fault, import-numbers, judge, name, slow",
+        "pipe.yaml:1:1: zzz: unknown key\n  valid names: check, data, double, fault, import-numbers, judge, name, slow",
     ),
     "a number for a key": ("1: x\n", "pipe.yaml:1:1: 1: unknown key"),
     "a list for a key": ("? [a, b]\n: 1\n", "pipe.yaml"),
