@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -23,6 +24,19 @@ from layerline.views.ending import print_json, say
 if TYPE_CHECKING:
     from layerline.pipeline.plan import Planner
     from layerline.pipeline.project import Project
+    from layerline.pipeline.report import Order
+
+
+class Sort(str, Enum):
+    """The orders of `pipe diff`, as they are typed."""
+
+    own = "own"
+    error = "error"
+    network = "network"
+
+    @property
+    def order(self) -> Order:
+        return self.value
 
 
 class Commands(TyperGroup):
@@ -55,6 +69,12 @@ Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", he
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 STAGES = "train, ema, export, fuse, quantize, engine; import-weights or import-onnx where the project starts there"
 StageName = Annotated[str, typer.Argument(metavar="STAGE", help=f"One of {STAGES}.")]
+RunId = Annotated[
+    str | None,
+    typer.Option(
+        "--run", metavar="RUN", help="Which run: an id of `pipe runs`, `last` or `previous`.", show_default="last"
+    ),
+]
 DEBUGGED = "export or fuse"
 TOP = 20  # values that `pipe diff` shows where nobody says how many
 _HERE = Path()
@@ -307,56 +327,64 @@ def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder
 @app.command()
 def diff(
     stage: StageName,
+    run_id: RunId = None,
+    sets: Sets = None,
     against: Annotated[
         str | None,
-        typer.Option(metavar="RUN", help="Show another run's figures beside: an id of `pipe runs`, or `previous`."),
+        typer.Option(
+            metavar="RUN", help="Show another run's figures beside, and what changed: an id of `pipe runs`, `previous`."
+        ),
+    ] = None,
+    sort: Annotated[
+        Sort | None,
+        typer.Option(
+            help="By each layer's own error, by the accumulated one, or in the network's order.",
+            show_default="own where it was measured; network with --json",
+        ),
     ] = None,
     top: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="How many values to show, the worst first.", show_default=f"{TOP}, or all with --json"
-        ),
+        int | None, typer.Option(min=1, help="How many values to show.", show_default=f"{TOP}, or all with --json")
     ] = None,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """The per-layer table of a stage's newest run, worst first.
+    """The per-layer table of a stage, worst first: of its newest run, of --run, or with the settings of --set.
 
     The page of `pipe report` ends with what the columns mean; so does docs/cli.md.
     """
     from layerline.pipeline import lookup
     from layerline.views import documents, screen, terminal
 
-    project = _load(folder)
+    project = _load(folder, sets)
     planner, name = _planner(project), project.stage(stage).name
-    report, other = planner.ledger.report(lookup.head(planner, name)), None
-    if against is not None:
-        against, other = lookup.report_in(planner.ledger, against, name)
+    chosen = lookup.choose(planner, name, run_id)
+    report = planner.ledger.report(chosen.record)
+    beside = None if against is None else lookup.beside(planner, chosen, against)
+    order = sort.order if sort else report.order
     if as_json:
-        print_json(documents.diff(name, report, against, other, top))
+        print_json(documents.diff(name, report, beside, order if sort or top else "network", top))
     else:
-        terminal.diff(screen.console(), report, top or TOP, other, against or "")
+        terminal.diff(screen.console(), report, top or TOP, order, beside)
 
 
 @app.command()
 def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path("report.html"),
-    run_id: Annotated[
-        str, typer.Option("--run", metavar="RUN", help="Which run: an id of `pipe runs`, `last` or `previous`.")
-    ] = "last",
+    run_id: RunId = None,
+    sets: Sets = None,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """One self-contained HTML page for a run."""
+    """One self-contained HTML page for a run: the newest, that of --run, or the newest with the settings of --set."""
     from layerline.pipeline import lookup
     from layerline.pipeline.files import write_atomic
     from layerline.views import html
 
     if not output.parent.is_dir():
         raise PipeError(f"there is no folder {output.parent}", hint="make it, or write elsewhere with -o")
-    project = _load(folder)
+    project = _load(folder, sets)
     planner = _planner(project)
-    found = planner.ledger.find_run(run_id)
+    found = lookup.find_run(planner, run_id)
     reports = {r.stage: planner.ledger.report(r) for r in found.records}
     missing = [] if found.passed else [s.name for s in project.stages if s.name not in reports]
     write_atomic(output, html.page(project.name, found, reports, missing, lookup.logs(planner, found)))
@@ -367,11 +395,13 @@ def report(
 
 
 @app.command()
-def path(stage: StageName, as_json: AsJson = False, folder: Folder = _HERE) -> None:
-    """The folder of a stage's newest artifact, for scripts."""
+def path(
+    stage: StageName, run_id: RunId = None, sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE
+) -> None:
+    """The folder of a stage's artifact, for scripts: the newest, that of --run, or that of the settings of --set."""
     from layerline.pipeline import lookup
 
-    found, doubt = lookup.artifact(_load(folder), stage)
+    found, doubt = lookup.artifact(_load(folder, sets), stage, run_id)
     if as_json:
         print_json({"stage": stage, "path": str(found.path.resolve()), "digest": found.digest, "note": doubt or None})
         return
@@ -408,7 +438,7 @@ def debug(
     elif bad is None:
         say(f"every value of {stage} passes: there is nothing to show")
     else:
-        terminal.diff(screen.console(), found, 1, None, "")
+        terminal.diff(screen.console(), found, 1, "error")
         say(f"wrote {target}: {', '.join(written)}")
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -250,10 +251,13 @@ class Ledger:
         if run_id == "previous" and len(runs) == 1:
             only = f"stage {stage} has had one result so far" if stage else "there is only one run"
             raise PipeError(only, hint=f"the newest run with it is {runs[0].id}" if stage else f"it is {runs[0].id}")
-        known = ", ".join(r.id for r in runs[:5]) or "none"
-        raise PipeError(
-            f"{'no run' if not found else 'more than one run'} matches {run_id!r}", hint=f"newest runs: {known}"
-        )
+        if found:
+            several = ", ".join(r.id for r in found[:5])
+            raise PipeError(f"more than one run matches {run_id!r}", hint=f"give more of its id: {several}")
+        near = get_close_matches(run_id, ["last", "previous", *(r.id for r in runs)], n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        newest = ", ".join(r.id for r in runs[:5]) or "none"
+        raise PipeError(f"no run matches {run_id!r}", hint=f"{meant}newest runs: {newest}")
 
     def forget(self, keep: int, in_use: set[str]) -> list[Path]:
         """Files no longer needed when only the newest `keep` runs and the artifacts `in_use` stay; deletes nothing."""

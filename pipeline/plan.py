@@ -191,6 +191,11 @@ def order(work: Path) -> int:
     return 0
 
 
+def fields(stage: Stage) -> dict[str, str]:
+    """Each field of a stage that counts for its key, by its dotted name, as text."""
+    return shown(dict(_flat(_configuration(stage))))
+
+
 def shown(parts: Mapping[str, Any]) -> dict[str, str]:
     """Key parts as text: what the ledger keeps and `pipe explain` prints."""
     return {name: value if isinstance(value, str) else _text(value) for name, value in parts.items()}

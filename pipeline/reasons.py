@@ -23,10 +23,15 @@ def awaited(old: Parts, new: Parts, key: str | None) -> set[str]:
 
 def describe(old: Parts, new: Parts) -> str:
     """What differs between two stages' key parts in one short phrase, the first two in full."""
+    told = phrases(old, new)
+    more = f" and {len(told) - 2} more" if len(told) > 2 else ""
+    return ", ".join(told[:2]) + more
+
+
+def phrases(old: Parts, new: Parts) -> list[str]:
+    """What differs between two stages' key parts, a phrase for each field."""
     fields = dict.fromkeys(_field(n, old, new) for n in changes(old, new) if not _told_below(n, old, new))
-    phrases = [_phrase(name, old, new) for name in fields]
-    more = f" and {len(phrases) - 2} more" if len(phrases) > 2 else ""
-    return ", ".join(phrases[:2]) + more
+    return [_phrase(name, old, new) for name in fields]
 
 
 def _told_below(name: str, old: Parts, new: Parts) -> bool:

@@ -14,6 +14,10 @@ from layerline.pipeline.errors import StageError
 
 Measure = Literal["max_abs", "mean_abs", "rel_l2"]
 Scalar = float | int | str | bool | None
+Order = Literal["own", "error", "network"]
+"""How the rows of a table are sorted: by each layer's own error, by its accumulated one, or as the network runs."""
+OWN = "isolated_sqnr_db"
+"""The column that holds a layer's own error: its SQNR where it is fed what the reference computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,13 @@ class LayerDiff:
         return self.passed, -ratio, sqnr if not math.isnan(sqnr) else -math.inf
 
     @property
+    def own_severity(self) -> tuple[bool, float, tuple[bool, float, float]]:
+        """Sorts worst first: failed, then the lowest own SQNR; values without one come last, in order of `severity`."""
+        own = self.extra.get(OWN)
+        decibels = float(own) if isinstance(own, int | float) else math.inf
+        return self.passed, -math.inf if math.isnan(decibels) else decibels, self.severity
+
+    @property
     def where(self) -> str:
         """What a person reads: the module path, or the value's name where there is no module."""
         return self.module or self.name
@@ -140,9 +151,22 @@ class Report:
     def passed(self) -> bool:
         return all(r.passed for r in self.records) and all(g.passed for g in self.gates)
 
+    @property
+    def order(self) -> Order:
+        """The order that shows where an error is made: by own errors, where they were measured."""
+        return "own" if any(OWN in r.extra for r in self.records) else "error"
+
     def worst(self, n: int = 1) -> tuple[LayerDiff, ...]:
         """The n records that differ most, worst first."""
-        return tuple(sorted(self.records, key=lambda r: r.severity)[:n])
+        return self.sorted("error")[:n]
+
+    def sorted(self, order: Order) -> tuple[LayerDiff, ...]:
+        """All records in an order; `network` is the report's own."""
+        if order == "network":
+            return self.records
+        if order == "own":
+            return tuple(sorted(self.records, key=lambda r: r.own_severity))
+        return tuple(sorted(self.records, key=lambda r: r.severity))
 
     def first_failing(self) -> LayerDiff | None:
         """The first record in topological order that did not pass: where the difference starts."""

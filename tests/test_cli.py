@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from layerline import cli
-from layerline.pipeline import housekeeping, table
+from layerline.pipeline import env, housekeeping, table
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import Gate, Report
 from layerline.pipeline.runner import Result
@@ -343,10 +343,12 @@ def test_diff_shows_the_worst_first_by_module(pipe: Pipe) -> None:
     assert rows[0].strip() == "double  numbers against doubled"
     assert [r.split()[:3] for r in rows[2:]] == [[f"layers.{i}", f"mul_{i}", "Mul"] for i in (2, 1, 0)]
     top = pipe("diff", "double", "--top", "1").out.splitlines()
-    assert len(top) == 4 and top[-1] == "1 of 3 values; --top N shows more"
+    assert len(top) == 4 and top[-1] == "1 of 3 values, the lowest SQNR first; --top N shows more"
     pipe("run", "all", "--set", "double.tolerance=0.15")
     rows = pipe("diff", "double", "--against", first[:20]).out.splitlines()
     assert rows[0].endswith(f"; then: run {first}")
+    assert rows[1] == "changed since then  double: tolerance unset -> 0.15"
+    rows.pop(1)
     assert rows[1].split() == ["layer", "value", "op", "now", "dB", "then", "dB", "rel", "L2"]
     assert "beyond tolerance" in rows[2] and "ok" in rows[3]
     document = pipe("diff", "double", "--against", "previous", "--json", "--top", "2").document
@@ -360,6 +362,49 @@ def test_diff_shows_the_worst_first_by_module(pipe: Pipe) -> None:
     assert document["against"]["records"][0]["tolerance"] is None
     findings = pipe("diff", "judge").out
     assert "✓ score: 3, expected at least 0" in findings and "note measured here" in findings
+
+
+def test_diff_against_shows_what_changed_and_the_figures_then(pipe: Pipe, folder: Folder) -> None:
+    first = pipe("run", "all", "--json").document["run"]
+    folder.edit("task.py", "a == b", "a >= b")
+    pipe("run", "all", "--set", "source.rate=2", "--set", "double.factor=3")
+    said = pipe("diff", "judge", "--against", first).out
+    told = "changed since then  source: rate 1 -> 2; double: factor 2 -> 3; judge: metric() changed"
+    assert told in said.splitlines()
+    assert re.search(r"^figure +now +then *\nscore +3 +3 *$", said, re.M)
+    assert re.search(r"^sum +12 +6 *$", pipe("diff", "source", "--against", first).out, re.M)
+    document = pipe("diff", "source", "--against", "previous", "--json").document
+    assert document["changed"] == ["source: rate 1 -> 2"]
+    assert [document[side]["metrics"]["sum"] for side in ("report", "against")] == [12.0, 6.0]
+
+
+def test_a_run_or_settings_choose_what_is_shown(pipe: Pipe, folder: Folder) -> None:
+    first = pipe("run", "all", "--json").document["run"]
+    usual = pipe("path", "double").out
+    second = pipe("run", "all", "--set", "double.factor=3", "--json").document["run"]
+    other = pipe("path", "double")
+    assert other.out != usual and "other settings" in other.err
+    assert pipe("path", "double", "--run", first) == Said(0, usual, "")
+    assert pipe("path", "double", "--run", "last") == Said(0, other.out, "")
+    assert pipe("path", "double", "--set", "double.factor=3") == Said(0, other.out, "")
+    assert pipe("path", "double", "--set", "double.factor=2").out == usual
+    judged = [pipe("diff", "judge", *which, "--json").document["report"] for which in ([], ["--run", first])]
+    assert judged == [pipe("diff", "judge", "--set", f"double.factor={n}", "--json").document["report"] for n in (3, 2)]
+    assert pipe("report", "--set", "double.factor=2", "--json").document == {"run": first, "page": "report.html"}
+    assert pipe("report", "--set", "double.factor=3", "--json").document["run"] == second
+    folder.edit("task.py", "BIAS = 1", "BIAS = 2")
+    assert pipe("path", "double", "--set", "double.factor=2").out == usual, "the settings are asked for, not the code"
+    for command in ("diff", "path"):
+        said = pipe(command, "double", "--set", "double.factor=9")
+        told = "stage double has not run with --set double.factor=9\n  pipe run double --set double.factor=9\n"
+        assert said == Said(2, "", f"error {told}")
+        assert "give one of the two" in pipe(command, "double", "--set", "double.factor=2", "--run", first).err
+    assert "no run had --set double.factor=9" in pipe("report", "--set", "double.factor=9").err
+    pipe("run", "double", "--set", "double.factor=4")
+    assert "no run had" in pipe("report", "--set", "judge.at_least=1").err
+    assert pipe("diff", "double", "--run", "lasst").err.startswith(
+        "error no run matches 'lasst'\n  did you mean 'last'?"
+    )
 
 
 def test_previous_is_what_the_stage_gave_before_it_changed(pipe: Pipe) -> None:
@@ -479,9 +524,48 @@ def test_runs(pipe: Pipe) -> None:
     assert [first["stages"], second["stages"]] == [["source", "double", "judge"], ["source"]]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", second["time"])
     rows = [line.split() for line in pipe("runs").out.splitlines()]
-    assert rows[0] == ["run", "began", "verdict", "ran", "kept"]
-    assert rows[1] == [newest, first["time"], "passed", "double", "judge", "source"]
+    assert rows[:3] == [[newest, first["time"], "passed"], ["ran", "double", "judge"], ["kept", "source"]]
     assert [first["ran"], second["ran"]] == [["double", "judge"], ["source"]]
+
+
+def test_runs_show_settings_and_figures(pipe: Pipe, folder: Folder) -> None:
+    folder.write("pipe.yaml", "source: {rate: 2, schedule: {warmup: 3}}\n")
+    pipe("run", "all")
+    folder.edit("task.py", "a == b", "a >= b")
+    pipe("run", "all", "--set", "double.factor=3")
+    last, first = pipe("runs", "--json").document["runs"]
+    assert last["sets"] == ["double.factor=3"] and first["sets"] == []
+    assert first["settings"] == {"source": {"rate": "2.0", "schedule.warmup": "3"}}
+    assert last["settings"] == {**first["settings"], "double": {"factor": "3"}}
+    assert last["changed"] == ["double: factor 2 -> 3", "judge: metric() changed"] and first["changed"] == []
+    assert last["metrics"] == {"source": {"sum": 12.0, "worst_case": "nan"}, "double": {}, "judge": {"score": 3.0}}
+    assert [line.split(maxsplit=1) for line in pipe("runs").out.splitlines()] == [
+        [last["id"], f"{last['time']}  passed"],
+        ["ran", "double judge"],
+        ["kept", "source"],
+        ["--set", "double.factor=3"],
+        ["changed", "double: factor 2 -> 3; judge: metric() changed"],
+        ["figures", "judge: score 3"],
+        [first["id"], f"{first['time']}  passed"],
+        ["ran", "source double judge"],
+        ["settings", "source.rate=2.0; source.schedule.warmup=3"],
+        ["figures", "source: sum 12, worst case nan; judge: score 0"],
+    ]
+
+
+def test_the_page_shows_settings_versions_and_overrides(pipe: Pipe, folder: Folder) -> None:
+    folder.write("pipe.yaml", "source: {rate: 2}\n")
+    pipe("run", "all", "--set", "double.factor=3")
+    pipe("report")
+    page = (folder.root / "report.html").read_text()
+    assert "run with <code>--set double.factor=3</code>" in page
+    assert "<dt>settings</dt><dd>rate: 2.0</dd>" in page and "<dt>settings</dt><dd>factor: 3</dd>" in page
+    assert "<dt>settings</dt><dd>the defaults</dd>" in page, "of judge"
+    facts = env.versions()
+    told = ", ".join(f"{name} {version}" for name, version in facts.items())
+    assert f"<dt>versions</dt><dd>{told}, onnxruntime {env.fact('onnxruntime')}</dd>" in page
+    row = '<th scope="row"><span>rate</span></th><td class="text">2.0</td><td class="text">1.0</td>'
+    assert row in page
 
 
 def test_a_run_names_the_stage_that_ended_in_an_error(pipe: Pipe, folder: Folder) -> None:

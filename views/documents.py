@@ -11,9 +11,11 @@ from layerline.pipeline.errors import PipeError
 from layerline.pipeline.fingerprint import Fingerprint
 from layerline.pipeline.housekeeping import Garbage, Problem
 from layerline.pipeline.ledger import Run
+from layerline.pipeline.lookup import Beside
 from layerline.pipeline.plan import Step, shown
 from layerline.pipeline.reasons import awaited, changes
-from layerline.pipeline.report import Report
+from layerline.pipeline.report import Order, Report
+from layerline.pipeline.settings import changed, previous, settings
 from layerline.views.follow import in_network_order
 
 Document = dict[str, Any]
@@ -35,26 +37,35 @@ def status(steps: Sequence[Step], states: Mapping[str, str]) -> Document:
 
 
 def runs(found: Iterable[Run]) -> Document:
-    rows = [
-        {
-            "id": run.id,
-            "time": run.began,
-            "stages": [r.stage for r in run.records],
-            "ran": list(run.ran),
-            "passed": run.passed,
-        }
-        for run in found
-    ]
+    """Each run with what it was set to, what differs from the run before, and its figures."""
+    ordered = list(found)
+    rows = []
+    for run in ordered:
+        before = previous(ordered, run)
+        differing = {r.stage: {s.name: s.value for s in settings(r) if s.differs} for r in run.records}
+        rows.append(
+            {
+                "id": run.id,
+                "time": run.began,
+                "stages": [r.stage for r in run.records],
+                "ran": list(run.ran),
+                "passed": run.passed,
+                "sets": list(run.sets),
+                "settings": {stage: fields for stage, fields in differing.items() if fields},
+                "changed": changed(run.records, before.records) if before else [],
+                "metrics": {r.stage: dict(r.metrics) for r in run.records},
+            }
+        )
     return {"runs": rows}
 
 
 def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fingerprint]) -> Document:
     before, new = old or {}, shown(step.parts)
-    changed, waiting = changes(before, new), awaited(before, new, step.key)
-    parts = {n: {"now": v, "before": before.get(n), "changed": n in changed} for n, v in new.items()}
+    differing, waiting = changes(before, new), awaited(before, new, step.key)
+    parts = {n: {"now": v, "before": before.get(n), "changed": n in differing} for n, v in new.items()}
     gone = {
         n: {"now": None, "before": o, "changed": None if n in waiting else True}
-        for n, (o, v) in changed.items()
+        for n, (o, v) in differing.items()
         if v is None
     }
     reached = {h: {"reached": p.reached, "whole": dict(p.whole), "files": dict(p.files)} for h, p in prints.items()}
@@ -67,14 +78,22 @@ def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fing
     }
 
 
-def diff(stage: str, report: Report, run: str | None, other: Report | None, top: int | None = None) -> Document:
-    """Every record in the network's order; with `top` the worst so many, worst first, and the other run's of those."""
-    report = replace(report, records=tuple(in_network_order(report.records)))
-    if top is not None:
-        report = replace(report, records=report.worst(top))
+def diff(stage: str, report: Report, beside: Beside | None, order: Order, top: int | None = None) -> Document:
+    """Records in an order, with `top` the first so many, and the other run's records of those."""
+    by_place = tuple(in_network_order(report.records))
+    report = replace(report, records=by_place)
+    report = replace(report, records=report.sorted(order)[:top])
+    other = beside.report if beside else None
+    if other is not None and top is not None:
         names = {r.name for r in report.records}
-        other = other and replace(other, records=tuple(r for r in other.records if r.name in names))
-    return {"stage": stage, "run": run, "report": plain(report), "against": plain(other) if other else None}
+        other = replace(other, records=tuple(r for r in other.records if r.name in names))
+    return {
+        "stage": stage,
+        "run": beside.run.id if beside else None,
+        "changed": list(beside.changed) if beside else [],
+        "report": plain(report),
+        "against": plain(other) if other else None,
+    }
 
 
 def proof(stage: str, found: Report, failure: PipeError | None) -> Document:

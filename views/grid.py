@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from layerline.pipeline.report import LayerDiff, Measure, Scalar
+from layerline.pipeline.report import LayerDiff, Measure, Order, Scalar
 from layerline.views.shape import shape
 
 # Which end of a column is the worse one: "low" for decibels, "high" for errors; the others have none.
@@ -108,12 +108,16 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def records_view(records: Iterable[LayerDiff]) -> View:
-    """Everything measured about each value of one stage, worst first; columns without any entry are left out.
+def records_view(records: Iterable[LayerDiff], order: Order = "error") -> View:
+    """Everything measured about each value of one stage, in an order; columns without any entry are left out.
 
     `order` is the value's place in the topological order.
     """
-    placed = sorted(enumerate(records, 1), key=lambda p: p[1].severity)
+    placed = list(enumerate(records, 1))
+    if order == "own":
+        placed.sort(key=lambda p: p[1].own_severity)
+    elif order == "error":
+        placed.sort(key=lambda p: p[1].severity)
     rows = [record for _, record in placed]
     return filled(
         [

@@ -10,6 +10,7 @@ from importlib import resources
 from urllib.parse import quote
 
 from layerline.pipeline.ledger import Record, Run
+from layerline.pipeline.project import as_options
 from layerline.pipeline.report import Gate, Report, Scalar
 from layerline.views import glossary
 from layerline.views.chart import chart
@@ -31,6 +32,8 @@ from layerline.views.grid import (
     scrolling,
     table,
 )
+from layerline.views.lines import DEPLOYED
+from layerline.views.made import made_with, settings_view
 from layerline.views.screen import cleaned
 
 MAIN_METRICS = 4
@@ -122,8 +125,12 @@ def _header(title: str, run: Run, reports: Mapping[str, Report], missing: Sequen
     return (
         f'<header><p class="lead">Layerline run <code>{escape(run.id)}</code></p>'
         f"<h1>{escape(title)} {_badge(run.passed)}</h1>"
-        f'<p class="lead">{" · ".join(facts)}</p>{_failures(run, reports)}</header>'
+        f'<p class="lead">{" · ".join(facts)}</p>{_sets(run)}{_failures(run, reports)}</header>'
     )
+
+
+def _sets(run: Run) -> str:
+    return f'<p class="lead">run with <code>{escape(as_options(run.sets))}</code></p>' if run.sets else ""
 
 
 def _failures(run: Run, reports: Mapping[str, Report]) -> str:
@@ -152,7 +159,9 @@ def _stage_row(i: int, record: Record, report: Report | None, layers: Mapping[st
     worst = record.worst or {}
     records = report.records if report else ()
     layer, sqnr = layers.get(str(worst.get("value")), str(worst.get("layer", ""))), worst.get("sqnr_db")
-    metrics = [_metric(name, value) for name, value in record.metrics.items() if value is not None]
+    told = {name: value for name, value in record.metrics.items() if value is not None}
+    first = sorted(told, key=lambda name: name not in DEPLOYED)  # these are never cut
+    metrics = [_metric(name, told[name]) for name in first]
     cells = [
         _badge(record.passed),
         f'<a href="#layer={quote(layer, safe="")}">{escape(layer)}</a>' if layer else "",
@@ -208,11 +217,16 @@ def _stage(i: int, record: Record, report: Report | None, log: str, *, earlier: 
         "artifact": f"{escape(record.kind)} <code>{escape(record.digest)}</code>",
         "key": f"<code>{escape(record.key)}</code>",
         "finished": f"{escape(record.created)}, after {record.seconds:.1f} s{whose}",
+        **{name: escape(text) for name, text in made_with(record).items()},
     }
     listed = "".join(f"<dt>{name}</dt><dd>{fact}</dd>" for name, fact in facts.items())
     said = _said(report) if report else '<p class="lead">The report of this stage is missing.</p>'
     title = f"<h2>{escape(record.stage)} {_badge(record.passed)}</h2>"
-    return f'<section id="stage-{i}">{title}{_training(log)}{said}<dl class="facts">{listed}</dl></section>'
+    fields = settings_view(record)
+    every = (
+        _folded("Settings", scrolling(table(fields, "Settings"), "Settings"), len(fields.rows)) if fields.rows else ""
+    )
+    return f'<section id="stage-{i}">{title}{_training(log)}{said}{every}<dl class="facts">{listed}</dl></section>'
 
 
 def _training(log: str) -> str:

@@ -20,16 +20,25 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from layerline.pipeline.fingerprint import Fingerprint
+from layerline.pipeline.lookup import Beside
 from layerline.pipeline.plan import Step, shown
 from layerline.pipeline.project import as_options
 from layerline.pipeline.reasons import awaited, changes
-from layerline.pipeline.report import Report
+from layerline.pipeline.report import Order, Report, Scalar
 from layerline.pipeline.runner import Outcome, Result
 from layerline.pipeline.stage import Stage
 from layerline.pipeline.untrusted import printable
-from layerline.views import grid, layers
+from layerline.views import grid, layers, lines
 from layerline.views.lines import stage_line
 from layerline.views.screen import cleaned, console, words
+
+ORDERS: Mapping[Order, str] = {
+    "own": "the lowest own dB first",
+    "error": "the lowest SQNR first",
+    "network": "in the network's order",
+}
+
+FIGURES = 2  # of a stage, in the list of runs
 
 
 class Silent:
@@ -188,15 +197,18 @@ def _reached(names: str) -> Text:
     return Text.assemble(("reaches ", "dim"), words(names)) if names else Text("is not defined in the task", "dim")
 
 
-def diff(out: Console, report: Report, top: int, other: Report | None, label: str) -> None:
-    """The per-layer table, worst first; with another run's report, its SQNR beside."""
-    report, other = cleaned(report), cleaned(other)
+def diff(out: Console, report: Report, top: int, order: Order, beside: Beside | None = None) -> None:
+    """The per-layer table in an order; beside another run's report, its figures too, and what was changed since."""
+    report, beside = cleaned(report), cleaned(beside)
     sides = f"{report.reference} against {report.candidate}" if report.reference or report.candidate else ""
-    past = f"; then: run {label}" if other else ""
+    past = f"; then: run {beside.run.id}" if beside else ""
     _hanging(out, Text(f"{report.stage}  ", "bold"), Text(sides + past))
-    records = report.worst(top)
-    then = {r.name: r for r in other.records} if other else None
-    found = layers.columns(records, then)
+    if beside:
+        _hanging(
+            out, Text("changed since then  ", "dim"), Text("; ".join(beside.changed) or "nothing that is on record")
+        )
+    records = report.sorted(order)[:top]
+    found = layers.columns(records, {r.name: r for r in beside.report.records} if beside else None)
     shown = layers.fitting(found, out.width)
     for line in layers.lines(shown) if records else ():
         out.print(line, soft_wrap=True)
@@ -204,37 +216,63 @@ def diff(out: Console, report: Report, top: int, other: Report | None, label: st
         told = f"{grid.count(hidden, 'column')} hidden; widen the terminal or use --json"
         out.print(Text(told, "dim"), soft_wrap=True)
     if len(report.records) > top:
-        out.print(Text(f"{top} of {len(report.records)} values; --top N shows more", "dim"))
-    findings(out, report)
+        told = f"{top} of {len(report.records)} values, {ORDERS[order]}; --top N shows more"
+        out.print(Text(told, "dim"), soft_wrap=True)
+    findings(out, report, beside.report if beside else None)
 
 
 def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A list of runs, newest first: which stages each ran, and which it kept as an earlier run had left them."""
-    table = _table({"run": True, "began": True, "verdict": True, "ran": False, "kept": False})
+    """A list of runs, newest first: what each ran and kept, what changed since the run before, and its figures.
+
+    Settings are those that differ from their defaults, of the oldest run: behind it `changed` says what became of them.
+    """
     for row in rows:
         kept = [stage for stage in row["stages"] if stage not in row["ran"]]
-        table.add_row(row["id"], row["time"], _verdict(row["passed"]), *(Text(" ".join(s)) for s in (row["ran"], kept)))
-    out.print(table)
+        out.print(Text.assemble(words(row["id"], "bold"), "  ", words(row["time"]), "  ", _verdict(row["passed"])))
+        settings = [f"{stage}.{name}={v}" for stage, fields in row["settings"].items() for name, v in fields.items()]
+        figures = {stage: lines.figures(m)[:FIGURES] for stage, m in row["metrics"].items() if stage in row["ran"]}
+        facts = {
+            "ran": [" ".join(row["ran"])],
+            "kept": [" ".join(kept)],
+            "--set": row["sets"],
+            "changed": row["changed"],
+            "settings": settings if row is rows[-1] else [],
+            "figures": [f"{stage}: {', '.join(found)}" for stage, found in figures.items() if found],
+        }
+        for name, items in facts.items():
+            if any(items):
+                _hanging(out, Text(f"  {name:8}  ", "dim"), words("; ".join(items)))
 
 
-def findings(out: Console, report: Report) -> None:
-    """A report's gates, figures and notes."""
+def findings(out: Console, report: Report, then: Report | None = None) -> None:
+    """A report's gates, figures and notes; the figures beside those of another run."""
     for gate in report.gates:
         mark = Text("✓ ", "green") if gate.passed else Text("✗ ", "red")
         _hanging(out, mark, words(f"{gate.name}: {gate.seen}, expected {gate.expected}"))
-    for line in _filled([f"{grid.heading(k)} {grid.amount(k, v)}" for k, v in report.metrics.items()], out.width):
-        out.print(words(line, "dim"), soft_wrap=True)
+    if then is not None:
+        out.print(_figures(report.metrics, then.metrics))
+    else:
+        for line in _filled([f"{grid.heading(k)} {grid.amount(k, v)}" for k, v in report.metrics.items()], out.width):
+            out.print(words(line, "dim"), soft_wrap=True)
     for note in report.notes:
         _hanging(out, Text("note ", "yellow"), words(note))
 
 
+def _figures(now: Mapping[str, Scalar], then: Mapping[str, Scalar]) -> Table:
+    table = _table({"figure": False, "now": False, "then": False})
+    for name in {**now, **then}:
+        cells = (grid.heading(name), grid.amount(name, now.get(name)), grid.amount(name, then.get(name)))
+        table.add_row(*map(words, cells))
+    return table
+
+
 def _filled(items: Sequence[str], width: int) -> list[str]:
     """Lines of as many items as fit; none is broken in two."""
-    lines: list[str] = []
+    full: list[str] = []
     for item in items:
-        longer = f"{lines[-1]}  {item}" if lines else item
-        lines[-1:] = [longer] if cell_len(longer) <= width else [*lines[-1:], item]
-    return lines
+        longer = f"{full[-1]}  {item}" if full else item
+        full[-1:] = [longer] if cell_len(longer) <= width else [*full[-1:], item]
+    return full
 
 
 def _hanging(out: Console, head: Text, body: Text) -> None:

@@ -54,7 +54,9 @@ def test_runs_come_newest_first_and_are_found_by_prefix(ledger: Ledger) -> None:
     assert ledger.head("ema") is None
     found = {name: ledger.find_run(name).id for name in ("last", "previous", "20260101", "20260102-b")}
     assert list(found.values()) == ["20260102-c", "20260102-b", "20260101-a", "20260102-b"]
-    with pytest.raises(PipeError, match=r"more than one run matches '20260102'\n  newest runs: 20260102-c, 20260102-b"):
+    with pytest.raises(
+        PipeError, match=r"more than one run matches '20260102'\n  give more of its id: 20260102-c, 20260102-b"
+    ):
         ledger.find_run("20260102")
     with pytest.raises(PipeError, match="no run matches 'x'"):
         ledger.find_run("x")

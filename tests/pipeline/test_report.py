@@ -157,3 +157,17 @@ def test_a_failure_names_the_first_value_and_counts_the_others() -> None:
     assert "2 elements are NaN or Inf on one side only" in str(one_sided.failure())
     unmeasured = Report(stage="export", records=(layer("relu_3", tolerance=0.1),))
     assert "rel_l2 not measured, tolerance 0.1" in str(unmeasured.failure())
+
+
+def test_the_order_that_shows_where_an_error_is_made() -> None:
+    innocent = LayerDiff(name="a", op="Add", sqnr_db=5.0, rel_l2=0.5, extra={"isolated_sqnr_db": math.inf})
+    guilty = LayerDiff(name="g", op="Conv", sqnr_db=12.0, rel_l2=0.2, extra={"isolated_sqnr_db": 9.0})
+    lost = LayerDiff(name="n", op="Conv", sqnr_db=30.0, rel_l2=0.1, extra={"isolated_sqnr_db": math.nan})
+    unmeasured = LayerDiff(name="u", op="TopK", sqnr_db=1.0, rel_l2=0.9)
+    failed = LayerDiff(name="f", op="Conv", sqnr_db=40.0, rel_l2=0.01, tolerance=0.001)
+    report = Report(stage="quantize", records=(innocent, guilty, lost, unmeasured, failed))
+    assert report.order == "own"
+    assert [r.name for r in report.sorted("own")] == ["f", "n", "g", "u", "a"]
+    assert [r.name for r in report.sorted("error")] == ["f", "u", "a", "g", "n"]
+    assert report.sorted("network") == report.records and report.worst(2) == report.sorted("error")[:2]
+    assert Report(stage="fuse", records=(failed, unmeasured)).order == "error"

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from layerline.pipeline.errors import PipeError
+from layerline.pipeline.lookup import Beside
 from layerline.pipeline.report import Gate, Report
 from layerline.pipeline.runner import Result
 from layerline.views import screen, terminal
@@ -62,12 +63,13 @@ def test_every_kind_of_output_is_plain(show: str) -> None:
 
 def test_the_table_of_a_report_keeps_its_columns() -> None:
     file = io.StringIO()
-    terminal.diff(screen.Screen(file=file, width=1000), odd_report(), 9, odd_report(), ODD)
+    beside = Beside(run_of({"quantize": odd_report()}), odd_report(), (ODD,))
+    terminal.diff(screen.Screen(file=file, width=1000), odd_report(), 9, "error", beside)
     text = file.getvalue()
     lines = text.splitlines()
     assert is_plain(text) and SHOWN in text
-    where = lines[1].index("now dB") + len("now dB")
-    assert [line[where - 5 : where] for line in lines[2:4]] == ["  9.3", "equal"]
+    where = lines[2].index("now dB") + len("now dB")
+    assert [line[where - 5 : where] for line in lines[3:5]] == ["  9.3", "equal"]
 
 
 def test_the_line_of_a_stage_is_plain_and_no_wider() -> None:

@@ -10,9 +10,11 @@ import pytest
 from rich.console import Console
 
 from layerline.pipeline.fingerprint import Fingerprint
+from layerline.pipeline.ledger import Run
+from layerline.pipeline.lookup import Beside
 from layerline.pipeline.plan import Step
 from layerline.pipeline.report import Report
-from layerline.views import documents, terminal
+from layerline.views import documents, screen, terminal
 from tests.views.samples import diff, record
 
 PROFILES = "[{'batch': {'min': 1, 'opt': 1, 'max': 8}}, {'batch': {'min': 8, 'opt': 64, 'max': "
@@ -105,21 +107,30 @@ def test_what_a_hook_reaches_is_a_paragraph_and_an_absent_hook_is_said() -> None
 def test_the_heading_of_a_comparison_is_wrapped_between_words() -> None:
     report = Report(stage="quantize", reference="float onnx on onnxruntime", candidate="int8 onnx on onnxruntime",
                     records=(diff("a", db=30.0),))  # fmt: skip
-    first, second, *_ = lines(80, terminal.diff, report, 5, report, "20261129-204222-597146-63")
+    run = Run("20261129-204222-597146-63", True, (), ())
+    beside = Beside(run, report, tuple(f"train: field_{i} 1 -> 2" for i in range(5)))
+    first, second, third, fourth, *_ = lines(80, terminal.diff, report, 5, "error", beside)
     assert first == "quantize  float onnx on onnxruntime against int8 onnx on onnxruntime; then: run"
     assert second == "          20261129-204222-597146-63"
+    assert third.startswith("changed since then  train: field_0 1 -> 2; ") and fourth.startswith(" " * 20 + "1 -> 2; ")
+    nothing = lines(80, terminal.diff, report, 5, "error", Beside(run, report, ()))
+    assert nothing[2] == "changed since then  nothing that is on record"
 
 
-def test_only_the_stages_of_a_run_are_wrapped() -> None:
+def test_only_what_a_run_did_is_wrapped() -> None:
     stages = [f"stage-{i}" for i in range(18)]
     row = {"id": "20261129-204222-597146-63", "time": MADE, "passed": True, "stages": stages, "ran": stages[9:]}
+    row |= {"sets": [], "changed": [], "settings": {"stage-1": {"lr": "0.1"}}, "metrics": {"stage-9": {"loss": 0.1}}}
     found = lines(80, terminal.runs, [row, row | {"passed": False}])
     assert max(map(len, found)) <= 80
-    assert f"20261129-204222-597146-63  {MADE}  passed   stage-9  " in found[1]
+    assert found[0] == f"20261129-204222-597146-63  {MADE}  passed"
+    assert found[1].startswith("  ran       stage-9 ") and found[2].startswith(" " * 12 + "stage-")
     assert sum("failed" in line for line in found) == 1
+    assert sum("stage-1.lr=0.1" in line for line in found) == 1, "of the oldest run alone"
+    assert sum("stage-9: loss 0.1" in line for line in found) == 2
 
 
 @pytest.mark.parametrize(("columns", "width"), [("80", 80), ("132", 132), ("", 160), ("wide", 160)])
 def test_a_pipe_is_as_wide_as_it_is_told(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    assert terminal.console().width == width
+    assert screen.console().width == width
