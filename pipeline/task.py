@@ -17,6 +17,7 @@ from typing import Any
 from layerline.pipeline.batches import outlined
 from layerline.pipeline.errors import PipeError, TaskError, machine_lacks, ran_out_of_memory
 from layerline.pipeline.imports import is_own_folder
+from layerline.pipeline.shadow import GUARD
 
 # Project folders whose modules are imported by `_Source` in this process.
 _HOOKED: set[Path] = set()
@@ -148,11 +149,11 @@ class Task:
                 where = f"{file.resolve().relative_to(root)}:{line}"
         if isinstance(error, SyntaxError) and error.lineno is not None:
             where = f"{Path(error.filename or self.path).name}:{error.lineno}"
-        return TaskError(
-            f"{what} raised {type(error).__name__}: {text}{on}",
-            where=where,
-            hint="run again with --debug for the traceback",
-        )
+        hint = "run again with --debug for the traceback"
+        if GUARD.hidden and isinstance(error, ImportError | AttributeError):
+            names = ", ".join(sorted(path.name for path in GUARD.hidden))
+            hint = f"not imported, since an installed module has its name: {names}; rename it"
+        return TaskError(f"{what} raised {type(error).__name__}: {text}{on}", where=where, hint=hint)
 
 
 def _given(hook: str, args: Sequence[Any]) -> str:
@@ -168,6 +169,7 @@ def _put_first_on_path(folder: Path) -> None:
         if isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _Source):
             del sys.modules[name]
     sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
+    GUARD.protect(folder)
     for entry in [e for e in sys.path_importer_cache if is_own_folder(Path(e), folder)]:
         del sys.path_importer_cache[entry]
     if folder not in _HOOKED:
