@@ -82,6 +82,14 @@ class Train(Stage):
                 hint="set it, in optimizer steps",
             )
             raise _placed(error, {})
+        for field in ("keep_best", "early_stop"):
+            if getattr(config.monitor, field) and not config.monitor.valid_interval:
+                error = ConfigError(
+                    f"{field} follows validation, which is off",
+                    where="training.valid_interval",
+                    hint="set it, in optimizer steps",
+                )
+                raise _placed(error, {})
         return self
 
     @classmethod
@@ -123,11 +131,12 @@ class Train(Stage):
             run = fit.prepare(work.task, config, epochs=self.epochs, steps=self.steps, batch_size=self.batch_size,
                               seed=self.seed, workers=self.workers, device=device)  # fmt: skip
             fit.train(run, work.scratch, work.log, save_every=config.monitor.save_interval)
-            checkpoint.save(run.mo, work.out / "checkpoint.safetensors", timings=False)
             run.mo.export_metrics(work.out / "metrics.csv")
+            best = fit.take_best(run)
+            checkpoint.save(run.mo, work.out / "checkpoint.safetensors", timings=False)
             if run.lane.skipped:
                 work.log.say(_rejected(run.lane))
-            return _report(run)
+            return _report(run, best)
 
     def check(self, look: Inspection) -> None:
         from layerline.training import trial
@@ -245,13 +254,15 @@ def _placed(error: ConfigError, raw: Any) -> ValidationError:
     return ValidationError.from_exception_data("Train", [details])
 
 
-def _report(run: Run) -> Report:
+def _report(run: Run, best: str) -> Report:
     from layerline.training.parts import whole
 
     (lane,) = run.mo.lanes.values()
     records = tuple(_record(run, n, whole(p.detach())) for n, p in lane.named.params.items())
     bad = [r.name for r in records if r.nonfinite_b]
     notes = [*run.mo.warnings]
+    if best:
+        notes.append(best)
     if run.resumed is not None:
         notes.append(f"resumed at step {run.resumed}")
     if lane.skipped:

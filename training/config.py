@@ -241,6 +241,14 @@ class MonitorConfig(Section):
     """Where `save_interval` puts its checkpoints."""
     keep: PositiveInt = 3
     """Checkpoints kept in a folder."""
+    keep_best: Count = 0
+    """Checkpoints kept of the validations with the best metric, in the folder `best` of `save_dir`."""
+    early_stop: PositiveInt | None = None
+    """Validations in a row without improvement after which `mo.should_stop` is true; the `train` stage ends then."""
+    better: Literal["higher", "lower"] = "higher"
+    """Which metric is the better one."""
+    print: bool = False
+    """Print a line each `log_interval` steps."""
     per_layer: bool = False
     """Also the gradient norm of every parameter, as columns `grad_norm/<name>`."""
     tensorboard: str | None = None

@@ -127,6 +127,10 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
         StageError: the loss or the gradients stopped being finite.
     """
     mo, folder = run.mo, scratch / "checkpoints"
+    if mo.best is not None:
+        mo.best.folder = scratch / "best"
+    if run.lane.monitor.write is not None:
+        run.lane.monitor.write = log.say
     run.lane.monitor.speak, run.lane.monitor.loads = log.say, run.batches.form != "columns"
     if _resumable(mo, folder):
         mo.load_ckpt(folder)
@@ -135,7 +139,7 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
     saved_at, saving, drawn_at, saved_step = time.perf_counter(), 0.0, 0.0, run.attempted
     with _interrupts() as interrupted:
         stream = run.batches.forever()
-        while run.attempted < run.total:
+        while run.attempted < run.total and not mo.should_stop:
             one_batch(run, stream)
             now = time.perf_counter()
             done = run.attempted
@@ -153,6 +157,22 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
                 drawn_at = now
                 _draw(run, log)
         _draw(run, log)
+
+
+def take_best(run: Run) -> str:
+    """Puts the best checkpoint's state in place of the last one's where `keep_best` asks for it; a note about it."""
+    best = run.mo.best
+    if best is None or not best.entries:
+        return ""
+    metric, step, file = best.entries[0]
+    stopped = ", where training stopped" if run.mo.should_stop else ""
+    last = run.lane.steps
+    if not file:
+        return f"the best metric was {metric:.6g} at step {step}; the last step is {last}{stopped}"
+    if step != last:
+        checkpoint.load(run.mo, best.folder / file)
+        run.before_last = {}  # of another step than the weights now
+    return f"the weights are those of step {step} with the best metric, {metric:.6g}; the last step was {last}{stopped}"
 
 
 def _resumable(mo: ModelOptimizer, folder: Path) -> bool:

@@ -28,6 +28,8 @@ COLUMNS = (
     "step", "loss", "loss_smooth", "grad_norm", "clip_rate", "lr", "update_ratio", "samples_s", "wait_rate",
     "peak_mb", "loss_scale", "skipped", "metric_online", "metric_deploy", "deploy_gap",
 )  # fmt: skip
+# What `print` shows of a row.
+_PRINTED = ("loss", "lr", "grad_norm", "samples_s", "metric_online", "metric_deploy")
 _SMOOTHING = 0.98
 _NORMS_KEPT = 101
 # Accepted steps between two decisions on what to warn of, however often rows are written.
@@ -59,6 +61,7 @@ class Monitor:
         self.rows: list[array[float]] = []
         self.loads = True
         self.speak: Callable[[str], object] = logging.getLogger("layerline.training").warning
+        self._hushed = False
         self._active: set[str] = set()
         self._told: dict[str, str] = {}
         self._times: Counter[str] = Counter()
@@ -78,10 +81,14 @@ class Monitor:
         self._scale_drops = 0
         self._peak, self._peak_read = 0.0, -math.inf
         self._writer = _tensorboard(config.tensorboard) if config.tensorboard else None
+        self.write: Callable[[str], object] | None = _print if config.print else None
+        self.trackers: list[Callable[[dict[str, float]], object]] = []
 
     def hush(self) -> None:
         """Goes on watching, but leaves it to another rank to speak and to draw."""
-        self.speak, self._writer = lambda _: None, None
+        self.speak, self._writer, self.write = lambda _: None, None, None
+        self.trackers = []
+        self._hushed = True
 
     @property
     def warnings(self) -> list[str]:
@@ -154,10 +161,7 @@ class Monitor:
         }  # fmt: skip
         values.update(further)
         self.rows.append(array("d", [_cell(values.get(c)) for c in self.columns]))
-        if self._writer is not None:
-            for name, value in values.items():
-                if value is not None and name != "step":
-                    self._writer.add_scalar(name, value, step)
+        self._publish(values)
         self._clipped = self._steps = 0
         self._waited_then -= self.waited  # goes on counting over the row
         self._weight, self._since, self.waited = 0.0, now, 0.0
@@ -177,6 +181,26 @@ class Monitor:
             self.rows[-1][0] = step
         at = COLUMNS.index("metric_online")
         self.rows[-1][at : at + 3] = array("d", [online, deploy, online - deploy])
+        self._publish({"step": step, "metric_online": online, "metric_deploy": deploy, "deploy_gap": online - deploy})
+
+    def track(self, call: Callable[[dict[str, float]], object]) -> None:
+        """Calls `call` with each row from now on, as a dict of what was measured; on the rank that speaks."""
+        if not self._hushed:
+            self.trackers.append(call)
+
+    def _publish(self, values: Mapping[str, float | None]) -> None:
+        """Hands a row to TensorBoard, to the user's trackers and to the terminal."""
+        measured = {name: float(v) for name, v in values.items() if v is not None and not math.isnan(v)}
+        step = int(measured["step"])
+        if self._writer is not None:
+            for name, value in measured.items():
+                if name != "step":
+                    self._writer.add_scalar(name, value, step)
+        for call in self.trackers:
+            call(dict(measured))
+        if self.write is not None:
+            figures = [f"{name} {measured[name]:.4g}" for name in _PRINTED if name in measured]
+            self.write(f"step {step}: {', '.join(figures)}")
 
     def write_csv(self, path: Path) -> None:
         """All rows so far; a cell that was not measured is empty."""
@@ -244,6 +268,11 @@ class Monitor:
         if key not in self._told:
             self._told[key] = text
             self.speak(text)
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def peak_bytes(device: torch.device) -> int:

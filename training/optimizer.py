@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError, machine_lacks
 from layerline.training import capabilities, checkpoint, deploy, memory, optimizers, precision, shapes
+from layerline.training.best import FOLDER, Best
 from layerline.training.config import Config
 from layerline.training.lane import Lane
 from layerline.training.loss import default_loss
@@ -87,6 +88,10 @@ class ModelOptimizer:
         self.saved: Path | None = None
         for name, lane in self.lanes.items():
             capabilities.attach(lane, self.ranks, partial(checkpoint.roll_back, self, name))
+        self.best: Best | None = None
+        if self.config.monitor.keep_best or self.config.monitor.early_stop:
+            self.best = Best(self.config.monitor, Path(self.config.monitor.save_dir) / FOLDER)
+            self.register("best", self.best)
         self._metric: Callable[[nn.Module], float] | None = None
         self._validated: str | None = None
         self._saved_at = -1
@@ -404,10 +409,35 @@ class ModelOptimizer:
         Raises:
             ConfigError: the metric is no number.
         """
-        found = deploy.validate(self._lane(only, "validate"), metric)
+        figures = deploy.validate(self._lane(only, "validate"), metric)
+        if self.best is not None:
+            deployed = figures["deploy"]
+            if self.ranks is not None:  # all ranks must decide alike
+                deployed = self.ranks.by_first(lambda: figures["deploy"])
+            self.best.observe(deployed, self.global_step, self._save_best)
         if self._saved_at == self.global_step:
             self.save_ckpt(self.config.monitor.save_dir)
-        return found
+        return figures
+
+    def _save_best(self, path: Path) -> None:
+        newest = self.saved
+        checkpoint.save(self, path)
+        self.saved = newest  # what a rollback goes back to is the newest checkpoint, not the best
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the metric has not improved for `monitor.early_stop` validations."""
+        return self.best is not None and self.best.should_stop
+
+    def on_log(self, call: Callable[[dict[str, float]], object], *, only: str | None = None) -> None:
+        """Calls `call` with each row of the log from now on, for an experiment tracker.
+
+        Args:
+            call: gets what was measured, by column: `wandb.log`, `mlflow.log_metrics`. Of several ranks the first
+                one's is called.
+            only: the model, where there are several.
+        """
+        self._lane(only, "on_log").monitor.track(call)
 
     def verify_accumulation(
         self,

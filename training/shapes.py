@@ -34,6 +34,8 @@ MOVES: Mapping[str, str] = {
     "training.save_interval": "monitor.save_interval",
     "training.save_dir": "monitor.save_dir",
     "training.valid_interval": "monitor.valid_interval",
+    "training.keep_best": "monitor.keep_best",
+    "training.early_stop": "monitor.early_stop",
     "gpu.gradient_accumulation_steps": "accumulate.steps",
     "gpu.checkpointing": "memory.checkpointing",
     "gpu.checkpoint_interval": "memory.checkpoint_interval",
