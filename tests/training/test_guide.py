@@ -28,6 +28,7 @@ def names() -> dict[str, Any]:
         "normed": nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
         "criterion": nn.CrossEntropyLoss(),
         "batches": [(x, y), (x[:5], y[:5]), (x[:7], y[:7])],
+        "torch": torch,
         "x": x,
         "y": y,
     }
