@@ -25,6 +25,7 @@ class Survey:
     Attributes:
         shapes: of each input, all that came.
         peaks: the greatest finite |x| of each floating-point input.
+        rows: samples in all that came.
     """
 
     def __init__(self, inputs: Sequence[Input]) -> None:
@@ -32,7 +33,7 @@ class Survey:
         self._open = len(leading) == 1 and isinstance(next(iter(leading)), str)
         self._inputs = frozenset(i.name for i in inputs if i.shape)
         self._kept: list[Batch] = []
-        self._count, self._stride = 0, 1
+        self._count, self._stride, self.rows = 0, 1, 0
         self.shapes: dict[str, set[tuple[int, ...]]] = {}
         self.peaks: dict[str, float] = {}
 
@@ -41,7 +42,7 @@ class Survey:
         for batch in batches:
             if self._count % self._stride == 0:
                 self._kept.append(self._cut(batch, ROWS))
-            self._count += 1
+            self._count, self.rows = self._count + 1, self.rows + batch.rows
             self._note(batch)
             if len(self._kept) > BATCHES:
                 self._kept, self._stride = self._kept[::2], 2 * self._stride

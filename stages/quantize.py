@@ -117,7 +117,7 @@ class Quantize(Stage):
             report,
             metrics={**scores, **sizes, **report.metrics},
             gates=(*report.gates, *gates),
-            notes=(*report.notes, *notes),
+            notes=(*report.notes, *_counted(self, data, made, measured=bool(scores)), *notes),
         )
 
 
@@ -446,6 +446,22 @@ def _scores(
     for name in after:
         scores |= {name: after[name], f"{name}_float": before[name]}
     return scores, _budget(stage, before, after, records), ()
+
+
+def _counted(stage: Quantize, data: _Data, made: _Made, *, measured: bool) -> list[str]:
+    """What the numbers of samples mean: fewer than asked for, or so few that one of them exceeds the budget."""
+    from layerline.calib.trial import budget_below_a_sample
+
+    notes: list[str] = []
+    if made.ranges is not None:
+        used = made.ranges.samples
+        fewer = used < stage.samples and "samples" in stage.model_fields_set
+        asked = f", of {stage.samples} asked for: {data.hook()}() has no more" if fewer else ""
+        notes.append(f"calibrated on {used} samples{asked}")
+    rows = data.evaluated.rows
+    if measured and rows and stage.max_drop is not None and stage.max_drop < 1 / rows:
+        notes.append("max_drop {}; {}".format(*budget_below_a_sample(stage.max_drop, rows)))
+    return notes
 
 
 def _measured(data: _Data, made: _Made) -> tuple[dict[str, dict[str, float]] | None, str]:

@@ -180,7 +180,7 @@ def test_without_a_measurable_metric_there_are_no_numbers_but_a_sentence(work, t
 
 
 def test_where_the_samples_come_from_is_said(work):
-    assert not any("calibrated on" in n for n in Quantize().run(work()).notes)
+    assert not any("no calib_data()" in n for n in Quantize().run(work()).notes)
     report = Quantize().run(work("def train_data():\n    return X, X\n"))
     assert "no calib_data() in the task: calibrated on train_data()" in report.notes
 
@@ -439,3 +439,13 @@ def test_a_model_with_a_fixed_batch_axis_is_calibrated_and_measured_on_real_rows
     assert report.metrics["rows"] == 40
     ranges = Ranges.from_json((made.out / "ranges.json").read_text())
     assert ranges.histograms["x"].count == 40 * 3 * 6 * 6
+
+
+def test_how_many_samples_were_used_and_what_one_is_worth_is_noted(work):
+    metric = "def metric(outputs, targets): return 1.0\n"
+    few = Quantize(samples=5000, max_drop=0.001).run(work(CALIB + LABELLED + metric))
+    assert "calibrated on 40 samples, of 5000 asked for: calib_data() has no more" in few.notes
+    below = "max_drop 0.001 is less than one of the 40 samples of eval_data() is worth in a share (0.025)"
+    assert any(note.startswith(below) for note in few.notes)
+    enough = Quantize(samples=8, max_drop=0.1).run(work(CALIB + LABELLED + metric))
+    assert "calibrated on 8 samples" in enough.notes and not any("max_drop" in note for note in enough.notes)
