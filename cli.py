@@ -317,7 +317,7 @@ def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder
     step = next(s for s in planner.steps() if s.stage.name == name)
     before = step.record or planner.ledger.head(name)
     old = before.parts if before else None
-    prints = {hook: planner.fingerprint(hook) for hook in step.stage.hooks()}
+    prints = {hook: planner.fingerprint(hook) for hook in planner.hooks(step.stage)}
     if as_json:
         print_json(documents.explain(step, old, prints))
     else:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import signal
+import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from layerline.pipeline.untrusted import is_digest, read_json
+
+if sys.platform == "linux":
+    import fcntl
 
 _CHUNK = 1 << 20
 # Begins the name of a folder whose removal was cut short.
@@ -30,12 +38,59 @@ def sha256(path: Path) -> str:
     return state.hexdigest()
 
 
+def copied(source: Path, target: Path) -> str:
+    """Copies a file's bytes; SHA-256 in hex of what was copied, read once."""
+    state = hashlib.sha256()
+    with source.open("rb", buffering=0) as original, target.open("wb") as copy:
+        while chunk := original.read(_CHUNK):
+            state.update(chunk)
+            copy.write(chunk)
+    return state.hexdigest()
+
+
+def is_open_for_writing(path: Path) -> bool:
+    """Whether some process can write to a file, a writable memory map included: its stamp doesn't show every change.
+
+    False where the system can't tell: on Windows and macOS, on some network file systems, for files of another user.
+    """
+    if sys.platform != "linux":
+        return False
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # A lease for reading is refused while anyone has the file open for writing. Who opens it in the instant that
+        # we hold one waits, and the signal that tells us so is one that is ignored.
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError as error:
+        return error.errno == errno.EAGAIN
+    finally:
+        os.close(descriptor)
+    return False
+
+
+@dataclass(frozen=True)
+class Look:
+    """A file as it was when it was hashed.
+
+    Attributes:
+        stamp: what the file system said; empty where it changed meanwhile.
+        digest: SHA-256 of the bytes that were read.
+        settled: whether any change from then on shows in the stamp.
+    """
+
+    stamp: str
+    digest: str
+    settled: bool
+
+
 class Hasher:
     """Hashes files and remembers the result for as long as the file system says that the file is untouched.
 
     The stamp is device, inode, size, mtime and ctime. ctime is what makes it sound: no program can set it, so a byte
     changed under an unchanged size and mtime is still seen. A copied or touched file only costs one more read. Where
-    ctime is the time of creation (Windows), and for a file changed a moment ago, nothing is remembered.
+    ctime is the time of creation (Windows), for a file changed a moment ago, and for one that is open for writing (a
+    memory map changes a page without a trace once it has changed it before), nothing is remembered.
 
     Args:
         memo: where results are kept between processes; losing it costs time, never correctness. None keeps none.
@@ -45,22 +100,55 @@ class Hasher:
         self._path = memo
         self._old: dict[str, str] = {}
         self._used: dict[str, str] = {}
+        self._looks: dict[Path, Look] = {}
         if memo is None:
             return
         with suppress(OSError, ValueError):  # absent or torn: start from nothing
             loaded = read_json(memo)
-            self._old = {k: v for k, v in loaded.items() if is_digest(v)} if isinstance(loaded, dict) else {}
+            self._old = {k: v for k, v in loaded.items() if isinstance(v, str)} if isinstance(loaded, dict) else {}
 
     def file(self, path: Path) -> str:
         """SHA-256 of the file's bytes, in hex."""
         before, settled = _stamp(path)
         value = (self._used.get(before) or self._old.get(before)) if settled else None
-        if value is None:
+        if value is None or not is_digest(value):
             value = sha256(path)
-            settled = settled and _stamp(path)[0] == before  # else it is being written
+            after, _ = _stamp(path)
+            settled = settled and after == before  # else it is being written
+            before = before if after == before else ""
         if settled:
             self._used[before] = value
+        look = self._looks.get(path)
+        if look is None or look.digest != value:
+            self._looks[path] = Look(before, value, settled)
         return value
+
+    def changed(self, path: Path) -> str:
+        """What happened to a file since `file` first gave its digest, in words; empty where nothing did.
+
+        One that was replaced and put back has changed: its bytes are the same, its inode or ctime is not.
+        """
+        look = self._looks.get(path)
+        if look is None:
+            return ""
+        try:
+            now, settled = _stamp(path)
+            if not look.stamp:
+                return "was being written when it was read"
+            if now != look.stamp:
+                return "was changed" if sha256(path) != look.digest else "was replaced, touched or put back"
+            # The stamp doesn't show everything of a file that somebody can write to.
+            if not (look.settled and settled) and sha256(path) != look.digest:
+                return "was changed"
+        except OSError:
+            return "was removed"
+        return ""
+
+    def recall(self, name: str, compute: Callable[[], str]) -> str:
+        """A text that costs time to compute, from the memo where it is there."""
+        if name not in self._used:
+            self._used[name] = self._old[name] if name in self._old else compute()
+        return self._used[name]
 
     def save(self) -> None:
         """Keeps for the next process what this one used, and the newest of what it didn't."""
@@ -69,7 +157,7 @@ class Hasher:
         others = [(stamp, value) for stamp, value in self._old.items() if stamp not in self._used]
         kept = dict(others[-_MEMO_ENTRIES:]) | self._used
         with suppress(OSError):  # a read-only project is still a usable one
-            write_own(self._path, json.dumps(kept), self._path.parent, durable=False)
+            write_own(self._path, json.dumps(kept), self._path.parent.parent, durable=False)
             self._old = kept
 
 
@@ -118,14 +206,13 @@ def entries(folder: Path, pattern: str = "*") -> list[Path]:
 
 
 def own_folder(path: Path, root: Path) -> None:
-    """Makes a folder of the state: `root` or one below it.
+    """Makes a folder of the state, somewhere below `root`, which is left as it is.
 
-    What lies in its place and is no folder was put there by nobody of ours, and goes. Below `root` a link goes as well:
-    what is written there would land wherever it leads.
+    What lies in its place and is no folder was put there by nobody of ours, and goes. So does a link: what is written
+    there would land wherever it leads.
     """
-    for folder in reversed([p for p in (path, *path.parents) if p.is_relative_to(root)]):
-        foreign = folder.is_symlink() and folder != root
-        if foreign or (os.path.lexists(folder) and not folder.is_dir()):
+    for folder in reversed([p for p in (path, *path.parents) if p.is_relative_to(root) and p != root]):
+        if folder.is_symlink() or (os.path.lexists(folder) and not folder.is_dir()):
             remove(folder)
     path.mkdir(parents=True, exist_ok=True)
 
@@ -144,5 +231,6 @@ def sync(path: Path) -> None:
 def _stamp(path: Path) -> tuple[str, bool]:
     """What changes whenever the file does, and whether that holds of any change from now on."""
     now, s = time.time_ns(), path.stat()
-    settled = os.name != "nt" and now - s.st_ctime_ns > _SETTLED_NS
+    # A clock that was set back makes a file younger than now; such a file may change again in the same tick as well.
+    settled = os.name != "nt" and now - s.st_ctime_ns > _SETTLED_NS and not is_open_for_writing(path)
     return f"{s.st_dev}.{s.st_ino}.{s.st_size}.{s.st_mtime_ns}.{s.st_ctime_ns}", settled

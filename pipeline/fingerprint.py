@@ -72,6 +72,8 @@ class Fingerprint:
         whole: files that count whole, with the reason.
         files: data files named in the code, with their content's digest.
         folders: folders named in the code; files in them count only where the code or `data:` names them.
+        paths: where those of `files` lie that count by content.
+        function: whether the hook is surely a function: nothing but `def` at the top level binds its name.
     """
 
     digest: str
@@ -79,6 +81,8 @@ class Fingerprint:
     whole: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     folders: tuple[str, ...] = ()
+    paths: Mapping[str, Path] = field(default_factory=dict, repr=False, compare=False)
+    function: bool = False
 
 
 ABSENT = Fingerprint("absent")
@@ -126,6 +130,13 @@ class Reader:
                 raise TaskError(f"it is not valid Python: {what}", where=place) from error
         return self._modules[path]
 
+    def imported_as_read(self, imported: Mapping[Path, str]) -> str:
+        """The first file that was imported with other bytes than were read here; empty where there is none."""
+        for path, digest in imported.items():
+            if path in self._modules and self._modules[path].digest != digest:
+                return self.relative(path)
+        return ""
+
     @cached_property
     def sources(self) -> list[Path]:
         """Every Python file of the project."""
@@ -155,6 +166,7 @@ class _Walk:
         self.parts: dict[str, str] = {}
         self.whole: dict[str, str] = {}
         self.files: dict[str, str] = {}
+        self.paths: dict[str, Path] = {}
         self._seen: set[tuple[Path, str]] = set()
         self._imported: dict[Path, None] = {}
         self._counted: set[Path] = set()
@@ -177,7 +189,10 @@ class _Walk:
         reached = tuple(sorted(p for p in self.parts if p.split(":")[0] not in counted))
         digest = canonical.digest({"parts": self.parts, "files": self.files, "order": self._sequence()})
         folders = tuple(sorted(self.reader.relative(f) for f in self._named))
-        return Fingerprint(digest, reached, dict(sorted(self.whole.items())), dict(sorted(self.files.items())), folders)
+        whole, files = dict(sorted(self.whole.items())), dict(sorted(self.files.items()))
+        bound = self.reader.module(self.reader.task).bindings.get(hook, ())
+        function = bool(bound) and all(isinstance(s, trees.FUNCTIONS) for s in bound)
+        return Fingerprint(digest, reached, whole, files, folders, self.paths, function)
 
     def _settle(self) -> None:
         """Adds what only the whole picture shows, until nothing more turns up."""
@@ -280,7 +295,7 @@ class _Walk:
         self.parts[f"{self.reader.relative(module.path)}:import {name} from {origin.module}"] = str(origin.attribute)
         dotted = f"{origin.module}.{origin.attribute}" if origin.attribute else origin.module
         if (binary := self.finder.compiled(dotted)) is not None:
-            self.files[self.reader.relative(binary)] = self.reader.hasher.file(binary)
+            self._counts(self.reader.relative(binary), binary)
         if origin.path is None:
             self._installed(module, origin, attributes)
             return
@@ -339,7 +354,7 @@ class _Walk:
         try:
             tree = self.reader.module(path).tree
         except TaskError:  # never meant for this Python: its bytes count
-            self.files[self.reader.relative(path)] = self.reader.hasher.file(path)
+            self._counts(self.reader.relative(path), path)
         else:
             self.parts[f"{self.reader.relative(path)}:*"] = trees.dump(tree)
             self._refers(trees.uses(tree))
@@ -360,13 +375,13 @@ class _Walk:
             if (path := self.finder.find(name)) is not None:
                 self._script(path)
             if (binary := self.finder.compiled(name)) is not None:
-                self.files[self.reader.relative(binary)] = self.reader.hasher.file(binary)
+                self._counts(self.reader.relative(binary), binary)
 
     def _script(self, path: Path) -> None:
         try:
             self._all(path, "a string names it")
         except TaskError:  # never meant for this Python, or what it imports isn't: its bytes count
-            self.files[self.reader.relative(path)] = self.reader.hasher.file(path)
+            self._counts(self.reader.relative(path), path)
 
     def _pattern(self, folder: Path, text: str) -> None:
         """A string with wildcards: the files it matches in the project count, as do those that come and go."""
@@ -412,11 +427,15 @@ class _Walk:
                 elif path.is_dir() and path.is_relative_to(self.reader.root) and path not in self._places:
                     self._named[path] = None
 
+    def _counts(self, name: str, path: Path) -> None:
+        """A file's content counts."""
+        self.files[name], self.paths[name] = self.reader.hasher.file(path), path
+
     def _data(self, path: Path) -> None:
         if not path.is_relative_to(self.reader.root):
             place = hashlib.sha256(str(path).encode("utf-8", "surrogateescape")).hexdigest()
-            self.files[f"{path.name} outside the project ({place[:8]})"] = self.reader.hasher.file(path)
+            self._counts(f"{path.name} outside the project ({place[:8]})", path)
         elif path.suffix != ".py":
-            self.files[self.reader.relative(path)] = self.reader.hasher.file(path)
+            self._counts(self.reader.relative(path), path)
         else:
             self._script(path)

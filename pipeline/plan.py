@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerline.pipeline import canonical, env
+from layerline.pipeline import canonical, code, env
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.files import Hasher
 from layerline.pipeline.fingerprint import Fingerprint, Reader
@@ -17,6 +17,7 @@ from layerline.pipeline.project import Project, is_outside
 from layerline.pipeline.reasons import describe
 from layerline.pipeline.stage import Stage
 from layerline.pipeline.store import Artifact, DamagedError, Store
+from layerline.pipeline.task import IMPORTED
 from layerline.pipeline.untrusted import DIGITS, integer, read_json
 
 CHECKPOINTS = "scratch/checkpoints"
@@ -61,6 +62,7 @@ class Planner:
     hasher: Hasher
     _prints: dict[str, Fingerprint] = field(default_factory=dict)
     _facts: dict[str, str] = field(default_factory=dict)
+    _codes: dict[type[Stage], str] = field(default_factory=dict)
     _reader: Reader | None = None
 
     def steps(self) -> list[Step]:
@@ -114,15 +116,39 @@ class Planner:
         parts: dict[str, Any] = {"stage": stage.name, "version": stage.version}
         parts |= {f"config.{n}": v for n, v in _flat(_configuration(stage))}
         parts |= {f"env.{n}": self._fact(n) for n in stage.env}
+        parts["code"] = self._code(type(stage))
         notes: list[str] = []
-        for hook in stage.hooks():
+        for hook in self.hooks(stage):
             seen = self.fingerprint(hook)
             parts[f"hook.{hook}"] = seen.digest
             parts |= {f"file.{n}": d for n, d in seen.files.items()}
             notes += self._notes(hook, seen)
-        files = stage.files() + (self.project.data if _DATA_HOOKS & set(stage.hooks()) else ())
+        files = stage.files() + (self.project.data if _DATA_HOOKS & set(self.hooks(stage)) else ())
         parts |= {f"file.{name}": self._file(stage, name) for name in files}
         return parts, tuple(dict.fromkeys(notes))
+
+    def hooks(self, stage: Stage) -> list[str]:
+        """The hooks that a stage may call, as the task stands.
+
+        Of a row of `first_of` those up to the first that is surely a function: defining one before it changes the key.
+        """
+        called = {h for row in stage.first_of for h in self._up_to_first(row)}
+        optional = {h for row in stage.first_of for h in row}
+        return [h for h in stage.hooks() if h in called or h not in optional]
+
+    def _up_to_first(self, row: Sequence[str]) -> list[str]:
+        first = next((n for n, hook in enumerate(row) if self.fingerprint(hook).function), len(row))
+        return list(row[: first + 1])
+
+    def changed(self, step: Step) -> str:
+        """Which file that a stage's key speaks of changed since it was hashed, in words; empty where none did."""
+        paths = {name: p for hook in self.hooks(step.stage) for name, p in self.fingerprint(hook).paths.items()}
+        names = [name.removeprefix("file.") for name in step.parts if name.startswith("file.")]
+        for name in names:
+            if what := self.hasher.changed(paths.get(name, self.project.root / name)):
+                return f"{name} {what}"
+        edited = self._reader.imported_as_read(IMPORTED) if self._reader else ""
+        return f"{edited} was edited" if edited else ""
 
     def fingerprint(self, hook: str) -> Fingerprint:
         """What a hook of the user's task depends on."""
@@ -131,6 +157,11 @@ class Planner:
             self._reader = self._reader or Reader(task, self.hasher, self.project.root)
             self._prints[hook] = self._reader.hook(hook)
         return self._prints[hook]
+
+    def _code(self, stage: type[Stage]) -> str:
+        if stage not in self._codes:
+            self._codes[stage] = code.digest(stage, self.hasher)
+        return self._codes[stage]
 
     def _fact(self, name: str) -> str:
         if name not in self._facts:

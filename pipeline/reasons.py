@@ -10,6 +10,11 @@ _LONGEST = 24
 """Characters of a value that is told; of a longer one only that it changed."""
 
 
+def label(name: str) -> str:
+    """What a part of a key is called where people read it."""
+    return "layerline's code of this stage" if name == "code" else name
+
+
 def changes(old: Parts, new: Parts) -> dict[str, tuple[str | None, str | None]]:
     """Parts that differ, by name: (old, new); None where a side has no such part."""
     names = [*new, *(n for n in old if n not in new)]
@@ -64,10 +69,10 @@ def _phrase(name: str, old: Parts, new: Parts) -> str:
     if kind in ("input", "file"):
         return f"{kind} {rest} changed"
     before, after = _value(name, old), _value(name, new)
-    label = rest if kind in ("env", "config") else name
+    called = rest if kind in ("env", "config") else label(name)
     if before != after and None not in (before, after):
-        return f"{label} {before} -> {after}"
-    return f"{label} {'added' if before == 'unset' else 'removed' if after == 'unset' else 'changed'}"
+        return f"{called} {before} -> {after}"
+    return f"{called} {'added' if before == 'unset' else 'removed' if after == 'unset' else 'changed'}"
 
 
 def _value(name: str, side: Parts) -> str | None:

@@ -25,7 +25,7 @@ from filelock import Timeout
 from layerline.pipeline import check as checking
 from layerline.pipeline import env
 from layerline.pipeline.errors import PipeError, StageError, TaskError, Unavailable, machine_lacks
-from layerline.pipeline.files import own_folder, remove, write_own
+from layerline.pipeline.files import copied, own_folder, remove, write_own
 from layerline.pipeline.inspection import Finding
 from layerline.pipeline.ledger import Record, Run, new_run_id
 from layerline.pipeline.plan import ORDER, SETS, Planner, Step, open_planner, order, shown
@@ -313,18 +313,52 @@ class Runner:
         out.mkdir()
         own_folder(scratch, work)
         inputs = {p: a.path for p, kind in step.stage.takes.items() if (a := made[kind]) is not None}
+        copies = self._copied(step, work)
         started = time.monotonic()
         self._announce(step.stage, runs=True)
-        report = step.stage.run(Work(inputs=inputs, task=self._task, out=out, scratch=scratch, log=self.listener))
+        report = step.stage.run(
+            Work(inputs=inputs, task=self._task, out=out, scratch=scratch, log=self.listener, copies=copies)
+        )
         seconds = time.monotonic() - started
         if not isinstance(report, Report):
             raise StageError(f"stage {step.stage.name} returned {type(report).__name__}, not a Report")
+        self._refuse_changed(self.planner.changed(step), step.stage)
         sealed = self.store.seal(out, step.stage.gives, step.stage.side)
         record = self._record(step, sealed.digest, report, seconds)
         self.ledger.put(record)
         artifact = self.store.move_in(sealed)
         shutil.rmtree(work)
         return record, artifact
+
+    def _copied(self, step: Step, work: Path) -> Path | None:
+        """A folder with a copy of each file that the stage reads, hashed while it was copied.
+
+        Raises:
+            PipeError: a file is not what the key says any more.
+        """
+        folder = work / "copies"
+        remove(folder)
+        for name in step.stage.files():
+            own_folder((folder / name).parent, work)
+            try:
+                digest = copied(self.project.root / name, folder / name)
+            except FileNotFoundError:
+                digest = ""
+            self._refuse_changed("" if digest == step.parts[f"file.{name}"] else f"{name} was changed", step.stage)
+        return folder if step.stage.files() else None
+
+    def _refuse_changed(self, what: str, stage: Stage) -> None:
+        """Ends a stage whose input is not what its key says, or may not have been: nothing is filed.
+
+        Raises:
+            PipeError: names the file.
+        """
+        if what:
+            raise PipeError(
+                f"{what} while stage {stage.name} was reading it; nothing was filed",
+                where=what.split(" ")[0],
+                hint="run again when nothing writes it; a hook may write a file that it reads only where it is missing",
+            )
 
     def _adopt(self, step: Step, work: Path) -> Artifact | None:
         """The output of a run that was killed between recording it and moving it into the store."""

@@ -36,6 +36,8 @@ class Work:
         out: an empty folder; what is in it when run() returns becomes the artifact.
         scratch: a folder that outlives a kill and is the same for the same key: resume from it.
         log: where to report progress.
+        copies: a folder with a copy of each of the stage's `files()`, whose content is what its key says; None where
+            they are read where they lie.
     """
 
     inputs: Mapping[str, Path]
@@ -43,12 +45,18 @@ class Work:
     out: Path
     scratch: Path
     log: Log
+    copies: Path | None = None
 
     @property
     def root(self) -> Path:
         """The project's folder: the nearest around the task file that has a pipe.yaml."""
         around = self.task.path.parents
         return next((p for p in around if (p / "pipe.yaml").is_file()), around[0])
+
+    @property
+    def sources(self) -> Path:
+        """Where the stage's `files()` are as its key says they are, whatever happens to the originals meanwhile."""
+        return self.copies or self.root
 
 
 class Stage(BaseModel):
@@ -60,6 +68,7 @@ class Stage(BaseModel):
         takes: kind of the artifact behind each input port.
         gives: kind of the artifact it leaves.
         uses: hooks of the user's task that it calls.
+        first_of: rows of those hooks; of each row the stage calls the first that the task defines, and no other.
         env: facts about this machine that change the result, as named in `pipeline.env`.
         unkeyed: fields that change how fast the result comes, never what it is: they are no part of the key.
         side: files left in the artifact that are no part of its digest (timings).
@@ -74,6 +83,7 @@ class Stage(BaseModel):
     takes: ClassVar[Mapping[str, str]]
     gives: ClassVar[str]
     uses: ClassVar[tuple[str, ...]] = ()
+    first_of: ClassVar[tuple[tuple[str, ...], ...]] = ()
     env: ClassVar[tuple[str, ...]] = ()
     unkeyed: ClassVar[frozenset[str]] = frozenset()
     side: ClassVar[frozenset[str]] = frozenset()
@@ -90,7 +100,7 @@ class Stage(BaseModel):
         return self.uses
 
     def files(self) -> tuple[str, ...]:
-        """Files of the project, relative to its folder, whose content is part of the result."""
+        """Files of the project, relative to its folder, whose content is part of the result; read in `work.sources`."""
         return ()
 
     def announce(self, *, runs: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class Module:
         path: the file.
         package: dotted package that its relative imports start from.
         tree: its syntax tree.
+        digest: SHA-256 of its bytes, in hex.
         bindings: statements that bind or change each top-level name.
         imports: where each imported top-level name comes from.
         imported_by: the statements that import it.
@@ -53,6 +55,7 @@ class Module:
     path: Path
     package: str
     tree: ast.Module
+    digest: str
     bindings: dict[str, list[ast.stmt]] = field(default_factory=dict)
     imports: dict[str, list[Origin]] = field(default_factory=dict)
     imported_by: dict[str, list[ast.stmt]] = field(default_factory=dict)
@@ -75,7 +78,9 @@ def parse(path: Path, finder: Finder) -> Module:
     Raises:
         SyntaxError: the file isn't Python.
     """
-    module = Module(path, finder.package(path), ast.parse(path.read_bytes(), filename=path.name))
+    source = path.read_bytes()
+    tree, digest = ast.parse(source, filename=path.name), hashlib.sha256(source).hexdigest()
+    module = Module(path, finder.package(path), tree, digest)
     body = [s for s in module.tree.body if not (trees.is_docstring(s) or trees.is_never_run(s))]
     for statement in body:
         _bind_imports(module, statement, finder)

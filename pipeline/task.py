@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 import sys
@@ -21,6 +22,8 @@ from layerline.pipeline.shadow import GUARD
 
 # Project folders whose modules are imported by `_Source` in this process.
 _HOOKED: set[Path] = set()
+# SHA-256 of the bytes of each module of the project that this process has imported.
+IMPORTED: dict[Path, str] = {}
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 # Names of the arguments that an error tells; the empty one is the model.
@@ -36,7 +39,9 @@ class _Source(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        code: CodeType = self.source_to_code(self.get_data(path), path)
+        source = self.get_data(path)
+        IMPORTED[Path(path)] = hashlib.sha256(source).hexdigest()
+        code: CodeType = self.source_to_code(source, path)
         return code
 
 
@@ -165,6 +170,7 @@ def _given(hook: str, args: Sequence[Any]) -> str:
 
 def _put_first_on_path(folder: Path) -> None:
     """Makes a project's modules importable as they are now, whatever this process imported before."""
+    IMPORTED.clear()
     for name, module in list(sys.modules.items()):
         if isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _Source):
             del sys.modules[name]

@@ -23,6 +23,7 @@ class Ema(Stage):
     takes: ClassVar[Mapping[str, str]] = {"checkpoint": "checkpoint"}
     gives: ClassVar[str] = "weights"
     uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data", "calib_data")
+    first_of: ClassVar[tuple[tuple[str, ...], ...]] = (uses[1:],)
     env: ClassVar[tuple[str, ...]] = ("torch",)
 
     weights: Literal["ema", "online"] = "ema"

@@ -76,6 +76,7 @@ class Export(Stage):
     takes: ClassVar[Mapping[str, str]] = {"weights": "weights"}
     gives: ClassVar[str] = "onnx"
     uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data", "calib_data")
+    first_of: ClassVar[tuple[tuple[str, ...], ...]] = (uses[1:], ("eval_data", "train_data"))
     env: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnxscript", "onnxruntime")
 
     opset: int = Field(default=20, ge=18)

@@ -142,7 +142,7 @@ class ImportOnnx(Stage):
 
         with look.item("import-onnx.file"):
             arrays = self._arrays(look.root)
-            adopted = self._adopt(look.root, {name: a.ndim for name, a in arrays.items()})
+            adopted = self._adopt(look.root, look.root, {name: a.ndim for name, a in arrays.items()})
             look.ok("import-onnx.file", f"{self.file}: {len(adopted.light.model.graph.node)} nodes")
             with look.item("import-onnx.dims"):
                 declared = self._declare(adopted.light, dims.places(adopted.light))
@@ -163,8 +163,8 @@ class ImportOnnx(Stage):
         from layerline.layers.parts import unchanged
         from layerline.layers.signature import bounds
 
-        arrays = self._arrays(work.root)
-        adopted = self._adopt(work.root, {name: a.ndim for name, a in arrays.items()})
+        arrays = self._arrays(work.sources)
+        adopted = self._adopt(work.root, work.sources, {name: a.ndim for name, a in arrays.items()})
         light = adopted.light
         feeder, fed = self._feed(work, adopted, self._declare(light, dims.places(light)), arrays)
         dims.write(light.model, feeder.same, feeder.fixed)
@@ -185,15 +185,15 @@ class ImportOnnx(Stage):
             tables=_tables(light, feeder, fed),
         )
 
-    def _adopt(self, root: Path, ranks: Mapping[str, int]) -> Adopted:
-        """The model with names for everything, as it is and as the pipeline goes on with it."""
+    def _adopt(self, root: Path, sources: Path, ranks: Mapping[str, int]) -> Adopted:
+        """The model with names for everything, as it is and as the pipeline goes on with it; read from `sources`."""
         from layerline.graph import adopt, io
         from layerline.graph.wellformed import refuse_broken
         from layerline.layers import dims, identity
 
-        path = root / self.file
-        stored = io.external_files(io.read(path), path)
-        inside = [(path.parent / name).relative_to(root).as_posix() for name in stored]
+        original, path = root / self.file, sources / self.file
+        stored = io.external_files(io.read(path), original)
+        inside = [(original.parent / name).relative_to(root).as_posix() for name in stored]
         if missing := [name for name in inside if name not in self.external]:
             raise ConfigError(
                 f"{self.file} stores weights in {missing[0]}, whose content would be no part of the key",
@@ -207,10 +207,10 @@ class ImportOnnx(Stage):
         identity.stamp(given.model, root)
         return adopt.adopt(given, self.opset)
 
-    def _arrays(self, root: Path) -> Mapping[str, Any]:
+    def _arrays(self, sources: Path) -> Mapping[str, Any]:
         from layerline.pipeline import npz
 
-        return npz.read(root / self.data) if self.data else {}
+        return npz.read(sources / self.data) if self.data else {}
 
     def _declare(self, light: Light, places: Places) -> dict[str, Declared]:
         """Applies `dims` to the model, in place; the bounds that are left, by final name."""

@@ -29,6 +29,7 @@ class ImportWeights(Stage):
     takes: ClassVar[Mapping[str, str]] = {}
     gives: ClassVar[str] = "weights"
     uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data", "calib_data")
+    first_of: ClassVar[tuple[tuple[str, ...], ...]] = (uses[1:],)
     env: ClassVar[tuple[str, ...]] = ("torch",)
 
     file: str
@@ -61,7 +62,7 @@ class ImportWeights(Stage):
         from layerline.layers import tensors
         from layerline.training import data, found, names, shipping
 
-        model, path = shipping.network(work.task), work.root / self.file
+        model, path = shipping.network(work.task), work.sources / self.file
         tree, notes = found.read(path, trust=self.trust)
         online, averages = found.choose(tree, model, key=self.key, ignore=self.ignore)
         fit = self._chosen(online, averages)

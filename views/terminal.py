@@ -23,7 +23,7 @@ from layerline.pipeline.fingerprint import Fingerprint
 from layerline.pipeline.lookup import Beside
 from layerline.pipeline.plan import Step, shown
 from layerline.pipeline.project import as_options
-from layerline.pipeline.reasons import awaited, changes
+from layerline.pipeline.reasons import awaited, changes, label
 from layerline.pipeline.report import Order, Report, Scalar
 from layerline.pipeline.runner import Outcome, Result
 from layerline.pipeline.stage import Stage
@@ -182,7 +182,8 @@ def _parts(step: Step, old: Mapping[str, str] | None) -> Table:
         state = "new" if old is None else "may change" if name in waiting else "changed" if whole else "same"
         now = "not known yet" if name in waiting else new.get(name)
         then = _value(before.get(name) if whole else None, whole=whole)
-        table.add_row(words(name), Text(state, "yellow" if whole and before else "dim"), then, _value(now, whole=whole))
+        style = "yellow" if whole and before else "dim"
+        table.add_row(words(label(name)), Text(state, style), then, _value(now, whole=whole))
     return table
 
 
