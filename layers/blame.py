@@ -50,7 +50,7 @@ def blame(error: BaseException, call: Call, axes: Axes, root: Path) -> StageErro
         return fixed
     node = next((v for f, _ in reversed(frames) if isinstance(v := f.f_locals.get("node"), fx.Node)), None)
     if "ConversionError" in text and node is not None:
-        return _no_operator(node, root)
+        return _no_operator(node, chain, root)
     places = _user_frames(text)
     places = places if innermost(places) else [(f.f_code.co_filename, n) for f, n in frames]
     where = _where(_innermost(call.module, error), source(places, root))
@@ -129,13 +129,20 @@ def _fixing_line(frames: Sequence[FrameType], root: Path) -> str:
     return ""
 
 
-def _no_operator(node: fx.Node, root: Path) -> StageError:
+def _no_operator(node: fx.Node, chain: Sequence[BaseException], root: Path) -> StageError:
     numpy = next((n for n in _behind(node) if _NUMPY.search(str(n.meta.get("stack_trace") or ""))), None)
     if numpy is not None:
         # What torch makes of numpy's functions is what the exporter stumbles over; nobody wrote it.
         return StageError(
             f"the exporter can't follow this: a tensor is turned into a numpy array, and {node.target} of that has no "
             "counterpart in ONNX", where=_origin(numpy, root), hint="stay in torch: numpy is not traced",
+        )  # fmt: skip
+    if not any("No ONNX function found" in str(e) for e in chain):
+        # There is a counterpart, and writing it failed: in torch's own words.
+        first = next((t for t in _COLOURS.sub("", str(chain[-1])).splitlines() if t.strip()), "no message")
+        return StageError(
+            f"the exporter could not convert {node.target}: {type(chain[-1]).__name__}: {first}",
+            where=_origin(node, root), hint="change what forward() does there; --debug shows the whole traceback",
         )  # fmt: skip
     return StageError(
         f"{node.target} has no counterpart in ONNX", where=_origin(node, root),

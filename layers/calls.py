@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from layerline.backends.base import Array, Feed
-from layerline.layers import state
+from layerline.layers import padding, state
 from layerline.layers.arrays import NOT_IN_NUMPY, array, tensor
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
 
@@ -182,7 +182,7 @@ def refuse_training(module: nn.Module) -> None:
 
 
 def check_range(call: Call, name: str, low: int, high: int) -> None:
-    """Checks a declared range of an integer input.
+    """Checks a declared range of an integer input, or of a mask, where the range says what is fed beside the example.
 
     Raises:
         ConfigError: no such input, not of integers, or the example lies outside.
@@ -190,6 +190,8 @@ def check_range(call: Call, name: str, low: int, high: int) -> None:
     where, array = f"ranges.{name}", call.feed.get(name)
     if array is None:
         raise ConfigError(f"unknown input {name!r}", where=where, hint=f"the model takes {', '.join(call.feed)}")
+    if padding.fits(array, low, high):
+        return
     if array.dtype.kind not in "iu":
         raise ConfigError(f"input {name!r} is {array.dtype}: ranges are for integers", where=where)
     seen = (int(array.min()), int(array.max())) if array.size else (low, high)

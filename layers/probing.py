@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from layerline.backends.base import Array, Feed
-from layerline.layers import guards
+from layerline.layers import guards, padding
 from layerline.layers.axes import Axes, Bounds
 from layerline.layers.calls import Call
 from layerline.layers.guards import Guard, Span
@@ -69,7 +69,7 @@ class Prober:
             StageError: it fails on samples of its own data.
         """
         example = Probe(label="example", feed=self.call.feed, outputs=self.call.results)
-        return [example, *self._samples(real, count), *self._sizes(), *self._integers()]
+        return [example, *self._samples(real, count), *self._sizes(), *self._integers(), *self._masks()]
 
     def narrower(self, failed: Sequence[Probe]) -> list[Probe]:
         """For probes that vary several axes at once, one probe per axis: which of them is at fault?"""
@@ -304,8 +304,9 @@ class Prober:
     def _integers(self) -> list[Probe]:
         """One probe over all declared ranges, and one for each integer input whose range nobody declared."""
         rng = np.random.default_rng(0)
-        whole = {n: a for n, a in self.call.feed.items() if a.dtype.kind in "iu" and a.size}
-        unknown = [{n: _widely(a)} for n, a in whole.items() if n not in self.integers]
+        whole = {n: a for n, a in self.call.feed.items() if a.size and (a.dtype.kind in "iu" or n in self.integers)}
+        open_ = {n: a for n, a in whole.items() if n not in self.integers and not padding.is_mask(n, a)}
+        unknown = [{n: _widely(a)} for n, a in open_.items()]
         found = []
         for ranges in [*([dict(self.integers)] if self.integers else []), *unknown]:
             changed = {n: drawn(whole[n], low, high, rng) for n, (low, high) in ranges.items() if n in whole}
@@ -317,6 +318,17 @@ class Prober:
                 raise ConfigError(f"forward() itself fails on {label}: {outputs}", where="ranges")
             else:
                 self.notes.append(f"forward() itself refuses {label}; declare its range to have it probed: {outputs}")
+        return found
+
+    def _masks(self) -> list[Probe]:
+        """Masks as users feed them."""
+        found = []
+        for label, feed in padding.feeds(self.call.feed, self.integers):
+            outputs = self._run(feed)
+            if isinstance(outputs, str):
+                self.notes.append(f"forward() itself refuses {label}: {outputs}")
+            else:
+                found.append(Probe(label=label, feed=feed, outputs=outputs))
         return found
 
     def _run(self, feed: Feed) -> dict[str, Array] | str:

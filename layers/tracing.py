@@ -15,6 +15,7 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
 from onnxscript import optimizer
+from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 
@@ -24,6 +25,7 @@ from layerline.graph.facts import RANDOM
 from layerline.layers import axes as axis_names
 from layerline.layers import identity
 from layerline.layers.arrays import NOT_IN_NUMPY
+from layerline.layers.attention import hide_rows
 from layerline.layers.axes import Axes
 from layerline.layers.blame import blame, dropped
 from layerline.layers.calls import Call
@@ -88,13 +90,13 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
     shapes = call.shapes(axes.specs())
     _forget_decompositions()
     try:
-        with quiet(), call.tensors_alone(), noting(root) as taken:
+        with quiet(), _frozen(call.module), call.tensors_alone(), noting(root) as taken:
             exported = torch.onnx.export(
                 call.module, args, kwargs=kwargs, dynamic_shapes=shapes if axes.names else None, dynamo=True,
                 opset_version=opset, optimize=False, verbose=False,
             )  # fmt: skip
             assert exported is not None and exported.exported_program is not None
-            _fold(exported.model, set(exported.exported_program.state_dict))
+            _fold(exported.model, exported.exported_program)
     except Exception as error:
         raise blame(error, call, axes, root) from error
     traced = _named(exported.exported_program, from_ir(exported.model), call, axes, opset, root)
@@ -114,6 +116,19 @@ def refuse_opset(opset: int) -> None:
 
 
 @contextmanager
+def _frozen(module: nn.Module) -> Iterator[None]:
+    """Inside, no parameter wants a gradient: torch's exporter lays attention out by strides where a mask has one."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
     """Keeps the exporter's warnings and prints off the screen: what matters of them is in the error."""
     before = logging.root.manager.disable
@@ -126,8 +141,9 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _fold(model: ir.Model, weights: set[str]) -> None:
+def _fold(model: ir.Model, program: ExportedProgram) -> None:
     """Folds shape arithmetic and other constants, in place; merging nodes is for fuse, which proves what it does."""
+    weights = set(program.state_dict)
 
     def should_fold(node: ir.Node) -> bool | None:
         # onnxscript's own list of random operators lacks some: a Bernoulli of a constant would become one draw.
@@ -136,6 +152,7 @@ def _fold(model: ir.Model, weights: set[str]) -> None:
         return False if copied or node.op_type in RANDOM else None
 
     common.InlinePass()(model)
+    hide_rows(model, program)
     _forget_recurrent_shapes(model)
     optimizer.fold_constants_ir(model, onnx_shape_inference=True, should_fold=should_fold)
     optimizer.remove_unused_nodes(model)

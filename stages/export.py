@@ -84,7 +84,9 @@ class Export(Stage):
     dynamic: dict[str, dict[int, Axis]] = Field(default_factory=dict)
     """Axes that change size, by input and axis: `{x: {0: batch}}`."""
     ranges: dict[str, Range] = Field(default_factory=dict)
-    """What integer inputs may hold, by input: `{ids: {low: 0, high: 30521}}`."""
+    """What integer inputs may hold, by input: `{ids: {low: 0, high: 30521}}`. Masks of 0 and 1 are also padded on the
+    right and the left, unless their range has one value (`{attention_mask: {low: 1, high: 1}}`, whatever the example
+    holds)."""
     tolerance: Literal["auto"] | Tolerance = "auto"
     """auto: within a stated multiple of torch's own float32 error, measured per value; or
     `{rtol: 1.0e-3, atol: 1.0e-5}` for every element of every value."""
@@ -125,7 +127,13 @@ class Export(Stage):
         return bad
 
     def _prove(self, work: Work) -> tuple[Prober, list[Probe], list[Gate], Parity]:
-        from layerline.layers import identity, randomness, state
+        from layerline.layers import fastpath
+
+        with fastpath.switched(on=False) as fast:
+            return self._compare(work, fast=fast)
+
+    def _compare(self, work: Work, *, fast: bool) -> tuple[Prober, list[Probe], list[Gate], Parity]:
+        from layerline.layers import fastpath, identity, randomness, state
         from layerline.layers.parity import parity
         from layerline.layers.probing import Prober
         from layerline.layers.tracing import trace
@@ -147,9 +155,9 @@ class Export(Stage):
             result = parity(traced, found := [*found, *more], rule)
         result = replace(result, gates=prober.explained(result.gates, found))
         kept, notes = state.gate(call, found, work.task.path.parent)
-        prober.notes += notes
+        prober.notes += [*notes, *(fastpath.notes(call, found) if fast else [])]
         random = randomness.first(traced.program, traced.nodes, identity.sources(traced.model))
-        return prober, found, [*_golden(work, call, random), *kept], result
+        return prober, found, [*_golden(work, call, random, fast=fast), *kept], result
 
     def check(self, look: Inspection) -> None:
         from layerline.layers import early
@@ -270,8 +278,14 @@ def _as_users_do(work: Work, probes: Sequence[Probe], result: Parity) -> Shipped
     )
 
 
-def _golden(work: Work, call: Call, draw: str = "") -> list[Gate]:
-    """Whether the module, as loaded here, still gives what the ema stage recorded; `draw` is a random operator."""
+def _golden(work: Work, call: Call, draw: str = "", *, fast: bool = False) -> list[Gate]:
+    """Whether the module, as loaded here, still gives what the ema stage recorded.
+
+    Args:
+        draw: a random operator, for the hint.
+        fast: whether torch's fast path was open when it was recorded.
+    """
+    from layerline.layers import fastpath
     from layerline.layers.arrays import array
     from layerline.layers.distance import diff_arrays
     from layerline.training import tensorfile
@@ -286,7 +300,9 @@ def _golden(work: Work, call: Call, draw: str = "") -> list[Gate]:
         return [Gate("golden outputs", False, other, "the same inputs", "was model() or the example changed?")]
     feed = {n: stored[f"inputs/{n}"] for n in call.feed}
     same = all((feed[n].shape, feed[n].tobytes()) == (a.shape, a.tobytes()) for n, a in call.feed.items())
-    outputs = call.results if same else call.run(feed)
+    fast = fast and fastpath.taken(call.module)
+    with fastpath.switched(on=fast):
+        outputs = call.results if same and not fast else call.run(feed)
     keys = {n: f"outputs/{_recorded(n, call, stored)}" for n in outputs}
     missing = [n for n, key in keys.items() if key not in stored]
     errors = {n: diff_arrays(stored[keys[n]], a).rel_l2 for n, a in outputs.items() if n not in missing}

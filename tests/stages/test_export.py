@@ -605,6 +605,72 @@ def test_a_fourier_transform_of_any_length_runs_in_a_default_session(project: Pr
         np.testing.assert_allclose(session.run({"u": u})["output"], u, atol=1e-5)
 
 
+ENCODER = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.e = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1)
+    def forward(self, x, pad): return self.e(x, src_key_padding_mask=pad)
+def model(): return Net()
+def example_inputs(): return torch.randn(3, 6, 16), torch.arange(6)[None] >= torch.tensor([6, 4, 0])[:, None]
+"""
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_is_exported_without_the_fast_path_that_writes_0_at_padding(project: Project) -> None:
+    """The golden answers were recorded with it, and are compared with it."""
+    work = project.work(ENCODER)
+    net, weights = work.task.call("model").eval(), work.inputs["weights"]
+    names.load(net, tensorfile.load(weights / "model.safetensors")[0])
+    tensorfile.save(weights / "golden.safetensors", golden.record(net, work.task.call("example_inputs"), {}))
+    report = Export().run(work)
+    assert report.passed and "golden output" in [g.name for g in report.gates]
+    assert any("fast path, which writes 0" in n for n in report.notes)
+    feed = probes.load(project.out)[0]
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        expected = net(*map(torch.from_numpy, feed.values())).detach()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    np.testing.assert_allclose(project.run(**feed)["output"], expected, atol=1e-5)
+
+
+LEARNED = module(
+    "q = x.view(2, 6, 4, 4).transpose(1, 2)\nbias = self.e(torch.arange(6)[None] + torch.zeros(6, 1).long())\n"
+    "return F.scaled_dot_product_attention(q, q, q, attn_mask=bias.permute(2, 0, 1)[None], scale=1.0)",
+    "self.e = nn.Embedding(9, 4)", "torch.randn(2, 6, 16),",
+)  # fmt: skip
+
+
+def test_a_learned_bias_of_attention_passes(project: Project) -> None:
+    """torch's exporter fails on the strides of a mask that requires a gradient."""
+    assert project.export(LEARNED).passed
+
+
+def test_what_the_exporter_fails_to_convert_is_told_in_its_own_words(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """relu has a counterpart in ONNX: that it had none would be false."""
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ValueError("the rank is wrong")
+
+    table = torch.onnx._internal.exporter._registration.ONNXRegistry
+    kept = table.get_decomps
+
+    def get(self: Any, target: Any) -> Any:
+        found = kept(self, target)
+        for one in found if target is torch.ops.aten.relu.default else ():
+            monkeypatch.setattr(one, "onnx_function", broken)
+            monkeypatch.setattr(one, "signature", None)
+        return found
+
+    monkeypatch.setattr(table, "get_decomps", get)
+    with pytest.raises(StageError, match=r"could not convert aten\.relu") as error:
+        project.export(module("return torch.relu(x)"))
+    assert "no counterpart" not in error.value.what and error.value.where == LINE_10
+
+
 def test_debug_tells_the_gates_where_no_value_is_at_fault(project: Project) -> None:
     work = project.work(module("return x * 2 if x.shape[0] > 5 else x"))
     stage = Export(dynamic={"x": {0: Axis(name="n", max=8)}})

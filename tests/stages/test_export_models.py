@@ -99,6 +99,37 @@ def test_every_value_is_within_its_floor(tmp_path: Path, source: str, config: di
     assert all(r.extra.get("source") for r in report.records if r.module)
 
 
+_TEXT = "vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2, max_position_embeddings=64"
+_CAUSAL = f"{_TEXT}, num_hidden_layers=1, num_key_value_heads=1, use_cache=False"
+_IDS = "pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2"
+
+
+@pytest.mark.parametrize("mask", ["torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])", "torch.ones_like(ids).bool()"])
+@pytest.mark.parametrize(
+    ("config", "model", "options"),
+    [
+        ("LlamaConfig", "LlamaForCausalLM", _CAUSAL),
+        ("MistralConfig", "MistralForCausalLM", f"{_CAUSAL}, sliding_window=4"),
+        ("ModernBertConfig", "ModernBertModel", f"{_TEXT}, num_hidden_layers=2, local_attention=4, {_IDS}"),
+    ],
+)
+def test_padded_text_models_pass(tmp_path: Path, config: str, model: str, options: str, mask: str) -> None:
+    """Padded on the left, a causal model has rows that see no key at all."""
+    source = f"""
+from transformers import {config}, {model}
+def model(): return {model}({config}({options}))
+def example_inputs():
+    ids = torch.arange(16).reshape(2, 8) % 32
+    return {{"input_ids": ids, "attention_mask": {mask}}}
+"""
+    text = {0: {"name": "batch", "max": 6}, 1: {"name": "seq", "max": 16}}
+    report = Project(tmp_path).export(
+        source, dynamic={"input_ids": text, "attention_mask": text}, ranges={"input_ids": {"low": 0, "high": 31}}
+    )
+    assert report.passed, [g for g in report.gates if not g.passed]
+    assert any("attention_mask padded on the right and the left" in g.name for g in report.gates)
+
+
 def test_padding_that_depends_on_the_size_is_found(tmp_path: Path) -> None:
     """MobileNetV2 pads by what its size leaves over of the stride, in plain Python numbers."""
     report = Project(tmp_path).export(MOBILENET, dynamic={"pixel_values": {2: {"name": "h", "min": 64, "max": 80}}})
