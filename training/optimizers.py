@@ -19,7 +19,7 @@ from layerline.training import group_rules
 from layerline.training.config import RULE_FIELDS, OptimizerConfig
 from layerline.training.foreach import Lamb, Lion, Sophia
 from layerline.training.groups import Member
-from layerline.training.strides import fusible
+from layerline.training.strides import fusible, inner
 from layerline.training.tree import is_compound, pack, unpack
 
 
@@ -179,7 +179,7 @@ def copied(optimizer: Any, memo: dict[int, Any]) -> Any:
 
     A function of the instance is left out where it holds on to the original, as a scheduler's wrapper of step() does.
     """
-    parts = _parts(optimizer)
+    parts = inner(optimizer)
     for part in parts:
         memo[id(part)] = object.__new__(type(part))
     for held in tree_leaves([list(part.state.values()) for part in parts]):
@@ -198,7 +198,7 @@ def classes(optimizer: Any) -> dict[str, type]:
 
     Others are not made from a file, which could otherwise name any class whose end (`__del__`) does something.
     """
-    bases = [cls.__module__ for part in (*_parts(optimizer), optimizer) for cls in type(part).__mro__]
+    bases = [cls.__module__ for part in (*inner(optimizer), optimizer) for cls in type(part).__mro__]
     packages = {name.partition(".")[0] for name in bases} - {"builtins", "torch"}
     modules = {name for name in bases if name.partition(".")[0] in packages}
     used = [thing for name in modules for thing in vars(sys.modules[name]).values() if hasattr(thing, "__module__")]
@@ -211,13 +211,6 @@ def classes(optimizer: Any) -> dict[str, type]:
 def _is_plain(cls: type) -> bool:
     special = {"__del__", "__slots__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__"}
     return not any(special & vars(base).keys() for base in cls.__mro__[:-1])
-
-
-def _parts(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """torch's optimizers inside of one that wraps them, innermost first, and itself where it is one."""
-    inside = [p for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer) for p in _parts(v)] \
-        if hasattr(optimizer, "__dict__") else []  # fmt: skip
-    return [*inside, optimizer] if isinstance(optimizer, torch.optim.Optimizer) else inside
 
 
 def _held(optimizer: Any) -> list[Tensor]:

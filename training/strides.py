@@ -52,16 +52,22 @@ class Strides:
                 stepped.grad = _ordered(grad, stepped)
 
     def _settle_state(self, param: Tensor) -> None:
-        state = self._optimizer.state.get(param, {})
-        for key, value in state.items():
+        states = [part.state.get(param, {}) for part in inner(self._optimizer)]
+        for state, key, value in [(s, k, v) for s in states for k, v in s.items()]:
             if type(value) is Tensor and value.shape == param.shape and _differs(value, param):
                 state[key] = _ordered(value, param)
 
 
+def inner(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """torch's optimizers inside of one that wraps them, innermost first, and itself where it is one."""
+    held = vars(optimizer).values() if hasattr(optimizer, "__dict__") else ()
+    inside = [part for value in held if isinstance(value, torch.optim.Optimizer) for part in inner(value)]
+    return [*inside, optimizer] if isinstance(optimizer, torch.optim.Optimizer) else inside
+
+
 def fused(optimizer: Any) -> bool:
-    """Whether a group of the optimizer steps by a fused kernel."""
-    groups = getattr(optimizer, "param_groups", ())
-    return isinstance(optimizer, torch.optim.Optimizer) and any(g.get("fused") for g in groups)
+    """Whether a group of the optimizer, or of one that it wraps, steps by a fused kernel."""
+    return any(group.get("fused") for part in inner(optimizer) for group in part.param_groups)
 
 
 def fusible(params: Sequence[Tensor]) -> bool:
@@ -70,7 +76,7 @@ def fusible(params: Sequence[Tensor]) -> bool:
 
 
 def _leave_fused(optimizer: Any) -> None:
-    for group in optimizer.param_groups:
+    for group in [g for part in inner(optimizer) for g in part.param_groups]:
         if group.get("fused") and not fusible(group["params"]):
             group["fused"], group["foreach"] = False, True
 

@@ -19,13 +19,13 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 # What cannot take ten steps in a loop that calls backward() and step(), and why.
 EXCEPTIONS = {
-    "torch.LBFGS": "closure", "torch.SparseAdam": "sparse gradients", "adahessian": "second derivatives",
-    "adalomo": "steps inside the backward pass", "alig": "closure", "bsam": "closure", "demo": "needs einops",
-    "distributedmuon": "needs a process group", "lbfgs": "closure", "lomo": "steps inside the backward pass",
-    "sophiah": "second derivatives",
+    "torch.SparseAdam": "sparse gradients", "adahessian": "second derivatives", "demo": "needs einops",
+    "adalomo": "steps inside the backward pass", "distributedmuon": "needs a process group",
+    "lomo": "steps inside the backward pass", "sophiah": "second derivatives",
 }  # fmt: skip
+CLOSURES = ("torch.LBFGS", "alig", "bsam", "lbfgs")
 _MUON = ("muon", "muonclip", "adago", "adamuon", "distributedmuon", "normuon")
-_CONTIGUOUS = ("adamp", "adamuon", "nero", "sgdp", "swats")  # they call view() on weights
+_CONTIGUOUS = ("torch.LBFGS", "adamp", "adamuon", "lbfgs", "nero", "sgdp", "swats")  # they call view() on weights
 _MATRICES = ("torch.Muon", "spectralsphere")  # they take 2-D weights only
 _ARGUMENTS = {"bsam": {"num_data": 64}, "ranger21": {"num_iterations": 100}}
 
@@ -99,9 +99,16 @@ def by_hand(name: str, make: Make, path: Path) -> bool:
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
         for step in range(first, last):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                with torch.enable_grad():
+                    loss = loss_of(model, step)
+                    loss.backward()
+                return loss
+
+            closure()
+            optimizer.step(*([closure] if name in CLOSURES else []))
 
     model = net(name)
     optimizer = make(model)
@@ -126,7 +133,10 @@ def by_checkpoint(name: str, make: Make, path: Path) -> tuple[bool, bool]:
 
     def steps(mo: ModelOptimizer, first: int, last: int) -> None:
         for step in range(first, last):
-            mo.step(loss_of(mo.model, step))
+            if name in CLOSURES:
+                mo.step(closure=lambda step=step: loss_of(mo.model, step))
+            else:
+                mo.step(loss_of(mo.model, step))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
