@@ -16,7 +16,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from layerline import cli
-from layerline.pipeline import table
+from layerline.graph import functions
+from layerline.pipeline import ledger, npz, table, untrusted, yamltext
 from layerline.pipeline.debug import Debugs
 
 ROOT = Path(__file__).parents[1]
@@ -125,10 +126,22 @@ def test_make_targets_of_the_first_screen_exist(target: str) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
     for page in pages:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_bounds_that_security_states_are_those_of_the_code() -> None:
+    text = " ".join((ROOT / "SECURITY.md").read_text("utf-8").split())
+    for stated in (
+        f"{yamltext.SIZE:,} characters and {yamltext.VALUES:,} values",
+        f"a JSON record {ledger._RECORD_BYTES >> 20} MiB",
+        f"at most {npz.UNPACKED >> 30} GiB or {npz.RATIO} times its size",
+        f"at most {untrusted.DIGITS} digits",
+        f"at most {functions.MOST_NODES:,} nodes",
+    ):
+        assert stated in text, stated
 
 
 def test_debug_is_offered_for_the_stages_that_have_one() -> None:
