@@ -368,12 +368,9 @@ def _something(stage: Quantize, made: _Made) -> tuple[Gate, ...]:
         name, expected = "quantisation", "at least one in int8"
         what = f"{done} of {there} matrix products are quantised"
     else:
-        done, there = (
-            made.halved[stage.mode],
-            sum(1 for n in made.reference.model.graph.node if n.op_type != "Constant"),
-        )
+        done, there = made.halved[stage.mode], _products(made)[1]
         name, expected = "conversion", f"at least one in {stage.mode}"
-        what = f"{done} of {there} nodes compute in {stage.mode}"
+        what = f"{done} nodes compute in {stage.mode}, of a model with {there} matrix products"
     if done or not there:
         return ()
     reasons = Counter(k.reason for k in made.plan.kept).most_common(2)
