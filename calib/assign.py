@@ -18,9 +18,17 @@ from layerline.pipeline.errors import StageError
 
 
 def activation(
-    wanted: Wanted, histograms: Mapping[str, Histogram], calibrator: Calibrator, *, percentile: float = 99.99
+    wanted: Wanted,
+    histograms: Mapping[str, Histogram],
+    calibrator: Calibrator,
+    *,
+    percentile: float = 99.99,
+    chosen: tuple[str, float] | None = None,
 ) -> QuantValue:
     """One scale for an activation, from its own histogram and those it shares its scale with.
+
+    Args:
+        chosen: a threshold that was chosen already, with the name of what it comes from.
 
     Raises:
         StageError: calibration saw no finite element of it.
@@ -29,9 +37,9 @@ def activation(
     merged = reduce(Histogram.merge, (histograms[name] for name in wanted.shared), own)
     if merged.count == 0:
         raise StageError("calibration saw no finite element of this value", where=wanted.name, hint="skip it")
-    amax = threshold(merged, calibrator, percentile=percentile)
+    name, amax = chosen or (calibrator, threshold(merged, calibrator, percentile=percentile))
     seen = (own.low, own.high) if own.count else (0.0, 0.0)
-    return _value(wanted, scale_of(amax), amax, seen, calibrator)
+    return _value(wanted, scale_of(amax), amax, seen, name)
 
 
 def weight(wanted: Wanted, array: npt.NDArray[Any]) -> QuantValue:

@@ -12,21 +12,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from layerline.calib.calibrators import threshold
+from layerline.calib.calibrators import Calibrator, threshold
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import Wanted
 
 Candidates = Mapping[str, Mapping[str, float]]
 """Thresholds by value, and by the name of the calibrator they come from."""
 
-CALIBRATORS = ("mse", "percentile", "minmax", "entropy")
+CALIBRATORS: tuple[Calibrator, ...] = ("mse", "percentile", "minmax", "entropy")
 BOUND = "bound"
 ALIKE = 0.02
 """Thresholds closer than this, relative, are one candidate."""
 SHIFT_WEIGHT = 16.0
-"""How much more the mean error of a channel counts than its spread. Rounding errors are independent and average out in the
-layers behind; clipping moves a channel as a whole, and such shifts add up. Of 1, 4, 16 and 64 this had the best outputs
-over a recognition, a classification and two convolutional networks."""
+"""How much more the mean error of a channel counts than its spread. Rounding errors are independent and average out in
+the layers behind; clipping moves a channel as a whole, and such shifts add up. Measured in docs/benchmarks.md."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,15 @@ class Error:
         weighted = self.error + SHIFT_WEIGHT * self.count * float(np.square(self.shift).sum())
         usable = self.signal > 0 and math.isfinite(self.signal) and math.isfinite(weighted)
         return weighted / self.signal if usable else math.inf
+
+    def correction(self) -> npt.NDArray[np.float64]:
+        """What to take off each output channel; the less the worse the mean is known, of few and scattered elements."""
+        if not self.shift.size or self.count <= 0:
+            return self.shift
+        scatter = self.error / (self.count * self.shift.size)
+        certain = np.square(self.shift) * self.count
+        share = np.where(certain > scatter, 1 - scatter / np.where(certain > 0, certain, 1.0), 0.0)
+        return self.shift * share
 
 
 Errors = Mapping[tuple[str, str, str], Error]
@@ -101,7 +109,7 @@ def choose(wanted: Sequence[Wanted], tried: Candidates, errors: Errors) -> dict[
 
 
 def own_db(chosen: Mapping[str, str], errors: Errors) -> dict[str, float]:
-    """SQNR of each layer fed with exact inputs in the chosen ranges, in dB; without layers whose output says nothing."""
+    """SQNR in dB of each layer fed with exact inputs in the chosen ranges; of none whose output is 0 or not finite."""
     signal, lost = dict[str, float](), dict[str, float]()
     for (value, candidate, layer), error in errors.items():
         if chosen[value] == candidate:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,6 +61,7 @@ _MOVES = (
         "Cast",
     ),
 )
+_FAR = 8.0  # how far apart inputs of a Concat may be: sharing a scale costs the least of them three of eight bits
 _LARGE = 1024  # elements from which a float weight is worth a line in the list of what stays float
 _ALIKE = 4.0  # how far apart output channels that share a scale may be: two of eight bits
 _FLOAT = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -75,12 +76,16 @@ class Rules:
         skip: what stays float: value or node names, module paths (with everything below them), or globs of either.
         per_channel: one scale per output channel of a weight, not one per weight.
         attention: quantise MatMuls of two activations too.
+        amax: greatest |x| of activations, as far as known: inputs of a Concat that differ much keep their own scales.
+        keep: reasons by the first output of nodes that were found to be better off in float.
     """
 
     ops: Sequence[str] = OPS
     skip: Sequence[str] = ()
     per_channel: bool = True
     attention: bool = False
+    amax: Mapping[str, float] = field(default_factory=dict)
+    keep: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -197,6 +202,8 @@ class _Placing:
                 self.kept[node] = "adds a constant"
         elif any(weight_of(v) is not None for v in inputs):
             self.kept[node] = "adds a constant"
+        elif any(first_output(n) in self.rules.keep for v in inputs if (n := v.producer()) is not None):
+            self.kept[node] = "a layer that it adds stays float"
         elif _broadcasts(*inputs):
             self.kept[node] = "broadcasts, so it cannot fuse into the Conv"
         else:
@@ -212,6 +219,8 @@ class _Placing:
             self.kept[node] = "its output is not quantised"
         elif not all(self._activation(v) for v in node.inputs):
             self.kept[node] = "an input is constant"
+        elif (ratio := self._ratio(node)) > _FAR:
+            self.kept[node] = f"its inputs differ {ratio:.3g} times in size, so each keeps its own scale"
         else:
             for index in range(len(node.inputs)):
                 self._want(node, index, "activation", None, "input of a Concat whose output is quantised")
@@ -220,6 +229,12 @@ class _Placing:
             for value in self.slots:
                 if value.name in group:
                     self.slots[value].shared = group
+
+    def _ratio(self, node: ir.Node) -> float:
+        """How many times larger the greatest input is than the least, as far as their sizes are known."""
+        sizes = [self.rules.amax.get(v.name or "", 0.0) for v in node.inputs if v is not None]
+        live = [s for s in sizes if s > 0]
+        return max(live, default=1.0) / min(live, default=1.0)
 
     def _want(self, node: ir.Node, index: int, role: Role, axis: int | None, why: str) -> None:
         value = node.inputs[index]
@@ -259,6 +274,8 @@ class _Placing:
             if node.op_type in ops and node.domain == "":
                 if node in self.skipped:
                     self.kept[node] = "skip"
+                elif first_output(node) in self.rules.keep:
+                    self.kept[node] = self.rules.keep[first_output(node)]
                 elif node.op_type not in self.rules.ops:
                     self.kept[node] = f"ops leaves {node.op_type} out"
                 else:

@@ -19,12 +19,14 @@ from layerline.backends.base import MODULE
 from layerline.backends.light import Light, Model, split
 from layerline.calib import assign
 from layerline.calib.calibrators import Calibrator
+from layerline.calib.choice import BOUND, bound_of, group_of
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan, QuantValue, Wanted
 from layerline.calib.scales import Int8, quantize
 from layerline.graph import rewrite
 from layerline.graph.exchange import from_ir, to_ir
 from layerline.graph.facts import captures
+from layerline.graph.intervals import intervals, magnitude
 from layerline.graph.naming import Names, first_output
 from layerline.graph.opset import raise_opset
 from layerline.graph.placement import Placement
@@ -50,21 +52,38 @@ def plan(
     calibrator: Calibrator,
     *,
     percentile: float = 99.99,
+    chosen: Mapping[str, tuple[str, float]] | None = None,
 ) -> QuantPlan:
     """Numbers for a placement: activations from their histograms, weights from themselves.
+
+    An activation that is bounded by construction takes its bound, whatever the calibrator.
+
+    Args:
+        chosen: thresholds by value that were chosen already, each with the name of what it comes from.
 
     Raises:
         StageError: an activation of which calibration saw nothing finite, or weights that are not finite.
     """
-    values = {v.name: v for v in rewrite.values(to_ir(model).graph)}
+    graph = to_ir(model).graph
+    values, limits = {v.name: v for v in rewrite.values(graph)}, bounds(graph)
+    ready = chosen or {}
 
     def numbered(wanted: Wanted) -> QuantValue:
         array = weight_of(values[wanted.name]) if wanted.role == "weight" else None
         if array is None:
-            return assign.activation(wanted, histograms, calibrator, percentile=percentile)
+            bound = bound_of(group_of(wanted), histograms, limits)
+            limit = None if bound is None else (BOUND, bound)
+            own = ready.get(wanted.name, limit)
+            return assign.activation(wanted, histograms, calibrator, percentile=percentile, chosen=own)
         return assign.weight(wanted, array)
 
     return QuantPlan(values=tuple(map(numbered, placement.wanted)), kept=placement.kept)
+
+
+def bounds(graph: ir.Graph) -> dict[str, float]:
+    """The greatest |x| of the values that are bounded by construction."""
+    found = {v.name or "": magnitude(interval) for v, interval in intervals(graph).items()}
+    return {name: greatest for name, greatest in found.items() if greatest is not None}
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What each candidate range of each activation costs at the layers that read it, measured in one graph.
 
-Beside the float model stand, for every candidate, the activation quantised with it and a copy of each layer that reads it,
-with the weights as the plan stores them. Each layer is fed exact inputs, and its output is compared with the float one.
-Values are reduced where they arise, so that memory does not grow with the candidates.
+Beside the float model stand, for every candidate, the activation quantised with it and a copy of each layer that reads
+it, with the weights as the plan stores them. Each layer is fed exact inputs, and its output is compared with the float
+one. Values are reduced where they arise, so that memory does not grow with the candidates.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import onnx
+import onnx_ir as ir
 from onnx import helper, numpy_helper
 
 from layerline.backends.base import Feed
@@ -24,6 +25,7 @@ from layerline.calib.scales import scale_of
 from layerline.graph import qdq
 from layerline.graph.exchange import to_ir
 from layerline.graph.order import in_order
+from layerline.graph.placement import WEIGHTED
 from layerline.graph.types import infer_types
 from layerline.graph.weights import weight_of
 
@@ -76,9 +78,7 @@ def _error(case: _Case, totals: Mapping[str, npt.NDArray[np.float64]]) -> Error:
     return Error(signal=signal, error=error, shift=sums / max(count, 1.0), count=count)
 
 
-def _build(
-    model: Light, stored: Light, wanted: Sequence[Wanted], candidates: Candidates
-) -> tuple[Light, list[_Case]]:
+def _build(model: Light, stored: Light, wanted: Sequence[Wanted], candidates: Candidates) -> tuple[Light, list[_Case]]:
     trial = _Trial(model, stored)
     for item in wanted:
         for name, threshold in candidates[item.name].items():
@@ -104,8 +104,9 @@ class _Trial:
         ]
         graph = to_ir(model)
         infer_types(graph)
-        self._types = {o.name: o.dtype for n in graph.graph for o in n.outputs} | {i.name: i.dtype for i in graph.graph.inputs}
-        self._channels = {n.outputs[0].name: _channels(n.op_type, n) for n in graph.graph if n.outputs}
+        made = [*graph.graph.inputs, *(o for n in graph.graph for o in n.outputs)]
+        self._types = {v.name: v.dtype for v in made}
+        self._channels = {n.outputs[0].name: _channels(n) for n in graph.graph if n.outputs}
         self._done = set[str]()
 
     def add(self, item: Wanted, name: str, threshold: float) -> None:
@@ -175,7 +176,11 @@ class _Trial:
         # What the stored weights add: their DequantizeLinear nodes and tensors.
         further = [n for n in stored.graph.node if not made.issuperset(n.output)]
         here = {t.name for t in given.graph.initializer}
-        tensors = [*given.graph.initializer, *(t for t in stored.graph.initializer if t.name not in here), *self._tensors]
+        tensors = [
+            *given.graph.initializer,
+            *(t for t in stored.graph.initializer if t.name not in here),
+            *self._tensors,
+        ]
         nodes = in_order(self._measures, [*given.graph.node, *further, *self._others])
         outputs = [helper.make_empty_tensor_value_info(o) for o in self._outputs]
         graph = helper.make_graph(nodes, "trials", list(given.graph.input), outputs, tensors)
@@ -185,5 +190,14 @@ class _Trial:
         return Light(model, {**self.stored.weights, **self.float.weights})
 
 
-def _channels(op: str, node: object) -> int:
-    raise NotImplementedError
+def _channels(node: ir.Node) -> int:
+    """Output channels of a layer with constant weights, along axis 1 of a convolution and the last of a product."""
+    weight = weight_of(node.inputs[1]) if node.op_type in WEIGHTED and len(node.inputs) > 1 else None
+    if weight is None or weight.ndim < 2:
+        return 0
+    shape: tuple[int, ...] = weight.shape
+    if node.op_type == "ConvTranspose":
+        groups: int = node.attributes.get_int("group", 1)
+        return shape[1] * groups
+    turned = node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1
+    return shape[0] if node.op_type == "Conv" or turned else shape[-1]

@@ -87,7 +87,7 @@ def rows(report):
     return {r.name: r for r in report.records}
 
 
-@pytest.mark.parametrize("calibrator", ["entropy", "percentile", "minmax", "mse"])
+@pytest.mark.parametrize("calibrator", ["auto", "entropy", "percentile", "minmax", "mse"])
 def test_int8_leaves_model_plan_ranges_and_copies(work, calibrator):
     task = work(CALIB + LABELLED)
     report = Quantize(calibrator=calibrator).run(task)
@@ -98,7 +98,8 @@ def test_int8_leaves_model_plan_ranges_and_copies(work, calibrator):
     plan = QuantPlan.from_json((task.out / "plan.json").read_text())
     ranges = Ranges.from_json((task.out / "ranges.json").read_text())
     assert ranges.samples == 40 and set(ranges.histograms) == {v.name for v in plan.values if v.role == "activation"}
-    assert {v.calibrator for v in plan.values if v.role == "activation"} == {calibrator}
+    chosen = {v.calibrator for v in plan.values if v.role == "activation"}
+    assert chosen <= {"entropy", "percentile", "minmax", "mse"} if calibrator == "auto" else chosen == {calibrator}
     for name in ("signature.json", "probes.safetensors"):
         assert (task.out / name).read_bytes() == (task.inputs["model"] / name).read_bytes()
     quantized = io.load(task.out / io.FILE)
@@ -273,6 +274,38 @@ def test_weights_that_half_precision_turns_to_zero_are_counted(work):
     assert not any("too small for" in n for n in Quantize(mode="bf16").run(work()).notes)
 
 
+def test_a_layer_that_int8_would_spoil_stays_float_and_is_told(work):
+    """Channel 0 of the input is 500 times larger than the other two, and no weight reads it."""
+    w1 = WEIGHTS["w1"].copy()
+    w1[:, 0] = 0
+    report = Quantize().run(work("X[:, 0] *= 500\n" + CALIB, model(**{**WEIGHTS, "w1": w1})))
+    assert report.passed and report.metrics["int8_products"] == "2 of 3" and report.metrics["output_sqnr_db"] > 20
+    [reason] = [row["reason"] for row in report.tables["stays float"] if row["name"] == "a"]
+    assert re.fullmatch(r"int8 would leave it -?[\d.]+ dB by itself", reason)
+    assert f"a stays float: {reason}" in report.notes
+
+
+@pytest.mark.parametrize("percentile", [80, 90, 99.9])
+def test_bias_correction_is_kept_where_the_outputs_gain_and_says_what(work, percentile):
+    made = work("X = np.abs(X)\n" + CALIB)
+    plain = Quantize(calibrator="percentile", percentile=percentile, min_db=0).run(made).metrics["output_sqnr_db"]
+    report = Quantize(calibrator="percentile", percentile=percentile, min_db=0, bias_correction=True).run(made)
+    [note] = [n for n in report.notes if n.startswith("bias correction")]
+    after = report.metrics["output_sqnr_db"]
+    if "left out" in note:
+        assert after == plain
+    else:
+        assert after > plain and note.endswith(f": {after:.1f} dB at the outputs with it, {plain:.1f} dB without")
+
+
+def test_auto_is_as_good_as_the_best_calibrator_for_all(work):
+    made = work("X[::9] *= 6\n" + CALIB)
+    others = [
+        Quantize(calibrator=c).run(made).metrics["output_sqnr_db"] for c in ("entropy", "percentile", "minmax", "mse")
+    ]
+    assert Quantize().run(made).metrics["output_sqnr_db"] > max(others) - 1
+
+
 def test_the_float_part_of_a_graph_with_text_is_quantised(work):
     net = model("""g (float[n, 3, 6, 6] x) => (string[n, 1] y, float[n, 4] p) {
       m = GlobalAveragePool (x) f = Flatten (m) p = MatMul (f, w) i = ArgMax <axis = 1> (p) y = Gather (names, i)
@@ -282,8 +315,8 @@ def test_the_float_part_of_a_graph_with_text_is_quantised(work):
     )
     for mode in ("int8", "fp16"):
         report = Quantize(mode=mode).run(work(net=net))
-        assert report.passed and rows(report)["p"].sqnr_db > 25
-        assert rows(report)["p"].extra["isolated_sqnr_db"] > 25
+        assert report.passed and rows(report)["p"].sqnr_db > 20
+        assert rows(report)["p"].extra["isolated_sqnr_db"] > 20
 
 
 # T17, T19
