@@ -34,6 +34,7 @@ def raise_opset(model: Model, to: int) -> Light:
         raise StageError(f"the model is at opset {have}; {OLDEST} is the oldest that can be raised", where="opset")
     # To the converter weights may as well be inputs.
     raised = weightless(given)
+    raised.graph.name = raised.graph.name or "main"  # the converter takes no graph without a name
     stand_ins = {i.name for i in raised.graph.input} - {i.name for i in given.model.graph.input}
     tensors = {o.name for o in raised.graph.output if o.type.HasField("tensor_type")}
     shapeless = {o.name for o in raised.graph.output if o.name in tensors and not o.type.tensor_type.HasField("shape")}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 import onnx_ir as ir
 
 from layerline.graph.facts import constant, rank
+from layerline.pipeline.untrusted import is_number
 
 Size = int | str
 Sizes = tuple[Size, ...]
@@ -110,7 +111,7 @@ def _factors(items: Iterable[Size]) -> tuple[int, list[str]]:
     factor, names = 1, []
     for item in items:
         for part in _parts(item) if isinstance(item, str) else [item]:
-            if isinstance(part, int) or part.isdecimal():
+            if isinstance(part, int) or is_number(part):
                 factor *= int(part)
             else:
                 names.append(part)

@@ -14,6 +14,7 @@ import torch
 from layerline.backends.base import Array, Feed
 from layerline.layers.probes import resized
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.untrusted import is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +144,7 @@ def write(model: onnx.ModelProto, axes: Axes) -> None:
             if name is None:
                 continue
             symbol = dim.dim_param
-            if not symbol or symbol.isdigit():
+            if not symbol or is_number(symbol):
                 raise baked(given.name, axis, name, symbol or str(dim.dim_value))
             if symbols.setdefault(symbol, name) != name:
                 raise StageError(
@@ -197,7 +198,7 @@ def _step(symbol: str, name: str, multiple: int) -> dict[str, str]:
 
 def _rename(dim: onnx.TensorShapeProto.Dimension, symbols: Mapping[str, str]) -> None:
     text = dim.dim_param
-    if text.isdigit():
+    if is_number(text):
         dim.dim_value = int(text)
     elif text in symbols:
         dim.dim_param = symbols[text]

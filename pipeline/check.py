@@ -23,6 +23,7 @@ from layerline.pipeline.inspection import CalledOnce, Finding, Inspection
 from layerline.pipeline.plan import Planner, open_planner
 from layerline.pipeline.project import Project
 from layerline.pipeline.task import HOOKS
+from layerline.pipeline.untrusted import read_json
 
 ROOM = 200 << 20
 """Bytes of free disk below which a project has little hope to file anything."""
@@ -97,7 +98,7 @@ def digest(planner: Planner) -> str:
 def passed_before(project: Project, key: str) -> bool:
     """Whether the last check without an error was of just this."""
     with suppress(OSError, ValueError):
-        stored = json.loads((project.state / "cache" / _PASSED).read_text("utf-8"))
+        stored = read_json(project.state / "cache" / _PASSED)
         return isinstance(stored, dict) and stored.get("digest") == key
     return False
 

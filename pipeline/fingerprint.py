@@ -27,6 +27,7 @@ from layerline.pipeline.errors import TaskError
 from layerline.pipeline.files import Hasher
 from layerline.pipeline.imports import Finder, Origin
 from layerline.pipeline.patterns import has_wildcard, matches, size_and_time
+from layerline.pipeline.untrusted import storable
 
 # Built-ins that reach any name of the module they are used in.
 _ANY_NAME = frozenset({"globals", "locals", "vars"})
@@ -144,7 +145,7 @@ class Reader:
 
     def relative(self, path: Path) -> str:
         """A path as it is told: below the project's folder, never absolute."""
-        return path.relative_to(self.root).as_posix()
+        return storable(path.relative_to(self.root).as_posix())
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.untrusted import read_json
 
 Array = npt.NDArray[Any]
+_INDEX_BYTES = 1 << 26  # of an index of shards; the largest have some hundred thousand tensors
 
 
 def check_samples(arrays: Mapping[str, Array], where: str) -> None:
@@ -91,7 +92,7 @@ def _is_text(head: bytes) -> bool:
 
 def _text(path: Path, head: bytes) -> StageError:
     try:
-        shards = sorted(set(json.loads(path.read_text("utf-8"))["weight_map"].values()))
+        shards = sorted(set(read_json(path, size=_INDEX_BYTES)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError):
         start = " ".join(head.decode("utf-8", "replace").split())
         return StageError(f"it is text, expected a checkpoint; it begins {start[:60]!r}", where=path.name)

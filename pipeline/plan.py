@@ -18,7 +18,7 @@ from layerline.pipeline.reasons import describe
 from layerline.pipeline.stage import Stage
 from layerline.pipeline.store import Artifact, DamagedError, Store
 from layerline.pipeline.task import IMPORTED
-from layerline.pipeline.untrusted import DIGITS, integer, read_json
+from layerline.pipeline.untrusted import DIGITS, integer, read_json, storable
 
 CHECKPOINTS = "scratch/checkpoints"
 """In a stage's working folder: what it goes on from."""
@@ -124,7 +124,7 @@ class Planner:
             parts |= {f"file.{n}": d for n, d in seen.files.items()}
             notes += self._notes(hook, seen)
         files = stage.files() + (self.project.data if _DATA_HOOKS & set(self.hooks(stage)) else ())
-        parts |= {f"file.{name}": self._file(stage, name) for name in files}
+        parts |= {f"file.{storable(name)}": self._file(stage, name) for name in files}
         return parts, tuple(dict.fromkeys(notes))
 
     def hooks(self, stage: Stage) -> list[str]:
@@ -143,6 +143,7 @@ class Planner:
     def changed(self, step: Step) -> str:
         """Which file that a stage's key speaks of changed since it was hashed, in words; empty where none did."""
         paths = {name: p for hook in self.hooks(step.stage) for name, p in self.fingerprint(hook).paths.items()}
+        paths |= {storable(name): self.project.root / name for name in (*step.stage.files(), *self.project.data)}
         names = [name.removeprefix("file.") for name in step.parts if name.startswith("file.")]
         for name in names:
             if what := self.hasher.changed(paths.get(name, self.project.root / name)):

@@ -35,6 +35,7 @@ from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Log, Stage, Work
 from layerline.pipeline.store import Artifact
 from layerline.pipeline.task import Task
+from layerline.pipeline.untrusted import is_number
 
 State = Literal["ran", "cached", "failed", "blocked"]
 
@@ -439,7 +440,7 @@ def ranks() -> int:
 
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else default
+    return int(text) if is_number(text) else default
 
 
 def _failed(results: Sequence[Result]) -> str | None:

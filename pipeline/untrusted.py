@@ -50,6 +50,11 @@ def _escape(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
+def storable(name: str) -> str:
+    """A name of a file as UTF-8 can hold it: bytes that are none become escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def is_digest(text: object) -> bool:
     """Whether it has the form of a SHA-256 in hex, as keys, digests and names of reports have."""
     return isinstance(text, str) and _DIGEST.fullmatch(text) is not None

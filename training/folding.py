@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from layerline.pipeline.untrusted import is_number
+
 T = TypeVar("T")
 _Template = tuple[str, str]
 """What stands before a number between dots, and after it."""
@@ -41,7 +43,7 @@ def _chosen(told: Mapping[str, T]) -> dict[str, tuple[_Template, int]]:
 def _slots(name: str) -> Iterator[tuple[_Template, int]]:
     parts = name.split(".")
     for i, part in enumerate(parts):
-        if part.isdecimal() and part == str(int(part)):  # 007 is a name, not the number 7
+        if is_number(part) and part == str(int(part)):  # 007 is a name, not the number 7
             yield ("".join(f"{p}." for p in parts[:i]), "".join(f".{p}" for p in parts[i + 1 :])), int(part)
 
 

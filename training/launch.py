@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from layerline.pipeline.errors import ConfigError, StageError, Unavailable
+from layerline.pipeline.untrusted import integer, is_number
 
 
 def environment() -> tuple[int, int]:
@@ -23,8 +24,10 @@ def environment() -> tuple[int, int]:
         ConfigError: they are not numbers, or the rank is not below their number.
     """
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise ConfigError(f"RANK is {rank!r} and WORLD_SIZE {size!r}", where="environment", hint="start with torchrun")
+    if not (is_number(rank) and is_number(size) and int(rank) < int(size)):
+        raise ConfigError(
+            f"RANK is {rank!r:.40} and WORLD_SIZE {size!r:.40}", where="environment", hint="start with torchrun"
+        )
     return int(rank), int(size)
 
 
@@ -32,11 +35,14 @@ def device(kind: str) -> torch.device:
     """The device of this rank: the GPU of its number on its machine, where a launcher gave it one.
 
     Raises:
+        ConfigError: the launcher's number is none.
         Unavailable: the machine has fewer GPUs.
     """
     number = os.environ.get("LOCAL_RANK")
     if kind != "cuda" or number is None:
         return torch.device(kind)
+    if not is_number(number):
+        raise ConfigError(f"LOCAL_RANK is {number!r:.40}", where="environment", hint="start with torchrun")
     if int(number) >= (count := torch.cuda.device_count()):
         raise Unavailable(f"this machine has {count} GPUs, and the launcher started a rank for GPU {number}",
                           where="LOCAL_RANK", hint="start at most one process per GPU")  # fmt: skip
@@ -49,10 +55,15 @@ def rendezvous(timeout_s: float) -> Any:
     """The store that torchrun keeps; without torchrun, rank 0 keeps one at MASTER_ADDR and MASTER_PORT.
 
     Raises:
+        ConfigError: MASTER_PORT is no port.
         StageError: nobody answers there.
     """
     rank, _ = environment()
-    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+    host, named = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
+    try:
+        port = integer(named, 0, 65535)
+    except ValueError as error:
+        raise ConfigError(f"MASTER_PORT: {error}", where="environment", hint="start with torchrun") from None
     keeper = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not in the module's list of names

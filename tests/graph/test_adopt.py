@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, parser
 from layerline.backends.light import split
 from layerline.graph import io, usage
 from layerline.graph.adopt import adopt, module_path, name_nodes
-from layerline.graph.opset import raise_opset
+from layerline.graph.opset import opset_of, raise_opset
 from layerline.layers.identity import modules
 from layerline.pipeline.errors import StageError
 
@@ -150,3 +150,11 @@ def test_onnxs_own_models_are_the_same_after_raising() -> None:
                 np.testing.assert_array_equal(other, one, err_msg=f"{case.name}: {name}")
         compared += 1
     assert compared > 700
+
+
+def test_a_graph_without_a_name_is_raised() -> None:
+    model = parser.parse_model(
+        '<ir_version: 7, opset_import: ["" : 12]> g (float[n] x) => (float[n] y) { y = Exp (x) }'
+    )
+    model.graph.name = ""
+    assert opset_of(raise_opset(model, 20).model) == 20

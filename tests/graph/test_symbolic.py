@@ -118,6 +118,8 @@ def test_shapes(body: str, expected: tuple[object, ...]) -> None:
         (["h//2", 2], "2*(h//2)"),
         (["Min(64, 2*seq)", 2], "2*Min(64, 2*seq)"),
         (["/Shape_0#0", 4], "4*/Shape_0#0"),
+        (["²", 4], "4*²"),
+        (["9" * 5000, 4], f"4*{'9' * 5000}"),
     ],
 )
 def test_a_sum_is_one_factor(items: list[int | str], whole: str) -> None:

@@ -407,3 +407,12 @@ def test_a_value_apart_from_its_key(words: list[str], hint: str) -> None:
 @pytest.mark.parametrize("words", [["run", "--set", "a=b", "c"], ["run", "--set"], ["--", "--set", "a"], []])
 def test_options_that_are_whole(words: list[str]) -> None:
     check_options(words)
+
+
+def test_a_file_whose_name_is_no_utf_8_counts(folder: fakes.Folder) -> None:
+    (folder.root / os.fsdecode(b"\xff.csv")).write_text("1")
+    sets = ["data=['*.csv']"]
+    assert folder.ran(None, *sets)
+    record = folder.runner(*sets).ledger.head("source")
+    assert record is not None and "file.\\udcff.csv" in record.parts
+    assert folder.ran(None, *sets) == []

@@ -105,6 +105,7 @@ def test_another_ranks_failure_is_its_own_outcome(folder: Folder, monkeypatch: p
 
 
 def test_numbers_that_are_none_count_as_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "first")
-    monkeypatch.setenv("WORLD_SIZE", "")
-    assert (runner.rank(), runner.ranks()) == (0, 1)
+    for rank, size in (("first", ""), ("²", "²"), ("9" * 5000, "9" * 5000)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", size)
+        assert (runner.rank(), runner.ranks()) == (0, 1)

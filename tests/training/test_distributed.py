@@ -713,12 +713,23 @@ def test_nothing_is_joined_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert ModelOptimizer(_model(), {"distributed": {"backend": "gloo", "shard": "zero3"}}).ranks is None
 
 
-@pytest.mark.parametrize(("rank", "size"), [("a", "2"), ("2", "2"), ("-1", "2"), ("0", "x")])
+@pytest.mark.parametrize(("rank", "size"), [("a", "2"), ("2", "2"), ("-1", "2"), ("0", "x"), ("²", "2")])
 def test_an_environment_that_makes_no_sense(rank: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
     with pytest.raises(ConfigError, match=f"RANK is '{rank}' and WORLD_SIZE '{size}'"):
         launch.environment()
+
+
+def test_numbers_of_a_launcher_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "9" * 5000)
+    with pytest.raises(ConfigError, match="LOCAL_RANK is '999"):
+        launch.device("cuda")
+    launch.rendezvous.cache_clear()
+    for port in ("²", "70000", "9" * 5000):
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(ConfigError, match="MASTER_PORT: expected an integer from 0 to 65535"):
+            launch.rendezvous(1.0)
 
 
 @pytest.mark.parametrize(

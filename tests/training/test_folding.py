@@ -25,7 +25,9 @@ def unfolded(name: str) -> list[str]:
 
 @given(
     st.dictionaries(
-        st.lists(st.sampled_from(["a", "b", "0", "1", "2", "3", "12", "007"]), min_size=1, max_size=4).map(".".join),
+        st.lists(
+            st.sampled_from(["a", "b", "0", "1", "2", "3", "12", "007", "²", "9" * 5000]), min_size=1, max_size=4
+        ).map(".".join),
         st.sampled_from(["x", "y"]),
     )
 )
