@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path, PurePosixPath
 
-from layerline.pipeline.patterns import has_wildcard, matches
+from layerline.pipeline.patterns import has_wildcard, inside, is_file, is_folder, matches
 from layerline.pipeline.untrusted import printable
 
 FILES = 1_000_000
@@ -26,18 +26,21 @@ def expand(project: Path, pattern: str) -> list[str]:
     parts = PurePosixPath(pattern).parts
     if any("**" in part and part != "**" for part in parts):
         raise ValueError("'**' can only be a whole part of a path")
-    named = project.joinpath(*takewhile(lambda part: not has_wildcard(part), parts))
+    plain = list(takewhile(lambda part: not has_wildcard(part), parts))
+    if parts[len(plain) :] in (("**",), ("**", "*")):  # all there is in the folder, which one look at each part finds
+        parts = tuple(plain)
+    named = project.joinpath(*plain)
     walk = _Walk(project, named)
     found: set[str] = set()
     try:
         for match in matches(project, parts, project, walk.enters):
             for path in walk.files(match):
-                found.add(path.relative_to(project).as_posix())
+                found.add(path)
                 if len(found) > FILES:
                     raise ValueError(f"more than {FILES} files match")
     except RecursionError:
         raise ValueError("its folders lie too deep in each other") from None
-    return sorted(found)
+    return sorted(os.path.relpath(path, project).replace(os.sep, "/") for path in found)
 
 
 class _Walk:
@@ -50,16 +53,29 @@ class _Walk:
 
     def __init__(self, project: Path, named: Path) -> None:
         self._project, self._named, self._entered = project, named, 0
+        self._walked: set[Path] = set()
         self._allowed = [_real(project), _real(named)]
         if named != project and self._allowed[0].is_relative_to(self._allowed[1]):
             raise ValueError(f"it leads to {self._allowed[1]}, which holds the project itself")
 
-    def files(self, match: Path) -> Iterator[Path]:
-        """The match, or all files in it."""
+    def files(self, match: Path) -> Iterator[str]:
+        """The match, or all files in it; none where it lies in an earlier match."""
+        if not self._walked.isdisjoint(match.parents):
+            return
         if match.is_file():
-            yield match
+            yield str(match)
         elif match.is_dir() and (match == self._named or self.enters(match)):
-            yield from (p for p in matches(match, ["**"], self._project, self.enters) if p.is_file())
+            self._walked.add(match)
+            yield from self._below(match)
+
+    def _below(self, folder: Path) -> Iterator[str]:
+        pending = [str(folder)]
+        while pending:
+            for entry in inside(pending.pop()):
+                if is_file(entry):
+                    yield entry.path
+                elif is_folder(entry) and self.enters(Path(entry.path)):
+                    pending.append(entry.path)
 
     def enters(self, folder: Path) -> bool:
         """Whether to look into a folder that a wildcard came across; not where it leads back."""

@@ -57,6 +57,31 @@ def matches(
             yield from matches(path, rest, project, enters)
 
 
+def inside(folder: str | Path) -> list[os.DirEntry[str]]:
+    """What is in a folder, but for what git, Layerline or an environment keeps there."""
+    with suppress(OSError), os.scandir(folder) as entries:  # OSError: not ours to read
+        return [entry for entry in entries if not _is_kept(entry)]
+    return []
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder, or a link that leads to one."""
+    with suppress(OSError):  # a link that leads to itself
+        return entry.is_dir()
+    return False
+
+
+def is_file(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a file, or a link that leads to one."""
+    with suppress(OSError):
+        return entry.is_file()
+    return False
+
+
+def _is_kept(entry: os.DirEntry[str]) -> bool:
+    return entry.name in _KEPT_BY_TOOLS or (is_folder(entry) and is_foreign_folder(Path(entry.path)))
+
+
 def size_and_time(path: Path) -> tuple[int, int]:
     """In bytes and nanoseconds; zeros for a link that leads nowhere."""
     with suppress(OSError):
@@ -78,6 +103,4 @@ def _is_folder(path: Path) -> bool:
 
 
 def _inside(folder: Path) -> list[Path]:
-    with suppress(OSError):  # not ours to read
-        return [p for p in sorted(folder.iterdir()) if p.name not in _KEPT_BY_TOOLS and not is_foreign_folder(p)]
-    return []
+    return sorted(Path(entry.path) for entry in inside(folder))
