@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,8 +14,8 @@ import typer
 from typer.core import TyperGroup
 
 from layerline import __version__
-from layerline.pipeline.errors import ConfigError, PipeError, StageError
-from layerline.pipeline.untrusted import is_number
+from layerline.pipeline.errors import ConfigError, PipeError
+from layerline.pipeline.surroundings import prepare
 from layerline.views import ending
 from layerline.views.ending import print_json, say
 
@@ -78,7 +76,6 @@ RunId = Annotated[
 DEBUGGED = "export or fuse"
 TOP = 20  # values that `pipe diff` shows where nobody says how many
 _HERE = Path()
-_WIDEST = 10_000  # columns and lines of a terminal
 _DEBUG = False
 
 
@@ -87,14 +84,7 @@ def main() -> NoReturn:
     global _DEBUG
     arguments = sys.argv[1:]
     _DEBUG = "--debug" in arguments  # understood wherever it stands
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows no ✓ shows a ? instead
-    # Read when torch loads OpenMP: threads that spin while they wait made training 8 times slower beside other work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    for name in ("COLUMNS", "LINES"):  # rich takes them for numbers, and fails where they aren't
-        if not is_number(text := os.environ.get(name, "0")) or int(text) > _WIDEST:
-            del os.environ[name]
+    prepare()
     command = _with_folder_last([a for a in arguments if a != "--debug"])
     as_json = "--json" in arguments
     sys.exit(ending.exit_code(lambda: _app(command), as_json=as_json, debug=_DEBUG))
@@ -149,28 +139,16 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Start a project: two files, pipe.yaml and task.py, that run at once."""
-    from layerline.pipeline import housekeeping, start
+    from layerline.pipeline.begin import Origin, begin
 
-    if (given := [template, onnx, weights]).count(None) < len(given) - 1:
-        raise PipeError("a project starts from one thing: --template, --from-onnx or --from-checkpoint")
-    if weights is not None and model is not None:
-        written = start.from_checkpoint(folder, weights, model, data, trust=trust)
-    elif weights is not None or model is not None or trust:
-        raise PipeError("--from-checkpoint and --model go together, and --trust with them")
-    elif onnx is not None:
-        written = start.from_onnx(folder, onnx, data)
-    elif data is not None:
-        raise PipeError("--data goes with --from-onnx or --from-checkpoint")
-    else:
-        written = housekeeping.init(folder, template or "mnist")
+    origin = Origin(template=template, onnx=onnx, weights=weights, model=model, data=data, trust=trust)
+    begun = begin(folder, origin)
     if as_json:
-        print_json({"written": [str(p) for p in written]})
+        print_json({"written": [str(p) for p in begun.written], "next": begun.next})
         return
-    for path in written:
+    for path in begun.written:
         say(f"wrote {path}")
-    needed = weights is not None and data is None
-    first = f"add example_inputs() to {folder / 'task.py'}: two samples for forward(); then " if needed else ""
-    say(f"next: {first}cd {folder} && pipe run all")
+    say(f"next: {begun.next}")
 
 
 @app.command()
@@ -239,7 +217,6 @@ def resume(
     whichever command asks for it.
     """
     from layerline.pipeline import resume as resuming
-    from layerline.pipeline.project import as_options
     from layerline.views import documents, screen, terminal
 
     project = _load(folder.resolve(), sets)
@@ -252,10 +229,9 @@ def resume(
             say(told, err=as_json)
         run([stage.name], sets=list(with_sets), as_json=as_json, folder=folder)
         return
-    if not project.sets and (last := resuming.cut_short(project)) is not None and last[1]:
-        say(f"with {as_options(last[1])}, as the training that was cut short", err=as_json)
-        project = _load(folder.resolve(), list(last[1]))
-        stage = resuming.resumable(project)
+    project, stage, told = resuming.to_prove(project)
+    if told:
+        say(told, err=as_json)
     project.require_task([stage.name])
     live = terminal.listener([stage], silent=as_json)
     with _at_work(project, as_json=as_json), contextlib.closing(live):
@@ -276,17 +252,11 @@ def resume(
 def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """What is fresh, what would run, and why."""
     from layerline.pipeline import lookup
-    from layerline.pipeline.presence import claim
     from layerline.views import documents, screen, terminal
 
     project = _load(folder, sets)
     project.require_task()
-    planner = _planner(project)
-    steps = planner.steps()
-    with contextlib.suppress(OSError):  # a project that can't be written can be looked at
-        claim(project.state)
-    planner.hasher.save()
-    states = lookup.states(planner, steps)
+    steps, states = lookup.status(_planner(project))
     if as_json:
         print_json(documents.status(steps, states))
     else:
@@ -310,14 +280,12 @@ def runs(as_json: AsJson = False, folder: Folder = _HERE) -> None:
 @app.command()
 def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """Each part of a stage's key: same or changed, old and new value."""
+    from layerline.pipeline import lookup
     from layerline.views import documents, screen, terminal
 
     project = _load(folder, sets)
     planner, name = _planner(project), project.stage(stage).name
-    step = next(s for s in planner.steps() if s.stage.name == name)
-    before = step.record or planner.ledger.head(name)
-    old = before.parts if before else None
-    prints = {hook: planner.fingerprint(hook) for hook in planner.hooks(step.stage)}
+    step, old, prints = lookup.explained(planner, name)
     if as_json:
         print_json(documents.explain(step, old, prints))
     else:
@@ -422,41 +390,33 @@ def debug(
 ) -> None:
     """Find where export or fuse goes wrong, and write the smallest model that shows it."""
     from layerline.pipeline.debug import debug as find
-    from layerline.pipeline.report import Report
     from layerline.views import documents, screen, terminal
 
     project, target = _load(folder.resolve(), sets), (output or Path(f"debug-{stage}")).resolve()
     live = terminal.listener([project.stage(stage)], silent=as_json)
     with _at_work(project, as_json=as_json), contextlib.closing(live):
-        bad = find(project, stage, target, live)
-    found = Report(
-        stage=stage, reference="the reference", candidate="the first value that fails", records=(bad,) if bad else ()
-    )
-    written = sorted(str(p.relative_to(target)) for p in target.rglob("*") if p.is_file())
+        shown = find(project, stage, target, live)
     if as_json:
-        print_json({"stage": stage, "found": documents.plain(found)["records"], "files": written})
-    elif bad is None:
+        print_json({"stage": stage, "found": documents.plain(shown.report)["records"], "files": list(shown.files)})
+    elif not shown.report.records:
         say(f"every value of {stage} passes: there is nothing to show")
     else:
-        terminal.diff(screen.console(), found, 1, "error")
-        say(f"wrote {target}: {', '.join(written)}")
+        terminal.diff(screen.console(), shown.report, 1, "error")
+        say(f"wrote {target}: {', '.join(shown.files)}")
 
 
 @app.command()
 def verify(as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """Re-hash everything in the store."""
     from layerline.pipeline import housekeeping
-    from layerline.views import documents
+    from layerline.views import documents, upkeep
 
     checked, problems = housekeeping.verify(_load(folder))
-    hint = "pipe run all makes them again"
-    damage = StageError(f"{len(problems)} of {checked} are damaged", hint=hint) if problems else None
+    damage = upkeep.damage(checked, problems)
     if as_json:
         print_json(documents.verify(checked, problems, damage))
     else:
-        for problem in problems:
-            say(f"{problem.what}: {problem.fault}")
-        say(f"{checked} checked, {len(problems)} damaged" + (f"; {hint}" if problems else ""))
+        say("\n".join(upkeep.verified(checked, problems)))
     raise typer.Exit(damage.exit_code if damage else 0)
 
 
@@ -470,20 +430,13 @@ def gc(
 ) -> None:
     """Remove what neither the newest runs, nor the project as it stands, nor `pipe resume` needs."""
     from layerline.pipeline import housekeeping
-    from layerline.views import documents
+    from layerline.views import documents, upkeep
 
     found = housekeeping.collect(_load(folder), keep, dry_run=dry_run)
     if as_json:
         print_json(documents.gc(found, dry_run=dry_run))
-        return
-    if found is None:
-        say("a run is going on in this project: nothing was removed; try again when it is done")
-        return
-    verb = "would remove" if dry_run else "removed"
-    for item in found if verbose else ():
-        say(f"{verb} {item.path}")
-    size = sum(g.size for g in found)
-    say(f"{verb} {', '.join(housekeeping.counted(found))}, {size / 1e6:.1f} MB" if found else "nothing to remove")
+    else:
+        say("\n".join(upkeep.collected(found, dry_run=dry_run, verbose=verbose)))
 
 
 def _load(folder: Path, sets: Sequence[str] | None = None) -> Project:

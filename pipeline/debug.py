@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.pipeline.presence import temporary_folder
 from layerline.pipeline.project import Project
-from layerline.pipeline.report import LayerDiff
+from layerline.pipeline.report import LayerDiff, Report
 from layerline.pipeline.runner import Listener, Runner
 from layerline.pipeline.stage import Work
 from layerline.pipeline.store import Artifact
@@ -23,8 +24,21 @@ class Debugs(Protocol):
         """Writes what shows the fault to `folder`; the first value that fails, or None where none does."""
 
 
-def debug(project: Project, name: str, folder: Path, listener: Listener) -> LayerDiff | None:
-    """The first value of a stage that fails, with what shows it in `folder`; None where every value passes.
+@dataclass(frozen=True)
+class Shown:
+    """What `debug` found.
+
+    Attributes:
+        report: the first value of the stage that fails; without a record where every value passes.
+        files: what shows it, relative to its folder.
+    """
+
+    report: Report
+    files: tuple[str, ...]
+
+
+def debug(project: Project, name: str, folder: Path, listener: Listener) -> Shown:
+    """Finds the first value of a stage that fails, and writes what shows it to `folder`.
 
     Raises:
         ConfigError: the stage has nothing to show, or `folder` has something in it.
@@ -43,7 +57,10 @@ def debug(project: Project, name: str, folder: Path, listener: Listener) -> Laye
         out.mkdir()
         scratch.mkdir()
         task = Task(project.root / project.task)
-        return stage.debug(Work(inputs=inputs, task=task, out=out, scratch=scratch, log=listener), folder)
+        bad = stage.debug(Work(inputs=inputs, task=task, out=out, scratch=scratch, log=listener), folder)
+    records = () if bad is None else (bad,)
+    report = Report(stage=name, reference="the reference", candidate="the first value that fails", records=records)
+    return Shown(report, tuple(sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())))
 
 
 def _inputs(runner: Runner, name: str) -> dict[str, Path]:

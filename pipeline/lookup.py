@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from layerline.pipeline.errors import ConfigError, PipeError
+from layerline.pipeline.fingerprint import Fingerprint
 from layerline.pipeline.ledger import Record, Run
 from layerline.pipeline.mistakes import nearest
 from layerline.pipeline.plan import Planner, Step, fields, open_planner
+from layerline.pipeline.presence import claim
 from layerline.pipeline.project import Project, as_options
 from layerline.pipeline.report import Report
 from layerline.pipeline.settings import changed, has_settings
@@ -17,6 +19,23 @@ from layerline.pipeline.store import Artifact, DamagedError
 
 ALL = "all"
 """What stands for every stage on the command line."""
+
+
+def status(planner: Planner) -> tuple[list[Step], dict[str, str]]:
+    """Every stage as things stand, and its state; what was hashed for that is remembered."""
+    steps = planner.steps()
+    with suppress(OSError):  # a project that can't be written can be looked at
+        claim(planner.project.state)
+    planner.hasher.save()
+    return steps, states(planner, steps)
+
+
+def explained(planner: Planner, stage: str) -> tuple[Step, Mapping[str, str] | None, dict[str, Fingerprint]]:
+    """A stage as things stand, the parts of the key it last ran with, and what each of its hooks reaches."""
+    step = next(s for s in planner.steps() if s.stage.name == stage)
+    before = step.record or planner.ledger.head(stage)
+    prints = {hook: planner.fingerprint(hook) for hook in planner.hooks(step.stage)}
+    return step, before.parts if before else None, prints
 
 
 def states(planner: Planner, steps: list[Step]) -> dict[str, str]:

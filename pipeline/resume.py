@@ -67,6 +67,18 @@ def cut_short(project: Project) -> tuple[Path, tuple[str, ...]] | None:
     return next((found for found in _unfinished(project) if has_checkpoint(found[0])), None)
 
 
+def to_prove(project: Project) -> tuple[Project, Stage, str]:
+    """The project whose training is proved, its stage, and what is to be said of that.
+
+    Without overrides those of the training that was cut short last hold.
+    """
+    last = None if project.sets else cut_short(project)
+    if last is None or not last[1]:
+        return project, resumable(project), ""
+    then = load(project.root, last[1])
+    return then, resumable(then), f"with {as_options(last[1])}, as the training that was cut short"
+
+
 def _unfinished(project: Project) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """Working folder and overrides of each training that would, with those overrides, still be the same; the one begun
     last first."""

@@ -771,7 +771,7 @@ FAILURES: dict[str, tuple[int, str | None, str, str]] = {
     "run duoble": (2, None, "there is no stage 'duoble' here", "did you mean 'double'?"),
     "run all source": (2, None, "`all` means every stage", "pipe run all"),
     "run all --force=1": (2, None, "Option '--force' does not take a value", ""),
-    "run all --set a.b c": (2, "--set", "expected key=value, saw 'a.b'", "for example: --set"),
+    "run all --set a.b c": (2, "--set", "expected key=value in one piece, saw 'a.b'", "--set a.b=c"),
     "run all --set source.epoch=1": (
         2,
         "--set source.epoch=1",
@@ -936,6 +936,16 @@ def test_the_traceback_of_a_process(folder: Folder) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ drawing
+
+
+def test_warnings_and_log_records_are_plain(folder: Folder) -> None:
+    log = "logging.getLogger('x').warning(name)"
+    talk = ["import logging, warnings", f"name = {ESCAPE!r}", "warnings.warn(name)", log]
+    lines = "".join(f"    {line}\n" for line in talk)
+    folder.edit("task.py", "    return [1, 2, 3]\n", f"{lines}    return [1, 2, 3]\n")
+    done = driver.run(folder.root, "run", "all")
+    assert done.returncode == 0 and done.stderr.count(PLAIN) == 2
+    assert "\x1b" not in done.stderr + done.stdout
 
 
 def test_a_terminal_sees_a_bar_while_a_stage_works() -> None:
