@@ -291,9 +291,10 @@ class Lane:
             self._look_at = self.steps + min(self.steps + 1, _LOOK_EVERY)
         if peers is not None:
             peers.reduce(self, synced=synced)
-        if self.strides is not None:
-            self.strides.settle()
         grads = [g for p in self.stepped if (g := p.grad) is not None]
+        if self.strides is not None and not self.strides.settled(grads):
+            self.strides.settle()
+            grads = [g for p in self.stepped if (g := p.grad) is not None]
         if len(grads) != len(self.stepped) and len(grads) not in self._counts:
             self._counts.add(len(grads))
             self.refresh()  # a parameter that was replaced has no gradient any more

@@ -34,6 +34,11 @@ class Strides:
         self._settled = []
         self.settle()
 
+    def settled(self, grads: Sequence[Tensor]) -> bool:
+        """Whether nothing differs, as far as can be told in little time: with a gradient of each parameter."""
+        now = self._settled
+        return [g.stride() for g in grads] == now and [p.stride() for p in self._params] == now
+
     @torch.no_grad()
     def settle(self) -> None:
         """Before a step, when the gradients are there: looks at states where a parameter has moved."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
@@ -22,10 +22,12 @@ from layerline.pipeline.errors import StageError
 
 Tensors = dict[str, Tensor]
 Classes = Mapping[str, type]
+_Held = tuple[dict[str, Any], Tensor, str]  # the node of a tensor, itself, and its name in the table
 _TAG = "$"
 _SEQUENCES: Mapping[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}
 _FACTORIES: Mapping[Any, str] = {dict: "dict", list: "list", set: "set", int: "int", float: "float"}
-_MAPPINGS: Mapping[str, Any] = {"dict": dict, "ordered": OrderedDict} | {
+_DICTS: Mapping[str, type] = {"ordered": OrderedDict, "counter": Counter}
+_MAPPINGS: Mapping[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": lambda pairs: Counter(dict(pairs))} | {
     f"default {name}": partial(defaultdict, factory) for factory, name in _FACTORIES.items()
 }
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -82,7 +84,8 @@ class _Reader:
         if kind in _VALUES:
             return _VALUES[kind](node)
         if kind in _TENSORS:
-            return _TENSORS[kind](self._tensors[node.get("at", at)])
+            tensor = self._tensors[node.get("at", at)]
+            return _TENSORS[kind](torch.as_strided(tensor, *node["view"]) if "view" in node else tensor)
         if kind in _SEQUENCES:
             return _SEQUENCES[kind](self.tree(node["items"], at))
         if kind == "deque":
@@ -123,7 +126,8 @@ class _Packer:
 
     def __init__(self, tensors: Tensors, classes: Classes) -> None:
         self._tensors, self._classes = tensors, classes
-        self._names: dict[object, str] = {}
+        self._held: dict[object, _Held] = {}
+        self._buffers: dict[object, list[_Held]] = {}
 
     def node(self, tree: Any, at: str) -> Any:
         if tree is None or isinstance(tree, bool):
@@ -150,23 +154,35 @@ class _Packer:
             parts = {name: self.node(getattr(tensor, name), f"{at}/{name}") for name in names}
             return {_TAG: "subclass", "class": _name(type(tensor)), "parts": parts, "size": list(tensor.shape),
                     "strides": list(tensor.stride()), "context": self.node(context, f"{at}/context")}  # fmt: skip
+        plain = not hasattr(tensor, "full_tensor") and tensor.layout is torch.strided and not tensor.is_meta
         key: object = id(tensor)
-        if (
-            not hasattr(tensor, "full_tensor")
-            and tensor.layout is torch.strided
-            and tensor.numel()
-            and not tensor.is_meta
-        ):
+        if plain and tensor.numel():
             key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key in self._held:
+            node, _, name = self._held[key]
+            node.setdefault("at", name)
+            return node
         name = at
-        if key in self._names:
-            name = self._names[key]
-        else:
-            while name in self._tensors:  # keys with a slash in them: {"a/b": …} beside {"a": {"b": …}}
-                name += "'"
-            self._names[key] = name
-            self._tensors[name] = tensor.detach()
-        return {_TAG: "tensor"} if name == at else {_TAG: "tensor", "at": name}
+        while name in self._tensors:  # keys with a slash in them: {"a/b": …} beside {"a": {"b": …}}
+            name += "'"
+        held = self._held[key] = ({_TAG: "tensor"} if name == at else {_TAG: "tensor", "at": name}, tensor, name)
+        others = self._buffers.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []) if plain else []
+        others.append(held)
+        self._tensors[name] = tensor.detach()
+        for other in others[:-1]:
+            if _overlap(other[1], tensor):
+                self._share(other, held)
+                break
+        return held[0]
+
+    def _share(self, first: _Held, second: _Held) -> None:
+        """Two views of one buffer stay that: what is written through one is read through the other."""
+        base = first[0].setdefault("at", first[2])
+        del self._tensors[second[2]]
+        whole = torch.empty(0, dtype=first[1].dtype, device=first[1].device)
+        self._tensors[base] = whole.set_(first[1].untyped_storage())
+        for node, view, _ in (first, second):
+            node |= {"at": base, "view": [list(view.shape), list(view.stride()), view.storage_offset()]}
 
     def _array(self, array: Any, at: str) -> Any:
         try:
@@ -176,7 +192,7 @@ class _Packer:
         return {**self._tensor(tensor, at), _TAG: "scalar" if isinstance(array, np.generic) else "array"}
 
     def _mapping(self, tree: Mapping[Any, Any], at: str) -> Any:
-        kind = "ordered" if isinstance(tree, OrderedDict) else "dict"
+        kind = next((kind for kind, cls in _DICTS.items() if isinstance(tree, cls)), "dict")
         if isinstance(tree, defaultdict):
             if tree.default_factory not in _FACTORIES:
                 raise StageError(f"a defaultdict of {tree.default_factory} cannot be saved", where=at)
@@ -224,6 +240,13 @@ class _Packer:
             where=at,
             hint="state may hold tensors, arrays, numbers, text, and the containers of python",
         )
+
+
+def _overlap(*tensors: Tensor) -> bool:
+    """Whether the memory from the first to the last element of one meets that of the other."""
+    starts = [t.storage_offset() for t in tensors]
+    ends = [t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in tensors]
+    return all(t.numel() for t in tensors) and max(starts) <= min(ends)
 
 
 def _segment(coded: Any, index: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +43,7 @@ def _through(tree: Any, path: Path) -> Any:
     [
         {0.9: 1, 0.99: 2}, {(0, 1): "x", (2,): "y"}, {True: 1, 2: 2, "2": 3, None: 4}, {"$": 1}, {b"k": b"\x00\xff"},
         {1, 2}, frozenset({"a"}), deque([1, (2.5,)], maxlen=3), OrderedDict(b=1, a=2), defaultdict(list, a=[1]),
+        Counter({"b": 2, 5: 0}),
         torch.Size([2, 3]), torch.bfloat16, torch.device("cuda:1"), 1 + 2j, complex("nan+infj"), -0.0, 2**80,
         np.float64(0.1), np.int64(3), np.bool_(True), np.float32(1e-45), Kind.ONE, Pair(1, [2]), None, True,
     ],
@@ -100,6 +101,21 @@ def test_a_tensor_that_is_held_twice_is_one_tensor(tmp_path: Path) -> None:
     back = _through({"a": one, "b": [one.detach()], "c": one.clone()}, tmp_path / "a")
     back["a"] += 1
     assert back["b"][0] is back["a"] and back["c"].tolist() == [1, 1, 1]
+
+
+def test_views_of_one_buffer_stay_views_of_one_buffer(tmp_path: Path) -> None:
+    flat = torch.arange(12.0)
+    tree = {"rows": flat[2:8].view(2, 3).t(), "flat": flat, "apart": [flat.clone()[:3]], "again": flat[2:8]}
+    back = _through(tree, tmp_path / "a")
+    assert all(torch.equal(back[n], tree[n]) for n in ("rows", "flat", "again")) and back["apart"][0].tolist() == [
+        0,
+        1,
+        2,
+    ]
+    back["flat"].zero_()
+    assert not back["rows"].any() and not back["again"].any() and back["apart"][0].any()
+    halves = _through({"a": flat[:6], "b": flat[6:]}, tmp_path / "a")
+    assert halves["a"].untyped_storage().nbytes() == halves["b"].untyped_storage().nbytes() == 24
 
 
 def test_keys_that_look_alike_are_kept_apart(tmp_path: Path) -> None:
