@@ -93,10 +93,11 @@ def _is_text(head: bytes) -> bool:
 def _text(path: Path, head: bytes) -> StageError:
     try:
         shards = sorted(set(read_json(path, size=_INDEX_BYTES)["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        first = shards[0]
+    except (ValueError, LookupError, TypeError, AttributeError):
         start = " ".join(head.decode("utf-8", "replace").split())
         return StageError(f"it is text, expected a checkpoint; it begins {start[:60]!r}", where=path.name)
-    kind = "safetensors.torch.load_file(f)" if str(shards[0]).endswith(".safetensors") else "torch.load(f)"
+    kind = "safetensors.torch.load_file(f)" if str(first).endswith(".safetensors") else "torch.load(f)"
     return StageError(
         f"an index, which says in which file each tensor lies, not the tensors; they lie in {len(shards)} files: "
         f"{', '.join(map(str, shards[:4]))}{', …' if len(shards) > 4 else ''}",

@@ -170,7 +170,9 @@ def _build_stage(name: str, raw: Any, document: Document) -> Stage:
         stage = cls.model_validate(raw or {})
     except ValidationError as error:
         told = mistake(cls, raw or {}, error)
-        hint = _hint(str(told.place[-1]), told.hint) if told.what in _UNKNOWN else told.hint
+        hint = told.hint
+        if told.what in _UNKNOWN and told.place:  # a field whose name is no text has no place
+            hint = _hint(str(told.place[-1]), hint)
         raise document.error((name, *told.place), told.what, hint) from None
     for wrong in (numbers_in_disguise(raw or {}, stage.model_dump()), beyond_64_bits(raw or {})):
         if first := next(wrong, None):

@@ -61,3 +61,10 @@ def test_a_field_at_another_place_is_told(text: str, meant: str, tmp_path: Path)
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, [text])
     assert caught.value.hint == f"did you mean {meant}?"
+
+
+@pytest.mark.parametrize("text", ["train: {1.5: 2}", "train: {true: 1}", "train: {null: 1}", "train: {[a]: 1}"])
+def test_a_field_whose_name_is_no_text(text: str, tmp_path: Path) -> None:
+    (tmp_path / "pipe.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"pipe.yaml:1:1: train.*(unknown field|no such field)"):
+        load(tmp_path)

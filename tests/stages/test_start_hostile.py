@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 
 from layerline.pipeline import housekeeping, newfiles, start
 from layerline.pipeline import project as projects
-from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.generated import check_python, check_yaml, plain, python_literal, yaml_value
 from layerline.pipeline.hooksfile import Array, Hooks
 from layerline.pipeline.starter import Section, dims, pipe_yaml, values
@@ -102,9 +102,10 @@ def test_control_characters_in_names_are_escaped(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("dim", [n for n in [*NAMES, *CONTROL] if n])
 def test_names_of_sizes_are_comments(dim: str) -> None:
     section = Section({"file": "m.onnx"}, comments=[*dims({dim: f"{dim} axis 0"}), *values({dim: 3.0})])
-    text = pipe_yaml(dim, dim, {"import-onnx": section, "quantize": Section({"mode": "int8"})})
+    name = dim.replace("\0", "")  # no YAML text holds it, nor does the name of a folder
+    text = pipe_yaml(name, dim, {"import-onnx": section, "quantize": Section({"mode": "int8"})})
     assert plain(parse(text, "p")) == {
-        "name": dim, "task": "task.py", "import-onnx": {"file": "m.onnx"}, "quantize": {"mode": "int8"},
+        "name": name, "task": "task.py", "import-onnx": {"file": "m.onnx"}, "quantize": {"mode": "int8"},
     }  # fmt: skip
     assert text.replace("\n", "").isprintable() and len(text) < 20_000
 
@@ -268,6 +269,46 @@ def test_a_project_in_a_folder_of_any_name(name: str, tmp_path: Path) -> None:
     assert project.name == name or not name.isprintable()
 
 
+# Checkpoints
+
+
+@pytest.mark.parametrize("name", [*(n for n in NAMES if n and n.isprintable() and "/" not in n), "x/y"])
+def test_names_of_a_checkpoint_s_inputs_are_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets.py").write_text("def build(): ...\n")
+    weights = tmp_path / f"{name.replace('/', '')[:50]}.pt"
+    if "\\" in name:
+        weights = tmp_path / "w.pt"
+    weights.write_bytes(b"\x80\x02")
+    np.savez(tmp_path / "s.npz", **{name: np.ones((20, 4), "f"), "label": np.zeros(20, "i8")})
+    start.from_checkpoint(tmp_path / "p", weights, "nets:build", tmp_path / "s.npz")
+    raw = plain(parse((tmp_path / "p" / "pipe.yaml").read_text("utf-8"), "pipe.yaml"))
+    assert raw == {
+        "name": "p", "task": "task.py", "import-weights": {"file": weights.name},
+        "export": {"dynamic": {name: {0: "batch"}}}, "quantize": {"mode": "int8"},
+    }  # fmt: skip
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _hooks(tmp_path / "p")["calib_data()"][1][name].shape == (4, 4)
+
+
+NO_INDEX = ["[" * 100_000, "9" * 5000, "{}", "null", '{"weight_map": {}}', '{"weight_map": [1]}',
+            '{"weight_map": {"a": [1]}}', '{"weight_map": {"a": ' + "9" * 5000 + "}}"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_INDEX)
+def test_text_that_is_no_index_is_told(text: str, tmp_path: Path) -> None:
+    (tmp_path / "w.pt").write_text(text)
+    with pytest.raises(StageError, match=r"w\.pt: it is text, expected a checkpoint; it begins"):
+        start.from_checkpoint(tmp_path / "p", tmp_path / "w.pt", "nets:build")
+
+
+@pytest.mark.parametrize("spec", ["a:class", "class:x", "a.import:x", "nets:build;x", "nets:\u2028x", "", ":", "..:x"])
+def test_a_factory_is_a_name(spec: str, tmp_path: Path) -> None:
+    (tmp_path / "w.pt").write_bytes(b"\x80\x02")
+    with pytest.raises(ConfigError, match=r"expected package\.module:factory"):
+        start.from_checkpoint(tmp_path / "p", tmp_path / "w.pt", spec)
+
+
 # The checks themselves
 
 
@@ -275,7 +316,7 @@ def test_a_project_in_a_folder_of_any_name(name: str, tmp_path: Path) -> None:
 @given(st.text(st.characters(), max_size=30))
 def test_any_text_survives_as_a_literal(text: str) -> None:
     assert ast.literal_eval(python_literal(text)) == text
-    if text < "\ufffe" or not {"\ufffe", "\uffff"} & set(text):
+    if "\0" not in text and not any("\ud800" <= c <= "\udfff" or c in "\ufffe\uffff" for c in text):
         check_yaml(f"a: {yaml_value(text)}\nb: {yaml_value([{text: text}])}\n", {"a": text, "b": [{text: text}]}, "p")
 
 
