@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from layerline.calib.samples import Array, Batch, Input, Samples
-from layerline.pipeline.batches import mapped, outlined
+from layerline.pipeline.batches import form, leaves, mapped, outlined
 from layerline.pipeline.errors import ConfigError, TaskError
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.metric import accuracy, joined, score
@@ -93,16 +95,27 @@ def _try_metric(
         try:
             found = score(metric, outputs, targets)
         except TaskError as on_few:
+            more = _predicted(look, source, inputs, run, MORE)
             try:
-                found = score(metric, *_predicted(look, source, inputs, run, MORE))
+                found = score(metric, *more)
             except TaskError:
-                raise on_few from None
+                if form(source, "eval_data") != "batches" or not _of_one_class(more[1]):
+                    raise on_few from None
+                look.warn("metric()", on_few.what, f"the first {MORE} samples are of one class: shuffle eval_data(), "
+                          "or make sure that metric() takes all of it", on_few.where)  # fmt: skip
+                return
     if not found and max_drop is not None:
         raise TaskError(
             "it gave no figure, and quantize.max_drop asks for one", hint="return a number, or numbers by name"
         )
     told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-    look.ok("metric()", f"{told or 'no figure'} of the untrained model on outputs {outlined(outputs)}")
+    look.ok("metric()", f"{told or 'no figure'} on outputs {outlined(outputs)}")
+
+
+def _of_one_class(targets: Any) -> bool:
+    """Whether samples drawn from the start of the data are all alike, so that a metric over classes has no value."""
+    first = next(leaves(targets))
+    return bool(np.unique(np.asarray(first)).size <= 1)
 
 
 def _predicted(look: Inspection, source: Any, inputs: Sequence[Input], run: Run, limit: int) -> tuple[Any, Any]:

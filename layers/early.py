@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from layerline.pipeline.errors import ConfigError, brief
 
 LARGEST = 64 << 20
 """Bytes that the inputs may take where a declared size is tried."""
+PATIENCE_S = 5.0
+"""Seconds that forward() is thought to take there, at most; the time of attention grows with the square of a size."""
 
 
 def refuse_ranges(call: Call, ranges: Mapping[str, tuple[int, int]]) -> None:
@@ -45,9 +48,13 @@ def refuse_sizes(call: Call, axes: Axes) -> None:
     Raises:
         ConfigError: it fails at one of them.
     """
+    started = time.perf_counter()
+    call.run(call.feed)
+    took = time.perf_counter() - started
     for name, bounds in axes.bounds.items():
         for size in (bounds.min, bounds.max):
-            if size is None or size == axes.size(call.feed, name):
+            here = axes.size(call.feed, name)
+            if size is None or size == here or took * (size / here) ** 2 > PATIENCE_S:
                 continue
             feed = axes.resized(call.feed, {name: size})
             said = _said(call, feed) if sum(a.nbytes for a in feed.values()) <= LARGEST else None

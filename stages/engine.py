@@ -84,9 +84,9 @@ class Engine(Stage):
 
     def check(self, look: Inspection) -> None:
         with look.item("engine.profiles"):
-            profiles = self._resolved(look.need("signature"))
-            told = f"{len(profiles)} of sizes that the model takes" if self.profiles else "one over all sizes"
-            look.ok("engine.profiles", told)
+            signature = look.need("signature")
+            if self.profiles:  # without any, one spans what the stage before finds out
+                look.ok("engine.profiles", f"{len(self._resolved(signature))} of sizes that the model takes")
         with look.item("engine.runtime"):
             backend, why = self._choose(())
             look.ok("engine.runtime", f"{backend.name}: {why}")

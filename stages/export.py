@@ -161,12 +161,14 @@ class Export(Stage):
 
     def check(self, look: Inspection) -> None:
         from layerline.layers import early
+        from layerline.layers.calls import refuse_training
         from layerline.layers.tracing import refuse_opset
 
         with look.item("export.opset"):
             refuse_opset(self.opset)
         with look.item("export.dynamic"):
             module, example = look.need("network"), look.need("example")
+            refuse_training(module)
             call, axes = self._call(module, look.task, example)
             early.refuse_sizes(call, axes)
             told = ", ".join(f"{given} axis {axis} is {name}" for (given, axis), name in axes.names.items())

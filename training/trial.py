@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from layerline.training import data, golden, rng, shipping
 from layerline.training.config import Config
 from layerline.training.data import Batches, each_tensor, size, to_device
 from layerline.training.fit import loss_of, steps_per_epoch
+from layerline.training.modes import train_mode
 from layerline.training.names import named
 from layerline.training.optimizer import ModelOptimizer
 
@@ -45,7 +47,8 @@ def look_at_training(
     with look.item("model()"):
         look.shared["trained"] = _model(look)
     with look.item("train_data()"):
-        look.shared["batch"] = _batch(look, steps, batch_size)
+        look.shared["batch"], look.shared["more"] = _batches(look, batch_size)
+        look.shared["total"] = steps or epochs * steps_per_epoch(look.shared["more"], config.accumulate.steps)
     if config.monitor.valid_interval:
         with look.item("eval_data()"):
             if not look.task.has("eval_data"):
@@ -54,17 +57,19 @@ def look_at_training(
                     hint="define eval_data(), or leave valid_interval out",
                 )
     with look.item("train"):
-        model = look.need("trained").to(where).train()
-        total = steps or epochs
+        model, total = look.need("trained").to(where), look.need("total")
+        for text in train_mode(model):
+            look.warn("model()", text, "see docs/training.md")
         if config.scheduler.total_steps is None:
-            config = config.replace(scheduler={"total_steps": max(total, 2)})
+            config = config.replace(scheduler={"total_steps": total})
         mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
         with look.item("loss()"):
-            _try_loss(look, mo, to_device(look.need("batch"), where))
+            _try_loss(look, mo, where)
         with look.item("train.batch_size"):
             _try_last_batch(look, mo, batch_size, where)
-    for name in ("trained", "batch"):
+    for name in ("trained", "batch", "more"):
         look.shared.pop(name, None)
+    gc.collect()  # the network of the later stages must not lie beside this one
 
 
 def look_at_example(look: Inspection) -> None:
@@ -103,29 +108,30 @@ def _tell_model(look: Inspection, model: nn.Module) -> None:
         look.warn("model()", "no parameter requires a gradient", "let those that are to be trained require one")
 
 
-def _batch(look: Inspection, steps: int | None, batch_size: int) -> Any:
+def _batches(look: Inspection, batch_size: int) -> tuple[Any, Batches]:
+    """A batch of two samples, and the batches that training will draw."""
     source = look.task.call("train_data")
     batches = Batches(source, batch_size=SAMPLES, seed=None)
     with look.task.blaming("drawing a batch of train_data()"):
         batch = next(batches.forever())
-    if steps is None:
-        steps_per_epoch(Batches(source, batch_size=batch_size, seed=None), 1)
     there = batches.samples
     told = "" if there is None else f" of {there} samples"
     look.ok("train_data()", f"{described(batch)}{told}")
     look.shared["samples"] = there
-    return batch
+    return batch, Batches(source, batch_size=batch_size, seed=None)
 
 
-def _try_loss(look: Inspection, mo: ModelOptimizer, batch: Any) -> None:
-    """A loss and its gradient on two samples; on the whole batch, where one that came ready-made can't be cut."""
+def _try_loss(look: Inspection, mo: ModelOptimizer, where: torch.device) -> None:
+    """A loss and its gradient on two samples; on a whole batch where it fails on two, as one over pairs may."""
+    batch = to_device(look.need("batch"), where)
     few = each_tensor(batch, lambda t: t[:SAMPLES] if t.ndim and len(t) == size(batch) else t)
     try:
         loss = _loss(look, mo, few)
-    except TaskError:
-        if size(batch) <= SAMPLES:
-            raise
-        loss = _loss(look, mo, batch)
+    except TaskError as on_few:
+        try:
+            loss = _loss(look, mo, to_device(next(look.need("more").forever()), where))
+        except TaskError:
+            raise on_few from None
     missing = [n for n, p in named(mo.model).params.items() if p.requires_grad and p.grad is None]
     trained = [n for n, p in named(mo.model).params.items() if p.requires_grad]
     if trained and len(missing) == len(trained):

@@ -292,6 +292,43 @@ def test_further_wrong_projects_are_told(name: str, tmp_path: Path) -> None:
     told(SLOW[name], tmp_path / "p")
 
 
+RIGHT = {
+    "a loss over pairs": Wrong(
+        "",
+        "",
+        "def loss(net, batch):\n    assert len(batch[0]) >= 4\n    return net(batch[0]).pow(2).mean()",
+    ),
+    "a metric over classes, in loaders sorted by class": Wrong(
+        "",
+        "",
+        "def eval_data(): return [(X[Y == k][:19], Y[Y == k][:19]) for k in (0, 1) for _ in range(5)]\n"
+        "def metric(outputs, targets):\n    if len(set(targets)) < 2: raise ValueError('one class')\n    return 1.0",
+    ),
+    "a warm-up longer than the epochs are many": Wrong(
+        "", "", yaml="train: {epochs: 2, batch_size: 4, scheduler: {name: cosine, warmup_steps: 8}}", old="train"
+    ),
+    "a calibration that is read once": Wrong("", "", "def calib_data(): yield X[:9]"),
+    "an optional second input": Wrong(
+        "",
+        "",
+        "class Masked(Net):\n    def forward(self, x, mask=None):\n"
+        "        return super().forward(x if mask is None else x * mask)\n"
+        "def model(): return Masked()",
+    ),
+    "no profiles and no bounds": Wrong("", "", yaml="engine: {}\nexport: {dynamic: {x: {0: n}}}", old="engine"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_training_takes_is_not_refused(name: str, tmp_path: Path) -> None:
+    right = RIGHT[name]
+    root = project(tmp_path / "p", right)
+    if "export" in right.yaml:
+        text = "".join(f"{ln}\n" for ln in (root / "pipe.yaml").read_text().splitlines() if "max: 32" not in ln)
+        (root / "pipe.yaml").write_text(text)
+    assert not looked_at(root).errors
+
+
 def test_a_disk_without_room_is_the_machines_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage: Any = type("Usage", (), {"free": 1 << 20})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
