@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.inspection import Inspection
@@ -15,13 +16,18 @@ from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.start import Look
 
 if TYPE_CHECKING:
+    from layerline.backends.isolated import Relay
     from layerline.backends.light import Light
+    from layerline.backends.limits import Limits
     from layerline.graph.adopt import Adopted
     from layerline.layers.dims import Places
     from layerline.layers.feeding import Declared, Feeder
     from layerline.layers.foreign import Fed
 
 
+_MOST_MEMORY = 8.0  # GB
+# What onnxruntime, the C++ library and numpy say of memory that they don't get.
+_NO_MEMORY = ("Failed to allocate memory", "bad_alloc", "bad allocation", "Unable to allocate")
 _UNHEARD = ("BFLOAT16", "INT4", "UINT4", "FLOAT4", "INT2", "UINT2")
 
 
@@ -62,6 +68,25 @@ class Range(_Field):
     high: int
 
 
+@dataclass(frozen=True)
+class _Place:
+    """What the import needs of its `Work`, in the process that does it.
+
+    Attributes:
+        root: the project's folder.
+        sources: where the project's files are read.
+        out: where the artifact goes.
+        log: what to say goes to the caller.
+        limits: what this process may take.
+    """
+
+    root: Path
+    sources: Path
+    out: Path
+    log: Relay
+    limits: Limits
+
+
 class ImportOnnx(Stage):
     """Takes a file as it comes: opsets from 11, weights as Constant nodes, initializers that are also inputs, external
     data, functions, nested If and Loop. Its own names stay."""
@@ -71,6 +96,7 @@ class ImportOnnx(Stage):
     takes: ClassVar[Mapping[str, str]] = {}
     gives: ClassVar[str] = "onnx"
     env: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnxruntime")
+    unkeyed: ClassVar[frozenset[str]] = frozenset({"max_memory_gb", "max_seconds"})
 
     file: str
     """The model, inside the project."""
@@ -91,6 +117,11 @@ class ImportOnnx(Stage):
     tolerance: float | None = Field(default=None, ge=0)
     """Greatest relative L2 error of a value against the file as given; else a stated multiple of what rounding does to
     the value, measured here."""
+    max_memory_gb: PositiveFloat | None = None
+    """Memory that the model may take while it is tried and compared, in GB (1e9 bytes), beyond four times the size of
+    its files; else 8, or half of this machine's where that is less."""
+    max_seconds: PositiveInt = 1800
+    """How long the import may take."""
 
     @classmethod
     def look(cls, path: Path, data: Path | None) -> Look:
@@ -135,6 +166,7 @@ class ImportOnnx(Stage):
 
     def check(self, look: Inspection) -> None:
         from layerline.backends.onnxruntime import OnnxRuntime
+        from layerline.graph import sizes
         from layerline.graph.adopt import freeze
         from layerline.layers import dims, early, foreign
         from layerline.layers.interface import signature
@@ -147,6 +179,9 @@ class ImportOnnx(Stage):
             with look.item("import-onnx.dims"):
                 declared = self._declare(adopted.light, dims.places(adopted.light))
                 freeze(adopted.light, self.values)
+                limits = self._limits(look.root)
+                sizes.refuse_endless(adopted.light)
+                sizes.refuse_large(adopted.light, limits.memory, limits.hint)
                 inputs = signature(adopted.light).inputs
                 foreign.ranges(adopted.original, inputs, {n: (r.low, r.high) for n, r in self.ranges.items()})
                 known = {n: Dim(min=d.min or 1, max=d.max, multiple=d.multiple or 1)
@@ -158,6 +193,29 @@ class ImportOnnx(Stage):
                 look.ok("import-onnx.dims", ", ".join(f"{v.name} {v.shape}" for v in inputs) or "no inputs")
 
     def run(self, work: Work) -> Report:
+        from layerline.backends import isolated
+
+        limits = self._limits(work.root)
+        places = (work.root, work.sources, work.out)
+        report: Report = isolated.bounded(_imported, self, *places, limits, limits=limits, log=work.log)
+        return report
+
+    def _limits(self, root: Path) -> Limits:
+        """What the process may take that runs the model: its weights, several times, and what it computes."""
+        from layerline.backends.limits import GB, Limits, machine_memory
+
+        stored = sum(path.stat().st_size for name in self.files() if (path := root / name).is_file())
+        own = _MOST_MEMORY * GB if self.max_memory_gb is None else self.max_memory_gb * GB
+        if self.max_memory_gb is None:
+            own = min(own, machine_memory() / 2)
+        return Limits(
+            memory=int(own) + 4 * stored,
+            seconds=self.max_seconds,
+            what=f"trying {self.file}",
+            hint="import-onnx.max_memory_gb and import-onnx.max_seconds set what it may take",
+        )
+
+    def _import(self, work: _Place) -> Report:
         from layerline.layers import dims, probes
         from layerline.layers.interface import signature
         from layerline.layers.parts import unchanged
@@ -233,7 +291,7 @@ class ImportOnnx(Stage):
         return found
 
     def _feed(
-        self, work: Work, adopted: Adopted, declared: Mapping[str, Declared], arrays: Mapping[str, Any]
+        self, work: _Place, adopted: Adopted, declared: Mapping[str, Declared], arrays: Mapping[str, Any]
     ) -> tuple[Feeder, Fed]:
         from layerline.graph.adopt import freeze
         from layerline.graph.checks import refuse_training
@@ -242,6 +300,7 @@ class ImportOnnx(Stage):
         from layerline.layers.interface import signature
 
         constants = freeze(adopted.light, self.values)
+        _refuse_beyond(work, adopted.light)
         refuse_training(adopted.light)
         inputs = signature(adopted.light).inputs
         if not inputs:
@@ -253,6 +312,36 @@ class ImportOnnx(Stage):
             return feeder, foreign.from_samples(feeder, given, self.probes, ranges)
         work.log.say("no samples given: looking for inputs that the model takes")
         return feeder, foreign.from_nothing(feeder, ranges)
+
+
+def _imported(stage: ImportOnnx, root: Path, sources: Path, out: Path, limits: Limits, log: Relay) -> Report:
+    """The import in its own process.
+
+    Raises:
+        StageError: as the stage's run; where memory ran out, with the limit.
+    """
+    try:
+        return stage._import(_Place(root, sources, out, log, limits))
+    except StageError as error:
+        if any(words in error.what for words in _NO_MEMORY):
+            raise StageError(error.what, where=error.where, hint=limits.hint) from error
+        raise
+
+
+def _refuse_beyond(work: _Place, light: Light) -> None:
+    """Refuses what can't be run within the limits, whatever it is fed with; notes the loops down, for the error of a
+    run that has to be ended.
+
+    Raises:
+        StageError: names the node.
+    """
+    from layerline.graph import sizes
+
+    sizes.refuse_endless(light)
+    sizes.refuse_large(light, work.limits.memory, work.limits.hint)
+    for node, rounds in list(sizes.loops(light.model))[:3]:
+        told = "an unknown number of" if rounds is None else f"up to {rounds}"
+        work.log.suspect(f"its Loop node {node.name or node.output[0]} runs {told} rounds")
 
 
 def _refuse_types(light: Light) -> None:
