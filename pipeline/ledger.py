@@ -27,7 +27,7 @@ from pydantic import AfterValidator, AllowInfNan, Field, StrictBool, StringConst
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.files import entries, sha256, write_own
 from layerline.pipeline.report import Report
-from layerline.pipeline.untrusted import parse_json, read_json
+from layerline.pipeline.untrusted import parse_json, printable, read_json
 
 _LAST_SEQUENCE = 2**53
 _RECORD_BYTES = 1 << 26
@@ -86,13 +86,28 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Told:
+    """An error as a person read it."""
+
+    error: str
+    where: str | None = None
+    hint: str | None = None
+
+
+def as_told(error: PipeError) -> Told:
+    """An error as a run keeps it: escaped, since a name in it may hold what no file can (half of a character)."""
+    what, where, hint = (printable(text, keep="\n") for text in (error.what, error.where, error.hint))
+    return Told(what, where or None, hint or None)
+
+
+@dataclass(frozen=True)
 class Run:
     """One `pipe run` that changed something: the record of every stage it ended with, in order.
 
     `ran` names the stages that were at work in it: those that left their record, or ended in an error. The records of
     others are of an earlier run, and so are their times. `sets` are the overrides (`key.path=value`) it was given.
     `sequence` counts the runs of the project: it orders them, since a clock can be set back. Runs that were written
-    without it come first, by their ids.
+    without it come first, by their ids. `errors` are those of stages that left no record.
     """
 
     id: Name
@@ -101,6 +116,7 @@ class Run:
     ran: tuple[str, ...]
     sets: tuple[str, ...] = ()
     sequence: Annotated[int, Field(ge=0, le=_LAST_SEQUENCE)] = 0
+    errors: Mapping[str, Told] = field(default_factory=dict)
 
     @property
     def began(self) -> str:

@@ -27,7 +27,7 @@ from layerline.pipeline import env
 from layerline.pipeline.errors import PipeError, StageError, TaskError, Unavailable, machine_lacks
 from layerline.pipeline.files import copied, own_folder, remove, write_own
 from layerline.pipeline.inspection import Finding
-from layerline.pipeline.ledger import Record, Run, new_run_id
+from layerline.pipeline.ledger import Record, Run, as_told, new_run_id
 from layerline.pipeline.plan import ORDER, SETS, Planner, Step, open_planner, order, shown
 from layerline.pipeline.presence import at_work, lock, temporary_folder
 from layerline.pipeline.project import Project
@@ -398,19 +398,20 @@ class Runner:
         A stage that ended in an error has no record; its run is filed as well, or the one before would pass for it.
         """
         records = tuple(r.record for r in results if r.record)
-        errored = any(r.error and not r.record for r in results)
+        errors = {r.name: as_told(r.error) for r in results if r.error and not r.record}
+        errored = bool(errors)
         if not records and not errored:
             return run_id
         newest = next(self.ledger.runs(), None)
         if newest is not None and newest.id != run_id:
-            as_before = not newest.passed and newest.records == records
+            as_before = not newest.passed and (newest.records, newest.errors) == (records, errors)
             if as_before if errored else all(r in newest.records for r in records):
                 return newest.id
         # What the error was about (a full disk) may keep this from being written, too: the error is what is told.
         with suppress(OSError) if errored else nullcontext():
             ran = tuple(r.name for r in results if r.worked)
             passed = all(r.state in ("ran", "cached") for r in results)
-            self.ledger.put_run(Run(run_id, passed, records, ran, self.project.sets, self._sequence))
+            self.ledger.put_run(Run(run_id, passed, records, ran, self.project.sets, self._sequence, errors))
         return run_id
 
     def _later(self, ran: Sequence[Stage], made: dict[str, Artifact | None]) -> tuple[Step, ...]:

@@ -563,7 +563,10 @@ def _remedy(records: Sequence[LayerDiff]) -> str:
         return "try another calibrator or more samples"
     told = ", ".join(f"{n} ({own[n]:.1f} dB)" for n in worst)
     names = json.dumps(worst, ensure_ascii=False)
-    return f"the layers that lose most by themselves: {told}; keep them float with `skip: {names}` under quantize"
+    return (
+        f"the layers that lose most by themselves: {told}; keep them float with `skip: {names}` under quantize, or see "
+        "all: pipe diff quantize --sort own"
+    )
 
 
 def _own(record: LayerDiff) -> float | None:

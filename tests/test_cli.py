@@ -531,21 +531,20 @@ def test_runs(pipe: Pipe) -> None:
 def test_runs_show_settings_and_figures(pipe: Pipe, folder: Folder) -> None:
     folder.write("pipe.yaml", "source: {rate: 2, schedule: {warmup: 3}}\n")
     pipe("run", "all")
-    folder.edit("task.py", "a == b", "a >= b")
-    pipe("run", "all", "--set", "double.factor=3")
+    pipe("run", "all", "--set", "double.factor=3", "--set", "judge.at_least=-1")
     last, first = pipe("runs", "--json").document["runs"]
-    assert last["sets"] == ["double.factor=3"] and first["sets"] == []
+    assert last["sets"] == ["double.factor=3", "judge.at_least=-1"] and first["sets"] == []
     assert first["settings"] == {"source": {"rate": "2.0", "schedule.warmup": "3"}}
-    assert last["settings"] == {**first["settings"], "double": {"factor": "3"}}
-    assert last["changed"] == ["double: factor 2 -> 3", "judge: metric() changed"] and first["changed"] == []
-    assert last["metrics"] == {"source": {"sum": 12.0, "worst_case": "nan"}, "double": {}, "judge": {"score": 3.0}}
+    assert last["settings"] == {**first["settings"], "double": {"factor": "3"}, "judge": {"at_least": "-1.0"}}
+    assert last["changed"] == ["double: factor 2 -> 3", "judge: at_least 0 -> -1"] and first["changed"] == []
+    assert last["metrics"] == {"source": {"sum": 12.0, "worst_case": "nan"}, "double": {}, "judge": {"score": 0.0}}
     assert [line.split(maxsplit=1) for line in pipe("runs").out.splitlines()] == [
         [last["id"], f"{last['time']}  passed"],
         ["ran", "double judge"],
         ["kept", "source"],
-        ["--set", "double.factor=3"],
-        ["changed", "double: factor 2 -> 3; judge: metric() changed"],
-        ["figures", "judge: score 3"],
+        ["--set", "double.factor=3; judge.at_least=-1"],
+        ["changed", "double: factor 2 -> 3; judge: at_least 0 -> -1"],
+        ["figures", "judge: score 0"],
         [first["id"], f"{first['time']}  passed"],
         ["ran", "source double judge"],
         ["settings", "source.rate=2.0; source.schedule.warmup=3"],
@@ -578,6 +577,18 @@ def test_a_run_names_the_stage_that_ended_in_an_error(pipe: Pipe, folder: Folder
         ["double", "judge", "fault"],
         ["source", "double", "judge"],
     )
+    told = {"error": "channel 3 is all zeros", "where": "conv1.weight", "hint": "prune it"}
+    assert row["errors"] == {"fault": told}
+    assert "  error     fault: conv1.weight: channel 3 is all zeros" in pipe("runs").out.splitlines()
+    pipe("report")
+    page = (folder.root / "report.html").read_text()
+    assert "<li><b>fault</b> conv1.weight: channel 3 is all zeros<br><span>prune it</span></li>" in page
+    pipe("run", "all")
+    assert len(pipe("runs", "--json").document["runs"]) == 2, "the same error again is no other run"
+    folder.write("pipe.yaml", "fault: {how: full}\n")
+    pipe("run", "all")
+    newest = pipe("runs", "--json").document["runs"][0]
+    assert newest["errors"]["fault"]["error"] == "No space left on device", "another error is"
 
 
 def test_a_run_that_goes_back_has_its_own_time_and_says_what_it_kept(pipe: Pipe, folder: Folder) -> None:

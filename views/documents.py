@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from layerline.pipeline.errors import PipeError
@@ -50,6 +50,7 @@ def runs(found: Iterable[Run]) -> Document:
                 "stages": [r.stage for r in run.records],
                 "ran": list(run.ran),
                 "passed": run.passed,
+                "errors": {stage: asdict(error) for stage, error in run.errors.items()},
                 "sets": list(run.sets),
                 "settings": {stage: fields for stage, fields in differing.items() if fields},
                 "changed": changed(run.records, before.records) if before else [],

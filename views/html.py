@@ -140,6 +140,9 @@ def _failures(run: Run, reports: Mapping[str, Report]) -> str:
         f"<li><b>{escape(stage)}</b> {escape(e.what)}<br><span>{escape(e.hint)}</span></li>"
         for stage, e in errors.items()
     ]
+    for stage, error in run.errors.items():
+        what = f"{error.where}: {error.error}" if error.where else error.error
+        items.append(f"<li><b>{escape(stage)}</b> {escape(what)}<br><span>{escape(error.hint or '')}</span></li>")
     unexplained = [r.stage for r in run.records if not r.passed and r.stage not in errors]
     items += [f"<li><b>{escape(stage)}</b> did not pass</li>" for stage in unexplained]
     if not (run.passed or items):

@@ -235,6 +235,7 @@ def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
         facts = {
             "ran": [" ".join(row["ran"])],
             "kept": [" ".join(kept)],
+            "error": [": ".join(filter(None, (stage, e["where"], e["error"]))) for stage, e in row["errors"].items()],
             "--set": row["sets"],
             "changed": row["changed"],
             "settings": settings if row is rows[-1] else [],

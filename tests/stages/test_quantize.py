@@ -153,7 +153,8 @@ def test_the_accuracy_budget_is_a_gate_in_the_metrics_own_units(work):
     own = {r.name: r.extra["isolated_sqnr_db"] for r in report.records}
     worst = sorted((n for n in own if np.isfinite(own[n])), key=lambda n: own[n])[:3]
     assert not report.passed and gate.seen == "1 -> 0.5"
-    assert gate.hint.endswith(f"keep them float with `skip: {json.dumps(worst)}` under quantize")
+    assert f"keep them float with `skip: {json.dumps(worst)}` under quantize" in gate.hint
+    assert gate.hint.endswith("pipe diff quantize --sort own")
 
 
 def test_a_drop_of_exactly_the_budget_passes(work):

@@ -120,7 +120,13 @@ def test_the_heading_of_a_comparison_is_wrapped_between_words() -> None:
 def test_only_what_a_run_did_is_wrapped() -> None:
     stages = [f"stage-{i}" for i in range(18)]
     row = {"id": "20261129-204222-597146-63", "time": MADE, "passed": True, "stages": stages, "ran": stages[9:]}
-    row |= {"sets": [], "changed": [], "settings": {"stage-1": {"lr": "0.1"}}, "metrics": {"stage-9": {"loss": 0.1}}}
+    row |= {
+        "sets": [],
+        "errors": {},
+        "changed": [],
+        "settings": {"stage-1": {"lr": "0.1"}},
+        "metrics": {"stage-9": {"loss": 0.1}},
+    }
     found = lines(80, terminal.runs, [row, row | {"passed": False}])
     assert max(map(len, found)) <= 80
     assert found[0] == f"20261129-204222-597146-63  {MADE}  passed"
