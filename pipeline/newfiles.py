@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.untrusted import check_utf8
 
 
 def write(folder: Path, contents: Mapping[Path, bytes | Path]) -> list[Path]:
@@ -55,6 +56,7 @@ def check_folder(folder: Path) -> None:
         )
     if folder.exists() and not folder.is_dir():
         raise ConfigError("it is a file, not a folder", where=str(folder))
+    check_utf8(folder)
 
 
 def _check(folder: Path, targets: list[Path]) -> None:

@@ -18,6 +18,7 @@ from layerline.pipeline.errors import ConfigError, PipeError, TaskError
 from layerline.pipeline.mistakes import beyond_64_bits, elsewhere, mistake, nearest, numbers_in_disguise
 from layerline.pipeline.stage import Stage
 from layerline.pipeline.starter import project_name
+from layerline.pipeline.untrusted import check_utf8
 
 FILE = "pipe.yaml"
 STATE = ".layerline"
@@ -106,6 +107,7 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError("it is a file, not a folder", where=str(folder))
+    check_utf8(folder)
     document = Document(folder / FILE)
     for override in overrides:
         document.override(override)

@@ -8,9 +8,12 @@ YAML is read by `yamltext`, arrays by `npz`.
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
+
+from layerline.pipeline.errors import ConfigError
 
 DIGITS = 40
 """The longest number that is read: enough for every 128-bit integer, in decimal or in hex."""
@@ -53,6 +56,21 @@ def _escape(character: str) -> str:
 def storable(name: str) -> str:
     """A name of a file as UTF-8 can hold it: bytes that are none become escapes."""
     return name.encode("utf-8", "backslashreplace").decode()
+
+
+def check_utf8(folder: Path) -> None:
+    """Refuses a folder that other libraries can't open: onnxruntime and TensorRT take paths as UTF-8.
+
+    Raises:
+        ConfigError: its path, links followed, is no UTF-8.
+    """
+    path = os.path.realpath(folder)
+    if storable(path) != path:
+        raise ConfigError(
+            "the path of this folder is no UTF-8, and onnxruntime can't open files in it",
+            where=storable(path),
+            hint="rename the folder, or move the project elsewhere",
+        )
 
 
 def is_digest(text: object) -> bool:

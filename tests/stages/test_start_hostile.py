@@ -261,12 +261,20 @@ def test_a_file_that_comes_to_lie_there_meanwhile_stays(tmp_path: Path, monkeypa
     assert [p.name for p in (tmp_path / "p").iterdir()] == ["task.py"] and not (tmp_path / "victim").exists()
 
 
-@pytest.mark.parametrize("name", ["x\ntask: other.py", "x\x85y", os.fsdecode(b"\xff"), "a'\"b", "{x}", "on", " x"])
+@pytest.mark.parametrize("name", ["x\ntask: other.py", "x\x85y", "a'\"b", "{x}", "on", " x"])
 def test_a_project_in_a_folder_of_any_name(name: str, tmp_path: Path) -> None:
     housekeeping.init(tmp_path / name, "blank")
     project = projects.load(tmp_path / name)
     assert project.name.isprintable() and project.task == "task.py"
     assert project.name == name or not name.isprintable()
+
+
+def test_a_project_in_a_folder_whose_path_is_no_utf_8(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff") / "p"
+    for act in (lambda: housekeeping.init(folder, "blank"), lambda: projects.load(folder)):
+        with pytest.raises(ConfigError, match="the path of this folder is no UTF-8") as caught:
+            act()
+        assert caught.value.where.endswith("/\\udcff/p") and not folder.parent.exists()
 
 
 # Checkpoints
