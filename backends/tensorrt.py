@@ -120,7 +120,7 @@ class TensorRT:
         network = builder.create_network(_strongly_typed(trt))
         parser = trt.OnnxParser(network, messages.logger)
         if not parser.parse_from_file(model.name):
-            raise parse_failed([parser.get_error(i) for i in range(parser.num_errors)], modules)
+            raise parse_failed([parser.get_error(i) for i in range(parser.num_errors)], modules, Path(model.name))
         _refuse_shape_inputs(network)
         _mark(network, taps)
         _decompose_attention(trt, network)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from layerline.backends.network import Layer
+from layerline.backends.suspects import suspects
 from layerline.pipeline.errors import StageError
 
 # Said on every machine without a driver, or about the logger: nothing a person could act on.
@@ -50,20 +52,26 @@ class Messages:
         return told or [text for severity, text in self._said if severity in ("ERROR", "INTERNAL_ERROR")]
 
 
-def parse_failed(errors: Sequence[Any], modules: Mapping[str, str]) -> StageError:
+def parse_failed(errors: Sequence[Any], modules: Mapping[str, str], path: Path) -> StageError:
     """The error about the first node that the parser refuses.
 
     Args:
         errors: TensorRT's ParserError objects.
         modules: module path by node name.
+        path: the file that was parsed.
     """
     if not errors:
         return StageError("TensorRT's parser can't read the file", where="model.onnx")
     first = errors[0]
     node, op, text = first.node_name(), first.node_operator(), plain(first.desc())
+    if not node and not op:
+        op, named = suspects(str(first.func()), text, path)
+        node = named[0] if named else ""
+        if len(named) > 1:
+            text += f" (one of {len(named)} {op} nodes: {', '.join(named[:4])}{', …' if len(named) > 4 else ''})"
     if text == "false" or "Plugin not found" in text or "creator" in text:
         text = "it has no importer for this operator"
-    others = sorted({e.node_name() for e in errors} - {node})
+    others = sorted({e.node_name() for e in errors} - {node, ""})
     more = f"; {len(others)} more nodes, {others[0]} among them" if others else ""
     where = _where(node, op, modules) if node or not op else f"{op} node without a name, number {first.node()}"
     return StageError(f"TensorRT's parser refuses {op or 'the graph'}: {text}{more}", where=where, hint=_hint(text))
@@ -124,6 +132,8 @@ def _hint(text: str) -> str:
         return "run fuse: constant folding makes it an initializer, unless it depends on an input"
     if "dedicated kernel" in text:
         return "export attention as MatMul and Softmax, or in float16"
+    if text.startswith("Unsupported"):
+        return "TensorRT has this operator, not this form of it: write it with other operators, or cut the model there"
     return ""
 
 

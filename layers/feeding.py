@@ -148,13 +148,9 @@ class Feeder:
     def _vary(self, name: str, source: Source, first: Mapping[str, int], limit: float) -> list[Feed]:
         own, seen = self.declared.get(name), first[name]
         ran = self._run((name,), source, first, limit)
-        if not ran and own is None:
-            for other in self.free:
-                undecided = other not in (name, *self.same, *self.dims, *self.fixed) and other not in self.declared
-                if undecided and first[other] == seen and (ran := self._run((name, other), source, first, limit)):
-                    self.same[other] = name
-                    self.notes.append(f"{other} is always the size of {name}, and goes by its name")
-                    break
+        # One sample goes with any number of others by broadcasting, which says nothing about two.
+        if own is None and ran.keys() <= {1}:
+            ran = self._together(name, source, first, limit) or ran
         if not ran and own is None:
             self.fixed[name] = seen
             self.notes.append(f"{name} is fixed at {seen}: the model runs at no other size that was tried")
@@ -173,6 +169,20 @@ class Feeder:
         if own is None and step < min(sizes) and self._refuses(source, at) is None:
             self.edges.append(source.feed(at))
         return list(ran.values())
+
+    def _together(self, name: str, source: Source, first: Mapping[str, int], limit: float) -> dict[int, Feed]:
+        """Feeds at other sizes of a dimension and of the first others that it runs together with: one, or all."""
+        decided = {name, *self.same, *self.dims, *self.fixed, *self.declared}
+        alike = [d for d in self.free if d not in decided and first[d] == first[name]]
+        for others in [*((d,) for d in alike), *([tuple(alike)] if len(alike) > 1 else [])]:
+            ran = self._run((name, *others), source, first, limit)
+            if ran.keys() <= {1}:
+                continue
+            for other in others:
+                self.same[other] = name
+                self.notes.append(f"{other} is always the size of {name}, and goes by its name")
+            return ran
+        return {}
 
     def _run(self, names: tuple[str, ...], source: Source, first: Mapping[str, int], limit: float) -> dict[int, Feed]:
         """Feeds that the model takes with other sizes of these dimensions, which move together, by size."""

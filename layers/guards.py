@@ -33,6 +33,7 @@ from layerline.layers.axes import Axes
 from layerline.layers.blame import place
 from layerline.layers.calls import Call
 from layerline.layers.identity import source
+from layerline.layers.naming import any_names
 from layerline.pipeline.errors import brief
 
 ALL = 512
@@ -204,7 +205,7 @@ def elsewhere(call: Call, axes: Axes, feed: Feed, root: Path) -> tuple[Guard, ..
     # Where it asks for one size alone, that size is all there is to this part of it: automatic, not an error.
     shapes = call.shapes({n: dict.fromkeys(found, torch.export.Dim.AUTO) for n, found in axes.specs().items()})
     try:
-        with noting(root) as taken:
+        with any_names(), noting(root) as taken:
             torch.export.export(call.module, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # noqa: BLE001 - what of the user's module can be traced is the question
         return brief(error)

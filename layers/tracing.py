@@ -30,6 +30,7 @@ from layerline.layers.axes import Axes
 from layerline.layers.blame import blame, dropped
 from layerline.layers.calls import Call
 from layerline.layers.guards import Guard, Symbols, guards, noting, symbols
+from layerline.layers.naming import any_names
 from layerline.pipeline.errors import ConfigError, StageError
 
 
@@ -90,7 +91,7 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
     shapes = call.shapes(axes.specs())
     _forget_decompositions()
     try:
-        with quiet(), _frozen(call.module), call.tensors_alone(), noting(root) as taken:
+        with quiet(), any_names(), _frozen(call.module), call.tensors_alone(), noting(root) as taken:
             exported = torch.onnx.export(
                 call.module, args, kwargs=kwargs, dynamic_shapes=shapes if axes.names else None, dynamo=True,
                 opset_version=opset, optimize=False, verbose=False,

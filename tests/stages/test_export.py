@@ -14,7 +14,7 @@ import torch
 
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph import io
-from layerline.layers import floor, probes
+from layerline.layers import floor, identity, probes
 from layerline.layers.signature import Dim, Signature
 from layerline.pipeline.errors import ConfigError, PipeError, StageError, TaskError
 from layerline.pipeline.report import LayerDiff, Report
@@ -633,6 +633,13 @@ def test_an_encoder_is_exported_without_the_fast_path_that_writes_0_at_padding(p
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
     np.testing.assert_allclose(project.run(**feed)["output"], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ['a"b', "class", "a\nb"])
+def test_a_module_of_any_name_is_exported(project: Project, name: str) -> None:
+    body = f"return getattr(self, {name!r})(x)"
+    assert project.export(module(body, f"self.add_module({name!r}, nn.Linear(3, 3))")).passed
+    assert identity.modules(project.model()) == {"output": f"inner.{name}"}
 
 
 LEARNED = module(

@@ -354,6 +354,19 @@ def test_sizes_that_move_together_are_found_out(tmp_path: Path) -> None:
     assert any("b is always the size of a" in n for n in report.notes)
 
 
+@pytest.mark.parametrize("inputs", [2, 3])
+def test_batches_that_meet_in_a_sum_are_one_though_one_sample_would_broadcast(inputs: int, tmp_path: Path) -> None:
+    takes = ", ".join(f"float[n{i},4] x{i}" for i in range(inputs))
+    total = "".join(f"s{i} = Add ({'x0' if i == 1 else f's{i - 1}'}, x{i}) " for i in range(1, inputs))
+    given = model(f"""<ir_version: 8, opset_import: ["" : 17]> g ({takes}) => (float[n0,4] y) {{
+      {total} y = Relu (s{inputs - 1}) }}""")
+    report, out = imported(tmp_path, given)
+    signature = Signature.load(out)
+    assert [v.shape for v in signature.inputs] == [("n0", 4)] * inputs
+    assert signature.dims["n0"].max == 8 and signature.dims["n0"].min == 1
+    assert sum("is always the size of n0" in n for n in report.notes) == inputs - 1
+
+
 def test_a_declared_size_that_the_model_refuses_is_an_error(tmp_path: Path) -> None:
     given = model(
         """<ir_version: 8, opset_import: ["" : 17]> g (float[n,h] x) => (float[n,2,k] y) { y = Reshape (x, s) }""",
