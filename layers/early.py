@@ -23,6 +23,24 @@ from layerline.pipeline.errors import ConfigError, brief
 
 LARGEST = 64 << 20
 """Bytes that the inputs may take where a declared size is tried."""
+# Part of the name of torch's operator: what it may become, of the operators that have an int8 rule.
+_OPS = {
+    "conv_transpose": ("ConvTranspose",),
+    "aten.conv1d": ("Conv",),
+    "aten.conv2d": ("Conv",),
+    "aten.conv3d": ("Conv",),
+    "aten.convolution": ("Conv", "ConvTranspose"),
+    "aten.linear": ("Gemm", "MatMul"),
+    "addmm": ("Gemm", "MatMul"),
+    "mm": ("MatMul",),
+    "matmul": ("MatMul",),
+    "einsum": ("MatMul",),
+    "attention": ("MatMul",),
+    "aten.add": ("Add",),
+    "aten.cat": ("Concat",),
+    "avg_pool": ("AveragePool", "GlobalAveragePool"),
+    "aten.mean": ("GlobalAveragePool",),
+}
 PATIENCE_S = 5.0
 """Seconds that forward() is thought to take there, at most; the time of attention grows with the square of a size."""
 
@@ -67,8 +85,8 @@ def refuse_sizes(call: Call, axes: Axes) -> None:
                 )
 
 
-def traced(call: Call, axes: Axes, opset: int, root: Path) -> tuple[Signature, set[str]]:
-    """The signature that an export would have, and the names that are in it: values, modules and weights.
+def traced(call: Call, axes: Axes, opset: int, root: Path) -> tuple[Signature, set[str], set[str]]:
+    """The signature that an export would have, the names in it (values, modules and weights), and its operators.
 
     Raises:
         StageError: the model can't be exported; as the export stage tells it.
@@ -83,11 +101,13 @@ def traced(call: Call, axes: Axes, opset: int, root: Path) -> tuple[Signature, s
         with quiet(), call.tensors_alone():
             program = torch.export.export(call.module, args, kwargs, dynamic_shapes=shapes, strict=False)
         names |= {n.name for n in program.graph.nodes}
+        ops = {op for n in program.graph.nodes for part, found in _OPS.items() if part in str(n.target) for op in found}
     except Exception:  # noqa: BLE001 - the exporter has other ways, and its own words where all of them fail
         exported = trace(call, axes, opset, root)
         names |= onnx_names(exported.model)
+        ops = {n.op_type for n in io.nodes(exported.model)}
         ends = {n: top for n, (_, top) in exported.ranges.items()}
-    return _signature(call, axes, ends), names | {*call.feed, *call.outputs}
+    return _signature(call, axes, ends), names | {*call.feed, *call.outputs}, ops
 
 
 def all_names(call: Call, axes: Axes, opset: int, root: Path) -> Callable[[], set[str]]:

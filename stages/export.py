@@ -176,8 +176,8 @@ class Export(Stage):
             with look.item("export.ranges"):
                 _ranges(self.ranges, call)
             with look.item("export"):
-                signature, names = early.traced(call, axes, self.opset, look.root)
-                look.shared["signature"], look.shared["names"] = signature, names
+                signature, names, ops = early.traced(call, axes, self.opset, look.root)
+                look.shared["signature"], look.shared["names"], look.shared["ops"] = signature, names, ops
                 look.shared["all names"] = early.all_names(call, axes, self.opset, look.root)
                 look.shared["run"] = lambda feed: [*call.run(feed).values()]
                 look.ok("export", f"forward() can be traced; outputs {', '.join(call.outputs)}")

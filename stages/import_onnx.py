@@ -166,7 +166,7 @@ class ImportOnnx(Stage):
 
     def check(self, look: Inspection) -> None:
         from layerline.backends.onnxruntime import OnnxRuntime
-        from layerline.graph import sizes
+        from layerline.graph import io, sizes
         from layerline.graph.adopt import freeze
         from layerline.layers import dims, early, foreign
         from layerline.layers.interface import signature
@@ -188,6 +188,7 @@ class ImportOnnx(Stage):
                          for n, d in declared.items() if d.max}  # fmt: skip
                 session = OnnxRuntime().open(adopted.light)
                 look.shared["signature"] = signature(adopted.light, known)
+                look.shared["ops"] = {n.op_type for n in io.nodes(adopted.light.model)}
                 look.shared["names"] = early.onnx_names(adopted.light.model)
                 look.shared["run"] = lambda feed: [session.run(feed)[o] for o in session.outputs]
                 look.ok("import-onnx.dims", ", ".join(f"{v.name} {v.shape}" for v in inputs) or "no inputs")

@@ -102,6 +102,11 @@ class Quantize(Stage):
 
                 placement.check_ops(self.ops)
                 look.ok("quantize.ops", ", ".join(self.ops))
+                present = look.need("ops")
+                if self.mode == "int8" and not set(self.ops) & present:
+                    there = ", ".join(sorted(present & set(placement.OPS))) or "none with a rule"
+                    absent = f"none of {', '.join(self.ops)} is in the model, so nothing would be int8"
+                    look.warn("quantize.ops", absent, f"the model has {there}")
 
     def run(self, work: Work) -> Report:
         from layerline.calib.survey import Survey

@@ -79,14 +79,24 @@ def look_at_example(look: Inspection) -> None:
         if not any(f.item == "model()" for f in look.findings):
             _tell_model(look, network)
         look.shared["network"] = network
-    with look.item("example_inputs()"):
+    hooks = ("example_inputs", "eval_data", "train_data", "calib_data")
+    hook = next((h for h in hooks if look.task.has(h)), hooks[0])
+    with look.item(f"{hook}()"):
         network = look.need("network")
         example = data.example_inputs(look.task, forward=network.forward)
-        found = golden.record(network, *example)
+        try:
+            found = golden.record(network, *example)
+        except TaskError as error:
+            if hook != hooks[0] and not error.hint:
+                error.hint = f"there is no example_inputs(), so the first samples of {hook}() are the example"
+            raise
         ins = {k.removeprefix("inputs/"): v for k, v in found.items() if k.startswith("inputs/")}
         outs = {k.removeprefix("outputs/"): v for k, v in found.items() if k.startswith("outputs/")}
         look.shared["example"] = example
-        look.ok("example_inputs()", f"{outlined(ins)} gives {outlined(outs)}")
+        look.ok(
+            "example_inputs()" if hook == hooks[0] else f"{hook}()",
+            f"as the example: {outlined(ins)} gives {outlined(outs)}",
+        )
         _warn_of_nonfinite(look, "model()", outs)
 
 

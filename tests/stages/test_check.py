@@ -7,7 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from layerline.pipeline import check as checking
 from layerline.pipeline.check import Checked
@@ -229,6 +232,16 @@ SLOW = {
         old="quantize",
         state="warning",
     ),
+    "operators that are not there": Wrong(
+        "quantize.ops",
+        "none of Conv is in the model",
+        yaml="quantize: {ops: [Conv]}",
+        old="quantize",
+        state="warning",
+    ),
+    "an example of no example": Wrong(
+        "eval_data()", "mat1 and mat2 shapes cannot be multiplied", "def eval_data(): return X[:, :5], Y"
+    ),
     "more samples than there are": Wrong(
         "quantize.samples",
         "5000 are asked for, train_data() has 41",
@@ -276,7 +289,7 @@ def test_nothing_is_wrong_with_a_project_that_runs(tmp_path: Path) -> None:
     done = looked_at(project(tmp_path / "p"))
     assert [f.item for f in done.findings if f.state != "ok"] == [] and done.exit_code == 0
     items = {f.item for f in done.findings}
-    assert {"task.py", "model()", "train_data()", "loss()", "eval_data()", "metric()", "example_inputs()"} <= items
+    assert {"task.py", "model()", "train_data()", "loss()", "eval_data()", "metric()"} <= items
     assert {"export.dynamic", "export", "engine.profiles", "engine.runtime", "disk"} <= items
     assert json.loads(json.dumps(done.to_json()))["passed"] is True
 
@@ -407,3 +420,32 @@ def test_a_check_that_passed_is_not_repeated_until_something_changes(
     for sets in ((), ("train.epochs=1",), ("train.epochs=2",)):
         assert Runner(load(root, sets), Heard()).run(["train"], force=True).passed
     assert len(looks) == 2
+
+
+def test_a_project_that_starts_at_an_onnx_file(tmp_path: Path) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Relu", ["h"], ["y"])]
+    weight = numpy_helper.from_array(np.ones((6, 2), np.float32), "w")
+    ends = [helper.make_tensor_value_info(n, 1, ["n", d]) for n, d in (("x", 6), ("y", 2))]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    (tmp_path / "task.py").write_text(
+        "import numpy as np\nX = np.ones((9, 6), np.float32)\ndef calib_data(): return X\n"
+        "def eval_data(): return X, np.zeros(9, np.int64)\n"
+    )
+    wrong = {
+        "dims: {batch: {max: 4}}": ("import-onnx.dims", "there is no dimension 'batch'"),
+        "values: {sr: 16000}": ("import-onnx.dims", "there is no input 'sr'"),
+        "ranges: {x: {low: 0, high: 4}}": ("import-onnx.dims", "there is no integer input 'x'"),
+        "dims: {n: {max: 4}}}\nengine: {profiles: [{n: [1, 2, 8]}]": ("engine.profiles", "exported for 1 to 4"),
+        "file: other.onnx": ("import-onnx.file", ""),
+        "opset: 20}\nquantize: {skip: [hh]": ("quantize.skip", "'hh' matches no value"),
+        "opset: 20}\nquantize: {ops: [Conv]": ("quantize.ops", "none of Conv is in the model"),
+    }
+    (tmp_path / "pipe.yaml").write_text("import-onnx: {file: m.onnx}\n")
+    assert [f for f in looked_at(tmp_path).findings if f.state != "ok"] == []
+    for text, (item, words) in wrong.items():
+        file = "" if text.startswith("file") else "file: m.onnx, "
+        (tmp_path / "pipe.yaml").write_text(f"import-onnx: {{{file}{text}}}\n")
+        seen = [(f.item, f.seen) for f in looked_at(tmp_path).findings if f.state != "ok"]
+        assert any(item == i and words in s for i, s in seen), (text, seen)
