@@ -44,7 +44,8 @@ class Rewriting:
         denied: sites at which nothing may fire (their proof failed in an earlier pass).
         limit: stop after this many firings; None for no limit. Rewriting is deterministic, so the first k firings of
             two passes are the same: this is what bisecting stands on.
-        fold_limit: bytes that a folded constant may add to the file beyond what it frees.
+        fold_limit: bytes that a folded constant may add to the file beyond what it frees; all of them together may add
+            as much, or a tenth of what the model stores, where that is more.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class Rewriting:
     ) -> None:
         self.model, self.denied, self.limit, self.fold_limit = model, denied, limit, fold_limit
         self.opset = model.opset_imports.get("", 1)
+        stored = sum(t.const_value.nbytes for t in model.graph.initializers.values() if t.const_value is not None)
+        self.fold_total, self.folded = max(fold_limit, stored // 10), 0
         self.firings: list[Firing] = []
         self.declines: dict[Site, Decline] = {}
         self._inferred = -1

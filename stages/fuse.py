@@ -54,7 +54,7 @@ class Fuse(Stage):
     """Folds constants and merges nodes; nothing here changes numbers beyond rounding."""
 
     name: ClassVar[str] = "fuse"
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     takes: ClassVar[Mapping[str, str]] = {"model": "onnx"}
     gives: ClassVar[str] = "fused"
     env: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnx-ir", "onnxruntime")
@@ -62,7 +62,8 @@ class Fuse(Stage):
     rules: dict[Annotated[str, AfterValidator(_rule_name)], bool] = Field(default_factory=dict)
     """Rules switched off (or on) by name; those not named are on. docs/fusion.md lists them."""
     fold_limit: int = Field(default=1 << 20, ge=0)
-    """Bytes that one folded constant may add to the file beyond what it frees."""
+    """Bytes that one folded constant may add to the file beyond what it frees; all together add no more than that
+    either, or than a tenth of what the model stores."""
     proof_feeds: int = Field(default=2, ge=1)
     """Probe feeds that each firing is proved on: the first, then those of other sizes; the whole graph sees all."""
 

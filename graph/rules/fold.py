@@ -40,10 +40,32 @@ def _wave(graph: ir.Graph, work: Rewriting) -> bool:
     wanted = [
         v for n in chosen for v in n.outputs if v.is_graph_output() or any(u.node not in chosen for u in v.uses())
     ]
+    wanted = _afforded(wanted, list(chosen), work)
     if not wanted:
         return False
     found = _evaluate(list(chosen), wanted, work)
     return sum(_replace(value, found[value.name or ""], work) for value in wanted if value.name in found) > 0
+
+
+def _afforded(wanted: list[ir.Value], chosen: list[ir.Node], work: Rewriting) -> list[ir.Value]:
+    """The values that may still be stored: together they may not add more than `fold_total` to the file."""
+    afforded, freed = [], set[ir.Value]()
+    for value in wanted:
+        size, needed = _bytes(value) or 0, _needed(value, chosen)
+        read = {v for n in needed for v in n.inputs if v is not None and v.const_value is not None} - freed
+        gone = {v for v in read if all(u.node in chosen for u in v.uses())}
+        added = max(size - sum(_bytes(v) or 0 for v in gone), 0)
+        node = value.producer()
+        if node is not None and node.op_type == "Cast" and gone:
+            added = 0
+        if added and work.folded + added > work.fold_total:
+            work.decline(RULE.name, value, f"{value.name} would add {added} bytes to the file, and folded constants "
+                         f"have added {work.folded} of {work.fold_total} already")  # fmt: skip
+            continue
+        work.folded += added
+        freed |= gone
+        afforded.append(value)
+    return afforded
 
 
 def _replace(value: ir.Value, array: Array, work: Rewriting) -> bool:

@@ -33,6 +33,24 @@ def test_axes_become_stored_tensors() -> None:
     assert done.model.graph.node[0].input[1] in stored(done.model)
 
 
+@pytest.mark.parametrize(("weights", "folded"), [(0, 2), (300_000, 3)])
+def test_folded_constants_together_add_no_more_than_a_tenth_of_the_model(weights: int, folded: int) -> None:
+    """Twelve tables of 40 kB, none of them beyond the limit of one: 100 kB in all, or a tenth of 1.2 MB of weights."""
+    made = " ".join(f"k{i} = ConstantOfShape <value = float[1] {{{i + 2}}}>(s)" for i in range(12))
+    total = " ".join(f"t{i} = Add({'x' if i == 0 else f't{i - 1}'}, k{i})" for i in range(12))
+    model = parse("(float[10000] x) => (float[10000] y, float[] z)", f"{made} {total} y = Relu(t11) z = Neg(w)",
+                  s=np.array([10_000]), w=normal(max(weights, 1)))  # fmt: skip
+    del model.graph.output[1:]
+    if not weights:
+        del model.graph.node[-1]
+    else:
+        model.graph.output.add(name="z")
+    done = prove(model, {"x": normal(10_000)}, rules=only("fold"), fold_limit=100_000)
+    left = [o for o in ops(done.model) if o == "ConstantOfShape"]
+    assert len(left) == 12 - folded
+    assert "have added" in reason(done, "fold")
+
+
 def test_graph_output_that_is_constant_keeps_its_name() -> None:
     model = parse("(float[N] x) => (float[N] y, float[2] z)", "z = Add(a, a) y = Relu(x)", a=normal(2))
     done = prove(model, {"x": normal(3)})
