@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -12,12 +12,15 @@ from onnx import helper, numpy_helper
 
 from layerline.backends.base import MODULE
 from layerline.backends.light import Light
-from layerline.graph import io
+from layerline.graph import apply, io
 from layerline.graph.facts import Array
 from layerline.graph.opset import IR_VERSION, opset_of, raise_opset
 from layerline.graph.prepare import free, prepare
+from layerline.graph.rules import RULES
 from layerline.pipeline.errors import ConfigError, StageError
 
+# What it takes to know a condition.
+_DECIDING = ("constants", "fold", "shape-constants", "constant-branch", "dead-code")
 _INLINED = re.compile(r"__Inline_\d+__(?=/)")
 
 
@@ -86,6 +89,23 @@ def freeze(light: Light, values: Mapping[str, float]) -> dict[str, Array]:
         graph.initializer.append(numpy_helper.from_array(array, name))
         graph.input.remove(inputs[name])
     return made
+
+
+def take_branches(adopted: Adopted) -> Adopted:
+    """The model with the branch that is taken in place of every If that its sizes and constants decide.
+
+    The branch that is never taken need not even be valid at these sizes: a Squeeze of an axis that is 4 now, which the
+    runtime refuses before it runs anything. A model without such an If is given back as it is.
+    """
+    light = adopted.light
+    if not any(n.op_type == "If" for n in light.model.graph.node):
+        return adopted
+    rewritten = apply.rewrite(light, [r for r in RULES if r.name in _DECIDING])
+    taken = [f.site.value for f in rewritten.firings if f.site.rule == "constant-branch"]
+    if not taken:
+        return adopted
+    notes = [f"If {value} is decided by what is fixed: the branch it takes stands in its place" for value in taken]
+    return replace(adopted, light=rewritten.light, notes=(*adopted.notes, *notes))
 
 
 def name_nodes(model: onnx.ModelProto) -> list[str]:

@@ -16,6 +16,7 @@ from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.start import Look
 
 if TYPE_CHECKING:
+    from layerline.backends.base import Array
     from layerline.backends.isolated import Relay
     from layerline.backends.light import Light
     from layerline.backends.limits import Limits
@@ -167,7 +168,7 @@ class ImportOnnx(Stage):
     def check(self, look: Inspection) -> None:
         from layerline.backends.onnxruntime import OnnxRuntime
         from layerline.graph import io, sizes
-        from layerline.graph.adopt import freeze
+        from layerline.graph.adopt import freeze, take_branches
         from layerline.layers import dims, early, foreign
         from layerline.layers.interface import signature
         from layerline.layers.signature import Dim
@@ -179,6 +180,7 @@ class ImportOnnx(Stage):
             with look.item("import-onnx.dims"):
                 declared = self._declare(adopted.light, dims.places(adopted.light))
                 freeze(adopted.light, self.values)
+                adopted = take_branches(adopted)
                 limits = self._limits(look.root)
                 sizes.refuse_endless(adopted.light)
                 sizes.refuse_large(adopted.light, limits.memory, limits.hint)
@@ -217,6 +219,7 @@ class ImportOnnx(Stage):
         )
 
     def _import(self, work: _Place) -> Report:
+        from layerline.graph import adopt
         from layerline.layers import dims, probes
         from layerline.layers.interface import signature
         from layerline.layers.parts import unchanged
@@ -224,8 +227,12 @@ class ImportOnnx(Stage):
 
         arrays = self._arrays(work.sources)
         adopted = self._adopt(work.root, work.sources, {name: a.ndim for name, a in arrays.items()})
+        declared = self._declare(adopted.light, dims.places(adopted.light))
+        constants = adopt.freeze(adopted.light, self.values)
+        if self.values or any(d.size for d in self.dims.values()):
+            adopted = adopt.take_branches(adopted)
         light = adopted.light
-        feeder, fed = self._feed(work, adopted, self._declare(light, dims.places(light)), arrays)
+        feeder, fed = self._feed(work, adopted, declared, arrays, constants)
         dims.write(light.model, feeder.same, feeder.fixed)
         feeds = [*fed.feeds, *feeder.edges]
         dims.settle(light.model, dims.places(light), [(f, feeder.run(f)) for f in feeds])
@@ -292,15 +299,18 @@ class ImportOnnx(Stage):
         return found
 
     def _feed(
-        self, work: _Place, adopted: Adopted, declared: Mapping[str, Declared], arrays: Mapping[str, Any]
+        self,
+        work: _Place,
+        adopted: Adopted,
+        declared: Mapping[str, Declared],
+        arrays: Mapping[str, Any],
+        constants: Mapping[str, Array],
     ) -> tuple[Feeder, Fed]:
-        from layerline.graph.adopt import freeze
         from layerline.graph.checks import refuse_training
         from layerline.layers import foreign, sources
         from layerline.layers.feeding import Feeder
         from layerline.layers.interface import signature
 
-        constants = freeze(adopted.light, self.values)
         _refuse_beyond(work, adopted.light)
         refuse_training(adopted.light)
         inputs = signature(adopted.light).inputs

@@ -806,3 +806,26 @@ def test_a_least_size_without_a_greatest_is_told(tmp_path: Path) -> None:
     report, out = imported(tmp_path, conv(), dims={"n": {"min": 20}})
     most = Signature.load(out).dims["n"].max
     assert any(f"n is declared without max, and goes to {most}" in n for n in report.notes)
+
+
+SQUEEZED = """<ir_version: 10, opset_import: ["" : 20]> g (float[n, k, 3] x) => (float[] y) {
+  s = Shape <start = 1, end = 2> (x)
+  q = Squeeze (s)
+  c = Equal (q, one)
+  y = If (c) <
+    then_branch = t () => (float[] a) { a = Squeeze (x, ax) },
+    else_branch = f () => (float[] b) { b = Identity (x) }
+  >
+}"""
+
+
+@pytest.mark.parametrize(("size", "op"), [(4, "Identity"), (1, "Squeeze")])
+def test_a_branch_that_a_fixed_size_decides_is_taken_before_anything_runs(tmp_path: Path, size: int, op: str) -> None:
+    """At size 4 onnxruntime refuses the model for the Squeeze of the branch that is never taken."""
+    given = model(SQUEEZED, one=np.array(1, np.int64), ax=np.array([1], np.int64))
+    for value in (given.graph.output[0], *(a.g.output[0] for a in given.graph.node[-1].attribute)):
+        value.type.tensor_type.ClearField("shape")
+    report, out = imported(tmp_path, given, dims={"k": size})
+    assert report.passed and "If y is decided by what is fixed: the branch it takes stands in its place" in report.notes
+    assert [n.op_type for n in io.load(out / io.FILE).graph.node] == [op]
+    same(given, out, {"x": _floats(2, size, 3)})
