@@ -8,7 +8,6 @@ is pickled.
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.training import deploy, forms, names, optimizer_state, optimizers, rng, saved, tensorfile
+from layerline.training import deploy, forms, names, optimizer_state, optimizers, rejected, rng, saved, tensorfile
 from layerline.training.lane import Lane
 from layerline.training.masks import Masks
 from layerline.training.parts import whole
@@ -50,6 +49,7 @@ def save(mo: ModelOptimizer, path: Path, *, timings: bool = True) -> Path:
     with ExitStack() as stack:
         for lane in mo.lanes.values():
             stack.enter_context(deploy.online(lane))
+            _check_finite(lane)
         write = partial(_write, target, path, mo.config.monitor.keep, *state(mo, timings=timings))
         if mo.ranks is None:
             write()
@@ -57,6 +57,21 @@ def save(mo: ModelOptimizer, path: Path, *, timings: bool = True) -> Path:
             mo.ranks.by_first(write)
     mo.saved = target
     return target
+
+
+def _check_finite(lane: Lane) -> None:
+    """Refuses to write spoilt weights over a sound checkpoint.
+
+    Raises:
+        StageError: a weight that was finite at first has an Inf or NaN.
+    """
+    name = rejected.spoilt_weight(lane)
+    if name is not None:
+        raise StageError(
+            f"{name} is Inf or NaN after step {lane.steps}, and nothing was written",
+            where=name,
+            hint="lower the learning rate, and go on from the checkpoint before",
+        )
 
 
 def load(mo: ModelOptimizer, path: Path) -> Path:
@@ -280,7 +295,6 @@ def _restore_lane(lane: Lane, state: saved.Saved) -> None:
         optimizer_state.restore(lane, parts["optimizer"])
     if lane.strides is not None:
         lane.strides.renew()
-    lane.reach.weights = math.inf
     lane.rate.load_state_dict(parts["rate"], lane.steps)
     lane.scale.load_state_dict(parts["scale"])
     window = parts["window"]

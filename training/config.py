@@ -249,6 +249,8 @@ class MonitorConfig(Section):
     """Which metric is the better one."""
     print: bool = False
     """Print a line each `log_interval` steps."""
+    update_ratio: bool = True
+    """Measure the relative change of the weights in the step that is logged."""
     per_layer: bool = False
     """Also the gradient norm of every parameter, as columns `grad_norm/<name>`."""
     tensorboard: str | None = None

@@ -7,7 +7,6 @@ saved, switched or exported.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -93,8 +92,8 @@ def take_over(lane: Lane) -> None:
         lane.guard = Guard(live)
     else:
         lane.guard.follow(live)
-    if lane.masters is not None and lane.masters.follow():
-        lane.reach.weights = math.inf
+    if lane.masters is not None:
+        lane.masters.follow()
 
 
 def left_out(lane: Lane) -> list[nn.Parameter]:

@@ -22,6 +22,7 @@ from layerline.training import closure as closures
 from layerline.training.accumulate import Window, check_loss, counted, loss_factor, witness
 from layerline.training.config import Config
 from layerline.training.ema import Ema, averaged, norm_buffers, statistics
+from layerline.training.finite_weights import FiniteWeights
 from layerline.training.foreach import Sophia
 from layerline.training.guard import Guard
 from layerline.training.hooks import Attached
@@ -30,7 +31,6 @@ from layerline.training.names import Slots, named, unwrap
 from layerline.training.parts import device_of
 from layerline.training.precision import LossScale, masters
 from layerline.training.rate import Rate
-from layerline.training.reach import Kept, Reach
 from layerline.training.strides import Strides, fused
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Lane:
         peers: what other ranks contribute to a step; None in a single process.
         masks: put back on after each accepted step.
         frozen: parameters of the model that are not trained.
-        reach: whether a step can make a weight Inf.
+        finite: whether the weights still are.
         strides: keeps state and gradients in the parameters' order of memory; None where that makes no difference.
         kinds: type and device of each of `params`, which must stay the same.
         judge: told of each rejected step while its gradients are still there; it decides whether to go on.
@@ -142,7 +142,7 @@ class Lane:
         """Works out what depends on `params`: at first, and when some were added."""
         self.kinds = [(p.dtype, p.device) for p in self.params]
         self.frozen = follow.left_out(self)
-        self.reach = Reach(self.optimizer, self.params, self.stepped)
+        self.finite = FiniteWeights(self.names, self.params)
         self._small = gradient.is_small(self.stepped)
         plain = all(type(p) is nn.Parameter for p in self.stepped) and (not self.custom or fused(self.optimizer))
         self.strides = Strides(self.optimizer, self.params, self.stepped) if plain else None
@@ -286,9 +286,8 @@ class Lane:
         window, peers = self.window, self.peers
         if window.witness is not None:
             window.check_gradients(self.stepped)
-        if self.steps >= self._look_at or (self.frozen and any(map(_TRAINED, self.frozen))):
-            self.refresh()
-            self._look_at = self.steps + min(self.steps + 1, _LOOK_EVERY)
+        if self._went_back():
+            return False
         if peers is not None:
             peers.reduce(self, synced=synced)
         grads = [g for p in self.stepped if (g := p.grad) is not None]
@@ -319,6 +318,17 @@ class Lane:
         # Gradients of the loop's own backward pass come without a loss: none is logged.
         return self._accept(grads, norm, loss if has_loss else math.nan, unscale)
 
+    def _went_back(self) -> bool:
+        """Looks at the model now and then. True when its weights were spoilt and the last checkpoint was put back."""
+        if self.steps >= self._look_at:
+            if self.steps and rejected.weights_spoilt(self):
+                return True
+            self.refresh()
+            self._look_at = self.steps + min(self.steps + 1, _LOOK_EVERY)
+        elif self.frozen and any(map(_TRAINED, self.frozen)):
+            self.refresh()
+        return False
+
     def _accept(self, grads: list[Tensor], norm: float, loss: float, unscale: float) -> bool:
         monitor, number, clipped = self.monitor, self.steps + 1, norm > self._max_norm
         log = monitor.due(number)
@@ -328,8 +338,7 @@ class Lane:
             monitor.before()
         if self.ema is not None and not self.ema.updates:
             self.ema.begin(buffers=False)
-        if not self._move(self._max_norm if clipped else norm):
-            return False
+        self._move()
         self.steps, self.skipped_in_a_row, self.loss, self.grad_norm = number, 0, loss, norm
         if self.ema is not None:
             self.ema.update(number)
@@ -364,26 +373,21 @@ class Lane:
             torch._foreach_clamp_min_(grads, -self._max_value)
             torch._foreach_clamp_max_(grads, self._max_value)
 
-    def _move(self, norm: float) -> bool:
-        """Steps the optimizer on a gradient of this norm; False where that made a weight Inf or NaN and was undone."""
-        masters, kept = self.masters, None
-        if masters is not None and masters.follow():
-            self.reach.weights = math.inf
-        if not self.reach.safe(norm, None if self.peers is None else self.peers.greatest):
-            kept = Kept(self.optimizer, self.params, self.stepped, state=self.reach.known)
+    def _move(self) -> None:
+        """Steps the optimizer, and puts the masks back on."""
+        masters = self.masters
+        if masters is not None:
+            masters.follow()
         if self._evaluation is None:
             self.optimizer.step()
         else:
             self.optimizer.step(self._evaluation)
         if masters is not None:
             masters.publish()
-        if kept is not None and rejected.take_back(self, kept):
-            return False
         if self.masks is not None:
             self.masks.apply()
             if masters is not None:
                 masters.settled()
-        return True
 
     def _follow_schedule(self, number: int) -> None:
         """Sets the rate for the step after number `number`. Warns of a second schedule, and of one that has ended."""

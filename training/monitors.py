@@ -38,15 +38,17 @@ _ADDRESS = Tensor.data_ptr
 _LOW = 50
 # Seconds between two readings of peak memory, at least: it hardly grows in between, and asking the kernel costs.
 _PEAK_EVERY = 0.1
-# Bytes of weights that `update_ratio` is measured on: more of them say nothing new, and they are copied for it.
-_RATIO_BYTES = 64 * 2**20
+# Bytes of weights that `update_ratio` is measured on: more of them say nothing new, and they are copied for it. Every
+# parameter has an equal share, but at least so many elements.
+_RATIO_BYTES = 2 * 2**20
+_LEAST_SHARE = 64
 
 
 class Monitor:
     """Collects one row every `log_interval` accepted steps.
 
     `samples_s` counts weights where losses come with one, micro-batches else. `update_ratio` is ‖Δw‖ / ‖w‖ of the step
-    that is logged, over the first 64 MB of parameters. Cells that were not measured are empty.
+    that is logged, over the first elements of every parameter, 2 MB in all. Cells that were not measured are empty.
 
     Attributes:
         rows: one array of float64 per row, in the order of `columns`.
@@ -58,6 +60,7 @@ class Monitor:
         self.interval = config.log_interval
         self.columns = COLUMNS + (tuple(f"grad_norm/{n}" for n in names) if config.per_layer else ())
         self.per_layer = config.per_layer
+        self._measures_updates = config.update_ratio
         self.rows: list[array[float]] = []
         self.loads = True
         self.speak: Callable[[str], object] = logging.getLogger("layerline.training").warning
@@ -115,7 +118,7 @@ class Monitor:
         """Called before a step that will be a row."""
         if (at := _addresses(self._params)) != self._at:  # `module.to()` has moved them
             self._watched, self._at = _within(self._params, _RATIO_BYTES), at
-        self._before = torch.cat(self._watched) if self._watched else None
+        self._before = torch.cat(self._watched) if self._watched and self._measures_updates else None
 
     def accepted(self, loss: float, norm: float, weight: float, *, clipped: bool) -> None:
         """Takes in one accepted step."""
@@ -286,19 +289,20 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _within(params: Sequence[Tensor], budget: int) -> list[Tensor]:
-    """Flat views of the first parameters that fit the budget; of one type and device, so that they can be joined.
+    """Flat views of the first elements of each parameter; of one type and device, so that they can be joined.
 
     Of a sharded parameter it is this rank's part.
+
+    Args:
+        budget: bytes in all.
     """
     parts = [local(p).detach() for p in params]
+    share = max(budget // parts[0].element_size() // len(parts), _LEAST_SHARE)
     kept: list[Tensor] = []
     for part in parts:
-        budget -= part.numel() * part.element_size()
-        if budget < 0 and kept:
-            break
         dense = part.is_contiguous() or (part.ndim == 4 and part.is_contiguous(memory_format=torch.channels_last))
         if dense and (part.dtype, part.device) == (parts[0].dtype, parts[0].device):
-            kept.append(part.as_strided((part.numel(),), (1,)))
+            kept.append(part.as_strided((min(part.numel(), share),), (1,)))
     return kept
 
 

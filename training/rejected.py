@@ -1,4 +1,4 @@
-"""A step whose loss, gradient or update is not finite: counted, told and undone.
+"""A step whose loss or gradient is not finite: counted, told and undone.
 
 Nothing of it stays but a smaller loss scale. What follows several in a row is decided here, or by `triage.Judge` where
 the lane has one.
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from layerline.pipeline.errors import StageError
-from layerline.training.reach import Kept
 
 if TYPE_CHECKING:
     from layerline.training.lane import Lane
@@ -28,6 +27,8 @@ def reject(lane: Lane, loss: float, norm: float) -> None:
     answered = lane.scale.on and not lane.scale.at_floor and math.isfinite(loss)
     step = lane.steps + 1  # the judge may go back to an earlier one
     _count(lane, answered=answered)
+    if not answered and lane.steps and weights_spoilt(lane):
+        return
     if lane.scale.on:
         lane.scale.overflowed()
         lane.monitor.scale_fell(lane.scale.value, at_floor=lane.scale.at_floor)
@@ -43,38 +44,35 @@ def reject(lane: Lane, loss: float, norm: float) -> None:
                                       "nonfinite.triage: true says where such a thing begins")  # fmt: skip
 
 
-def take_back(lane: Lane, kept: Kept) -> bool:
-    """Takes back a step that has written Inf or NaN into a weight; its gradients, loss and norm were finite.
+def spoilt_weight(lane: Lane) -> str | None:
+    """A weight that was finite at first and no longer is; ranks that hold parts of the weights ask each other."""
+    name = lane.finite.first_spoilt()
+    if lane.peers is not None and lane.peers.greatest(float(name is not None)):
+        return name or "a weight of another rank"
+    return name
 
-    Args:
-        kept: from before the step.
 
-    Returns:
-        Whether it had.
+def weights_spoilt(lane: Lane) -> bool:
+    """Looks for a weight that an earlier update made Inf or NaN. True when the last checkpoint was put back for it.
+
+    Of several ranks all must ask at the same step.
 
     Raises:
-        StageError: as many in a row as `nonfinite` allows, what the judge makes of it, or the optimizer's state is not
-            known and stays changed.
+        StageError: there is such a weight, and `nonfinite.policy` is not rollback or has no checkpoint to go back to.
     """
-    at = kept.spoilt()
-    if not (at is not None if lane.peers is None else lane.peers.greatest(float(at is not None))):
+    name = spoilt_weight(lane)
+    if name is None:
         return False
-    kept.restore()
-    if lane.masters is not None:
-        lane.masters.publish()
-    _count(lane, answered=False)
-    name = "a weight of another rank" if at is None else lane.names[at]
-    what = f"the update of step {lane.steps + 1} makes {name} Inf or NaN"
-    hint = "lower the learning rate, or keep the weights in float32"
-    lane.monitor.warn("update", f"{what}: it was taken back")
+    error = StageError(
+        f"{name} is Inf or NaN after step {lane.steps}: an update was not finite",
+        where=name,
+        hint="lower the learning rate, or keep the weights in float32; "
+        "`nonfinite: {policy: rollback}` goes back to the last checkpoint",
+    )
     try:
-        if not lane.reach.known:
-            raise StageError(f"{what}, and the optimizer's own state cannot be put back", where=name, hint=hint)
-        if lane.skipped_in_a_row >= lane.config.nonfinite.patience:
-            error = StageError(what + _in_a_row(lane), where=name, hint=hint)
-            if lane.judge is None:
-                raise error
-            lane.judge.enough(lane, error)
+        if lane.judge is None:
+            raise error
+        lane.judge.enough(lane, error)
     finally:
         drop(lane)
     return True

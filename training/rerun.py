@@ -95,11 +95,11 @@ def _watched(mo: ModelOptimizer) -> dict[str, str]:
     """Digests of the gradients that each optimizer gets, by name; filled by the steps that follow."""
     seen: dict[str, str] = {}
 
-    def watch(prefix: str, lane: Lane, move: Callable[[float], bool]) -> Callable[[float], bool]:
-        def watched(norm: float) -> bool:
+    def watch(prefix: str, lane: Lane, move: Callable[[], None]) -> Callable[[], None]:
+        def watched() -> None:
             grads = {n: p.grad for n, p in zip(lane.names, lane.stepped, strict=True) if p.grad is not None}
             seen.update({f"{prefix}online/{n}": digest(whole(g)) for n, g in grads.items()})
-            return move(norm)
+            move()
 
         return watched
 
