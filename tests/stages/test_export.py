@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph import io
-from layerline.layers import floor, identity, probes
+from layerline.layers import floor, identity, probes, tracing
 from layerline.layers.signature import Dim, Signature
 from layerline.pipeline.errors import ConfigError, PipeError, StageError, TaskError
 from layerline.pipeline.report import LayerDiff, Report
@@ -223,6 +224,24 @@ def test_declared_integers_are_probed_to_both_ends_and_tied_weights_stored_once(
 )
 def test_ranges_that_do_not_fit_are_errors(project: Project, ranges: Mapping[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
+        project.export(EMBED, ranges=ranges)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "told"),
+    [
+        ({"id": {"low": 0, "high": 5}}, "unknown input 'id'"),
+        ({"ids": {"low": 0, "high": 99}}, "forward() itself fails"),
+    ],
+)
+def test_ranges_are_checked_before_the_trace(
+    project: Project, ranges: Mapping[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("traced, which takes minutes for a large model")
+
+    monkeypatch.setattr(tracing, "trace", never)
+    with pytest.raises(ConfigError, match=re.escape(told)):
         project.export(EMBED, ranges=ranges)
 
 

@@ -1,0 +1,52 @@
+"""Functions that are nearly called like a hook are told; helpers that something calls are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerline.pipeline.hook_names import near_misses
+
+REST = "def model(): pass\ndef train_data(): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        ("metrics", "metric"),
+        ("Metric", "metric"),
+        ("mertic", "metric"),
+        ("eval_dat", "eval_data"),
+        ("evaldata", "eval_data"),
+        ("val_data", "eval_data"),
+        ("validation_data", "eval_data"),
+        ("calibration_data", "calib_data"),
+        ("calib", "calib_data"),
+        ("example_input", "example_inputs"),
+        ("losses", "loss"),
+        ("loss_fn", "loss"),
+    ],
+)
+def test_a_near_miss_is_told_with_its_line(name: str, hook: str) -> None:
+    assert list(near_misses(f"{REST}def {name}(): pass\n")) == [(3, name, hook)]
+
+
+@pytest.mark.parametrize("name", ["mdel", "modle", "get_model", "make_model"])
+def test_a_missing_model_is_found_under_another_name(name: str) -> None:
+    assert list(near_misses(f"def {name}(): pass\ndef train_data(): pass\n")) == [(1, name, "model")]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"{REST}def metrics(): pass\ndef metric(): return metrics()\n",  # a helper
+        f"{REST}def metrics(): pass\nHELPERS = [metrics]\n",
+        f"{REST}def metrics(): pass\nfrom other import metric\n",  # the hook is there
+        f"{REST}def metrics(): pass\nmetric = make()\n",
+        f"{REST}def _metric(): pass\n",
+        f"{REST}def images(): pass\ndef resize(x): pass\ndef train_one_epoch(): pass\n",
+        f"{REST}class Metrics: pass\n",
+        "def metric(:",  # no Python: told when it is imported
+    ],
+)
+def test_what_is_used_or_named_otherwise_is_left_alone(code: str) -> None:
+    assert list(near_misses(code)) == []
