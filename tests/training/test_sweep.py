@@ -13,7 +13,7 @@ from layerline import ModelOptimizer
 from tests.training.sweep import EXCEPTIONS, by_checkpoint, by_hand, classes, equal, loss_of
 
 CLASSES = classes()
-TYPICAL = ("torch.Adam", "torch.LBFGS", "torch.NAdam", "torch.Adagrad", "torch.Muon", "aggmo", "adashift", "kron",
+TYPICAL = ("torch.Adam", "torch.NAdam", "torch.Adagrad", "torch.Muon", "aggmo", "adashift", "kron",
            "soap", "lorarite", "conda", "magma", "scalableshampoo", "schedulefreeadamw")  # fmt: skip
 
 
