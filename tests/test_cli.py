@@ -995,3 +995,24 @@ def test_nothing_is_drawn_where_nobody_looks(capfd: pytest.CaptureFixture[str]) 
     live.close()
     assert capfd.readouterr() == ("", "")
     assert os.environ.get("COLUMNS") or terminal.console().width >= 80
+
+
+@pytest.mark.parametrize("width", ["²", "9" * 5000, "-1", "", "12345678"])
+def test_a_width_that_is_none_is_left_out(width: str, pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    said = pipe("status")
+    assert said.code == 0 and "source  would run  never ran" in said.out
+
+
+def test_numbers_beyond_those_of_the_machine(pipe: Pipe) -> None:
+    pipe("run", "all")
+    assert pipe("gc", "--keep", str(10**30)).out == "nothing to remove\n"
+    assert pipe("diff", "double", "--top", str(10**30)).code == 0
+    assert pipe("gc", "--keep", "9" * 5000).code == 2
+
+
+def test_a_value_of_set_apart_from_its_key(pipe: Pipe) -> None:
+    for words in (("status", "--set", "source.rate", "2"), ("run", "all", "--set", "source.rate", "=", "2")):
+        said = pipe(*words)
+        assert (said.code, said.out) == (2, "")
+        assert said.err == "error --set: expected key=value in one piece, saw 'source.rate'\n  --set source.rate=2\n"
