@@ -14,8 +14,8 @@ import typer
 from typer.core import TyperGroup
 
 from layerline import __version__
+from layerline.pipeline import surroundings
 from layerline.pipeline.errors import ConfigError, PipeError
-from layerline.pipeline.surroundings import prepare
 from layerline.views import ending
 from layerline.views.ending import print_json, say
 
@@ -84,10 +84,15 @@ def main() -> NoReturn:
     global _DEBUG
     arguments = sys.argv[1:]
     _DEBUG = "--debug" in arguments  # understood wherever it stands
-    prepare()
+    surroundings.own_process()
+    surroundings.prepare()
     command = _with_folder_last([a for a in arguments if a != "--debug"])
     as_json = "--json" in arguments
-    sys.exit(ending.exit_code(lambda: _app(command), as_json=as_json, debug=_DEBUG))
+    try:
+        code = ending.exit_code(lambda: _app(command), as_json=as_json, debug=_DEBUG)
+    except KeyboardInterrupt:  # while the end was being told
+        surroundings.interrupt_at_once()
+    sys.exit(surroundings.ended(code))
 
 
 def _app(command: list[str]) -> Any:

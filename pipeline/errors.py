@@ -32,7 +32,7 @@ class PipeError(Exception):
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
         super().__init__(what)
-        self.what, self.where, self.hint = what, where, hint
+        self.what, self.where, self.hint = str(what), str(where), str(hint)
 
     def to_json(self) -> dict[str, Any]:
         """The fields that every failure has under `--json`; what there is nothing to say about is None."""
@@ -40,7 +40,7 @@ class PipeError(Exception):
             "error": self.what,
             "where": self.where or None,
             "hint": self.hint or None,
-            "exit_code": self.exit_code,
+            "exit_code": exit_code(self),
         }
 
     def __str__(self) -> str:
@@ -68,6 +68,25 @@ class Unavailable(PipeError):
     exit_code = 3
 
 
+_EXIT_CODES = (1, 2, 3, 130)
+
+
+def exit_code(error: PipeError) -> int:
+    """The code that an error ends the process with: never 0, whatever a class that the user's code defines says."""
+    code = error.exit_code
+    return code if type(code) is int and code in _EXIT_CODES else PipeError.exit_code
+
+
+def words(error: BaseException, limit: int = 4000) -> str:
+    """The text of somebody else's error, which may be endless, or raise when it is made."""
+    try:
+        return str(error)[:limit]
+    except BaseException as raised:
+        if isinstance(raised, KeyboardInterrupt):
+            raise
+        return f"an error whose text can't be made ({type(raised).__name__})"
+
+
 def first_line(text: str) -> str:
     """A message without the pages that some libraries append."""
     return next(iter(text.splitlines()), "")
@@ -75,14 +94,14 @@ def first_line(text: str) -> str:
 
 def brief(error: BaseException) -> str:
     """Somebody else's error in one line, with its type."""
-    return f"{type(error).__name__}: {first_line(str(error))}"
+    return f"{type(error).__name__}: {first_line(words(error))}"
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory could not be had, in torch's words too (torch itself need not be there)."""
     names = {cls.__name__ for cls in type(error).__mro__}
     return not names.isdisjoint({"MemoryError", "OutOfMemoryError"}) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in words(error)
     )
 
 

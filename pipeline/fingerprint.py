@@ -87,6 +87,7 @@ class Fingerprint:
 
 
 ABSENT = Fingerprint("absent")
+_SHALLOWER = "write long sums and lists of operators as a loop, or read them from a file"
 
 
 class Reader:
@@ -114,9 +115,14 @@ class Reader:
         """
         if not self.task.is_file():
             return ABSENT  # a project that starts from a file needs no task; a stage that needs one says so
-        with _deep_recursion():
-            module = self.module(self.task)
-            found = _Walk(self).run(name)
+        try:
+            with _deep_recursion():
+                module = self.module(self.task)
+                found = _Walk(self).run(name)
+        except RecursionError as error:
+            raise TaskError(
+                f"what {name}() reaches is nested too deeply", where=self.relative(self.task), hint=_SHALLOWER
+            ) from error
         defined = name in module.bindings or name in module.imports or module.stars
         return found if defined or self.relative(self.task) in found.whole else ABSENT
 
@@ -124,6 +130,8 @@ class Reader:
         if path not in self._modules:
             try:
                 self._modules[path] = syntax.parse(path, self.finder)
+            except (RecursionError, MemoryError) as error:  # Python itself can't compile it either
+                raise TaskError("it is nested too deeply", where=self.relative(path), hint=_SHALLOWER) from error
             except (SyntaxError, ValueError) as error:
                 line = getattr(error, "lineno", None)
                 what = error.msg if isinstance(error, SyntaxError) else str(error)
@@ -169,6 +177,7 @@ class _Walk:
         self.files: dict[str, str] = {}
         self.paths: dict[str, Path] = {}
         self._seen: set[tuple[Path, str]] = set()
+        self._pending: list[tuple[syntax.Module, str]] = []
         self._imported: dict[Path, None] = {}
         self._counted: set[Path] = set()
         self._order: dict[Path, set[tuple[int, int, str]]] = {}
@@ -198,9 +207,10 @@ class _Walk:
     def _settle(self) -> None:
         """Adds what only the whole picture shows, until nothing more turns up."""
         size = -1
+        self._follow()
         while size != (size := sum(len(found) for found in self._found())):
             modules = [self.reader.module(p) for p in self._imported]
-            if any(trees.registers_subclasses(m.tree) for m in modules):
+            if any(m.registers for m in modules):
                 for module in modules:
                     self._all(module.path, "a metaclass, __init_subclass__ or __subclasses__ may find its classes")
             for text in sorted(self._strings):
@@ -208,6 +218,7 @@ class _Walk:
                 for folder in [*self._places, *self._named, *self._matched]:
                     self._file(folder, text)
                     self._pattern(folder, text)
+            self._follow()
 
     def _found(self) -> tuple[Sized, ...]:
         return self.parts, self.files, self._strings, self._places, self._named, self._matched, self._searches
@@ -251,9 +262,16 @@ class _Walk:
                 self._all(inner, "another file imports * from its package")
 
     def _name(self, module: syntax.Module, name: str) -> None:
-        if (module.path, name) in self._seen:
-            return
-        self._seen.add((module.path, name))
+        """A top-level name counts; it is looked at when its turn comes, for a chain of calls may be long."""
+        if (module.path, name) not in self._seen:
+            self._seen.add((module.path, name))
+            self._pending.append((module, name))
+
+    def _follow(self) -> None:
+        while self._pending:
+            self._definition(*self._pending.pop())
+
+    def _definition(self, module: syntax.Module, name: str) -> None:
         rebound = module.is_rebound(name)
         for statement in module.imported_by.get(name, ()) if rebound else ():
             self._runs(module, statement, f"{name} by {ast.unparse(statement)}")
@@ -266,7 +284,7 @@ class _Walk:
             self._origin(module, name, origin, set())
 
     def _statement(self, module: syntax.Module, label: str, statement: ast.stmt) -> None:
-        self.parts[f"{self.reader.relative(module.path)}:{label}"] = trees.dump(statement)
+        self.parts[f"{self.reader.relative(module.path)}:{label}"] = module.dump(statement)
         seen, inner = self._uses(module, statement, label), syntax.imports(statement, module, self.finder)
         for name in seen.names():
             for origin in [*inner.pop(name, ()), *module.imports.get(name, ())]:
@@ -282,9 +300,9 @@ class _Walk:
 
     def _uses(self, module: syntax.Module, tree: ast.AST, label: str) -> trees.Uses:
         """What a tree refers to; what can't be followed from it is taken whole."""
-        seen = trees.uses(tree)
+        seen = module.uses(tree)
         self._refers(seen)
-        built_ins = seen.bare - module.bindings.keys()
+        built_ins = {n for n in seen.bare if n not in module.bindings}
         for name in sorted(built_ins & _ANY_NAME):
             self._all(module.path, f"{label} uses {name}")
         for name in sorted((built_ins & _ANY_MODULE_BUILT_INS) | (seen.members & _ANY_MODULE_MEMBERS)):
@@ -336,7 +354,7 @@ class _Walk:
         self._counted.add(path)
         self.whole[self.reader.relative(path)] = reason
         module = self.reader.module(path)
-        self.parts[f"{self.reader.relative(path)}:*"] = trees.dump(module.tree)
+        self.parts[f"{self.reader.relative(path)}:*"] = module.dump(module.tree)
         self._import(path)
         seen = self._uses(module, module.tree, "it")
         for name, origins in syntax.imports(module.tree, module, self.finder).items():

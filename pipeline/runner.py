@@ -24,7 +24,7 @@ from filelock import Timeout
 
 from layerline.pipeline import check as checking
 from layerline.pipeline import env
-from layerline.pipeline.errors import PipeError, StageError, TaskError, Unavailable, machine_lacks
+from layerline.pipeline.errors import PipeError, StageError, TaskError, Unavailable, exit_code, machine_lacks
 from layerline.pipeline.files import copied, own_folder, remove, write_own
 from layerline.pipeline.inspection import Finding
 from layerline.pipeline.ledger import Record, Run, as_told, new_run_id
@@ -89,7 +89,7 @@ class Outcome:
         """0 done, 1 a gate failed, 2 a usage error, 3 something this machine lacks."""
         if self.passed:
             return 0
-        return self.error.exit_code if self.error else 1
+        return exit_code(self.error) if self.error else 1
 
     @property
     def error(self) -> PipeError | None:
@@ -292,7 +292,8 @@ class Runner:
         key = checking.digest(self.planner)
         if checking.passed_before(self.project, key):
             return
-        done = checking.check(self.project)
+        with self._task.border():
+            done = checking.check(self.project)
         stops = [f for f in done.errors if self._stops(f)]
         for finding in done.findings:
             if finding.state != "ok" and finding not in stops:
@@ -317,9 +318,9 @@ class Runner:
         copies = self._copied(step, work)
         started = time.monotonic()
         self._announce(step.stage, runs=True)
-        report = step.stage.run(
-            Work(inputs=inputs, task=self._task, out=out, scratch=scratch, log=self.listener, copies=copies)
-        )
+        given = Work(inputs=inputs, task=self._task, out=out, scratch=scratch, log=self.listener, copies=copies)
+        with self._task.border():
+            report = step.stage.run(given)
         seconds = time.monotonic() - started
         if not isinstance(report, Report):
             raise StageError(f"stage {step.stage.name} returned {type(report).__name__}, not a Report")

@@ -50,6 +50,7 @@ class Module:
         effects: statements whose run on import can change more than the names they bind.
         loads: import statements that run on import, with the module of the project that each imports.
         stars: what is imported with `*`.
+        registers: whether classes may be found here by other means than their names.
     """
 
     path: Path
@@ -62,6 +63,22 @@ class Module:
     effects: list[ast.stmt] = field(default_factory=list)
     loads: list[tuple[ast.stmt, Path]] = field(default_factory=list)
     stars: list[Origin] = field(default_factory=list)
+    registers: bool = False
+
+    _dumps: dict[int, str] = field(default_factory=dict)
+    _uses: dict[int, trees.Uses] = field(default_factory=dict)
+
+    def dump(self, node: ast.AST) -> str:
+        """A node of this module's tree as text; made once for all hooks."""
+        if id(node) not in self._dumps:
+            self._dumps[id(node)] = trees.dump(node)
+        return self._dumps[id(node)]
+
+    def uses(self, node: ast.AST) -> trees.Uses:
+        """What a node of this module's tree refers to; looked up once for all hooks."""
+        if id(node) not in self._uses:
+            self._uses[id(node)] = trees.uses(node)
+        return self._uses[id(node)]
 
     def is_rebound(self, name: str) -> bool:
         """Whether more than one statement binds or changes a name, so that their order matters."""
@@ -91,6 +108,7 @@ def parse(path: Path, finder: Finder) -> Module:
         for name in trees.changed_by_functions(statement, known):
             if statement not in module.bindings.setdefault(name, []):
                 module.bindings[name].append(statement)
+    module.registers = trees.registers_subclasses(module.tree)
     module.effects = [s for s in body if _has_effect(module, s)]
     return module
 

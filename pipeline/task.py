@@ -15,8 +15,9 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from layerline.pipeline import surroundings
 from layerline.pipeline.batches import outlined
-from layerline.pipeline.errors import PipeError, TaskError, machine_lacks, ran_out_of_memory
+from layerline.pipeline.errors import PipeError, TaskError, machine_lacks, ran_out_of_memory, words
 from layerline.pipeline.imports import is_own_folder
 from layerline.pipeline.shadow import GUARD
 
@@ -108,9 +109,12 @@ class Task:
         """
         try:
             yield
-        except (PipeError, MemoryError):
+        except (MemoryError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # GeneratorExit and what is derived from BaseException alone included
+            surroundings.put_right()
+            if isinstance(error, PipeError) and str(type(error).__module__).startswith("layerline."):
+                raise  # one of ours; a class of the user's own may have any exit code, and any text
             if ran_out_of_memory(error):
                 raise machine_lacks(MemoryError()) from error
             seen = f" on {on()}" if on else ""
@@ -118,6 +122,8 @@ class Task:
             if arguments:
                 seen = f"; it was called with {arguments}"
             raise self._blame(what, error, seen) from error
+        if complaint := surroundings.put_right():
+            raise TaskError(f"{what} {complaint[0]}", where=self.path.name, hint=complaint[1])
 
     def _load(self) -> ModuleType:
         if self._module is not None:
@@ -141,19 +147,42 @@ class Task:
         self._module = module
         return module
 
-    def _blame(self, what: str, error: BaseException, on: str) -> TaskError:
-        root = self.path.parent.resolve()
-        where, text = self.path.name, str(error)
-        frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-        if "Original Traceback" in text:  # of a loader's worker process: its frames are in the text alone
-            frames += _FRAME.findall(text)
-            text = text.strip().splitlines()[-1].removeprefix(f"{type(error).__name__}: ")
+    @contextmanager
+    def border(self) -> Iterator[None]:
+        """Around a stage: what the project's code raises where no hook is called, as forward() does deep in a library.
+
+        Raises:
+            TaskError: it raised; whatever came from elsewhere is passed on.
+        """
+        try:
+            yield
+        except (OSError, MemoryError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            surroundings.put_right()
+            ours = isinstance(error, PipeError) and str(type(error).__module__).startswith("layerline.")
+            if ours or not self._frame([(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]):
+                raise
+            raise self._blame("code of the project", error, "") from error
+
+    def _frame(self, frames: Sequence[tuple[str, Any]]) -> str:
+        """The innermost of the project's own lines on the way, as file:line; empty where there is none."""
+        root, where = self.path.parent.resolve(), ""
         for name, line in frames:
             file = Path(name)
             if file.is_absolute() and is_own_folder(file.resolve().parent, root):
                 where = f"{file.resolve().relative_to(root)}:{line}"
-        if isinstance(error, SyntaxError) and error.lineno is not None:
-            where = f"{Path(error.filename or self.path).name}:{error.lineno}"
+        return where
+
+    def _blame(self, what: str, error: BaseException, on: str) -> TaskError:
+        text = words(error)
+        frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+        if "Original Traceback" in text:  # of a loader's worker process: its frames are in the text alone
+            frames += _FRAME.findall(text)
+            text = text.strip().splitlines()[-1].removeprefix(f"{type(error).__name__}: ")
+        where = self._frame(frames) or self.path.name
+        if isinstance(error, SyntaxError) and isinstance(error.lineno, int):
+            where = f"{Path(str(error.filename or self.path)).name}:{error.lineno}"
         hint = "run again with --debug for the traceback"
         if GUARD.hidden and isinstance(error, ImportError | AttributeError):
             names = ", ".join(sorted(path.name for path in GUARD.hidden))

@@ -129,7 +129,10 @@ def changed_by_functions(node: ast.AST, known: set[str], local: frozenset[str] =
     """Top-level names that a function rebinds, or whose value it changes, whenever it is called."""
     if isinstance(node, _SCOPES):
         local = _local_in(node, local)
-    changed = set(node.names) if isinstance(node, ast.Global) else {_changed_value(node)} & known - local
+    name = _changed_value(node)  # looked up, not intersected: `known` may hold 100,000 names
+    changed = {name} if name in known and name not in local else set[str]()
+    if isinstance(node, ast.Global):
+        changed = set(node.names)
     for child in ast.iter_child_nodes(node):
         changed |= changed_by_functions(child, known, local)
     return changed

@@ -10,7 +10,9 @@ from typing import Any, cast
 
 import typer
 
-from layerline.pipeline.errors import PipeError, machine_lacks
+from layerline.pipeline import surroundings
+from layerline.pipeline.errors import PipeError, machine_lacks, words
+from layerline.pipeline.errors import exit_code as own_code
 from layerline.pipeline.untrusted import printable
 
 # By its place, not its name: typer carries its own copy of click, or uses the installed one, by version.
@@ -40,14 +42,14 @@ def exit_code(command: Callable[[], int | None], *, as_json: bool, debug: bool) 
             return 2
         error = _usage(wrong)
         _tell(error)
-    except Exception as raised:  # the one boundary: a bug of ours is told as one
+    except BaseException as raised:  # the one boundary: a bug of ours is told as one
         error = _told(raised)
         if debug:
             _document(error, as_json=as_json)
             raise
         _tell(error)
     _document(error, as_json=as_json)
-    return error.exit_code
+    return own_code(error)
 
 
 def say(sentence: str, *, err: bool = False) -> None:
@@ -57,7 +59,7 @@ def say(sentence: str, *, err: bool = False) -> None:
 
 def print_json(document: Mapping[str, Any]) -> None:
     """The one document of a command. Its text is ASCII: no control character reaches a terminal through it."""
-    typer.echo(json.dumps(document, allow_nan=False))
+    typer.echo(json.dumps(document, allow_nan=False), file=surroundings.output())
 
 
 def _tell(error: PipeError) -> None:
@@ -78,7 +80,8 @@ class _Interrupted(PipeError):
     exit_code = 130
 
     def __init__(self) -> None:
-        super().__init__("interrupted", hint="what was finished is kept, and the same command goes on from there")
+        what, hint = surroundings.INTERRUPTED.split("; ")
+        super().__init__(what, hint=hint)
 
 
 def _interrupted() -> PipeError:
@@ -91,17 +94,13 @@ class _Bug(PipeError):
     exit_code = 1
 
 
-def _told(raised: Exception) -> PipeError:
+def _told(raised: BaseException) -> PipeError:
     if isinstance(raised, PipeError):
         return raised
     if isinstance(raised, OSError | MemoryError):
         return machine_lacks(raised)
-    try:
-        words = str(raised)
-    except Exception:  # noqa: BLE001  an error of foreign code, whose text can't be made either
-        words = "its text can't be made"
     hint = "this is a fault of layerline; --debug shows the traceback for a bug report"
-    return _Bug(f"internal error, {type(raised).__name__}: {words}", hint=hint)
+    return _Bug(f"internal error, {type(raised).__name__}: {words(raised)}", hint=hint)
 
 
 def _usage(wrong: Any) -> PipeError:

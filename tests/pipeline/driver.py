@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,11 @@ def _write_modules(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    from layerline import __main__ as command
+
+    signal.signal(signal.SIGINT, command._interrupted)
+    if "READY_TO" in os.environ:
+        Path(os.environ["READY_TO"]).touch()
     from layerline.cli import main
     from tests.pipeline import fakes
 
