@@ -84,7 +84,7 @@ def words(error: BaseException, limit: int = 4000) -> str:
     except BaseException as raised:
         if isinstance(raised, KeyboardInterrupt):
             raise
-        return f"an error whose text can't be made ({type(raised).__name__})"
+        return "its text can't be made"
 
 
 def first_line(text: str) -> str:

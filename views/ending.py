@@ -42,6 +42,8 @@ def exit_code(command: Callable[[], int | None], *, as_json: bool, debug: bool) 
             return 2
         error = _usage(wrong)
         _tell(error)
+    except SystemExit:  # click's, where whoever read standard output has gone
+        raise
     except BaseException as raised:  # the one boundary: a bug of ours is told as one
         error = _told(raised)
         if debug:

@@ -51,7 +51,7 @@ RAISED = {
     "class Own(BaseException): pass\n@raise Own('x')": "raised Own: x",
     "@raise GeneratorExit('x')": "raised GeneratorExit: x",
     "@raise SystemExit(0)": "raised SystemExit: 0",
-    "class Own(Exception):\n    def __str__(self): raise SystemExit(0)\n@raise Own": "whose text can't be made",
+    "class Own(Exception):\n    def __str__(self): raise SystemExit(0)\n@raise Own": "its text can't be made",
     "class Own(Exception):\n    def __str__(self): return 'x' * 10**6\n@raise Own": "raised Own: xxx",
     "@raise SyntaxError('x', ('f', 'line', 1, 'y'))": "raised SyntaxError: x",
     f"{OURS}class Own(PipeError): exit_code = 0\n@raise Own('x')": "raised Own: x",
@@ -88,7 +88,7 @@ def test_an_error_s_code_is_never_0() -> None:
         def __str__(self) -> str:
             raise KeyError("x")
 
-    assert brief(Mute()) == "Mute: an error whose text can't be made (KeyError)" and words(ValueError("a")) == "a"
+    assert brief(Mute()) == "Mute: its text can't be made" and words(ValueError("a")) == "a"
 
 
 def test_what_the_project_raises_under_a_stage_is_its_own(folder: Folder) -> None:
