@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -26,6 +27,7 @@ _AVERAGES = frozenset({"ema", "averaged", "average", "avg", "shadow", "swa"})
 # What trainers leave among the weights that no model has: counters of averages, of operations, extra states.
 _NO_WEIGHTS = ("n_averaged", "*total_ops", "*total_params", "*_extra_state")
 _SHOWN = 8
+_DEEPEST = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,7 @@ def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
             return tensors, ()
         found = {n: dict(zip(("online", "ema"), saved.of_model(tensors, meta, n), strict=True)) for n in meta["lanes"]}
         return found.get("", found), ()  # a model that is the only one has the empty name
+    _refuse_packed(path)
     try:
         return _load(path, weights_only=True), ()
     except Exception as error:
@@ -101,6 +104,26 @@ def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
         return _load(path, weights_only=False), (f"unpickled {path.name} as trusted code",)
     except Exception as error:
         raise StageError(f"torch can't read it: {type(error).__name__}: {error}", where=path.name) from error
+
+
+def _refuse_packed(path: Path) -> None:
+    """Refuses an archive that unpacks to more than it is, before any of it is unpacked: torch.save never compresses.
+
+    Raises:
+        StageError: names both sizes.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        return  # not an archive, or one that torch has its own words for
+    size = path.stat().st_size
+    if unpacked > size:
+        raise StageError(
+            f"its entries unpack to {unpacked} bytes, and the file has {size}; torch.save never compresses",
+            where=path.name,
+            hint="if you trust it, load it and save it again with torch.save",
+        )
 
 
 def _load(path: Path, *, weights_only: bool) -> Any:
@@ -123,16 +146,30 @@ def check(fit: Fit, known: Named) -> None:
         _refuse(fit, name, tensor, beyond, f"what {_type(own)} can hold")
 
 
-def states(tree: Any, path: str = "") -> Iterator[State]:
-    """Every state dict in what was read, the outer ones first."""
+def states(tree: Any, path: str = "", around: tuple[int, ...] = ()) -> Iterator[State]:
+    """Every state dict in what was read, the outer ones first; what holds itself is looked into once.
+
+    Args:
+        around: ids of what the tree lies in.
+
+    Raises:
+        StageError: nested deeper than any trainer does, or a tensor without numbers of its own; names where.
+    """
+    if len(around) > _DEEPEST:
+        raise StageError(f"nested more than {_DEEPEST} levels deep", where=f"{path:.60}…")
     if isinstance(tree, nn.Module):
         tree = tree.state_dict()
+    if id(tree) in around:
+        return
+    within = (*around, id(tree))
     if isinstance(tree, Mapping):
-        if tensors := dict(_flat(tree)):
+        if tensors := dict(_flat(tree, path)):
             yield State(path=path, ema=_averaged(path) or "n_averaged" in tensors, tensors=tensors)
         for key, value in tree.items():
-            yield from states(value, f"{path}.{key}" if path else str(key))
+            yield from states(value, f"{path}.{key}" if path else str(key), within)
     elif isinstance(tree, list | tuple) and tree and all(isinstance(t, Tensor) for t in tree):
+        for index, tensor in enumerate(tree):
+            _refuse_empty(tensor, f"{path}[{index}]")
         yield State(path=path, ema=_averaged(path), tensors={}, order=tuple(tree))
 
 
@@ -272,12 +309,33 @@ def _only(fits: Sequence[Fit], what: str) -> Fit | None:
     return fits[0] if fits else None
 
 
-def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def _flat(
+    tree: Mapping[Any, Any], path: str, prefix: str = "", around: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    if id(tree) in around or len(around) > _DEEPEST:
+        return
     for key, value in tree.items():
         if isinstance(key, str) and isinstance(value, Tensor):
+            _refuse_empty(value, ".".join(filter(None, [path, prefix + key])))
             yield prefix + key, value
         elif isinstance(key, str) and isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flat(value, path, f"{prefix}{key}.", (*around, id(tree)))
+
+
+def _refuse_empty(tensor: Tensor, name: str) -> None:
+    """Refuses a tensor that has no numbers in rows and columns to take.
+
+    Raises:
+        StageError: it is on the meta device, sparse, or of rows that differ in length.
+    """
+    if tensor.is_meta:
+        what, hint = "on the meta device: its numbers were never loaded or made", "save the model after it has weights"
+    elif tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        what, hint = f"a {kind} tensor, expected a dense one", "save it as tensor.to_dense()"
+    else:
+        return
+    raise StageError(f"it is {what}", where=name, hint=hint)
 
 
 def _averaged(path: str) -> bool:
