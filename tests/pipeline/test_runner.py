@@ -161,11 +161,18 @@ def test_the_document_has_the_shape_that_scripts_read(folder: Folder) -> None:
     folder.write("pipe.yaml", "judge: {at_least: 9}\nslow: {}\n")
     done = folder.run()
     document = json.loads(json.dumps(done.to_json(), allow_nan=False))
-    assert document.keys() == {"run", "passed", "stages"}
+    told = {
+        "error": "score: 3, expected at least 9",
+        "where": "judge",
+        "hint": "train longer",
+        "exit_code": 1,
+    }
+    assert {k: v for k, v in document.items() if k not in ("run", "passed", "stages")} == told
     assert document["run"] == done.run and document["passed"] is False
-    fields = ["name", "state", "reason", "key", "digest", "seconds", "passed", "worst", "metrics"]
+    fields = ["name", "state", "reason", "key", "digest", "seconds", "passed", "error", "worst", "metrics"]
     assert [list(s) for s in document["stages"]] == [fields] * 4
     source, double, judge, slow = document["stages"]
+    assert [s["error"] for s in document["stages"]] == [None, None, told, None]
     assert (source["name"], source["state"], source["passed"], source["worst"]) == ("source", "ran", True, None)
     assert source["metrics"] == {"sum": 6.0, "worst_case": "nan"}
     assert len(source["key"]) == len(source["digest"]) == 64 and source["seconds"] >= 0
