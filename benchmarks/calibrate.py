@@ -72,15 +72,23 @@ def ours(model: Path, out: Path, samples: int, calibrator: str) -> Callable[[], 
     from layerline.backends.onnxruntime import OnnxRuntime
     from layerline.calib.collect import collect
     from layerline.calib.samples import Batch
+    from layerline.calib.survey import Survey
     from layerline.graph import io, placement, qdq
+    from layerline.layers import plans
+    from layerline.layers.signature import Value
 
     def run() -> None:
-        loaded = io.load(model)
-        placed = placement.place(loaded)
+        loaded, rules = io.parts(model), placement.Rules()
+        placed = placement.place(loaded, rules)
         names = [w.name for w in placed.wanted if w.role == "activation"]
         feeds = (Batch({"x": x}, None, len(x)) for x in batches(samples))
-        ranges = collect(lambda taps: OnnxRuntime().open(model, taps), feeds, names)
-        plan = qdq.plan(loaded, placed, ranges.histograms, calibrator)
+        survey = Survey((Value(name="x", dtype="float32", shape=("n", 3, 224, 224)),))
+        ranges = collect(lambda taps: OnnxRuntime().open(model, taps), survey.through(feeds), names)
+        if calibrator == "auto":
+            few = [b.feed for b in survey.batches()]
+            plan, _ = plans.tuned(loaded, rules, placed, ranges.histograms, few, percentile=99.99)
+        else:
+            plan = qdq.plan(loaded, placed, ranges.histograms, calibrator)
         io.save(qdq.apply(loaded, plan), out)
 
     return run
@@ -97,7 +105,9 @@ def peer(model: Path, out: Path, samples: int, calibrator: str) -> Callable[[], 
             x = next(self.left, None)
             return None if x is None else {"x": x}
 
-    method = {"entropy": "Entropy", "percentile": "Percentile", "minmax": "MinMax"}[calibrator]
+    # It has no choice between calibrators: beside auto stands its entropy.
+    names = {"auto": "Entropy", "entropy": "Entropy", "percentile": "Percentile", "minmax": "MinMax"}
+    method = names[calibrator]
 
     def run() -> None:
         quantize_static(
@@ -131,7 +141,7 @@ def measure(side: str, model: str, samples: int, calibrator: str) -> dict[str, f
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--samples", type=int, default=32)
-    options.add_argument("--calibrator", default="entropy", choices=["entropy", "percentile", "minmax"])
+    options.add_argument("--calibrator", default="entropy", choices=["auto", "entropy", "percentile", "minmax"])
     options.add_argument("--repeat", type=int, default=3)
     options.add_argument("--side", choices=["ours", "peer"], help=argparse.SUPPRESS)
     options.add_argument("--model", help=argparse.SUPPRESS)

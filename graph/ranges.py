@@ -73,7 +73,7 @@ def choose(
     tried = choice.candidates(wanted, histograms, qdq.bounds(to_ir(model).graph), percentile=percentile)
     weights = Placement(tuple(w for w in placed.wanted if w.role == "weight"), ())
     plan: QuantPlan = qdq.plan(model, weights, histograms, "minmax")
-    errors = trials.measure(model, plan, wanted, tried, feeds[::2])
+    errors = trials.measure(model, plan, wanted, tried, feeds)
     best = choice.choose(wanted, tried, errors)
     own = choice.own_db(best, errors)
     floated = {layer: db for layer, db in own.items() if db < FLOOR_DB}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import shutil
@@ -24,16 +23,13 @@ if TYPE_CHECKING:
     from layerline.backends.base import Feed
     from layerline.backends.light import Light
     from layerline.calib.collect import Ranges
-    from layerline.calib.histogram import Histogram
     from layerline.calib.plan import QuantPlan
     from layerline.calib.samples import Batch, Samples
     from layerline.calib.survey import Survey
     from layerline.graph.qdq import WeightLoss
-    from layerline.graph.ranges import Chosen
     from layerline.layers.signature import Signature
 
 COPIED = ("signature.json", "probes.safetensors")
-_CLEARLY_DB = 0.5  # by how much another plan has to be better at the outputs, over few samples, to be taken
 CALIBRATION_HOOKS = ("calib_data", "train_data", "eval_data")
 
 
@@ -241,6 +237,7 @@ def _int8(stage: Quantize, data: _Data, model: Light) -> _Made:
     from layerline.graph import placement, qdq
     from layerline.graph import ranges as tuned
     from layerline.graph.opset import raise_opset
+    from layerline.layers import plans
 
     # Raised before anything else: both sides of the comparison then share an opset, and so a graph.
     model = raise_opset(model, qdq.required_opset(model))
@@ -252,66 +249,18 @@ def _int8(stage: Quantize, data: _Data, model: Light) -> _Made:
     ranges = data.collect(model, activations, samples, stage.nonfinite)
     histograms = ranges.histograms
     rules, placed = tuned.apart(model, rules, placed, histograms)
+    feeds = [b.feed for b in data.survey.batches()]
+    told: tuple[str, ...] = ()
     if stage.calibrator == "auto":
-        feeds = [b.feed for b in data.survey.batches()]
-        chosen = tuned.choose(model, rules, placed, histograms, feeds, percentile=stage.percentile)
-        plan, told = _best(stage, model, chosen, histograms, feeds[::2])
+        plan, told = plans.tuned(model, rules, placed, histograms, feeds, percentile=stage.percentile)
     else:
-        plan, told = qdq.plan(model, placed, histograms, stage.calibrator, percentile=stage.percentile), ()
+        plan = qdq.plan(model, placed, histograms, stage.calibrator, percentile=stage.percentile)
     quantized = qdq.apply(model, plan)
     if stage.bias_correction:
-        quantized, gain = _corrected(data, model, plan, quantized)
+        quantized, gain = plans.corrected(model, plan, quantized, feeds)
         told = (*told, gain)
     notes = (*note, *ranges.notes, *told, int8_note(int8_flag()))
     return _Made(reference=model, model=quantized, measured=quantized, plan=plan, ranges=ranges, notes=notes)
-
-
-def _best(
-    stage: Quantize, model: Light, chosen: Chosen, histograms: Mapping[str, Histogram], feeds: Sequence[Feed]
-) -> tuple[QuantPlan, tuple[str, ...]]:
-    """The plan of the ranges chosen one by one, or that of a single calibrator where the outputs keep more with it.
-
-    Ranges are tried one at a time; what their errors come to together is seen at the outputs alone.
-    """
-    from layerline.calib.choice import CALIBRATORS
-    from layerline.graph import qdq
-    from layerline.layers import outcome
-
-    told = tuple(
-        f"{layer} stays float: int8 would leave it {db:.1f} dB by itself" for layer, db in chosen.floated.items()
-    )
-    planned = functools.partial(qdq.plan, model, chosen.placement, histograms, percentile=stage.percentile)
-    plan = planned("mse", chosen=chosen.thresholds)
-    plans = {"auto": plan} | {c: planned(c) for c in CALIBRATORS}
-    kept: dict[str, float] = {}
-    for name, each in plans.items():
-        same = name != "auto" and [v.amax for v in each.values] == [v.amax for v in plan.values]
-        worst = None if same else outcome.least(outcome.outputs(model, qdq.apply(model, each), feeds))
-        if worst is not None:
-            kept[name] = worst[1]
-    best = max(kept, key=lambda n: kept[n], default="auto")
-    if best == "auto" or kept[best] < kept["auto"] + _CLEARLY_DB:
-        return plan, told
-    gain = f"{kept[best]:.1f} dB at the outputs, {kept['auto']:.1f} dB with each chosen by itself"
-    text = f"auto took {best} for all ranges: {gain}"
-    return plans[best], (*told, text)
-
-
-def _corrected(data: _Data, model: Light, plan: QuantPlan, quantized: Light) -> tuple[Light, str]:
-    """The quantised model with corrected biases, where the outputs gain by them, and what they gain in a sentence."""
-    from layerline.graph import bias
-    from layerline.graph import ranges as tuned
-    from layerline.layers import outcome
-
-    feeds = [b.feed for b in data.survey.batches()]
-    corrected, layers = bias.correct(quantized, tuned.shifts(model, plan, feeds))
-    before, after = (outcome.least(outcome.outputs(model, m, feeds)) for m in (quantized, corrected))
-    if before is None or after is None:
-        return corrected, f"bias correction changed {layers} layers; no output could be measured"
-    gain = f"{after[1]:.1f} dB at the outputs with it, {before[1]:.1f} dB without"
-    if after[1] <= before[1]:
-        return quantized, f"bias correction was left out, the outputs lose by it: {gain}"
-    return corrected, f"bias correction of {layers} layers: {gain}"
 
 
 def _half(stage: Quantize, data: _Data, made: _Made, feeds: list[Feed], mode: str) -> _Made:

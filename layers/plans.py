@@ -1,0 +1,97 @@
+"""From ranges to a plan that was measured at the outputs: what errors of single layers come to is seen there alone."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+from layerline.backends.base import Array, Feed
+from layerline.backends.light import Light
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib.choice import CALIBRATORS
+from layerline.calib.histogram import Histogram
+from layerline.calib.plan import QuantPlan
+from layerline.graph import bias, qdq, ranges
+from layerline.graph.noise import drawn
+from layerline.graph.placement import Placement, Rules
+from layerline.layers import outcome
+from layerline.layers.distance import Distance, diff_arrays
+
+CLEARLY_DB = 0.5
+"""By how much another plan has to be better at the outputs, over few samples, to be taken."""
+
+
+def tuned(
+    model: Light,
+    rules: Rules,
+    placed: Placement,
+    histograms: Mapping[str, Histogram],
+    feeds: Sequence[Feed],
+    *,
+    percentile: float,
+) -> tuple[QuantPlan, tuple[str, ...]]:
+    """The plan of the ranges chosen one by one, or that of a single calibrator where the outputs keep more with it.
+
+    Args:
+        model: the float model, at an opset that has Q/DQ.
+        placed: what the rules want.
+        feeds: samples by input name; ranges are tried on every second one, whole plans on every fourth.
+
+    Returns:
+        The plan, and sentences about layers that stay float and a calibrator that was taken for all.
+    """
+    chosen = ranges.choose(model, rules, placed, histograms, feeds[::2], percentile=percentile)
+    notes = tuple(
+        f"{layer} stays float: int8 would leave it {db:.1f} dB by itself" for layer, db in chosen.floated.items()
+    )
+    planned = functools.partial(qdq.plan, model, chosen.placement, histograms, percentile=percentile)
+    plan = planned("mse", chosen=chosen.thresholds)
+    plans = {"auto": plan} | {c: planned(c) for c in CALIBRATORS}
+    judge, kept = _Judge(model, feeds[::4]), dict[str, float]()
+    for name, each in plans.items():
+        same = name != "auto" and [v.amax for v in each.values] == [v.amax for v in plan.values]
+        worst = None if same else judge.least_db(qdq.apply(model, each))
+        if worst is not None:
+            kept[name] = worst
+    best = max(kept, key=lambda n: kept[n], default="auto")
+    if "auto" not in kept or best == "auto" or kept[best] < kept["auto"] + CLEARLY_DB:
+        return plan, notes
+    gain = f"{kept[best]:.1f} dB at the outputs, {kept['auto']:.1f} dB with each chosen by itself"
+    return plans[best], (*notes, f"auto took {best} for all ranges: {gain}")
+
+
+class _Judge:
+    """The outputs of one model on a few samples, kept, to measure others against."""
+
+    def __init__(self, model: Light, feeds: Sequence[Feed]) -> None:
+        random = drawn(model.model)
+        self.names = [o.name for o in model.model.graph.output if o.name not in random]
+        self.feeds, self.exact = feeds, self._run(model, feeds)
+
+    def least_db(self, model: Light) -> float | None:
+        """SQNR of the output that lost most, in dB; None where none can be measured."""
+        measured, found = list[float](), self._run(model, self.feeds)
+        for name in self.names:
+            pairs = zip(self.exact, found, strict=True)
+            total = sum((diff_arrays(a[name], b[name]) for a, b in pairs), Distance())
+            if total.aa and total.sqnr_db is not None:
+                measured.append(-math.inf if total.one_sided else total.sqnr_db)
+        return min(measured, default=None)
+
+    @staticmethod
+    def _run(model: Light, feeds: Sequence[Feed]) -> list[dict[str, Array]]:
+        session = OnnxRuntime(few_runs=True).open(model)
+        return [session.run(feed) for feed in feeds]
+
+
+def corrected(model: Light, plan: QuantPlan, quantized: Light, feeds: Sequence[Feed]) -> tuple[Light, str]:
+    """The quantised model with corrected biases, where the outputs gain by them, and what they gain in a sentence."""
+    candidate, layers = bias.correct(quantized, ranges.shifts(model, plan, feeds))
+    before, after = (outcome.least(outcome.outputs(model, m, feeds)) for m in (quantized, candidate))
+    if before is None or after is None:
+        return candidate, f"bias correction changed {layers} layers; no output could be measured"
+    gain = f"{after[1]:.1f} dB at the outputs with it, {before[1]:.1f} dB without"
+    if after[1] <= before[1]:
+        return quantized, f"bias correction was left out, the outputs lose by it: {gain}"
+    return candidate, f"bias correction of {layers} layers: {gain}"
