@@ -73,8 +73,7 @@ def ours(model: Path, out: Path, samples: int, calibrator: str) -> Callable[[], 
     from layerline.calib.collect import collect
     from layerline.calib.samples import Batch
     from layerline.calib.survey import Survey
-    from layerline.graph import io, placement, qdq
-    from layerline.layers import plans
+    from layerline.graph import io, placement, plans, qdq
     from layerline.layers.signature import Value
 
     def run() -> None:

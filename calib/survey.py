@@ -12,8 +12,8 @@ import numpy as np
 
 from layerline.calib.samples import Batch, Input
 
-BATCHES, ROWS, SAMPLES = 8, 8, 32
-"""At most so many batches, rows of each, and samples in all: memory and time don't grow with the data."""
+BATCHES, ROWS = 8, 4
+"""At most so many batches, and rows of each where they can be cut: memory and time don't grow with the data."""
 
 
 class Survey:
@@ -41,7 +41,7 @@ class Survey:
         """The same batches; some are kept on the way."""
         for batch in batches:
             if self._count % self._stride == 0:
-                self._kept.append(self._cut(batch, ROWS))
+                self._kept.append(self._cut(batch))
             self._count, self.rows = self._count + 1, self.rows + batch.rows
             self._note(batch)
             if len(self._kept) > BATCHES:
@@ -49,9 +49,8 @@ class Survey:
             yield batch
 
     def batches(self) -> list[Batch]:
-        """What was kept, of all batches alike, SAMPLES in all where their rows can be cut."""
-        rows = max(1, SAMPLES // max(len(self._kept), 1))
-        return [self._cut(b, rows) for b in self._kept]
+        """What was kept, in the order of the data."""
+        return list(self._kept)
 
     def _note(self, batch: Batch) -> None:
         for name, array in batch.feed.items():
@@ -61,11 +60,11 @@ class Survey:
                 peak = max(-float(finite.min(initial=0.0)), float(finite.max(initial=0.0)))
                 self.peaks[name] = max(self.peaks.get(name, 0.0), peak)
 
-    def _cut(self, batch: Batch, rows: int) -> Batch:
-        if not self._open or batch.filler or batch.rows <= rows:
+    def _cut(self, batch: Batch) -> Batch:
+        if not self._open or batch.filler or batch.rows <= ROWS:
             return batch
         if any(batch.feed[name].shape[0] != batch.rows for name in self._inputs):
             return batch
         # A copy: a view would keep the whole batch in memory.
-        feed = {k: v[:rows].copy() if k in self._inputs else v for k, v in batch.feed.items()}
-        return Batch(feed, None, rows)
+        feed = {k: v[:ROWS].copy() if k in self._inputs else v for k, v in batch.feed.items()}
+        return Batch(feed, None, ROWS)

@@ -50,7 +50,7 @@ class Quantize(Stage):
     """In mode int8, the type of what stays float: TensorRT runs it as it is written."""
     calibrator: Literal["auto", "entropy", "percentile", "minmax", "mse"] = "auto"
     """How much of an activation's range is worth its steps. auto: of the four others, value by value, the one with the
-    least error at the layers that read it, tried on 32 of the samples; a layer that keeps less than 10 dB with each of
+    least error at the layers that read it, tried on a few samples; a layer that keeps less than 10 dB with each of
     them stays float. What is bounded by construction (Softmax, Sigmoid, Clip) takes its bound."""
     percentile: float = Field(default=99.99, gt=0, le=100)
     """For calibrator percentile: per cent of the non-zero values that stay inside the range."""
@@ -234,10 +234,9 @@ def _convert(stage: Quantize, data: _Data, model: Light, feeds: list[Feed]) -> _
 
 def _int8(stage: Quantize, data: _Data, model: Light) -> _Made:
     from layerline.backends.cpu import int8_flag, int8_note
-    from layerline.graph import placement, qdq
+    from layerline.graph import placement, plans, qdq
     from layerline.graph import ranges as tuned
     from layerline.graph.opset import raise_opset
-    from layerline.layers import plans
 
     # Raised before anything else: both sides of the comparison then share an opset, and so a graph.
     model = raise_opset(model, qdq.required_opset(model))

@@ -10,7 +10,14 @@ from layerline.calib.plan import QuantPlan
 from layerline.calib.scales import scale_of
 from layerline.graph import qdq, ranges, trials
 from layerline.graph.placement import Rules, place
+from tests.graph import test_qdq
 from tests.graph.test_qdq import f32, model, run
+
+
+@pytest.fixture(autouse=True)
+def _each_test_draws_the_same_numbers(monkeypatch):
+    monkeypatch.setattr(test_qdq, "RNG", np.random.default_rng(0))
+
 
 CASES = [
     ("Conv <pads = [1, 1, 1, 1]> (x, w)", (2, 3, 5, 5), (4, 3, 3, 3), 4),

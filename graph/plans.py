@@ -6,6 +6,8 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
@@ -15,8 +17,6 @@ from layerline.calib.plan import QuantPlan
 from layerline.graph import bias, qdq, ranges
 from layerline.graph.noise import drawn
 from layerline.graph.placement import Placement, Rules
-from layerline.layers import outcome
-from layerline.layers.distance import Distance, diff_arrays
 
 CLEARLY_DB = 0.5
 """By how much another plan has to be better at the outputs, over few samples, to be taken."""
@@ -71,13 +71,23 @@ class _Judge:
 
     def least_db(self, model: Light) -> float | None:
         """SQNR of the output that lost most, in dB; None where none can be measured."""
-        measured, found = list[float](), self._run(model, self.feeds)
-        for name in self.names:
-            pairs = zip(self.exact, found, strict=True)
-            total = sum((diff_arrays(a[name], b[name]) for a, b in pairs), Distance())
-            if total.aa and total.sqnr_db is not None:
-                measured.append(-math.inf if total.one_sided else total.sqnr_db)
-        return min(measured, default=None)
+        found = self._run(model, self.feeds)
+        measured = [self._decibels(name, found) for name in self.names]
+        return min((db for db in measured if db is not None), default=None)
+
+    def _decibels(self, name: str, found: Sequence[Mapping[str, Array]]) -> float | None:
+        """SQNR of one output in dB; None where it holds no numbers, or zeros alone."""
+        signal, lost = 0.0, 0.0
+        for exact, other in zip(self.exact, found, strict=True):
+            a, b = exact[name], other[name]
+            if a.dtype.kind not in "fiu" or a.shape != b.shape:
+                return None
+            usable = np.isfinite(a) & np.isfinite(b)
+            signal += float(np.square(a[usable].astype(np.float64)).sum())
+            lost += float(np.square(a[usable].astype(np.float64) - b[usable]).sum())
+        if not signal:
+            return None
+        return 10 * math.log10(signal / lost) if lost else math.inf
 
     @staticmethod
     def _run(model: Light, feeds: Sequence[Feed]) -> list[dict[str, Array]]:
@@ -88,10 +98,11 @@ class _Judge:
 def corrected(model: Light, plan: QuantPlan, quantized: Light, feeds: Sequence[Feed]) -> tuple[Light, str]:
     """The quantised model with corrected biases, where the outputs gain by them, and what they gain in a sentence."""
     candidate, layers = bias.correct(quantized, ranges.shifts(model, plan, feeds))
-    before, after = (outcome.least(outcome.outputs(model, m, feeds)) for m in (quantized, candidate))
+    judge = _Judge(model, feeds)
+    before, after = judge.least_db(quantized), judge.least_db(candidate)
     if before is None or after is None:
         return candidate, f"bias correction changed {layers} layers; no output could be measured"
-    gain = f"{after[1]:.1f} dB at the outputs with it, {before[1]:.1f} dB without"
-    if after[1] <= before[1]:
+    gain = f"{after:.1f} dB at the outputs with it, {before:.1f} dB without"
+    if after <= before:
         return quantized, f"bias correction was left out, the outputs lose by it: {gain}"
     return candidate, f"bias correction of {layers} layers: {gain}"
