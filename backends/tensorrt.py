@@ -226,7 +226,9 @@ def _refuse_shape_inputs(network: Any) -> None:
             raise StageError(
                 "the values of this input decide sizes inside the network; TensorRT has to know them when it builds",
                 where=f"input {given.name}",
-                hint="make it a constant of the model, or derive those sizes from another input's shape",
+                hint=f"make it a constant: of an ONNX file by `import-onnx: {{values: {{{given.name}: …}}}}` with the "
+                "number, or the list of numbers, that it always holds; in torch by a plain number for a tensor, or by "
+                "sizes taken from another input's shape",
             )
 
 

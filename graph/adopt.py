@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -62,14 +62,15 @@ def adopt(given: Light, opset: int) -> Adopted:
     return Adopted(original=given, light=raised, notes=(*notes, *told))
 
 
-def freeze(light: Light, values: Mapping[str, float]) -> dict[str, Array]:
-    """Makes inputs constants, in place: each gets the one number, in its own type and shape.
+def freeze(light: Light, values: Mapping[str, float | Sequence[float]]) -> dict[str, Array]:
+    """Makes inputs constants, in place: each gets its one number all over, or a number for each place of its one axis.
 
     Returns:
         What the original has to be fed with in their place.
 
     Raises:
-        ConfigError: no such input, one whose shape varies, or a number that its type can't hold.
+        ConfigError: no such input, one whose shape varies, another count of numbers than elements, or a number that its
+            type can't hold.
     """
     graph, made = light.model.graph, dict[str, Array]()
     inputs = {i.name: i for i in graph.input}
@@ -77,11 +78,15 @@ def freeze(light: Light, values: Mapping[str, float]) -> dict[str, Array]:
         if name not in inputs:
             raise ConfigError(f"there is no input {name!r}", where="values", hint=f"inputs: {', '.join(inputs)}")
         kind = inputs[name].type.tensor_type
-        if any(d.dim_param for d in kind.shape.dim):
+        several = isinstance(number, Sequence)
+        if any(d.dim_param for d in kind.shape.dim) and not (several and len(kind.shape.dim) == 1):
             raise ConfigError(
                 "its shape varies, so it can't be a constant", where=f"values.{name}", hint="fix it in `dims`"
             )
-        shape = [d.dim_value for d in kind.shape.dim]
+        shape = [len(number)] if isinstance(number, Sequence) else [d.dim_value for d in kind.shape.dim]
+        if several and (len(kind.shape.dim) != 1 or kind.shape.dim[0].dim_value not in (0, *shape)):
+            seen = ", ".join(str(d.dim_value or d.dim_param) for d in kind.shape.dim)
+            raise ConfigError(f"{shape[0]} numbers for an input of shape ({seen})", where=f"values.{name}")
         array = np.full(shape, number).astype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
         if array.dtype.kind in "iub" and (array != number).any():
             raise ConfigError(f"{array.dtype} can't hold {number}", where=f"values.{name}")

@@ -94,6 +94,19 @@ def dropped(program: ExportedProgram, root: Path) -> StageError | None:
     )
 
 
+def unrolled(error: StageError, module: nn.Module) -> StageError:
+    """An axis that came out fixed where the module has an nn.RNN: the exporter writes one step after the other."""
+    path = next((n for n, m in module.named_modules() if type(m) is nn.RNN), None)
+    if path is None or "has it fixed at" not in error.what:
+        return error
+    return StageError(
+        error.what,
+        where=error.where,
+        hint=f"torch's exporter unrolls nn.RNN (module {path or 'model'}) over the example's length: take nn.LSTM or "
+        "nn.GRU, which it keeps as one operator, or leave that axis out of `dynamic`",
+    )
+
+
 def _fixed_axis(text: str, axes: Axes, line: str) -> StageError | None:
     """Which declared axis a constraint of torch.export is about."""
     if not re.search("specialized it|static shape|Constraints violated", text):

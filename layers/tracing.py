@@ -27,8 +27,9 @@ from layerline.layers import identity
 from layerline.layers.arrays import NOT_IN_NUMPY
 from layerline.layers.attention import hide_rows
 from layerline.layers.axes import Axes
-from layerline.layers.blame import blame, dropped
+from layerline.layers.blame import blame, dropped, unrolled
 from layerline.layers.calls import Call
+from layerline.layers.fake_quant import traceable
 from layerline.layers.guards import Guard, Symbols, guards, noting, symbols
 from layerline.layers.naming import any_names
 from layerline.pipeline.errors import ConfigError, StageError
@@ -91,16 +92,28 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
     shapes = call.shapes(axes.specs())
     _forget_decompositions()
     try:
-        with quiet(), any_names(), _frozen(call.module), call.tensors_alone(), noting(root) as taken:
+        with (
+            quiet(),
+            any_names(),
+            traceable(call.module),
+            _frozen(call.module),
+            call.tensors_alone(),
+            noting(root) as taken,
+        ):
             exported = torch.onnx.export(
                 call.module, args, kwargs=kwargs, dynamic_shapes=shapes if axes.names else None, dynamo=True,
                 opset_version=opset, optimize=False, verbose=False,
             )  # fmt: skip
             assert exported is not None and exported.exported_program is not None
             _fold(exported.model, exported.exported_program)
+    except StageError:
+        raise
     except Exception as error:
-        raise blame(error, call, axes, root) from error
-    traced = _named(exported.exported_program, from_ir(exported.model), call, axes, opset, root)
+        raise unrolled(blame(error, call, axes, root), call.module) from error
+    try:
+        traced = _named(exported.exported_program, from_ir(exported.model), call, axes, opset, root)
+    except StageError as error:
+        raise unrolled(error, call.module) from error
     known = symbols(taken, call, axes)
     return replace(traced, symbols=known, guards=guards(taken, known))
 

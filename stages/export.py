@@ -353,6 +353,7 @@ def _report(stage: Export, prober: Prober, result: Parity, gates: list[Gate]) ->
             *_first_off(rows),
             *_flipped(rows),
             *_no_tensors(prober.call),
+            *_by_batch(prober.call.module),
             *_fixed(prober),
             *prober.notes,
             *result.notes,
@@ -390,6 +391,18 @@ def _no_tensors(call: Call) -> list[str]:
     ]
     pairs = [f"input {n} is complex: the ONNX takes (real, imaginary) on a last axis" for n in call.complex_inputs]
     return [*fixed, *left, *pairs]
+
+
+def _by_batch(module: nn.Module) -> list[str]:
+    """Normalisations by the batch at hand, which may be meant, and mostly is not."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    found = {n: m for n, m in module.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is None}
+    return [
+        f"module {path} ({type(m).__name__}) keeps no running statistics (track_running_stats=False): it normalises by "
+        "the batch, so that what a sample gives depends on the others in its batch, and differs between batch sizes"
+        for path, m in found.items()
+    ]
 
 
 def _flipped(rows: Sequence[LayerDiff]) -> list[str]:

@@ -111,8 +111,9 @@ class ImportOnnx(Stage):
     """Sizes that vary, by the name that the file (or the report's table of dimensions) gives them."""
     ranges: dict[str, Range] = Field(default_factory=dict)
     """What integer inputs may hold, by input: `{ids: {low: 0, high: 30521}}`."""
-    values: dict[str, float] = Field(default_factory=dict)
-    """Inputs that become constants, each with its number: `{sr: 16000}`."""
+    values: dict[str, float | tuple[float, ...]] = Field(default_factory=dict)
+    """Inputs that become constants, each with its number, or the numbers along its one axis: `{sr: 16000,
+    shape: [1, 3, 64]}`."""
     probes: PositiveInt = 4
     """Samples of `data` to compare on, beside the first ones and the other sizes."""
     tolerance: float | None = Field(default=None, ge=0)

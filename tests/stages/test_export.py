@@ -314,7 +314,6 @@ BN, DROPOUT = "self.n = nn.BatchNorm1d(3)", "self.d = type('D', (nn.Dropout,), {
         pytest.param("return x + torch.zeros(2, 3)", "pass", "fixed at 2", "input x, axis 0", marks=SLOW),
         ("return x + self.h", "self.register_buffer('h', torch.zeros(2, 3))", "fixed at 2", "input x, axis 0"),
         ("for i in range(x.shape[0]): x = x + i\nreturn x", "pass", "fixed at 2", "input x, axis 0 (task.py:10)"),
-        pytest.param("return self.r(x)[0]", "self.r = nn.RNN(3, 3)", "fixed at", "input x, axis 0", marks=SLOW),
         ("if x.sum() > 0: return x\nreturn -x", "pass", "control flow", "module inner (task.py:10)"),
         pytest.param("return x * [1, 2][int(x[0, 0] > 0)]", "pass", "Python number", LINE_10, marks=SLOW),
         ("return torch.special.bessel_j0(x)", "pass", "bessel_j0.default has no counter", "module inner (task.py:10)"),
@@ -659,6 +658,57 @@ def test_a_module_of_any_name_is_exported(project: Project, name: str) -> None:
     body = f"return getattr(self, {name!r})(x)"
     assert project.export(module(body, f"self.add_module({name!r}, nn.Linear(3, 3))")).passed
     assert identity.modules(project.model()) == {"output": f"inner.{name}"}
+
+
+def test_a_normalisation_by_the_batch_is_named(project: Project) -> None:
+    norms = "nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(3), nn.InstanceNorm1d(3)"
+    report = project.export(module("return self.n(x)", f"self.n = nn.Sequential({norms})", "torch.randn(4, 3, 5),"))
+    told = [n for n in report.notes if "keeps no running statistics" in n]
+    assert len(told) == 1 and told[0].startswith("module inner.n.0 (BatchNorm1d)")
+
+
+def test_an_rnn_that_the_exporter_unrolls_is_named(project: Project) -> None:
+    with pytest.raises(StageError, match="has it fixed at") as error:
+        project.export(module("return self.r(x)[0]", "self.r = nn.RNN(3, 3)"), dynamic={"x": {0: "t"}})
+    assert "unrolls nn.RNN (module inner.r)" in error.value.hint and "nn.GRU" in error.value.hint
+
+
+FAKE = """
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver, disable_observer
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = FakeQuantize(MovingAverageMinMaxObserver, quant_min=-128, quant_max=127, dtype=torch.qint8)
+        self.register_buffer("s", torch.full((4,), 0.01))
+        self.register_buffer("z", torch.zeros(4, dtype=torch.int32))
+        self.l = nn.Linear(3, 4)
+    def forward(self, x):
+        weight = torch.fake_quantize_per_channel_affine(self.l.weight, self.s, self.z, 0, -128, 127)
+        return F.linear(self.q(x), weight, self.l.bias)
+def model():
+    net = Net()
+    net(torch.linspace(-1, 1, 6).reshape(2, 3))
+    return net.apply(disable_observer)
+def example_inputs(): return torch.linspace(-1, 1, 6).reshape(2, 3)
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_fake_quantisation_is_exported_with_a_dynamic_batch(project: Project) -> None:
+    report = project.export(FAKE, dynamic={"x": {0: "batch"}})
+    assert report.passed
+    ops = [n.op_type for n in project.model().graph.node]
+    assert ops.count("QuantizeLinear") == ops.count("DequantizeLinear") == 2
+    net, x = Task(project.root / "task.py").call("model").eval(), torch.linspace(-1, 1, 15).reshape(5, 3)
+    names.load(net, tensorfile.load(project.root / "weights" / "model.safetensors")[0])
+    np.testing.assert_allclose(project.run(x=x)["output"], net(x).detach(), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_observer_that_is_on_is_named(project: Project) -> None:
+    with pytest.raises(StageError, match="observer of this FakeQuantize is on") as error:
+        project.export(FAKE.replace(".apply(disable_observer)", ""))
+    assert error.value.where == "module q" and "disable_observer" in error.value.hint
 
 
 LEARNED = module(

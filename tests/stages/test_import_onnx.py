@@ -500,6 +500,18 @@ def test_an_input_may_become_a_constant(rate: int, branch: Any, tmp_path: Path) 
     np.testing.assert_allclose(y, branch(samples["x"]), rtol=1e-5)
 
 
+def test_an_input_that_holds_a_shape_becomes_a_constant(tmp_path: Path) -> None:
+    given = model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n,6] x, int64[k] to) => (float[n,2,3] y) { y = Reshape (x, to) }"""
+    )
+    report, out = imported(tmp_path, given, values={"to": [-1, 2, 3]})
+    assert report.passed and [v.name for v in Signature.load(out).inputs] == ["x"]
+    given.graph.input[1].type.tensor_type.shape.dim[0].dim_value = 3
+    with pytest.raises(ConfigError, match=r"2 numbers for an input of shape \(3\)"):
+        imported(tmp_path / "two", given, values={"to": [-1, 2]})
+
+
 @pytest.mark.parametrize(
     ("values", "said"), [({"z": 1}, "no input 'z'"), ({"x": 1}, "its shape varies"), ({"rate": 0.5}, "can't hold 0.5")]
 )
