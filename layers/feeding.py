@@ -11,6 +11,8 @@ from onnx import helper
 from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
+from layerline.graph import io
+from layerline.graph.prepare import free
 from layerline.layers.signature import Dim, Value
 from layerline.layers.sources import Source
 from layerline.pipeline.errors import ConfigError, StageError, first_line
@@ -78,6 +80,7 @@ class Feeder:
     _known: dict[tuple[tuple[str, int], ...], str | None] = field(default_factory=dict)
     _full: set[str] = field(default_factory=set)
     _counting: OrtSession | None = None
+    _counts: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._session = OnnxRuntime().open(self.model)
@@ -133,7 +136,7 @@ class Feeder:
         if self._counting is None:
             self._counting = OnnxRuntime().open(self._counted())
         found = self._counting.run(self.whole(feed))
-        return {name.removeprefix(_COUNT): int(a) for name, a in found.items() if name.startswith(_COUNT)}
+        return {self._counts[name]: int(a) for name, a in found.items() if name in self._counts}
 
     def _candidates(self, name: str) -> list[int]:
         own = self.declared.get(name, Declared())
@@ -236,6 +239,9 @@ class Feeder:
         values = [o for n in nodes if n.op_type != "Constant" for o in n.output if o]
         types = OnnxRuntime().open(self.model, values).types
         kept = {v for v in values if types[v][0] in _COUNTABLE}
+        taken = {o for g in io.graphs(self.model.model) for n in g.node for o in n.output}
+        counts = {v: free(_COUNT + v, taken) for v in values if v in kept}
+        self._counts = {count: v for v, count in counts.items()}
         counted = self.model.copy()
         graph = counted.model.graph
         del graph.node[:]
@@ -245,8 +251,8 @@ class Feeder:
             graph.node.append(node)
             # Counted right where it is made: at the end, every value would have to live until then.
             made = [v for v in node.output if v in kept]
-            graph.node.extend(helper.make_node("Size", [v], [_COUNT + v]) for v in made)
-            graph.output.extend(helper.make_empty_tensor_value_info(_COUNT + v) for v in made)
+            graph.node.extend(helper.make_node("Size", [v], [counts[v]]) for v in made)
+            graph.output.extend(helper.make_empty_tensor_value_info(counts[v]) for v in made)
         return counted
 
 

@@ -8,18 +8,22 @@ is there: ONNX Runtime frees a value once all that reads it has run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 
 import onnx
 from onnx import helper
 
-from layerline.backends.light import Light, bodies
+from layerline.backends.light import Light, bodies, rename
+from layerline.graph import io
 from layerline.graph.opset import opset_of
 from layerline.graph.order import in_order
 from layerline.layers.reductions import Measures, Pair
 
 # Names of the candidate, and of the copy that is fed the reference's values.
 B, ISOLATED = "b//", "i//"
+_OWN = re.compile(r"(b|i|cast|reference)//|layerline/|\d+/")
 
 
 def joint(
@@ -36,6 +40,7 @@ def joint(
         pairs: values that stand for each other; the isolated copy reads the reference's.
         masked: indices of the pairs whose elements that are not finite are counted and left out.
     """
+    reference, pairs = _unreserved(reference, list(pairs))
     a, b = reference.model, candidate.model
     pairs, shared, functions = list(pairs), _shared(reference, candidate), {(f.domain, f.name) for f in b.functions}
     given = candidate.fed
@@ -63,6 +68,26 @@ def joint(
     model = helper.make_model(graph, opset_imports=list(opsets.values()), ir_version=max(a.ir_version, b.ir_version, 8))
     model.functions.extend([*a.functions, *_renamed_functions(b, functions)])
     return Light(model, reference.weights | {B + n: w for n, w in candidate.weights.items() if n not in shared})
+
+
+def _unreserved(reference: Light, pairs: list[Pair]) -> tuple[Light, list[Pair]]:
+    """The reference with other names for what it computes under a name that the joint graph gives out itself."""
+    graphs = io.graphs(reference.model)
+    computed = {o for g in graphs for n in g.node for o in n.output}
+    taken = sorted(name for name in computed if _OWN.match(name))
+    if not taken:
+        return reference, pairs
+    names = {name: f"reference//{name}" for name in taken}
+    renamed = reference.copy()
+    rename(renamed.model.graph, names)
+    return renamed, [_renamed_pair(pair, names) for pair in pairs]
+
+
+def _renamed_pair(pair: Pair, names: Mapping[str, str]) -> Pair:
+    pointer = pair.pointer
+    if pointer is not None:
+        pointer = replace(pointer, data=names.get(pointer.data, pointer.data))
+    return replace(pair, a=names.get(pair.a, pair.a), pointer=pointer)
 
 
 def isolated_model(candidate: Light, pairs: Iterable[Pair]) -> Light:

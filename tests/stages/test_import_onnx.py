@@ -841,3 +841,26 @@ def test_a_branch_that_a_fixed_size_decides_is_taken_before_anything_runs(tmp_pa
     assert report.passed and "If y is decided by what is fixed: the branch it takes stands in its place" in report.notes
     assert [n.op_type for n in io.load(out / io.FILE).graph.node] == [op]
     same(given, out, {"x": _floats(2, size, 3)})
+
+
+OWN_NAMES = """<ir_version: 10, opset_import: ["" : 20]> g (float[n,4] x) => (float[n,4] y) {{
+  h = MatMul (x, w)
+  {top} = Abs (h)
+  c = Equal (one, one)
+  z = If (c) <
+    then_branch = t () => (float[n,4] a) {{ {inner} = Neg ({top}) a = Abs ({inner}) }},
+    else_branch = f () => (float[n,4] b) {{ b = Abs (h) }}
+  >
+  y = Relu (z)
+}}"""
+
+
+@pytest.mark.parametrize("name", ["b//h", "b//z", "i//h", "0/sums", "1/peak", "elements of h", "cast//h"])
+def test_names_that_the_comparison_gives_out_may_be_the_models_own(tmp_path: Path, name: str) -> None:
+    for place in ("top", "inner"):
+        names = {"top": "top", "inner": "inner", place: f'"{name}"'}
+        given = model(OWN_NAMES.format(**names), w=np.eye(4, dtype="f"), one=np.array(1))
+        report, out = imported(tmp_path / place, given)
+        assert report.passed and ({r.name for r in report.records} >= {"h", "z", "y"})
+        assert (name in {r.name for r in report.records}) is (place == "top")
+        same(given, out, {"x": _floats(2, 4)})
