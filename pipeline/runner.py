@@ -199,7 +199,11 @@ class Runner:
                     out.mkdir()
                     scratch.mkdir()
                     # Stages that run together take no input so far: what they would read lies in rank 0's store.
-                    stage.run(Work(inputs={}, task=self._task, out=out, scratch=scratch, log=self.listener))
+                    parts = shown(self.planner.step(stage, {}).parts)
+                    given = Work(
+                        inputs={}, task=self._task, out=out, scratch=scratch, log=self.listener, parts=parts
+                    )  # fmt: skip
+                    stage.run(given)
             except (PipeError, OSError, MemoryError) as raised:
                 error = raised if isinstance(raised, PipeError) else machine_lacks(raised)
             seconds = time.monotonic() - started
@@ -318,7 +322,15 @@ class Runner:
         copies = self._copied(step, work)
         started = time.monotonic()
         self._announce(step.stage, runs=True)
-        given = Work(inputs=inputs, task=self._task, out=out, scratch=scratch, log=self.listener, copies=copies)
+        given = Work(
+            inputs=inputs,
+            task=self._task,
+            out=out,
+            scratch=scratch,
+            log=self.listener,
+            copies=copies,
+            parts=shown(step.parts),
+        )
         with self._task.border():
             report = step.stage.run(given)
         seconds = time.monotonic() - started

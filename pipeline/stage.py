@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -38,6 +38,7 @@ class Work:
         log: where to report progress.
         copies: a folder with a copy of each of the stage's `files()`, whose content is what its key says; None where
             they are read where they lie.
+        parts: each part of the stage's key as text; ranks that train together compare theirs.
     """
 
     inputs: Mapping[str, Path]
@@ -46,6 +47,7 @@ class Work:
     scratch: Path
     log: Log
     copies: Path | None = None
+    parts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def root(self) -> Path:

@@ -129,7 +129,8 @@ class Train(Stage):
         config, device = self.config(), launch.device(self._device())
         with fit.deterministic(), ranks.together(), memory_told():
             run = fit.prepare(work.task, config, epochs=self.epochs, steps=self.steps, batch_size=self.batch_size,
-                              seed=self.seed, workers=self.workers, device=device)  # fmt: skip
+                              seed=self.seed, workers=self.workers, device=device,
+                              parts=work.parts)  # fmt: skip
             fit.train(run, work.scratch, work.log, save_every=config.monitor.save_interval)
             run.mo.export_metrics(work.out / "metrics.csv")
             best = fit.take_best(run)

@@ -79,14 +79,20 @@ class Run:
 
 
 def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch_size: int, seed: int, workers: int,
-            device: torch.device) -> Run:  # fmt: skip
+            device: torch.device, parts: Mapping[str, str] | None = None) -> Run:  # fmt: skip
     """Builds model, data and optimizer from the task's hooks, all random draws from `seed`.
 
+    Args:
+        parts: the parts of the stage's key, of which code and data must be the same on every rank.
+
     Raises:
+        StageError: ranks have other code or data; names the first that differs.
         TaskError: a hook gave the wrong thing.
         ConfigError: the configuration does not fit the model.
     """
     group = ranks.join(config.distributed, device) if launch.environment()[1] > 1 else None
+    if group is not None:
+        group.compare(_read(parts or {}), "run the same task.py and data files on each rank")
     rank, size = (group.rank, group.size) if group else (0, 1)
     if size > 2 and "overlap" not in config.distributed.model_fields_set:
         config = config.replace(distributed={"overlap": False})  # a killed run must end in the same bytes
@@ -115,6 +121,13 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     # The model's own draws (dropout) start here, whatever building it and its data took; each rank has its own.
     rng.seed_all(rng.mix(seed, 1, *((rank,) if rank else ())))
     return Run(task, model, mo, batches, loss, device, total, initial, {})
+
+
+def _read(parts: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The code and data that a training reads, a line each for `Ranks.compare`."""
+    kinds = {"hook": "{}() and what it reaches", "file": "the file {}", "code": "code of Layerline"}
+    found = [(*name.partition(".")[::2], value) for name, value in parts.items()]
+    return [(kinds[kind].format(rest), value[:12]) for kind, rest, value in found if kind in kinds]
 
 
 def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:

@@ -97,11 +97,14 @@ class Ranks:
             dist.broadcast(flat.view(torch.uint8), 0)  # as bytes, here too
             unflatten(flat, parts)
 
-    def compare(self, lines: Sequence[Line]) -> None:
+    def compare(
+        self, lines: Sequence[Line], hint: str = "build the same model with the same configuration on each rank"
+    ) -> None:
         """Ends training before it starts where ranks differ.
 
         Args:
             lines: what this rank has, as (what, value).
+            hint: what to do where they differ.
 
         Raises:
             StageError: on every rank; names the first rank that differs from rank 0, and the first line that does.
@@ -120,7 +123,7 @@ class Ranks:
         self.leave(name)
         raise StageError(
             f"rank {other} is not like rank 0: {_difference(mine, theirs, other)}", where=f"rank {other}",
-            hint="build the same model with the same configuration on each rank",
+            hint=hint,
         )  # fmt: skip
 
     def leave(self, name: str) -> None:

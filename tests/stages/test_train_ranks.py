@@ -153,3 +153,25 @@ def test_torchrun(tmp_path: Path) -> None:
     (tensors, _), (expected, _) = _checkpoint(folder), _checkpoint(single)
     assert tensors.keys() == expected.keys()
     assert all(torch.allclose(t, expected[n], atol=1e-6) for n, t in tensors.items() if t.is_floating_point())
+
+
+def _run_in(rank: int, *folders: str) -> tuple[list[tuple[str, str]], str]:
+    return _run(rank, folders[rank])
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "told"),
+    [
+        ("task.py", "manual_seed(1)", "manual_seed(2)", "train_data() and what it reaches: "),
+        ("x.csv", "1", "2", "the file x.csv: "),
+    ],
+)
+def test_ranks_with_other_code_or_data_are_refused(name: str, old: str, new: str, told: str, tmp_path: Path) -> None:
+    folders = [_project(tmp_path / n, yaml="data: [x.csv]\n" + YAML) for n in ("a", "b")]
+    for folder in folders:
+        (folder / "x.csv").write_text("1")
+    changed = folders[1] / name
+    changed.write_text(changed.read_text().replace(old, new))
+    for states, error in good(run(_run_in, *map(str, folders))):
+        assert states == [("train", "failed")]
+        assert f"rank 1 is not like rank 0: rank 0 has {told}" in error and "on each rank" in error
