@@ -176,7 +176,7 @@ class _Placing:
         elif all(constants):
             self.kept[node] = "both inputs are constant"
         elif constants[1]:
-            if self.rules.per_channel and (reason := _uneven_groups(node)):
+            if self.rules.per_channel and (reason := _uneven_groups(node) or _uneven_stack(node)):
                 self.kept[node] = reason
                 return
             self._want(node, 0, "activation", None, f"input of {node.op_type}")
@@ -372,7 +372,8 @@ def _channel_axis(node: ir.Node) -> int | None:
     if node.op_type == "Gemm":
         return 0 if node.attributes.get_int("transB", 0) else 1
     array = weight_of(node.inputs[1])
-    return array.ndim - 1 if array is not None and array.ndim > 1 else None
+    # onnxruntime's integer products take scales a channel of two axes only, and fail to load any others.
+    return 1 if array is not None and array.ndim == 2 else None
 
 
 def _groups(node: ir.Node) -> int:
@@ -398,6 +399,22 @@ def _uneven_groups(node: ir.Node) -> str:
     if ratio <= _ALIKE:
         return ""
     return f"its {_groups(node)} groups would share scales along axis 1, and their channels differ {ratio:.3g} times"
+
+
+def _uneven_stack(node: ir.Node) -> str:
+    """Why a product with a stack of matrices stays float: its channels would share one scale and differ too much."""
+    weight = weight_of(node.inputs[1])
+    if node.op_type != "MatMul" or weight is None or weight.ndim < 3:
+        return ""
+    greatest = np.abs(weight.astype(np.float64)).max(axis=tuple(range(weight.ndim - 1)), initial=0.0)
+    there = greatest[greatest > 0]
+    ratio = float(there.max(initial=0.0) / there.min(initial=np.inf)) if there.size else 1.0
+    if ratio <= _ALIKE:
+        return ""
+    return (
+        f"its weight has {weight.ndim} axes, for which onnxruntime takes one scale, and its channels differ "
+        f"{ratio:.3g} times"
+    )
 
 
 def _large_weight(node: ir.Node) -> str | None:
