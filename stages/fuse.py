@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from layerline.graph.apply import Rewritten
     from layerline.graph.fuse import Fused
     from layerline.graph.rule import Firing, Rule
+    from layerline.layers.shipped import Shipped
 
 COPIED = ("signature.json", "probes.safetensors", "floor.json")
 TABLE_ROWS = 200
@@ -81,7 +82,9 @@ class Fuse(Stage):
         notes = [*case.notes, *fused.notes]
         if not all(r.passed for r in rows):
             notes.append(_blame(self._guilty(case, fused)))
-        return _report(case.unfused, fused, rows, notes)
+        shipped = _as_users_do(work, case, fused)
+        report = _report(case.unfused, fused, rows, [*shipped.notes, *notes])
+        return dataclasses.replace(report, gates=(*report.gates, *shipped.gates))
 
     def debug(self, work: Work, folder: Path) -> LayerDiff | None:
         """Finds the one rewrite that takes the whole graph beyond its floor; None where there is none.
@@ -133,6 +136,18 @@ class Fuse(Stage):
 
     def _options(self, fused: Fused) -> dict[str, Any]:
         return {"denied": frozenset(p.firing.site for p in fused.undone), "fold_limit": self.fold_limit}
+
+
+def _as_users_do(work: Work, case: _Case, fused: Fused) -> Shipped:
+    """The file in a default onnxruntime session, on every feed."""
+    from layerline.graph import io
+    from layerline.graph.noise import drawn
+    from layerline.layers import shipped
+
+    outputs = {o.name for o in fused.light.model.graph.output}
+    random = outputs & drawn(fused.light.model).keys()
+    allowed = shipped.limits(case.floors, outputs)
+    return shipped.check(work.out / io.FILE, case.feeds, allowed=allowed, random=random)
 
 
 def _floors(folder: Path, model: Light, feeds: Sequence[Feed]) -> tuple[dict[str, float], list[str]]:

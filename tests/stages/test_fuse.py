@@ -111,7 +111,7 @@ def test_floors_from_torch_are_used_where_there_are_any(source: Path, tmp_path: 
     report = run(source, tmp_path / "out")
     assert {r.name: r.tolerance for r in report.records}["n"] == pytest.approx(8e-3)
     assert (tmp_path / "out" / "floor.json").is_file()
-    assert not report.notes
+    assert [n for n in report.notes if not n.startswith("a default onnxruntime session gives the same")] == []
 
 
 def test_the_same_bytes_again(source: Path, tmp_path: Path) -> None:
