@@ -18,6 +18,8 @@ from layerline.graph import bias, qdq, ranges
 from layerline.graph.noise import drawn
 from layerline.graph.placement import Placement, Rules
 
+SAMPLES = 8
+"""Samples that ranges and plans are tried on: each costs some twelve runs of the model."""
 CLEARLY_DB = 0.5
 """By how much another plan has to be better at the outputs, over few samples, to be taken."""
 
@@ -36,19 +38,20 @@ def tuned(
     Args:
         model: the float model, at an opset that has Q/DQ.
         placed: what the rules want.
-        feeds: samples by input name; ranges are tried on every second one, whole plans on every fourth.
+        feeds: samples by input name, of which some eight are taken, evenly spread.
 
     Returns:
         The plan, and sentences about layers that stay float and a calibrator that was taken for all.
     """
-    chosen = ranges.choose(model, rules, placed, histograms, feeds[::2], percentile=percentile)
+    few = _few(feeds)
+    chosen = ranges.choose(model, rules, placed, histograms, few, percentile=percentile)
     notes = tuple(
         f"{layer} stays float: int8 would leave it {db:.1f} dB by itself" for layer, db in chosen.floated.items()
     )
     planned = functools.partial(qdq.plan, model, chosen.placement, histograms, percentile=percentile)
     plan = planned("mse", chosen=chosen.thresholds)
     plans = {"auto": plan} | {c: planned(c) for c in CALIBRATORS}
-    judge, kept = _Judge(model, feeds[::4]), dict[str, float]()
+    judge, kept = _Judge(model, few), dict[str, float]()
     for name, each in plans.items():
         same = name != "auto" and [v.amax for v in each.values] == [v.amax for v in plan.values]
         worst = None if same else judge.least_db(qdq.apply(model, each))
@@ -59,6 +62,13 @@ def tuned(
         return plan, notes
     gain = f"{kept[best]:.1f} dB at the outputs, {kept['auto']:.1f} dB with each chosen by itself"
     return plans[best], (*notes, f"auto took {best} for all ranges: {gain}")
+
+
+def _few(feeds: Sequence[Feed]) -> Sequence[Feed]:
+    """As many feeds as hold SAMPLES samples, or a single larger one, evenly spread."""
+    rows = max((a.shape[0] for a in feeds[0].values() if a.ndim), default=1) if feeds else 1
+    count = max(1, SAMPLES // max(rows, 1))
+    return feeds[:: max(1, len(feeds) // count)][:count]
 
 
 class _Judge:

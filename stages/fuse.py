@@ -79,11 +79,11 @@ class Fuse(Stage):
             if (work.inputs["model"] / name).is_file():
                 shutil.copyfile(work.inputs["model"] / name, work.out / name)
         work.log.say(f"{_nodes(fused.light)} nodes out; {len(fused.proofs)} rewrites proved")
-        notes = [*case.notes, *fused.notes]
+        shipped = _as_users_do(work, case, fused)
+        notes = [*case.notes, *fused.notes, *shipped.notes]
         if not all(r.passed for r in rows):
             notes.append(_blame(self._guilty(case, fused)))
-        shipped = _as_users_do(work, case, fused)
-        report = _report(case.unfused, fused, rows, [*shipped.notes, *notes])
+        report = _report(case.unfused, fused, rows, notes)
         return dataclasses.replace(report, gates=(*report.gates, *shipped.gates))
 
     def debug(self, work: Work, folder: Path) -> LayerDiff | None:
