@@ -107,6 +107,8 @@ def read(path: Path) -> Light:
         raise StageError(f"not a readable ONNX file ({error})", where=path.name) from error
     if not model.HasField("graph"):
         raise StageError("not a readable ONNX file (it holds no graph)", where=path.name)
+    if (text := _undecoded(model)) is not None:
+        raise StageError(f"not a readable ONNX file (a name or text in it is not UTF-8: {text!r:.80})", where=path.name)
     for tensor in tensors(model):
         _refuse_tensor(tensor, path)
     names = Counter(t.name for t in model.graph.initializer)
@@ -119,6 +121,26 @@ def read(path: Path) -> Light:
     for weight in light.weights.values():
         _ = weight.array
     return light
+
+
+def _undecoded(message: Any) -> bytes | None:
+    """The first text of a message that is not UTF-8: protobuf gives such a one as bytes."""
+    pending = [message]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, TensorProto):  # its numbers would be copied
+            texts = [item.name, item.doc_string, *(t for e in item.external_data for t in (e.key, e.value))]
+        else:
+            texts = []
+            for field, value in item.ListFields():
+                if field.type == field.TYPE_STRING:
+                    texts += [value] if isinstance(value, str | bytes) else list(value)
+                elif field.message_type is not None:
+                    pending += [value] if hasattr(value, "ListFields") else list(value)
+        wrong = next((t for t in texts if isinstance(t, bytes)), None)
+        if wrong is not None:
+            return wrong
+    return None
 
 
 def _store_constants(graph: onnx.GraphProto) -> None:

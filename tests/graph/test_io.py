@@ -330,3 +330,12 @@ def test_a_graph_without_a_name_gets_one(tmp_path: Path) -> None:
     model = _model()
     model.graph.name = ""
     onnx.checker.check_model(str(io.save(model, tmp_path)))
+
+
+@pytest.mark.parametrize("text", [b"someone", b"MatMul", b"why"])
+def test_text_that_is_not_utf8_is_told(text: bytes, tmp_path: Path) -> None:
+    raw = _model().SerializeToString()
+    assert text in raw
+    (tmp_path / "a.onnx").write_bytes(raw.replace(text, b"\x9e" + text[1:]))
+    with pytest.raises(StageError, match="not UTF-8"):
+        io.read(tmp_path / "a.onnx")
