@@ -366,7 +366,10 @@ def _refuse_types(light: Light) -> None:
 
     for what, values in (("input", light.fed), ("output", light.model.graph.output)):
         for value in values:
-            kind = onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type)
+            code = value.type.tensor_type.elem_type
+            if code not in onnx.TensorProto.DataType.values():
+                raise StageError(f"the {what} is of element type {code}, which ONNX has not", where=value.name)
+            kind = onnx.TensorProto.DataType.Name(code)
             if kind.startswith(_UNHEARD if what == "output" else (*_UNHEARD, "FLOAT8")):
                 raise StageError(
                     f"the {what} is {kind.lower()}, which numpy has not, so that nobody can feed or read it",

@@ -864,3 +864,13 @@ def test_names_that_the_comparison_gives_out_may_be_the_models_own(tmp_path: Pat
         assert report.passed and ({r.name for r in report.records} >= {"h", "z", "y"})
         assert (name in {r.name for r in report.records}) is (place == "top")
         same(given, out, {"x": _floats(2, 4)})
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_element_types_that_onnx_has_not_are_named(tmp_path: Path, side: str) -> None:
+    given = conv(20)
+    value = given.graph.input[0] if side == "input" else given.graph.output[0]
+    value.type.tensor_type.elem_type = 116
+    with pytest.raises(StageError, match=f"the {side} is of element type 116") as error:
+        imported(tmp_path, given)
+    assert error.value.where == value.name
