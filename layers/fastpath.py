@@ -10,7 +10,7 @@ from torch import nn
 
 from layerline.layers.calls import Call
 from layerline.layers.distance import diff_arrays
-from layerline.layers.parity import Probe
+from layerline.layers.probe import Probe
 
 LIMIT = 1e-3
 """Relative L2 error up to which the fast path and the layers differ by rounding alone."""

@@ -8,7 +8,7 @@ the ONNX, so each probe's outputs are also compared with what the module itself 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from layerline.backends.base import Array, Feed
 from layerline.backends.onnxruntime import OnnxRuntime
@@ -16,32 +16,12 @@ from layerline.graph import noise
 from layerline.layers import floor, identity
 from layerline.layers.blame import refused
 from layerline.layers.declared import Shapes, shapes, watching, without_shapes
+from layerline.layers.probe import Probe
 from layerline.layers.tally import Apart, Tally, Within
 from layerline.layers.tracing import Traced
 from layerline.layers.types import types_of
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import Gate, LayerDiff
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """One feed to compare on.
-
-    Attributes:
-        label: what is special about it: "example", "batch=5".
-        outputs: what the module itself gives for it.
-        sizes: the axes that differ from the example's, by name.
-    """
-
-    label: str
-    feed: Feed
-    outputs: Mapping[str, Array]
-    sizes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def gate(self) -> str:
-        """Name of the gate that this probe becomes."""
-        return f"module itself, {self.label}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from layerline.layers.axes import Axes, Bounds
 from layerline.layers.calls import Call
 from layerline.layers.guards import Guard, Span
 from layerline.layers.memory import activation_bytes
-from layerline.layers.parity import Probe
+from layerline.layers.probe import Probe
 from layerline.layers.probes import drawn
 from layerline.layers.signature import Dim
 from layerline.layers.tracing import Traced, quiet

@@ -17,7 +17,7 @@ from layerline.graph import io
 from layerline.graph.order import reads
 from layerline.layers.arrays import array
 from layerline.layers.distance import diff_arrays
-from layerline.layers.parity import Probe
+from layerline.layers.probe import Probe
 from layerline.layers.taps import Twin
 from layerline.layers.tracing import Traced
 from layerline.layers.types import types_of

@@ -23,7 +23,7 @@ from layerline.pipeline.report import Gate
 if TYPE_CHECKING:
     from layerline.backends.base import Array
     from layerline.layers.calls import Call
-    from layerline.layers.parity import Probe
+    from layerline.layers.probe import Probe
 
 LIMIT = 1e-4
 """Greatest relative L2 distance of a later call from a first one: kernels may round otherwise, no more."""

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from layerline.backends.base import Feed
     from layerline.layers.axes import Axes
     from layerline.layers.calls import Call
-    from layerline.layers.parity import Parity, Probe
+    from layerline.layers.parity import Parity
+    from layerline.layers.probe import Probe
     from layerline.layers.probing import Prober
     from layerline.layers.shipped import Shipped
     from layerline.layers.tally import Within

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layerline.layers.axes import Axes, Bounds, declare
 from layerline.layers.calls import Call, call
-from layerline.layers.parity import Probe
+from layerline.layers.probe import Probe
 from layerline.layers.tracing import Traced, trace
 
 

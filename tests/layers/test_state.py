@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from layerline.layers import state
 from layerline.layers.calls import call
-from layerline.layers.parity import Probe
+from layerline.layers.probe import Probe
 
 X = torch.ones(2, 5)
 
