@@ -14,14 +14,14 @@ import typer
 from typer.core import TyperGroup
 
 from layerline import __version__
-from layerline.pipeline import surroundings
+from layerline.pipeline import process_env
 from layerline.pipeline.errors import ConfigError, PipeError
-from layerline.views import ending
-from layerline.views.ending import print_json, say
+from layerline.views import exit_codes
+from layerline.views.exit_codes import print_json, say
 
 if TYPE_CHECKING:
+    from layerline.pipeline.config.project import Project
     from layerline.pipeline.plan import Planner
-    from layerline.pipeline.project import Project
     from layerline.pipeline.report import Order
 
 
@@ -42,7 +42,7 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            from layerline.pipeline.mistakes import nearest
+            from layerline.pipeline.config.validation_errors import nearest
 
             raise ConfigError(
                 f"there is no command {args[0]!r}",
@@ -84,19 +84,19 @@ def main() -> NoReturn:
     global _DEBUG
     arguments = sys.argv[1:]
     _DEBUG = "--debug" in arguments  # understood wherever it stands
-    surroundings.own_process()
-    surroundings.prepare()
+    process_env.own_process()
+    process_env.prepare()
     command = _with_folder_last([a for a in arguments if a != "--debug"])
     as_json = "--json" in arguments
     try:
-        code = ending.exit_code(lambda: _app(command), as_json=as_json, debug=_DEBUG)
+        code = exit_codes.exit_code(lambda: _app(command), as_json=as_json, debug=_DEBUG)
     except KeyboardInterrupt:  # while the end was being told
-        surroundings.interrupt_at_once()
-    sys.exit(surroundings.ended(code))
+        process_env.interrupt_at_once()
+    sys.exit(process_env.ended(code))
 
 
 def _app(command: list[str]) -> Any:
-    from layerline.pipeline.document import check_options
+    from layerline.pipeline.config.document import check_options
 
     check_options(command)
     return app(command, prog_name="pipe", standalone_mode=False)
@@ -144,7 +144,7 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Start a project: two files, pipe.yaml and task.py, that run at once."""
-    from layerline.pipeline.begin import Origin, begin
+    from layerline.pipeline.init.begin import Origin, begin
 
     origin = Origin(template=template, onnx=onnx, weights=weights, model=model, data=data, trust=trust)
     begun = begin(folder, origin)
@@ -165,7 +165,7 @@ def run(
     folder: Folder = _HERE,
 ) -> None:
     """Bring stages up to date, with whatever they need; then say what is out of date after them."""
-    from layerline.pipeline import lookup
+    from layerline.pipeline.records import lookup
     from layerline.pipeline.runner import Runner, rank
     from layerline.views import screen, terminal
 
@@ -192,7 +192,7 @@ def run(
 def check(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """Try every hook on two samples, and every name in pipe.yaml on the model; trains nothing."""
     from layerline.pipeline.check import check_and_remember
-    from layerline.views import checks, screen
+    from layerline.views import check_table, screen
 
     project = _load(folder.resolve(), sets)
     project.require_task()
@@ -201,7 +201,7 @@ def check(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) ->
     if as_json:
         print_json(done.to_json())
     else:
-        checks.show(screen.console(), done)
+        check_table.show(screen.console(), done)
     raise typer.Exit(done.exit_code)
 
 
@@ -222,7 +222,7 @@ def resume(
     whichever command asks for it.
     """
     from layerline.pipeline import resume as resuming
-    from layerline.views import documents, screen, terminal
+    from layerline.views import json_output, screen, terminal
 
     project = _load(folder.resolve(), sets)
     stage = resuming.resumable(project)
@@ -247,7 +247,7 @@ def resume(
     if failure and (_DEBUG or not as_json):
         raise failure
     if as_json:
-        print_json(documents.proof(stage.name, found, failure))
+        print_json(json_output.proof(stage.name, found, failure))
     if failure:
         screen.error(failure)
         raise typer.Exit(failure.exit_code)
@@ -256,14 +256,14 @@ def resume(
 @app.command()
 def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """What is fresh, what would run, and why."""
-    from layerline.pipeline import lookup
-    from layerline.views import documents, screen, terminal
+    from layerline.pipeline.records import lookup
+    from layerline.views import json_output, screen, terminal
 
     project = _load(folder, sets)
     project.require_task()
     steps, states = lookup.status(_planner(project))
     if as_json:
-        print_json(documents.status(steps, states))
+        print_json(json_output.status(steps, states))
     else:
         terminal.status(screen.console(), steps, states)
 
@@ -271,9 +271,9 @@ def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -
 @app.command()
 def runs(as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """The runs that changed something or ended in an error, newest first."""
-    from layerline.views import documents, screen, terminal
+    from layerline.views import json_output, screen, terminal
 
-    found = documents.runs(_planner(_load(folder)).ledger.runs())
+    found = json_output.runs(_planner(_load(folder)).ledger.runs())
     if as_json:
         print_json(found)
     elif found["runs"]:
@@ -285,14 +285,14 @@ def runs(as_json: AsJson = False, folder: Folder = _HERE) -> None:
 @app.command()
 def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """Each part of a stage's key: same or changed, old and new value."""
-    from layerline.pipeline import lookup
-    from layerline.views import documents, screen, terminal
+    from layerline.pipeline.records import lookup
+    from layerline.views import json_output, screen, terminal
 
     project = _load(folder, sets)
     planner, name = _planner(project), project.stage(stage).name
     step, old, prints = lookup.explained(planner, name)
     if as_json:
-        print_json(documents.explain(step, old, prints))
+        print_json(json_output.explain(step, old, prints))
     else:
         terminal.explain(screen.console(), step, old, prints)
 
@@ -325,8 +325,8 @@ def diff(
 
     The page of `pipe report` ends with what the columns mean; so does docs/cli.md.
     """
-    from layerline.pipeline import lookup
-    from layerline.views import documents, screen, terminal
+    from layerline.pipeline.records import lookup
+    from layerline.views import json_output, screen, terminal
 
     project = _load(folder, sets)
     planner, name = _planner(project), project.stage(stage).name
@@ -335,7 +335,7 @@ def diff(
     beside = None if against is None else lookup.beside(planner, chosen, against)
     order = sort.order if sort else report.order
     if as_json:
-        print_json(documents.diff(name, report, beside, order if sort or top else "network", top))
+        print_json(json_output.diff(name, report, beside, order if sort or top else "network", top))
     else:
         terminal.diff(screen.console(), report, top or TOP, order, beside)
 
@@ -349,8 +349,8 @@ def report(
     folder: Folder = _HERE,
 ) -> None:
     """One self-contained HTML page for a run: the newest, that of --run, or the newest with the settings of --set."""
-    from layerline.pipeline import lookup
     from layerline.pipeline.files import write_atomic
+    from layerline.pipeline.records import lookup
     from layerline.views import html
 
     if not output.parent.is_dir():
@@ -372,7 +372,7 @@ def path(
     stage: StageName, run_id: RunId = None, sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE
 ) -> None:
     """The folder of a stage's artifact, for scripts: the newest, that of --run, or that of the settings of --set."""
-    from layerline.pipeline import lookup
+    from layerline.pipeline.records import lookup
 
     found, doubt = lookup.artifact(_load(folder, sets), stage, run_id)
     if as_json:
@@ -395,14 +395,14 @@ def debug(
 ) -> None:
     """Find where export or fuse goes wrong, and write the smallest model that shows it."""
     from layerline.pipeline.debug import debug as find
-    from layerline.views import documents, screen, terminal
+    from layerline.views import json_output, screen, terminal
 
     project, target = _load(folder.resolve(), sets), (output or Path(f"debug-{stage}")).resolve()
     live = terminal.listener([project.stage(stage)], silent=as_json)
     with _at_work(project, as_json=as_json), contextlib.closing(live):
         shown = find(project, stage, target, live)
     if as_json:
-        print_json({"stage": stage, "found": documents.plain(shown.report)["records"], "files": list(shown.files)})
+        print_json({"stage": stage, "found": json_output.plain(shown.report)["records"], "files": list(shown.files)})
     elif not shown.report.records:
         say(f"every value of {stage} passes: there is nothing to show")
     else:
@@ -413,15 +413,15 @@ def debug(
 @app.command()
 def verify(as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """Re-hash everything in the store."""
-    from layerline.pipeline import housekeeping
-    from layerline.views import documents, upkeep
+    from layerline.pipeline.records import housekeeping
+    from layerline.views import json_output, maintenance
 
     checked, problems = housekeeping.verify(_load(folder))
-    damage = upkeep.damage(checked, problems)
+    damage = maintenance.damage(checked, problems)
     if as_json:
-        print_json(documents.verify(checked, problems, damage))
+        print_json(json_output.verify(checked, problems, damage))
     else:
-        say("\n".join(upkeep.verified(checked, problems)))
+        say("\n".join(maintenance.verified(checked, problems)))
     raise typer.Exit(damage.exit_code if damage else 0)
 
 
@@ -434,18 +434,18 @@ def gc(
     folder: Folder = _HERE,
 ) -> None:
     """Remove what neither the newest runs, nor the project as it stands, nor `pipe resume` needs."""
-    from layerline.pipeline import housekeeping
-    from layerline.views import documents, upkeep
+    from layerline.pipeline.records import housekeeping
+    from layerline.views import json_output, maintenance
 
     found = housekeeping.collect(_load(folder), keep, dry_run=dry_run)
     if as_json:
-        print_json(documents.gc(found, dry_run=dry_run))
+        print_json(json_output.gc(found, dry_run=dry_run))
     else:
-        say("\n".join(upkeep.collected(found, dry_run=dry_run, verbose=verbose)))
+        say("\n".join(maintenance.collected(found, dry_run=dry_run, verbose=verbose)))
 
 
 def _load(folder: Path, sets: Sequence[str] | None = None) -> Project:
-    from layerline.pipeline.project import load  # here, so that `pipe --help` doesn't wait for pydantic
+    from layerline.pipeline.config.project import load  # here, so that `pipe --help` doesn't wait for pydantic
 
     return load(folder, sets or ())
 
@@ -459,7 +459,7 @@ def _planner(project: Project) -> Planner:
 @contextlib.contextmanager
 def _at_work(project: Project, *, as_json: bool) -> Iterator[None]:
     """Around whatever runs the user's code."""
-    from layerline.pipeline.surroundings import inside, stdout_to_stderr
+    from layerline.pipeline.process_env import inside, stdout_to_stderr
 
     with inside(project.root), stdout_to_stderr() if as_json else contextlib.nullcontext():
         yield

@@ -13,8 +13,8 @@ __all__ = ["BACKENDS", "Backend", "Feed", "Session", "get"]
 BACKENDS = {
     "onnxruntime": "layerline.backends.onnxruntime:OnnxRuntime",
     "openvino": "layerline.backends.openvino:OpenVino",
-    "tensorrt": "layerline.backends.tensorrt:tensorrt",
-    "tensorrt-rtx": "layerline.backends.tensorrt:tensorrt_rtx",
+    "tensorrt": "layerline.backends.tensorrt.builder:tensorrt",
+    "tensorrt-rtx": "layerline.backends.tensorrt.builder:tensorrt_rtx",
     "torch": "layerline.backends.torch:Torch",
 }
 

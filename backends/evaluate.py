@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from layerline.backends.base import Array, Session
-from layerline.pipeline.metric import joined
+from layerline.pipeline.inputs.metric import joined
 
 
 class Batch(Protocol):

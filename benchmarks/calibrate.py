@@ -70,25 +70,26 @@ def batches(samples: int) -> Iterator[np.ndarray]:
 
 def ours(model: Path, out: Path, samples: int, calibrator: str) -> Callable[[], None]:
     from layerline.backends.onnxruntime import OnnxRuntime
+    from layerline.calib.calibration_survey import Survey
     from layerline.calib.collect import collect
     from layerline.calib.samples import Batch
-    from layerline.calib.survey import Survey
-    from layerline.graph import io, placement, plans, qdq
-    from layerline.layers.signature import Value
+    from layerline.export.signature import Value
+    from layerline.graph.io import onnx_files
+    from layerline.graph.quantization import measured_plan, qdq, qdq_placement
 
     def run() -> None:
-        loaded, rules = io.parts(model), placement.Rules()
-        placed = placement.place(loaded, rules)
+        loaded, rules = onnx_files.parts(model), qdq_placement.Rules()
+        placed = qdq_placement.place(loaded, rules)
         names = [w.name for w in placed.wanted if w.role == "activation"]
         feeds = (Batch({"x": x}, None, len(x)) for x in batches(samples))
         survey = Survey((Value(name="x", dtype="float32", shape=("n", 3, 224, 224)),))
         ranges = collect(lambda taps: OnnxRuntime().open(model, taps), survey.through(feeds), names)
         if calibrator == "auto":
             few = [b.feed for b in survey.batches()]
-            plan, _ = plans.tuned(loaded, rules, placed, ranges.histograms, few, percentile=99.99)
+            plan, _ = measured_plan.tuned(loaded, rules, placed, ranges.histograms, few, percentile=99.99)
         else:
             plan = qdq.plan(loaded, placed, ranges.histograms, calibrator)
-        io.save(qdq.apply(loaded, plan), out)
+        onnx_files.save(qdq.apply(loaded, plan), out)
 
     return run
 

@@ -22,7 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from layerline.pipeline import project, table
+from layerline.pipeline import stage_table
+from layerline.pipeline.config import project
 from layerline.pipeline.files import sha256
 from layerline.pipeline.report import Report
 from layerline.pipeline.runner import Runner
@@ -114,7 +115,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--skip-example", action="store_true")
     options = parser.parse_args()
-    table.BUILT_IN = {"big": f"{__name__}:Big"}
+    stage_table.BUILT_IN = {"big": f"{__name__}:Big"}
     figures = measure_help(options.rounds)
     print(figures)
     with tempfile.TemporaryDirectory() as folder:

@@ -66,7 +66,7 @@ class _Reader:
 def ours(folder: Path, count: int) -> int:
     import onnx
 
-    from layerline.layers.compare import compare
+    from layerline.compare.compare_models import compare
 
     return len(compare(onnx.load(folder / "float.onnx"), onnx.load(folder / "qdq.onnx"), samples(count)))
 

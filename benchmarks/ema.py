@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from layerline.training.config import EmaConfig
-from layerline.training.ema import Ema, averaged
-from layerline.training.names import named
+from layerline.training.config.sections import EmaConfig
+from layerline.training.loop.ema import Ema, averaged
+from layerline.training.model.canonical_names import named
 
 ROUNDS, UPDATES = 41, 20
 DECAY = 0.999

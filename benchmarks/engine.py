@@ -23,8 +23,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from layerline.layers import probes
-from layerline.layers.signature import Dim, Signature, Value
+from layerline.export import probe_files
+from layerline.export.signature import Dim, Signature, Value
 
 PEER = """
 import sys
@@ -99,7 +99,7 @@ def resnet18(folder: Path) -> None:
     output = Value(name="y", dtype="float32", shape=("batch", 512, 1, 1))
     given = Value(name="x", dtype="float32", shape=tuple(shape))
     Signature(inputs=(given,), outputs=(output,), dims={"batch": Dim(max=8)}).save(folder)
-    probes.save(folder, [{"x": np.zeros((2, 3, 224, 224), np.float32)}])
+    probe_files.save(folder, [{"x": np.zeros((2, 3, 224, 224), np.float32)}])
 
 
 def build(script: str, source: Path) -> tuple[float, str, int]:

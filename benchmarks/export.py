@@ -76,7 +76,8 @@ def one_run(who: str, name: str, folder: Path) -> dict[str, float]:
     from layerline.pipeline.task import Task
     from layerline.stages.export import Export
     from layerline.stages.fuse import Fuse
-    from layerline.training import names, tensorfile
+    from layerline.training.model import canonical_names
+    from layerline.training.state import safetensors_io
 
     source, config = MODELS[name]
     (folder / "task.py").write_text(source)
@@ -91,7 +92,7 @@ def one_run(who: str, name: str, folder: Path) -> dict[str, float]:
     works = {k: Work(inputs={}, task=task, out=folder / k, scratch=folder, log=_Silent()) for k in ("onnx", "fused")}
     for folder_ in ("weights", "onnx", "fused"):
         (folder / folder_).mkdir()
-    tensorfile.save(folder / "weights" / "model.safetensors", names.named(module).tensors)
+    safetensors_io.save(folder / "weights" / "model.safetensors", canonical_names.named(module).tensors)
     seconds = {}
     for stage, key, inputs in (
         (Export(**config), "onnx", {"weights": folder / "weights"}),

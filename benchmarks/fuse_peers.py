@@ -25,8 +25,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from layerline.graph import io
-from layerline.graph.fuse import fuse
+from layerline.graph.fusion.fuse import fuse
+from layerline.graph.io import onnx_files
 
 Tool = Callable[[fuse_models.Model, Path], None]
 
@@ -43,7 +43,7 @@ class Result:
 
 
 def ours(model: fuse_models.Model, out: Path) -> None:
-    done = fuse(io.load(model.path), [model.feed(0), model.feed(1)])
+    done = fuse(onnx_files.load(model.path), [model.feed(0), model.feed(1)])
     onnx.save(done.model, str(out))
 
 
@@ -108,7 +108,7 @@ def compare(model: fuse_models.Model, folder: Path, rounds: int) -> dict[str, Re
 
 def _nodes(path: Path) -> int:
     model = onnx.load(str(path), load_external_data=False)
-    return sum(n.op_type != "Constant" for g in io.graphs(model) for n in g.node)
+    return sum(n.op_type != "Constant" for g in onnx_files.graphs(model) for n in g.node)
 
 
 def _right(model: fuse_models.Model, path: Path) -> bool:

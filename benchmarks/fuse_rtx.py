@@ -18,8 +18,8 @@ import fuse_models
 import numpy as np
 import tensorrt_rtx as trt
 
-from layerline.graph import io
-from layerline.graph.fuse import fuse
+from layerline.graph.fusion.fuse import fuse
+from layerline.graph.io import onnx_files
 
 
 class _Last(trt.ILogger):
@@ -70,7 +70,7 @@ def main(names: Sequence[str], folder: Path) -> None:
     for model in fuse_models.models(folder):
         if names and model.name not in names:
             continue
-        proto, feeds = io.load(model.path), [model.feed(0), model.feed(1)]
+        proto, feeds = onnx_files.load(model.path), [model.feed(0), model.feed(1)]
         fused = fuse(proto, feeds).model
         results = [build(m.SerializeToString(), feeds) for m in (proto, fused)]
         built[model.name] = results[0][1] > 0, results[1][1] > 0

@@ -22,9 +22,9 @@ from onnx import numpy_helper
 from onnx.backend.test.loader import load_model_tests
 
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph.fuse import fuse
-from layerline.graph.noise import drawn
-from layerline.graph.rules import RULES
+from layerline.graph.analysis.rounding_noise import drawn
+from layerline.graph.fusion.fuse import fuse
+from layerline.graph.fusion.rules import RULES
 from layerline.pipeline.errors import PipeError
 
 KINDS = ("node", "pytorch-converted", "pytorch-operator", "simple")

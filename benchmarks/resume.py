@@ -64,10 +64,11 @@ class Recorder:
 
 def layerline(folder: Path, workers: int, record: Recorder) -> None:
     from layerline import ModelOptimizer
-    from layerline.training import checkpoint, rng
-    from layerline.training.data import Batches
+    from layerline.training.data.batches import Batches
+    from layerline.training.randomness import rng_state
+    from layerline.training.state import checkpoint
 
-    rng.seed_all(0)
+    rng_state.seed_all(0)
     net = model()
     mo = ModelOptimizer(net, {"optimizer": {"lr": 1e-3}, "training": {"accumulate_steps": ACCUMULATE}})
     batches = Batches(Augmented(), batch_size=BATCH, seed=0, workers=workers)

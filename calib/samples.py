@@ -1,6 +1,6 @@
 """What a task's data hooks return, as batches a model can be fed with, each array under its input's name.
 
-What is accepted, and what it means, is said in pipeline/batches.py. Tensors are told by their `detach`; torch is not
+pipeline/inputs/batches.py says what is accepted, and what it means. Tensors are told by their `detach`; torch is not
 imported.
 """
 
@@ -13,9 +13,19 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from layerline.pipeline.batches import answers, collate, form, is_array, leaves, mapped, outlined, rows, with_arrays
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.given import checked_cast
+from layerline.pipeline.inputs.batches import (
+    answers,
+    collate,
+    form,
+    is_array,
+    leaves,
+    mapped,
+    outlined,
+    rows,
+    with_arrays,
+)
+from layerline.pipeline.inputs.input_checks import checked_cast
 
 Array = npt.NDArray[Any]
 

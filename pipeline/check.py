@@ -15,15 +15,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from layerline.pipeline import canonical
+from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import PipeError, TaskError, Unavailable
 from layerline.pipeline.files import write_atomic
-from layerline.pipeline.hook_names import near_misses
+from layerline.pipeline.inputs.hook_names import near_misses
+from layerline.pipeline.inputs.untrusted import read_json
 from layerline.pipeline.inspection import CalledOnce, Finding, Inspection
+from layerline.pipeline.keys import canonical
 from layerline.pipeline.plan import Planner, open_planner
-from layerline.pipeline.project import Project
 from layerline.pipeline.task import HOOKS
-from layerline.pipeline.untrusted import read_json
 
 ROOM = 200 << 20
 """Bytes of free disk below which a project has little hope to file anything."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import ConfigError, PipeError
-from layerline.pipeline.presence import temporary_folder
-from layerline.pipeline.project import Project
+from layerline.pipeline.records.run_lock import temporary_folder
+from layerline.pipeline.records.store import Artifact
 from layerline.pipeline.report import LayerDiff, Report
 from layerline.pipeline.runner import Listener, Runner
 from layerline.pipeline.stage import Work
-from layerline.pipeline.store import Artifact
 from layerline.pipeline.task import Task
 
 

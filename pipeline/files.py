@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerline.pipeline.untrusted import is_digest, read_json
+from layerline.pipeline.inputs.untrusted import is_digest, read_json
 
 if sys.platform == "linux":
     import fcntl

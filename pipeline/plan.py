@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerline.pipeline import canonical, code, env
+from layerline.pipeline.config.project import Project, is_outside
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.files import Hasher
-from layerline.pipeline.fingerprint import Fingerprint, Reader
-from layerline.pipeline.ledger import Ledger, Record
-from layerline.pipeline.project import Project, is_outside
+from layerline.pipeline.inputs.untrusted import DIGITS, integer, read_json, storable
+from layerline.pipeline.keys import canonical, env, stage_code
+from layerline.pipeline.keys.fingerprint import Fingerprint, Reader
 from layerline.pipeline.reasons import describe
+from layerline.pipeline.records.ledger import Ledger, Record
+from layerline.pipeline.records.store import Artifact, DamagedError, Store
 from layerline.pipeline.stage import Stage
-from layerline.pipeline.store import Artifact, DamagedError, Store
 from layerline.pipeline.task import IMPORTED
-from layerline.pipeline.untrusted import DIGITS, integer, read_json, storable
 
 CHECKPOINTS = "scratch/checkpoints"
 """In a stage's working folder: what it goes on from."""
@@ -161,7 +161,7 @@ class Planner:
 
     def _code(self, stage: type[Stage]) -> str:
         if stage not in self._codes:
-            self._codes[stage] = code.digest(stage, self.hasher)
+            self._codes[stage] = stage_code.digest(stage, self.hasher)
         return self._codes[stage]
 
     def _fact(self, name: str) -> str:

@@ -7,11 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
+from layerline.pipeline.config.project import Project, as_options, load
 from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.pipeline.files import entries
 from layerline.pipeline.plan import SETS, asked, has_checkpoint, open_planner, order
-from layerline.pipeline.presence import temporary_folder
-from layerline.pipeline.project import Project, as_options, load
+from layerline.pipeline.records.run_lock import temporary_folder
 from layerline.pipeline.report import Report
 from layerline.pipeline.runner import Listener, ranks
 from layerline.pipeline.stage import Stage, Work

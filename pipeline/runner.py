@@ -23,19 +23,19 @@ from typing import Any, Literal, Protocol
 from filelock import Timeout
 
 from layerline.pipeline import check as checking
-from layerline.pipeline import env
+from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import PipeError, StageError, TaskError, Unavailable, exit_code, machine_lacks
 from layerline.pipeline.files import copied, own_folder, remove, write_own
+from layerline.pipeline.inputs.untrusted import is_number
 from layerline.pipeline.inspection import Finding
-from layerline.pipeline.ledger import Record, Run, as_told, new_run_id
+from layerline.pipeline.keys import env
 from layerline.pipeline.plan import ORDER, SETS, Planner, Step, open_planner, order, shown
-from layerline.pipeline.presence import at_work, lock, temporary_folder
-from layerline.pipeline.project import Project
+from layerline.pipeline.records.ledger import Record, Run, as_told, new_run_id
+from layerline.pipeline.records.run_lock import at_work, lock, temporary_folder
+from layerline.pipeline.records.store import Artifact
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Log, Stage, Work
-from layerline.pipeline.store import Artifact
 from layerline.pipeline.task import Task
-from layerline.pipeline.untrusted import is_number
 
 State = Literal["ran", "cached", "failed", "blocked"]
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from layerline.pipeline import surroundings
-from layerline.pipeline.batches import outlined
+from layerline.pipeline import process_env
 from layerline.pipeline.errors import PipeError, TaskError, machine_lacks, ran_out_of_memory, words
-from layerline.pipeline.imports import is_own_folder
-from layerline.pipeline.shadow import GUARD
+from layerline.pipeline.inputs.batches import outlined
+from layerline.pipeline.inputs.shadowed_modules import GUARD
+from layerline.pipeline.keys.imports import is_own_folder
 
 # Project folders whose modules are imported by `_Source` in this process.
 _HOOKED: set[Path] = set()
@@ -112,7 +112,7 @@ class Task:
         except (MemoryError, KeyboardInterrupt):
             raise
         except BaseException as error:  # GeneratorExit and what is derived from BaseException alone included
-            surroundings.put_right()
+            process_env.put_right()
             if isinstance(error, PipeError) and str(type(error).__module__).startswith("layerline."):
                 raise  # one of ours; a class of the user's own may have any exit code, and any text
             if ran_out_of_memory(error):
@@ -122,7 +122,7 @@ class Task:
             if arguments:
                 seen = f"; it was called with {arguments}"
             raise self._blame(what, error, seen) from error
-        if complaint := surroundings.put_right():
+        if complaint := process_env.put_right():
             raise TaskError(f"{what} {complaint[0]}", where=self.path.name, hint=complaint[1])
 
     def _load(self) -> ModuleType:
@@ -159,7 +159,7 @@ class Task:
         except (OSError, MemoryError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            surroundings.put_right()
+            process_env.put_right()
             ours = isinstance(error, PipeError) and str(type(error).__module__).startswith("layerline.")
             if ours or not self._frame([(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]):
                 raise

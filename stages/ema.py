@@ -30,25 +30,27 @@ class Ema(Stage):
     """Which weights ship."""
 
     def check(self, look: Inspection) -> None:
-        from layerline.training import trial
+        from layerline.training.run import hook_trial
 
-        trial.look_at_example(look)
+        hook_trial.look_at_example(look)
 
     def run(self, work: Work) -> Report:
-        from layerline.layers import tensors
-        from layerline.training import checkpoint, data, shipping
+        from layerline.compare import tensor_rows
+        from layerline.training.data import batches
+        from layerline.training.run import shipping
+        from layerline.training.state import checkpoint
 
         path = work.inputs["checkpoint"] / "checkpoint.safetensors"
         with memory_told():
             model = shipping.network(work.task)
-            example = data.example_inputs(work.task, forward=model.forward)
+            example = batches.example_inputs(work.task, forward=model.forward)
             online, averaged = checkpoint.weights(path)
             shipping.ship(model, example, averaged if self.weights == "ema" else online, work.out)
             return Report(
                 stage=self.name,
                 reference="online weights",
                 candidate="EMA weights",
-                records=tensors.rows(shipping.compared(model, example, online, averaged)),
+                records=tensor_rows.rows(shipping.compared(model, example, online, averaged)),
                 notes=_notes(self.weights, averaged=not shipping.same(online, averaged)),
             )
 

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
-from layerline.pipeline.env import fact
 from layerline.pipeline.errors import ConfigError, StageError, Unavailable
 from layerline.pipeline.inspection import Inspection
+from layerline.pipeline.keys.env import fact
 from layerline.pipeline.report import Gate, Report, Scalar
 from layerline.pipeline.stage import Stage, Work
 
 if TYPE_CHECKING:
     import onnx
 
-    from layerline.backends.profiles import Profile, Sizes, Span
-    from layerline.backends.tensorrt import Built, TensorRT
-    from layerline.layers.signature import Signature
+    from layerline.backends.tensorrt.builder import Built, TensorRT
+    from layerline.backends.tensorrt.profiles import Profile, Sizes, Span
+    from layerline.export.signature import Signature
 
 PLAN, RECORD, LAYERS = "engine.plan", "engine.json", "layers.json"
 
@@ -92,26 +92,32 @@ class Engine(Stage):
             look.ok("engine.runtime", f"{backend.name}: {why}")
 
     def run(self, work: Work) -> Report:
-        from layerline.backends import record
-        from layerline.graph import checks, io
-        from layerline.layers import on_device, probes
-        from layerline.layers.signature import Signature
+        from layerline.backends.tensorrt import build_record, checks
+        from layerline.compare import engine_compare
+        from layerline.export import probe_files
+        from layerline.export.signature import Signature
+        from layerline.graph.io import onnx_files
 
         folder = work.inputs["model"]
-        path = folder / io.FILE
-        model, signature = io.load(path), Signature.load(folder)
+        path = folder / onnx_files.FILE
+        model, signature = onnx_files.load(path), Signature.load(folder)
         _check_signature(model, signature)
         profiles = self._resolved(signature)
         narrowed = checks.examine(model)
         backend, why = self._choose(profiles)
         work.log.say(f"building with {backend.name}: {why}")
-        known, start = record.names(model), time.perf_counter()
+        known, start = build_record.names(model), time.perf_counter()
         built = _build(backend, path, model, known.modules)
         seconds = time.perf_counter() - start
         facts = {**_facts(backend, why, folder), "float64_as_float32": narrowed}
-        _leave(work.out, built, record.engine_json(built, profiles, **facts), record.layers_json(built.layers, known))
-        rows, feeds = record.diffs(built.layers, known), probes.load(folder)
-        rows, notes = on_device.compare(backend, path, work.out / PLAN, feeds, rows, self.tolerance)
+        _leave(
+            work.out,
+            built,
+            build_record.engine_json(built, profiles, **facts),
+            build_record.layers_json(built.layers, known),
+        )
+        rows, feeds = build_record.diffs(built.layers, known), probe_files.load(folder)
+        rows, notes = engine_compare.compare(backend, path, work.out / PLAN, feeds, rows, self.tolerance)
         for note in notes:
             work.log.say(note)
         return Report(
@@ -126,12 +132,16 @@ class Engine(Stage):
                 "build_seconds": round(seconds, 3),
             },
             gates=_gates(built),
-            notes=(f"Built with {backend.name} {built.version}: {why}.", *record.in_words(built, narrowed), *notes),
+            notes=(
+                f"Built with {backend.name} {built.version}: {why}.",
+                *build_record.in_words(built, narrowed),
+                *notes,
+            ),
             tables=_tables(built, profiles),
         )
 
     def _resolved(self, signature: Signature) -> tuple[Profile, ...]:
-        from layerline.backends.profiles import Sizes, Span, resolve
+        from layerline.backends.tensorrt.profiles import Sizes, Span, resolve
 
         def entry(value: MinOptMax) -> Sizes | Span:
             if isinstance(value.min, int) and isinstance(value.opt, int) and isinstance(value.max, int):
@@ -143,7 +153,7 @@ class Engine(Stage):
 
     def _choose(self, profiles: Sequence[Profile]) -> tuple[TensorRT, str]:
         """The TensorRT to build with, and why it is that one."""
-        from layerline.backends.tensorrt import TensorRT
+        from layerline.backends.tensorrt.builder import TensorRT
 
         lacking = TensorRT("tensorrt").build_reason()
         name: str = self.runtime
@@ -184,7 +194,7 @@ def _check_signature(model: onnx.ModelProto, signature: Signature) -> None:
 
 
 def _build(backend: TensorRT, path: Path, model: onnx.ModelProto, modules: Mapping[str, str]) -> Built:
-    from layerline.graph import checks
+    from layerline.backends.tensorrt import checks
 
     try:
         return backend.build(path, modules=modules)
@@ -213,7 +223,7 @@ def _leave(out: Path, built: Built, record: Mapping[str, Any], layers: Sequence[
 
 
 def _metrics(built: Built) -> dict[str, Scalar]:
-    from layerline.backends.network import compute_precisions
+    from layerline.backends.tensorrt.network import compute_precisions
 
     counts = {f"compute_{precision}": n for precision, n in compute_precisions(built.layers).items()}
     return {"engine_bytes": len(built.plan), **counts, "layers": len(built.layers)}
@@ -221,7 +231,7 @@ def _metrics(built: Built) -> dict[str, Scalar]:
 
 def _axes(signature: Signature, profiles: Sequence[Profile]) -> dict[str, str]:
     """The sizes that the profiles admit, each dimension's over all of them."""
-    from layerline.layers.signature import Dim, bounds
+    from layerline.export.signature import Dim, bounds
 
     admitted: dict[str, Dim] = {}
     for value in signature.inputs:
@@ -233,8 +243,8 @@ def _axes(signature: Signature, profiles: Sequence[Profile]) -> dict[str, str]:
 
 
 def _gates(built: Built) -> tuple[Gate, ...]:
-    from layerline.backends import record
-    from layerline.backends.network import compute_precisions
+    from layerline.backends.tensorrt import build_record
+    from layerline.backends.tensorrt.network import compute_precisions
 
     if not any(layer.type == "QUANTIZE" for layer in built.layers):
         return ()
@@ -242,7 +252,7 @@ def _gates(built: Built) -> tuple[Gate, ...]:
     return (
         Gate(
             name="quantisation reaches the arithmetic",
-            passed=not record.disguised(built.layers),
+            passed=not build_record.disguised(built.layers),
             seen=f"convolutions and matrix products: {seen}",
             expected="at least one that takes both operands dequantised",
             hint="quantise the weights of the layers whose inputs are quantised",

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from layerline.backends.base import Feed
-    from layerline.layers.axes import Axes
-    from layerline.layers.calls import Call
-    from layerline.layers.parity import Parity
-    from layerline.layers.probe import Probe
-    from layerline.layers.probing import Prober
-    from layerline.layers.shipped import Shipped
-    from layerline.layers.tally import Within
-    from layerline.training.shipping import Example
+    from layerline.export.dynamic_axes import Axes
+    from layerline.export.example_call import Call
+    from layerline.export.probe import Probe
+    from layerline.parity.default_session import Shipped
+    from layerline.parity.parity import Parity
+    from layerline.parity.probe_inputs import Prober
+    from layerline.parity.value_verdicts import Within
+    from layerline.training.run.shipping import Example
 
 
 GOLDEN = 1e-4
@@ -95,18 +95,19 @@ class Export(Stage):
     """Samples of the eval (else training) data to compare on, beside the example and the other sizes."""
 
     def run(self, work: Work) -> Report:
-        from layerline.graph import io
-        from layerline.layers import declared, floor, probes
-        from layerline.layers.axes import settle
-        from layerline.layers.interface import signature
+        from layerline.compare import noise_floor
+        from layerline.export import declared_shapes, probe_files
+        from layerline.export.dynamic_axes import settle
+        from layerline.export.onnx_signature import signature
+        from layerline.graph.io import onnx_files
 
         prober, found, gates, result = self._prove(work)
         light = prober.traced.light
         settle(light.model, prober.axes, [(p.feed, p.outputs) for p in found])
-        declared.correct(light.model, result.shapes)
-        io.save(light, work.out)
-        probes.save(work.out, [p.feed for p in found])
-        floor.save(work.out, result.floors)
+        declared_shapes.correct(light.model, result.shapes)
+        onnx_files.save(light, work.out)
+        probe_files.save(work.out, [p.feed for p in found])
+        noise_floor.save(work.out, result.floors)
         signature(light, prober.dims, prober.integers).save(work.out)
         default = _as_users_do(work, found, result)
         prober.notes += default.notes
@@ -118,7 +119,7 @@ class Export(Stage):
         Raises:
             StageError: every value passes, and a gate fails: no part of the ONNX is at fault.
         """
-        from layerline.layers.repro import reproduce
+        from layerline.parity.repro import reproduce
 
         prober, found, gates, result = self._prove(work)
         bad = reproduce(prober.traced, found, result.rows, folder)
@@ -128,16 +129,17 @@ class Export(Stage):
         return bad
 
     def _prove(self, work: Work) -> tuple[Prober, list[Probe], list[Gate], Parity]:
-        from layerline.layers import fastpath
+        from layerline.export import eval_fastpath
 
-        with fastpath.switched(on=False) as fast:
+        with eval_fastpath.switched(on=False) as fast:
             return self._compare(work, fast=fast)
 
     def _compare(self, work: Work, *, fast: bool) -> tuple[Prober, list[Probe], list[Gate], Parity]:
-        from layerline.layers import fastpath, identity, randomness, state
-        from layerline.layers.parity import parity
-        from layerline.layers.probing import Prober
-        from layerline.layers.tracing import trace
+        from layerline.export import eval_fastpath, kept_state, random_values
+        from layerline.export.torch_export import trace
+        from layerline.graph.io import module_identity
+        from layerline.parity.parity import parity
+        from layerline.parity.probe_inputs import Prober
 
         call, axes = self._call(_module(work), work.task)
         integers = _ranges(self.ranges, call)  # before the trace, which may take minutes
@@ -155,15 +157,15 @@ class Export(Stage):
         if more:
             result = parity(traced, found := [*found, *more], rule)
         result = replace(result, gates=prober.explained(result.gates, found))
-        kept, notes = state.gate(call, found, work.task.path.parent)
-        prober.notes += [*notes, *(fastpath.notes(call, found) if fast else [])]
-        random = randomness.first(traced.program, traced.nodes, identity.sources(traced.model))
+        kept, notes = kept_state.gate(call, found, work.task.path.parent)
+        prober.notes += [*notes, *(eval_fastpath.notes(call, found) if fast else [])]
+        random = random_values.first(traced.program, traced.nodes, module_identity.sources(traced.model))
         return prober, found, [*_golden(work, call, random, fast=fast), *kept], result
 
     def check(self, look: Inspection) -> None:
-        from layerline.layers import early
-        from layerline.layers.calls import refuse_training
-        from layerline.layers.tracing import refuse_opset
+        from layerline.export.example_call import refuse_training
+        from layerline.export.torch_export import refuse_opset
+        from layerline.parity import early_checks
 
         with look.item("export.opset"):
             refuse_opset(self.opset)
@@ -171,23 +173,23 @@ class Export(Stage):
             module, example = look.need("network"), look.need("example")
             refuse_training(module)
             call, axes = self._call(module, look.task, example)
-            early.refuse_sizes(call, axes)
+            early_checks.refuse_sizes(call, axes)
             told = ", ".join(f"{given} axis {axis} is {name}" for (given, axis), name in axes.names.items())
             look.ok("export.dynamic", told or "no axis changes its size")
             with look.item("export.ranges"):
                 _ranges(self.ranges, call)
             with look.item("export"):
-                signature, names, ops = early.traced(call, axes, self.opset, look.root)
+                signature, names, ops = early_checks.traced(call, axes, self.opset, look.root)
                 look.shared["signature"], look.shared["names"], look.shared["ops"] = signature, names, ops
-                look.shared["all names"] = early.all_names(call, axes, self.opset, look.root)
+                look.shared["all names"] = early_checks.all_names(call, axes, self.opset, look.root)
                 look.shared["run"] = lambda feed: [*call.run(feed).values()]
                 look.ok("export", f"forward() can be traced; outputs {', '.join(call.outputs)}")
 
     def _call(self, module: nn.Module, task: Task, example: Example | None = None) -> tuple[Call, Axes]:
         """The module with its weights and an example that is large enough along every dynamic axis to trace with."""
-        from layerline.layers.axes import Bounds, declare
-        from layerline.layers.calls import call
-        from layerline.training.data import example_inputs
+        from layerline.export.dynamic_axes import Bounds, declare
+        from layerline.export.example_call import call
+        from layerline.training.data.batches import example_inputs
 
         first = call(module, *(example or example_inputs(task, forward=module.forward)))
         declared = {
@@ -222,22 +224,23 @@ def _module(work: Work) -> nn.Module:
     """model() in eval mode with the artifact's weights."""
     from torch import nn
 
-    from layerline.layers.calls import refuse_training
-    from layerline.training import names, tensorfile
+    from layerline.export.example_call import refuse_training
+    from layerline.training.model import canonical_names
+    from layerline.training.state import safetensors_io
 
     given = work.task.call("model")
     if not isinstance(given, nn.Module):
         raise TaskError(f"model() gave {type(given).__name__}, expected a torch.nn.Module", where="model")
     # float32 throughout: half precision is the quantize stage's decision, with a report of its cost.
-    module = names.unwrap(given).float().eval()
-    names.load(module, tensorfile.load(work.inputs["weights"] / "model.safetensors")[0])
+    module = canonical_names.unwrap(given).float().eval()
+    canonical_names.load(module, safetensors_io.load(work.inputs["weights"] / "model.safetensors")[0])
     refuse_training(module)
     return module
 
 
 def _samples(work: Work, call: Call, count: int) -> Feed:
     """The first samples of the data behind the example's own, by input name; empty where there is no data."""
-    from layerline.training.data import first_samples
+    from layerline.training.data.batches import first_samples
 
     hook = next((h for h in ("eval_data", "train_data") if work.task.has(h)), None)
     if hook is None or count == 0:
@@ -249,8 +252,8 @@ def _samples(work: Work, call: Call, count: int) -> Feed:
 
 def _ranges(declared: Mapping[str, Range], call: Call) -> dict[str, tuple[int, int]]:
     """Declared ranges by input; every name, type and bound checked against the example, and forward() run on them."""
-    from layerline.layers.calls import check_range
-    from layerline.layers.early import refuse_ranges
+    from layerline.export.example_call import check_range
+    from layerline.parity.early_checks import refuse_ranges
 
     for name, r in declared.items():
         check_range(call, name, r.low, r.high)
@@ -260,23 +263,23 @@ def _ranges(declared: Mapping[str, Range], call: Call) -> dict[str, tuple[int, i
 
 
 def _rule(tolerance: Literal["auto"] | Tolerance) -> Within | None:
-    from layerline.layers.tally import Within
+    from layerline.parity.value_verdicts import Within
 
     return None if tolerance == "auto" else Within(rtol=tolerance.rtol, atol=tolerance.atol)
 
 
 def _as_users_do(work: Work, probes: Sequence[Probe], result: Parity) -> Shipped:
     """The file in a default onnxruntime session, on the probes that the graph runs on as it is written."""
-    from layerline.graph import io
-    from layerline.layers import shipped
+    from layerline.graph.io import onnx_files
+    from layerline.parity import default_session
 
     pairs = [(p.feed, given) for p, given in zip(probes, result.outputs, strict=True) if given is not None]
     outputs = {name for _, given in pairs for name in given}
-    return shipped.check(
-        work.out / io.FILE,
+    return default_session.check(
+        work.out / onnx_files.FILE,
         [feed for feed, _ in pairs],
         expected=[given for _, given in pairs],
-        allowed=shipped.limits(result.floors, outputs),
+        allowed=default_session.limits(result.floors, outputs),
         random=result.random,
     )
 
@@ -288,13 +291,13 @@ def _golden(work: Work, call: Call, draw: str = "", *, fast: bool = False) -> li
         draw: a random operator, for the hint.
         fast: whether torch's fast path was open when it was recorded.
     """
-    from layerline.layers import fastpath
-    from layerline.layers.arrays import array
-    from layerline.layers.distance import diff_arrays
-    from layerline.training import tensorfile
+    from layerline.compare.arrays import array
+    from layerline.compare.tensor_distance import diff_arrays
+    from layerline.export import eval_fastpath
+    from layerline.training.state import safetensors_io
 
     path = work.inputs["weights"] / "golden.safetensors"
-    stored = {k: array(v) for k, v in tensorfile.load(path)[0].items()} if path.is_file() else {}
+    stored = {k: array(v) for k, v in safetensors_io.load(path)[0].items()} if path.is_file() else {}
     if not stored:
         return []
     recorded = [k.removeprefix("inputs/") for k in stored if k.startswith("inputs/")]
@@ -303,8 +306,8 @@ def _golden(work: Work, call: Call, draw: str = "", *, fast: bool = False) -> li
         return [Gate("golden outputs", False, other, "the same inputs", "was model() or the example changed?")]
     feed = {n: stored[f"inputs/{n}"] for n in call.feed}
     same = all((feed[n].shape, feed[n].tobytes()) == (a.shape, a.tobytes()) for n, a in call.feed.items())
-    fast = fast and fastpath.taken(call.module)
-    with fastpath.switched(on=fast):
+    fast = fast and eval_fastpath.taken(call.module)
+    with eval_fastpath.switched(on=fast):
         outputs = call.results if same and not fast else call.run(feed)
     keys = {n: f"outputs/{_recorded(n, call, stored)}" for n in outputs}
     missing = [n for n, key in keys.items() if key not in stored]
@@ -330,10 +333,10 @@ def _recorded(output: str, call: Call, stored: Mapping[str, Any]) -> str:
 
 
 def _report(stage: Export, prober: Prober, result: Parity, gates: list[Gate]) -> Report:
-    from layerline.graph.noise import unjudged
-    from layerline.layers.flips import blamed
-    from layerline.layers.floor import LEAST, MULTIPLE
-    from layerline.layers.signature import bounds
+    from layerline.compare.noise_floor import LEAST, MULTIPLE
+    from layerline.compare.threshold_flips import blamed
+    from layerline.export.signature import bounds
+    from layerline.graph.analysis.rounding_noise import unjudged
 
     sizes = bounds(prober.dims) if prober.axes.names else {"batch": f"fixed at {_batch(prober.call)}"}
     auto = stage.tolerance == "auto"

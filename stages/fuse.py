@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from layerline.backends.base import Feed
     from layerline.backends.light import Light
-    from layerline.graph.apply import Rewritten
-    from layerline.graph.fuse import Fused
-    from layerline.graph.rule import Firing, Rule
-    from layerline.layers.shipped import Shipped
+    from layerline.graph.fusion.apply_rules import Rewritten
+    from layerline.graph.fusion.fuse import Fused
+    from layerline.graph.fusion.rule import Firing, Rule
+    from layerline.parity.default_session import Shipped
 
 COPIED = ("signature.json", "probes.safetensors", "floor.json")
 TABLE_ROWS = 200
@@ -32,7 +32,7 @@ TABLE_ROWS = 200
 
 def _rule_name(name: str) -> str:
     """Refuses a name that no rule has, where pipe.yaml has its line; asked only where rules are named at all."""
-    from layerline.graph.apply import select
+    from layerline.graph.fusion.apply_rules import select
 
     try:
         select({name: True})
@@ -69,12 +69,13 @@ class Fuse(Stage):
     """Probe feeds that each firing is proved on: the first, then those of other sizes; the whole graph sees all."""
 
     def run(self, work: Work) -> Report:
-        from layerline.graph import io, record
+        from layerline.graph.fusion import rewrite_log
+        from layerline.graph.io import onnx_files
 
         case, fused = self._fuse(work)
         rows = _compare(case, fused)
-        io.save(fused.light, work.out)
-        record.save(work.out, fused)
+        onnx_files.save(fused.light, work.out)
+        rewrite_log.save(work.out, fused)
         for name in COPIED:
             if (work.inputs["model"] / name).is_file():
                 shutil.copyfile(work.inputs["model"] / name, work.out / name)
@@ -92,8 +93,8 @@ class Fuse(Stage):
         Writes the model before and after it to `folder` (`before/model.onnx`, `after/model.onnx`); the row that comes
         back is the first that fails, with the rule and its place in `extra`.
         """
-        from layerline.graph import io
-        from layerline.graph.apply import rewrite
+        from layerline.graph.fusion.apply_rules import rewrite
+        from layerline.graph.io import onnx_files
 
         case, fused = self._fuse(work)
         failing = next((r for r in _compare(case, fused) if not r.passed), None)
@@ -103,17 +104,19 @@ class Fuse(Stage):
         limit = [f.site for f in fused.firings].index(firing.site)
         for name, count in (("before", limit), ("after", limit + 1)):
             (folder / name).mkdir(parents=True, exist_ok=True)
-            io.save(rewrite(case.unfused, self._rules(), limit=count, **self._options(fused)).light, folder / name)
+            onnx_files.save(
+                rewrite(case.unfused, self._rules(), limit=count, **self._options(fused)).light, folder / name
+            )
         place = {"rule": firing.site.rule, "place": firing.site.value}
         return dataclasses.replace(failing, extra={**failing.extra, **place})
 
     def _fuse(self, work: Work) -> tuple[_Case, Fused]:
-        from layerline.graph import io
-        from layerline.graph.fuse import fuse
-        from layerline.layers import probes
+        from layerline.export import probe_files
+        from layerline.graph.fusion.fuse import fuse
+        from layerline.graph.io import onnx_files
 
         rules, folder = self._rules(), work.inputs["model"]
-        model, feeds = io.parts(folder / io.FILE), probes.load(folder)
+        model, feeds = onnx_files.parts(folder / onnx_files.FILE), probe_files.load(folder)
         work.log.say(f"{_nodes(model)} nodes in; {len(rules)} rules are on")
         floors, notes = _floors(folder, model, feeds)
         chosen = _unlike(feeds, self.proof_feeds)
@@ -121,7 +124,7 @@ class Fuse(Stage):
         return _Case(unfused=model, feeds=feeds, floors=floors, notes=notes), fused
 
     def _guilty(self, case: _Case, fused: Fused) -> Firing | None:
-        from layerline.graph.bisect import guilty
+        from layerline.graph.fusion.bisect import guilty
 
         def good(some: Rewritten) -> bool:
             candidate = dataclasses.replace(fused, light=some.light, firings=some.firings)
@@ -130,7 +133,7 @@ class Fuse(Stage):
         return guilty(case.unfused, good, self._rules(), **self._options(fused))
 
     def _rules(self) -> tuple[Rule, ...]:
-        from layerline.graph.apply import select
+        from layerline.graph.fusion.apply_rules import select
 
         return select(self.rules)
 
@@ -140,22 +143,22 @@ class Fuse(Stage):
 
 def _as_users_do(work: Work, case: _Case, fused: Fused) -> Shipped:
     """The file in a default onnxruntime session, on every feed."""
-    from layerline.graph import io
-    from layerline.graph.noise import drawn
-    from layerline.layers import shipped
+    from layerline.graph.analysis.rounding_noise import drawn
+    from layerline.graph.io import onnx_files
+    from layerline.parity import default_session
 
     outputs = {o.name for o in fused.light.model.graph.output}
     random = outputs & drawn(fused.light.model).keys()
-    allowed = shipped.limits(case.floors, outputs)
-    return shipped.check(work.out / io.FILE, case.feeds, allowed=allowed, random=random)
+    allowed = default_session.limits(case.floors, outputs)
+    return default_session.check(work.out / onnx_files.FILE, case.feeds, allowed=allowed, random=random)
 
 
 def _floors(folder: Path, model: Light, feeds: Sequence[Feed]) -> tuple[dict[str, float], list[str]]:
     """The noise floor of every value: torch's own, where the model came from torch, else measured here."""
-    from layerline.layers import floor
-    from layerline.layers.compare import floors
+    from layerline.compare import noise_floor
+    from layerline.compare.compare_models import floors
 
-    if known := floor.load(folder):
+    if known := noise_floor.load(folder):
         return known, []
     return floors(model, feeds), [
         "noise floors measured by moving every weight and float input by one rounding step at random"
@@ -177,9 +180,9 @@ def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
     Judged are the outputs and every value whose floor is known; an output without one gets the greatest floor there is.
     Values that depend on a random operator are shown and not judged.
     """
-    from layerline.graph.noise import drawn
-    from layerline.graph.prove import reference, tolerance
-    from layerline.layers.compare import compare
+    from layerline.compare.compare_models import compare
+    from layerline.graph.analysis.rounding_noise import drawn
+    from layerline.graph.fusion.verify_rewrites import reference, tolerance
 
     unfused = reference(case.unfused, fused.proofs)
     graph, random, highest = unfused.model.graph, drawn(unfused.model), max(case.floors.values(), default=0.0)
@@ -212,8 +215,8 @@ def _blame(firing: Firing | None) -> str:
 
 
 def _report(model: Light, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequence[str]) -> Report:
-    from layerline.graph import record
-    from layerline.graph.noise import drawn, unjudged
+    from layerline.graph.analysis.rounding_noise import drawn, unjudged
+    from layerline.graph.fusion import rewrite_log
 
     found = drawn(model.model)
     random = [f"{v} and what follows is drawn at random ({op}): not judged" for v, op in found.items()]
@@ -231,11 +234,11 @@ def _report(model: Light, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequ
             "rewrites": len(fused.proofs),
             "undone": len(fused.undone),
         },
-        notes=(*notes, *random[:1], *map(record.undone, fused.undone)),
+        notes=(*notes, *random[:1], *map(rewrite_log.undone, fused.undone)),
         tables={
-            **_cut("rewrites", record.fired(fused.proofs)),
-            "undone": record.fired(fused.undone),
-            **_cut("declined", record.declined(fused.declines)),
+            **_cut("rewrites", rewrite_log.fired(fused.proofs)),
+            "undone": rewrite_log.fired(fused.undone),
+            **_cut("declined", rewrite_log.declined(fused.declines)),
         },
         merged=_merged(fused, rows),
     )
@@ -264,12 +267,12 @@ def _cut(title: str, rows: list[dict[str, Scalar]]) -> dict[str, list[dict[str, 
 
 
 def _nodes(light: Light) -> int:
-    from layerline.graph import io
+    from layerline.graph.io import onnx_files
 
-    return sum(len(g.node) for g in io.graphs(light.model))
+    return sum(len(g.node) for g in onnx_files.graphs(light.model))
 
 
 def _bytes(light: Light) -> int:
-    from layerline.graph import io
+    from layerline.graph.io import onnx_files
 
-    return light.nbytes + sum(len(t.raw_data) or t.ByteSize() for t in io.tensors(light.model))
+    return light.nbytes + sum(len(t.raw_data) or t.ByteSize() for t in onnx_files.tensors(light.model))

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.init.from_files import Look
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import LayerDiff, Report, Scalar
 from layerline.pipeline.stage import Stage, Work
-from layerline.pipeline.start import Look
 
 if TYPE_CHECKING:
     from layerline.backends.base import Array
-    from layerline.backends.isolated import Relay
     from layerline.backends.light import Light
-    from layerline.backends.limits import Limits
-    from layerline.graph.adopt import Adopted
-    from layerline.layers.dims import Places
-    from layerline.layers.feeding import Declared, Feeder
-    from layerline.layers.foreign import Fed
+    from layerline.backends.process_limits import Limits
+    from layerline.backends.subprocess_build import Relay
+    from layerline.onnx_import.feeds import Fed
+    from layerline.onnx_import.normalize_import import Adopted
+    from layerline.onnx_import.size_search import Declared, Feeder
+    from layerline.onnx_import.symbolic_dims import Places
 
 
 _MOST_MEMORY = 8.0  # GB
@@ -133,23 +133,23 @@ class ImportOnnx(Stage):
             StageError: it can't be read or fed, or its external data is elsewhere.
             ConfigError: the samples do not fit it.
         """
-        from layerline.graph import io
-        from layerline.graph.wellformed import refuse_broken
-        from layerline.layers import dims, sources
-        from layerline.layers.interface import signature
-        from layerline.pipeline import npz
+        from layerline.export.onnx_signature import signature
+        from layerline.graph.io import onnx_files
+        from layerline.graph.io.wellformed import refuse_broken
+        from layerline.onnx_import import feed_sources, symbolic_dims
+        from layerline.pipeline.inputs import npz
 
-        light, arrays = io.read(path), npz.read(data) if data else {}
+        light, arrays = onnx_files.read(path), npz.read(data) if data else {}
         refuse_broken(light)
         _refuse_types(light)
         ranks = {k: a.ndim for k, a in arrays.items()}
-        places = dims.name(light, ranks)
+        places = symbolic_dims.name(light, ranks)
         inputs = signature(light).inputs
-        given = sources.given(arrays, inputs, data.name) if data else None
+        given = feed_sources.given(arrays, inputs, data.name) if data else None
         return Look(
-            beside=io.external_files(light, path),
+            beside=onnx_files.external_files(light, path),
             inputs=tuple(v.name for v in inputs),
-            dims={n: dims.told(p) for n, p in places.items()},
+            dims={n: symbolic_dims.told(p) for n, p in places.items()},
             outputs=len(light.model.graph.output),
             whole=tuple(sorted(given.whole)) if given else (),
             numbers={n: a.item() for n, a in sorted(given.numbers.items())} if given else {},
@@ -158,9 +158,9 @@ class ImportOnnx(Stage):
     @classmethod
     def renamed(cls, path: Path, names: Mapping[str, str]) -> bytes:
         """The model with other names for the files that hold its weights."""
-        from layerline.graph import relocate
+        from layerline.graph.io import relocate_weights
 
-        return relocate.renamed(path, names)
+        return relocate_weights.renamed(path, names)
 
     def files(self) -> tuple[str, ...]:
         """The model, its weights and the samples: their content is part of the key."""
@@ -168,45 +168,47 @@ class ImportOnnx(Stage):
 
     def check(self, look: Inspection) -> None:
         from layerline.backends.onnxruntime import OnnxRuntime
-        from layerline.graph import io, sizes
-        from layerline.graph.adopt import freeze, take_branches
-        from layerline.layers import dims, early, foreign
-        from layerline.layers.interface import signature
-        from layerline.layers.signature import Dim
+        from layerline.export.onnx_signature import signature
+        from layerline.export.signature import Dim
+        from layerline.graph.io import onnx_files
+        from layerline.onnx_import import allocation_sizes, symbolic_dims
+        from layerline.onnx_import import feeds as foreign
+        from layerline.onnx_import.normalize_import import freeze, take_branches
+        from layerline.parity import early_checks
 
         with look.item("import-onnx.file"):
             arrays = self._arrays(look.root)
             adopted = self._adopt(look.root, look.root, {name: a.ndim for name, a in arrays.items()})
             look.ok("import-onnx.file", f"{self.file}: {len(adopted.light.model.graph.node)} nodes")
             with look.item("import-onnx.dims"):
-                declared = self._declare(adopted.light, dims.places(adopted.light))
+                declared = self._declare(adopted.light, symbolic_dims.places(adopted.light))
                 freeze(adopted.light, self.values)
                 adopted = take_branches(adopted)
                 limits = self._limits(look.root)
-                sizes.refuse_endless(adopted.light)
-                sizes.refuse_large(adopted.light, limits.memory, limits.hint)
+                allocation_sizes.refuse_endless(adopted.light)
+                allocation_sizes.refuse_large(adopted.light, limits.memory, limits.hint)
                 inputs = signature(adopted.light).inputs
                 foreign.ranges(adopted.original, inputs, {n: (r.low, r.high) for n, r in self.ranges.items()})
                 known = {n: Dim(min=d.min or 1, max=d.max, multiple=d.multiple or 1)
                          for n, d in declared.items() if d.max}  # fmt: skip
                 session = OnnxRuntime().open(adopted.light)
                 look.shared["signature"] = signature(adopted.light, known)
-                look.shared["ops"] = {n.op_type for n in io.nodes(adopted.light.model)}
-                look.shared["names"] = early.onnx_names(adopted.light.model)
+                look.shared["ops"] = {n.op_type for n in onnx_files.nodes(adopted.light.model)}
+                look.shared["names"] = early_checks.onnx_names(adopted.light.model)
                 look.shared["run"] = lambda feed: [session.run(feed)[o] for o in session.outputs]
                 look.ok("import-onnx.dims", ", ".join(f"{v.name} {v.shape}" for v in inputs) or "no inputs")
 
     def run(self, work: Work) -> Report:
-        from layerline.backends import isolated
+        from layerline.backends import subprocess_build
 
         limits = self._limits(work.root)
         places = (work.root, work.sources, work.out)
-        report: Report = isolated.bounded(_imported, self, *places, limits, limits=limits, log=work.log)
+        report: Report = subprocess_build.bounded(_imported, self, *places, limits, limits=limits, log=work.log)
         return report
 
     def _limits(self, root: Path) -> Limits:
         """What the process may take that runs the model: its weights, several times, and what it computes."""
-        from layerline.backends.limits import GB, Limits, machine_memory
+        from layerline.backends.process_limits import GB, Limits, machine_memory
 
         stored = sum(path.stat().st_size for name in self.files() if (path := root / name).is_file())
         own = _MOST_MEMORY * GB if self.max_memory_gb is None else self.max_memory_gb * GB
@@ -220,27 +222,27 @@ class ImportOnnx(Stage):
         )
 
     def _import(self, work: _Place) -> Report:
-        from layerline.graph import adopt
-        from layerline.layers import dims, probes
-        from layerline.layers.interface import signature
-        from layerline.layers.parts import unchanged
-        from layerline.layers.signature import bounds
+        from layerline.export import probe_files
+        from layerline.export.onnx_signature import signature
+        from layerline.export.signature import bounds
+        from layerline.onnx_import import normalize_import, symbolic_dims
+        from layerline.onnx_import.compare_in_parts import unchanged
 
         arrays = self._arrays(work.sources)
         adopted = self._adopt(work.root, work.sources, {name: a.ndim for name, a in arrays.items()})
-        declared = self._declare(adopted.light, dims.places(adopted.light))
-        constants = adopt.freeze(adopted.light, self.values)
+        declared = self._declare(adopted.light, symbolic_dims.places(adopted.light))
+        constants = normalize_import.freeze(adopted.light, self.values)
         if self.values or any(d.size for d in self.dims.values()):
-            adopted = adopt.take_branches(adopted)
+            adopted = normalize_import.take_branches(adopted)
         light = adopted.light
         feeder, fed = self._feed(work, adopted, declared, arrays, constants)
-        dims.write(light.model, feeder.same, feeder.fixed)
+        symbolic_dims.write(light.model, feeder.same, feeder.fixed)
         feeds = [*fed.feeds, *feeder.edges]
-        dims.settle(light.model, dims.places(light), [(f, feeder.run(f)) for f in feeds])
+        symbolic_dims.settle(light.model, symbolic_dims.places(light), [(f, feeder.run(f)) for f in feeds])
         work.log.say(f"{len(light.model.graph.node)} nodes; comparing every value on {len(feeds)} feeds")
         rows, notes = unchanged(adopted, [feeder.whole(f) for f in feeds], feeder.elements, self.tolerance)
         complaint = _write(light, work.out)
-        probes.save(work.out, fed.feeds)
+        probe_files.save(work.out, fed.feeds)
         signature(light, feeder.dims, fed.ranges).save(work.out)
         return Report(
             stage=self.name,
@@ -254,12 +256,12 @@ class ImportOnnx(Stage):
 
     def _adopt(self, root: Path, sources: Path, ranks: Mapping[str, int]) -> Adopted:
         """The model with names for everything, as it is and as the pipeline goes on with it; read from `sources`."""
-        from layerline.graph import adopt, io
-        from layerline.graph.wellformed import refuse_broken
-        from layerline.layers import dims, identity
+        from layerline.graph.io import module_identity, onnx_files
+        from layerline.graph.io.wellformed import refuse_broken
+        from layerline.onnx_import import normalize_import, symbolic_dims
 
         original, path = root / self.file, sources / self.file
-        stored = io.external_files(io.read(path), original)
+        stored = onnx_files.external_files(onnx_files.read(path), original)
         inside = [(original.parent / name).relative_to(root).as_posix() for name in stored]
         if missing := [name for name in inside if name not in self.external]:
             raise ConfigError(
@@ -267,27 +269,27 @@ class ImportOnnx(Stage):
                 where="import-onnx.external",
                 hint=f"list it: external: [{', '.join(inside)}]",
             )
-        given = io.parts(path)
+        given = onnx_files.parts(path)
         refuse_broken(given)
         _refuse_types(given)
-        dims.name(given, ranks)
-        identity.stamp(given.model, root)
-        return adopt.adopt(given, self.opset)
+        symbolic_dims.name(given, ranks)
+        module_identity.stamp(given.model, root)
+        return normalize_import.adopt(given, self.opset)
 
     def _arrays(self, sources: Path) -> Mapping[str, Any]:
-        from layerline.pipeline import npz
+        from layerline.pipeline.inputs import npz
 
         return npz.read(sources / self.data) if self.data else {}
 
     def _declare(self, light: Light, places: Places) -> dict[str, Declared]:
         """Applies `dims` to the model, in place; the bounds that are left, by final name."""
-        from layerline.layers import dims
-        from layerline.layers.feeding import Declared
+        from layerline.onnx_import import symbolic_dims
+        from layerline.onnx_import.size_search import Declared
 
         for unknown in self.dims.keys() - places.keys():
-            there = "; ".join(f"{n} ({dims.told(p)})" for n, p in places.items()) or "none"
+            there = "; ".join(f"{n} ({symbolic_dims.told(p)})" for n, p in places.items()) or "none"
             raise ConfigError(f"there is no dimension {unknown!r}", where=f"dims.{unknown}", hint=f"there are: {there}")
-        dims.write(
+        symbolic_dims.write(
             light.model,
             {n: d.name for n, d in self.dims.items() if d.name},
             {n: d.size for n, d in self.dims.items() if d.size},
@@ -307,10 +309,11 @@ class ImportOnnx(Stage):
         arrays: Mapping[str, Any],
         constants: Mapping[str, Array],
     ) -> tuple[Feeder, Fed]:
-        from layerline.graph.checks import refuse_training
-        from layerline.layers import foreign, sources
-        from layerline.layers.feeding import Feeder
-        from layerline.layers.interface import signature
+        from layerline.backends.tensorrt.checks import refuse_training
+        from layerline.export.onnx_signature import signature
+        from layerline.onnx_import import feed_sources
+        from layerline.onnx_import import feeds as foreign
+        from layerline.onnx_import.size_search import Feeder
 
         _refuse_beyond(work, adopted.light)
         refuse_training(adopted.light)
@@ -320,7 +323,7 @@ class ImportOnnx(Stage):
         feeder = Feeder(model=adopted.original, inputs=inputs, declared=declared, constants=constants)
         ranges = foreign.ranges(adopted.original, inputs, {n: (r.low, r.high) for n, r in self.ranges.items()})
         if self.data:
-            given = sources.given({n: a for n, a in arrays.items() if n not in constants}, inputs, self.data)
+            given = feed_sources.given({n: a for n, a in arrays.items() if n not in constants}, inputs, self.data)
             return feeder, foreign.from_samples(feeder, given, self.probes, ranges)
         work.log.say("no samples given: looking for inputs that the model takes")
         return feeder, foreign.from_nothing(feeder, ranges)
@@ -347,11 +350,11 @@ def _refuse_beyond(work: _Place, light: Light) -> None:
     Raises:
         StageError: names the node.
     """
-    from layerline.graph import sizes
+    from layerline.onnx_import import allocation_sizes
 
-    sizes.refuse_endless(light)
-    sizes.refuse_large(light, work.limits.memory, work.limits.hint)
-    for node, rounds in list(sizes.loops(light.model))[:3]:
+    allocation_sizes.refuse_endless(light)
+    allocation_sizes.refuse_large(light, work.limits.memory, work.limits.hint)
+    for node, rounds in list(allocation_sizes.loops(light.model))[:3]:
         told = "an unknown number of" if rounds is None else f"up to {rounds}"
         work.log.suspect(f"its Loop node {node.name or node.output[0]} runs {told} rounds")
 
@@ -397,9 +400,9 @@ def _write(light: Light, folder: Path) -> list[str]:
     """
     import onnx
 
-    from layerline.graph import io
+    from layerline.graph.io import onnx_files
 
-    path = io.save(light, folder)
+    path = onnx_files.save(light, folder)
     if open_ranks := [o.name for o in light.model.graph.output if not o.type.tensor_type.HasField("shape")]:
         return [f"output {open_ranks[0]} has no one rank, so onnx's checker refuses the file; onnxruntime runs it"]
     for full in (False, True):
@@ -414,8 +417,8 @@ def _write(light: Light, folder: Path) -> list[str]:
 
 
 def _metrics(adopted: Adopted, rows: Sequence[LayerDiff], feeds: int) -> dict[str, Scalar]:
-    from layerline.graph.noise import drawn, unjudged
-    from layerline.graph.opset import opset_of
+    from layerline.graph.analysis.rounding_noise import drawn, unjudged
+    from layerline.graph.io.opset import opset_of
 
     model = adopted.light.model
     random = drawn(model)
@@ -431,8 +434,8 @@ def _metrics(adopted: Adopted, rows: Sequence[LayerDiff], feeds: int) -> dict[st
 
 def _tables(light: Light, feeder: Feeder, fed: Fed) -> dict[str, list[dict[str, Scalar]]]:
     """What each input was fed with, and the sizes that the model is known to take."""
-    from layerline.layers import dims
-    from layerline.layers.interface import signature
+    from layerline.export.onnx_signature import signature
+    from layerline.onnx_import import symbolic_dims
 
     shown: list[dict[str, Scalar]] = [
         {"input": v.name, "type": v.dtype, "shape": ", ".join(map(str, v.shape)), "fed with": fed.values[v.name]}
@@ -441,12 +444,12 @@ def _tables(light: Light, feeder: Feeder, fed: Fed) -> dict[str, list[dict[str, 
     sizes: list[dict[str, Scalar]] = [
         {
             "dimension": name,
-            "where": dims.told(places),
+            "where": symbolic_dims.told(places),
             "min": feeder.dims[name].min,
             "max": feeder.dims[name].max,
             "multiple": feeder.dims[name].multiple,
             "told by": "dims" if name in feeder.declared else "trial",
         }
-        for name, places in dims.places(light).items()
+        for name, places in symbolic_dims.places(light).items()
     ]
     return {"inputs": shown, "dimensions": sizes} if sizes else {"inputs": shown}

@@ -13,8 +13,8 @@ from layerline.pipeline.stage import Stage, Work
 if TYPE_CHECKING:
     from torch import nn
 
-    from layerline.training.found import Fit
-    from layerline.training.shipping import Example, Pair
+    from layerline.training.run.shipping import Example, Pair
+    from layerline.training.state.state_dict_match import Fit
 
 
 class ImportWeights(Stage):
@@ -48,34 +48,39 @@ class ImportWeights(Stage):
         return (self.file,)
 
     def check(self, look: Inspection) -> None:
-        from layerline.training import found, names, trial
+        from layerline.training.model import canonical_names
+        from layerline.training.run import hook_trial
+        from layerline.training.state import state_dict_match
 
-        trial.look_at_example(look)
+        hook_trial.look_at_example(look)
         with look.item("import-weights.file"):
-            tree, _ = found.read(look.root / self.file, trust=self.trust)
+            tree, _ = state_dict_match.read(look.root / self.file, trust=self.trust)
             network = look.need("network")
-            fit = self._chosen(*found.choose(tree, network, key=self.key, ignore=self.ignore))
-            found.check(fit, names.named(network))
+            fit = self._chosen(*state_dict_match.choose(tree, network, key=self.key, ignore=self.ignore))
+            state_dict_match.check(fit, canonical_names.named(network))
             look.ok("import-weights.file", f"{len(fit.tensors)} tensors in {fit.state.where} fit the model")
 
     def run(self, work: Work) -> Report:
-        from layerline.layers import tensors
-        from layerline.training import data, found, names, shipping
+        from layerline.compare import tensor_rows
+        from layerline.training.data import batches
+        from layerline.training.model import canonical_names
+        from layerline.training.run import shipping
+        from layerline.training.state import state_dict_match
 
         model, path = shipping.network(work.task), work.sources / self.file
-        tree, notes = found.read(path, trust=self.trust)
-        online, averages = found.choose(tree, model, key=self.key, ignore=self.ignore)
+        tree, notes = state_dict_match.read(path, trust=self.trust)
+        online, averages = state_dict_match.choose(tree, model, key=self.key, ignore=self.ignore)
         fit = self._chosen(online, averages)
-        found.check(fit, names.named(model))
+        state_dict_match.check(fit, canonical_names.named(model))
         work.log.say(f"{len(fit.tensors)} tensors in {fit.state.where}")
-        example = data.example_inputs(work.task, forward=model.forward)
+        example = batches.example_inputs(work.task, forward=model.forward)
         shipping.ship(model, example, fit.tensors, work.out)
         reference, pairs = _pairs(model, example, fit, online, averages)
         return Report(
             stage=self.name,
             reference=reference,
             candidate="EMA weights" if online and averages else "model() in float32",
-            records=tensors.rows(pairs),
+            records=tensor_rows.rows(pairs),
             notes=(*notes, f"the weights are those of {fit.state.where}", *fit.notes, *_left(fit, online, averages)),
             metrics={"tensors": len(fit.tensors), "parameters": sum(p.numel() for p in model.parameters())},
         )
@@ -96,15 +101,17 @@ def _pairs(
     model: nn.Module, example: Example, fit: Fit, online: Fit | None, averages: Fit | None
 ) -> tuple[str, list[Pair]]:
     """Online weights and averages where the file has both; else each tensor as it was stored, and as it is now."""
-    from layerline.layers.arrays import NOT_IN_NUMPY
-    from layerline.training import names, shipping
+    from layerline.compare.arrays import NOT_IN_NUMPY
+    from layerline.training.model import canonical_names
+    from layerline.training.run import shipping
 
     if online and averages:
         return "online weights", shipping.compared(model, example, online.tensors, averages.tensors)
     # float32 holds every value of the types that numpy has not.
     stored = {n: t.float() if t.dtype in NOT_IN_NUMPY else t for n, t in fit.tensors.items()}
     return "weights in the file", [
-        shipping.Pair(n, "parameter", n.rpartition(".")[0], stored[n], t) for n, t in names.named(model).tensors.items()
+        shipping.Pair(n, "parameter", n.rpartition(".")[0], stored[n], t)
+        for n, t in canonical_names.named(model).tensors.items()
     ]
 
 

@@ -22,12 +22,12 @@ from layerline.pipeline.stage import Stage, Work
 if TYPE_CHECKING:
     from layerline.backends.base import Feed
     from layerline.backends.light import Light
+    from layerline.calib.calibration_survey import Survey
     from layerline.calib.collect import Ranges
     from layerline.calib.plan import QuantPlan
     from layerline.calib.samples import Batch, Samples
-    from layerline.calib.survey import Survey
-    from layerline.graph.qdq import WeightLoss
-    from layerline.layers.signature import Signature
+    from layerline.export.signature import Signature
+    from layerline.graph.quantization.qdq import WeightLoss
 
 COPIED = ("signature.json", "probes.safetensors")
 CALIBRATION_HOOKS = ("calib_data", "train_data", "eval_data")
@@ -82,40 +82,40 @@ class Quantize(Stage):
         return self.uses if self.mode != "none" else ("eval_data", "metric")
 
     def check(self, look: Inspection) -> None:
-        from layerline.calib import trial
+        from layerline.calib import data_check
 
         with look.item("quantize"):
             inputs = look.need("signature").inputs
             if self.mode != "none":
                 asked = self.samples if "samples" in self.model_fields_set else None
-                trial.look_at_calibration(look, inputs, CALIBRATION_HOOKS, asked)
-            trial.look_at_metric(look, inputs, look.need("run"), self.max_drop)
+                data_check.look_at_calibration(look, inputs, CALIBRATION_HOOKS, asked)
+            data_check.look_at_metric(look, inputs, look.need("run"), self.max_drop)
         with look.item("quantize.skip"):
             look.names_something(self.skip, "quantize.skip")
         if self.ops is not None:
             with look.item("quantize.ops"):
-                from layerline.graph import placement
+                from layerline.graph.quantization import qdq_placement
 
-                placement.check_ops(self.ops)
+                qdq_placement.check_ops(self.ops)
                 look.ok("quantize.ops", ", ".join(self.ops))
                 present = look.need("ops")
                 if self.mode == "int8" and not set(self.ops) & present:
-                    there = ", ".join(sorted(present & set(placement.OPS))) or "none with a rule"
+                    there = ", ".join(sorted(present & set(qdq_placement.OPS))) or "none with a rule"
                     absent = f"none of {', '.join(self.ops)} is in the model, so nothing would be int8"
                     look.warn("quantize.ops", absent, f"the model has {there}")
 
     def run(self, work: Work) -> Report:
-        from layerline.calib.survey import Survey
-        from layerline.graph import io
-        from layerline.layers import probes
-        from layerline.layers.signature import Signature
+        from layerline.calib.calibration_survey import Survey
+        from layerline.export import probe_files
+        from layerline.export.signature import Signature
+        from layerline.graph.io import onnx_files
 
         folder = work.inputs["model"]
-        model, feeds = io.parts(folder / io.FILE), probes.load(folder)
+        model, feeds = onnx_files.parts(folder / onnx_files.FILE), probe_files.load(folder)
         signature = Signature.load(folder)
         data = _Data(self, work, signature, Survey(signature.inputs), Survey(signature.inputs))
         made = _convert(self, data, model, feeds)
-        io.save(made.model, work.out)
+        onnx_files.save(made.model, work.out)
         for name in COPIED:
             shutil.copyfile(folder / name, work.out / name)
         _write(work.out, made)
@@ -235,15 +235,15 @@ def _convert(stage: Quantize, data: _Data, model: Light, feeds: list[Feed]) -> _
 
 def _int8(stage: Quantize, data: _Data, model: Light) -> _Made:
     from layerline.backends.cpu import int8_flag, int8_note
-    from layerline.graph import placement, plans, qdq
-    from layerline.graph import ranges as tuned
-    from layerline.graph.opset import raise_opset
+    from layerline.graph.io.opset import raise_opset
+    from layerline.graph.quantization import measured_plan, qdq, qdq_placement
+    from layerline.graph.quantization import range_choice as tuned
 
     # Raised before anything else: both sides of the comparison then share an opset, and so a graph.
     model = raise_opset(model, qdq.required_opset(model))
-    ops = placement.OPS if stage.ops is None else stage.ops
-    rules = placement.Rules(ops=ops, skip=stage.skip, per_channel=stage.per_channel, attention=stage.attention)
-    placed = placement.place(model, rules)
+    ops = qdq_placement.OPS if stage.ops is None else stage.ops
+    rules = qdq_placement.Rules(ops=ops, skip=stage.skip, per_channel=stage.per_channel, attention=stage.attention)
+    placed = qdq_placement.place(model, rules)
     samples, note = data.calibration()
     activations = [w.name for w in placed.wanted if w.role == "activation"]
     ranges = data.collect(model, activations, samples, stage.nonfinite)
@@ -252,12 +252,12 @@ def _int8(stage: Quantize, data: _Data, model: Light) -> _Made:
     feeds = [b.feed for b in data.survey.batches()]
     told: tuple[str, ...] = ()
     if stage.calibrator == "auto":
-        plan, told = plans.tuned(model, rules, placed, histograms, feeds, percentile=stage.percentile)
+        plan, told = measured_plan.tuned(model, rules, placed, histograms, feeds, percentile=stage.percentile)
     else:
         plan = qdq.plan(model, placed, histograms, stage.calibrator, percentile=stage.percentile)
     quantized = qdq.apply(model, plan)
     if stage.bias_correction:
-        quantized, gain = plans.corrected(model, plan, quantized, feeds)
+        quantized, gain = measured_plan.corrected(model, plan, quantized, feeds)
         told = (*told, gain)
     notes = (*note, *ranges.notes, *told, int8_note(int8_flag()))
     return _Made(reference=model, model=quantized, measured=quantized, plan=plan, ranges=ranges, notes=notes)
@@ -266,18 +266,18 @@ def _int8(stage: Quantize, data: _Data, model: Light) -> _Made:
 def _half(stage: Quantize, data: _Data, made: _Made, feeds: list[Feed], mode: str) -> _Made:
     from layerline.calib.plan import QuantPlan
     from layerline.calib.samples import Batch
-    from layerline.graph import half
-    from layerline.graph.opset import raise_opset
+    from layerline.graph.io.opset import raise_opset
+    from layerline.graph.quantization import mixed_precision
 
-    opset = half.required_opset(made.model, mode)
-    reference, names = raise_opset(made.reference, opset), half.float_values(made.reference)
+    opset = mixed_precision.required_opset(made.model, mode)
+    reference, names = raise_opset(made.reference, opset), mixed_precision.float_values(made.reference)
     batches: Samples | list[Batch] = [Batch(dict(feed), None, 1) for feed in feeds]
     note: tuple[str, ...] = (f"the task has no samples: overflow was looked for on {len(feeds)} probe feeds alone",)
     if data.hook() is not None:
         batches, note = data.calibration()
     ranges = data.collect(made.reference, names, batches, "skip")
     amax = {name: histogram.amax for name, histogram in ranges.histograms.items()}
-    converted = half.to_half(made.model, mode, amax=amax, skip=stage.skip)
+    converted = mixed_precision.to_half(made.model, mode, amax=amax, skip=stage.skip)
     emulated = (
         f"{converted.nodes} nodes compute in {mode}; measured in float32 with every {mode} value rounded, "
         "because onnxruntime's CPU kernels leave that rounding out"
@@ -287,7 +287,7 @@ def _half(stage: Quantize, data: _Data, made: _Made, feeds: list[Feed], mode: st
     return _Made(
         reference=reference,
         model=converted.model,
-        measured=half.emulate(converted.model),
+        measured=mixed_precision.emulate(converted.model),
         plan=QuantPlan(values=made.plan.values, kept=(*made.plan.kept, *converted.kept)),
         ranges=made.ranges,
         halved={mode: converted.nodes},
@@ -313,10 +313,10 @@ def _write(out: Path, made: _Made) -> None:
 
 
 def _report(stage: Quantize, made: _Made, feeds: list[Feed]) -> Report:
-    from layerline.graph import qdq
-    from layerline.graph.noise import drawn, unjudged
-    from layerline.layers.compare import compare
-    from layerline.layers.flips import blamed
+    from layerline.compare.compare_models import compare
+    from layerline.compare.threshold_flips import blamed
+    from layerline.graph.analysis.rounding_noise import drawn, unjudged
+    from layerline.graph.quantization import qdq
 
     if stage.mode == "none":
         return Report(stage=stage.name, notes=("mode none: the model is passed on as it is",))
@@ -339,23 +339,23 @@ def _with_outputs(
     stage: Quantize, data: _Data, made: _Made, report: Report, feeds: list[Feed], *, measured: bool
 ) -> Report:
     """Adds what became of the outputs: on calibration samples, or the probes where there are none, and by size."""
-    from layerline.layers import outcome
+    from layerline.parity import output_sqnr
 
     samples = [b.feed for b in data.survey.batches()] or feeds
-    found = outcome.outputs(made.reference, made.measured, samples)
-    warnings, worst = outcome.warning(found), outcome.least(found)
+    found = output_sqnr.outputs(made.reference, made.measured, samples)
+    warnings, worst = output_sqnr.warning(found), output_sqnr.least(found)
     for text in warnings:
         data.work.log.say(text)
-    sizes = outcome.by_size(made.reference, made.measured, feeds, data.signature)
+    sizes = output_sqnr.by_size(made.reference, made.measured, feeds, data.signature)
     return dataclasses.replace(
         report,
         metrics=({} if worst is None else {"output_sqnr_db": worst[1]}) | dict(report.metrics),
         gates=(
             *report.gates,
-            *(() if measured else outcome.gate(found, stage.min_db)),
-            *(outcome.data_gate(data.survey.peaks, data.evaluated.peaks) if data.hook() else ()),
+            *(() if measured else output_sqnr.gate(found, stage.min_db)),
+            *(output_sqnr.data_gate(data.survey.peaks, data.evaluated.peaks) if data.hook() else ()),
         ),
-        notes=(*warnings, *report.notes, *outcome.unseen(data.survey.shapes, data.signature)),
+        notes=(*warnings, *report.notes, *output_sqnr.unseen(data.survey.shapes, data.signature)),
         tables={**report.tables, **({"outputs by size": sizes} if sizes else {})},
     )
 
@@ -376,7 +376,7 @@ def _counts(stage: Quantize, made: _Made) -> dict[str, Scalar]:
 
 def _products(made: _Made) -> tuple[int, int]:
     """How many matrix products compute in int8, and how many there are."""
-    from layerline.graph.placement import products
+    from layerline.graph.quantization.qdq_placement import products
 
     everything = products(made.reference)
     readers = {reader for value in made.plan.values for reader, _ in value.readers}
@@ -436,7 +436,7 @@ def _with_columns(record: LayerDiff, rows: Mapping[str, Mapping[str, Scalar]], p
 
 def _same_on_runtime(stage: Quantize, made: _Made, feeds: list[Feed]) -> tuple[Gate, ...]:
     """Whether the artifact, run as it is, gives what its emulation gives. onnxruntime has no bfloat16 kernels."""
-    from layerline.layers.compare import compare
+    from layerline.compare.compare_models import compare
 
     if made.measured is made.model or "bf16" in (stage.mode, stage.rest):
         return ()
@@ -455,9 +455,9 @@ def _same_on_runtime(stage: Quantize, made: _Made, feeds: list[Feed]) -> tuple[G
 
 def _as_users_do(stage: Quantize, work: Work, made: _Made, report: Report, feeds: list[Feed]) -> Report:
     """Adds what a default onnxruntime session makes of the file. It has no bfloat16 kernels."""
-    from layerline.graph import io
-    from layerline.graph.noise import drawn
-    from layerline.layers import shipped
+    from layerline.graph.analysis.rounding_noise import drawn
+    from layerline.graph.io import onnx_files
+    from layerline.parity import default_session
 
     if "bf16" in (stage.mode, stage.rest):
         return report
@@ -465,7 +465,7 @@ def _as_users_do(stage: Quantize, work: Work, made: _Made, report: Report, feeds
     # Kernels that compute in int8 round otherwise here and there: no further than quantisation itself moved the output.
     allowed = {r.name: max(0.01, 2 * (r.rel_l2 or 0.0)) for r in report.records if r.name in outputs}
     random = outputs & drawn(made.model.model).keys()
-    found = shipped.check(work.out / io.FILE, feeds, allowed=allowed, random=random)
+    found = default_session.check(work.out / onnx_files.FILE, feeds, allowed=allowed, random=random)
     return dataclasses.replace(report, gates=(*report.gates, *found.gates), notes=(*report.notes, *found.notes))
 
 
@@ -486,7 +486,7 @@ def _scores(
 
 def _counted(stage: Quantize, data: _Data, made: _Made, *, measured: bool) -> list[str]:
     """What the numbers of samples mean: fewer than asked for, or so few that one of them exceeds the budget."""
-    from layerline.calib.trial import budget_below_a_sample
+    from layerline.calib.data_check import budget_below_a_sample
 
     notes: list[str] = []
     if made.ranges is not None:
@@ -504,7 +504,7 @@ def _measured(data: _Data, made: _Made) -> tuple[dict[str, dict[str, float]] | N
     """The metrics of both models, or the reason why there are none."""
     from layerline.backends import evaluate
     from layerline.backends.onnxruntime import OnnxRuntime
-    from layerline.pipeline.metric import accuracy, score
+    from layerline.pipeline.inputs.metric import accuracy, score
 
     samples, task, runtime = data.evaluation(), data.work.task, OnnxRuntime()
     if samples is None:

@@ -19,10 +19,10 @@ from layerline.pipeline.stage import Stage, Work
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from layerline.training.config import Config
-    from layerline.training.fit import Run
-    from layerline.training.lane import Lane
-    from layerline.training.prove import Proof
+    from layerline.training.config.sections import Config
+    from layerline.training.loop.step_engine import Lane
+    from layerline.training.proof.prove_resume import Proof
+    from layerline.training.run.train_loop import Run
 
 _DEFAULTS: Mapping[str, Any] = {
     "scheduler.name": "cosine", "scheduler.warmup_ratio": 0.05, "clip.max_norm": 1.0,
@@ -94,9 +94,11 @@ class Train(Stage):
 
     @classmethod
     def written(cls) -> list[tuple[str, ...]]:
-        from layerline.training import shapes
+        from layerline.training.config import aliases
 
-        names = {n for n in cls.model_fields if n != "recipe"} | shapes.SECTIONS | shapes.FIELDS | shapes.MOVES.keys()
+        names = (
+            {n for n in cls.model_fields if n != "recipe"} | aliases.SECTIONS | aliases.FIELDS | aliases.MOVES.keys()
+        )
         return [tuple(name.split(".")) for name in sorted(names)]
 
     def hooks(self) -> tuple[str, ...]:
@@ -106,43 +108,47 @@ class Train(Stage):
 
     def config(self) -> Config:
         """The typed configuration of ModelOptimizer."""
-        from layerline.training import shapes
+        from layerline.training.config import aliases
 
         try:
-            return shapes.load(shapes.nested(self.recipe))
+            return aliases.load(aliases.nested(self.recipe))
         except ConfigError as error:
-            raise _placed(error, shapes.nested(self.recipe)) from error
+            raise _placed(error, aliases.nested(self.recipe)) from error
 
     def announce(self, *, runs: bool) -> None:
-        from layerline.training import launch
+        from layerline.training.distributed import rendezvous
 
-        launch.announce(self.name, runs=runs, timeout_s=self.config().distributed.timeout_s)
+        rendezvous.announce(self.name, runs=runs, timeout_s=self.config().distributed.timeout_s)
 
     def follow(self) -> bool:
-        from layerline.training import launch
+        from layerline.training.distributed import rendezvous
 
-        return launch.follow(self.name, timeout_s=self.config().distributed.timeout_s)
+        return rendezvous.follow(self.name, timeout_s=self.config().distributed.timeout_s)
 
     def run(self, work: Work) -> Report:
-        from layerline.training import checkpoint, fit, launch, ranks
+        from layerline.training.distributed import ranks, rendezvous
+        from layerline.training.run import train_loop
+        from layerline.training.state import checkpoint
 
-        config, device = self.config(), launch.device(self._device())
-        with fit.deterministic(), ranks.together(), memory_told():
-            run = fit.prepare(work.task, config, epochs=self.epochs, steps=self.steps, batch_size=self.batch_size,
+        config, device = self.config(), rendezvous.device(self._device())
+        with train_loop.deterministic(), ranks.together(), memory_told():
+            run = train_loop.prepare(work.task, config, epochs=self.epochs, steps=self.steps,
+                batch_size=self.batch_size,
                               seed=self.seed, workers=self.workers, device=device,
                               parts=work.parts)  # fmt: skip
-            fit.train(run, work.scratch, work.log, save_every=config.monitor.save_interval)
+            train_loop.train(run, work.scratch, work.log, save_every=config.monitor.save_interval)
             run.mo.export_metrics(work.out / "metrics.csv")
-            best = fit.take_best(run)
+            best = train_loop.take_best(run)
             checkpoint.save(run.mo, work.out / "checkpoint.safetensors", timings=False)
             if run.lane.skipped:
                 work.log.say(_rejected(run.lane))
             return _report(run, best)
 
     def check(self, look: Inspection) -> None:
-        from layerline.training import trial
+        from layerline.training.run import hook_trial
 
-        trial.look_at_training(look, self.config(), steps=self.steps, epochs=self.epochs, batch_size=self.batch_size,
+        hook_trial.look_at_training(look, self.config(), steps=self.steps, epochs=self.epochs,
+            batch_size=self.batch_size,
                                seed=self.seed, device=self._device)  # fmt: skip
 
     def prove_resume(self, work: Work, steps: int) -> Report:
@@ -151,14 +157,15 @@ class Train(Stage):
 
         It begins where an interrupted training stands, or else from the start: a finished one has no step left to take.
         """
-        from layerline.training import checkpoint, prove
+        from layerline.training.proof import prove_resume as prove
+        from layerline.training.state import checkpoint
 
         how = self.model_dump(include={"epochs", "steps", "batch_size", "seed", "workers"})
         arguments = {"task": str(work.task.path), "config": self.config().model_dump(mode="json"), **how}
         kept = work.scratch / "checkpoints"
         start = kept if checkpoint.rotation(kept) else None
         proof = prove.prove(
-            "layerline.training.refit:make", steps, arguments={**arguments, "device": self._device()},
+            "layerline.training.proof.proof_run:make", steps, arguments={**arguments, "device": self._device()},
             start=start, progress=work.log.progress,
         )  # fmt: skip
         return _proved(proof, asked=steps, interrupted=start is not None)
@@ -195,10 +202,10 @@ def _proved(proof: Proof, *, asked: int, interrupted: bool) -> Report:
 
 
 def _gather(raw: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
-    from layerline.training import shapes
+    from layerline.training.config import aliases
 
     _refuse_unknown(raw, fields)
-    sections = {k: v for k, v in raw.items() if k in shapes.SECTIONS or k == "preset"}
+    sections = {k: v for k, v in raw.items() if k in aliases.SECTIONS or k == "preset"}
     own = {k: v for k, v in raw.items() if k not in sections}
     try:
         recipe = _dotted(own.get("recipe"))
@@ -210,7 +217,7 @@ def _gather(raw: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
     # A warm-up of our own choice belongs to a schedule of our own choice.
     defaults = {k: v for k, v in _DEFAULTS.items() if k != "scheduler.warmup_ratio" or name == "cosine"}
     try:
-        return {**own, "recipe": shapes.normal_form({**sections, **recipe}, defaults)}
+        return {**own, "recipe": aliases.normal_form({**sections, **recipe}, defaults)}
     except ConfigError as error:
         raise _placed(error, raw) from error
 
@@ -230,14 +237,14 @@ def _dotted(recipe: Any) -> dict[str, Any]:
 
 
 def _refuse_unknown(raw: Mapping[str, Any], fields: Collection[str]) -> None:
-    from layerline.training import shapes
+    from layerline.training.config import aliases
 
     # What is shown are the names people write; the sections of the one form are taken too.
     valid = [*(n for n in fields if n != "recipe"), *_SHOWN]
     for name in map(str, raw):
-        if name not in fields and name not in shapes.SECTIONS and name not in valid:
-            near = difflib.get_close_matches(name, [*valid, *shapes.SECTIONS], 1)
-            hint = shapes.guess(near[0] if near else "", valid)
+        if name not in fields and name not in aliases.SECTIONS and name not in valid:
+            near = difflib.get_close_matches(name, [*valid, *aliases.SECTIONS], 1)
+            hint = aliases.guess(near[0] if near else "", valid)
             raise _placed(ConfigError("unknown field", where=name, hint=hint), raw)
 
 
@@ -256,7 +263,7 @@ def _placed(error: ConfigError, raw: Any) -> ValidationError:
 
 
 def _report(run: Run, best: str) -> Report:
-    from layerline.training.parts import whole
+    from layerline.training.model.split_tensors import whole
 
     (lane,) = run.mo.lanes.values()
     records = tuple(_record(run, n, whole(p.detach())) for n, p in lane.named.params.items())
@@ -308,6 +315,6 @@ def _record(run: Run, name: str, now: Tensor) -> LayerDiff:
 
 
 def _measures(a: Tensor, b: Tensor) -> dict[str, Any]:
-    from layerline.layers.distance import diff_arrays
+    from layerline.compare.tensor_distance import diff_arrays
 
     return diff_arrays(a.float().cpu().numpy(), b.float().cpu().numpy()).measures()

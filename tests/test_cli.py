@@ -17,8 +17,10 @@ import pytest
 from rich.console import Console
 
 from layerline import cli
-from layerline.pipeline import env, housekeeping, table
+from layerline.pipeline import stage_table
 from layerline.pipeline.errors import StageError
+from layerline.pipeline.keys import env
+from layerline.pipeline.records import housekeeping
 from layerline.pipeline.report import Gate, Report
 from layerline.pipeline.runner import Result
 from layerline.pipeline.stage import Work
@@ -29,7 +31,7 @@ from tests.pipeline.fakes import Folder
 
 __all__ = ["fake_stages", "folder"]
 ROOT = Path(__file__).parents[1]
-REAL_STAGES = tuple(table.BUILT_IN)  # before the fakes take their place
+REAL_STAGES = tuple(stage_table.BUILT_IN)  # before the fakes take their place
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ class Trainer(fakes.Source):
 def proved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """`source` is a Trainer: the steps it was asked to prove."""
     monkeypatch.setitem(fakes.STANDARD, "source", f"{__name__}:Trainer")
-    table.stage_class.cache_clear()
+    stage_table.stage_class.cache_clear()
     ASKED.clear()
     return ASKED
 

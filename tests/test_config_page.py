@@ -11,14 +11,14 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from layerline.pipeline import table
+from layerline.pipeline import stage_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 HEAD = PAGE.read_text("utf-8").split("<!-- fields -->")[0] if PAGE.exists() else ""
 
 
 def fields_of(name: str) -> str:
-    cls = table.stage_class(name)
+    cls = stage_table.stage_class(name)
     parts = [f"## {name}\n\n{_one_line((cls.__doc__ or '').split(chr(10) * 2)[0])}\n", _table(cls)]
     for field, info in cls.model_fields.items():
         parts += [
@@ -70,7 +70,7 @@ def _one_line(text: str) -> str:
 
 
 def page() -> str:
-    return HEAD + "<!-- fields -->\n\n" + "\n".join(fields_of(n) for n in [*table.BUILT_IN])
+    return HEAD + "<!-- fields -->\n\n" + "\n".join(fields_of(n) for n in [*stage_table.BUILT_IN])
 
 
 def test_the_page_is_what_the_stages_take() -> None:
@@ -79,6 +79,6 @@ def test_the_page_is_what_the_stages_take() -> None:
     assert PAGE.read_text("utf-8") == page(), "write it anew: LAYERLINE_WRITE_DOCS=1 pytest tests/test_config_page.py"
 
 
-@pytest.mark.parametrize("name", [*table.BUILT_IN])
+@pytest.mark.parametrize("name", [*stage_table.BUILT_IN])
 def test_every_field_says_what_it_means(name: str) -> None:
-    assert not [f for f, info in table.stage_class(name).model_fields.items() if not info.description]
+    assert not [f for f, info in stage_table.stage_class(name).model_fields.items() if not info.description]

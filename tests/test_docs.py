@@ -16,9 +16,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from layerline import cli
-from layerline.graph import functions
-from layerline.pipeline import ledger, npz, table, untrusted, yamltext
+from layerline.graph.io import inline_functions
+from layerline.pipeline import stage_table
+from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.debug import Debugs
+from layerline.pipeline.inputs import npz, untrusted
+from layerline.pipeline.records import ledger
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -135,17 +138,17 @@ def test_links_lead_somewhere() -> None:
 def test_the_bounds_that_security_states_are_those_of_the_code() -> None:
     text = " ".join((ROOT / "SECURITY.md").read_text("utf-8").split())
     for stated in (
-        f"{yamltext.SIZE:,} characters and {yamltext.VALUES:,} values",
+        f"{bounded_yaml.SIZE:,} characters and {bounded_yaml.VALUES:,} values",
         f"a JSON record {ledger._RECORD_BYTES >> 20} MiB",
         f"at most {npz.UNPACKED >> 30} GiB or {npz.RATIO} times its size",
         f"at most {untrusted.DIGITS} digits",
-        f"at most {functions.MOST_NODES:,} nodes",
+        f"at most {inline_functions.MOST_NODES:,} nodes",
     ):
         assert stated in text, stated
 
 
 def test_debug_is_offered_for_the_stages_that_have_one() -> None:
-    able = [name for name in table.BUILT_IN if isinstance(table.stage_class(name), Debugs)]
+    able = [name for name in stage_table.BUILT_IN if isinstance(stage_table.stage_class(name), Debugs)]
     assert " or ".join(able) == cli.DEBUGGED
     row = "| `pipe debug " + "\\|".join(able) + " [-o DIR]` |"
     assert row in (ROOT / "docs" / "cli.md").read_text("utf-8")

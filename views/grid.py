@@ -10,7 +10,7 @@ from html import escape
 from typing import Literal
 
 from layerline.pipeline.report import LayerDiff, Measure, Order, Scalar
-from layerline.views.shape import shape
+from layerline.views.formatting import shape
 
 # Which end of a column is the worse one: "low" for decibels, "high" for errors; the others have none.
 Kind = Literal["text", "verdict", "number", "low", "high"]

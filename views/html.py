@@ -9,8 +9,8 @@ from html import escape
 from importlib import resources
 from urllib.parse import quote
 
-from layerline.pipeline.ledger import Record, Run
-from layerline.pipeline.project import as_options
+from layerline.pipeline.config.project import as_options
+from layerline.pipeline.records.ledger import Record, Run
 from layerline.pipeline.report import Gate, Report, Scalar
 from layerline.views import glossary
 from layerline.views.chart import chart
@@ -33,7 +33,7 @@ from layerline.views.grid import (
     table,
 )
 from layerline.views.lines import DEPLOYED
-from layerline.views.made import made_with, settings_view
+from layerline.views.run_settings import made_with, settings_view
 from layerline.views.screen import cleaned
 
 MAIN_METRICS = 4

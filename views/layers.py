@@ -11,7 +11,7 @@ from rich.text import Text
 
 from layerline.pipeline.report import LayerDiff
 from layerline.views import grid
-from layerline.views.shape import shape
+from layerline.views.formatting import shape
 
 _EXTRAS = {
     "isolated_sqnr_db": "own dB",

@@ -9,7 +9,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.text import Text
 
-from layerline.pipeline.ledger import Record
+from layerline.pipeline.records.ledger import Record
 from layerline.pipeline.runner import Result
 from layerline.views import grid
 from layerline.views.screen import cleaned, words

@@ -16,7 +16,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from layerline.pipeline.errors import PipeError
-from layerline.pipeline.untrusted import printable
+from layerline.pipeline.inputs.untrusted import printable
 
 PIPE_WIDTH = 160
 """Columns where no terminal says how many: enough for tables not to wrap in a pipe."""

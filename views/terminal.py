@@ -19,15 +19,15 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from layerline.pipeline.fingerprint import Fingerprint
-from layerline.pipeline.lookup import Beside
+from layerline.pipeline.config.project import as_options
+from layerline.pipeline.inputs.untrusted import printable
+from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, shown
-from layerline.pipeline.project import as_options
 from layerline.pipeline.reasons import awaited, changes, label
+from layerline.pipeline.records.lookup import Beside
 from layerline.pipeline.report import Order, Report, Scalar
 from layerline.pipeline.runner import Outcome, Result
 from layerline.pipeline.stage import Stage
-from layerline.pipeline.untrusted import printable
 from layerline.views import grid, layers, lines
 from layerline.views.lines import stage_line
 from layerline.views.screen import cleaned, console, words

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from layerline.layers import probes
-from layerline.layers.signature import Dim, Signature, Value
+from layerline.export import probe_files
+from layerline.export.signature import Dim, Signature, Value
 
 Io = tuple[str, int, Sequence[int | str] | None]
 F, I64, U8, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.UINT8, TensorProto.BOOL
@@ -117,7 +117,7 @@ def artifact(folder: Path, proto: onnx.ModelProto, dims: Mapping[str, Dim] | Non
     bounds = {name: Dim(min=1, max=8) for name in named} if dims is None else dict(dims)
     Signature(inputs=inputs, outputs=outputs, dims=bounds).save(folder)
     feeds = [{v.name: _feed(v, size) for v in inputs} for size in (2, 1)]
-    probes.save(folder, feeds)
+    probe_files.save(folder, feeds)
     return folder
 
 

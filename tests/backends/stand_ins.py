@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.backends.profiles import Profile
+from layerline.backends.tensorrt.profiles import Profile
 
 _NAMES = {"float32": "FLOAT", "float16": "HALF", "int64": "INT64", "int8": "INT8", "bool": "BOOL"}
 _ORT = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64", "tensor(bool)": "bool"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from layerline.backends import cuda
+from layerline.backends.tensorrt import cuda
 from layerline.pipeline.errors import Unavailable
 
 CC = shutil.which("cc") or shutil.which("gcc")
@@ -46,7 +46,7 @@ int live_allocations(void) { return live * 10 + queued; }
 
 ROUND_TRIP = """
 import ctypes, numpy as np
-from layerline.backends.cuda import Device
+from layerline.backends.tensorrt.cuda import Device
 device = Device()
 arrays = [np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 3), np.int8), np.array(7, np.int64)]
 with device:

@@ -6,7 +6,7 @@ import pytest
 from layerline.backends.evaluate import predict
 from layerline.calib.samples import Batch
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.metric import accuracy, score
+from layerline.pipeline.inputs.metric import accuracy, score
 
 
 class Doubling:

@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 
 from layerline.backends import light, onnxruntime
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph import io
+from layerline.graph.io import onnx_files
 
 
 def _model(dtype: str) -> onnx.ModelProto:
@@ -106,5 +106,5 @@ def test_sizes_stay_where_shape_inference_reads_them(op: str, dtype: str, tmp_pa
     graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], [numpy_helper.from_array(sizes, "sizes")])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     x = np.arange(300, dtype="f")
-    for source in (model, io.save(model, tmp_path, external_over=0)):
+    for source in (model, onnx_files.save(model, tmp_path, external_over=0)):
         assert np.array_equal(OnnxRuntime().open(source).run({"x": x})["part299"], x[299:] if op == "Split" else x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerline.backends.network import Layer, Tensor, compute_precisions, settle
+from layerline.backends.tensorrt.network import Layer, Tensor, compute_precisions, settle
 
 
 def layer(name: str, kind: str, reads: tuple[str, ...] = (), dtype: str = "float32") -> Layer:

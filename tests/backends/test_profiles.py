@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from layerline.backends.profiles import Sizes, Span, admitting, choose, resolve
+from layerline.backends.tensorrt.profiles import Sizes, Span, admitting, choose, resolve
 from layerline.pipeline.errors import ConfigError, StageError
 
 IMAGE = {"x": ("batch", 3, "h", "w")}

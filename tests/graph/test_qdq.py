@@ -8,8 +8,9 @@ from onnx import TensorProto, helper, numpy_helper, parser
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.collect import collect
 from layerline.calib.samples import Batch
-from layerline.graph import io, qdq
-from layerline.graph.placement import Rules, place
+from layerline.graph.io import onnx_files
+from layerline.graph.quantization import qdq
+from layerline.graph.quantization.qdq_placement import Rules, place
 from layerline.pipeline.errors import ConfigError, StageError
 
 RNG = np.random.default_rng(0)
@@ -381,7 +382,7 @@ def test_names_that_a_body_has_are_taken(condition):
     plan, quantized = quantize(net, *inputs)
     assert {"W", "h", "x"} <= wanted(plan).keys()
     close(quantized, net, *inputs)
-    names = [o for graph in io.graphs(quantized) for node in graph.node for o in node.output]
+    names = [o for graph in onnx_files.graphs(quantized) for node in graph.node for o in node.output]
     assert len(names) == len(set(names)) and not set(names) & stored(quantized).keys()
 
 

@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from layerline.graph.fuse import fuse
+from layerline.graph.fusion.fuse import fuse
 from tests.graph.fusing import fired, normal, only, ops, parse, prove, reason, run
 
 X = "(float[N, 3, 4] x)"

@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from layerline.backends.light import split
-from layerline.graph.wellformed import refuse_broken
+from layerline.graph.io.wellformed import refuse_broken
 from layerline.pipeline.errors import StageError
 
 

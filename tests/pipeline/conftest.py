@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from layerline.pipeline import table
+from layerline.pipeline import stage_table
 from tests.pipeline import fakes
 
 
@@ -17,7 +17,7 @@ def fake_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fakes.install(monkeypatch.setattr)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no test here pulls the plug
     yield
-    table.stage_class.cache_clear()
+    stage_table.stage_class.cache_clear()
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from layerline.pipeline import project as projects
-from layerline.pipeline import table
+from layerline.pipeline import stage_table
+from layerline.pipeline.config import project as projects
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import Gate, LayerDiff, Report
 from layerline.pipeline.runner import Outcome, Result, Runner
@@ -228,9 +228,9 @@ def read(path: Path) -> Any:
 
 def install(patch: Any) -> None:
     """Puts the fake stages in place of the real ones, through `patch(object, name, value)`."""
-    patch(table, "BUILT_IN", STANDARD)
-    patch(table, "names", lambda: ON_REQUEST | STANDARD)
-    table.stage_class.cache_clear()
+    patch(stage_table, "BUILT_IN", STANDARD)
+    patch(stage_table, "names", lambda: ON_REQUEST | STANDARD)
+    stage_table.stage_class.cache_clear()
 
 
 class Listener:

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from layerline.pipeline import env, housekeeping, plan
+from layerline.pipeline import plan
 from layerline.pipeline.errors import Unavailable
-from layerline.pipeline.store import DamagedError
+from layerline.pipeline.keys import env
+from layerline.pipeline.records import housekeeping
+from layerline.pipeline.records.store import DamagedError
 from tests.pipeline import driver, fakes
 from tests.pipeline.fakes import Folder
 
@@ -138,7 +140,7 @@ def test_a_collection_takes_nothing_from_a_run_that_goes_on(folder: Folder) -> N
 
 
 def test_a_run_waits_for_a_collection(folder: Folder) -> None:
-    from layerline.pipeline.presence import alone
+    from layerline.pipeline.records.run_lock import alone
 
     with alone(folder.state) as idle:
         assert idle

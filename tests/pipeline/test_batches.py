@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from layerline.calib.samples import Samples
-from layerline.pipeline.batches import collate, form, outlined, split
 from layerline.pipeline.errors import TaskError
+from layerline.pipeline.inputs.batches import collate, form, outlined, split
 from layerline.pipeline.task import Task
-from layerline.training.data import Batches
-from layerline.training.evaluate import metric_of
+from layerline.training.data.batches import Batches
+from layerline.training.run.validation import metric_of
 
 A = np.arange(12, dtype=np.float32).reshape(6, 2)
 B = np.arange(18, dtype=np.float32).reshape(6, 3) * -1

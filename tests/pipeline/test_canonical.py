@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from layerline.pipeline.canonical import digest, encode
+from layerline.pipeline.keys.canonical import digest, encode
 
 
 class Color(enum.Enum):

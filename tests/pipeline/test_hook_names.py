@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerline.pipeline.hook_names import near_misses
+from layerline.pipeline.inputs.hook_names import near_misses
 
 REST = "def model(): pass\ndef train_data(): pass\n"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from layerline.pipeline import housekeeping
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.presence import at_work, temporary_folder
+from layerline.pipeline.records import housekeeping
+from layerline.pipeline.records.run_lock import at_work, temporary_folder
 from tests.pipeline.fakes import Folder
 
 

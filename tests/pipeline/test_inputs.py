@@ -14,8 +14,9 @@ from typing import ClassVar
 
 import pytest
 
-from layerline.pipeline import code, files, table
+from layerline.pipeline import files, stage_table
 from layerline.pipeline.files import Hasher, is_open_for_writing
+from layerline.pipeline.keys import stage_code
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Work
 from tests.pipeline import fakes
@@ -69,7 +70,7 @@ class Swapped(fakes.ImportNumbers):
 @pytest.fixture
 def swapped(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
     monkeypatch.setitem(fakes.ON_REQUEST, "import-numbers", f"{__name__}:Swapped")
-    table.stage_class.cache_clear()
+    stage_table.stage_class.cache_clear()
     folder.write("pipe.yaml", "import-numbers: {file: sub/n.json}\n")
     folder.write("sub/n.json", OLD)
     return folder
@@ -228,7 +229,7 @@ def test_the_code_of_a_stage_is_what_it_imports(package: Path) -> None:
     stage = import_module("own.stage").Stage
 
     def digest() -> str:
-        return code.digest(stage, Hasher(None))
+        return stage_code.digest(stage, Hasher(None))
 
     before = digest()
     (package / "deep" / "worker.py").write_text("from . import leaf\ndef go():  # does it\n    return leaf.N\n")
@@ -248,22 +249,25 @@ def test_the_code_of_each_stage_of_ours_holds_what_it_runs_and_no_other_stage() 
     names = ("train", "export", "fuse", "import_onnx")
     for name in names:
         import_module(f"layerline.stages.{name}")
-    reader = code._Reader({"layerline"}, Hasher(None))
+    reader = stage_code._Reader({"layerline"}, Hasher(None))
     reached = {name: set(reader.reached(f"layerline.stages.{name}")) for name in names}
     for name, modules in reached.items():
         assert {m for m in modules if m.startswith("layerline.stages.")} == {f"layerline.stages.{name}"}
-    assert "layerline.training.fit" in reached["train"] and "layerline.training.fit" not in reached["fuse"]
-    assert {"layerline.graph.prove", "layerline.backends.onnxruntime"} <= reached["fuse"]
-    assert "layerline.graph.prove" not in reached["train"]
+    assert (
+        "layerline.training.run.train_loop" in reached["train"]
+        and "layerline.training.run.train_loop" not in reached["fuse"]
+    )
+    assert {"layerline.graph.fusion.verify_rewrites", "layerline.backends.onnxruntime"} <= reached["fuse"]
+    assert "layerline.graph.fusion.verify_rewrites" not in reached["train"]
 
 
 def test_a_changed_stage_runs_again_and_says_why(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.run()
-    monkeypatch.setattr(code, "digest", lambda stage, hasher: "0" * 64)
+    monkeypatch.setattr(stage_code, "digest", lambda stage, hasher: "0" * 64)
     assert folder.runner().planner.steps()[0].reason == "layerline's code of this stage changed"
 
 
 def test_what_was_parsed_is_remembered_by_its_text(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.run()
-    monkeypatch.setattr(code._Reader, "parsed", lambda *arguments: pytest.fail("it was parsed again"))
+    monkeypatch.setattr(stage_code._Reader, "parsed", lambda *arguments: pytest.fail("it was parsed again"))
     assert folder.ran() == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from layerline.pipeline.errors import PipeError
-from layerline.pipeline.ledger import Ledger, Record, Run, new_run_id
+from layerline.pipeline.records.ledger import Ledger, Record, Run, new_run_id
 from layerline.pipeline.report import LayerDiff, Report
 
 

@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from layerline.pipeline import code, env
+from layerline.pipeline.config.project import Project
 from layerline.pipeline.files import Hasher
-from layerline.pipeline.ledger import Ledger
+from layerline.pipeline.keys import env, stage_code
 from layerline.pipeline.plan import Planner, shown
-from layerline.pipeline.project import Project
+from layerline.pipeline.records.ledger import Ledger
+from layerline.pipeline.records.store import Store
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Stage, Work
-from layerline.pipeline.store import Store
 from tests.pipeline.fakes import Folder
 
 
@@ -50,7 +50,9 @@ GOLDEN = {"lr": 0.1, "sizes": [1, 2], "on": True, "tags": {"x", "y", "z"}}
 
 
 def test_golden_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "digest", lambda stage, hasher: "c" * 64)  # that of this file changes with every edit
+    monkeypatch.setattr(
+        stage_code, "digest", lambda stage, hasher: "c" * 64
+    )  # that of this file changes with every edit
     assert key(tmp_path, GOLDEN) == "b7ad04dd010eabd64d5c15a581429e699455e426d88cb074524f2bef51566d8c"
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from layerline.pipeline import table
-from layerline.pipeline.document import check_options
+from layerline.pipeline import stage_table
+from layerline.pipeline.config.document import check_options
+from layerline.pipeline.config.project import load
 from layerline.pipeline.errors import ConfigError, Unavailable
-from layerline.pipeline.project import load
 from tests.pipeline import fakes
 
 
@@ -226,7 +226,7 @@ def test_data_stays_in_the_project(tmp_path: Path) -> None:
 
 
 def test_data_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerline.pipeline.datafiles.FILES", 3)
+    monkeypatch.setattr("layerline.pipeline.inputs.data_files.FILES", 3)
     (tmp_path / "d").mkdir()
     for i in range(4):
         (tmp_path / "d" / f"{i}.csv").touch()
@@ -359,8 +359,8 @@ def test_stages_that_are_asked_for_come_in_the_order_of_what_they_take(tmp_path:
 
 
 def test_two_starting_points_are_one_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = table.names() | {"import-other": table.names()["import-numbers"]}
-    monkeypatch.setattr(table, "names", lambda: found)
+    found = stage_table.names() | {"import-other": stage_table.names()["import-numbers"]}
+    monkeypatch.setattr(stage_table, "names", lambda: found)
     with pytest.raises(
         ConfigError, match=r"^pipe.yaml:2:1: import-other: the project already starts at import-numbers"
     ):
@@ -368,14 +368,14 @@ def test_two_starting_points_are_one_too_many(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_stage_that_takes_what_nothing_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "BUILT_IN", {"double": table.BUILT_IN["double"]})
+    monkeypatch.setattr(stage_table, "BUILT_IN", {"double": stage_table.BUILT_IN["double"]})
     with pytest.raises(ConfigError, match="stage double takes numbers, which no earlier stage gives"):
         project(tmp_path, "")
 
 
 def test_two_stages_that_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = table.names() | {"twin": table.names()["double"]}
-    monkeypatch.setattr(table, "names", lambda: found)
+    found = stage_table.names() | {"twin": stage_table.names()["double"]}
+    monkeypatch.setattr(stage_table, "names", lambda: found)
     with pytest.raises(ConfigError, match="both give 'doubled'"):
         project(tmp_path, "twin: {}\n")
 
@@ -384,7 +384,7 @@ def test_two_stages_that_give_the_same(tmp_path: Path, monkeypatch: pytest.Monke
 def test_another_distribution_s_stage_that_is_not_there(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table, "names", lambda: table.BUILT_IN | {"other": place})
+    monkeypatch.setattr(stage_table, "names", lambda: stage_table.BUILT_IN | {"other": place})
     with pytest.raises(Unavailable, match="stage other can't be imported"):
         project(tmp_path, "other: {}\n")
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from layerline.pipeline import runner, table
+from layerline.pipeline import runner, stage_table
 from layerline.pipeline.errors import StageError, Unavailable
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Work
@@ -40,7 +40,7 @@ class Source(fakes.Source):
 @pytest.fixture(autouse=True)
 def together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fakes.STANDARD, "source", f"{__name__}:Source")
-    table.stage_class.cache_clear()
+    stage_table.stage_class.cache_clear()
     monkeypatch.setattr(Source, "seen", [])
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from layerline.pipeline import env
+from layerline.pipeline.config.project import load
 from layerline.pipeline.errors import ConfigError, StageError, TaskError, Unavailable
-from layerline.pipeline.project import load
+from layerline.pipeline.keys import env
 from layerline.pipeline.runner import Runner
 from layerline.views.terminal import Silent
 from tests.pipeline import fakes

@@ -13,7 +13,7 @@ import pytest
 from layerline.pipeline import files
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.files import Hasher
-from layerline.pipeline.store import MANIFEST, Artifact, DamagedError, Store
+from layerline.pipeline.records.store import MANIFEST, Artifact, DamagedError, Store
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerline.pipeline import npz, untrusted, yamltext
+from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.inputs import npz, untrusted
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_what_is_no_digest(text: object) -> None:
 
 
 def test_run_ids_have_the_form_that_the_ledger_gives_them() -> None:
-    from layerline.pipeline.ledger import new_run_id
+    from layerline.pipeline.records.ledger import new_run_id
 
     assert untrusted.is_run_id(new_run_id())
     for text in ("../../../victim", "/etc/passwd", "20260101-000000-000000-zz", "20260101-000000-000000-aa\n", 3, None):
@@ -159,15 +160,15 @@ BAD_YAML = {
 def test_yaml_is_bounded(name: str) -> None:
     text, said = BAD_YAML[name]
     with pytest.raises(ConfigError, match=said) as caught:
-        yamltext.parse(text, "p")
+        bounded_yaml.parse(text, "p")
     assert str(caught.value).isprintable() and len(str(caught.value)) < 300
 
 
 def test_yaml_that_is_read() -> None:
-    assert yamltext.parse("a: &a {x: 1}\nb: [*a, *a, {<<: *a, y: 2}]", "p")["b"][2]["x"] == 1
-    assert yamltext.parse("a: " + "deadbeef" * 8, "p")["a"] == "deadbeef" * 8
-    assert yamltext.parse("a: 0." + "1" * 60, "p")["a"] == pytest.approx(1 / 9)
-    assert yamltext.parse("a: !!python/object/apply:os.system ['exit 1']", "p")["a"] == ["exit 1"]
+    assert bounded_yaml.parse("a: &a {x: 1}\nb: [*a, *a, {<<: *a, y: 2}]", "p")["b"][2]["x"] == 1
+    assert bounded_yaml.parse("a: " + "deadbeef" * 8, "p")["a"] == "deadbeef" * 8
+    assert bounded_yaml.parse("a: 0." + "1" * 60, "p")["a"] == pytest.approx(1 / 9)
+    assert bounded_yaml.parse("a: !!python/object/apply:os.system ['exit 1']", "p")["a"] == ["exit 1"]
 
 
 def _npz(path: Path, **entries: bytes) -> Path:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from layerline.backends import isolated
-from layerline.backends.isolated import Log
-from layerline.backends.limits import Limits
+from layerline.backends import subprocess_build
+from layerline.backends.process_limits import Limits
+from layerline.backends.subprocess_build import Log
 
 
 class Direct:
@@ -29,4 +29,4 @@ def _here(function: Callable[..., Any], *args: Any, limits: Limits, log: Log) ->
 @pytest.fixture(autouse=True)
 def in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not getattr(request.module, "OWN_PROCESS", False):
-        monkeypatch.setattr(isolated, "bounded", _here)
+        monkeypatch.setattr(subprocess_build, "bounded", _here)

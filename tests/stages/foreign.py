@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper, parser
 
-from layerline.graph import io
+from layerline.graph.io import onnx_files
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
@@ -81,6 +81,6 @@ def same(given: onnx.ModelProto, folder: Path, feed: dict[str, Any]) -> None:
     readable.CopyFrom(given)
     readable.ir_version = min(given.ir_version, 10)
     a = ort.InferenceSession(readable.SerializeToString(), options).run(None, feed)
-    b = ort.InferenceSession(str(folder / io.FILE), options).run(None, feed)
+    b = ort.InferenceSession(str(folder / onnx_files.FILE), options).run(None, feed)
     for one, other in zip(a, b, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-5)

@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 
 from layerline.pipeline import check as checking
 from layerline.pipeline.check import Checked
-from layerline.pipeline.project import load
+from layerline.pipeline.config.project import load
 from layerline.pipeline.runner import Outcome, Runner
 
 TASK = """import numpy as np, torch

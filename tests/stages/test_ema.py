@@ -12,14 +12,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from layerline.layers.calls import call
+from layerline.export.example_call import call
 from layerline.pipeline.errors import StageError, TaskError
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from layerline.stages.ema import Ema
 from layerline.stages.export import _golden
 from layerline.stages.train import Train
-from layerline.training import tensorfile
+from layerline.training.state import safetensors_io
 
 TASK = """
 import numpy as np, torch
@@ -66,7 +66,7 @@ def _trained(root: Path, task: str = TASK, **config: Any) -> Path:
 
 def _shipped(root: Path, task: str = TASK, **config: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     model = Task(root / "task.py").call("model")
-    from layerline.training.checkpoint import load_weights
+    from layerline.training.state.checkpoint import load_weights
 
     load_weights(model, root / "ema" / "model.safetensors")
     return model.eval(), load_file(root / "ema" / "golden.safetensors")
@@ -176,7 +176,7 @@ def model(): return Two()
         root = tmp_path / str(len(names))
         root.mkdir()
         work = _work(root, "ema", text, checkpoint=root)
-        tensorfile.save(root / "checkpoint.safetensors", work.task.call("model").state_dict())
+        safetensors_io.save(root / "checkpoint.safetensors", work.task.call("model").state_dict())
         Ema().run(work)
         assert sorted(load_file(root / "ema" / "golden.safetensors")) == names
 
@@ -205,7 +205,7 @@ def model(): return InPlace()
 def example_inputs(): return torch.tensor([[1.0, 2.0]])
 """
     work = _work(tmp_path, "ema", text, checkpoint=tmp_path)
-    tensorfile.save(tmp_path / "checkpoint.safetensors", {"w": torch.ones(2)})
+    safetensors_io.save(tmp_path / "checkpoint.safetensors", {"w": torch.ones(2)})
     Ema().run(work)
     golden = load_file(work.out / "golden.safetensors")
     assert golden["inputs/x"].tolist() == [[1.0, 2.0]] and golden["outputs/output"].tolist() == [[2.0, 4.0]]
@@ -230,6 +230,6 @@ def model(): return Net()
 """
     work = _work(tmp_path, "export", text, weights=tmp_path)
     x = torch.arange(16.0).reshape(2, 8)
-    tensorfile.save(tmp_path / "golden.safetensors", {"inputs/x": x, "outputs/output": x})
+    safetensors_io.save(tmp_path / "golden.safetensors", {"inputs/x": x, "outputs/output": x})
     (gate,) = _golden(work, call(work.task.call("model"), (x,), {}))
     assert not gate.passed and gate.hint.startswith("non-deterministic op" if random else "was model() changed?")

@@ -15,10 +15,10 @@ import onnx
 import pytest
 from pydantic import ValidationError
 
-from layerline.backends import isolated
-from layerline.backends.engine import EngineSession
-from layerline.backends.tensorrt import TensorRT
-from layerline.layers.signature import Dim
+from layerline.backends import subprocess_build
+from layerline.backends.tensorrt.builder import TensorRT
+from layerline.backends.tensorrt.engine_session import EngineSession
+from layerline.export.signature import Dim
 from layerline.pipeline.errors import ConfigError, PipeError, StageError, Unavailable
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Work
@@ -35,7 +35,7 @@ pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed; it ha
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A process for each build would triple the time; one test below builds as users do."""
-    monkeypatch.setattr(isolated, "call", lambda function, *args: function(*args))
+    monkeypatch.setattr(subprocess_build, "call", lambda function, *args: function(*args))
     monkeypatch.chdir(tmp_path)
 
 
@@ -94,7 +94,7 @@ def test_layers_are_joined_to_onnx_values_and_module_paths(run) -> None:
 
 
 def test_without_a_device_the_report_says_so_and_shows_no_numbers(run, monkeypatch) -> None:
-    monkeypatch.setattr("layerline.backends.cuda.unavailable_reason", lambda: "there is no driver")
+    monkeypatch.setattr("layerline.backends.tensorrt.cuda.unavailable_reason", lambda: "there is no driver")
     report, _ = run(models.conv())
     assert "The engine was built but not run here: there is no driver." in report.notes
     assert all(r.max_abs is None and r.sqnr_db is None and r.tolerance is None for r in report.records)
@@ -337,10 +337,10 @@ def test_an_engine_for_other_devices_is_told_but_one_for_this_device_must_run(ru
     assert any("not run here: TensorRT does not load the engine: built for 8.6" in n for n in report.notes)
     built = TensorRT("tensorrt-rtx")
     built.name = "tensorrt"
-    from layerline.layers import on_device
+    from layerline.compare import engine_compare
 
     with pytest.raises(StageError, match="does not load"):
-        on_device.compare(built, Path("model.onnx"), Path("engine.plan"), [], report.records, 0.05)
+        engine_compare.compare(built, Path("model.onnx"), Path("engine.plan"), [], report.records, 0.05)
 
 
 # Files as people have them

@@ -14,15 +14,18 @@ import pytest
 import torch
 
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph import io
-from layerline.layers import floor, identity, probes, tracing
-from layerline.layers.signature import Dim, Signature
+from layerline.compare import noise_floor
+from layerline.export import probe_files, torch_export
+from layerline.export.signature import Dim, Signature
+from layerline.graph.io import module_identity, onnx_files
 from layerline.pipeline.errors import ConfigError, PipeError, StageError, TaskError
 from layerline.pipeline.report import LayerDiff, Report
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from layerline.stages.export import Axis, Export, _first_off, _flipped
-from layerline.training import golden, names, tensorfile
+from layerline.training.data import golden_outputs
+from layerline.training.model import canonical_names as names
+from layerline.training.state import safetensors_io
 
 HEAD = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
 
@@ -46,14 +49,14 @@ class Project:
         torch.manual_seed(0)
         module = task.call("model").eval()
         known = names.named(module)
-        tensorfile.save(weights / "model.safetensors", known.tensors, {"aliases": known.aliases})
+        safetensors_io.save(weights / "model.safetensors", known.tensors, {"aliases": known.aliases})
         return Work(inputs={"weights": weights}, task=task, out=self.out, scratch=self.root / "scratch", log=Quiet())
 
     def export(self, source: str, **config: Any) -> Report:
         return Export(**config).run(self.work(source))
 
     def model(self) -> onnx.ModelProto:
-        return io.load(self.out / io.FILE)
+        return onnx_files.load(self.out / onnx_files.FILE)
 
     def shapes(self) -> dict[str, list[int | str]]:
         graph = self.model().graph
@@ -63,7 +66,7 @@ class Project:
         }
 
     def run(self, **feed: Any) -> dict[str, np.ndarray]:
-        return OnnxRuntime().open(self.out / io.FILE).run({k: np.asarray(v) for k, v in feed.items()})
+        return OnnxRuntime().open(self.out / onnx_files.FILE).run({k: np.asarray(v) for k, v in feed.items()})
 
 
 @pytest.fixture
@@ -131,11 +134,11 @@ def test_an_example_batch_of_one_is_traced_as_dynamic(project: Project) -> None:
     signature = Signature.load(project.out)
     assert signature.dims == {"batch": Dim(min=1, max=8)}
     assert [(v.name, v.dtype, v.shape) for v in signature.inputs] == [("x", "float32", ("batch", 3, 8, 8))]
-    feeds = probes.load(project.out)
+    feeds = probe_files.load(project.out)
     assert [len(f["x"]) for f in feeds] == [2, 4, 1, 3, 8]
-    assert floor.load(project.out).keys() >= by_name.keys()
+    assert noise_floor.load(project.out).keys() >= by_name.keys()
     net = Task(project.root / "task.py").call("model").eval()
-    names.load(net, tensorfile.load(project.root / "weights" / "model.safetensors")[0])
+    names.load(net, safetensors_io.load(project.root / "weights" / "model.safetensors")[0])
     for n in (1, 2, 5):
         x = torch.randn(n, 3, 8, 8)
         np.testing.assert_allclose(project.run(x=x)["output"], net(x).detach(), rtol=1e-3, atol=1e-5)
@@ -147,7 +150,7 @@ def test_the_same_content_has_the_same_bytes(project: Project, tmp_path_factory:
         each.export(CONV, dynamic={"x": {0: "batch"}})
     for file in sorted(p.name for p in project.out.iterdir()):
         assert (project.out / file).read_bytes() == (other.out / file).read_bytes(), file
-    assert str(project.root).encode() not in (project.out / io.FILE).read_bytes()
+    assert str(project.root).encode() not in (project.out / onnx_files.FILE).read_bytes()
 
 
 def test_data_stands_in_for_an_example_and_bounds_are_kept(project: Project) -> None:
@@ -197,7 +200,7 @@ def test_floor_division_of_negative_integers(project: Project, values: str) -> N
     found = project.run(x=np.array([-5, -1, 0, 4]))
     assert found["output_0"].tolist() == [-2, -1, 0, 1]
     assert found["output_1"].tolist() == [1, 2, 0, 1]
-    assert min(int(f["x"].min()) for f in probes.load(project.out)) < 0
+    assert min(int(f["x"].min()) for f in probe_files.load(project.out)) < 0
 
 
 EMBED = module(
@@ -211,7 +214,7 @@ def test_declared_integers_are_probed_to_both_ends_and_tied_weights_stored_once(
     """T37, and the range of T03."""
     report = project.export(EMBED, ranges={"ids": {"low": 0, "high": 8}})
     assert report.passed
-    seen = np.concatenate([f["ids"].ravel() for f in probes.load(project.out)])
+    seen = np.concatenate([f["ids"].ravel() for f in probe_files.load(project.out)])
     assert (seen.min(), seen.max()) == (0, 8)
     assert (Signature.load(project.out).inputs[0].low, Signature.load(project.out).inputs[0].high) == (0, 8)
     assert len(project.model().graph.initializer) == 1
@@ -240,7 +243,7 @@ def test_ranges_are_checked_before_the_trace(
     def never(*_: Any) -> Any:
         raise AssertionError("traced, which takes minutes for a large model")
 
-    monkeypatch.setattr(tracing, "trace", never)
+    monkeypatch.setattr(torch_export, "trace", never)
     with pytest.raises(ConfigError, match=re.escape(told)):
         project.export(EMBED, ranges=ranges)
 
@@ -298,7 +301,7 @@ def test_sizes_in_steps(project: Project) -> None:
     steps = {2: {"name": "h", "multiple": 4}, 3: {"name": "w", "multiple": 4, "max": 32}}
     report = project.export(source, dynamic={"x": steps})
     assert report.passed
-    assert {f["x"].shape[2] % 4 for f in probes.load(project.out)} == {0}
+    assert {f["x"].shape[2] % 4 for f in probe_files.load(project.out)} == {0}
     assert Signature.load(project.out).dims["w"] == Dim(min=4, max=32, multiple=4)
 
 
@@ -373,7 +376,7 @@ def test_a_size_that_no_bounds_allow_is_not_run(project: Project) -> None:
     steps = {1: {"name": "t", "max": 16, "multiple": 4}}
     report = project.export(module(body, example="torch.randn(2, 8, 3),"), dynamic={"x": steps})
     assert report.passed
-    assert {f["x"].shape[1] for f in probes.load(project.out)} == {4, 8, 12, 16}
+    assert {f["x"].shape[1] for f in probe_files.load(project.out)} == {4, 8, 12, 16}
 
 
 def test_a_size_in_the_middle_that_the_module_refuses(project: Project) -> None:
@@ -403,14 +406,14 @@ def test_weights_that_do_not_fit_and_golden_outputs_that_changed(project: Projec
     work = project.work(module("return self.l(x)", "self.l = nn.Linear(3, 3)"))
     weights = work.inputs["weights"]
     net = work.task.call("model").eval()
-    stored = tensorfile.load(weights / "model.safetensors")[0]
+    stored = safetensors_io.load(weights / "model.safetensors")[0]
     names.load(net, stored)
-    tensorfile.save(weights / "golden.safetensors", golden.record(net, (torch.ones(2, 3),), {}))
+    safetensors_io.save(weights / "golden.safetensors", golden_outputs.record(net, (torch.ones(2, 3),), {}))
     assert "golden output" in [g.name for g in Export().run(work).gates if g.passed]
     moved = stored | {"inner.l.bias": stored["inner.l.bias"] + 1}
-    tensorfile.save(weights / "model.safetensors", moved)
+    safetensors_io.save(weights / "model.safetensors", moved)
     assert "golden output" in [g.name for g in Export().run(work).gates if not g.passed]
-    tensorfile.save(weights / "model.safetensors", {"inner.l.weight": stored["inner.l.weight"]})
+    safetensors_io.save(weights / "model.safetensors", {"inner.l.weight": stored["inner.l.weight"]})
     with pytest.raises(StageError, match=r"missing inner\.l\.bias"):
         Export().run(work)
 
@@ -419,13 +422,13 @@ def test_an_output_named_like_an_input_is_compared_with_its_golden_answer(projec
     work = project.work(module("return {'x': self.l(x), 'z': x}", "self.l = nn.Linear(3, 3)"))
     weights = work.inputs["weights"]
     net = work.task.call("model").eval()
-    names.load(net, tensorfile.load(weights / "model.safetensors")[0])
-    recorded = golden.record(net, (torch.ones(2, 3),), {})
-    tensorfile.save(weights / "golden.safetensors", recorded)
+    names.load(net, safetensors_io.load(weights / "model.safetensors")[0])
+    recorded = golden_outputs.record(net, (torch.ones(2, 3),), {})
+    safetensors_io.save(weights / "golden.safetensors", recorded)
     assert {"golden x_out", "golden z"} <= {g.name for g in Export().run(work).gates if g.passed}
-    tensorfile.save(weights / "golden.safetensors", recorded | {"outputs/x": recorded["outputs/x"] + 1})
+    safetensors_io.save(weights / "golden.safetensors", recorded | {"outputs/x": recorded["outputs/x"] + 1})
     assert [g.name for g in Export().run(work).gates if not g.passed] == ["golden x_out"]
-    tensorfile.save(weights / "golden.safetensors", {k: v for k, v in recorded.items() if k != "outputs/x"})
+    safetensors_io.save(weights / "golden.safetensors", {k: v for k, v in recorded.items() if k != "outputs/x"})
     (gate,) = (g for g in Export().run(work).gates if not g.passed)
     assert gate.name == "golden x_out" and gate.seen == "no answer was recorded for it"
 
@@ -440,7 +443,7 @@ def test_where_it_starts_is_told_and_written_down(project: Project) -> None:
     told = next(n for n in report.notes if n.startswith("it starts at"))
     assert "linear (inner.l, task.py:10)" in told and "pipe debug export" in told
     assert nothing_allowed.debug(work, project.root / "bug").name == "linear"
-    assert (project.root / "bug" / io.FILE).is_file()
+    assert (project.root / "bug" / onnx_files.FILE).is_file()
 
 
 def test_jumps_are_counted_and_told_as_causes() -> None:
@@ -584,7 +587,7 @@ def test_a_step_that_nobody_declared_is_found(project: Project) -> None:
     report = project.export(UNSHUFFLE, dynamic={"x": {0: "batch", 2: "h", 3: "w"}})
     dims = Signature.load(project.out).dims
     assert report.passed and (dims["h"].multiple, dims["w"].multiple, dims["batch"].multiple) == (4, 4, 1)
-    assert {f["x"].shape[2] % 4 for f in probes.load(project.out)} == {0}
+    assert {f["x"].shape[2] % 4 for f in probe_files.load(project.out)} == {0}
     assert [n for n in report.notes if "steps of 4" in n and "`multiple: 4`" in n] and dims["h"].min == 4
     assert not any("refuses" in n for n in report.notes)
 
@@ -617,7 +620,7 @@ def test_a_fourier_transform_of_any_length_runs_in_a_default_session(project: Pr
     """onnx infers the spectrum's length to be the input's, and a default session shares memory by that."""
     report = project.export(FFT, dynamic={"u": {2: "t"}})
     assert report.passed and any("a default onnxruntime session gives the same on all" in n for n in report.notes)
-    session = OnnxRuntime(defaults=True).open(project.out / io.FILE)
+    session = OnnxRuntime(defaults=True).open(project.out / onnx_files.FILE)
     for t in (4, 16, 23):
         u = np.random.default_rng(t).standard_normal((2, 3, t)).astype(np.float32)
         np.testing.assert_allclose(session.run({"u": u})["output"], u, atol=1e-5)
@@ -639,12 +642,14 @@ def test_an_encoder_is_exported_without_the_fast_path_that_writes_0_at_padding(p
     """The golden answers were recorded with it, and are compared with it."""
     work = project.work(ENCODER)
     net, weights = work.task.call("model").eval(), work.inputs["weights"]
-    names.load(net, tensorfile.load(weights / "model.safetensors")[0])
-    tensorfile.save(weights / "golden.safetensors", golden.record(net, work.task.call("example_inputs"), {}))
+    names.load(net, safetensors_io.load(weights / "model.safetensors")[0])
+    safetensors_io.save(
+        weights / "golden.safetensors", golden_outputs.record(net, work.task.call("example_inputs"), {})
+    )
     report = Export().run(work)
     assert report.passed and "golden output" in [g.name for g in report.gates]
     assert any("fast path, which writes 0" in n for n in report.notes)
-    feed = probes.load(project.out)[0]
+    feed = probe_files.load(project.out)[0]
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         expected = net(*map(torch.from_numpy, feed.values())).detach()
@@ -657,7 +662,7 @@ def test_an_encoder_is_exported_without_the_fast_path_that_writes_0_at_padding(p
 def test_a_module_of_any_name_is_exported(project: Project, name: str) -> None:
     body = f"return getattr(self, {name!r})(x)"
     assert project.export(module(body, f"self.add_module({name!r}, nn.Linear(3, 3))")).passed
-    assert identity.modules(project.model()) == {"output": f"inner.{name}"}
+    assert module_identity.modules(project.model()) == {"output": f"inner.{name}"}
 
 
 def test_a_normalisation_by_the_batch_is_named(project: Project) -> None:
@@ -700,7 +705,7 @@ def test_fake_quantisation_is_exported_with_a_dynamic_batch(project: Project) ->
     ops = [n.op_type for n in project.model().graph.node]
     assert ops.count("QuantizeLinear") == ops.count("DequantizeLinear") == 2
     net, x = Task(project.root / "task.py").call("model").eval(), torch.linspace(-1, 1, 15).reshape(5, 3)
-    names.load(net, tensorfile.load(project.root / "weights" / "model.safetensors")[0])
+    names.load(net, safetensors_io.load(project.root / "weights" / "model.safetensors")[0])
     np.testing.assert_allclose(project.run(x=x)["output"], net(x).detach(), atol=1e-6)
 
 
@@ -759,6 +764,6 @@ def test_a_random_operator_is_named_with_its_line(project: Project) -> None:
     work = project.work(module("y = x * 2\nreturn y + torch.rand_like(y)"))
     x = torch.ones(2, 3)
     stored = {"inputs/x": x, "outputs/output": 2 * x}
-    tensorfile.save(project.root / "weights" / "golden.safetensors", stored)
+    safetensors_io.save(project.root / "weights" / "golden.safetensors", stored)
     (gate,) = (g for g in Export().run(work).gates if not g.passed)
     assert "non-deterministic op" in gate.hint and "rand_like" in gate.hint and "task.py:11" in gate.hint

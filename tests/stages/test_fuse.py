@@ -11,13 +11,14 @@ import numpy as np
 import onnx
 import pytest
 
-from layerline.graph import io
-from layerline.graph.prove import Proof
-from layerline.graph.rule import Firing, Site
-from layerline.layers import floor, probes
-from layerline.layers.signature import Signature, Value
+from layerline.compare import noise_floor
+from layerline.export import probe_files
+from layerline.export.signature import Signature, Value
+from layerline.graph.fusion.rule import Firing, Site
+from layerline.graph.fusion.verify_rewrites import Proof
+from layerline.graph.io import onnx_files
+from layerline.pipeline.config.project import load
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.pipeline.project import load
 from layerline.pipeline.report import LayerDiff, Report
 from layerline.pipeline.stage import Work
 from layerline.stages import fuse
@@ -36,8 +37,8 @@ def source(tmp_path: Path) -> Path:
     model = parse("(float[batch, 3, H, W] x) => (float[batch, 2] y)", BODY, **tensors)
     for node in model.graph.node:
         node.metadata_props.add(key="layerline.module", value=f"net.{node.op_type.lower()}")
-    io.save(model, folder)
-    probes.save(folder, [{"x": normal(2, 3, 8, 8)}, {"x": normal(1, 3, 5, 9)}, {"x": normal(3, 3, 8, 8)}])
+    onnx_files.save(model, folder)
+    probe_files.save(folder, [{"x": normal(2, 3, 8, 8)}, {"x": normal(1, 3, 5, 9)}, {"x": normal(3, 3, 8, 8)}])
     values = (
         Value(name="x", dtype="float32", shape=("batch", 3, "H", "W")),
         Value(name="y", dtype="float32", shape=("batch", 2)),
@@ -107,7 +108,7 @@ def test_what_was_merged_over_several_rewrites_names_the_last() -> None:
 
 
 def test_floors_from_torch_are_used_where_there_are_any(source: Path, tmp_path: Path) -> None:
-    floor.save(source, {"n": 1e-3, "y": 1e-3})
+    noise_floor.save(source, {"n": 1e-3, "y": 1e-3})
     report = run(source, tmp_path / "out")
     assert {r.name: r.tolerance for r in report.records}["n"] == pytest.approx(8e-3)
     assert (tmp_path / "out" / "floor.json").is_file()
@@ -144,9 +145,9 @@ def test_a_model_without_probes_is_refused(source: Path, tmp_path: Path) -> None
 
 
 def test_declined_rewrites_are_listed_with_their_reason(source: Path, tmp_path: Path) -> None:
-    model = io.load(source / "model.onnx")
+    model = onnx_files.load(source / "model.onnx")
     model.graph.output.append(onnx.helper.make_tensor_value_info("c", 1, ["batch", 4, None, None]))
-    io.save(model, source)
+    onnx_files.save(model, source)
     report = run(source, tmp_path / "out")
     assert {"rule": "batchnorm", "value": "n", "reason": "Conv output c is a graph output"} in report.tables["declined"]
 
@@ -157,8 +158,8 @@ def test_random_values_are_shown_and_not_judged(source: Path, tmp_path: Path) ->
         "(float[batch, 4] x) => (float[batch, 4] y)",
         "n = RandomNormalLike(x) a = Add(x, n) b = Identity(a) y = Relu(b)",
     )
-    io.save(model, source)
-    probes.save(source, [{"x": normal(2, 4)}])
+    onnx_files.save(model, source)
+    probe_files.save(source, [{"x": normal(2, 4)}])
     report = run(source, tmp_path / "out")
     assert report.passed
     assert all(r.tolerance is None for r in report.records)
@@ -166,8 +167,8 @@ def test_random_values_are_shown_and_not_judged(source: Path, tmp_path: Path) ->
 
 
 def test_weights_outside_of_the_file_come_along(source: Path, tmp_path: Path) -> None:
-    model = io.load(source / "model.onnx")
-    io.save(model, source, external_over=16)
+    model = onnx_files.load(source / "model.onnx")
+    onnx_files.save(model, source, external_over=16)
     assert (source / "model.onnx.data").is_file() or all(len(t.raw_data) < 1024 for t in model.graph.initializer)
     assert run(source, tmp_path / "out").passed
 
@@ -176,13 +177,13 @@ def test_a_rewrite_that_spoils_the_whole_graph_is_named(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each firing passes its own proof (the floors allow it), the graph as a whole doesn't."""
-    from layerline.graph import apply
-    from layerline.graph.rule import on
-    from layerline.graph.rules import RULES
+    from layerline.graph.fusion import apply_rules
+    from layerline.graph.fusion.rule import on
+    from layerline.graph.fusion.rules import RULES
 
     leaky = on("leaky", "", ["Relu"], lambda node, tape, work: tape.op("LeakyRelu", [node.inputs[0]], {"alpha": 0.1}))
-    monkeypatch.setattr(apply, "RULES", (*RULES, leaky))
-    floor.save(source, {"r": 1.0, "y": 1e-6})
+    monkeypatch.setattr(apply_rules, "RULES", (*RULES, leaky))
+    noise_floor.save(source, {"r": 1.0, "y": 1e-6})
     report = run(source, tmp_path / "out")
     assert not report.passed
     assert report.first_failing() is not None
@@ -193,8 +194,8 @@ def test_size_of_what_folding_adds_is_reported(source: Path, tmp_path: Path) -> 
     """T37: the head reads the embedding transposed; folding doubles it."""
     body = "e = Gather(w, i) t = Transpose <perm = [1, 0]>(w) y = MatMul(e, t)"
     model = parse("(int64[batch] i) => (float[batch, 50] y)", body, w=normal(50, 8))
-    io.save(model, source)
-    probes.save(source, [{"i": np.array([1, 3])}])
+    onnx_files.save(model, source)
+    probe_files.save(source, [{"i": np.array([1, 3])}])
     report = run(source, tmp_path / "out")
     assert report.metrics["initializer_bytes_before"] == 1600
     assert report.metrics["initializer_bytes_after"] == 3200
@@ -203,20 +204,20 @@ def test_size_of_what_folding_adds_is_reported(source: Path, tmp_path: Path) -> 
 def test_debugging_writes_the_model_before_and_after_the_guilty_rewrite(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from layerline.graph import apply
-    from layerline.graph.rule import on
-    from layerline.graph.rules import RULES
+    from layerline.graph.fusion import apply_rules
+    from layerline.graph.fusion.rule import on
+    from layerline.graph.fusion.rules import RULES
 
     leaky = on("leaky", "", ["Relu"], lambda node, tape, work: tape.op("LeakyRelu", [node.inputs[0]], {"alpha": 0.1}))
-    monkeypatch.setattr(apply, "RULES", (*RULES, leaky))
-    floor.save(source, {"r": 1.0, "y": 1e-6})
+    monkeypatch.setattr(apply_rules, "RULES", (*RULES, leaky))
+    noise_floor.save(source, {"r": 1.0, "y": 1e-6})
     log = SimpleNamespace(say=lambda text: None, progress=lambda *a, **k: None)
     task: Any = None
     work = Work(inputs={"model": source}, task=task, out=tmp_path, scratch=tmp_path, log=log)  # type: ignore[arg-type]
     row = Fuse().debug(work, tmp_path / "why")
     assert row is not None
     assert (row.name, row.extra["rule"], row.extra["place"]) == ("y", "leaky", "r")
-    before, after = (io.load(tmp_path / "why" / side / "model.onnx") for side in ("before", "after"))
+    before, after = (onnx_files.load(tmp_path / "why" / side / "model.onnx") for side in ("before", "after"))
     assert "LeakyRelu" not in [n.op_type for n in before.graph.node]
     assert "LeakyRelu" in [n.op_type for n in after.graph.node]
     monkeypatch.undo()

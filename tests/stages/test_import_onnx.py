@@ -12,12 +12,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from layerline.backends import light
-from layerline.graph import io
-from layerline.layers import parts, probes
-from layerline.layers.identity import modules
-from layerline.layers.signature import Dim, Signature
-from layerline.pipeline.batches import LABELS
+from layerline.export import probe_files
+from layerline.export.signature import Dim, Signature
+from layerline.graph.io import onnx_files
+from layerline.graph.io.module_identity import modules
+from layerline.onnx_import import compare_in_parts
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.inputs.batches import LABELS
 from layerline.stages.import_onnx import ImportOnnx
 from tests.stages.foreign import conv, imported, model, project, same
 
@@ -36,7 +37,7 @@ def test_old_opsets_are_raised_and_newer_ones_stay(opset: int, tmp_path: Path) -
     given = conv(opset)
     report, out = imported(tmp_path, given)
     assert report.passed and report.metrics["opset_before"] == opset and report.metrics["opset"] == max(opset, 20)
-    made = io.load(out / io.FILE)
+    made = onnx_files.load(out / onnx_files.FILE)
     assert made.ir_version == 10
     onnx.checker.check_model(made, full_check=True)
     for n in (1, 2, 5):
@@ -58,7 +59,7 @@ def test_any_format_version_becomes_one_that_runtimes_read(version: int, tmp_pat
         given.graph.input.extend(helper.make_tensor_value_info(t.name, 1, t.dims) for t in given.graph.initializer)
     given.ir_version = version
     report, out = imported(tmp_path, given)
-    assert io.load(out / io.FILE).ir_version == 10
+    assert onnx_files.load(out / onnx_files.FILE).ir_version == 10
     assert any(f"ir_version {version} became 10" in n for n in report.notes) == (version > 10)
 
 
@@ -92,7 +93,7 @@ def test_weights_as_constant_nodes_stay_and_count(tmp_path: Path) -> None:
     del given.graph.initializer[:], given.graph.node[:]
     given.graph.node.extend(nodes)
     report, out = imported(tmp_path, given)
-    assert report.passed and {t.name for t in io.tensors(io.load(out / io.FILE))} >= {"w", "b"}
+    assert report.passed and {t.name for t in onnx_files.tensors(onnx_files.load(out / onnx_files.FILE))} >= {"w", "b"}
 
 
 @pytest.mark.parametrize("least", [1, light.LEAST], ids=["beside the graph", "inside of it"])
@@ -103,7 +104,7 @@ def test_initializers_that_are_inputs_are_no_inputs(
     given = conv()
     given.graph.input.extend(helper.make_tensor_value_info(t.name, 1, t.dims) for t in given.graph.initializer)
     report, out = imported(tmp_path, given)
-    assert [i.name for i in io.load(out / io.FILE).graph.input] == ["x"]
+    assert [i.name for i in onnx_files.load(out / onnx_files.FILE).graph.input] == ["x"]
     assert [v.name for v in Signature.load(out).inputs] == ["x"]
     assert any("2 initializers were also inputs" in n for n in report.notes)
 
@@ -146,7 +147,7 @@ def test_external_data_elsewhere_is_refused_with_the_tensors_name(location: str,
 
 def test_models_past_one_message_are_raised_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(light, "LEAST", 16)
-    monkeypatch.setitem(io.save.__kwdefaults__, "external_over", 16)
+    monkeypatch.setitem(onnx_files.save.__kwdefaults__, "external_over", 16)
     given = model(
         """<ir_version: 7, opset_import: ["" : 12]> g (float[n,64] x) => (float[n,64] y)
         { h = MatMul (x, w)
@@ -186,13 +187,13 @@ def test_a_squeeze_in_a_branch_keeps_its_axes(opset: int, squeeze: str, shaped: 
     report, out = imported(tmp_path / "found", given)
     assert report.passed
     if shaped:
-        onnx.checker.check_model(io.load(out / io.FILE), full_check=True)
+        onnx.checker.check_model(onnx_files.load(out / onnx_files.FILE), full_check=True)
     else:
         assert any("no one rank" in n for n in report.notes)
     for channels in (1, 2):
         same(given, out, {"x": _floats(2, channels, 3)})
     _, out = imported(tmp_path / "declared", given, dims={"c": {"min": 1, "max": 2}})
-    assert {f["x"].shape[1] for f in probes.load(out)} == {1, 2}, "both branches are probed"
+    assert {f["x"].shape[1] for f in probe_files.load(out)} == {1, 2}, "both branches are probed"
 
 
 def test_a_weight_that_branches_share_stays_one(tmp_path: Path) -> None:
@@ -209,11 +210,11 @@ def test_a_weight_that_branches_share_stays_one(tmp_path: Path) -> None:
         w=_floats(4, 4), one=np.float32(1), two=np.float32(2),
     )  # fmt: skip
     report, out = imported(tmp_path, given)
-    made = io.load(out / io.FILE)
-    assert report.passed and [t.name for t in io.tensors(made)].count("w") == 1
+    made = onnx_files.load(out / onnx_files.FILE)
+    assert report.passed and [t.name for t in onnx_files.tensors(made)].count("w") == 1
     for c in (True, False):
         same(given, out, {"x": _floats(3, 4), "c": np.array(c), "ids": np.array([0, 3, 1])})
-    names = [n.name for g in io.graphs(made) for n in g.node]
+    names = [n.name for g in onnx_files.graphs(made) for n in g.node]
     assert len(set(names)) == len(names) and "" not in names
     ids = next(v for v in Signature.load(out).inputs if v.name == "ids")
     assert (ids.low, ids.high) == (0, 3), "rows of the table that they pick from"
@@ -251,7 +252,7 @@ def test_functions_are_inlined(inner: int, tmp_path: Path) -> None:
           b = Softmax <axis = 1> (t) }}"""
     )
     report, out = imported(tmp_path, given)
-    made = io.load(out / io.FILE)
+    made = onnx_files.load(out / onnx_files.FILE)
     assert report.passed and not made.functions and any("inlined" in n for n in report.notes)
     same(given, out, {"x": _floats(3, 4)})
 
@@ -274,7 +275,7 @@ def test_names_become_module_paths(tmp_path: Path) -> None:
     for node, name in zip(given.graph.node, ["/a/a.0/conv/Conv", "/a/a.0/Relu_1", "pool@0", "", "pool@0"], strict=True):
         node.name = name
     report, out = imported(tmp_path, given)
-    found = modules(io.load(out / io.FILE))
+    found = modules(onnx_files.load(out / onnx_files.FILE))
     assert (found["c"], found["r"], found["p"]) == ("a.0.conv", "a.0", "pool@0")
     assert found["f"] == "Flatten_f" and found["y"].startswith("Softmax_"), "no name, and one that is taken"
     assert {r.name: r.module for r in report.records}["c"] == "a.0.conv"
@@ -319,11 +320,11 @@ def test_dims_fix_rename_tie_and_bound(tmp_path: Path) -> None:
     signature = Signature.load(out)
     assert signature.inputs[0].shape == ("batch", 3, 16, "v")
     assert signature.dims == {"batch": Dim(min=1, max=5), "v": Dim(min=8, max=24, multiple=8)}
-    shapes = {f["x"].shape for f in probes.load(out)}
+    shapes = {f["x"].shape for f in probe_files.load(out)}
     assert (
         {s[0] for s in shapes} >= {1, 2, 5} and {s[3] for s in shapes} == {8, 16, 24} and {s[2] for s in shapes} == {16}
     )
-    onnx.checker.check_model(io.load(out / io.FILE), full_check=True)
+    onnx.checker.check_model(onnx_files.load(out / onnx_files.FILE), full_check=True)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +401,7 @@ def test_sizes_at_which_something_runs_empty_are_no_sizes(tmp_path: Path) -> Non
         g (float[1,1,h] x) => (float[1,1,k] y) { y = MaxPool <kernel_shape = [9]> (x) }"""
     )
     _, out = imported(tmp_path, given, {"x": _floats(4, 1, 12)})
-    assert all(f["x"].shape[2] >= 9 for f in probes.load(out)) and Signature.load(out).dims["h"].min >= 9
+    assert all(f["x"].shape[2] >= 9 for f in probe_files.load(out)) and Signature.load(out).dims["h"].min >= 9
 
 
 def test_a_model_that_runs_on_nothing_tried_says_what_to_give(tmp_path: Path) -> None:
@@ -421,7 +422,7 @@ def test_a_model_that_runs_on_nothing_tried_says_what_to_give(tmp_path: Path) ->
 def test_integers_of_which_nothing_is_known_go_below_zero(tmp_path: Path) -> None:
     given = model("""<ir_version: 8, opset_import: ["" : 17]> g (int64[n] x) => (int64[n] y) { y = Abs (x) }""")
     report, out = imported(tmp_path, given)
-    fed = np.concatenate([f["x"] for f in probes.load(out)])
+    fed = np.concatenate([f["x"] for f in probe_files.load(out)])
     assert fed.min() == -8 and fed.max() == 8 and Signature.load(out).inputs[0].low is None
     assert "nothing tells their range" in str(report.tables["inputs"][0]["fed with"])
 
@@ -429,10 +430,10 @@ def test_integers_of_which_nothing_is_known_go_below_zero(tmp_path: Path) -> Non
 def test_samples_without_negatives_do_not_hide_a_division_that_truncates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from layerline.graph import adopt
+    from layerline.onnx_import import normalize_import
 
     text = """<ir_version: 8, opset_import: ["" : 17]> g (int64[n] x) => (int64[n] y) { y = Mod <fmod = 0> (x, k) }"""
-    given, real = model(text, k=np.array(3)), adopt.raise_opset
+    given, real = model(text, k=np.array(3)), normalize_import.raise_opset
 
     def truncating(model: light.Model, to: int) -> light.Light:
         out = real(model, to)
@@ -442,9 +443,9 @@ def test_samples_without_negatives_do_not_hide_a_division_that_truncates(
     samples = {"x": np.arange(9)}
     report, _ = imported(tmp_path / "right", given, samples)
     assert report.passed
-    monkeypatch.setattr(adopt, "raise_opset", truncating)
+    monkeypatch.setattr(normalize_import, "raise_opset", truncating)
     report, out = imported(tmp_path / "wrong", given, samples)
-    assert not report.passed and all(f["x"].min() >= 0 for f in probes.load(out))
+    assert not report.passed and all(f["x"].min() >= 0 for f in probe_files.load(out))
 
 
 def test_integers_that_must_not_be_negative_are_not(tmp_path: Path) -> None:
@@ -453,13 +454,13 @@ def test_integers_that_must_not_be_negative_are_not(tmp_path: Path) -> None:
         g (int64[1] n) => (float[k] y) { y = ConstantOfShape (n) }"""
     )
     _, out = imported(tmp_path, given)
-    assert all(f["n"].min() >= 0 for f in probes.load(out))
+    assert all(f["n"].min() >= 0 for f in probe_files.load(out))
 
 
 def test_a_declared_range_is_kept_to(tmp_path: Path) -> None:
     given = model("""<ir_version: 8, opset_import: ["" : 17]> g (int32[n] x) => (int32[n] y) { y = Neg (x) }""")
     _, out = imported(tmp_path / "a", given, ranges={"x": {"low": 3, "high": 5}})
-    fed = np.concatenate([f["x"] for f in probes.load(out)])
+    fed = np.concatenate([f["x"] for f in probe_files.load(out)])
     assert set(fed.tolist()) == {3, 4, 5}
     assert (Signature.load(out).inputs[0].low, Signature.load(out).inputs[0].high) == (3, 5)
     for ranges, said in (
@@ -479,7 +480,7 @@ def test_numbers_that_lead_into_another_branch_are_fed(number: int, tmp_path: Pa
         k=np.array(number),
     )
     _, out = imported(tmp_path, given)
-    fed = [int(f["rate"]) for f in probes.load(out)]
+    fed = [int(f["rate"]) for f in probe_files.load(out)]
     assert number in fed and any(f != number for f in fed)
 
 
@@ -495,8 +496,8 @@ def test_an_input_may_become_a_constant(rate: int, branch: Any, tmp_path: Path) 
     samples = {"x": _floats(8, 4), "rate": np.arange(8)}
     report, out = imported(tmp_path, model(RATE, k=np.array(16000)), samples, values={"rate": rate})
     assert report.passed and [v.name for v in Signature.load(out).inputs] == ["x"]
-    assert all(set(f) == {"x"} for f in probes.load(out))
-    [y] = ort.InferenceSession(str(out / io.FILE)).run(None, {"x": samples["x"]})
+    assert all(set(f) == {"x"} for f in probe_files.load(out))
+    [y] = ort.InferenceSession(str(out / onnx_files.FILE)).run(None, {"x": samples["x"]})
     np.testing.assert_allclose(y, branch(samples["x"]), rtol=1e-5)
 
 
@@ -526,7 +527,7 @@ def test_every_type_is_fed(dtype: str, tmp_path: Path) -> None:
         f"""<ir_version: 8, opset_import: ["" : 17]> g ({dtype}[n,3] x) => ({dtype}[n,3] y) {{ y = Identity (x) }}"""
     )
     report, out = imported(tmp_path, given)
-    assert report.passed and len(probes.load(out)) >= 3
+    assert report.passed and len(probe_files.load(out)) >= 3
 
 
 def test_text_and_unknown_ranks_are_refused_by_name(tmp_path: Path) -> None:
@@ -548,7 +549,7 @@ def test_text_and_unknown_ranks_are_refused_by_name(tmp_path: Path) -> None:
 def test_samples_are_the_probes(tmp_path: Path) -> None:
     x = _floats(20, 3, 8, 8)
     report, out = imported(tmp_path, conv(), {"x": x, "label": np.arange(20)})
-    feeds = probes.load(out)
+    feeds = probe_files.load(out)
     np.testing.assert_array_equal(feeds[0]["x"], x[:2])
     np.testing.assert_array_equal(feeds[1]["x"], x[2:6])
     assert {len(f["x"]) for f in feeds} == {1, 2, 3, 4, 8} and report.tables["inputs"][0]["fed with"] == "20 samples"
@@ -562,10 +563,10 @@ def test_an_input_that_is_called_as_answers_are_is_fed(name: str, tmp_path: Path
     )
     x, given = _floats(6, 4), _floats(6, 4) + 9
     _, out = imported(tmp_path / "alone", two, {"x": x, name: given})
-    np.testing.assert_array_equal(probes.load(out)[0][name], given[:2])
+    np.testing.assert_array_equal(probe_files.load(out)[0][name], given[:2])
     free = next(n for n in LABELS if n != name)
     _, out = imported(tmp_path / "with answers", two, {"x": x, name: given, free: np.arange(6)})
-    assert set(probes.load(out)[0]) == {"x", name}
+    assert set(probe_files.load(out)[0]) == {"x", name}
     with pytest.raises(ConfigError, match=f"there is no array '{name}'"):
         imported(tmp_path / "without", two, {"x": x, free: np.arange(6)})
 
@@ -574,7 +575,7 @@ def test_samples_of_a_fixed_batch_and_whole_inputs(tmp_path: Path) -> None:
     fixed = conv()
     fixed.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 3
     _, out = imported(tmp_path / "fixed", fixed, {"x": _floats(10, 3, 8, 8)})
-    assert {f["x"].shape for f in probes.load(out)} == {(3, 3, 8, 8)}
+    assert {f["x"].shape for f in probe_files.load(out)} == {(3, 3, 8, 8)}
     state = model(
         """<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x, float[2,n,4] h, int64 r) => (float[2,n,4] y)
         { c = Cast <to = 1> (r)
@@ -583,7 +584,7 @@ def test_samples_of_a_fixed_batch_and_whole_inputs(tmp_path: Path) -> None:
     )
     h = _floats(5, 2, 1, 4)
     _, out = imported(tmp_path / "whole", state, {"x": _floats(5, 4), "h": h, "r": np.full(5, 16)})
-    feeds = probes.load(out)
+    feeds = probe_files.load(out)
     np.testing.assert_array_equal(feeds[0]["h"], h[0])
     assert feeds[0]["x"].shape == (1, 4) and feeds[0]["r"].shape == ()
 
@@ -694,16 +695,16 @@ def test_samples_may_hold_no_objects(tmp_path: Path) -> None:
 
 
 def test_a_wrong_conversion_fails_and_names_the_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from layerline.graph import adopt
+    from layerline.onnx_import import normalize_import
 
-    real = adopt.raise_opset
+    real = normalize_import.raise_opset
 
     def wrong(given: light.Model, to: int) -> light.Light:
         out = real(given, to)
         out.model.graph.node[1].op_type = "Sigmoid"
         return out
 
-    monkeypatch.setattr(adopt, "raise_opset", wrong)
+    monkeypatch.setattr(normalize_import, "raise_opset", wrong)
     report, _ = imported(tmp_path, conv())
     first = report.first_failing()
     assert not report.passed and first is not None and first.name == "r"
@@ -711,7 +712,7 @@ def test_a_wrong_conversion_fails_and_names_the_value(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("held", [1, 1 << 30])
 def test_what_cannot_be_held_at_once_is_compared_in_parts(held: int, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(parts, "HELD", held)
+    monkeypatch.setattr(compare_in_parts, "HELD", held)
     report, _ = imported(tmp_path, conv())
     assert {r.name for r in report.records} == {"c", "r", "p", "f", "y"} and report.passed
     assert any("inner values on 1 of" in n for n in report.notes) == (held == 1)
@@ -761,7 +762,7 @@ def test_numbers_survive_any_layout_of_the_weights(tmp_path: Path) -> None:
         tensor.CopyFrom(helper.make_tensor(tensor.name, 1, array.shape, array.reshape(-1).tolist()))
     _, out = imported(tmp_path / "a", given)
     _, other = imported(tmp_path / "b", conv())
-    assert (out / io.FILE).read_bytes() == (other / io.FILE).read_bytes()
+    assert (out / onnx_files.FILE).read_bytes() == (other / onnx_files.FILE).read_bytes()
 
 
 DROPOUT = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x{0}) => (float[n,4] y)
@@ -839,7 +840,7 @@ def test_a_branch_that_a_fixed_size_decides_is_taken_before_anything_runs(tmp_pa
         value.type.tensor_type.ClearField("shape")
     report, out = imported(tmp_path, given, dims={"k": size})
     assert report.passed and "If y is decided by what is fixed: the branch it takes stands in its place" in report.notes
-    assert [n.op_type for n in io.load(out / io.FILE).graph.node] == [op]
+    assert [n.op_type for n in onnx_files.load(out / onnx_files.FILE).graph.node] == [op]
     same(given, out, {"x": _floats(2, size, 3)})
 
 

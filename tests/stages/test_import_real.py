@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerline.pipeline import project as projects
-from layerline.pipeline import start
+from layerline.pipeline.config import project as projects
+from layerline.pipeline.init import from_files
 from layerline.pipeline.runner import Outcome, Runner
 from layerline.views.terminal import Silent
 
@@ -79,7 +79,7 @@ def test_from_the_file_to_the_engine(what: str, tmp_path: Path, monkeypatch: pyt
     path, samples, config = FILES[what]
     source = _find(path)
     np.savez(tmp_path / "samples.npz", **samples)
-    start.from_onnx(tmp_path / "p", source, tmp_path / "samples.npz")
+    from_files.from_onnx(tmp_path / "p", source, tmp_path / "samples.npz")
     if any(c.startswith("values") for c in config):  # a constant is no input any more
         text = (tmp_path / "p" / "task.py").read_text()
         (tmp_path / "p" / "task.py").write_text(text.replace("dict(file)", "{n: file[n] for n in ('input', 'state')}"))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from layerline.pipeline.config.project import load
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.project import load
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from onnx import numpy_helper, parser
 
 from layerline.calib.collect import Ranges
 from layerline.calib.plan import QuantPlan
-from layerline.graph import io
-from layerline.layers import probes
-from layerline.layers.signature import Dim, Signature, Value
+from layerline.export import probe_files
+from layerline.export.signature import Dim, Signature, Value
+from layerline.graph.io import onnx_files
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
@@ -71,9 +71,11 @@ def work(tmp_path):
         folder = tmp_path / "fused"
         for path in (folder, tmp_path / "out", tmp_path / "scratch"):
             path.mkdir(exist_ok=True)
-        io.save(net or model(**WEIGHTS), folder)
+        onnx_files.save(net or model(**WEIGHTS), folder)
         Signature(inputs=inputs, outputs=(Value(name="y", dtype="float32", shape=("n", 4)),)).save(folder)
-        probes.save(folder, feeds or [{"x": RNG.standard_normal((n, 3, 6, 6)).astype(np.float32)} for n in (2, 1, 5)])
+        probe_files.save(
+            folder, feeds or [{"x": RNG.standard_normal((n, 3, 6, 6)).astype(np.float32)} for n in (2, 1, 5)]
+        )
         (tmp_path / "task.py").write_text(TASK + task)
         return Work(
             inputs={"model": folder}, task=Task(tmp_path / "task.py"), out=tmp_path / "out",
@@ -102,7 +104,7 @@ def test_int8_leaves_model_plan_ranges_and_copies(work, calibrator):
     assert chosen <= {"entropy", "percentile", "minmax", "mse"} if calibrator == "auto" else chosen == {calibrator}
     for name in ("signature.json", "probes.safetensors"):
         assert (task.out / name).read_bytes() == (task.inputs["model"] / name).read_bytes()
-    quantized = io.load(task.out / io.FILE)
+    quantized = onnx_files.load(task.out / onnx_files.FILE)
     assert {n.op_type for n in quantized.graph.node} >= {"QuantizeLinear", "DequantizeLinear", "Relu", "Add"}
 
 
@@ -425,7 +427,7 @@ def test_what_overflows_on_the_samples_stays_float32_and_is_listed(work):
 def test_int8_with_the_rest_in_half(work, rest):
     made = work(CALIB + LABELLED)
     report = Quantize(rest=rest).run(made)
-    quantized = io.load(made.out / io.FILE)
+    quantized = onnx_files.load(made.out / onnx_files.FILE)
     types = {t.name: t.data_type for t in quantized.graph.initializer}
     half = {"fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}[rest]
     assert types["w1/quantized"] == onnx.TensorProto.INT8 and types["w1/scale"] == types["b1"] == half

@@ -15,11 +15,12 @@ from layerline import ModelOptimizer, cli
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
 from layerline.pipeline.report import Report
 from layerline.stages.train import Train
-from layerline.training import checkpoint, prove, rerun, tensorfile
-from layerline.training.accumulate import Window
-from layerline.training.data import Batches
-from layerline.training.ema import Ema
-from layerline.training.rate import Rate
+from layerline.training.data.batches import Batches
+from layerline.training.loop.accumulation import Window
+from layerline.training.loop.ema import Ema
+from layerline.training.optimizers.lr import Rate
+from layerline.training.proof import proof_process, prove_resume
+from layerline.training.state import checkpoint, safetensors_io
 from tests.stages.test_train import TASK, _work
 
 CONFIG: dict[str, Any] = {"epochs": 4, "batch_size": 4, "device": "cpu", "training": {"accumulate_steps": 4}}
@@ -46,12 +47,12 @@ def near(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(job: dict[str, Any], folder: Path, progress: Callable[[int], object]) -> list[dict[str, Any]]:
         told: list[dict[str, Any]] = []
-        rerun._run(json.loads(json.dumps(job)), lambda fact: told.append(dict(fact)))
+        proof_process._run(json.loads(json.dumps(job)), lambda fact: told.append(dict(fact)))
         for i in range(sum("steps" not in fact for fact in told)):
             progress(i + 1)
         return [fact for fact in told if fact]
 
-    monkeypatch.setattr(prove, "_run", run)
+    monkeypatch.setattr(prove_resume, "_run", run)
 
 
 def proved(root: Path, task: str = TASK, steps: int = 3, **config: Any) -> Report:
@@ -208,7 +209,7 @@ def test_the_checkpoint_lies_in_an_open_window(tmp_path: Path, monkeypatch: pyte
     load = ModelOptimizer.load_ckpt
 
     def spy(mo: ModelOptimizer, path: str) -> Path:
-        loaded.append(tensorfile.load(Path(path))[1]["lanes"][""]["window"]["micro"])
+        loaded.append(safetensors_io.load(Path(path))[1]["lanes"][""]["window"]["micro"])
         return load(mo, path)
 
     monkeypatch.setattr(ModelOptimizer, "load_ckpt", spy)

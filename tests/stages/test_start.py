@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from layerline.graph import io
-from layerline.layers.identity import modules
-from layerline.pipeline import project as projects
-from layerline.pipeline import start
+from layerline.graph.io import onnx_files
+from layerline.graph.io.module_identity import modules
+from layerline.pipeline.config import project as projects
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.init import from_files
 from layerline.pipeline.runner import Outcome, Runner
 from layerline.views.terminal import Silent
 from tests.stages.foreign import conv, model
@@ -82,20 +82,20 @@ def _artifact(root: Path, stage: str) -> Path:
 
 
 def test_a_model_with_samples_runs_through(tmp_path: Path) -> None:
-    written = start.from_onnx(tmp_path / "p", _model(tmp_path), _samples(tmp_path))
+    written = from_files.from_onnx(tmp_path / "p", _model(tmp_path), _samples(tmp_path))
     assert sorted(p.name for p in written) == ["m.onnx", "pipe.yaml", "samples.npz", "task.py"]
     done = {r.name: r for r in _run(tmp_path / "p", "quantize").results}
     assert list(done) == ["import-onnx", "fuse", "quantize"]
     figures = done["quantize"].record.metrics  # type: ignore[union-attr]
     assert figures["quantized_weights"] == 1 and 0 <= figures["accuracy"] <= 1  # type: ignore[operator]
-    quantized = io.load(_artifact(tmp_path / "p", "quantize") / io.FILE)
+    quantized = onnx_files.load(_artifact(tmp_path / "p", "quantize") / onnx_files.FILE)
     assert {"x"} == {i.name for i in quantized.graph.input} and {"y"} == {o.name for o in quantized.graph.output}
     assert "Conv_c" in set(modules(quantized).values()), "and the node's name is its path to the end"
     assert [r.state for r in _run(tmp_path / "p", "quantize").results] == ["cached"] * 3
 
 
 def test_a_model_alone_runs_in_fp16(tmp_path: Path) -> None:
-    start.from_onnx(tmp_path / "p", _model(tmp_path))
+    from_files.from_onnx(tmp_path / "p", _model(tmp_path))
     assert "mode: fp16" in (tmp_path / "p" / "pipe.yaml").read_text()
     assert "n (x axis 0)" in (tmp_path / "p" / "pipe.yaml").read_text(), "the sizes to declare are named"
     _run(tmp_path / "p", "quantize")
@@ -110,14 +110,14 @@ def test_states_and_numbers_come_whole(tmp_path: Path) -> None:
     )
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "s.npz", x=rng.random((9, 4), "f"), h=rng.random((9, 2, 1, 4), "f"), rate=np.full(9, 3))
-    start.from_onnx(tmp_path / "p", _model(tmp_path, given), tmp_path / "s.npz")
+    from_files.from_onnx(tmp_path / "p", _model(tmp_path, given), tmp_path / "s.npz")
     _run(tmp_path / "p", "quantize", sets=("quantize.mode=fp16",))
     # Without the state, batches are batches, and the number stays a number.
     del given.graph.node[1], given.graph.input[1]
     given.graph.node[1].input[1] = "c"
     given.graph.output[0].type.tensor_type.shape.CopyFrom(given.graph.input[0].type.tensor_type.shape)
     np.savez(tmp_path / "t.npz", x=rng.random((9, 4), "f"), rate=np.full(9, 3))
-    start.from_onnx(tmp_path / "q", _model(tmp_path, given), tmp_path / "t.npz")
+    from_files.from_onnx(tmp_path / "q", _model(tmp_path, given), tmp_path / "t.npz")
     _run(tmp_path / "q", "quantize", sets=("quantize.mode=fp16",))
 
 
@@ -125,7 +125,7 @@ def test_answers_that_are_numbers_make_an_error(tmp_path: Path) -> None:
     given = model("""<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (float[n,4] y) { y = Exp (x) }""")
     x = np.ones((6, 4), "f")
     np.savez(tmp_path / "s.npz", x=x, label=np.exp(x))
-    start.from_onnx(tmp_path / "p", _model(tmp_path, given), tmp_path / "s.npz")
+    from_files.from_onnx(tmp_path / "p", _model(tmp_path, given), tmp_path / "s.npz")
     done = _run(tmp_path / "p", "quantize", sets=("quantize.mode=fp16",))
     assert abs(float(done.results[-1].record.metrics["minus_error"])) < 0.01  # type: ignore[union-attr,arg-type]
 
@@ -138,7 +138,7 @@ def test_external_data_moves_along(location: str, tmp_path: Path) -> None:
     (tmp_path / "a" / location).parent.mkdir(parents=True)
     path = tmp_path / "a" / "m.onnx"
     onnx.save(conv(), str(path), save_as_external_data=True, location=location, size_threshold=0)
-    start.from_onnx(tmp_path / "b", path)
+    from_files.from_onnx(tmp_path / "b", path)
     copied = tmp_path / "b" / "model" / location
     assert copied.read_bytes() == (tmp_path / "a" / location).read_bytes()
     assert copied.stat().st_nlink == 1, "onnx refuses hard links"
@@ -162,7 +162,7 @@ def test_links_become_files(tmp_path: Path) -> None:
     (tmp_path / "snapshot").mkdir()
     for name in ("m.onnx", "w"):
         (tmp_path / "snapshot" / name).symlink_to(tmp_path / "blobs" / name)
-    start.from_onnx(tmp_path / "p", tmp_path / "snapshot" / "m.onnx")
+    from_files.from_onnx(tmp_path / "p", tmp_path / "snapshot" / "m.onnx")
     _run(tmp_path / "p", "import-onnx")
 
 
@@ -179,12 +179,12 @@ def _checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch, content: Any = No
 def test_a_checkpoint_with_samples_runs_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = _checkpoint(tmp_path, monkeypatch)
     samples = _samples(tmp_path, x=None, image=np.random.default_rng(0).random((40, 3, 8, 8), "f"))
-    written = start.from_checkpoint(tmp_path / "p", weights, "nets:build", samples)
+    written = from_files.from_checkpoint(tmp_path / "p", weights, "nets:build", samples)
     assert {p.name for p in written} == {"pipe.yaml", "task.py", "w.pt", "nets.py", "samples.npz"}
     done = _run(tmp_path / "p", "quantize")
     assert [r.name for r in done.results] == ["import-weights", "export", "fuse", "quantize"]
     assert (_artifact(tmp_path / "p", "import-weights") / "golden.safetensors").is_file()
-    made = io.load(_artifact(tmp_path / "p", "export") / io.FILE)
+    made = onnx_files.load(_artifact(tmp_path / "p", "export") / onnx_files.FILE)
     assert made.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
 
 
@@ -193,13 +193,13 @@ def test_the_answers_have_any_of_their_names(name: str, tmp_path: Path, monkeypa
     weights, answers = _checkpoint(tmp_path, monkeypatch), np.random.default_rng(0).integers(0, 2, 40)
     image = np.random.default_rng(0).random((40, 3, 8, 8), "f")
     samples = _samples(tmp_path, x=None, label=None, image=image, **{name: answers})
-    start.from_checkpoint(tmp_path / "p", weights, "nets:build", samples)
+    from_files.from_checkpoint(tmp_path / "p", weights, "nets:build", samples)
     assert name not in (tmp_path / "p" / "pipe.yaml").read_text()
     done = _run(tmp_path / "p", "quantize")
     assert done.results[-1].record is not None and "accuracy_float" in done.results[-1].record.metrics
     single = _samples(tmp_path, x=None, label=None, image=image, **{name: np.array(1)})
     with pytest.raises(ConfigError, match=f"{name} is a single number, expected one answer for each sample"):
-        start.from_checkpoint(tmp_path / "q", weights, "nets:build", single)
+        from_files.from_checkpoint(tmp_path / "q", weights, "nets:build", single)
 
 
 def test_the_answers_of_an_onnx_model_have_any_of_their_names_that_is_no_input(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_the_answers_of_an_onnx_model_have_any_of_their_names_that_is_no_input(t
     )
     x, answers = np.eye(4, dtype="f")[[0, 2, 1, 3, 0, 2]], np.array([0, 2, 1, 3, 0, 1])
     np.savez(tmp_path / "s.npz", x=x, labels=np.zeros_like(x), target=answers)
-    start.from_onnx(tmp_path / "p", _model(tmp_path, given), tmp_path / "s.npz")
+    from_files.from_onnx(tmp_path / "p", _model(tmp_path, given), tmp_path / "s.npz")
     done = _run(tmp_path / "p", "quantize", sets=("quantize.mode=fp16",))
     assert done.results[-1].record is not None and done.results[-1].record.metrics["accuracy"] == pytest.approx(5 / 6)
 
@@ -219,7 +219,7 @@ def test_of_several_outputs_the_metric_of_a_checkpoint_takes_the_first(
 ) -> None:
     weights = _checkpoint(tmp_path, monkeypatch)
     image = np.random.default_rng(0).random((40, 3, 8, 8), "f")
-    start.from_checkpoint(tmp_path / "p", weights, "nets:build", _samples(tmp_path, x=None, image=image))
+    from_files.from_checkpoint(tmp_path / "p", weights, "nets:build", _samples(tmp_path, x=None, image=image))
     hooks: dict[str, Any] = {}
     text = (tmp_path / "p" / "task.py").read_text()
     exec(text[text.index("def metric") :], hooks)
@@ -228,7 +228,7 @@ def test_of_several_outputs_the_metric_of_a_checkpoint_takes_the_first(
 
 
 def test_without_samples_an_example_has_to_be_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start.from_checkpoint(tmp_path / "p", _checkpoint(tmp_path, monkeypatch), "nets:Net", trust=True)
+    from_files.from_checkpoint(tmp_path / "p", _checkpoint(tmp_path, monkeypatch), "nets:Net", trust=True)
     text = (tmp_path / "p" / "task.py").read_text()
     assert "example_inputs() must be added" in text and "trust: true" in (tmp_path / "p" / "pipe.yaml").read_text()
     (tmp_path / "p" / "task.py").write_text(
@@ -240,7 +240,7 @@ def test_without_samples_an_example_has_to_be_added(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("spec", ["torch.nn:Linear", "nets:model", "nets:Net.make"])
 def test_factories_of_every_kind(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = _checkpoint(tmp_path, monkeypatch)
-    start.from_checkpoint(tmp_path / "p", weights, spec)
+    from_files.from_checkpoint(tmp_path / "p", weights, spec)
     compile((tmp_path / "p" / "task.py").read_text(), "task.py", "exec")
     assert (tmp_path / "p" / "nets.py").is_file() == spec.startswith("nets")
 
@@ -251,7 +251,7 @@ def test_a_package_comes_with_its_modules(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "nets.py").rename(tmp_path / "zoo" / "small" / "nets.py")
-    start.from_checkpoint(tmp_path / "p", weights, "zoo.small.nets:build")
+    from_files.from_checkpoint(tmp_path / "p", weights, "zoo.small.nets:build")
     assert (tmp_path / "p" / "zoo" / "small" / "nets.py").is_file()
 
 
@@ -263,15 +263,15 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path) -> None
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "m.onnx").touch()
     with pytest.raises(ConfigError, match="it is there already"):
-        start.from_onnx(tmp_path / "p", given)
+        from_files.from_onnx(tmp_path / "p", given)
     assert not (tmp_path / "p" / "pipe.yaml").exists()
     with pytest.raises(ConfigError, match="a file, not a folder"):
-        start.from_onnx(given, given)
+        from_files.from_onnx(given, given)
 
 
 def test_a_model_that_lies_in_the_project_stays(tmp_path: Path) -> None:
     given = _model(tmp_path / "p")
-    assert {p.name for p in start.from_onnx(tmp_path / "p", given)} == {"pipe.yaml", "task.py"}
+    assert {p.name for p in from_files.from_onnx(tmp_path / "p", given)} == {"pipe.yaml", "task.py"}
     _run(tmp_path / "p", "import-onnx")
 
 
@@ -280,18 +280,23 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, monkey
     (tmp_path / "bad.onnx").write_bytes(b"\xff\xff")
     (tmp_path / "bad.npz").write_bytes(b"no")
     wrong = [
-        (lambda: start.from_onnx(tmp_path / "p", tmp_path / "none.onnx"), ConfigError, "no such file"),
-        (lambda: start.from_onnx(tmp_path / "p", tmp_path / "bad.onnx"), StageError, "not a readable ONNX file"),
-        (lambda: start.from_onnx(tmp_path / "p", _model(tmp_path), tmp_path / "bad.npz"), ConfigError, "plain arrays"),
-        (lambda: start.from_onnx(tmp_path / "p", _model(tmp_path), _samples(tmp_path, z=np.zeros(40))), ConfigError,
+        (lambda: from_files.from_onnx(tmp_path / "p", tmp_path / "none.onnx"), ConfigError, "no such file"),
+        (lambda: from_files.from_onnx(tmp_path / "p", tmp_path / "bad.onnx"), StageError, "not a readable ONNX file"),
+        (lambda: from_files.from_onnx(tmp_path / "p", _model(tmp_path), tmp_path / "bad.npz"), ConfigError,
+         "plain arrays"),
+        (lambda: from_files.from_onnx(tmp_path / "p", _model(tmp_path), _samples(tmp_path, z=np.zeros(40))),
+         ConfigError,
          "no input 'z'"),
-        (lambda: start.from_checkpoint(tmp_path / "p", weights, "nets"), ConfigError, "package.module:factory"),
-        (lambda: start.from_checkpoint(tmp_path / "p", weights, "nowhere:build"), ConfigError, "no module 'nowhere'"),
-        (lambda: start.from_checkpoint(tmp_path / "p", tmp_path / "none.pt", "nets:Net"), ConfigError, "no such file"),
-        (lambda: start.from_checkpoint(tmp_path / "p", _file(tmp_path / "e.pt"), "nets:Net"), StageError, "0 bytes"),
+        (lambda: from_files.from_checkpoint(tmp_path / "p", weights, "nets"), ConfigError, "package.module:factory"),
+        (lambda: from_files.from_checkpoint(tmp_path / "p", weights, "nowhere:build"), ConfigError,
+         "no module 'nowhere'"),
+        (lambda: from_files.from_checkpoint(tmp_path / "p", tmp_path / "none.pt", "nets:Net"), ConfigError,
+         "no such file"),
+        (lambda: from_files.from_checkpoint(tmp_path / "p", _file(tmp_path / "e.pt"), "nets:Net"), StageError,
+         "0 bytes"),
         *((lambda f=f, s=s: f(_samples(tmp_path, 6, **s)), ConfigError, said) for f in (
-            lambda data: start.from_onnx(tmp_path / "p", _model(tmp_path), data),
-            lambda data: start.from_checkpoint(tmp_path / "p", weights, "nets:Net", data),
+            lambda data: from_files.from_onnx(tmp_path / "p", _model(tmp_path), data),
+            lambda data: from_files.from_checkpoint(tmp_path / "p", weights, "nets:Net", data),
         ) for s, said in (
             ({"label": np.zeros(5)}, "saw x 6, label 5"),
             ({"label": np.array(1)}, "one answer for each sample"),
@@ -306,7 +311,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, monkey
 
 
 def test_stages_before_the_import_do_not_belong(tmp_path: Path) -> None:
-    start.from_onnx(tmp_path / "p", _model(tmp_path))
+    from_files.from_onnx(tmp_path / "p", _model(tmp_path))
     with pytest.raises(ConfigError, match="the project starts at import-onnx, after this stage"):
         projects.load(tmp_path / "p", ("train.epochs=2",))
     with pytest.raises(ConfigError, match="already starts at"):
@@ -332,16 +337,16 @@ def test_options_that_contradict_each_other(words: list[str], tmp_path: Path) ->
 def test_a_factory_that_its_module_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = _checkpoint(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match="defines no 'biuld'") as error:
-        start.from_checkpoint(tmp_path / "p", weights, "nets:biuld")
+        from_files.from_checkpoint(tmp_path / "p", weights, "nets:biuld")
     assert "nets:build" in error.value.hint and not (tmp_path / "p").exists()
     (tmp_path / "zoo").mkdir()
     (tmp_path / "zoo" / "__init__.py").write_text("from nets import build as make")
     with pytest.raises(ConfigError, match=r"no module 'zoo\.small' here"):
-        start.from_checkpoint(tmp_path / "p", weights, "zoo.small:make")
-    start.from_checkpoint(tmp_path / "p", weights, "zoo:make")
+        from_files.from_checkpoint(tmp_path / "p", weights, "zoo.small:make")
+    from_files.from_checkpoint(tmp_path / "p", weights, "zoo:make")
     for hidden in ("from nets import *", "def __getattr__(name): ..."):
         (tmp_path / "zoo" / "__init__.py").write_text(hidden)
-        start.from_checkpoint(tmp_path / hidden[:4], weights, "zoo:anything")
+        from_files.from_checkpoint(tmp_path / hidden[:4], weights, "zoo:anything")
 
 
 def test_without_samples_what_is_needed_first_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from layerline.pipeline import housekeeping, newfiles, start
-from layerline.pipeline import project as projects
+from layerline.pipeline.config import project as projects
+from layerline.pipeline.config.bounded_yaml import parse
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.pipeline.generated import check_python, check_yaml, plain, python_literal, yaml_value
-from layerline.pipeline.hooksfile import Array, Hooks
-from layerline.pipeline.starter import Section, dims, pipe_yaml, values
-from layerline.pipeline.yamltext import parse
+from layerline.pipeline.init import from_files, new_files
+from layerline.pipeline.init.generated_files import check_python, check_yaml, plain, python_literal, yaml_value
+from layerline.pipeline.init.hooks_file import Array, Hooks
+from layerline.pipeline.init.pipe_yaml import Section, dims, pipe_yaml, values
+from layerline.pipeline.records import housekeeping
 
 CALL = '__import__("os").system("touch PWNED")'
 NAMES = [
@@ -79,11 +80,11 @@ def test_names_of_inputs_are_text(name: str, tmp_path: Path) -> None:
     model, samples = _onnx(tmp_path / "m.onnx", name), tmp_path / "s.npz"
     if "/" not in name and name.isprintable() and len(name) < 1000:
         np.savez(samples, **{name: np.ones((20, 4), "f"), "label": np.zeros(20, "i8")})
-        start.from_onnx(tmp_path / "p", model, samples)
+        from_files.from_onnx(tmp_path / "p", model, samples)
         hooks = _hooks(tmp_path / "p")
         assert [b[name].shape for b in hooks["calib_data()"]] == [(16, 4), (4, 4)]
         assert hooks["eval_data()"][0].keys() == {name, "label"}
-    start.from_onnx(tmp_path / "q", model)
+    from_files.from_onnx(tmp_path / "q", model)
     _hooks(tmp_path / "q")
     for folder in (tmp_path / "p", tmp_path / "q"):
         if folder.exists():
@@ -92,7 +93,9 @@ def test_names_of_inputs_are_text(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CONTROL)
 def test_control_characters_in_names_are_escaped(name: str, tmp_path: Path) -> None:
-    start.from_onnx(tmp_path / "p", _onnx(tmp_path / "m.onnx", name, dim=f"{name}!", output=f"{name}?", graph=name))
+    from_files.from_onnx(
+        tmp_path / "p", _onnx(tmp_path / "m.onnx", name, dim=f"{name}!", output=f"{name}?", graph=name)
+    )
     assert _fields(tmp_path / "p")["import-onnx"] == {"file": "m.onnx"}
     _hooks(tmp_path / "p")
     written = (tmp_path / "p" / "pipe.yaml").read_text("utf-8") + (tmp_path / "p" / "task.py").read_text("utf-8")
@@ -121,7 +124,7 @@ def test_names_of_files_are_text(name: str, tmp_path: Path) -> None:
     model, samples = _onnx(tmp_path / name), tmp_path / f"{name}.npz"
     np.savez(tmp_path / "s.npz", x=np.ones((20, 4), "f"))
     (tmp_path / "s.npz").rename(samples)
-    start.from_onnx(tmp_path / "p", model, samples)
+    from_files.from_onnx(tmp_path / "p", model, samples)
     raw = _fields(tmp_path / "p")["import-onnx"]
     assert (raw["file"], raw["data"]) == (name, f"{name}.npz")
     assert projects.load(tmp_path / "p").stage("import-onnx").files() == (name, f"{name}.npz")
@@ -140,7 +143,7 @@ def test_names_of_files_that_are_more_are_refused(name: str, tmp_path: Path) -> 
     for source, arguments in ((model, (bad,)), (samples, (model, bad))):
         bad.write_bytes(source.read_bytes())
         with pytest.raises(ConfigError) as caught:
-            start.from_onnx(tmp_path / "p", *arguments)
+            from_files.from_onnx(tmp_path / "p", *arguments)
         assert str(caught.value).replace("\n", "").isprintable() and not (tmp_path / "p").exists()
 
 
@@ -149,10 +152,10 @@ def test_files_of_one_name_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "s.npz", x=np.ones((20, 4), "f"))
     (tmp_path / "s.npz").rename(tmp_path / "same")
     with pytest.raises(ConfigError, match="two files of this name"):
-        start.from_onnx(tmp_path / "p", model, tmp_path / "same")
+        from_files.from_onnx(tmp_path / "p", model, tmp_path / "same")
     for name in ("pipe.yaml", "task.py"):
         with pytest.raises(ConfigError):
-            start.from_onnx(tmp_path / "p", model.replace(tmp_path / "a" / name))
+            from_files.from_onnx(tmp_path / "p", model.replace(tmp_path / "a" / name))
         (tmp_path / "a" / name).rename(model)
     assert not (tmp_path / "p").exists()
 
@@ -183,7 +186,7 @@ STRANGE = ["queue.py", "json.PYC", "a/numpy.so", "task.py", ".layerline/x", "__i
 
 def test_weights_never_lie_where_python_looks_for_code(tmp_path: Path) -> None:
     model = _external(tmp_path / "m" / "m.onnx", "honest.data", "deep/er.bin", *STRANGE)
-    written = start.from_onnx(tmp_path / "p", model)
+    written = from_files.from_onnx(tmp_path / "p", model)
     assert {p.relative_to(tmp_path / "p").as_posix() for p in written} == {
         "pipe.yaml", "task.py", "model/m.onnx", "model/honest.data", "model/deep/er.bin",
         *(f"model/weights-{i}.bin" for i in range(2, 2 + len(STRANGE))),
@@ -199,10 +202,10 @@ def test_weights_never_lie_where_python_looks_for_code(tmp_path: Path) -> None:
 def test_weights_in_the_project_itself_are_refused_where_they_would_be_code(tmp_path: Path) -> None:
     model = _external(tmp_path / "p" / "m.onnx", "queue.py")
     with pytest.raises(ConfigError, match=r"'queue\.py', which Python may take for code"):
-        start.from_onnx(tmp_path / "p", model)
+        from_files.from_onnx(tmp_path / "p", model)
     assert not (tmp_path / "p" / "pipe.yaml").exists()
     _external(tmp_path / "q" / "m.onnx", "w.bin")
-    assert [p.name for p in start.from_onnx(tmp_path / "q", tmp_path / "q" / "m.onnx")] == ["pipe.yaml", "task.py"]
+    assert [p.name for p in from_files.from_onnx(tmp_path / "q", tmp_path / "q" / "m.onnx")] == ["pipe.yaml", "task.py"]
 
 
 # Links, and what is left behind
@@ -217,7 +220,7 @@ def test_init_writes_through_no_link(name: str, leads: str, tmp_path: Path) -> N
     if leads == "to a file":
         victim.write_text("mine")
     with pytest.raises(ConfigError, match="it is there already"):
-        start.from_onnx(folder, model)
+        from_files.from_onnx(folder, model)
     if name != "m.onnx":
         with pytest.raises(ConfigError, match="it is there already"):
             housekeeping.init(folder, "blank")
@@ -234,7 +237,7 @@ def test_init_writes_into_no_linked_folder(tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "model").symlink_to(tmp_path / "victim")
     with pytest.raises(ConfigError, match="it is a link to"):
-        start.from_onnx(tmp_path / "p", _external(tmp_path / "a" / "m.onnx", "w.bin"))
+        from_files.from_onnx(tmp_path / "p", _external(tmp_path / "a" / "m.onnx", "w.bin"))
     assert not list((tmp_path / "victim").iterdir())
     assert [p.name for p in (tmp_path / "p").iterdir()] == ["model"]
 
@@ -248,12 +251,12 @@ def test_nothing_is_left_behind(error: BaseException, tmp_path: Path, monkeypatc
     (tmp_path / "there").mkdir()
     for folder in ("there", "new/deep"):
         with pytest.raises(type(error)):
-            start.from_onnx(tmp_path / folder, _onnx(tmp_path / "m.onnx"))
+            from_files.from_onnx(tmp_path / folder, _onnx(tmp_path / "m.onnx"))
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["m.onnx", "there"]
 
 
 def test_a_file_that_comes_to_lie_there_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newfiles, "_check", lambda *_: None)
+    monkeypatch.setattr(new_files, "_check", lambda *_: None)
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "task.py").symlink_to(tmp_path / "victim")
     with pytest.raises(ConfigError, match="it is there already"):
@@ -289,7 +292,7 @@ def test_names_of_a_checkpoint_s_inputs_are_text(name: str, tmp_path: Path, monk
         weights = tmp_path / "w.pt"
     weights.write_bytes(b"\x80\x02")
     np.savez(tmp_path / "s.npz", **{name: np.ones((20, 4), "f"), "label": np.zeros(20, "i8")})
-    start.from_checkpoint(tmp_path / "p", weights, "nets:build", tmp_path / "s.npz")
+    from_files.from_checkpoint(tmp_path / "p", weights, "nets:build", tmp_path / "s.npz")
     raw = plain(parse((tmp_path / "p" / "pipe.yaml").read_text("utf-8"), "pipe.yaml"))
     assert raw == {
         "name": "p", "task": "task.py", "import-weights": {"file": weights.name},
@@ -307,14 +310,14 @@ NO_INDEX = ["[" * 100_000, "9" * 5000, "{}", "null", '{"weight_map": {}}', '{"we
 def test_text_that_is_no_index_is_told(text: str, tmp_path: Path) -> None:
     (tmp_path / "w.pt").write_text(text)
     with pytest.raises(StageError, match=r"w\.pt: it is text, expected a checkpoint; it begins"):
-        start.from_checkpoint(tmp_path / "p", tmp_path / "w.pt", "nets:build")
+        from_files.from_checkpoint(tmp_path / "p", tmp_path / "w.pt", "nets:build")
 
 
 @pytest.mark.parametrize("spec", ["a:class", "class:x", "a.import:x", "nets:build;x", "nets:\u2028x", "", ":", "..:x"])
 def test_a_factory_is_a_name(spec: str, tmp_path: Path) -> None:
     (tmp_path / "w.pt").write_bytes(b"\x80\x02")
     with pytest.raises(ConfigError, match=r"expected package\.module:factory"):
-        start.from_checkpoint(tmp_path / "p", tmp_path / "w.pt", spec)
+        from_files.from_checkpoint(tmp_path / "p", tmp_path / "w.pt", spec)
 
 
 # The checks themselves

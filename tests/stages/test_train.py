@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from layerline.pipeline import project
+from layerline.pipeline.config import project
 from layerline.pipeline.errors import ConfigError, StageError, TaskError, Unavailable
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Work
@@ -245,9 +245,9 @@ def test_the_window_ends_with_the_epoch_even_of_unknown_length(tmp_path: Path) -
     )
     work = _work(tmp_path, TASK + text)
     Train(steps=4, training={"accumulate_steps": 4}).run(work)
-    from layerline.training import tensorfile
+    from layerline.training.state import safetensors_io
 
-    _, meta = tensorfile.load(work.out / "checkpoint.safetensors")
+    _, meta = safetensors_io.load(work.out / "checkpoint.safetensors")
     assert meta["extras"]["data"] == {"epoch": 2, "position": 0}
 
 

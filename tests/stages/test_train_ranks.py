@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from layerline import ModelOptimizer
-from layerline.pipeline import project as projects
+from layerline.pipeline.config import project as projects
 from layerline.pipeline.runner import Runner
-from layerline.training import tensorfile
+from layerline.training.state import safetensors_io
 from layerline.views.terminal import Silent
 from tests.training.group import good
 from tests.training.group import ranks as run
@@ -93,7 +93,7 @@ def test_after_training_rank_0_goes_on_alone(tmp_path: Path) -> None:
 def _checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     record = Runner(projects.load(folder), Silent()).ledger.head("train")
     assert record is not None
-    return tensorfile.load(folder / ".layerline" / "store" / record.digest / "checkpoint.safetensors")
+    return safetensors_io.load(folder / ".layerline" / "store" / record.digest / "checkpoint.safetensors")
 
 
 @pytest.mark.parametrize("form", ["arrays", "samples", "batches"])

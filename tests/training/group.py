@@ -17,7 +17,9 @@ import torch._dynamo  # what making the first optimizer imports
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch is imported once, in a process without threads, and every rank is a fork of that.
-_CONTEXT.set_forkserver_preload(["tests.training.group", "layerline.training.sharding", "layerline.training.optimizer"])
+_CONTEXT.set_forkserver_preload(
+    ["tests.training.group", "layerline.training.distributed.sharding", "layerline.training.model_optimizer"]
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _rank(pipe: Any, function: Callable[..., Any], rank: int, size: int, port: i
 
 def _last_word(error: BaseException | None) -> None:
     """What the interpreter's own end does; a forked process has none."""
-    from layerline.training import ranks as joined
+    from layerline.training.distributed import ranks as joined
 
     for group in joined._JOINED.values():
         group.pulse.close(error)

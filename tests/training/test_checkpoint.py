@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import StageError, Unavailable
-from layerline.training import checkpoint, rng, tensorfile
-from layerline.training.tree import Tensors, pack, unpack
+from layerline.training.randomness import rng_state
+from layerline.training.state import checkpoint, safetensors_io
+from layerline.training.state.state_tree import Tensors, pack, unpack
 
 CONFIG: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 0.01},
@@ -126,7 +127,7 @@ def test_the_newest_damaged_one_is_skipped_with_a_warning(how: str, tmp_path: Pa
         newest = mo.save_ckpt(tmp_path)
     _damage(newest, how)
     with pytest.raises(StageError):
-        tensorfile.load(newest)
+        safetensors_io.load(newest)
     _, again = _make()
     with pytest.warns(UserWarning, match="step-00000002"):
         assert again.load_ckpt(tmp_path).name == "step-00000001.safetensors"
@@ -142,15 +143,15 @@ def test_a_folder_without_a_sound_one_is_an_error(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.safetensors"
-    tensorfile.save(path, {"x": torch.ones(2)})
+    safetensors_io.save(path, {"x": torch.ones(2)})
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(Unavailable, match="No space left"):
-        tensorfile.save(path, {"x": torch.zeros(2)})
-    assert torch.equal(tensorfile.load(path)[0]["x"], torch.ones(2)) and [p.name for p in tmp_path.iterdir()] == [
+        safetensors_io.save(path, {"x": torch.zeros(2)})
+    assert torch.equal(safetensors_io.load(path)[0]["x"], torch.ones(2)) and [p.name for p in tmp_path.iterdir()] == [
         path.name
     ]
 
@@ -228,12 +229,12 @@ DTYPES = [
 def test_files_hold_every_type_and_shape(tmp_path_factory: Any, specs: list[tuple[torch.dtype, list[int]]]) -> None:
     path = tmp_path_factory.mktemp("t") / "a.safetensors"
     tensors = {f"x{i}": (torch.rand(shape) * 100).to(dtype) for i, (dtype, shape) in enumerate(specs)}
-    tensorfile.save(path, tensors, {"k": 1})
-    back, meta = tensorfile.load(path)
+    safetensors_io.save(path, tensors, {"k": 1})
+    back, meta = safetensors_io.load(path)
     assert meta == {"k": 1} and back.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert back[name].dtype == tensor.dtype and back[name].shape == tensor.shape
-        assert tensorfile.raw_bytes(back[name]) == tensorfile.raw_bytes(tensor)
+        assert safetensors_io.raw_bytes(back[name]) == safetensors_io.raw_bytes(tensor)
     theirs = load_file(path)
     assert theirs.keys() == tensors.keys()
 
@@ -241,7 +242,7 @@ def test_files_hold_every_type_and_shape(tmp_path_factory: Any, specs: list[tupl
 def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
     """Every bit of the header, and some of the content."""
     path = tmp_path / "a.safetensors"
-    tensorfile.save(path, {"a": torch.randn(1500), "b": torch.arange(5)}, {"lr": 0.001, "step": 12345})
+    safetensors_io.save(path, {"a": torch.randn(1500), "b": torch.arange(5)}, {"lr": 0.001, "step": 12345})
     sound = path.read_bytes()
     header = 8 + int.from_bytes(sound[:8], "little")
     for at in (*range(header), *range(header, len(sound), 997), len(sound) - 1):
@@ -250,31 +251,31 @@ def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
             raw[at] ^= 1 << bit
             path.write_bytes(raw)
             with pytest.raises(StageError):
-                tensorfile.load(path)
+                safetensors_io.load(path)
 
 
 def test_loaded_tensors_are_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    tensorfile.save(path, {"a": torch.ones(3)})
+    safetensors_io.save(path, {"a": torch.ones(3)})
     before = path.read_bytes()
-    tensors, _ = tensorfile.load(path)
+    tensors, _ = safetensors_io.load(path)
     path.unlink()
     tensors["a"] += 1
-    tensorfile.save(path, {"a": torch.ones(3)})
+    safetensors_io.save(path, {"a": torch.ones(3)})
     assert path.read_bytes() == before and torch.equal(tensors["a"], torch.full((3,), 2.0))
 
 
 def test_files_of_other_writers_are_read(tmp_path: Path) -> None:
     tensors = {"b": torch.ones(3, dtype=torch.uint8), "a": torch.randn(2, 2), "c": torch.randn(4).half()}
     save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
-    back, meta = tensorfile.load(tmp_path / "a.safetensors")
+    back, meta = safetensors_io.load(tmp_path / "a.safetensors")
     assert meta == {} and all(torch.equal(back[n], t) for n, t in tensors.items())
 
 
 def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
     tensors: dict[str, Tensor] = {"b": torch.ones(3, 2).t(), "a": torch.zeros(2)}
-    tensorfile.save(tmp_path / "a", tensors, {"x": 1, "y": [2]})
-    tensorfile.save(tmp_path / "b", dict(reversed(tensors.items())), {"x": 1, "y": [2]})
+    safetensors_io.save(tmp_path / "a", tensors, {"x": 1, "y": [2]})
+    safetensors_io.save(tmp_path / "b", dict(reversed(tensors.items())), {"x": 1, "y": [2]})
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
@@ -283,19 +284,19 @@ def test_random_states_of_all_three_come_back() -> None:
         return random.random(), np.random.rand(), float(np.random.randn()), torch.rand(()).item()
 
     random.gauss(0, 1), np.random.randn()  # leaves a cached second normal behind
-    state = rng.capture()
+    state = rng_state.capture()
     first = draws()
     draws()
     tensors: Tensors = {}
-    rng.restore(unpack(json.loads(json.dumps(pack(state, "r", tensors))), "r", tensors))
+    rng_state.restore(unpack(json.loads(json.dumps(pack(state, "r", tensors))), "r", tensors))
     assert draws() == first
-    with rng.seeded(3):
+    with rng_state.seeded(3):
         inside = draws()
     after = draws()
-    rng.restore(state)
+    rng_state.restore(state)
     draws()
     assert draws() == after
-    with rng.seeded(3):
+    with rng_state.seeded(3):
         assert draws() == inside
 
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import PipeError, Unavailable
-from layerline.training import capabilities, launch
-from layerline.training.config import Config
-from layerline.training.data import Batches
-from layerline.training.masks import Gradual
+from layerline.training.config.sections import Config
+from layerline.training.data.batches import Batches
+from layerline.training.distributed import rendezvous
+from layerline.training.loop.masks import Gradual
+from layerline.training.setup import capabilities
 from tests.training import pretend
 from tests.training.group import good
 
@@ -306,5 +307,5 @@ def test_more_ranks_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(Unavailable, match="has 2 GPUs, and the launcher started a rank for GPU 2"):
-        launch.device("cuda")
-    assert launch.device("cpu") == torch.device("cpu")
+        rendezvous.device("cuda")
+    assert rendezvous.device("cpu") == torch.device("cpu")

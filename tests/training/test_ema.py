@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError
-from layerline.training import checkpoint, ema
-from layerline.training.config import EmaConfig
+from layerline.training.config.sections import EmaConfig
+from layerline.training.loop import ema
+from layerline.training.state import checkpoint
 
 
 def _scalar(**training: Any) -> tuple[nn.Linear, ModelOptimizer]:
@@ -103,7 +104,7 @@ def test_statistics_follow_and_counters_are_the_models(training: dict[str, Any])
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d, nn.SyncBatchNorm])
 def test_the_statistics_of_every_norm_are_averaged(kind: Any) -> None:
-    from layerline.training.names import named
+    from layerline.training.model.canonical_names import named
 
     model = nn.Sequential(nn.Conv1d(1, 2, 1), kind(2, affine=True, track_running_stats=True))
     assert sorted(ema.statistics(named(model))) == ["1.running_mean", "1.running_var"]

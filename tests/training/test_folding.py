@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from layerline import ModelOptimizer
-from layerline.training.folding import folded
-from layerline.training.plan import LISTED
+from layerline.training.setup.folding import folded
+from layerline.training.setup.plan import LISTED
 
 
 def unfolded(name: str) -> list[str]:

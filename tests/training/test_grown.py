@@ -13,7 +13,7 @@ from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObs
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import StageError
-from layerline.training import checkpoint, found
+from layerline.training.state import checkpoint, state_dict_match
 
 
 class Quantized(nn.Module):
@@ -76,7 +76,7 @@ def test_what_grew_is_loaded_and_goes_on_bit_for_bit(kind: Any, tmp_path: Path) 
     assert {n: b.shape for n, b in fresh.named_buffers()} == {n: b.shape for n, b in mo.model.named_buffers()} or (
         kind is Hooked and fresh.rows.shape == (8, 2)
     )
-    online, _ = found.choose(torch.load(_saved(mo, tmp_path), weights_only=True), kind())
+    online, _ = state_dict_match.choose(torch.load(_saved(mo, tmp_path), weights_only=True), kind())
     assert online is not None and online.complete
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerline.training import shapes
+from layerline.training.config import aliases
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
@@ -42,20 +42,20 @@ def test_every_snippet_runs(number: int, names: dict[str, Any], capsys: pytest.C
 
 def test_the_two_shapes_of_the_guide_mean_the_same(names: dict[str, Any]) -> None:
     exec(SNIPPETS[1], names)
-    assert shapes.load(names["one"]).model_dump(exclude={"scheduler"}) == shapes.load(names["other"]).model_dump(
+    assert aliases.load(names["one"]).model_dump(exclude={"scheduler"}) == aliases.load(names["other"]).model_dump(
         exclude={"scheduler"}
     )
 
 
-@pytest.mark.parametrize("path", sorted(shapes.MOVES))
+@pytest.mark.parametrize("path", sorted(aliases.MOVES))
 def test_every_other_spelling_is_in_the_guide(path: str) -> None:
     section, _, field = path.rpartition(".")
     named = path in GUIDE or (section == "training" and f"`monitor.{field}`" in GUIDE)
-    assert named and f"`{shapes.MOVES[path]}`" in GUIDE
+    assert named and f"`{aliases.MOVES[path]}`" in GUIDE
 
 
 def test_every_field_of_ranks_is_explained() -> None:
-    from layerline.training.config import DistributedConfig
+    from layerline.training.config.sections import DistributedConfig
 
     for name in DistributedConfig.model_fields:
         assert f"`{name}`" in GUIDE or f"`distributed.{name}`" in GUIDE

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError
-from layerline.training.config import Config
-from layerline.training.lane import Lane
-from layerline.training.masks import Gradual, Masks, channels, cubic, magnitude
+from layerline.training.config.sections import Config
+from layerline.training.loop.masks import Gradual, Masks, channels, cubic, magnitude
+from layerline.training.loop.step_engine import Lane
 
 
 def _linear(*rows: list[float]) -> nn.Linear:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from layerline import ModelOptimizer
-from layerline.training.masks import magnitude
-from layerline.training.parts import whole
+from layerline.training.loop.masks import magnitude
+from layerline.training.model.split_tensors import whole
 from tests.training.group import Died, good
 from tests.training.group import ranks as run_ranks
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from layerline.pipeline.batches import described
 from layerline.pipeline.errors import TaskError, Unavailable
+from layerline.pipeline.inputs.batches import described
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from layerline.stages.train import Train
-from layerline.training import golden
-from layerline.training.evaluate import metric_of
-from layerline.training.names import named
+from layerline.training.data import golden_outputs
+from layerline.training.model.canonical_names import named
+from layerline.training.run.validation import metric_of
 
 CPU = torch.device("cpu")
 HEAD = """import numpy as np, torch
@@ -208,16 +208,19 @@ def test_golden_inputs_are_those_before_a_forward_that_writes_into_them(nested: 
             return (x[0] if nested else x).mul_(2) + 1
 
     given = torch.tensor([1.0, 2.0])
-    kept = golden.record(InPlace(), ((given,),) if nested else (given,), {})
+    kept = golden_outputs.record(InPlace(), ((given,),) if nested else (given,), {})
     assert given.tolist() == [1.0, 2.0] and kept["outputs/output"].tolist() == [3.0, 5.0]
     assert nested or kept["inputs/x"].tolist() == [1.0, 2.0]
-    assert golden.record(InPlace(), (), {"x": (given,) if nested else given})["outputs/output"].tolist() == [3.0, 5.0]
+    assert golden_outputs.record(InPlace(), (), {"x": (given,) if nested else given})["outputs/output"].tolist() == [
+        3.0,
+        5.0,
+    ]
 
 
 def test_bytes_into_a_float_model_are_told_with_what_to_do() -> None:
     with pytest.raises(TaskError, match="cannot run on the example") as caught:
-        golden.record(nn.Linear(3, 2), (torch.ones(2, 3, dtype=torch.uint8),), {})
+        golden_outputs.record(nn.Linear(3, 2), (torch.ones(2, 3, dtype=torch.uint8),), {})
     assert "uint8" in caught.value.hint and "float()" in caught.value.hint
     with pytest.raises(TaskError) as caught:
-        golden.record(nn.Linear(3, 2), (torch.ones(2, 4),), {})
+        golden_outputs.record(nn.Linear(3, 2), (torch.ones(2, 4),), {})
     assert "uint8" not in caught.value.hint

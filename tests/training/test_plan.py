@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.training.norms import to_group_norm
-from layerline.training.optimizers import TABLE
-from layerline.training.prove import prove
+from layerline.training.loop.batch_norm import to_group_norm
+from layerline.training.optimizers.registry import TABLE
+from layerline.training.proof.prove_resume import prove
 
 MSE = nn.functional.mse_loss
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.training.masks import Masks
+from layerline.training.loop.masks import Masks
 
 
 def _scalar(start: float = 0.0, lr: float = 1.0, **sections: Any) -> tuple[nn.Linear, ModelOptimizer]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from layerline import ModelOptimizer
-from layerline.training import tensorfile
-from layerline.training.optimizers import TABLE
+from layerline.training.optimizers.registry import TABLE
+from layerline.training.state import safetensors_io
 
 LAST = torch.channels_last
 
@@ -74,7 +74,7 @@ def test_the_file_tells_strides_and_state_has_them(tmp_path: Path) -> None:
     mo = ModelOptimizer(_net(), {"optimizer": {"name": "adam"}})
     _run(mo, 0, 2)
     path = mo.save_ckpt(tmp_path / "a.safetensors")
-    _, meta = tensorfile.load(path)
+    _, meta = safetensors_io.load(path)
     assert meta["forms"]["online/0.weight"] == {"strides": [27, 1, 9, 3]}
     assert meta["forms"]["optimizer/state/0.weight/exp_avg"] == {"strides": [27, 1, 9, 3]}
     assert "optimizer/state/4.weight/exp_avg" not in meta["forms"]

@@ -15,12 +15,12 @@ from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError, StageError, TaskError, Unavailable
 from layerline.pipeline.task import Task
 from layerline.stages.train import Train, _accepted, _proved
-from layerline.training import shapes
-from layerline.training.config import Config, EmaConfig, OptimizerConfig
-from layerline.training.lane import Lane
-from layerline.training.masks import Gradual, magnitude
-from layerline.training.prove import Difference, Proof
-from layerline.training.refused import REFUSED
+from layerline.training.config import aliases
+from layerline.training.config.sections import Config, EmaConfig, OptimizerConfig
+from layerline.training.loop.masks import Gradual, magnitude
+from layerline.training.loop.step_engine import Lane
+from layerline.training.proof.prove_resume import Difference, Proof
+from layerline.training.setup.refusals import REFUSED
 
 X = torch.ones(4, 3)
 
@@ -280,7 +280,7 @@ def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["betas", "lr_range"])
 def test_a_pair_that_is_none(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^optimizer\.{field}: expected two numbers, got"):
-        shapes.load({"optimizer": {field: value}})
+        aliases.load({"optimizer": {field: value}})
 
 
 def test_words_of_masks() -> None:
@@ -357,12 +357,13 @@ def test_a_recipe_may_be_written_in_sections() -> None:
 
 
 def test_validation_without_data_is_told_before_training(tmp_path: Path) -> None:
-    from layerline.training import fit
+    from layerline.training.run import train_loop
 
     (tmp_path / "task.py").write_text("from torch import nn\ndef model(): return nn.Linear(1, 1)\n"
                                       "def train_data(): raise AssertionError\n")  # fmt: skip
     with pytest.raises(TaskError, match=r"eval_data: .*training\.valid_interval asks"):
-        fit.prepare(Task(tmp_path / "task.py"), Config().replace(monitor={"valid_interval": 2}), epochs=1, steps=None,
+        train_loop.prepare(Task(tmp_path / "task.py"), Config().replace(monitor={"valid_interval": 2}), epochs=1,
+         steps=None,
                     batch_size=1, seed=0, workers=0, device=torch.device("cpu"))  # fmt: skip
 
 

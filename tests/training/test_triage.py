@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import StageError
-from layerline.training.config import Config
-from layerline.training.lane import Lane
-from layerline.training.triage import Finding, Recorder
+from layerline.training.config.sections import Config
+from layerline.training.diagnostics.triage import Finding, Recorder
+from layerline.training.loop.step_engine import Lane
 
 
 class Op(nn.Module):
@@ -246,7 +246,7 @@ def test_half_precision_overflow_under_autocast() -> None:
 
 
 def test_wrapped_and_checkpointed_models_keep_their_names() -> None:
-    from layerline.training.recompute import Checkpointed
+    from layerline.training.model.recompute import Checkpointed
 
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)], Op(_log_of_nothing))
     Checkpointed(model, 2)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from layerline.pipeline.ledger import Record, Run
+from layerline.pipeline.records.ledger import Record, Run
 from layerline.pipeline.report import Gate, LayerDiff, Report
 
 LAYERS = [

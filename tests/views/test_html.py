@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerline.pipeline.ledger import Run
+from layerline.pipeline.inputs.untrusted import printable
+from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.report import Gate, Report
-from layerline.pipeline.untrusted import printable
 from layerline.views.canvas import WIDTHS
 from layerline.views.html import page
 from tests.views.samples import diff, many, record, run_of, sample_reports

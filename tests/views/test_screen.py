@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from layerline.pipeline.errors import PipeError
-from layerline.pipeline.lookup import Beside
+from layerline.pipeline.records.lookup import Beside
 from layerline.pipeline.report import Gate, Report
 from layerline.pipeline.runner import Result
 from layerline.views import screen, terminal

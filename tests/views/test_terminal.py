@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from layerline.pipeline.fingerprint import Fingerprint
-from layerline.pipeline.ledger import Run
-from layerline.pipeline.lookup import Beside
+from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step
+from layerline.pipeline.records.ledger import Run
+from layerline.pipeline.records.lookup import Beside
 from layerline.pipeline.report import Report
-from layerline.views import documents, screen, terminal
+from layerline.views import json_output, screen, terminal
 from tests.views.samples import diff, record
 
 PROFILES = "[{'batch': {'min': 1, 'opt': 1, 'max': 8}}, {'batch': {'min': 8, 'opt': 64, 'max': "
@@ -88,9 +88,9 @@ def test_an_input_that_is_not_made_yet_may_change() -> None:
     assert same.split() == ["stage", "same", "engine"]
     assert expected.split() == ["input.model", "may", "change", "b" * 12, "not", "known", "yet"]
     assert gone.split() == ["file.gone.csv", "changed", "c" * 12]
-    told = documents.explain(waiting, old, {})["parts"]
+    told = json_output.explain(waiting, old, {})["parts"]
     assert [told[n]["changed"] for n in ("input.model", "file.gone.csv", "stage")] == [None, True, False]
-    settled = documents.explain(step("engine", parts), old, {})["parts"]
+    settled = json_output.explain(step("engine", parts), old, {})["parts"]
     assert settled["input.model"]["changed"] is True
 
 

@@ -1,0 +1,280 @@
+"""TensorRT and TensorRT-RTX: two modules with one API, served by one backend.
+
+TensorRT times kernels while it builds and needs a device for that. TensorRT-RTX builds ahead of time on any machine,
+the same bytes for the same model, and compiles for the device when the engine is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from layerline.backends import subprocess_build
+from layerline.backends.tensorrt import cuda
+from layerline.backends.tensorrt.engine_session import EngineSession
+from layerline.backends.tensorrt.network import Layer, Tensor, describe, tensor
+from layerline.backends.tensorrt.profiles import Profile
+from layerline.backends.tensorrt.trt_errors import (
+    Messages,
+    build_failed,
+    inconsistent,
+    parse_failed,
+    reasons,
+    summarise,
+)
+from layerline.pipeline.errors import ConfigError, StageError, Unavailable
+
+# Distribution and backend name to the module it installs.
+MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+_MEMORY = {
+    "weights_bytes": "Total Weights Memory",
+    "activations_bytes": "Total Activation Memory",
+    "scratch_bytes": "Max Scratch Memory",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A finished build.
+
+    Attributes:
+        plan: the serialised engine.
+        version: of the TensorRT that built it.
+        layers: of the network as parsed.
+        inputs: of the network; -1 stands for a dynamic size.
+        outputs: of the network.
+        targets: compute capabilities it was built for; empty where the runtime's own choice was left.
+        memory: bytes that the builder says it needs, by purpose.
+        warnings: what the builder warned of, with how often.
+        repeatable: whether address randomisation could be kept out of the bytes.
+    """
+
+    plan: bytes
+    version: str
+    layers: tuple[Layer, ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    targets: tuple[str, ...] = ()
+    memory: Mapping[str, int] = field(default_factory=dict)
+    warnings: Mapping[str, int] = field(default_factory=dict)
+    repeatable: bool = True
+
+
+class TensorRT:
+    """Builds engines from ONNX files and runs them.
+
+    Networks are strongly typed: float16 and int8 are computed where the model says so and nowhere else. No timing cache
+    is loaded or kept: one of another version or device would be an error.
+
+    Args:
+        name: "tensorrt" or "tensorrt-rtx".
+        profiles: shapes of the dynamic inputs; an engine needs at least one where there are any.
+        workspace_mb: greatest scratch memory a layer may use, in MiB; None leaves the device's.
+        targets: compute capabilities to build for ("8.6"), TensorRT-RTX only; none leaves its own choice.
+    """
+
+    def __init__(
+        self,
+        name: str = "tensorrt-rtx",
+        *,
+        profiles: Sequence[Profile] = (),
+        workspace_mb: int | None = None,
+        targets: Sequence[str] = (),
+    ) -> None:
+        self.name, self.profiles, self.workspace_mb, self.targets = name, profiles, workspace_mb, tuple(targets)
+
+    def build_reason(self) -> str | None:
+        """Why this machine can't build, in one sentence; None when it can."""
+        if find_spec(MODULES[self.name]) is None:
+            return f"{self.name} is not installed (pip install {self.name})"
+        if self.name == "tensorrt" and (reason := cuda.unavailable_reason()):
+            return f"tensorrt needs a device to build, and {reason}"
+        return None
+
+    def unavailable_reason(self) -> str | None:
+        return self.build_reason() or cuda.unavailable_reason()
+
+    def build(self, model: Path, *, taps: Sequence[str] = (), modules: Mapping[str, str] | None = None) -> Built:
+        """Builds an engine from an ONNX file.
+
+        Args:
+            model: the file, its external data beside it.
+            taps: inner values that become outputs too.
+            modules: module path by node name, to name in errors.
+
+        Raises:
+            Unavailable: this machine can't build.
+            StageError: the parser or the builder refuses; names the node and module where they are told.
+        """
+        if reason := self.build_reason():
+            raise Unavailable(reason)
+        built: Built = subprocess_build.call(self._build, model.resolve(), taps, modules or {})
+        return built
+
+    def _build(self, model: Path, taps: Sequence[str], modules: Mapping[str, str]) -> Built:
+        trt = _module(self.name)
+        # The parser gets the bare name: a longer path would move every address after it.
+        os.chdir(model.parent)
+        messages = _messages(trt)
+        messages.clear()
+        builder = trt.Builder(messages.logger)
+        network = builder.create_network(_strongly_typed(trt))
+        parser = trt.OnnxParser(network, messages.logger)
+        if not parser.parse_from_file(model.name):
+            raise parse_failed([parser.get_error(i) for i in range(parser.num_errors)], modules, Path(model.name))
+        _refuse_shape_inputs(network)
+        _mark(network, taps)
+        _decompose_attention(trt, network)
+        layers, inputs, outputs = describe(network), *_edges(network)
+        plan = builder.build_serialized_network(network, self._config(trt, builder))
+        if plan is None:
+            raise build_failed(messages, layers, modules)
+        if told := inconsistent(messages, layers, modules):
+            raise told
+        return Built(
+            plan=bytes(plan),
+            version=trt.__version__,
+            layers=layers,
+            inputs=inputs,
+            outputs=outputs,
+            targets=self.targets,
+            memory=_memory(messages),
+            warnings=summarise(messages),
+            repeatable=subprocess_build.repeatable(),
+        )
+
+    def open(self, model: Path | bytes, taps: Sequence[str] = ()) -> EngineSession:
+        """Loads an engine (a file or its bytes), or builds an ONNX file and loads that. Not run on a device yet.
+
+        Only an ONNX file takes taps: what an engine gives is fixed when it is built.
+        """
+        if reason := self.unavailable_reason():
+            raise Unavailable(reason, where=f"backend {self.name}")
+        if isinstance(model, Path) and model.suffix == ".onnx":
+            plan = self.build(model, taps=taps).plan
+        elif taps:
+            raise StageError(f"an engine can't give inner values ({taps[0]}, …); open the ONNX file", where="taps")
+        else:
+            plan = model if isinstance(model, bytes) else model.read_bytes()
+        trt = _module(self.name)
+        messages = _messages(trt)
+        messages.clear()
+        # Before the runtime: it uses whatever context is current.
+        device = cuda.Device()
+        runtime = trt.Runtime(messages.logger)
+        engine = runtime.deserialize_cuda_engine(plan)
+        if engine is None:
+            raise StageError(f"TensorRT does not load the engine: {reasons(messages)}", where="engine")
+        return EngineSession(engine, device, keep=runtime)
+
+    def _config(self, trt: Any, builder: Any) -> Any:
+        config = builder.create_builder_config()
+        if self.workspace_mb is not None:
+            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, self.workspace_mb << 20)
+        if self.targets:
+            _set_targets(trt, config, self.targets)
+        for profile in self.profiles:
+            shapes = builder.create_optimization_profile()
+            for name, span in profile.items():
+                shapes.set_shape(name, span.min, span.opt, span.max)
+            config.add_optimization_profile(shapes)
+        return config
+
+
+def tensorrt() -> TensorRT:
+    return TensorRT("tensorrt")
+
+
+def tensorrt_rtx() -> TensorRT:
+    return TensorRT("tensorrt-rtx")
+
+
+def _module(name: str) -> Any:
+    try:
+        return import_module(MODULES[name])
+    except (ImportError, OSError) as error:
+        raise Unavailable(f"{name} is installed but does not import: {error}", where=f"backend {name}") from error
+
+
+@cache
+def _messages(trt: Any) -> Messages:
+    """One per module and process: TensorRT keeps the first logger it is given, for good."""
+    return Messages(trt)
+
+
+def _strongly_typed(trt: Any) -> int:
+    return 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+
+
+def _set_targets(trt: Any, config: Any, targets: Sequence[str]) -> None:
+    known = {f"{n[2:-1]}.{n[-1]}": c for n, c in trt.ComputeCapability.__members__.items() if re.fullmatch(r"SM\d+", n)}
+    for target in targets:
+        if target not in known:
+            raise ConfigError(
+                f"this version can't build for compute capability {target!r}",
+                where="targets",
+                hint=f"it builds for {', '.join(known)}",
+            )
+    config.num_compute_capabilities = len(targets)
+    for index, target in enumerate(targets):
+        config.set_compute_capability(known[target], index)
+
+
+def _refuse_shape_inputs(network: Any) -> None:
+    for i in range(network.num_inputs):
+        given = network.get_input(i)
+        if given.is_shape_tensor:
+            raise StageError(
+                "the values of this input decide sizes inside the network; TensorRT has to know them when it builds",
+                where=f"input {given.name}",
+                hint=f"make it a constant: of an ONNX file by `import-onnx: {{values: {{{given.name}: …}}}}` with the "
+                "number, or the list of numbers, that it always holds; in torch by a plain number for a tensor, or by "
+                "sizes taken from another input's shape",
+            )
+
+
+def _mark(network: Any, taps: Sequence[str]) -> None:
+    if not taps:
+        return
+    made = [layer.get_output(i) for layer in _each_layer(network) for i in range(layer.num_outputs)]
+    values = {t.name: t for t in made if t is not None}
+    for name in taps:
+        if name in values and not values[name].is_network_output:
+            network.mark_output(values[name])
+
+
+def _decompose_attention(trt: Any, network: Any) -> None:
+    """Lets the builder take Attention apart where it has no kernel of its own (float32, small heads); else it fails."""
+    kind = getattr(trt.LayerType, "ATTENTION_OUTPUT", None)
+    for layer in _each_layer(network):
+        if kind is not None and layer.type == kind:
+            layer.__class__ = trt.IAttentionOutputLayer  # how the bindings cast down
+            layer.attention.decomposable = True
+
+
+def _edges(network: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    return (
+        tuple(tensor(network.get_input(i)) for i in range(network.num_inputs)),
+        tuple(tensor(network.get_output(i)) for i in range(network.num_outputs)),
+    )
+
+
+def _each_layer(network: Any) -> Iterator[Any]:
+    return (network.get_layer(i) for i in range(network.num_layers))
+
+
+def _memory(messages: Messages) -> dict[str, int]:
+    """Bytes by purpose, from the sentences the builder ends with."""
+    found = {}
+    for key, phrase in _MEMORY.items():
+        sizes = [int(m.group(1)) for t in messages.of("INFO") if (m := re.search(rf"{phrase}: (\d+) bytes", t))]
+        if sizes:
+            found[key] = sizes[-1]
+    return found

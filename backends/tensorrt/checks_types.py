@@ -1,0 +1,110 @@
+"""Element types that TensorRT lacks, takes at the edges only, or narrows, and indices that run past the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from layerline.backends.tensorrt.node_site import Refusal, Site, is_quantizer
+from layerline.graph.analysis import ir_queries
+
+# What Q and DQ may store; these exist between the two and nowhere else.
+QUANTIZED = frozenset({ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN, ir.DataType.INT4, ir.DataType.FLOAT4E2M1})
+_TAKEN = frozenset(
+    ir.DataType[name]
+    for name in "UNDEFINED FLOAT FLOAT16 BFLOAT16 DOUBLE INT8 INT32 INT64 BOOL UINT8".split()  # noqa: SIM905  # a table
+)
+# Where each of these takes its indices.
+_INDEXED = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1}
+
+
+def edge(value: ir.Value) -> Iterator[Refusal]:
+    """Types of the model's own inputs and outputs."""
+    what = _bad_type(value.dtype)
+    if what:
+        kind = "input" if value.is_graph_input() else "output"
+        yield Refusal(value.name or "", f"{kind} {value.name}", f"the {kind} {what}", _retype(value.dtype))
+
+
+def _types(site: Site) -> Iterator[Refusal]:
+    """Element types: those that TensorRT lacks are printed raw or refused without a name."""
+    if not is_quantizer(site.node):
+        for value in (*_first_read(site), *(v for v in site.node.outputs if not v.is_graph_output() or site.inside)):
+            if what := _bad_type(value.dtype):
+                yield site.refuse(value, f"it {what}", _retype(value.dtype))
+
+
+def _float64(site: Site) -> Iterator[Refusal]:
+    """Constants that become infinite in float32, to which TensorRT narrows float64 without a word."""
+    for value in (*_first_read(site), *site.node.outputs):
+        wide = ir_queries.constant(value) if value.dtype == ir.DataType.DOUBLE and not cast_away(value) else None
+        if wide is None:
+            continue
+        lost = np.isfinite(wide) & (np.abs(wide) > np.finfo(np.float32).max)
+        if lost.any():
+            what = f"it holds {wide.ravel()[int(np.argmax(lost))]}, infinity in float32; TensorRT has no float64"
+            yield site.refuse(value, what, "scale it down in the model")
+
+
+def _first_read(site: Site) -> list[ir.Value]:
+    """Stored tensors of which this node is the first reader: each is told once."""
+    return [
+        v for v in site.node.inputs if v is not None and v.is_initializer() and ir_queries.consumers(v)[0] is site.node
+    ]
+
+
+def cast_away(value: ir.Value) -> bool:
+    """A float64 constant that is cast at once is the same number whoever casts it."""
+    stored = value.const_value is not None or getattr(value.producer(), "op_type", "") == "Constant"
+    return stored and all(n.op_type == "Cast" for n in ir_queries.consumers(value))
+
+
+def _bad_type(dtype: ir.DataType | None) -> str:
+    if dtype is None or dtype in _TAKEN or dtype in QUANTIZED:
+        return ""
+    return f"is {dtype.name.lower()}, a type that TensorRT does not have"
+
+
+def _retype(dtype: ir.DataType | None) -> str:
+    if dtype == ir.DataType.STRING:
+        return "keep text out of the graph: tokenise before it"
+    return "cast to int32, int64 or float32 in the model"
+
+
+def _uint8(site: Site) -> Iterator[Refusal]:
+    """UINT8 may only enter, straight into a Cast, and leave."""
+    node = site.node
+    if is_quantizer(node):
+        return
+    hint = "cast the uint8 input to float32 or int32 before any other operator"
+    for value in node.inputs:
+        if value is not None and value.dtype == ir.DataType.UINT8 and value.is_graph_input():
+            passed_on = all(o.is_graph_output() for o in node.outputs)
+            if node.op_type != "Cast" and not (node.op_type == "Identity" and passed_on):
+                yield site.refuse(value, f"the uint8 input goes into {node.op_type}; it may go into Cast alone", hint)
+    for value in node.outputs:
+        inner = not value.is_graph_output() or value.uses() or site.inside
+        if value.dtype == ir.DataType.UINT8 and node.op_type != "Constant" and inner:
+            yield site.refuse(value, "it is uint8 inside the network, where TensorRT has no uint8", hint)
+
+
+def _indices(site: Site) -> Iterator[Refusal]:
+    """Constant indices past the end, INT64 ones past 2^31 among them: read as something else, without an alarm."""
+    at = _INDEXED.get(site.node.op_type)
+    numbers = ir_queries.constant(site.node.inputs[at]) if at is not None else None
+    if at is None or numbers is None or not numbers.size:
+        return
+    size = None
+    if not site.node.op_type.endswith("ND"):
+        size = ir_queries.dim(site.node.inputs[0], site.node.attributes.get_int("axis", 0))
+    limit = size if isinstance(size, int) else 2**31
+    out = (numbers >= limit) | (numbers < -limit)
+    if out.any():
+        bound = f"the axis has {limit} elements" if isinstance(size, int) else "no axis has 2^31 elements"
+        what = f"the index {numbers.ravel()[int(np.argmax(out))]} is out of range: {bound}"
+        yield site.refuse(site.node.inputs[at], what, "correct the index in the model")
+
+
+TYPES = (_types, _float64, _uint8, _indices)

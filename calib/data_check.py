@@ -1,0 +1,148 @@
+"""Data that quantize will read, tried on two samples before anything is trained, and the metric with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from layerline.calib.samples import Array, Batch, Input, Samples
+from layerline.pipeline.errors import ConfigError, TaskError
+from layerline.pipeline.inputs.batches import form, leaves, mapped, outlined
+from layerline.pipeline.inputs.metric import accuracy, joined, score
+from layerline.pipeline.inspection import Inspection
+
+FEW, MORE = 2, 64
+"""Samples that the metric is tried on; more where it raises on few, as one over pairs or classes may."""
+Run = Callable[[Mapping[str, Array]], Sequence[Array]]
+"""Outputs of the model, in order, for one feed."""
+
+
+def look_at_calibration(look: Inspection, inputs: Sequence[Input], hooks: Sequence[str], asked: int | None) -> None:
+    """Reads two samples of the first of `hooks` that the task has, as the model's inputs.
+
+    Args:
+        asked: how many are to be used; None where nobody said.
+    """
+    hook = next((h for h in hooks if look.task.has(h)), None)
+    if hook is None:
+        look.warn(
+            "calib_data()",
+            f"the task defines none of {', '.join(f'{h}()' for h in hooks)}, so nothing can be calibrated",
+            "define calib_data(), or use quantize.mode: fp16, which needs no data",
+        )
+        return
+    with look.item(f"{hook}()"):
+        source = look.task.call(hook)
+        batch = next(iter(Samples(source, inputs, hook=hook, batch_size=FEW, limit=FEW)))
+        there = Samples(source, inputs, hook=hook).count()
+        look.ok(f"{hook}()", f"calibrates with {outlined(batch.feed)}" + ("" if there is None else f" of {there}"))
+        if asked is not None and there is not None and there < asked:
+            look.warn("quantize.samples", f"{asked} are asked for, {hook}() has {there}", "all of them will be used")
+
+
+def look_at_metric(look: Inspection, inputs: Sequence[Input], run: Run, max_drop: float | None) -> None:
+    """The metric over the first samples of eval_data(), of what the untrained model gives for them."""
+    if not look.task.has("eval_data"):
+        if max_drop is not None:
+            with look.item("quantize.max_drop"):
+                raise ConfigError(
+                    "it can't be checked: the task has no eval_data()",
+                    hint="define eval_data(), or leave max_drop out",
+                )
+        return
+    with look.item("eval_data()"):
+        source = look.task.call("eval_data")
+        there = Samples(source, inputs, hook="eval_data", purpose="evaluation").count()
+        outputs, targets = _predicted(look, source, inputs, run, FEW)
+        look.ok("eval_data()", f"targets {outlined(targets)}" + ("" if there is None else f" of {there} samples"))
+        with look.item("metric()"):
+            _try_metric(look, source, inputs, run, (outputs, targets), max_drop)
+        if there and max_drop is not None and max_drop < 1 / there:
+            look.warn("quantize.max_drop", *budget_below_a_sample(max_drop, there))
+
+
+def budget_below_a_sample(max_drop: float, samples: int) -> tuple[str, str]:
+    """What a budget means that a single sample of a share (accuracy) exceeds, and what to do."""
+    worth = f"{1 / samples:.2g}"
+    return (
+        f"{max_drop:g} is less than one of the {samples} samples of eval_data() is worth in a share ({worth})",
+        f"where the metric is a share, allow at least {worth}, or evaluate on more samples",
+    )
+
+
+def _try_metric(
+    look: Inspection, source: Any, inputs: Sequence[Input], run: Run, seen: tuple[Any, Any], max_drop: float | None
+) -> None:
+    outputs, targets = seen
+    if targets is None:
+        if look.task.has("metric") or max_drop is not None:
+            raise TaskError("eval_data() gives no targets, so nothing is measured", where="eval_data",
+                            hint="give (x, y), or a dict with the target under 'label'")  # fmt: skip
+        return
+    if not look.task.has("metric"):
+        try:
+            found = score(accuracy, outputs, targets)
+        except TaskError as error:
+            if max_drop is not None:
+                raise
+            look.warn("metric()", f"the task has none, and {error.what}", error.hint)
+            return
+    else:
+        metric = look.task.get("metric")
+        try:
+            found = score(metric, outputs, targets)
+        except TaskError as on_few:
+            more = _predicted(look, source, inputs, run, MORE)
+            try:
+                found = score(metric, *more)
+            except TaskError:
+                if form(source, "eval_data") != "batches" or not _of_one_class(more[1]):
+                    raise on_few from None
+                look.warn("metric()", on_few.what, f"the first {MORE} samples are of one class: shuffle eval_data(), "
+                          "or make sure that metric() takes all of it", on_few.where)  # fmt: skip
+                return
+    if not found and max_drop is not None:
+        raise TaskError(
+            "it gave no figure, and quantize.max_drop asks for one", hint="return a number, or numbers by name"
+        )
+    told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+    look.ok("metric()", f"{told or 'no figure'} on outputs {outlined(outputs)}")
+
+
+def _of_one_class(targets: Any) -> bool:
+    """Whether samples drawn from the start of the data are all alike, so that a metric over classes has no value."""
+    first = next(leaves(targets))
+    return bool(np.unique(np.asarray(first)).size <= 1)
+
+
+def _predicted(look: Inspection, source: Any, inputs: Sequence[Input], run: Run, limit: int) -> tuple[Any, Any]:
+    """Outputs and targets of the first samples, as the metric will get them."""
+    outputs: list[list[Array]] = []
+    targets: list[Any] = []
+    rows = 0
+    for whole in Samples(source, inputs, hook="eval_data", purpose="evaluation", batch_size=limit, limit=limit):
+        batch = _cut(whole, inputs, limit)
+        with look.task.blaming("the model", on=partial(outlined, batch.feed)):
+            found = run(batch.feed)
+        outputs.append([batch.real(v) for v in found])
+        targets.append(batch.target)
+        rows += batch.rows
+        if rows >= limit:
+            break
+    parts = tuple(joined(list(p), "outputs") for p in zip(*outputs, strict=True))
+    return parts[0] if len(parts) == 1 else parts, None if targets[0] is None else joined(targets, "targets")
+
+
+def _cut(batch: Batch, inputs: Sequence[Input], limit: int) -> Batch:
+    """The first samples of a batch that came ready-made, where the model takes any number of them."""
+    if batch.rows <= limit or not all(i.shape and isinstance(i.shape[0], str) for i in inputs):
+        return batch
+
+    def head(array: Array) -> Array:
+        return array[:limit] if array.ndim and len(array) == batch.rows else array
+
+    target = None if batch.target is None else mapped(batch.target, head)
+    return Batch({k: head(v) for k, v in batch.feed.items()}, target, limit)

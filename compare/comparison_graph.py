@@ -1,0 +1,198 @@
+"""Two models in one ONNX graph that reduces every pair of values to a few scalars: nothing is dumped, nothing grows.
+
+The nodes of the candidate are copied in beside the reference's under a prefix, sharing its inputs and the initializers
+that are the same. A third copy, where asked for, reads the reference's values wherever the candidate has a value of
+that name: it shows the error each layer makes by itself. Nodes are ordered so that each pair is measured as soon as it
+is there: ONNX Runtime frees a value once all that reads it has run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+
+import onnx
+from onnx import helper
+
+from layerline.backends.light import Light, bodies, rename
+from layerline.compare.pair_metrics import Measures, Pair
+from layerline.graph.analysis.toposort import in_order
+from layerline.graph.io import onnx_files
+from layerline.graph.io.opset import opset_of
+
+# Names of the candidate, and of the copy that is fed the reference's values.
+B, ISOLATED = "b//", "i//"
+_OWN = re.compile(r"(b|i|cast|reference)//|layerline/|\d+/")
+
+
+def joint(
+    reference: Light,
+    candidate: Light,
+    pairs: Iterable[Pair],
+    *,
+    masked: Collection[int] = (),
+    isolated: bool = False,
+) -> Light:
+    """The graph that runs both; its outputs are `<i>/<column>` and, where isolated, `<i>/isolated/<column>`.
+
+    Args:
+        pairs: values that stand for each other; the isolated copy reads the reference's.
+        masked: indices of the pairs whose elements that are not finite are counted and left out.
+    """
+    reference, pairs = _unreserved(reference, list(pairs))
+    a, b = reference.model, candidate.model
+    pairs, shared, functions = list(pairs), _shared(reference, candidate), {(f.domain, f.name) for f in b.functions}
+    given = candidate.fed
+    same = {i.name: i.name for i in given} | {n: n if n in shared else B + n for n in candidate.stored}
+    nodes = [*a.graph.node, *copied(b.graph.node, B, same, functions)]
+    sides = [(i, str(i), p, same.get(p.b, B + p.b)) for i, p in enumerate(pairs)]
+    if isolated:
+        fed, casts = feeds_of(pairs)
+        nodes += casts + copied(b.graph.node, ISOLATED, same | fed, functions)
+        defined = {o for n in b.graph.node for o in n.output}
+        sides += [
+            (i, f"{i}/isolated", p, ISOLATED + p.b if p.b in defined else same.get(p.b, B + p.b))
+            for i, p in enumerate(pairs)
+            if p.pointer is None
+        ]
+    measures = Measures(opset_of(a))
+    for i, tag, pair, other in sorted(sides, key=lambda side: side[0]):
+        measures.add(tag, pair, other, masked=i in masked)
+    ordered = in_order(measures.nodes, nodes)
+    inputs = [*a.graph.input, *(i for i in given if i.name not in {j.name for j in a.graph.input})]
+    initializers = [*a.graph.initializer, *_prefixed(b, shared)]
+    graph = helper.make_graph(ordered, "compare", inputs, measures.outputs, initializers)
+    graph.sparse_initializer.extend(a.graph.sparse_initializer)
+    opsets = {o.domain: o for o in (*a.opset_import, *b.opset_import)}
+    model = helper.make_model(graph, opset_imports=list(opsets.values()), ir_version=max(a.ir_version, b.ir_version, 8))
+    model.functions.extend([*a.functions, *_renamed_functions(b, functions)])
+    return Light(model, reference.weights | {B + n: w for n, w in candidate.weights.items() if n not in shared})
+
+
+def _unreserved(reference: Light, pairs: list[Pair]) -> tuple[Light, list[Pair]]:
+    """The reference with other names for what it computes under a name that the joint graph gives out itself."""
+    graphs = onnx_files.graphs(reference.model)
+    computed = {o for g in graphs for n in g.node for o in n.output}
+    taken = sorted(name for name in computed if _OWN.match(name))
+    if not taken:
+        return reference, pairs
+    names = {name: f"reference//{name}" for name in taken}
+    renamed = reference.copy()
+    rename(renamed.model.graph, names)
+    return renamed, [_renamed_pair(pair, names) for pair in pairs]
+
+
+def _renamed_pair(pair: Pair, names: Mapping[str, str]) -> Pair:
+    pointer = pair.pointer
+    if pointer is not None:
+        pointer = replace(pointer, data=names.get(pointer.data, pointer.data))
+    return replace(pair, a=names.get(pair.a, pair.a), pointer=pointer)
+
+
+def isolated_model(candidate: Light, pairs: Iterable[Pair]) -> Light:
+    """The candidate with every paired value read from an input of the value's name in the reference, prefixed `a//`.
+
+    Values of types without a code here, text among them, are computed by the candidate itself.
+    """
+    pairs, b = [p for p in pairs if p.dtype_a and p.dtype_b], candidate.model
+    fed, casts = feeds_of(pairs, "a//")
+    same = {n: n for n in (*(i.name for i in b.graph.input), *candidate.stored)}
+    taps = [helper.make_tensor_value_info("a//" + p.a, p.dtype_a, None) for p in pairs]
+    made = {o for n in b.graph.node for o in n.output}
+    outputs = [helper.make_empty_tensor_value_info(ISOLATED + p.b) for p in pairs if p.b in made]
+    apart = candidate.copy()
+    model = apart.model
+    del model.graph.node[:], model.graph.output[:], model.graph.value_info[:]
+    model.graph.node.extend([*casts, *copied(b.graph.node, ISOLATED, same | fed, set())])
+    model.graph.input.extend(taps)
+    model.graph.output.extend(outputs)
+    return apart
+
+
+def feeds_of(pairs: Iterable[Pair], prefix: str = "") -> tuple[dict[str, str], list[onnx.NodeProto]]:
+    """What stands for each candidate value when it is fed by the reference: names, and casts where the types differ."""
+    fed: dict[str, str] = {}
+    casts: list[onnx.NodeProto] = []
+    for pair in pairs:
+        if pair.b in fed:
+            continue
+        fed[pair.b] = prefix + pair.a
+        if pair.dtype_a != pair.dtype_b:
+            fed[pair.b] = f"cast//{pair.a}"
+            casts.append(helper.make_node("Cast", [prefix + pair.a], [fed[pair.b]], to=pair.dtype_b))
+    return fed, casts
+
+
+def copied(
+    nodes: Iterable[onnx.NodeProto], prefix: str, renamed: Mapping[str, str], functions: set[tuple[str, str]]
+) -> list[onnx.NodeProto]:
+    """Copies of the nodes, subgraphs included: names they write get the prefix, names they read are looked up first."""
+
+    def read(name: str) -> str:
+        return renamed.get(name, prefix + name) if name else ""
+
+    def write(name: str) -> str:
+        return prefix + name if name else ""
+
+    return [_copied_node(n, read, write, functions) for n in nodes]
+
+
+def _copied_node(
+    node: onnx.NodeProto, read: Callable[[str], str], write: Callable[[str], str], functions: set[tuple[str, str]]
+) -> onnx.NodeProto:
+    out = onnx.NodeProto()
+    out.CopyFrom(node)
+    out.ClearField("metadata_props")
+    out.name = write(node.name)
+    out.input[:] = [read(x) for x in node.input]
+    out.output[:] = [write(x) for x in node.output]
+    if (node.domain, node.op_type) in functions:
+        out.op_type = B + node.op_type
+    for graph in bodies(out):
+        inner = [_copied_node(n, read, write, functions) for n in graph.node]
+        for item in (*graph.input, *graph.initializer):
+            item.name = write(item.name)
+        defined = {o for n in inner for o in n.output} | {i.name for i in (*graph.input, *graph.initializer)}
+        for item in graph.output:
+            # A branch may also return a value of the outer scope as it is.
+            item.name = write(item.name) if write(item.name) in defined else read(item.name)
+        del graph.node[:], graph.value_info[:]
+        graph.node.extend(inner)
+    return out
+
+
+def _renamed_functions(b: onnx.ModelProto, functions: set[tuple[str, str]]) -> list[onnx.FunctionProto]:
+    out = []
+    for function in b.functions:
+        copy = onnx.FunctionProto()
+        copy.CopyFrom(function)
+        copy.name = B + function.name
+        del copy.node[:]
+        copy.node.extend(_copied_node(n, lambda x: x, lambda x: x, functions) for n in function.node)
+        out.append(copy)
+    return out
+
+
+def _shared(a: Light, b: Light) -> set[str]:
+    """Stored tensors that both have under one name with the same content."""
+    known = {t.name: t for t in a.model.graph.initializer}
+    small = {t.name for t in b.model.graph.initializer if t.name in known and _equal(known[t.name], t)}
+    return small | {n for n, w in b.weights.items() if n in a.weights and w.same(a.weights[n])}
+
+
+def _equal(a: onnx.TensorProto, b: onnx.TensorProto) -> bool:
+    if a.HasField("raw_data") and b.HasField("raw_data"):
+        return bool((a.data_type, a.dims, a.raw_data) == (b.data_type, b.dims, b.raw_data))
+    return bool(a.SerializeToString() == b.SerializeToString())
+
+
+def _prefixed(b: onnx.ModelProto, shared: Collection[str]) -> list[onnx.TensorProto]:
+    out = []
+    for tensor in b.graph.initializer:
+        if tensor.name not in shared:
+            copy = onnx.TensorProto()
+            copy.CopyFrom(tensor)
+            copy.name = B + tensor.name
+            out.append(copy)
+    return out

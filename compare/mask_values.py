@@ -1,0 +1,35 @@
+"""Values that a mask of -Inf, or of a type's least number, is written into: known from the graph, before anything runs.
+
+Their squares have no sum in float32, so they are measured another way, which costs more than is worth paying for all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from layerline.graph.analysis.rounding_noise import stored
+
+_GREAT = 1e15
+_FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
+# What masks are made and applied with. A Softmax, or whatever else reads one, gives ordinary numbers again.
+_CARRY = frozenset({"Where", "Add", "Sub", "Mul", "Cast", "Identity"}) | frozenset(
+    {"Expand", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Concat", "Tile", "Trilu"}
+)
+
+
+def extremes(graph: onnx.GraphProto) -> set[str]:
+    """Values that a stored number of at least 1e15, NaN or Inf may reach, as far as it is stored in the graph itself.
+
+    What is missed (a mask among the inputs, or of more than a few hundred elements) is found when it runs.
+    """
+    found = {name for name, tensor in stored(graph) if tensor.data_type in _FLOATS and _great(tensor)}
+    for node in graph.node:
+        if node.op_type in _CARRY and not found.isdisjoint(node.input):
+            found.update(node.output)
+    return found
+
+
+def _great(tensor: onnx.TensorProto) -> bool:
+    return not (np.abs(numpy_helper.to_array(tensor).astype(np.float64)) < _GREAT).all()

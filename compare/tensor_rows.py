@@ -1,0 +1,44 @@
+"""Report rows of plain tensors: weights, and what the modules of a network give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from layerline.backends.base import Array
+from layerline.compare.tensor_distance import diff_arrays
+from layerline.pipeline.report import LayerDiff
+
+
+class Tensor(Protocol):
+    """What is needed of torch's."""
+
+    def detach(self) -> Tensor: ...
+    def numpy(self) -> Array: ...
+
+
+class Pair(Protocol):
+    """One tensor of each side, and who it belongs to."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def module(self) -> str: ...
+    @property
+    def before(self) -> Tensor: ...
+    @property
+    def after(self) -> Tensor: ...
+
+
+def rows(pairs: Iterable[Pair]) -> tuple[LayerDiff, ...]:
+    """One row a pair, nothing gated."""
+    return tuple(_row(p, p.before.detach().numpy(), p.after.detach().numpy()) for p in pairs)
+
+
+def _row(pair: Pair, a: Array, b: Array) -> LayerDiff:
+    measures = diff_arrays(a, b).measures()
+    return LayerDiff(
+        name=pair.name, op=pair.op, module=pair.module, shape=tuple(b.shape), dtype=b.dtype.name, **measures
+    )

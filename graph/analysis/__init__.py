@@ -1,0 +1,1 @@
+"""Questions about a graph: shapes, bounds, order, types, rounding. Nothing here changes a graph."""

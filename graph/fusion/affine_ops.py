@@ -1,0 +1,150 @@
+"""Conv, ConvTranspose, Gemm and MatMul as one thing: an affine map whose output channels can be scaled and shifted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from layerline.graph.analysis.ir_queries import Array, constant, limits, rank, smallest_normal
+from layerline.graph.fusion.rule import Declined
+
+OPS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A node y = W x + b with constant W and b.
+
+    Attributes:
+        node: the node.
+        weight: W as stored.
+        bias: b per output channel, with Gemm's beta applied; zeros where the node has none.
+        rank: dimensions of y.
+        axis: axis of y that holds the output channels.
+    """
+
+    node: ir.Node
+    weight: Array
+    bias: Array
+    rank: int
+    axis: int
+
+    @property
+    def channels(self) -> int:
+        """Number of output channels."""
+        return int(self.bias.size)
+
+    def per_channel(self, array: Array, name: str) -> Array:
+        """`array` as one number per output channel, where broadcasting it against y means just that.
+
+        Raises:
+            Declined: it varies along another axis, or broadcasting it would change the shape of y.
+        """
+        if array.ndim <= self.rank:
+            shape = (1,) * (self.rank - array.ndim) + array.shape
+            rest = shape[: self.axis] + shape[self.axis + 1 :]
+            if all(size == 1 for size in rest) and shape[self.axis] in (1, self.channels):
+                return np.broadcast_to(array.reshape(-1).astype(np.float64), (self.channels,))
+        raise Declined(
+            f"{name} of shape {array.shape} is not one number per channel of {self.node.op_type} output "
+            f"{self.node.outputs[0].name} ({self.channels} channels on axis {self.axis} of {self.rank})"
+        )
+
+    def scaled(self, tape: Tape, scale: Array, shift: Array, tag: str) -> ir.Value:
+        """The output of a new node that computes scale * y + shift, both one number per channel (float64).
+
+        Raises:
+            Declined: MatMul would need a bias, or the result doesn't fit the weights' type.
+        """
+        node = self.node
+        if node.op_type == "MatMul" and (shift.any() or self.bias.any()) and self.rank != 2:
+            raise Declined(f"MatMul {node.outputs[0].name} has rank {self.rank} and takes no bias")
+        exact = np.multiply(self.weight, self._along_weight(scale), dtype=np.float64)
+        weight = self._stored(exact, self.weight, "weight")
+        bias = self._stored(self.bias * scale + shift, self.bias, "bias")
+        stem = node.inputs[1].name if node.inputs[1] is not None else node.outputs[0].name
+        inputs = [node.inputs[0], tape.initializer(ir.tensor(weight), f"{stem}/{tag}")]
+        attributes = dict(node.attributes)
+        attributes.pop("beta", None)
+        if self._has_bias() or bias.any():
+            inputs.append(tape.initializer(ir.tensor(bias), f"{stem}/{tag}_bias"))
+        op = "Gemm" if node.op_type == "MatMul" and len(inputs) == 3 else node.op_type
+        return tape.op(op, inputs, attributes)
+
+    def _stored(self, exact: Array, old: Array, name: str) -> Array:
+        """`exact` in the weights' type."""
+        where, dtype = f"{name} of {self.node.op_type} {self.node.outputs[0].name}", self.weight.dtype
+        with np.errstate(over="ignore", invalid="ignore"):
+            new = exact.astype(dtype)
+            sizes = np.abs(new)
+            finite, least = sizes.max(initial=0.0) < np.inf, sizes.min(initial=np.inf)
+        if not finite:
+            if np.isfinite(exact).all() or np.isfinite(old.astype(np.float64)).all():
+                raise Declined(f"{where} would overflow {dtype}")
+        # Below the normal numbers of a type rounding takes more of a number, and at last all of it.
+        elif least < smallest_normal(dtype):
+            off = np.linalg.norm(new.astype(np.float64) - exact)
+            if off > 4 * limits(dtype)[1] * np.linalg.norm(exact):
+                raise Declined(f"{where} would be too small for {dtype}")
+        return new
+
+    def _has_bias(self) -> bool:
+        return len(self.node.inputs) > 2 and self.node.inputs[2] is not None
+
+    def _along_weight(self, scale: Array) -> Array:
+        weight, node = self.weight, self.node
+        if node.op_type == "Conv":
+            return scale.reshape(-1, *(1,) * (weight.ndim - 1))
+        if node.op_type == "ConvTranspose":
+            # W is (inputs, outputs / groups, ...): the inputs of group g belong to the outputs of group g.
+            groups = node.attributes.get_int("group", 1)
+            each = scale.reshape(groups, 1, -1).repeat(weight.shape[0] // groups, axis=1)
+            return each.reshape(weight.shape[0], -1, *(1,) * (weight.ndim - 2))
+        if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1:
+            return scale.reshape(-1, 1)
+        return scale.reshape(1, -1)
+
+
+def behind(value: ir.Value | None) -> Linear | None:
+    """The linear node that computes `value`, or None where something else does or its weight is not constant.
+
+    Raises:
+        Declined: its bias is computed, or not one number per channel.
+    """
+    node = value.producer() if value is not None else None
+    if node is None or node.domain != "" or node.op_type not in OPS:
+        return None
+    weight = constant(node.inputs[1])
+    if weight is None or weight.dtype.kind not in "fV" or weight.ndim < 2:
+        return None
+    out_rank, channels = _outputs(node, weight)
+    if out_rank is None:
+        return None
+    axis = out_rank - 1 if node.op_type == "MatMul" else 1
+    linear = Linear(node, weight, np.zeros(channels), out_rank, axis)
+    given = node.inputs[2] if len(node.inputs) > 2 else None
+    if given is None:
+        return linear
+    bias = constant(given)
+    if bias is None:
+        raise Declined(f"bias {given.name} of {node.op_type} {node.outputs[0].name} is computed")
+    beta = node.attributes.get_float("beta", 1.0) if node.op_type == "Gemm" else 1.0
+    if beta == 0 and not np.isfinite(bias.astype(np.float64)).all():
+        raise Declined(f"bias {given.name} of Gemm {node.outputs[0].name} is not finite, and beta = 0 leaves it out")
+    shaped = bias if node.op_type == "Gemm" else bias.reshape(-1, *(1,) * (out_rank - 2))
+    return Linear(node, weight, beta * linear.per_channel(shaped, f"bias {given.name}"), out_rank, axis)
+
+
+def _outputs(node: ir.Node, weight: Array) -> tuple[int | None, int]:
+    """Rank of the output and number of output channels."""
+    if node.op_type == "Conv":
+        return weight.ndim, weight.shape[0]
+    if node.op_type == "ConvTranspose":
+        return weight.ndim, weight.shape[1] * node.attributes.get_int("group", 1)
+    if node.op_type == "Gemm":
+        return 2, weight.shape[0 if node.attributes.get_int("transB", 0) else 1]
+    given = rank(node.inputs[0])
+    return (given if weight.ndim == 2 and given is not None and given >= 2 else None), weight.shape[-1]

@@ -1,0 +1,117 @@
+"""Fusing a model: apply the rules, prove every firing on real data, undo what fails its proof, repeat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import onnx
+
+from layerline.backends.light import Light, Model, split, weightless
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.graph.analysis.ir_queries import Array
+from layerline.graph.fusion.apply_rules import Rewritten, rewrite
+from layerline.graph.fusion.bisect import guilty
+from layerline.graph.fusion.rule import Rule, Site
+from layerline.graph.fusion.rules import RULES
+from layerline.graph.fusion.verify_rewrites import Proof, prove
+from layerline.pipeline.errors import StageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused(Rewritten):
+    """A model after proved rewriting.
+
+    Attributes:
+        proofs: one per firing that stands, in order.
+        undone: firings whose proof failed; the model is as if they had never been tried.
+    """
+
+    proofs: tuple[Proof, ...]
+    undone: tuple[Proof, ...]
+
+
+def fuse(
+    model: Model,
+    feeds: Sequence[Mapping[str, Array]],
+    *,
+    rules: Sequence[Rule] = RULES,
+    floors: Mapping[str, float] | None = None,
+    fold_limit: int = 1 << 20,
+) -> Fused:
+    """Applies the rules and keeps what is proved on `feeds`; `model` is left as it was.
+
+    Args:
+        feeds: real inputs, at other sizes too where axes are dynamic.
+        floors: relative L2 noise floor of values by name; see `prove`.
+
+    Raises:
+        StageError: the model can't be run, no feed is given, or the model is not valid before any rule fires.
+    """
+    if not feeds:
+        raise StageError("there is no feed to prove rewrites on", where="feeds")
+
+    given = split(model)
+
+    def proofs_of(some: Rewritten) -> list[Proof]:
+        return prove(some.unfused, some.types, some.firings, feeds, floors or {})
+
+    denied: frozenset[Site] = frozenset()
+    undone: list[Proof] = []
+    while True:
+        done = rewrite(given, rules, denied=denied, fold_limit=fold_limit)
+        proofs = proofs_of(done)
+        failed = next((p for p in proofs if not p.passed), None)
+        fault, told = _examine(done.light, given) if failed is None else (None, [])
+        if failed is None and fault is None:
+            record = {f.name: getattr(done, f.name) for f in fields(done)} | {"notes": (*done.notes, *told)}
+            return Fused(**record, proofs=tuple(proofs), undone=tuple(undone))
+        if failed is None or _is_shared(failed, proofs):
+            # One of many: the first k firings are right, the next one isn't.
+            def good(some: Rewritten) -> bool:
+                return all(p.passed for p in proofs_of(some)) and _examine(some.light, given)[0] is None
+
+            firing = guilty(given, good, rules, denied=denied, fold_limit=fold_limit)
+            if firing is None:
+                raise StageError(fault or "no single rewrite is to blame", where="fuse")
+            failed = Proof(firing, math.inf, 0.0, 0, fault or "") if failed is None else replace(failed, firing=firing)
+        # A later firing can fail through an earlier one it builds on, so only the first of each round is undone.
+        undone.append(failed)
+        denied |= {failed.firing.site}
+
+
+def _is_shared(failed: Proof, proofs: Sequence[Proof]) -> bool:
+    """Whether other firings stand or fall with the same values: those inside the body of one node do."""
+    return any(p.firing is not failed.firing and p.firing.after == failed.firing.after for p in proofs)
+
+
+def _examine(model: Light, original: Light) -> tuple[str | None, list[str]]:
+    """Why a result can't be used (None where it can), and what should be told of it.
+
+    It can't be used when onnxruntime doesn't load it, or when onnx's plain check refuses it and passes the original. A
+    complaint of onnx's shape check alone is told: a file may hide a fault from that check behind shapes that can't be
+    inferred, folding makes them known, and runtimes take the model as before.
+    """
+    try:
+        OnnxRuntime(few_runs=True).open(model)
+    except StageError as error:
+        return error.what, []
+    source = weightless(model).SerializeToString()
+    full = _complaint(source, full=True)
+    if full is None:
+        return None, []
+    before = weightless(original).SerializeToString()
+    plain = _complaint(source, full=False)
+    if plain and not _complaint(before, full=False):
+        return plain, []
+    told = f"onnx's shape check, which onnxruntime doesn't share, finds fault with the model: {full}"
+    return None, [] if _complaint(before, full=True) else [told]
+
+
+def _complaint(source: bytes, full: bool) -> str | None:
+    try:
+        onnx.checker.check_model(source, full_check=full)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+        return str(error).strip()
+    return None

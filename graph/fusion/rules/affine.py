@@ -1,0 +1,70 @@
+"""Multiplying or adding constants into the linear op before it.
+
+Per output channel where the two are adjacent. A single number also where only Reshapes and Transposes lie between (the
+1/sqrt(d) of attention): those are made again behind the scaled op.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from layerline.graph.analysis.ir_queries import Array, constant, parent, rank
+from layerline.graph.fusion import affine_ops
+from layerline.graph.fusion.rewriter import Rewriting
+from layerline.graph.fusion.rule import Declined, on, sole
+
+MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
+
+
+def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
+    for side in (0, 1):
+        value, other = node.inputs[side], node.inputs[1 - side]
+        amount = constant(other)
+        if amount is None or value is None or other is None:
+            continue
+        single = amount.size == 1 and amount.ndim <= min(rank(value) or 0, 1)
+        moves = _moves(value) if single and node.op_type in ("Mul", "Div") else []
+        before = affine_ops.behind(moves[-1].inputs[0] if moves else value)
+        if before is None:
+            continue
+        if node.op_type == "Div" and side == 1:
+            raise Declined(f"{node.outputs[0].name} divides a constant by {before.node.op_type} output {value.name}")
+        for reader, read in zip((node, *moves), (value, *(m.inputs[0] for m in moves)), strict=True):
+            sole(read, reader)
+        each = before.per_channel(amount, f"constant {other.name}")
+        scale, shift = _affine(node.op_type, side, each)
+        out = before.scaled(tape, scale, shift, node.op_type.lower())
+        for move in reversed(moves):
+            out = tape.op(move.op_type, [out, *move.inputs[1:]], move.attributes)
+        return out
+    return None
+
+
+def _moves(value: ir.Value) -> list[ir.Node]:
+    """The nodes before `value`, last first, that only move elements about."""
+    found: list[ir.Node] = []
+    while (node := parent(value, *MOVES)) is not None and node.inputs[0] is not None:
+        found.append(node)
+        value = node.inputs[0]
+    return found
+
+
+def _affine(op: str, side: int, amount: Array) -> tuple[Array, Array]:
+    """scale and shift of `y op amount` (side 0) or `amount op y` (side 1)."""
+    one, zero = np.ones_like(amount), np.zeros_like(amount)
+    if op == "Mul":
+        return amount, zero
+    if op == "Div":
+        if not amount.all():
+            raise Declined("it divides by zero")
+        return 1.0 / amount, zero
+    if op == "Add":
+        return one, amount
+    return (one, -amount) if side == 0 else (-one, amount)
+
+
+RULE = on(
+    "affine", "constant Mul, Div, Add and Sub into the linear op before them", ["Mul", "Div", "Add", "Sub"], rewrite
+)

@@ -1,0 +1,50 @@
+"""If whose condition is a constant: the branch that is always taken moves out, the other goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from layerline.graph.analysis.ir_queries import constant
+from layerline.graph.fusion.rewriter import Rewriting
+from layerline.graph.fusion.rule import Declined, Rule
+
+
+@dataclass
+class _Moved:
+    """Nodes and tensors of a branch on their way out, in the form of a tape."""
+
+    nodes: list[ir.Node] = field(default_factory=list)
+    initializers: list[ir.Value] = field(default_factory=list)
+
+
+def run(work: Rewriting) -> None:
+    for graph in work.graphs():
+        for node in graph:
+            condition = constant(node.inputs[0]) if node.op_type == "If" and node.domain == "" else None
+            if condition is not None and condition.size == 1:
+                try:
+                    _inline(node, bool(condition.item()), work)
+                except Declined as declined:
+                    work.decline(RULE.name, node.outputs[0], str(declined))
+
+
+def _inline(node: ir.Node, taken: bool, work: Rewriting) -> None:
+    body = node.attributes["then_branch" if taken else "else_branch"].as_graph()
+    ends = list(body.outputs)
+    own = {o for n in body for o in n.outputs}
+    for old, end in zip(node.outputs, ends, strict=True):
+        if end not in own or ends.count(end) > 1:
+            raise Declined(f"branch output {end.name} of If {old.name} is not computed in the branch, or given twice")
+    if not all(work.permits(RULE.name, o) for o in node.outputs[:1]):
+        return
+    moved = _Moved(list(body), list(body.initializers.values()))
+    body.outputs.clear()
+    body.initializers.clear()
+    body.remove(moved.nodes)
+    work.release(moved.nodes, moved.initializers)
+    work.swap(RULE.name, list(zip(node.outputs, ends, strict=True)), moved)
+
+
+RULE = Rule("constant-branch", "If whose condition is constant, replaced by the branch it takes", run)

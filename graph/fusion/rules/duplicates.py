@@ -1,0 +1,105 @@
+"""The same thing twice: stored tensors of equal bytes, and nodes that compute the same from the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable
+
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from layerline.graph.analysis.ir_queries import is_random, subgraphs
+from layerline.graph.fusion.rewriter import Rewriting
+from layerline.graph.fusion.rule import Declined, Rule
+
+
+def initializers(work: Rewriting) -> None:
+    """Within a graph, and in bodies also against the graphs around them.
+
+    A body may read what is stored around it; the names of a prepared model leave no doubt whose tensor is meant. Bodies
+    of foreign operators keep their own.
+    """
+    for graph in work.graphs():
+        alike: dict[Hashable, list[ir.Value]] = {}
+        for outer in work.reachable(graph):
+            for value in outer.initializers.values():
+                alike.setdefault(_look(value), []).append(value)
+        for value in list(graph.initializers.values()):
+            group = alike.setdefault(_look(value), [])
+            first = next((v for v in group if _digest(v) == _digest(value)), value)
+            if first is value:
+                group.append(value)
+            elif value.is_graph_output():
+                work.decline(INITIALIZERS.name, value, f"stored tensor {value.name} is a graph output")
+            else:
+                work.merge(INITIALIZERS.name, value, first)
+
+
+def _look(value: ir.Value) -> Hashable:
+    """What equal tensors share and few others do; nothing large is read for it."""
+    tensor = value.const_value
+    if tensor is None or tensor.dtype == ir.DataType.STRING:
+        return id(value)
+    return _once(value, "look", lambda: (tensor.dtype, tuple(tensor.shape.numpy()), _head(tensor)))
+
+
+def _head(tensor: ir.TensorProtocol) -> bytes:
+    array = tensor.numpy()
+    return array.ravel()[:16].tobytes() if array.flags.c_contiguous else array.tobytes()[:64]
+
+
+def _digest(value: ir.Value) -> Hashable:
+    tensor = value.const_value
+    assert tensor is not None
+    return _once(value, "digest", lambda: hashlib.blake2b(tensor.tobytes(), digest_size=16).digest())
+
+
+def _once(value: ir.Value, key: str, found: Callable[[], Hashable]) -> Hashable:
+    """A value keeps its tensor for life, so what is read of it is read once."""
+    if key not in value.meta:
+        value.meta[key] = found()
+    known: Hashable = value.meta[key]
+    return known
+
+
+def nodes(work: Rewriting) -> None:
+    """What reads the later of two equal nodes of a graph reads the earlier; never random ones, nor foreign domains."""
+    for graph in work.graphs():
+        seen: dict[Hashable, ir.Node] = {}
+        for node in graph:
+            if node.domain != "" or is_random(node) or subgraphs(node) or node.op_type == "Constant":
+                continue
+            first = seen.setdefault(_meaning(node), node)
+            if first is not node:
+                _merge(work, node, first)
+
+
+def _meaning(node: ir.Node) -> Hashable:
+    attributes = tuple(sorted((a.name, a.type, _exact(a)) for a in node.attributes.values()))
+    present = tuple(bool(o.name) for o in node.outputs)
+    return node.op_identifier(), tuple(id(v) for v in node.inputs), attributes, present
+
+
+def _exact(attribute: ir.Attr) -> str:
+    """What an attribute holds, to the last bit: tensors print a few digits only."""
+    if attribute.is_ref() or attribute.type not in (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS):
+        return repr((attribute.ref_attr_name, attribute.value))
+    tensors = [attribute.as_tensor()] if attribute.type == ir.AttributeType.TENSOR else attribute.as_tensors()
+    return repr([(t.dtype, tuple(t.shape), _content(t)) for t in tensors])
+
+
+def _content(tensor: ir.TensorProtocol) -> object:
+    return tensor.numpy().tolist() if tensor.dtype == ir.DataType.STRING else tensor.tobytes()
+
+
+def _merge(work: Rewriting, node: ir.Node, first: ir.Node) -> None:
+    for old, new in zip(node.outputs, first.outputs, strict=True):
+        if old.uses() or old.is_graph_output():
+            try:
+                work.fire(NODES.name, old, new, Tape())
+            except Declined as declined:
+                work.decline(NODES.name, old, str(declined))
+
+
+INITIALIZERS = Rule("duplicate-initializers", "stored tensors of equal bytes, kept once", initializers)
+NODES = Rule("duplicate-nodes", "nodes that compute the same from the same, kept once", nodes)

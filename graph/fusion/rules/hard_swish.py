@@ -1,0 +1,62 @@
+"""Hard sigmoid and hard swish written out: clip(x + 3, 0, 6) / 6, and x times that."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from layerline.graph.analysis.ir_queries import constant, parent
+from layerline.graph.fusion.factors import Product, close, plus, product
+from layerline.graph.fusion.rewriter import Rewriting
+from layerline.graph.fusion.rule import on, only_within
+
+SINCE = 14
+
+
+def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
+    whole = product(node.outputs[0])
+    if work.opset >= SINCE and (x := _gated(whole)) is not None:
+        only_within(node, x)
+        return tape.op("HardSwish", [x])
+    if not close(whole.number, 1 / 6, node.outputs[0]) or len(whole.values) not in (1, 2):
+        return None
+    for index, clipped in enumerate(whole.values):
+        x = _unclipped(clipped)
+        rest = [*whole.values[:index], *whole.values[index + 1 :]]
+        if x is None or rest not in ([], [x]):
+            continue
+        only_within(node, x)
+        if rest and work.opset >= SINCE:
+            return tape.op("HardSwish", [x])
+        gate = tape.op("HardSigmoid", [x], {"alpha": 1 / 6, "beta": 0.5})
+        return tape.op("Mul", [x, gate]) if rest else gate
+    return None
+
+
+def _gated(whole: Product) -> ir.Value | None:
+    """x, where the product is x times its hard sigmoid."""
+    if whole.number != 1.0 or len(whole.values) != 2:
+        return None
+    for x, gate in (whole.values, whole.values[::-1]):
+        node = parent(gate, "HardSigmoid")
+        slope, middle = (
+            (node.attributes.get_float(k, 0.0) for k in ("alpha", "beta")) if node is not None else (0.0, 0.0)
+        )
+        if node is not None and node.inputs[0] is x and close(slope, 1 / 6, x) and middle == 0.5:
+            return x
+    return None
+
+
+def _unclipped(value: ir.Value) -> ir.Value | None:
+    """x, where `value` is clip(x + 3, 0, 6)."""
+    clip = parent(value, "Clip")
+    if clip is None:
+        return None
+    bounds = [constant(v) for v in (*clip.inputs[1:], None, None)[:2]]
+    ends = [float(b) if b is not None and b.size == 1 else None for b in bounds]
+    if len(clip.inputs) == 1:
+        ends = [clip.attributes.get_float("min"), clip.attributes.get_float("max")]
+    return plus(clip.inputs[0], 3.0) if ends == [0.0, 6.0] else None
+
+
+RULE = on("hard-swish", "hard sigmoid and hard swish written out to the single operators", ["Mul", "Div"], rewrite)

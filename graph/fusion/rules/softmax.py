@@ -1,0 +1,92 @@
+"""Softmax written out with its maximum taken off, to the one operator; and the guard against NaN that can't be met."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from layerline.graph.analysis.ir_queries import constant, parent, rank, scalar
+from layerline.graph.analysis.value_bounds import Bounds, bounds, of
+from layerline.graph.fusion.rewriter import Rewriting
+from layerline.graph.fusion.rule import Declined, Rule, on, only_within
+
+SINCE = 13
+
+
+def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
+    """exp(x - max x) / sum exp(x - max x)."""
+    exp, total = parent(node.inputs[0], "Exp"), parent(node.inputs[1], "ReduceSum")
+    if exp is None or total is None or total.inputs[0] is not exp.outputs[0]:
+        return None
+    shifted = parent(exp.inputs[0], "Sub")
+    top = parent(shifted.inputs[1], "ReduceMax") if shifted is not None else None
+    if shifted is None or top is None or top.inputs[0] is not shifted.inputs[0]:
+        raise Declined(
+            f"{node.outputs[0].name} doesn't take off the maximum, so Softmax would differ where exp overflows"
+        )
+    axes = {_axis(total), _axis(top)}
+    if len(axes) > 1 or None in axes or work.opset < SINCE:
+        raise Declined(f"{node.outputs[0].name} is not over one axis that is kept, or below opset {SINCE}")
+    only_within(node, shifted.inputs[0])
+    return tape.op("Softmax", [shifted.inputs[0]], {"axis": axes.pop()})
+
+
+def _axis(node: ir.Node) -> int | None:
+    count = rank(node.inputs[0])
+    given = constant(node.inputs[1]) if len(node.inputs) > 1 else np.array(node.attributes.get_ints("axes") or ())
+    if count is None or given is None or given.size != 1 or not node.attributes.get_int("keepdims", 1):
+        return None
+    return int(given.item()) % count
+
+
+def guard(work: Rewriting) -> None:
+    """Where(IsNaN(s), 0, s) after a Softmax whose scores are finite in every run.
+
+    torch writes it for rows that a mask of -inf covers whole, and TensorRT's fused attention is lost to it. A row is
+    NaN too when a score is NaN or a product has overflowed, so it goes only where neither can be (value_bounds.py).
+    """
+    for graph in work.graphs():
+        found: Bounds | None = None
+        for node in graph:
+            if node.op_type == "Where" and node.domain == "" and (softmax := _guarded(node)) is not None:
+                found = bounds(graph) if found is None else found
+                work.attempt(GUARD.name, node, partial(_unguarded, scores=softmax.inputs[0], found=found))
+
+
+def _guarded(node: ir.Node) -> ir.Node | None:
+    test, softmax = parent(node.inputs[0], "IsNaN"), parent(node.inputs[2], "Softmax")
+    if test is None or softmax is None or test.inputs[0] is not node.inputs[2] or scalar(node.inputs[1]) != 0.0:
+        return None
+    return softmax
+
+
+def _unguarded(
+    node: ir.Node,
+    tape: Tape,  # noqa: ARG001
+    work: Rewriting,  # noqa: ARG001
+    *,
+    scores: ir.Value | None,
+    found: Bounds,
+) -> ir.Value | None:
+    if not math.isfinite(of(scores, found)):
+        name = scores.name if scores is not None else ""
+        raise Declined(f"scores {name} of {node.outputs[0].name} may be NaN or infinite: {_cause(scores, found)}")
+    return node.inputs[2]
+
+
+def _cause(value: ir.Value | None, found: Bounds) -> str:
+    """The first value upwards that nothing bounds while all it is computed from is bounded; or an input."""
+    while value is not None and (node := value.producer()) is not None:
+        open_ = [v for v in node.inputs if v is not None and not math.isfinite(of(v, found))]
+        if not open_:
+            return f"{node.op_type} {value.name} is not bounded"
+        value = open_[0]
+    return f"{value.name if value is not None else 'a value'} can hold anything"
+
+
+RULE = on("softmax", "softmax written out to Softmax (opset 13)", ["Div"], rewrite)
+GUARD = Rule("softmax-nan-guard", "replacing NaN after a Softmax whose scores are finite in every run", guard)

@@ -1,0 +1,136 @@
+"""Transposes: between two Reshapes, through elementwise operators until they cancel, and into Gemm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from layerline.graph.analysis.ir_queries import BROADCASTING, constant, consumers, parent, rank
+from layerline.graph.analysis.symbolic_shapes import Size, product, sizes
+from layerline.graph.fusion.rewriter import Rewriting
+from layerline.graph.fusion.rule import on, sole
+from layerline.graph.fusion.rules.noop import permutation
+
+# One input, one output, element by element.
+UNARY = frozenset(
+    {"Abs", "Cast", "Ceil", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish", "Identity", "IsNaN"}
+    | {"LeakyRelu", "Log", "Mish", "Neg", "Not", "Reciprocal", "Relu", "Round", "Selu", "Sigmoid", "Sign", "Softplus"}
+    | {"Softsign", "Sqrt", "Swish", "Tanh", "ThresholdedRelu"}
+)
+DEPTH = 12
+
+
+def between(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
+    """Reshape, Transpose, Reshape: axes joined, moved and split again is a Transpose of the single axes."""
+    middle = parent(node.inputs[0], "Transpose")
+    first = parent(middle.inputs[0], "Reshape") if middle is not None else None
+    perm = permutation(middle) if middle is not None else None
+    if middle is None or first is None or perm is None:
+        return None
+    before, joined, after = (sizes(v) for v in (first.inputs[0], first.outputs[0], node.outputs[0]))
+    groups = _groups(before, joined) if before is not None and joined is not None else None
+    if before is None or groups is None:
+        return None
+    order = [axis for group in perm for axis in groups[group]]
+    if tuple(before[axis] for axis in order) != after:
+        return None
+    sole(node.inputs[0], node)
+    sole(middle.inputs[0], middle)
+    return tape.op("Transpose", [first.inputs[0]], {"perm": order})
+
+
+def _groups(single: Sequence[Size], joined: Sequence[Size]) -> list[list[int]] | None:
+    """For each joined axis the consecutive axes whose sizes multiply to it."""
+    groups: list[list[int]] = []
+    axis = 0
+    for size in joined:
+        group: list[int] = []
+        while axis < len(single) and (not group or product(single[a] for a in group) != size):
+            group.append(axis)
+            axis += 1
+        if product(single[a] for a in group) != size:
+            return None
+        groups.append(group)
+    return groups if axis == len(single) else None
+
+
+def cancel(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
+    """A Transpose pulled up through elementwise operators, where it meets its inverse and none is left over.
+
+    Every path upwards must end in a Transpose that it cancels, or in a constant; so the graph loses Transposes and
+    gains nothing.
+    """
+    perm = permutation(node)
+    inner = node.inputs[0]
+    if perm is None or inner is None or not _is_elementwise(inner.producer()):
+        return None
+    if _gain(inner, perm, node, DEPTH) is None:
+        return None
+    return _pulled(inner, perm, tape, work)
+
+
+def _is_elementwise(node: ir.Node | None) -> bool:
+    return node is not None and node.domain == "" and node.op_type in UNARY | BROADCASTING | {"Clip"}
+
+
+def _gain(value: ir.Value, perm: tuple[int, ...], reader: ir.Node, depth: int) -> int | None:
+    """How many Transposes cancel above `value`; None where one would be left over."""
+    node = value.producer()
+    if _is_small(value, perm):
+        return 0
+    if node is None or depth == 0 or any(c is not reader for c in consumers(value)) or value.is_graph_output():
+        return None
+    if rank(value) != len(perm):
+        return None
+    if node.op_type == "Transpose" and node.domain == "":
+        first = permutation(node)
+        return 1 if first is not None and [first[p] for p in perm] == list(range(len(perm))) else None
+    if not _is_elementwise(node):
+        return None
+    gains = [_gain(v, perm, node, depth - 1) for v in _tensors(node) if v is not None]
+    return None if None in gains or not any(gains) else sum(g for g in gains if g is not None)
+
+
+def _is_small(value: ir.Value, perm: tuple[int, ...]) -> bool:
+    """A constant that can be turned along with the rest: one number that adds no axis, or one with every axis."""
+    array = constant(value)
+    return array is not None and (array.ndim == len(perm) or (array.size == 1 and array.ndim < len(perm)))
+
+
+def _tensors(node: ir.Node) -> Sequence[ir.Value | None]:
+    # The bounds of Clip are scalars beside the point.
+    return node.inputs[:1] if node.op_type == "Clip" else node.inputs
+
+
+def _pulled(value: ir.Value, perm: tuple[int, ...], tape: Tape, work: Rewriting) -> ir.Value:
+    """`value` transposed by `perm`, without a Transpose."""
+    array = constant(value)
+    if array is not None:
+        if array.size == 1:
+            return value
+        return tape.initializer(ir.tensor(array.transpose(perm).copy()), f"{value.name}/transposed")
+    node = value.producer()
+    assert node is not None
+    if node.op_type == "Transpose":
+        assert node.inputs[0] is not None
+        return node.inputs[0]
+    turned = [_pulled(v, perm, tape, work) if v is not None else None for v in _tensors(node)]
+    return tape.op(node.op_type, [*turned, *node.inputs[len(turned) :]], node.attributes)
+
+
+def into_gemm(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
+    """Gemm transposes its factors itself."""
+    flags = {"transA": node.attributes.get_int("transA", 0), "transB": node.attributes.get_int("transB", 0)}
+    inputs, changed = list(node.inputs), False
+    for index, flag in enumerate(flags):
+        turned = parent(node.inputs[index], "Transpose")
+        if turned is not None and permutation(turned) == (1, 0):
+            inputs[index], flags[flag], changed = turned.inputs[0], 1 - flags[flag], True
+    return tape.op("Gemm", inputs, {**node.attributes, **flags}) if changed else None
+
+
+BETWEEN = on("reshape-transpose", "Reshape, Transpose, Reshape to one Transpose", ["Reshape"], between)
+CANCEL = on("transpose-cancel", "Transposes that cancel across elementwise operators", ["Transpose"], cancel)
+GEMM = on("transpose-gemm", "Transpose into Gemm's own transA and transB", ["Gemm"], into_gemm)

@@ -1,0 +1,37 @@
+"""Proved constants in the place of what computes them.
+
+A proof or a comparison runs the unfused model on many feeds. To transpose every weight again on each of them, as
+exporters write it, would take as long as all the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from layerline.backends.light import Light
+from layerline.graph.analysis.toposort import moving
+from layerline.graph.fusion.rule import After
+from layerline.graph.io.ir_convert import store
+
+
+def constant_of(after: After) -> ir.TensorProtocol | None:
+    """The tensor that a value has become; None where it is computed."""
+    return None if after.nodes else after.tensors.get(after.result)
+
+
+def with_constants(light: Light, constants: Mapping[str, ir.TensorProtocol]) -> Light:
+    """The model with these values stored in place of the nodes that compute them from nothing but constants."""
+    out = light.copy()
+    graph, changing, kept = out.model.graph, moving(out.model.graph), []
+    for node in graph.node:
+        made = {o for o in node.output if o}
+        if made <= constants.keys() - changing:
+            for name in sorted(made):
+                store(out, name, constants[name])
+        else:
+            kept.append(node)
+    del graph.node[:]
+    graph.node.extend(kept)
+    return out

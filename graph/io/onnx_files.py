@@ -1,0 +1,342 @@
+"""ONNX files in canonical form: the same graph gives the same bytes, whoever produced it and wherever it lies."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+from onnx.external_data_helper import uses_external_data
+
+from layerline.backends.base import SOURCE, TRACED, Array
+from layerline.backends.light import (
+    LEAST_SIZES,
+    Light,
+    Model,
+    Weight,
+    bodies,
+    declared_bytes,
+    large,
+    set_place,
+    split,
+    weight_outside,
+)
+from layerline.pipeline.errors import StageError
+from layerline.pipeline.inputs.untrusted import is_number, printable
+
+FILE = "model.onnx"
+# Past this many bytes of tensors the weights go to a file beside the model: a message that holds them is in memory
+# twice while it is written or read, and protobuf refuses those over 2 GiB.
+EXTERNAL_OVER = 256 << 20
+_MOST_AXES, _MOST_ELEMENTS = 64, 2**48
+
+
+def load(path: Path) -> onnx.ModelProto:
+    """Reads a model with its external data into one message.
+
+    Raises:
+        StageError: not an ONNX file, or its data file is missing; names the tensor and the location it stores.
+    """
+    return parts(path).whole()
+
+
+def parts(path: Path) -> Light:
+    """Reads a model's graph, and its weights when they are asked for.
+
+    Raises:
+        StageError: as `load`.
+    """
+    light = read(path)
+    external_files(light, path)
+    for tensor in list(light.model.graph.initializer):
+        if uses_external_data(tensor) and (weight := _beside(tensor, path)) is not None:
+            light.weights[tensor.name] = weight
+            light.model.graph.initializer.remove(tensor)
+    try:
+        onnx.load_external_data_for_model(light.model, str(path.parent))
+    except Exception as error:
+        raise StageError(f"its external data can't be read ({error})", where=path.name) from error
+    return light
+
+
+def _beside(tensor: TensorProto, path: Path) -> Weight | None:
+    """A weight in a file beside the model; None where the tensor has to stay in the graph.
+
+    Raises:
+        StageError: its place is no place, or of another size than its shape.
+    """
+    location, offset, length = _place(tensor, path)
+    if not (path.parent / location).resolve().is_relative_to(path.parent.resolve()):
+        raise StageError(f"tensor {tensor.name!r} stores its data at {location!r}, a link out of the model's folder",
+                         where=path.name, hint="put the file itself there: runtimes follow no such link")  # fmt: skip
+    weight = weight_outside(tensor, partial(_from_file, path.parent / location, offset))
+    if weight is not None and length is not None and length != (size := declared_bytes(tensor)):
+        raise StageError(f"tensor {tensor.name!r} takes {size} bytes by its type and shape, and has {length}",
+                         where=path.name)  # fmt: skip
+    return weight
+
+
+def _place(tensor: TensorProto, path: Path) -> tuple[str, int, int | None]:
+    """File, offset and length, where one is given, of a tensor outside of a model that was read from `path`."""
+    said = {e.key: e.value for e in tensor.external_data}
+    offset, length = said.get("offset", "0"), said.get("length")
+    if not (is_number(offset) and (length is None or is_number(length))):
+        place = f"{printable(offset, 40)!r}, {printable(length or 'no', 40)!r} bytes"
+        raise StageError(f"tensor {tensor.name!r} lies at {place}, which are no numbers", where=path.name)
+    return said.get("location", ""), int(offset), None if length is None else int(length)
+
+
+def read(path: Path) -> Light:
+    """Reads what a file says itself: tensors that lie outside of it stay in the graph, with their place.
+
+    Weights that lie inside of it are copied out of the message, which is let go.
+
+    Raises:
+        StageError: not an ONNX file, or a tensor in it that can't be one.
+    """
+    try:
+        model = onnx.load(str(path), format="protobuf", load_external_data=False)
+    except OSError as error:
+        raise StageError(f"cannot read: {error.strerror}", where=path.name) from error
+    except Exception as error:
+        raise StageError(f"not a readable ONNX file ({error})", where=path.name) from error
+    if not model.HasField("graph"):
+        raise StageError("not a readable ONNX file (it holds no graph)", where=path.name)
+    if (text := _undecoded(model)) is not None:
+        raise StageError(f"not a readable ONNX file (a name or text in it is not UTF-8: {text!r:.80})", where=path.name)
+    for tensor in tensors(model):
+        _refuse_tensor(tensor, path)
+    names = Counter(t.name for t in model.graph.initializer)
+    if doubled := [n for n, count in names.items() if count > 1]:
+        raise StageError(f"it stores {names[doubled[0]]} tensors of the name {doubled[0]!r}", where=path.name,
+                         hint="give each tensor a name of its own")  # fmt: skip
+    _store_constants(model.graph)
+    light = split(model)
+    del model
+    for weight in light.weights.values():
+        _ = weight.array
+    return light
+
+
+def _undecoded(message: Any) -> bytes | None:
+    """The first text of a message that is not UTF-8: protobuf gives such a one as bytes."""
+    pending = [message]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, TensorProto):  # its numbers would be copied
+            texts = [item.name, item.doc_string, *(t for e in item.external_data for t in (e.key, e.value))]
+        else:
+            texts = []
+            for field, value in item.ListFields():
+                if field.type == field.TYPE_STRING:
+                    texts += [value] if isinstance(value, str | bytes) else list(value)
+                elif field.message_type is not None:
+                    pending += [value] if hasattr(value, "ListFields") else list(value)
+        wrong = next((t for t in texts if isinstance(t, bytes)), None)
+        if wrong is not None:
+            return wrong
+    return None
+
+
+def _store_constants(graph: onnx.GraphProto) -> None:
+    """Makes large Constant nodes of the main graph stored tensors of the same name, in place: only those lie beside the
+    graph, which must stay small enough for a message."""
+    outputs, kept = {o.name for o in graph.output}, list[onnx.NodeProto]()
+    for node in graph.node:
+        tensor = next((a.t for a in node.attribute if a.name == "value" and a.HasField("t")), None)
+        if node.op_type != "Constant" or tensor is None or node.output[0] in outputs or not _is_large(tensor):
+            kept.append(node)
+            continue
+        graph.initializer.append(tensor)
+        graph.initializer[-1].name = node.output[0]
+    if len(kept) < len(graph.node):
+        del graph.node[:]
+        graph.node.extend(kept)
+
+
+def _is_large(tensor: TensorProto) -> bool:
+    size: int = tensor.ByteSize()
+    return max(size, declared_bytes(tensor)) > LEAST_SIZES
+
+
+def _refuse_tensor(tensor: TensorProto, path: Path) -> None:
+    """Refuses what no runtime takes for a tensor, before anything of its size is made.
+
+    Raises:
+        StageError: sizes below zero or beyond all memory, or a part of a tensor; names it.
+    """
+    what = ""
+    if tensor.HasField("segment"):
+        what = "is a segment of a tensor, which no runtime reads"
+    elif len(tensor.dims) > _MOST_AXES:
+        what = f"has {len(tensor.dims)} axes; {_MOST_AXES} is the most"
+    elif any(d < 0 for d in tensor.dims):
+        what = f"has a size of {min(tensor.dims)}"
+    elif math.prod(tensor.dims) > _MOST_ELEMENTS:
+        what = f"has {' x '.join(map(str, tensor.dims))} elements, more than fit into any memory"
+    if what:
+        raise StageError(f"tensor {tensor.name!r} {what}", where=path.name)
+
+
+def _from_file(path: Path, offset: int, kind: str, count: int) -> Array:
+    """Numbers as they lie in a file from a place on; `kind` is numpy's name.
+
+    Raises:
+        StageError: the file is gone, or ends before.
+    """
+    size = np.dtype(kind).itemsize * count
+    try:
+        if path.stat().st_size < offset + size:
+            raise StageError(f"the file ends within {size} bytes from byte {offset} on", where=path.name)
+        return np.fromfile(path, kind, count, offset=offset)
+    except OSError as error:
+        raise StageError(f"can't be read: {error}", where=path.name) from error
+
+
+def external_files(light: Light, path: Path) -> tuple[str, ...]:
+    """Files that hold the external data of what `read` gave for `path`, relative to its folder, each once.
+
+    Raises:
+        StageError: a place outside of that folder, or nothing there; names the tensor.
+    """
+    found: dict[str, None] = {}
+    for tensor in filter(uses_external_data, tensors(light.model)):
+        location = _place(tensor, path)[0]
+        if Path(location).is_absolute() or ".." in Path(location).parts:
+            raise StageError(
+                f"tensor {tensor.name!r} stores its data at {location!r}, outside the model's folder",
+                where=path.name,
+            )
+        if not (path.parent / location).is_file():
+            raise StageError(
+                f"tensor {tensor.name!r} stores its data in {location!r}, which is not beside the model",
+                where=path.name,
+                hint=f"copy {location} into the same folder",
+            )
+        found[Path(location).as_posix()] = None
+    return tuple(found)
+
+
+def save(model: Model, folder: Path, *, external_over: int = EXTERNAL_OVER) -> Path:
+    """Writes `model.onnx` in canonical form into `folder`; weights of large models go to `model.onnx.data` beside it.
+
+    Canonical: producer, version stamps, doc strings, source lines and torch's own notes are cleared, graphs have fixed
+    names, opset imports that nothing reads go, those that stay and metadata are sorted, tensors are stored as raw
+    bytes, by name, weights last. Node order and names stay: they are the identity everything is joined on. `model`
+    itself is left as it was.
+    """
+    light = canonical(model)
+    path = folder / FILE
+    if light.model.ByteSize() + light.nbytes > external_over:
+        _move_out(light, folder / f"{FILE}.data")
+    path.write_bytes(light.whole().SerializeToString())
+    return path
+
+
+def _move_out(light: Light, path: Path) -> None:
+    """Writes the weights and what else is large to a file, if there is any; the model says where each lies then."""
+    # Of bodies, of types that share a byte, and what Constant nodes hold.
+    others = [t for t in tensors(light.model) if large(t.data_type, len(t.raw_data))]
+    if not (others or light.weights):
+        return
+    with path.open("wb") as file:
+        for tensor in others:
+            raw = tensor.raw_data
+            tensor.ClearField("raw_data")
+            set_place(tensor, path.name, file.tell(), len(raw))
+            file.write(raw)
+        for name, weight in light.weights.items():
+            light.model.graph.initializer.append(weight.outside(name, path.name, file.tell()))
+            file.write(weight.array.data)
+    light.weights.clear()
+
+
+def canonical(model: Model) -> Light:
+    """A copy without what does not change the result."""
+    light = split(model).copy()
+    out = light.model
+    for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
+        out.ClearField(name)
+    out.graph.name = "main"
+    opsets = sorted(_read_opsets(out), key=lambda o: o.domain)
+    del out.opset_import[:]
+    out.opset_import.extend(opsets)
+    _clean_metadata(out)
+    for node in nodes(out):
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                attribute.g.name = attribute.name
+    for graph in graphs(out):
+        graph.ClearField("doc_string")
+        _clean_metadata(graph)
+        for item in (*graph.node, *graph.input, *graph.output, *graph.value_info):
+            item.ClearField("doc_string")
+            _clean_metadata(item)
+    for function in out.functions:
+        function.ClearField("doc_string")
+        _clean_metadata(function)
+        for node in function.node:
+            node.ClearField("doc_string")
+            _clean_metadata(node)
+    for tensor in tensors(out):
+        tensor.ClearField("doc_string")
+        if tensor.data_location == TensorProto.DEFAULT:  # written out or not, it is here
+            tensor.ClearField("data_location")
+        _clean_metadata(tensor)
+        if not tensor.HasField("raw_data") and tensor.data_type != TensorProto.STRING:
+            name = tensor.name
+            tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor), name))
+    out.graph.initializer.sort(key=lambda t: t.name)
+    late = split(out)  # raw bytes since a moment ago
+    return Light(late.model, dict(sorted((light.weights | late.weights).items())))
+
+
+def _read_opsets(model: onnx.ModelProto) -> list[onnx.OperatorSetIdProto]:
+    """Opset imports of the domains that a node belongs to, each once; ONNX's own stays in any case."""
+    read = {n.domain for n in nodes(model)}
+    by_domain = {o.domain: o for o in reversed(model.opset_import) if o.domain in (read | {"", "ai.onnx"})}
+    return list(by_domain.values())
+
+
+def graphs(model: onnx.ModelProto) -> list[onnx.GraphProto]:
+    """The main graph and every subgraph inside If, Loop, Scan and functions."""
+    found: list[onnx.GraphProto] = []
+    pending: list[onnx.GraphProto] = [model.graph]
+    pending += [g for f in model.functions for n in f.node for g in bodies(n)]
+    while pending:
+        graph = pending.pop()
+        found.append(graph)
+        pending += [g for n in graph.node for g in bodies(n)]
+    return found
+
+
+def nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """Every node: of the main graph, of subgraphs and of functions."""
+    return [n for g in graphs(model) for n in g.node] + [n for f in model.functions for n in f.node]
+
+
+def tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
+    """Every stored tensor: initializers and tensor attributes, in subgraphs and functions too."""
+    found = [t for g in graphs(model) for t in g.initializer]
+    for node in nodes(model):
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                found.append(attribute.t)
+            found += attribute.tensors
+    return found
+
+
+def _clean_metadata(item: Any) -> None:
+    # What torch's exporter notes down holds paths of the machine it ran on.
+    kept = [p for p in item.metadata_props if not p.key.startswith("pkg.torch.") and p.key != "namespace"]
+    for prop in kept:
+        if prop.key == SOURCE:  # a comment moves lines, and must not change the file
+            prop.key, prop.value = TRACED, "torch"
+    props = sorted(kept, key=lambda p: p.key)
+    del item.metadata_props[:]
+    item.metadata_props.extend(props)

@@ -1,0 +1,102 @@
+"""What makes a file no ONNX at all, told by node: a value that nothing computes or that is defined twice, an operator
+set that is not imported, functions without an end.
+
+onnx's checker refuses more than that, files that every runtime runs among them; these no runtime takes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Set
+
+import onnx
+
+from layerline.backends.light import Light, bodies
+from layerline.graph.io import inline_functions, onnx_files
+from layerline.pipeline.errors import StageError
+
+_OWN = ("", "ai.onnx")
+
+
+def refuse_broken(light: Light) -> None:
+    """Refuses a model that can't be anyone's.
+
+    Raises:
+        StageError: names the node, and the value, the domain or the function.
+    """
+    graph, stored = light.model.graph, frozenset(light.weights)
+    _refuse_doubled(light)
+    inline_functions.refuse_endless(light.model)
+    imported = {o.domain for o in light.model.opset_import} | {f.domain for f in light.model.functions}
+    for some in onnx_files.graphs(light.model):
+        for node in some.node:
+            if not {node.domain, *(_OWN if node.domain in _OWN else ())} & imported:
+                raise StageError(
+                    f"not valid ONNX: {node.op_type} is of the domain {node.domain or 'ai.onnx'!r}, which the model "
+                    "does not import",
+                    where=f"node {_called(node)}",
+                    hint="add it to the model's opset_import: onnx.helper.make_opsetid(domain, version)",
+                )
+    for node, name in _undefined(graph, stored):
+        raise StageError(
+            f"not valid ONNX: it reads {name!r}, which is no input, no weight and no node's output",
+            where=f"node {_called(node)}",
+            hint="onnx.checker.check_model(model) says the same",
+        )
+    made = _made(graph) | stored
+    for output in graph.output:
+        if output.name not in made:
+            raise StageError("not valid ONNX: nothing computes it", where=f"output {output.name}")
+
+
+def _refuse_doubled(light: Light) -> None:
+    """Refuses a graph or function that gives one name to two values; an input may also be stored, as old files have it.
+
+    Raises:
+        StageError: names the value, and all that define it.
+    """
+    for graph in onnx_files.graphs(light.model):
+        weights = list(light.weights) if graph is light.model.graph else []
+        stored = [*weights, *(t.name for t in graph.initializer), *(s.values.name for s in graph.sparse_initializer)]
+        _refuse_twice([i.name for i in graph.input], stored, graph.node, f"graph {graph.name}")
+    for function in light.model.functions:
+        _refuse_twice(list(function.input), [], function.node, f"function {function.name}")
+    called = Counter((f.domain, f.name, f.overload) for f in light.model.functions)
+    for (_, name, _), count in called.items():
+        if count > 1:
+            raise StageError(f"not valid ONNX: it is defined {count} times", where=f"function {name}")
+
+
+def _refuse_twice(inputs: list[str], stored: list[str], nodes: Iterable[onnx.NodeProto], where: str) -> None:
+    makers: dict[str, list[str]] = {}
+    for node in nodes:
+        for name in filter(None, node.output):
+            makers.setdefault(name, []).append(f"node {_called(node)}")
+    once = Counter(inputs), Counter(stored)
+    for name in dict.fromkeys([*makers, *inputs, *stored]):
+        definitions = [*["an input"] * once[0][name], *["a stored tensor"] * once[1][name], *makers.get(name, [])]
+        if len(definitions) > 1 and definitions != ["an input", "a stored tensor"]:
+            raise StageError(
+                f"not valid ONNX: {name!r} is defined {len(definitions)} times: {', '.join(definitions[:4])}",
+                where=where,
+                hint="give each value a name of its own",
+            )
+
+
+def _undefined(graph: onnx.GraphProto, outer: Set[str]) -> Iterator[tuple[onnx.NodeProto, str]]:
+    known = outer | _made(graph)
+    for node in graph.node:
+        yield from ((node, name) for name in node.input if name and name not in known)
+        for body in bodies(node):
+            yield from _undefined(body, known)
+
+
+def _made(graph: onnx.GraphProto) -> set[str]:
+    """Every name that the graph itself gives a value, whatever the order of its nodes."""
+    named: Iterable[str] = (x.name for x in (*graph.input, *graph.initializer))
+    sparse = (s.values.name for s in graph.sparse_initializer)
+    return {*named, *sparse, *(name for node in graph.node for name in node.output)}
+
+
+def _called(node: onnx.NodeProto) -> str:
+    return node.name or f"{node.op_type} of {next(filter(None, node.output), 'nothing')}"

@@ -1,0 +1,205 @@
+"""Half precision that keeps its numbers: float16 or bfloat16 where it is safe, float32 where it is not.
+
+Inputs and outputs of the model stay float32 under their names, and so does every inner name: a value X that is half now
+is still called X; where a float32 node reads it, it reads X/float32, and the other way round X/float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from layerline.backends.base import MODULE
+from layerline.backends.light import Light, Model, split
+from layerline.calib.plan import Kept
+from layerline.graph.analysis.element_types import infer_types
+from layerline.graph.analysis.ir_queries import constant
+from layerline.graph.io.ir_convert import from_ir, to_ir
+from layerline.graph.io.opset import raise_opset
+from layerline.graph.quantization.naming import Names, first_output, module_of
+from layerline.graph.quantization.precision_choice import float32_nodes, half_slots
+from layerline.graph.quantization.weight_sources import drop_unread
+
+TYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+_FLOAT = ir.DataType.FLOAT
+
+Use = tuple[ir.Node, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfModel:
+    """A converted model.
+
+    Attributes:
+        model: it.
+        kept: nodes that stay in float32 for a reason of their own.
+        nodes: how many nodes compute in half.
+        vanished: stored tensors with numbers other than 0 that are 0 in half: how many of how many, by name.
+    """
+
+    model: Light
+    kept: tuple[Kept, ...]
+    nodes: int
+    vanished: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def to_half(model: Model, mode: str, *, amax: Mapping[str, float] | None = None, skip: Sequence[str] = ()) -> HalfModel:
+    """Converts a float32 model; Q/DQ nodes may be in it.
+
+    Args:
+        model: left as it is.
+        mode: "fp16" or "bf16".
+        amax: greatest |x| seen, by value name: values that leave half's range stay float32, with all that touch them.
+        skip: names of values or nodes, module paths, or globs that stay in float32.
+    """
+    half = TYPES[mode]
+    work = to_ir(raise_opset(model, required_opset(split(model), mode)))
+    infer_types(work)
+    kept = float32_nodes(work, half, amax or {}, skip)
+    reasons = tuple(
+        Kept(name=first_output(n), op=n.op_type, module=module_of(n), reason=r) for n, r in kept.items() if r
+    )
+    done = [n for n in work.graph if n not in kept]
+    converting = _Converting(work, half, done)
+    converting.run()
+    computing = sum(map(bool, converting.slots.values()))
+    return HalfModel(model=from_ir(work), kept=reasons, nodes=computing, vanished=converting.vanished)
+
+
+def required_opset(light: Light, mode: str) -> int:
+    """19 gives Q/DQ half-precision scales, 22 gives convolutions and pools bfloat16."""
+    quantized = any(n.op_type in ("QuantizeLinear", "DequantizeLinear") for n in light.model.graph.node)
+    return 22 if mode == "bf16" else 19 if quantized else 13
+
+
+def float_values(model: Model) -> list[str]:
+    """The float32 values of the main graph that are computed or fed, in topological order."""
+    work = to_ir(model)
+    infer_types(work)
+    made = [*work.graph.inputs, *(o for n in work.graph for o in n.outputs)]
+    return [v.name or "" for v in made if v.dtype == _FLOAT and constant(v) is None]
+
+
+def emulate(model: Model) -> Light:
+    """The same half-precision model for a runtime without half arithmetic.
+
+    Every half value is computed in float32 and then rounded to its type, which is what hardware with float32
+    accumulators does. The rounded value keeps the name.
+    """
+    work = to_ir(model)
+    names, halves = Names(work), set(TYPES.values())
+    for tensor in list(work.graph.initializers.values()):
+        if tensor.dtype in halves and tensor.const_value is not None:
+            tensor.const_value = ir.tensor(tensor.const_value.numpy().astype("float32"), name=tensor.name)
+            tensor.dtype = _FLOAT
+    for node in list(work.graph):
+        for output in node.outputs:
+            if output.dtype in halves:
+                _round(work.graph, names, output, output.dtype)
+        to = node.attributes.get("to")
+        if node.op_type == "Cast" and to is not None and ir.DataType(to.as_int()) in halves:
+            node.attributes["to"] = ir.AttrInt64("to", int(_FLOAT))
+    return from_ir(work)
+
+
+def _round(graph: ir.Graph, names: Names, value: ir.Value, half: ir.DataType) -> None:
+    producer, name, is_output = value.producer(), value.name or "", value.is_graph_output()
+    assert producer is not None
+    value.name, value.dtype = names.fresh(f"{name}/exact"), _FLOAT
+    narrow = _cast(names, value, half, names.fresh(f"{name}/narrow"))
+    back = _cast(names, narrow.outputs[0], _FLOAT, name)
+    for use in value.uses():
+        if use.node is not narrow:
+            use.node.replace_input_with(use.idx, back.outputs[0])
+    if is_output:
+        _replace_output(graph, value, back.outputs[0])
+    producer.append([narrow, back])
+
+
+class _Converting:
+    """Changes the types of values, one after the other: each has readers that want half and others that do not."""
+
+    def __init__(self, model: ir.Model, half: ir.DataType, nodes: Iterable[ir.Node]) -> None:
+        opset = model.opset_imports.get("", 1)
+        self.graph, self.half, self.suffix = model.graph, half, f"/{half.name.lower()}"
+        self.slots = {n: half_slots(n, half, opset)[0] for n in nodes}
+        self.names = Names(model)
+        self.vanished: dict[str, tuple[int, int]] = {}
+        self.position = {n: i for i, n in enumerate(self.graph)}
+
+    def run(self) -> None:
+        stored = [v for v in self.graph.initializers.values() if not v.is_graph_input()]
+        for value in [*self.graph.inputs, *stored, *(o for n in self.graph for o in n.outputs)]:
+            if value.dtype == _FLOAT:
+                self._convert(value)
+
+    def _convert(self, value: ir.Value) -> None:
+        uses: list[Use] = [(u.node, u.idx) for u in value.uses()]
+        wants_half = [(node, i) for node, i in uses if i in self.slots.get(node, ())]
+        wants_single = [u for u in uses if u not in wants_half]
+        producer = value.producer()
+        if producer is not None and producer in self.slots:
+            self._now_half(value, producer, wants_single)
+        elif wants_half and (array := constant(value)) is not None:
+            halved = array.astype(self.half.numpy())
+            lost = int(np.count_nonzero(array) - np.count_nonzero(halved))
+            if lost:
+                self.vanished[value.name or ""] = lost, array.size
+            self._stored(value, ir.tensor(halved), wants_half, bool(wants_single))
+        elif wants_half:
+            cast = _cast(self.names, value, self.half, self.names.fresh(f"{value.name}{self.suffix}"))
+            _rewire(wants_half, cast.outputs[0])
+            if producer is not None:
+                producer.append(cast)
+            else:
+                min((node for node, _ in wants_half), key=lambda n: self.position[n]).prepend(cast)
+
+    def _now_half(self, value: ir.Value, producer: ir.Node, wants_single: Sequence[Use]) -> None:
+        value.dtype = self.half
+        if not (wants_single or value.is_graph_output()):
+            return
+        name = value.name or ""
+        if value.is_graph_output():
+            value.name = self.names.fresh(f"{name}{self.suffix}")
+            cast = _cast(self.names, value, _FLOAT, name)
+            _replace_output(self.graph, value, cast.outputs[0])
+        else:
+            cast = _cast(self.names, value, _FLOAT, self.names.fresh(f"{name}/float32"))
+        _rewire(wants_single, cast.outputs[0])
+        producer.append(cast)
+
+    def _stored(self, value: ir.Value, tensor: ir.TensorProtocol, uses: Sequence[Use], shared: bool) -> None:
+        if value.is_initializer() and not shared and not value.is_graph_input() and not value.is_graph_output():
+            tensor.name = value.name
+            value.const_value, value.dtype = tensor, self.half
+            return
+        name = self.names.fresh(f"{value.name}{self.suffix}")
+        tensor.name = name
+        made = ir.Value(
+            name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(self.half), const_value=tensor
+        )
+        self.graph.register_initializer(made)
+        _rewire(uses, made)
+        drop_unread(value)
+
+
+def _rewire(uses: Sequence[Use], value: ir.Value) -> None:
+    for node, index in uses:
+        node.replace_input_with(index, value)
+
+
+def _cast(names: Names, value: ir.Value, to: ir.DataType, name: str) -> ir.Node:
+    producer = value.producer()
+    props = {MODULE: producer.metadata_props[MODULE]} if producer and MODULE in producer.metadata_props else {}
+    output = ir.Value(name=name, shape=value.shape, type=ir.TensorType(to))
+    cast = names.fresh(f"{name}/Cast")
+    return ir.node("Cast", [value], {"to": int(to)}, outputs=[output], name=cast, metadata_props=props)
+
+
+def _replace_output(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
+    for index, output in enumerate(graph.outputs):
+        if output is old:
+            graph.outputs[index] = new

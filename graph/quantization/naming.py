@@ -1,0 +1,72 @@
+"""Names: what a person's patterns mean in a graph, and names that nothing in it has yet."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import onnx_ir as ir
+
+from layerline.graph.analysis.provenance import modules
+from layerline.graph.fusion import rewriter
+from layerline.pipeline.errors import ConfigError
+
+
+def first_output(node: ir.Node) -> str:
+    """What identifies a node: the name of its first output that has one."""
+    return next((o.name for o in node.outputs if o.name), "")
+
+
+def module_of(node: ir.Node) -> str:
+    """The main module path of a node; empty where it belongs to no module."""
+    return next(iter(modules(node)), "")
+
+
+def matching(model: ir.Model, patterns: Sequence[str], *, field: str) -> set[ir.Node]:
+    """The nodes, in bodies too, that any pattern means.
+
+    A pattern is the name of a value that the node reads or writes, its own name, or its module path or one above it;
+    or a glob of any of these.
+
+    Raises:
+        ConfigError: a pattern means nothing in this model.
+    """
+    found: dict[str, set[ir.Node]] = {p: set() for p in patterns}
+    known: dict[str, None] = {}
+    for node in model.graph.all_nodes():
+        values = [v.name for v in (*node.inputs, *node.outputs) if v is not None and v.name]
+        names = (*values, node.name or "", *modules(node))
+        known |= dict.fromkeys(filter(None, names))
+        for pattern in patterns:
+            if any(fnmatchcase(n, pattern) or n.startswith(f"{pattern}.") for n in names):
+                found[pattern].add(node)
+    for pattern, nodes in found.items():
+        if not nodes:
+            near = difflib.get_close_matches(pattern, known, 1, 0.0)
+            raise ConfigError(
+                f"{pattern!r} matches no value, node or module of the model",
+                where=field,
+                hint=f"did you mean {near[0]!r}?" if near else "",
+            )
+    return set().union(*found.values())
+
+
+class Names:
+    """The names of a model; gives out only such as are free.
+
+    A body of If, Loop or Scan reads the values of the graphs around it, so no two graphs of a model may share a name.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        graphs = list(model.graphs())
+        self._taken = {v.name for g in graphs for v in rewriter.values(g)} | {n.name for g in graphs for n in g}
+
+    def fresh(self, name: str) -> str:
+        """`name`, or the first of `name_2`, `name_3`, … that is free."""
+        candidate, count = name, 1
+        while candidate in self._taken:
+            count += 1
+            candidate = f"{name}_{count}"
+        self._taken.add(candidate)
+        return candidate

@@ -1,0 +1,203 @@
+"""What each candidate range of each activation costs at the layers that read it, measured in one graph.
+
+Beside the float model stand, for every candidate, the activation quantised with it and a copy of each layer that reads
+it, with the weights as the plan stores them. Each layer is fed exact inputs, and its output is compared with the float
+one. Values are reduced where they arise, so that memory does not grow with the candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+from onnx import helper, numpy_helper
+
+from layerline.backends.base import Feed
+from layerline.backends.light import Light
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib.plan import QuantPlan, Wanted
+from layerline.calib.range_candidates import Candidates, Error
+from layerline.calib.scales import scale_of
+from layerline.graph.analysis.element_types import infer_types
+from layerline.graph.analysis.toposort import in_order
+from layerline.graph.io.ir_convert import to_ir
+from layerline.graph.quantization import qdq
+from layerline.graph.quantization.qdq_placement import WEIGHTED
+from layerline.graph.quantization.weight_sources import weight_of
+
+_PREFIX = "trial//"
+_FLAT, _ROWS, _SPATIAL = f"{_PREFIX}flat", f"{_PREFIX}rows", f"{_PREFIX}spatial"
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One candidate of one value at one layer, and the names of what is measured there."""
+
+    value: str
+    candidate: str
+    layer: str
+    tag: str
+    channels: int
+
+
+def measure(
+    model: Light, weights: QuantPlan, wanted: Sequence[Wanted], candidates: Candidates, feeds: Iterable[Feed]
+) -> dict[tuple[str, str, str], Error]:
+    """The error of every layer with every candidate, over all feeds.
+
+    Args:
+        model: the float model, at an opset that has Q/DQ.
+        weights: the plan of the weights alone.
+        wanted: the activations, with their readers.
+        candidates: thresholds by value and by the candidate's name.
+        feeds: arrays by input name.
+
+    Returns:
+        By value, candidate and layer (its first output). Layers that only pass values on (Concat) are left out.
+    """
+    trial, cases = _build(model, qdq.apply(model, weights), wanted, candidates)
+    if not cases:
+        return {}
+    session = OnnxRuntime(few_runs=True).open(trial)
+    totals: dict[str, npt.NDArray[np.float64]] = {}
+    for feed in feeds:
+        for name, array in session.run(feed).items():
+            totals[name] = totals.get(name, np.zeros(())) + array.astype(np.float64)
+    return {(c.value, c.candidate, c.layer): _error(c, totals) for c in cases}
+
+
+def _error(case: _Case, totals: Mapping[str, npt.NDArray[np.float64]]) -> Error:
+    signal, error = float(totals[f"{_PREFIX}{case.layer}/aa"]), float(totals[f"{case.tag}/ee"])
+    if not case.channels:
+        return Error(signal=signal, error=error)
+    sums, count = totals[f"{case.tag}/sums"], float(totals[f"{_PREFIX}{case.layer}/count"]) / case.channels
+    return Error(signal=signal, error=error, shift=sums / max(count, 1.0), count=count)
+
+
+def _build(model: Light, stored: Light, wanted: Sequence[Wanted], candidates: Candidates) -> tuple[Light, list[_Case]]:
+    trial = _Trial(model, stored)
+    for item in wanted:
+        for name, threshold in candidates[item.name].items():
+            trial.add(item, name, threshold)
+    return trial.model(), trial.cases
+
+
+class _Trial:
+    """Grows the graph, a candidate at a time."""
+
+    def __init__(self, model: Light, stored: Light) -> None:
+        self.float, self.stored = model, stored
+        self.cases: list[_Case] = []
+        self._layers = {n.output[0]: n for n in stored.model.graph.node if n.output}
+        self._measures: list[onnx.NodeProto] = []
+        self._others: list[onnx.NodeProto] = []
+        self._outputs: list[str] = []
+        self._tensors = [
+            numpy_helper.from_array(np.zeros((), np.int8), f"{_PREFIX}zero"),
+            numpy_helper.from_array(np.array([0, 0, -1], np.int64), _SPATIAL),
+            numpy_helper.from_array(np.array([0, 2], np.int64), _ROWS),
+            numpy_helper.from_array(np.array([0], np.int64), _FLAT),
+        ]
+        graph = to_ir(model)
+        infer_types(graph)
+        made = [*graph.graph.inputs, *(o for n in graph.graph for o in n.outputs)]
+        self._types = {v.name: v.dtype for v in made}
+        self._channels = {n.outputs[0].name: _channels(n) for n in graph.graph if n.outputs}
+        self._done = set[str]()
+
+    def add(self, item: Wanted, name: str, threshold: float) -> None:
+        """One candidate of one value, at every layer that reads it."""
+        readers: dict[str, list[int]] = {}
+        for layer, index in item.readers:
+            if self._layers[layer].op_type != "Concat":
+                readers.setdefault(layer, []).append(index)
+        if not readers:
+            return
+        tag, dtype = f"{_PREFIX}{item.name}/{name}", self._types[item.name]
+        assert dtype is not None
+        scale = np.asarray(scale_of(threshold), dtype.numpy())
+        self._tensors.append(numpy_helper.from_array(scale.reshape(()), f"{tag}/scale"))
+        scales = [f"{tag}/scale", f"{_PREFIX}zero"]
+        self._others.append(helper.make_node("QuantizeLinear", [item.name, *scales], [f"{tag}/q"]))
+        self._others.append(helper.make_node("DequantizeLinear", [f"{tag}/q", *scales], [f"{tag}/dq"]))
+        for layer, places in readers.items():
+            self._layer(f"{tag}/{layer}", f"{tag}/dq", layer, places)
+            case = _Case(item.name, name, layer, f"{tag}/{layer}", self._channels[layer])
+            self._measure(case)
+            self.cases.append(case)
+
+    def _layer(self, output: str, read: str, layer: str, places: Sequence[int]) -> None:
+        node = onnx.NodeProto()
+        node.CopyFrom(self._layers[layer])
+        node.ClearField("metadata_props")
+        node.name = ""
+        node.output[:] = [output]
+        for place in places:
+            node.input[place] = read
+        self._others.append(node)
+
+    def _measure(self, case: _Case) -> None:
+        tag, layer = case.tag, case.layer
+        exact = self._reference(case)
+        self._others.append(helper.make_node("Cast", [tag], [f"{tag}/float"], to=onnx.TensorProto.FLOAT))
+        self._others.append(helper.make_node("Sub", [f"{tag}/float", exact], [f"{tag}/e"]))
+        self._reduce("ReduceSumSquare", [f"{tag}/e"], f"{tag}/ee")
+        if not case.channels:
+            return
+        spatial = self._layers[layer].op_type in ("Conv", "ConvTranspose")
+        shape, axes = (_SPATIAL, _ROWS) if spatial else (f"{_PREFIX}last{case.channels}", _FLAT)
+        if not spatial and not any(t.name == shape for t in self._tensors):
+            self._tensors.append(numpy_helper.from_array(np.array([-1, case.channels], np.int64), shape))
+        self._others.append(helper.make_node("Reshape", [f"{tag}/e", shape], [f"{tag}/table"]))
+        self._reduce("ReduceSum", [f"{tag}/table", axes], f"{tag}/sums")
+
+    def _reference(self, case: _Case) -> str:
+        """The layer's float output, in float32; measured itself the first time it is asked for."""
+        exact = f"{_PREFIX}{case.layer}/exact"
+        if case.layer not in self._done:
+            self._done.add(case.layer)
+            self._others.append(helper.make_node("Cast", [case.layer], [exact], to=onnx.TensorProto.FLOAT))
+            self._reduce("ReduceSumSquare", [exact], f"{_PREFIX}{case.layer}/aa")
+            self._measures.append(helper.make_node("Size", [exact], [f"{_PREFIX}{case.layer}/count"]))
+            self._outputs.append(f"{_PREFIX}{case.layer}/count")
+        return exact
+
+    def _reduce(self, op: str, inputs: Sequence[str], output: str) -> None:
+        self._measures.append(helper.make_node(op, inputs, [output], keepdims=0))
+        self._outputs.append(output)
+
+    def model(self) -> Light:
+        given, stored = self.float.model, self.stored.model
+        made = {o for n in given.graph.node for o in n.output}
+        # What the stored weights add: their DequantizeLinear nodes and tensors.
+        further = [n for n in stored.graph.node if not made.issuperset(n.output)]
+        here = {t.name for t in given.graph.initializer}
+        tensors = [
+            *given.graph.initializer,
+            *(t for t in stored.graph.initializer if t.name not in here),
+            *self._tensors,
+        ]
+        nodes = in_order(self._measures, [*given.graph.node, *further, *self._others])
+        outputs = [helper.make_empty_tensor_value_info(o) for o in self._outputs]
+        graph = helper.make_graph(nodes, "trials", list(given.graph.input), outputs, tensors)
+        graph.sparse_initializer.extend(given.graph.sparse_initializer)
+        model = helper.make_model(graph, opset_imports=list(given.opset_import), ir_version=given.ir_version)
+        model.functions.extend(given.functions)
+        return Light(model, {**self.stored.weights, **self.float.weights})
+
+
+def _channels(node: ir.Node) -> int:
+    """Output channels of a layer with constant weights, along axis 1 of a convolution and the last of a product."""
+    weight = weight_of(node.inputs[1]) if node.op_type in WEIGHTED and len(node.inputs) > 1 else None
+    if weight is None or weight.ndim < 2:
+        return 0
+    shape: tuple[int, ...] = weight.shape
+    if node.op_type == "ConvTranspose":
+        groups: int = node.attributes.get_int("group", 1)
+        return shape[1] * groups
+    turned = node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1
+    return shape[0] if node.op_type == "Conv" or turned else shape[-1]

@@ -1,1 +1,0 @@
-"""Who is who and how far apart: identity, taps, comparison graphs, search."""

@@ -1,0 +1,1 @@
+"""ONNX files from elsewhere: which inputs and sizes they take."""

@@ -1,0 +1,141 @@
+"""Every value of an exported program in float32 and in float64, node by node: what is not needed again is let go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.utils import _pytree as pytree
+
+from layerline.backends.base import Feed
+from layerline.compare.arrays import tensor
+from layerline.pipeline.errors import StageError
+
+_WIDE = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64) | dict.fromkeys(
+    (torch.complex64, torch.complex32), torch.complex128
+)
+
+
+class Twins(NamedTuple):
+    """A node's value on one feed: as the program gives it, and with all floating-point numbers twice as wide."""
+
+    feed: int
+    single: Any
+    double: Any
+
+
+class Twin:
+    """Runs a program twice in step, over several feeds at once, so that each weight is widened once and let go.
+
+    Attributes:
+        notes: nodes that have no float64 form; there the float32 operator was run on the float64 inputs.
+        refused: feeds the program can't run on, by index, with the node and the reason.
+    """
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self.program = program
+        self.notes: dict[str, str] = {}
+        self.refused: dict[int, StageError] = {}
+        self._last = {n: user for user in program.graph.nodes for n in user.all_input_nodes}
+
+    def values(self, feeds: Sequence[Feed]) -> Iterator[tuple[str, list[Twins]]]:
+        """Every node that computes something, in order, with its value on every feed that got this far."""
+        graph = self.program.graph_module
+        runs = {i: (_Plain(graph), _Double(graph)) for i in range(len(feeds))}
+        stored = self._stored()
+        given = {i: iter(feed.values()) for i, feed in enumerate(feeds)}
+        for node in self.program.graph.nodes:
+            if node.op == "output":
+                return
+            if node.op == "placeholder":
+                meta = node.meta.get("val")
+                pairs = isinstance(meta, Tensor) and meta.is_complex()
+                for i, (single, _) in runs.items():
+                    known = node.name in stored
+                    single.env[node] = stored[node.name] if known else tensor(next(given[i]), complex_pairs=pairs)
+                continue
+            self._widen(node, runs, stored)
+            yield node.name, [t for i in list(runs) if (t := self._run(node, i, runs)) is not None]
+            for used in (n for n in node.all_input_nodes if self._last[n] is node):
+                for single, double in runs.values():
+                    del single.env[used], double.env[used]
+
+    def _stored(self) -> dict[str, Any]:
+        """Parameters, buffers and constants by the name of their placeholder."""
+        program, found = self.program, dict[str, Any]()
+        tables: tuple[Mapping[str, Any], ...] = (program.state_dict, program.constants)
+        for spec in program.graph_signature.input_specs:
+            if isinstance(spec.arg, ConstantArgument):
+                found[spec.arg.name] = spec.arg.value
+            elif spec.kind is not InputKind.USER_INPUT:
+                found[spec.arg.name] = next(t[spec.target] for t in tables if spec.target in t)
+        return found
+
+    def _widen(self, node: fx.Node, runs: Mapping[int, Any], stored: Mapping[str, Any]) -> None:
+        """Float64 forms of the placeholders that the node is the first to read; all feeds share those of a weight."""
+        for n in node.all_input_nodes:
+            lacking = [(single, double) for single, double in runs.values() if n not in double.env]
+            shared = _widened(stored[n.name]) if lacking and n.name in stored else None
+            for single, double in lacking:
+                double.env[n] = shared if n.name in stored else _widened(single.env[n])
+
+    def _run(self, node: fx.Node, feed: int, runs: dict[int, Any]) -> Twins | None:
+        single, double = runs[feed]
+        try:
+            single.env[node] = _run(single, node)
+            double.env[node] = self._truth(single, double, node)
+        except StageError as error:
+            self.refused[feed] = error
+            del runs[feed]
+            return None
+        return Twins(feed, single.env[node], double.env[node])
+
+    def _truth(self, single: fx.Interpreter, double: fx.Interpreter, node: fx.Node) -> Any:
+        try:
+            return _run(double, node)
+        except StageError as error:
+            self.notes.setdefault(node.name, error.what)
+            narrow = _Plain(self.program.graph_module)
+            like = {n: single.env[n] for n in node.all_input_nodes}
+            narrow.env = {n: pytree.tree_map(_as, double.env[n], like[n]) for n in like}
+            return _widened(_run(narrow, node))
+
+
+class _Plain(fx.Interpreter):
+    """torch's interpreter without its retelling of every error."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.extra_traceback = False
+
+
+class _Double(_Plain):
+    """Asks for float64 wherever the program asks for another floating-point type."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map(_wide_type, (args, dict(kwargs)))
+        return super().call_function(target, args, kwargs)
+
+
+def _run(interpreter: fx.Interpreter, node: fx.Node) -> Any:
+    with torch.no_grad():
+        try:
+            return interpreter.run_node(node)
+        except Exception as error:
+            raise StageError(f"the exported program can't run on this input: {error}", where=node.name) from error
+
+
+def _widened(value: Any) -> Any:
+    return pytree.tree_map(lambda v: v.to(_WIDE.get(v.dtype, v.dtype)) if isinstance(v, Tensor) else v, value)
+
+
+def _wide_type(value: Any) -> Any:
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _as(value: Any, like: Any) -> Any:
+    return value.to(like.dtype) if isinstance(value, Tensor) and isinstance(like, Tensor) else value

@@ -1,0 +1,1 @@
+"""pipe.yaml: read within bounds, checked, and mistakes told by line and field."""

@@ -1,0 +1,158 @@
+"""The text of pipe.yaml with the place of every field, and what `--set` puts over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from layerline.pipeline.config import bounded_yaml
+from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.init.generated_files import plain
+from layerline.pipeline.inputs.untrusted import is_number, printable
+
+Place = tuple[str | int, ...]
+
+
+class Document:
+    """pipe.yaml, read.
+
+    Attributes:
+        path: the file.
+        tree: its content as the parser's own types.
+        content: its content as plain values, overrides applied.
+
+    Raises:
+        ConfigError: there is no such file, it is no YAML, or it is beyond the bounds of `yamltext`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._overridden: dict[Place, str] = {}
+        self.tree = bounded_yaml.parse(_text(path), path.name)
+        if self.tree is None:
+            self.tree = {}
+        if not isinstance(self.tree, Mapping):
+            shown = "a list" if isinstance(self.tree, list) else repr(self.tree)
+            raise ConfigError(f"expected fields such as `train:`, saw {shown:.80}", where=f"{path.name}:1:1")
+        self.content: dict[Any, Any] = plain(self.tree)
+
+    def override(self, text: str) -> None:
+        """Applies one `key.path=value`.
+
+        Raises:
+            ConfigError: it is none, or there is no such place.
+        """
+        path, equals, value = text.partition("=")
+        keys = tuple(int(k) if is_number(k) else k for k in path.strip().split("."))
+        if not equals or "" in keys:
+            raise ConfigError(
+                f"expected key=value, saw {text!r:.80}", where="--set", hint="for example: --set train.epochs=2"
+            )
+        where = _option(text)
+        try:
+            parsed = plain(bounded_yaml.parse(value, where)) if value.strip() else None
+        except bounded_yaml.NotYamlError:
+            parsed = value  # a text that YAML would have in quotes
+        target: Any = self.content
+        for depth, key in enumerate(keys[:-1]):
+            target = _child(target, _as_there(target, key), where, keys[: depth + 1])
+        _put(target, _as_there(target, keys[-1]), parsed, where)
+        self._overridden[keys] = text
+
+    def error(self, loc: Place, what: str, hint: str = "") -> ConfigError:
+        """A ConfigError that points at a field."""
+        field = _dotted(loc)
+        for keys, text in self._overridden.items():
+            if keys == loc[: len(keys)] or (keys[: len(loc)] == loc and not self._is_in_file(loc)):
+                return ConfigError(f"{field}: {what}", where=_option(text), hint=hint)
+        line, column = self._position(loc)
+        return ConfigError(f"{field}: {what}" if field else what, where=f"{self.path.name}:{line}:{column}", hint=hint)
+
+    def _position(self, loc: Place) -> tuple[int, int]:
+        node, position = self.tree, (0, 0)
+        for key in loc:
+            marks = getattr(getattr(node, "lc", None), "data", None) or {}
+            if key not in marks:
+                break
+            position = tuple(marks[key][:2])
+            node = node[key]
+        return position[0] + 1, position[1] + 1
+
+    def _is_in_file(self, loc: Place) -> bool:
+        node = self.tree
+        for key in loc:
+            if not (isinstance(node, Mapping) and key in node):
+                return False
+            node = node[key]
+        return True
+
+
+def check_options(arguments: Sequence[str]) -> None:
+    """Refuses a `--set` of a command line whose value is apart from its key: the rest would be read as something else.
+
+    Raises:
+        ConfigError: says how it is written.
+    """
+    for place, argument in enumerate(arguments):
+        if argument == "--":
+            return
+        if argument != "--set" or place + 1 == len(arguments):
+            continue
+        key, *rest = arguments[place + 1 : place + 4]
+        value = next((text for text in rest if text != "="), "")
+        if "=" in key or not key or key.startswith("-"):
+            continue
+        example = "for example: --set train.epochs=2"
+        if value and not value.startswith("--"):
+            example = f"--set {key}={value}"
+        raise ConfigError(f"expected key=value in one piece, saw {key!r:.80}", where="--set", hint=example)
+
+
+def _text(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise ConfigError("it is no file", where=path.name, hint="pipe.yaml is a text file")
+    try:
+        with path.open("rb") as file:
+            return file.read(4 * bounded_yaml.SIZE + 1).decode("utf-8")  # a character takes four bytes at most
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no {path.name} in {path.parent.resolve()}", hint="make a project: pipe init DIR"
+        ) from None
+    except UnicodeDecodeError as error:
+        if error.start > 4 * bounded_yaml.SIZE - 4:
+            raise ConfigError(f"it is larger than {4 * bounded_yaml.SIZE} bytes", where=path.name) from None
+        raise ConfigError(f"it is not UTF-8 text: {error}", where=path.name) from None
+
+
+def _child(target: Any, key: str | int, where: str, loc: Place) -> Any:
+    if isinstance(target, dict):
+        if target.get(key) is None:
+            target[key] = {}
+        child = target[key]
+    elif isinstance(target, list) and isinstance(key, int) and key < len(target):
+        child = target[key]
+    else:
+        raise ConfigError(f"{_dotted(loc)} is not there", where=where)
+    if not isinstance(child, dict | list):
+        raise ConfigError(f"{_dotted(loc)} is {child!r:.80} and has no fields", where=where)
+    return child
+
+
+def _put(target: Any, key: str | int, value: Any, where: str) -> None:
+    if isinstance(target, list) and not (isinstance(key, int) and key < len(target)):
+        raise ConfigError(f"there is no item {key}: the list has {len(target)}", where=where)
+    target[key] = value
+
+
+def _as_there(target: Any, key: str | int) -> str | int:
+    """A key as the mapping spells it: `--set` can't tell the name "0" from the number 0."""
+    return str(key) if isinstance(target, dict) and key not in target and str(key) in target else key
+
+
+def _dotted(loc: Place) -> str:
+    return ".".join(printable(str(part), 80) for part in loc)
+
+
+def _option(text: str) -> str:
+    return f"--set {printable(text, 200)}"

@@ -1,0 +1,255 @@
+"""pipe.yaml, read: the project's stages and the whole configuration of each. Mistakes are told by line and field."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from layerline.pipeline import stage_table
+from layerline.pipeline.config.document import Document
+from layerline.pipeline.config.validation_errors import beyond_64_bits, elsewhere, mistake, nearest, numbers_in_disguise
+from layerline.pipeline.errors import ConfigError, PipeError, TaskError
+from layerline.pipeline.init.pipe_yaml import project_name
+from layerline.pipeline.inputs.data_files import expand
+from layerline.pipeline.inputs.untrusted import check_utf8
+from layerline.pipeline.keys import canonical
+from layerline.pipeline.stage import Stage
+
+FILE = "pipe.yaml"
+STATE = ".layerline"
+_OWN_KEYS = ("name", "task", "data", "check")
+# What is said of a field that there is not.
+_UNKNOWN = ("unknown field", "no such field")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Project:
+    """A folder with a pipe.yaml.
+
+    Attributes:
+        root: the folder.
+        name: what people call it.
+        task: the user's task file, relative to root.
+        data: files whose content the data hooks read, relative to root.
+        stages: the stages in the order they run.
+        sets: the `key.path=value` that pipe.yaml was overridden with.
+        check: whether everything is checked before a stage that may take long.
+    """
+
+    root: Path
+    name: str
+    task: str
+    data: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    sets: tuple[str, ...] = ()
+    check: bool = True
+
+    @property
+    def state(self) -> Path:
+        """Where Layerline keeps what it made."""
+        return self.root / STATE
+
+    @property
+    def works(self) -> Path:
+        """Where stages work, each in a folder that is named after its key."""
+        return self.state / "work"
+
+    def stage(self, name: str) -> Stage:
+        """The stage of that name.
+
+        Raises:
+            ConfigError: this project has none; names the nearest.
+        """
+        found = next((s for s in self.stages if s.name == name), None)
+        if found is None:
+            raise ConfigError(f"there is no stage {name!r} here", hint=nearest(name, [s.name for s in self.stages]))
+        return found
+
+    def upstream(self, stage: Stage) -> dict[str, Stage]:
+        """The stage behind each input port."""
+        return {port: next(s for s in self.stages if s.gives == kind) for port, kind in stage.takes.items()}
+
+    def needed_for(self, names: Sequence[str]) -> tuple[Stage, ...]:
+        """The named stages and everything they take from, in the order they run."""
+        wanted: set[str] = set()
+        pending = [self.stage(n) for n in names]
+        while pending:
+            stage = pending.pop()
+            wanted.add(stage.name)
+            pending += self.upstream(stage).values()
+        return tuple(s for s in self.stages if s.name in wanted)
+
+    def require_task(self, names: Sequence[str] | None = None) -> None:
+        """Checks that the task file is there if any of the named stages (None: of all), or what they need, has hooks.
+
+        Raises:
+            TaskError: it is not.
+        """
+        stages = self.stages if names is None else self.needed_for(names)
+        if any(s.hooks() for s in stages) and not (self.root / self.task).is_file():
+            raise TaskError(
+                "there is no such task file",
+                where=self.task,
+                hint="create it, or name another with `task:` in pipe.yaml",
+            )
+
+
+def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
+    """Reads `folder/pipe.yaml`, with `key.path=value` overrides on top.
+
+    Raises:
+        ConfigError: names file, line, column, field, what was seen and the nearest valid name.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("it is a file, not a folder", where=str(folder))
+    check_utf8(folder)
+    document = Document(folder / FILE)
+    for override in overrides:
+        document.override(override)
+    raw = document.content
+    for key in raw:
+        if key not in _OWN_KEYS and key not in stage_table.names():
+            valid = [*_OWN_KEYS, *stage_table.names()]
+            raise document.error((key,), "unknown key", _hint(str(key), nearest(str(key), valid)))
+    names = _stage_names(raw, document)
+    stages = _ordered([_build_stage(n, raw.get(n), document) for n in names])
+    return Project(
+        root=folder,
+        name=_text(document, "name", project_name(folder)),
+        task=_text(document, "task", "task.py"),
+        data=_data_files(document, folder),
+        check=_switch(document, "check"),
+        stages=stages,
+        sets=tuple(overrides),
+    )
+
+
+def as_options(overrides: Sequence[str]) -> str:
+    """Overrides as one types them."""
+    return " ".join(f"--set {shlex.quote(text)}" for text in overrides)
+
+
+def _hint(name: str, hint: str) -> str:
+    """The hint for an unknown name: where it names nothing that is near, the place where such a field is."""
+    if hint.startswith("did you mean"):
+        return hint
+    fields: list[tuple[str, ...]] = []
+    for stage in stage_table.names():
+        with suppress(PipeError):  # of another distribution that is not there
+            fields += [(stage, *path) for path in stage_table.stage_class(stage).written()]
+    return elsewhere(name, fields) or hint
+
+
+def _stage_names(raw: Mapping[str, Any], document: Document) -> list[str]:
+    """The standard stages, an import stage in place of those before it, and third parties' that are configured."""
+    imports = [n for n in stage_table.names() if n.startswith("import-") and n in raw]
+    if len(imports) > 1:
+        raise document.error((imports[1],), f"the project already starts at {imports[0]}", "keep one of the two")
+    standard = [n for n in stage_table.BUILT_IN if not n.startswith("import-")]
+    if imports:
+        given = stage_table.stage_class(imports[0]).gives
+        producer = next(i for i, n in enumerate(standard) if stage_table.stage_class(n).gives == given)
+        for name in standard[: producer + 1]:
+            if name in raw:
+                raise document.error(
+                    (name,), f"the project starts at {imports[0]}, after this stage", "remove one of the two"
+                )
+        standard = standard[producer + 1 :]
+    others = [n for n in raw if n in stage_table.names() and n not in stage_table.BUILT_IN and n not in imports]
+    return [*imports, *standard, *others]
+
+
+def _build_stage(name: str, raw: Any, document: Document) -> Stage:
+    cls = stage_table.stage_class(name)
+    if raw is not None and not isinstance(raw, Mapping):
+        raise document.error((name,), f"expected the fields of stage {name}, saw {raw!r}")
+    try:
+        stage = cls.model_validate(raw or {})
+    except ValidationError as error:
+        told = mistake(cls, raw or {}, error)
+        hint = told.hint
+        if told.what in _UNKNOWN and told.place:  # a field whose name is no text has no place
+            hint = _hint(str(told.place[-1]), hint)
+        raise document.error((name, *told.place), told.what, hint) from None
+    for wrong in (numbers_in_disguise(raw or {}, stage.model_dump()), beyond_64_bits(raw or {})):
+        if first := next(wrong, None):
+            raise document.error((name, *first.place), first.what)
+    for field, value in stage:
+        _check_key(document, (name, field), value)
+    return stage
+
+
+def _check_key(document: Document, loc: tuple[str | int, ...], value: Any) -> None:
+    """Whatever a field holds becomes part of a key, and a key holds nothing absolute."""
+    try:
+        canonical.encode(value)
+    except ValueError:
+        raise document.error(loc, f"expected a path inside the project, saw {str(value)!r}") from None
+    except TypeError as error:
+        raise document.error(loc, str(error)) from None
+
+
+def _ordered(stages: list[Stage]) -> tuple[Stage, ...]:
+    """Topological order by kinds; among equals, as given."""
+    done: list[Stage] = []
+    given = [s.gives for s in stages]
+    for kind in given:
+        if given.count(kind) > 1:
+            twins = [s.name for s in stages if s.gives == kind]
+            raise ConfigError(f"stages {' and '.join(twins)} both give {kind!r}", where=FILE)
+    while len(done) < len(stages):
+        have = {s.gives for s in done}
+        ready = next((s for s in stages if s not in done and set(s.takes.values()) <= have), None)
+        if ready is None:
+            stuck = next(s for s in stages if s not in done)
+            missing = sorted(set(stuck.takes.values()) - have)
+            raise ConfigError(
+                f"stage {stuck.name} takes {', '.join(missing)}, which no earlier stage gives", where=FILE
+            )
+        done.append(ready)
+    return tuple(done)
+
+
+def _text(document: Document, key: str, default: str) -> str:
+    value = document.content.get(key, default)
+    if not isinstance(value, str) or not value:
+        raise document.error((key,), f"expected text, saw {value!r}")
+    if key == "task" and is_outside(value):
+        raise document.error((key,), f"expected a path inside the project, saw {value!r}")
+    return value
+
+
+def _switch(document: Document, key: str) -> bool:
+    value = document.content.get(key, True)
+    if not isinstance(value, bool):
+        raise document.error((key,), f"expected true or false, saw {value!r}")
+    return value
+
+
+def _data_files(document: Document, folder: Path) -> tuple[str, ...]:
+    patterns = document.content.get("data") or []
+    if not isinstance(patterns, list) or not all(isinstance(p, str) and p for p in patterns):
+        raise document.error(("data",), f"expected a list of file patterns, saw {patterns!r}")
+    found: list[str] = []
+    for index, pattern in enumerate(patterns):
+        if is_outside(pattern) or not Path(pattern).parts:
+            raise document.error(("data", index), f"expected a path inside the project, saw {pattern!r}")
+        try:
+            matches = expand(folder, pattern)
+        except ValueError as error:
+            raise document.error(("data", index), f"{error}, saw {pattern!r:.80}") from None
+        if not matches:
+            raise document.error(("data", index), f"no file matches {pattern!r}")
+        found += matches
+    return tuple(dict.fromkeys(found))
+
+
+def is_outside(path: str) -> bool:
+    """Whether a path of the configuration leads out of the project's folder."""
+    return Path(path).is_absolute() or ".." in Path(path).parts

@@ -1,0 +1,94 @@
+"""What a stage was run with: its settings beside their defaults, versions, and what changed between two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from layerline.pipeline import stage_table
+from layerline.pipeline.errors import PipeError
+from layerline.pipeline.plan import fields
+from layerline.pipeline.reasons import phrases
+from layerline.pipeline.records.ledger import Record, Run
+
+CONFIG, ENV = "config.", "env."
+UNSET = ("None", "", "[]", "{}")
+"""How a field that holds nothing is written in a record."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a stage; `default` is None where the field must be given, or this version hasn't got it."""
+
+    name: str
+    value: str
+    default: str | None
+
+    @property
+    def differs(self) -> bool:
+        if self.default is None:
+            return self.value not in UNSET
+        return self.value != self.default
+
+
+def settings(record: Record) -> list[Setting]:
+    """Every field that the stage ran with, those that differ from their defaults first."""
+    usual = _defaults(record.stage)
+    found = [
+        Setting(name.removeprefix(CONFIG), value, usual.get(name.removeprefix(CONFIG)))
+        for name, value in record.parts.items()
+        if name.startswith(CONFIG)
+    ]
+    return sorted(found, key=lambda setting: not setting.differs)
+
+
+def has_settings(record: Record, wanted: Mapping[str, str]) -> bool:
+    """Whether a stage ran with these fields; one that only one side has was added to the stage, or removed, since."""
+    return all(record.parts.get(f"{CONFIG}{name}", value) == value for name, value in wanted.items())
+
+
+def versions(record: Record) -> dict[str, str]:
+    """What computed a record: Layerline, Python and the system, then the packages its key names."""
+    packages = {k.removeprefix(ENV): v for k, v in record.parts.items() if k.startswith(ENV)}
+    return {**record.versions, **packages}
+
+
+def previous(runs: Sequence[Run], run: Run) -> Run | None:
+    """The run before a run; `runs` are newest first."""
+    at = next((i for i, other in enumerate(runs) if other.id == run.id), None)
+    return None if at is None or at + 1 >= len(runs) else runs[at + 1]
+
+
+def changed(now: Sequence[Record], then: Sequence[Record]) -> list[str]:
+    """What differs between the records of two runs, stage by stage: fields, hooks, files and versions.
+
+    An input of a stage that another stage of the run made says nothing that the other's changes don't.
+    """
+    before = {r.stage: r for r in then}
+    told = []
+    for record in now:
+        old = before.get(record.stage)
+        if old is not None and old != record:
+            parts = [{k: v for k, v in r.parts.items() if not k.startswith("input.")} for r in (old, record)]
+            told += [f"{record.stage}: {phrase}" for phrase in phrases(*parts)]
+    return told + _versions_changed(now, before)
+
+
+def _versions_changed(now: Sequence[Record], before: Mapping[str, Record]) -> list[str]:
+    told: dict[str, None] = {}
+    for record in now:
+        old = before[record.stage].versions if record.stage in before else {}
+        for name, version in record.versions.items():
+            if old.get(name, version) != version:
+                told[f"{name} {old[name]} -> {version}"] = None
+    return list(told)
+
+
+def _defaults(stage: str) -> dict[str, str]:
+    """The fields of a stage where nothing is set; none of a stage that isn't installed any more."""
+    if stage not in stage_table.names():
+        return {}
+    try:
+        return fields(stage_table.stage_class(stage).model_construct())
+    except PipeError:  # another distribution's, which can't be imported here
+        return {}

@@ -1,0 +1,1 @@
+"""`pipe init`: the files of a new project."""

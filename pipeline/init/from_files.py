@@ -1,0 +1,305 @@
+"""Projects that start from a file: a model as ONNX, or a checkpoint. The file moves in, with all that belongs to it."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import keyword
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from layerline.pipeline import stage_table
+from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.init import new_files, pipe_yaml
+from layerline.pipeline.init.hooks_file import Array, Hooks
+from layerline.pipeline.init.pipe_yaml import Section, project_name
+from layerline.pipeline.inputs.batches import answers
+from layerline.pipeline.inputs.untrusted import is_file_name, is_importable, is_inside, printable
+from layerline.pipeline.keys import syntax_queries
+from layerline.pipeline.task import HOOKS
+
+# Where a model goes whose weights lie in files of their own, and what those are called whose names are more than that.
+MODEL, DATA = "model", "weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What a stage that imports sees in a file before anything is copied.
+
+    Attributes:
+        beside: further files that belong to it, relative to its folder.
+        whole: arrays of the samples whose rows are whole inputs; with one of them, a batch is one sample.
+        numbers: inputs without axes that get the same number in every sample, with that number.
+        outputs: how many the model has.
+        inputs: their names.
+        dims: sizes that vary, each with where it is, in words.
+    """
+
+    beside: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    outputs: int = 1
+    inputs: tuple[str, ...] = ()
+    dims: Mapping[str, str] = field(default_factory=dict)
+
+
+class Looks(Protocol):
+    """A stage that imports."""
+
+    @classmethod
+    def look(cls, path: Path, data: Path | None) -> Look:
+        """Reads as much as is needed, and checks the samples against it."""
+
+    @classmethod
+    def renamed(cls, path: Path, names: Mapping[str, str]) -> bytes:
+        """The file with other names for those that belong to it."""
+
+
+def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]:
+    """Writes a project that starts at `import-onnx`.
+
+    Args:
+        folder: where it goes.
+        model: the ONNX file; its external data comes along.
+        data: an .npz with one array per input, samples along the first axis; the expected answers are
+            called `label`, `labels`, `target` or `targets`, as in a batch.
+
+    Returns:
+        Everything written.
+
+    Raises:
+        ConfigError: a file is there already (nothing is overwritten), or the samples don't fit the model or each other.
+        StageError: the model can't be read.
+    """
+    new_files.check_folder(folder)
+    _check_names(model, data)
+    arrays = _arrays(data) if data else {}
+    stage = cast("Looks", stage_table.stage_class("import-onnx"))
+    look = stage.look(_there(model), data)
+    place, moves = _places(model, look.beside, folder)
+    fields: dict[str, Any] = {"file": (place / model.name).as_posix()}
+    if moves:
+        fields["external"] = [(place / name).as_posix() for name in moves.values()]
+    if data:
+        fields["data"] = data.name
+    section = Section(fields, comments=[*pipe_yaml.dims(look.dims), *pipe_yaml.values(look.numbers)])
+    sections = {"import-onnx": section, "quantize": pipe_yaml.quantize(samples=bool(arrays))}
+    hooks = Hooks(
+        source=model.name,
+        data=data.name if data else "",
+        arrays=arrays,
+        inputs=look.inputs or ("input",),
+        whole=look.whole,
+        numbers=tuple(look.numbers),
+        outputs=look.outputs,
+    )
+    renamed = {stored: name for stored, name in moves.items() if stored != name}
+    copies: dict[Path, Path | bytes] = {place / model.name: stage.renamed(model, renamed) if renamed else model}
+    copies |= {place / name: model.parent / stored for stored, name in moves.items()}
+    return _write(folder, model.name, sections, hooks, copies, data)
+
+
+def from_checkpoint(
+    folder: Path, weights: Path, model: str, data: Path | None = None, *, trust: bool = False
+) -> list[Path]:
+    """Writes a project that starts at `import-weights`.
+
+    Args:
+        folder: where it goes.
+        weights: a .safetensors file or a torch checkpoint.
+        model: `package.module:factory`, what makes the network; a module of the current folder is copied along.
+        data: as for `from_onnx`, the arrays named as forward() names its arguments.
+        trust: whether a pickle may run code.
+
+    Raises:
+        ConfigError: a file is there already, there is no such module or factory in it, or the samples can't be read or
+            don't fit each other.
+        StageError: the file is no checkpoint, as its first bytes show.
+    """
+    from layerline.pipeline.inputs.input_checks import check_checkpoint
+
+    new_files.check_folder(folder)
+    _check_names(weights, data)
+    check_checkpoint(_there(weights))
+    arrays = _arrays(data, float32=True) if data else {}
+    module, call = _factory(model)
+    modules = _local(module)
+    _check_factory(model, modules)
+    fields: dict[str, Any] = {"file": weights.name}
+    if trust:
+        fields["trust"] = True
+    imported = Section(fields, notes={"trust": "its pickled code may run"})
+    inputs = [n for n, a in arrays.items() if a.rank and n != answers(arrays)]
+    if inputs:
+        export = Section({"dynamic": {n: {0: "batch"} for n in inputs}})
+    else:
+        export = Section(comments=[pipe_yaml.FIXED])
+    sections = {
+        "import-weights": imported,
+        "export": export,
+        "quantize": pipe_yaml.quantize(samples=bool(arrays)),
+    }
+    hooks = Hooks(source=weights.name, model=call, data=data.name if data else "", arrays=arrays)
+    return _write(folder, weights.name, sections, hooks, {Path(weights.name): weights, **modules}, data)
+
+
+def _there(path: Path) -> Path:
+    if not path.is_file():
+        raise ConfigError("there is no such file", where=str(path))
+    return path
+
+
+def _arrays(data: Path, *, float32: bool = False) -> dict[str, Array]:
+    """What the samples hold, checked; `float32`: they go into a network that computes in it."""
+    import numpy as np
+
+    from layerline.pipeline.inputs import input_checks, npz
+
+    arrays = npz.read(_there(data))
+    input_checks.check_samples(arrays, data.name)
+    if float32 and (label := answers(arrays)):
+        input_checks.check_answers(arrays[label], data.name, label)
+    for name, array in arrays.items() if float32 else ():
+        if array.dtype == np.float64:
+            input_checks.checked_cast(array, np.float32, name, data.name)
+    return {n: Array(a.ndim, a.dtype.kind) for n, a in arrays.items()}
+
+
+def _factory(spec: str) -> tuple[str, str]:
+    """The module of `package.module:factory`, and the lines that call it."""
+    module, _, attribute = spec.partition(":")
+    parts = (*module.split("."), *attribute.split("."))
+    if any(not part.isidentifier() or keyword.iskeyword(part) for part in parts):
+        raise ConfigError(f"expected package.module:factory, saw {spec!r}", where="--model")
+    first, _, rest = attribute.partition(".")
+    name = f"build_{first}" if first in HOOKS else first
+    imported = f"{first} as {name}" if name != first else first
+    return (
+        module,
+        f"from {module} import {imported}\n\n\ndef model():\n    return {name}{'.' if rest else ''}{rest}()\n",
+    )
+
+
+def _check_factory(spec: str, files: Mapping[Path, Path]) -> None:
+    """Refuses a module that is not among the files copied along, and a factory that it does not define.
+
+    Raises:
+        ConfigError: names the nearest of those there are.
+    """
+    module, _, attribute = spec.partition(":")
+    if not files:
+        return  # installed: what it holds is known when it is imported
+    stem = Path(*module.split("."))
+    source = next((files[p] for p in (stem.with_suffix(".py"), stem / "__init__.py") if p in files), None)
+    if source is None:
+        there = ", ".join(sorted(".".join(p.with_suffix("").parts) for p in files))
+        raise ConfigError(f"there is no module {module!r} here", where="--model", hint=f"there are: {there}")
+    try:
+        body = ast.parse(source.read_bytes()).body
+    except SyntaxError as error:
+        raise ConfigError(f"not valid Python: {error.msg}", where=f"{source.name}:{error.lineno}") from None
+    imports = (n for s in body for n in ast.walk(s) if isinstance(n, ast.Import | ast.ImportFrom))
+    names = {(a.asname or a.name).partition(".")[0] for n in imports for a in n.names}
+    names, wanted = names.union(*map(syntax_queries.bound_names, body)), attribute.partition(".")[0]
+    # `from x import *` and a __getattr__ hold names that only importing it shows.
+    if not names & {wanted, "*", "__getattr__"}:
+        near = difflib.get_close_matches(wanted, names, 1)
+        hint = f"did you mean {module}:{near[0]}?" if near else f"it defines {', '.join(sorted(names)) or 'nothing'}"
+        raise ConfigError(f"{source.name} defines no {wanted!r}", where="--model", hint=hint)
+
+
+def _local(module: str) -> dict[Path, Path]:
+    """Python files of the current folder that the module consists of; none where it is installed.
+
+    Raises:
+        ConfigError: it is neither here nor installed.
+    """
+    top, here = module.partition(".")[0], Path.cwd()
+    if (here / f"{top}.py").is_file():
+        return {Path(f"{top}.py"): here / f"{top}.py"}
+    if found := sorted((here / top).rglob("*.py")):
+        return {p.relative_to(here): p for p in found}
+    if importlib.util.find_spec(top) is None:
+        raise ConfigError(
+            f"there is no module {top!r}, here or installed",
+            where="--model",
+            hint="run pipe init in the folder that holds it, or install its package",
+        )
+    return {}
+
+
+def _check_names(*files: Path | None) -> None:
+    """Refuses files whose name would do more in a project's folder than name them.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    for file in files:
+        if file is None:
+            continue
+        name, hint = printable(file.name, 80), "rename it"
+        if not is_file_name(file.name):
+            raise ConfigError("its name holds a control character, a backslash, or bytes that are no UTF-8",
+                              where=name, hint=hint)  # fmt: skip
+        if is_importable(file.name):
+            raise ConfigError("Python would take a file of this name for code of the project", where=name, hint=hint)
+        if file.name.startswith("."):
+            raise ConfigError("its name begins with a dot, as those of files that tools keep", where=name, hint=hint)
+
+
+def _places(model: Path, beside: Sequence[str], folder: Path) -> tuple[Path, dict[str, str]]:
+    """Where the model and the files with its weights go, below the project.
+
+    A model that lies in the project stays, and so do names that are no more than that.
+
+    Returns:
+        The folder of all of them, and the name in it for each place that the model stores.
+
+    Raises:
+        ConfigError: a file of weights that lies in the project would be code there; or it is the model's own.
+    """
+    if model.name in beside:
+        raise ConfigError("it stores weights in itself, beside what it says of them", where=printable(model.name))
+    moves = {stored: stored if _is_data(stored) else f"{DATA}-{i}.bin" for i, stored in enumerate(beside)}
+    if model.parent.resolve() != folder.resolve():
+        return Path(MODEL) if moves else Path(), moves
+    if strange := next((stored for stored, name in moves.items() if stored != name), None):
+        raise ConfigError(
+            f"it stores weights in {printable(strange, 80)!r}, which Python may take for code of the project",
+            where=printable(model.name, 80),
+            hint="choose another folder for the project: there the file gets another name",
+        )
+    return Path(), moves
+
+
+def _is_data(location: str) -> bool:
+    """Whether a place that a model stores names data, on every system, and nothing that Python or a tool looks for."""
+    parts = location.split("/")
+    return is_inside(location) and all(is_file_name(p) and not is_importable(p) and p[0] not in "._" for p in parts)
+
+
+def _write(
+    folder: Path,
+    source: str,
+    sections: Mapping[str, Section],
+    hooks: Hooks,
+    copies: Mapping[Path, Path | bytes],
+    data: Path | None,
+) -> list[Path]:
+    """Writes the texts, and copies the files that don't lie there already; nothing is overwritten."""
+    texts = {
+        Path("pipe.yaml"): pipe_yaml.pipe_yaml(project_name(folder), source, sections).encode(),
+        Path("task.py"): hooks.text().encode(),
+    }
+    samples = {Path(data.name): data} if data else {}
+    for names in (texts.keys() & copies.keys(), texts.keys() & samples.keys()):
+        if taken := next(iter(names), None):
+            raise ConfigError(f"every project has a {taken} of its own", where=str(taken), hint="rename your file")
+    if taken := next(iter(copies.keys() & samples.keys()), None):
+        raise ConfigError("two files of this name belong to the project", where=str(taken), hint="rename one of them")
+    files = {**copies, **samples}
+    moves = {t: s for t, s in files.items() if isinstance(s, bytes) or (folder / t).resolve() != s.resolve()}
+    return new_files.write(folder, {**texts, **moves})

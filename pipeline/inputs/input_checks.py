@@ -1,0 +1,133 @@
+"""Files that somebody hands over, looked at before anything is built on them: samples, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.inputs.untrusted import read_json
+
+Array = npt.NDArray[Any]
+_INDEX_BYTES = 1 << 26  # of an index of shards; the largest have some hundred thousand tensors
+
+
+def check_samples(arrays: Mapping[str, Array], where: str) -> None:
+    """Refuses arrays that don't count the same samples, and numbers that are none.
+
+    Args:
+        arrays: by name; the first axis counts samples, a number alone holds for all of them.
+        where: the file.
+
+    Raises:
+        ConfigError: arrays of other lengths, no sample, text, NaN, Inf; names the array and the first such element.
+    """
+    counts = {k: len(a) for k, a in arrays.items() if a.ndim}
+    if len(set(counts.values())) > 1 or 0 in counts.values():
+        seen = ", ".join(f"{k} {n}" for k, n in counts.items())
+        raise ConfigError(f"expected equally many samples along every first axis, saw {seen}", where=where)
+    for name, array in arrays.items():
+        if array.dtype.kind not in "biufc":
+            raise ConfigError(f"the array holds {array.dtype}, expected numbers", where=f"{where}: {name}")
+        if array.dtype.kind in "fc" and not _is_mask(array):
+            _refuse(array, ~np.isfinite(array), name, where, "a finite number")
+
+
+def check_answers(array: Array, where: str, name: str) -> None:
+    """Refuses one number in place of an answer for each sample.
+
+    Raises:
+        ConfigError: the array has no axis.
+    """
+    if not array.ndim:
+        raise ConfigError(f"{name} is a single number, expected one answer for each sample", where=where)
+
+
+def checked_cast(array: Array, dtype: npt.DTypeLike, name: str, where: str, rows: Sequence[int] | None = None) -> Array:
+    """The array in another type.
+
+    Args:
+        rows: where the array is a part of the data: the number of each of its samples in the whole.
+
+    Raises:
+        ConfigError: a number lies outside of what the type holds; names the first.
+    """
+    wanted = np.dtype(dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        out: Array = array.astype(wanted, copy=False)
+    if wanted.kind in "fc":
+        info = np.finfo(wanted)
+        lost = np.isfinite(array) & ~np.isfinite(out)
+        _refuse(array, lost, name, where, f"{wanted}, at most {info.max:.4g}", rows)
+    elif wanted.kind in "iu" and wanted != array.dtype:
+        span = np.iinfo(wanted)
+        _refuse(array, out != array, name, where, f"{wanted}, {span.min} to {span.max}", rows)
+    return out
+
+
+def check_checkpoint(path: Path) -> None:
+    """Refuses what can be told from its first bytes to be no checkpoint.
+
+    Raises:
+        StageError: an empty file, an index of shards, text, a pointer of git-lfs.
+    """
+    with path.open("rb") as file:
+        head = file.read(256)
+    if not head:
+        raise StageError("the file is empty (0 bytes)", where=path.name, hint="save it or download it again")
+    if head.startswith(b"version https://git-lfs"):
+        raise StageError("a pointer of git-lfs, not the file itself", where=path.name, hint="git lfs pull")
+    if _is_text(head):
+        raise _text(path, head)
+
+
+def _is_text(head: bytes) -> bool:
+    """No checkpoint is: a zip, a pickle and safetensors all have control characters among their first bytes."""
+    return all(c in "\t\r\n" or c.isprintable() for c in head.decode("utf-8", "ignore")) and b"\x80" not in head[:1]
+
+
+def _text(path: Path, head: bytes) -> StageError:
+    try:
+        shards = sorted(set(read_json(path, size=_INDEX_BYTES)["weight_map"].values()))
+        first = shards[0]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        start = " ".join(head.decode("utf-8", "replace").split())
+        return StageError(f"it is text, expected a checkpoint; it begins {start[:60]!r}", where=path.name)
+    kind = "safetensors.torch.load_file(f)" if str(first).endswith(".safetensors") else "torch.load(f)"
+    return StageError(
+        f"an index, which says in which file each tensor lies, not the tensors; they lie in {len(shards)} files: "
+        f"{', '.join(map(str, shards[:4]))}{', …' if len(shards) > 4 else ''}",
+        where=path.name,
+        hint=f"join them: torch.save({{k: t for f in files for k, t in {kind}.items()}}, 'weights.pt')",
+    )
+
+
+def _is_mask(array: Array) -> bool:
+    """Whether it holds what is added to scores to hide some: 0 and -inf."""
+    return array.dtype.kind == "f" and bool(((array == 0) | np.isneginf(array)).all())
+
+
+def _refuse(
+    array: Array,
+    bad: npt.NDArray[np.bool_],
+    name: str,
+    where: str,
+    expected: str,
+    rows: Sequence[int] | None = None,
+) -> None:
+    if not bad.any():
+        return
+    at = np.unravel_index(int(bad.argmax()), bad.shape)
+    told = [int(i) for i in at]
+    if rows is not None and told:
+        told[0] = int(rows[told[0]])
+    index = f"[{', '.join(map(str, told))}]" if told else ""
+    raise ConfigError(
+        f"{name}{index} is {array[at]}, expected {expected}; {int(bad.sum())} of {bad.size} elements are not that",
+        where=where,
+        hint="leave such samples out, or put right what made them",
+    )

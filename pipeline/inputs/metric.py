@@ -1,0 +1,72 @@
+"""The task's metric: what it is given and what it may give, the same while training and after every later stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from layerline.pipeline.errors import TaskError
+from layerline.pipeline.inputs.batches import collate, outlined
+
+Array = npt.NDArray[Any]
+Metric = Callable[[Any, Any], Any]
+
+
+def score(metric: Metric, outputs: Any, targets: Any) -> dict[str, float]:
+    """The metric by name; one without a name is called "metric".
+
+    Args:
+        metric: of outputs and targets.
+        outputs: an array, or a tuple of arrays where the model returns several.
+        targets: an array, or arrays in the tuples and dicts that the data has them in.
+
+    Raises:
+        TaskError: it is no number.
+    """
+    value = metric(outputs, targets)
+    named = value if isinstance(value, Mapping) else {"metric": value}
+    try:
+        return {str(k): float(v) for k, v in named.items()}
+    except (TypeError, ValueError) as error:
+        raise TaskError(f"metric() gave {value!r}, expected a number or numbers by name", where="metric") from error
+
+
+def accuracy(outputs: Any, targets: Any) -> dict[str, float]:
+    """The default metric: the share of right classes, the greatest output along the class axis being the answer.
+
+    Raises:
+        TaskError: targets that are no classes or none of the model's, or shapes that leave the class axis open.
+    """
+    scores = outputs[0] if isinstance(outputs, tuple) else outputs
+    hint = "define metric(outputs, targets)"
+    if not isinstance(targets, np.ndarray):
+        raise TaskError(f"targets {outlined(targets)} are no array of classes, so there is no accuracy", hint=hint)
+    if not np.issubdtype(targets.dtype, np.integer):
+        raise TaskError(f"targets of type {targets.dtype} are no classes, so there is no accuracy", hint=hint)
+    for axis in (-1, 1):
+        if scores.ndim == targets.ndim + 1 and np.delete(scores.shape, axis).tolist() == list(targets.shape):
+            if targets.size and (targets.min() < 0 or targets.max() >= scores.shape[axis]):
+                raise TaskError(f"targets from {targets.min()} to {targets.max()} and {scores.shape[axis]} classes: "
+                                "some target is none of them", hint=f"count classes from 0, or {hint}")  # fmt: skip
+            return {"accuracy": float((scores.argmax(axis) == targets).mean())}
+    raise TaskError(f"outputs {scores.shape} and targets {targets.shape} do not make an accuracy", hint=hint)
+
+
+def joined(parts: Sequence[Any], what: str) -> Any:
+    """What several batches gave, along the first axis: arrays, or arrays in tuples and dicts.
+
+    Raises:
+        TaskError: shapes that differ along another axis, or other tuples and dicts.
+    """
+    try:
+        return collate(parts, lambda arrays: np.concatenate([np.atleast_1d(a) for a in arrays]))
+    except (ValueError, KeyError, TypeError) as error:
+        shapes = dict.fromkeys(str(p.shape) if isinstance(p, np.ndarray) else outlined(p) for p in parts)
+        raise TaskError(
+            f"the {what} of different batches cannot be joined: shapes {', '.join(sorted(shapes))}",
+            where="eval_data",
+            hint="give batches that differ along the first axis alone",
+        ) from error

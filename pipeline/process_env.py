@@ -1,0 +1,220 @@
+"""What a command does to its process for as long as user code runs, and what user code must not do to it.
+
+`own_process` is called once, by a process that is `pipe` and nothing else; a program that calls our functions keeps its
+standard output, its signals and its `os._exit` as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from layerline.pipeline.inputs.untrusted import is_number, printable
+
+INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
+_RECURSION = sys.getrecursionlimit()
+_FORMAT = warnings.formatwarning
+_WIDEST = 10_000  # columns and lines of a terminal
+
+
+def prepare() -> None:
+    """Before any command: what it prints can be encoded, and variables that libraries trip over are put right."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no ✓ shows a ? instead
+    # Read when torch loads OpenMP: threads that spin while they wait made training 8 times slower beside other work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name in ("COLUMNS", "LINES"):  # rich takes them for numbers, and fails where they aren't
+        value = os.environ.get(name, "0")
+        if not is_number(value) or int(value) > _WIDEST:
+            del os.environ[name]
+    # Warnings and log records hold names as well, and reach the terminal past the views.
+    warnings.formatwarning = _warning
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Plain())
+
+
+def _warning(*arguments: Any, **named: Any) -> str:
+    return printable(_FORMAT(*arguments, **named), keep="\n")
+
+
+class _Plain(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n")
+
+
+@dataclass
+class _Process:
+    """What is known of this process, where it is `pipe`'s own.
+
+    Attributes:
+        output: where results go; a descriptor of its own, that nobody closes by closing standard output.
+        code: what the command came to; None while it is at work.
+    """
+
+    output: TextIO | None = None
+    code: int | None = None
+
+
+_PROCESS = _Process()
+
+
+def own_process() -> None:
+    """Takes this process over: results have an output of their own, and it can't end without a word.
+
+    Does nothing where standard output is not that of the process, as under a test runner.
+    """
+    for descriptor in (0, 1, 2):  # a closed one would be given to the next file that is opened, and written to
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is not sys.__stdout__ or _PROCESS.output is not None:
+        return
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = _Open(
+            os.fdopen(os.dup(1), "wb"),
+            encoding=sys.stdout.encoding, errors="replace", line_buffering=sys.stdout.line_buffering,
+        )  # fmt: skip
+    _PROCESS.output = sys.stdout
+    _watch_exits(os.getpid())
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def ended(code: int) -> int:
+    """The command is done; from here on the process ends with this code, whatever handlers of user code do at exit."""
+    _PROCESS.code = code
+    if _PROCESS.output is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return code
+
+
+def output() -> TextIO | None:
+    """Where a document of `--json` goes; None where that is standard output as it stands."""
+    return _PROCESS.output
+
+
+def put_right() -> tuple[str, str] | None:
+    """Undoes what user code did to this process that nothing of ours could work under.
+
+    Returns:
+        What it did that can't be undone without changing what it meant, and what to do instead.
+    """
+    if sys.getrecursionlimit() < _RECURSION:
+        sys.setrecursionlimit(_RECURSION)
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "get_default_device") and torch.get_default_device().type == "meta":
+        torch.set_default_device("cpu")
+        return "left torch's default device at meta, where tensors hold no numbers", "use: with torch.device('meta')"
+    return None
+
+
+class _Open(io.TextIOWrapper):
+    """An output that stays open when user code closes it."""
+
+    def close(self) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            self.flush()
+
+
+def _interrupt(number: int, _frame: Any) -> NoReturn:
+    """Ctrl-C: whoever is at work cleans up; pressed again, the process ends at once."""
+    signal.signal(number, interrupt_at_once)
+    raise KeyboardInterrupt
+
+
+def interrupt_at_once(_number: int = 0, _frame: Any = None) -> NoReturn:
+    """Ends the process with the sentence and the code of an interrupt, and without any cleaning up."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{INTERRUPTED}\n".encode())
+    _exit(130)
+
+
+_exit = os._exit
+
+
+def _watch_exits(process: int) -> None:
+    """Puts a guard before the calls that end a process without a word."""
+    for module in [sys.modules[name] for name in ("os", "posix", "nt") if name in sys.modules]:
+        for name in ("_exit", "execv", "execve"):
+            if hasattr(module, name):
+                setattr(module, name, _Guarded(getattr(module, name), process))
+
+
+class _Guarded:
+    """A call that ends the process: in a child it does, in `pipe` itself it is told, and the code is not 0."""
+
+    def __init__(self, function: Any, process: int) -> None:
+        self.function, self.process = function, process
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if os.getpid() != self.process:
+            return self.function(*arguments, **options)
+        if _PROCESS.code is not None:  # at exit, when all has been said
+            _flush()
+            _exit(_PROCESS.code)
+        called = f"os.{self.function.__name__}({', '.join(map(repr, arguments))[:80]})"
+        sentence = f"error task.py, or a package that it uses, ended the process: {called}; nothing was filed\n"
+        with contextlib.suppress(OSError):
+            os.write(2, sentence.encode(errors="replace"))
+        return _exit(2)
+
+
+@contextlib.contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """Hooks open the project's files by their relative names, wherever the command was given."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Keeps standard output for the JSON document, whatever task.py, a library or a child process prints.
+
+    In a process of `pipe`'s own it stays so until the end: threads and handlers of user code may print later, and the
+    document has an output of its own.
+    """
+    _flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    if _PROCESS.output is not None:
+        os.close(kept)
+        sys.stdout = sys.stderr
+        yield
+        return
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _flush()  # what is still held back belongs there too
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _flush() -> None:
+    """Writes out what Python and the C library hold back for standard output."""
+    for stream in (sys.stdout, sys.__stdout__):
+        with contextlib.suppress(ValueError, OSError):  # closed by user code
+            if stream is not None:
+                stream.flush()
+    if os.name == "posix":
+        ctypes.CDLL(None).fflush(None)

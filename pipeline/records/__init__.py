@@ -1,0 +1,1 @@
+"""What a run leaves: artifacts, records, locks, and their upkeep."""

@@ -1,0 +1,157 @@
+"""What is done to a project's state as a whole: start it, re-hash it, clean it up."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from layerline.pipeline.config import bounded_yaml
+from layerline.pipeline.config.project import Project
+from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.files import GONE, entries, remove
+from layerline.pipeline.init import new_files
+from layerline.pipeline.init.generated_files import check_yaml, plain, yaml_value
+from layerline.pipeline.init.pipe_yaml import project_name
+from layerline.pipeline.plan import open_planner
+from layerline.pipeline.records.run_lock import abandoned, alone
+from layerline.pipeline.records.store import DamagedError
+from layerline.pipeline.resume import cut_short
+
+# Where in the state lies what a person counts.
+_COUNTED = {"ledger/runs": "run", "store": "artifact", "work": "unfinished stage"}
+# Where else files are written under a temporary name; those of the ledger go with it.
+_WRITTEN = ("", "cache/", "work/*/")
+_PARTIAL = re.compile(r"\..+\.\d+\.\d+")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something in the state that is not what it was when written."""
+
+    what: str
+    fault: str
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """Something that no kept run needs; its path below the project (that of a temporary folder whole), its bytes."""
+
+    path: str
+    size: int
+
+
+def templates() -> list[str]:
+    """Names of the projects that `pipe init` can start from."""
+    root = resources.files("layerline").joinpath("templates")
+    return sorted(t.name for t in root.iterdir() if t.is_dir() and t.joinpath("pipe.yaml").is_file())
+
+
+def init(folder: Path, template: str) -> list[Path]:
+    """Writes a project's pipe.yaml and task.py into `folder`, whose name it gets.
+
+    Raises:
+        ConfigError: no such template, or a file is there already; nothing is overwritten.
+    """
+    if template not in templates():
+        raise ConfigError(f"there is no template {template!r}", hint=f"there are: {', '.join(templates())}")
+    new_files.check_folder(folder)
+    source = resources.files("layerline").joinpath("templates").joinpath(template)
+    texts = {name: source.joinpath(name).read_text("utf-8") for name in ("pipe.yaml", "task.py")}
+    name = f"name: {yaml_value(project_name(folder))}"
+    config = re.sub(r"^name: \S+", lambda _: name, texts["pipe.yaml"], count=1, flags=re.MULTILINE)
+    meant = plain(bounded_yaml.parse(texts["pipe.yaml"], "pipe.yaml")) | {"name": project_name(folder)}
+    check_yaml(config, meant, "pipe.yaml")
+    return new_files.write(folder, {Path("pipe.yaml"): config.encode(), Path("task.py"): texts["task.py"].encode()})
+
+
+def verify(project: Project) -> tuple[int, list[Problem]]:
+    """Re-hashes every artifact and report, remembering nothing; the number checked and what is wrong."""
+    planner = open_planner(project, memo=False)
+    store, ledger = planner.store, planner.ledger
+    problems, checked = [], 0
+    present = list(store.digests())
+    for digest in present:
+        checked += 1
+        try:
+            store.get(digest)
+        except DamagedError as error:
+            problems.append(Problem(f"artifact {digest[:12]}", str(error)))
+    for record in {r.report: r for run in ledger.runs() for r in run.records}.values():
+        checked += 1
+        if not ledger.report_is_whole(record.report):
+            problems.append(Problem(f"report of {record.stage} {record.report[:12]}", "missing or damaged"))
+        if record.digest not in present and ledger.get(record.key) == record:
+            problems.append(Problem(f"artifact {record.digest[:12]} of {record.stage}", "missing"))
+    for what, fault in ledger.damaged():
+        checked += 1
+        problems.append(Problem(what, f"damaged: {fault}"))
+    return checked, problems
+
+
+def collect(project: Project, keep: int, *, dry_run: bool) -> list[Garbage] | None:
+    """Removes what is needed by none of the newest `keep` runs, the project as it stands, and `pipe resume`.
+
+    While a run is going on, here or in another process, nothing is removed: None.
+
+    Args:
+        project: whose state.
+        keep: how many runs stay whole.
+        dry_run: only list.
+    """
+    if dry_run or not project.state.exists():
+        return [_garbage(project, path) for path in _unneeded(project, keep)]
+    with alone(project.state) as idle:
+        if not idle:
+            return None
+        for lock in entries(project.works, "*.lock"):
+            remove(lock)  # nobody holds one now
+        return [_remove(project, path) for path in _unneeded(project, keep)]
+
+
+def counted(gone: Sequence[Garbage]) -> list[str]:
+    """What went, in words: "3 runs", "10 artifacts"; keys and reports go with those and aren't counted."""
+    places = Counter(place for g in gone for place in _COUNTED if f"/{place}/" in g.path)
+    found = [f"{n} {noun}{'' if n == 1 else 's'}" for place, noun in _COUNTED.items() if (n := places[place])]
+    return found or [f"{len(gone)} record{'' if len(gone) == 1 else 's'}"]
+
+
+def _unneeded(project: Project, keep: int) -> list[Path]:
+    planner = open_planner(project)
+    store, ledger, steps = planner.store, planner.ledger, planner.steps()
+    in_use = {s.artifact.digest for s in steps if s.artifact}
+    kept = list(ledger.runs())[:keep]
+    in_use |= {r.digest for run in kept for r in run.records}
+    # Work that was cut short is resumed: by the project as it stands, or by `pipe resume` with the `--set` it had.
+    resumable = {s.key for s in steps if s.key and not s.artifact}
+    if (training := cut_short(project)) is not None:
+        resumable.add(training[0].name)
+    artifacts = [store.root / digest for digest in store.digests() if digest not in in_use]
+    work = [p for p in entries(project.works) if p.suffix != ".lock" and p.name not in resumable]
+    half_gone = entries(store.root, f"{GONE}*")
+    half_written = [p for place in _WRITTEN for p in sorted(project.state.glob(f"{place}.*")) if _is_partial(p)]
+    return [*artifacts, *ledger.forget(keep, in_use), *work, *half_gone, *half_written, *abandoned()]
+
+
+def _is_partial(path: Path) -> bool:
+    """Whether a file is what a process that was killed had written so far, before it got its name."""
+    return _PARTIAL.fullmatch(path.name) is not None
+
+
+def _garbage(project: Project, path: Path) -> Garbage:
+    size = 0
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        with suppress(FileNotFoundError):  # a run that goes on may take it away
+            size += file.stat().st_size if file.is_file() else 0
+    inside = path.is_relative_to(project.root)
+    return Garbage(path.relative_to(project.root).as_posix() if inside else str(path), size)
+
+
+def _remove(project: Project, path: Path) -> Garbage:
+    garbage = _garbage(project, path)
+    remove(path)
+    return garbage

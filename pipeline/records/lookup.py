@@ -1,0 +1,207 @@
+"""What commands that only look are about: a stage's newest record, its artifact, its report in another run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from layerline.pipeline.config.project import Project, as_options
+from layerline.pipeline.config.settings import changed, has_settings
+from layerline.pipeline.config.validation_errors import nearest
+from layerline.pipeline.errors import ConfigError, PipeError
+from layerline.pipeline.keys.fingerprint import Fingerprint
+from layerline.pipeline.plan import Planner, Step, fields, open_planner
+from layerline.pipeline.records.ledger import Record, Run
+from layerline.pipeline.records.run_lock import claim
+from layerline.pipeline.records.store import Artifact, DamagedError
+from layerline.pipeline.report import Report
+
+ALL = "all"
+"""What stands for every stage on the command line."""
+
+
+def status(planner: Planner) -> tuple[list[Step], dict[str, str]]:
+    """Every stage as things stand, and its state; what was hashed for that is remembered."""
+    steps = planner.steps()
+    with suppress(OSError):  # a project that can't be written can be looked at
+        claim(planner.project.state)
+    planner.hasher.save()
+    return steps, states(planner, steps)
+
+
+def explained(planner: Planner, stage: str) -> tuple[Step, Mapping[str, str] | None, dict[str, Fingerprint]]:
+    """A stage as things stand, the parts of the key it last ran with, and what each of its hooks reaches."""
+    step = next(s for s in planner.steps() if s.stage.name == stage)
+    before = step.record or planner.ledger.head(stage)
+    prints = {hook: planner.fingerprint(hook) for hook in planner.hooks(step.stage)}
+    return step, before.parts if before else None, prints
+
+
+def states(planner: Planner, steps: list[Step]) -> dict[str, str]:
+    """`fresh`, `would run` or `may run` by stage; behind one that has to run again, the input may turn out the same."""
+    found = {}
+    for step in steps:
+        may = step.key is None and planner.ledger.head(step.stage.name)
+        found[step.stage.name] = "fresh" if step.artifact else ("may run" if may else "would run")
+    return found
+
+
+def asked_for(project: Project, names: Sequence[str]) -> list[str] | None:
+    """The stages that a command names; None for `all`.
+
+    Raises:
+        ConfigError: `all` beside a stage, or a name that is no stage; tells the nearest.
+    """
+    valid = [*(s.name for s in project.stages), ALL]
+    for name in names:
+        if name not in valid:
+            raise ConfigError(f"there is no stage {name!r} here", hint=nearest(name, valid))
+    if ALL not in names:
+        return list(names)
+    if len(names) > 1:
+        raise ConfigError("`all` means every stage: give it alone, or name stages", hint=f"pipe run {ALL}")
+    return None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A stage's record, and the newest run it belongs to; None where no run is left that says so."""
+
+    record: Record
+    run: Run | None
+
+
+def choose(planner: Planner, stage: str, run_id: str | None = None) -> Chosen:
+    """A stage's record: in the run of that id, the newest with the overrides the project was read with, or the newest.
+
+    Raises:
+        PipeError: there is none, or both a run and overrides are given.
+    """
+    project = planner.project
+    _one_choice(project, run_id)
+    if run_id is None and project.sets:
+        past = _run_with_settings(planner, [s.name for s in project.needed_for([stage])])
+        return Chosen(_record_in(past, stage), past) if past else Chosen(_from_key(planner, stage), None)
+    if run_id is not None:
+        past = planner.ledger.find_run(run_id, stage)
+        return Chosen(_record_in(past, stage), past)
+    record = planner.ledger.head(stage) or _from_key(planner, stage)
+    return Chosen(record, next((run for run in planner.ledger.runs() if record in run.records), None))
+
+
+def find_run(planner: Planner, run_id: str | None) -> Run:
+    """The run of that id, or the newest with the overrides that the project was read with, or the newest.
+
+    Raises:
+        PipeError: there is none, or both a run and overrides are given.
+    """
+    project = planner.project
+    _one_choice(project, run_id)
+    if run_id is not None or not project.sets:
+        return planner.ledger.find_run(run_id or "last")
+    run = _run_with_settings(planner, [text.split(".")[0] for text in project.sets])
+    if run is None:
+        asked = as_options(project.sets)
+        raise PipeError(f"no run had {asked}", hint=f"pipe run all {asked}")
+    return run
+
+
+def _run_with_settings(planner: Planner, needed: Sequence[str]) -> Run | None:
+    """The newest run with a record of each needed stage, whose stages all had the project's settings.
+
+    The task's code and the versions may have been others: the settings are what was asked for.
+    """
+    wanted = {stage.name: fields(stage) for stage in planner.project.stages}
+    for run in planner.ledger.runs():
+        records = {r.stage: r for r in run.records if r.stage in wanted}
+        has_all = all(name in records for name in needed if name in wanted)
+        if has_all and records and all(has_settings(r, wanted[name]) for name, r in records.items()):
+            return run
+    return None
+
+
+def _one_choice(project: Project, run_id: str | None) -> None:
+    if run_id is not None and project.sets:
+        raise ConfigError("--run and --set both say which result is meant", hint="give one of the two")
+
+
+def _from_key(planner: Planner, stage: str) -> Record:
+    """What the project as it stands gave: no run may be left that says so, yet its result may be there."""
+    record = next(s.record for s in planner.steps() if s.stage.name == stage)
+    if record is None:
+        asked = as_options(planner.project.sets)
+        what = f"with {asked}" if asked else "yet"
+        raise PipeError(f"stage {stage} has not run {what}", hint=f"pipe run {stage} {asked}".rstrip())
+    return record
+
+
+def artifact(project: Project, stage: str, run_id: str | None = None) -> tuple[Artifact, str]:
+    """A stage's artifact, checked; and why it may not be the wanted one, empty where it is as asked for.
+
+    Raises:
+        PipeError: there is none, or it is damaged or gone.
+    """
+    planner = open_planner(project)
+    again = f"make it again with: pipe run {stage} {as_options(project.sets)}".rstrip()
+    record = choose(planner, project.stage(stage).name, run_id).record
+    try:
+        found = planner.store.get(record.digest)
+    except DamagedError as error:
+        raise DamagedError(error.what, where=f"{stage} {record.digest[:12]}", hint=again) from None
+    if found is None:
+        raise PipeError(f"the artifact of {stage} is gone from the store", hint=again)
+    return found, _doubt(planner, record, stage, asked=run_id is not None or bool(project.sets))
+
+
+def _doubt(planner: Planner, record: Record, stage: str, *, asked: bool) -> str:
+    if not record.passed:
+        return f"this run of {stage} did not pass" if asked else f"the newest run of {stage} did not pass"
+    if asked:
+        return ""
+    now = next(s.artifact for s in planner.steps() if s.stage.name == record.stage)
+    if now is not None and now.digest != record.digest:
+        return f"the newest run of {stage} had other settings: pipe run {stage} goes back to those of pipe.yaml"
+    return ""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A stage's report in another run, and what differs in what both were made from."""
+
+    run: Run
+    report: Report
+    changed: tuple[str, ...]
+
+
+def beside(planner: Planner, chosen: Chosen, run_id: str) -> Beside:
+    """Another run's report of the same stage.
+
+    Raises:
+        PipeError: there is no such run, or it has no such stage.
+    """
+    stage = chosen.record.stage
+    past = planner.ledger.find_run(run_id, stage)
+    then = _record_in(past, stage)
+    needed = {s.name for s in planner.project.needed_for([stage])}
+    now = chosen.run.records if chosen.run else (chosen.record,)
+    differing = changed([r for r in now if r.stage in needed], [r for r in past.records if r.stage in needed])
+    return Beside(past, planner.ledger.report(then), tuple(differing))
+
+
+def _record_in(run: Run, stage: str) -> Record:
+    record = next((r for r in run.records if r.stage == stage), None)
+    if record is None:
+        raise PipeError(f"run {run.id} has no stage {stage}", hint="name a run that went through it")
+    return record
+
+
+def logs(planner: Planner, run: Run) -> dict[str, str]:
+    """The training log (metrics.csv) beside each checkpoint of a run, by stage; none where the artifact is gone."""
+    found = {}
+    for record in (r for r in run.records if r.kind == "checkpoint"):
+        with suppress(DamagedError):  # `pipe verify` tells; a report of the run can do without
+            artifact = planner.store.get(record.digest)
+            if artifact is not None and (file := artifact.path / "metrics.csv").is_file():
+                found[record.stage] = file.read_text("utf-8")
+    return found

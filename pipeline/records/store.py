@@ -1,0 +1,184 @@
+"""The content-addressed store: a folder per artifact, published in one rename, never changed, verified when read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, StrictStr, ValidationError
+
+from layerline.pipeline.errors import StageError
+from layerline.pipeline.files import Hasher, entries, own_folder, remove, sync, write_atomic
+from layerline.pipeline.inputs.untrusted import is_inside, read_json
+from layerline.pipeline.keys import canonical
+from layerline.pipeline.records.ledger import Name
+
+MANIFEST = "artifact.json"
+
+
+class _Entry(BaseModel):
+    sha256: Name
+    size: Annotated[int, Field(ge=0)]
+
+
+class _Manifest(BaseModel):
+    """What an artifact.json holds; it may come from anywhere, as all of the state."""
+
+    kind: StrictStr
+    digest: Name
+    files: dict[str, _Entry]
+    side: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What a stage left: a folder in the store.
+
+    Attributes:
+        kind: what it is ("onnx"), matched against the ports of later stages.
+        digest: SHA-256 over kind and content, side files left out; the folder's name.
+        size: bytes of all files.
+        path: the folder.
+    """
+
+    kind: str
+    digest: str
+    size: int
+    path: Path
+
+
+class DamagedError(StageError):
+    """An artifact whose files are not what its manifest says; the message names the file and the fault."""
+
+
+class Store:
+    """Artifacts by digest, under one folder.
+
+    Args:
+        root: the folder; made on the first write.
+        hasher: reads each file at most once per change.
+    """
+
+    def __init__(self, root: Path, hasher: Hasher) -> None:
+        self.root, self._hasher = root, hasher
+
+    def seal(self, folder: Path, kind: str, side: frozenset[str] = frozenset()) -> Artifact:
+        """Hashes a finished folder, each file read once, and puts its manifest and bytes on the disk.
+
+        Raises:
+            StageError: the folder holds a link, or a file by the manifest's name.
+        """
+        inside = sorted(folder.rglob("*"))
+        for path in inside:
+            if path.is_symlink() or not (path.is_file() or path.is_dir()) or path == folder / MANIFEST:
+                what = f"it left {path.relative_to(folder).as_posix()}"
+                raise StageError(f"{what}: an artifact holds plain files, and its {MANIFEST} is written for it")
+        files = {p.relative_to(folder).as_posix(): p for p in inside if p.is_file()}
+        for path in files.values():
+            path.chmod(0o444)  # before hashing: it changes the stamp that the hasher remembers
+        entries = {n: {"sha256": self._hasher.file(p), "size": p.stat().st_size} for n, p in files.items()}
+        manifest = {
+            "kind": kind,
+            "digest": _digest(kind, entries, side),
+            "files": entries,
+            "side": sorted(side & set(entries)),
+        }
+        for path in inside:
+            sync(path)
+        write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+        return _artifact(folder, manifest)
+
+    def move_in(self, sealed: Artifact) -> Artifact:
+        """Moves a sealed folder into the store in one rename; its old path is gone afterwards.
+
+        Content that is there already, whole, is kept and the sealed folder dropped. The folder must lie on the store's
+        file system: it is never copied.
+        """
+        own_folder(self.root, self.root.parent)
+        target = self.root / sealed.digest
+        for _ in range(3):
+            if target.is_symlink() or (os.path.lexists(target) and not target.is_dir()):
+                remove(target)  # no artifact of ours
+            try:
+                sealed.path.rename(target)
+            except OSError:
+                if not target.is_dir():
+                    raise
+            else:
+                sync(self.root)
+                return dataclasses.replace(sealed, path=target)
+            try:
+                if present := self.get(sealed.digest):
+                    shutil.rmtree(sealed.path)
+                    return present
+            except DamagedError:
+                self.remove(sealed.digest)
+        raise OSError(f"could not move {sealed.digest[:12]} in: another process keeps changing {self.root}")
+
+    def sealed(self, folder: Path) -> Artifact | None:
+        """The artifact in a folder that was sealed and is still whole, else None."""
+        try:
+            return self._read(folder)
+        except DamagedError:
+            return None
+
+    def get(self, digest: str) -> Artifact | None:
+        """The artifact, every file checked against its manifest; None when it isn't there.
+
+        Raises:
+            DamagedError: it is there, but not whole.
+        """
+        folder = self.root / digest
+        if self.root.is_symlink() or not os.path.lexists(folder):
+            return None
+        if folder.is_symlink() or not folder.is_dir():
+            raise DamagedError("what lies in its place is no folder")
+        artifact = self._read(folder)
+        if artifact.digest != digest:
+            raise DamagedError(f"{MANIFEST} is that of {artifact.digest[:12]}")
+        return artifact
+
+    def digests(self) -> Iterator[str]:
+        """Every artifact present, damaged ones included."""
+        yield from (p.name for p in entries(self.root) if not p.name.startswith("."))
+
+    def remove(self, digest: str) -> None:
+        """Takes an artifact away; readers see all of it or nothing."""
+        remove(self.root / digest)
+
+    def _read(self, folder: Path) -> Artifact:
+        try:
+            manifest = _Manifest.model_validate(read_json(folder / MANIFEST))
+        except (OSError, ValidationError, ValueError):
+            raise DamagedError(f"{MANIFEST} is damaged or missing") from None
+        plain = manifest.model_dump()
+        sound = manifest.digest == _digest(manifest.kind, plain["files"], frozenset(manifest.side))
+        if not sound or not all(map(is_inside, manifest.files)):
+            raise DamagedError(f"{MANIFEST} is damaged or missing")
+        for name, entry in manifest.files.items():
+            self._check(folder / name, name, entry.sha256, entry.size)
+        return _artifact(folder, plain)
+
+    def _check(self, path: Path, name: str, content: str, size: int) -> None:
+        if path.is_symlink() or not path.is_file():
+            raise DamagedError(f"{name} is missing")
+        if (seen := path.stat().st_size) != size:
+            raise DamagedError(f"{name} has {seen} bytes, not {size}")
+        if self._hasher.file(path) != content:
+            raise DamagedError(f"{name} has changed since it was written")
+
+
+def _artifact(folder: Path, manifest: dict[str, Any]) -> Artifact:
+    size = sum(entry["size"] for entry in manifest["files"].values())
+    return Artifact(manifest["kind"], manifest["digest"], size, folder)
+
+
+def _digest(kind: str, entries: Mapping[str, Mapping[str, object]], side: frozenset[str]) -> str:
+    content = {name: entry["sha256"] for name, entry in entries.items() if name not in side}
+    return canonical.digest({"kind": kind, "files": content})

@@ -1,0 +1,1 @@
+"""The configuration of training: typed sections, and the other ways to write them."""

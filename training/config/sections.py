@@ -1,0 +1,326 @@
+"""The whole configuration of training as frozen, typed sections: one place for each decision.
+
+What people write (dicts and YAML in two common shapes) is brought into this form by `aliases`.
+This module imports no torch: `pipe.yaml` is checked with it before anything runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+OptimizerName = Literal["sgd", "rmsprop", "adam", "adamw", "adafactor", "lamb", "lion", "sophia", "custom"]
+SchedulerName = Literal[
+    "constant", "cosine", "cosine_restarts", "polynomial", "inverse_sqrt", "one_cycle", "step", "multistep",
+    "exponential", "wsd", "plateau",
+]  # fmt: skip
+# What only some update rules read, under the names of their arguments; and which of it each one takes.
+RULE_FIELDS = ("betas", "eps", "momentum", "nesterov", "alpha", "rho", "update_interval")
+_TAKEN: Mapping[str, tuple[str, ...]] = {
+    "sgd": ("momentum", "nesterov"), "rmsprop": ("alpha", "eps", "momentum"), "adam": ("betas", "eps"),
+    "adamw": ("betas", "eps"), "adafactor": (), "lamb": ("betas", "eps"), "lion": ("betas",),
+    "sophia": ("betas", "eps", "rho", "update_interval"),
+}  # fmt: skip
+Amp = Literal["fp32", "bf16", "fp16"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Frozen; an unknown field is an error, and so is a yes where a number is meant (Python takes it for 1)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_is_true(cls, value: Any, info: ValidationInfo) -> Any:
+        numbers = value if isinstance(value, list | tuple) else (value,)
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if any(v is True for v in numbers) and annotation is not bool and bool not in get_args(annotation):
+            raise ValueError("expected a number")
+        return value
+
+
+class GroupRule(Section):
+    """Rate and weight decay of the parameters whose names match a pattern."""
+
+    match: str
+    """A glob pattern over parameter names: `head.*`, `*.bias`."""
+    lr: PositiveFloat | None = None
+    """Their base rate; it follows the same schedule."""
+    lr_scale: NonNegative | None = None
+    """Or a multiple of `optimizer.lr`; 0 leaves them as they are."""
+    weight_decay: NonNegative | None = None
+
+    @model_validator(mode="after")
+    def _says_something_once(self) -> GroupRule:
+        if self.lr is not None and self.lr_scale is not None:
+            raise ValueError("give lr or lr_scale, not both")
+        if self.lr is None and self.lr_scale is None and self.weight_decay is None:
+            raise ValueError("a rule needs lr, lr_scale or weight_decay")
+        return self
+
+
+class OptimizerConfig(Section):
+    """Which update rule. A field left out takes the rule's own default (`mo.plan()` prints it)."""
+
+    name: OptimizerName = "adamw"
+    lr: PositiveFloat = 1e-3
+    betas: tuple[Beta, Beta] | None = None
+    eps: PositiveFloat | None = None
+    weight_decay: NonNegative | None = None
+    momentum: Beta | None = None
+    """sgd and rmsprop."""
+    nesterov: bool | None = None
+    """sgd."""
+    alpha: Beta | None = None
+    """rmsprop: smoothing of the squared gradient."""
+    rho: PositiveFloat | None = None
+    """sophia: the size at which one coordinate's update is clipped."""
+    update_interval: PositiveInt | None = None
+    """sophia: steps between two estimates of the curvature."""
+    no_decay: tuple[str, ...] = ()
+    """Besides biases, norms and 1-D parameters: "embeddings", or glob patterns over parameter names."""
+    groups: tuple[GroupRule, ...] = ()
+    """Rules by name pattern; of those that match a parameter the first one holds."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Layer-wise rate decay: the last block trains at this share of `lr`, each block before it at this share again."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How `lr` grows with batch_size / base_batch_size."""
+    batch_size: PositiveInt | None = None
+    base_batch_size: PositiveInt = 256
+    lr_range: tuple[PositiveFloat, PositiveFloat] | None = None
+    """The lowest and the highest rate to start from; `lr`, scaled with the batch, is brought into it."""
+
+    @model_validator(mode="after")
+    def _scaling_needs_a_batch_size(self) -> OptimizerConfig:
+        if self.lr_scaling != "none" and self.batch_size is None:
+            raise ValueError("lr_scaling needs batch_size: samples per optimizer step, over all ranks")
+        if self.lr_range is not None and self.lr_range[0] > self.lr_range[1]:
+            raise ValueError("lr_range is (lowest, highest)")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs momentum above 0")
+        return self
+
+    @property
+    def ignored(self) -> str:
+        """The first field given that this rule does not read; empty where it reads all of them."""
+        taken = _TAKEN.get(self.name, RULE_FIELDS)
+        return next((n for n in RULE_FIELDS if getattr(self, n) is not None and n not in taken), "")
+
+    @property
+    def takes(self) -> str:
+        """The fields that this rule reads, in words."""
+        return ", ".join(("lr", "weight_decay", *_TAKEN.get(self.name, ())))
+
+    @property
+    def scaled_lr(self) -> float:
+        """The rate after scaling with the batch: linear (Goyal et al. 2017) or square root (Hoffer et al. 2017)."""
+        rate = self.lr
+        if self.lr_scaling != "none" and self.batch_size is not None:
+            ratio = self.batch_size / self.base_batch_size
+            rate *= ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
+        low, high = self.lr_range or (0.0, math.inf)
+        return min(max(rate, low), high)
+
+
+class SchedulerConfig(Section):
+    """The learning rate over the steps."""
+
+    name: SchedulerName = "constant"
+    warmup_ratio: Fraction | None = None
+    warmup_steps: Count | None = None
+    warmup_start: Fraction | None = None
+    """Share of the base rate at the first update; the base rate is reached after `warmup_steps` updates. None: the
+    first update runs at 1/warmup_steps and the last one of the warm-up at the base rate."""
+    min_lr: NonNegative | None = None
+    min_lr_ratio: Fraction | None = None
+    total_steps: PositiveInt | None = None
+    """Optimizer steps in the whole run."""
+    power: PositiveFloat = 1.0
+    """polynomial."""
+    step_size: PositiveInt | None = None
+    """step: steps between two decays."""
+    milestones: tuple[PositiveInt, ...] | None = None
+    """multistep: the steps at which the rate decays."""
+    gamma: Annotated[float, Field(gt=0, le=1)] | None = None
+    """step and multistep (0.1), exponential (0.999 a step)."""
+    count_warmup: bool | None = None
+    """step, multistep and exponential: whether they count from the start of the run or from the end of the warm-up.
+    None: step and multistep from the start, exponential from the end of the warm-up."""
+    period: PositiveInt | None = None
+    """cosine_restarts: steps until the first restart."""
+    period_mult: PositiveInt = 1
+    """cosine_restarts: each period is so many times as long as the one before."""
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """wsd: share of the run, at its end, in which the rate falls linearly; before it the rate is constant."""
+    div_factor: PositiveFloat = 25.0
+    """one_cycle: peak / first rate."""
+    final_div_factor: PositiveFloat = 1e4
+    """one_cycle: first / last rate."""
+    cycle_momentum: bool = True
+    """one_cycle: momentum (or the first beta) goes from 0.95 to 0.85 while the rate rises, and back while it falls."""
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """plateau."""
+    patience: Count = 10
+    """plateau: validations without improvement that are waited for."""
+    threshold: NonNegative = 1e-4
+    """plateau: relative improvement that counts."""
+    mode: Literal["max", "min"] = "max"
+    """plateau: whether a higher metric is better."""
+
+
+class ClipConfig(Section):
+    """Gradient clipping by total norm or by value; off while both are None (0 is written for it, too)."""
+
+    max_norm: PositiveFloat | None = None
+    value: PositiveFloat | None = None
+    """Greatest absolute value of each gradient's elements."""
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> ClipConfig:
+        if self.max_norm is not None and self.value is not None:
+            raise ValueError("clip by max_norm or by value, not both")
+        return self
+
+
+class EmaConfig(Section):
+    """Exponential moving average of the weights; off while decay is None or 0."""
+
+    decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+    start_step: Count = 0
+    warmup: bool | PositiveFloat = False
+    """True: min(decay, (1+n)/(10+n)) at update n. A number tau: decay * (1 - exp(-n/tau))."""
+
+    @property
+    def on(self) -> bool:
+        return bool(self.decay)
+
+
+class PrecisionConfig(Section):
+    """Number formats; the loss scale serves fp16 alone."""
+
+    amp: Amp = "fp32"
+    master_weights: bool | None = None
+    """float32 masters of half parameters; None: wherever a parameter is half."""
+    loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
+    """"dynamic" starts at 65536. A number alone is kept; with dynamic_loss_scale_window it is the first scale."""
+    dynamic_loss_scale_window: PositiveInt | None = None
+    """Accepted steps in a row after which the scale doubles; 2000 where the scale is dynamic."""
+    min_loss_scale: PositiveFloat = 1.0
+
+
+class AccumulateConfig(Section):
+    """Micro-batches per optimizer step."""
+
+    steps: PositiveInt = 1
+
+
+class MonitorConfig(Section):
+    """What is watched and how often, in optimizer steps; 0 is never."""
+
+    log_interval: Count = 10
+    """Steps between two rows of the CSV."""
+    valid_interval: Count = 0
+    save_interval: Count = 0
+    save_dir: str = "checkpoints"
+    """Where `save_interval` puts its checkpoints."""
+    keep: PositiveInt = 3
+    """Checkpoints kept in a folder."""
+    keep_best: Count = 0
+    """Checkpoints kept of the validations with the best metric, in the folder `best` of `save_dir`."""
+    early_stop: PositiveInt | None = None
+    """Validations in a row without improvement after which `mo.should_stop` is true; the `train` stage ends then."""
+    better: Literal["higher", "lower"] = "higher"
+    """Which metric is the better one."""
+    print: bool = False
+    """Print a line each `log_interval` steps."""
+    update_ratio: bool = True
+    """Measure the relative change of the weights in the step that is logged."""
+    per_layer: bool = False
+    """Also the gradient norm of every parameter, as columns `grad_norm/<name>`."""
+    tensorboard: str | None = None
+    """Folder for TensorBoard, which must be installed."""
+
+
+class NonFiniteConfig(Section):
+    """What happens after a step whose loss or gradients are not finite. Such a step never reaches the weights."""
+
+    policy: Literal["skip", "stop", "rollback"] = "skip"
+    limit: PositiveInt = 10
+    """Rejected steps in a row after which skip gives up and rollback rolls back; stop stops at the first. Steps that a
+    smaller fp16 loss scale answers do not count."""
+    triage: bool = False
+    """Replay the first such step and name the module and tensor where it began."""
+
+    @property
+    def patience(self) -> int:
+        """Rejected steps in a row that the policy answers."""
+        return 1 if self.policy == "stop" else self.limit
+
+
+class MemoryConfig(Section):
+    """Trading time for memory."""
+
+    checkpointing: bool = False
+    """Run the layers of nn.Sequential and nn.ModuleList again in the backward pass instead of keeping activations."""
+    checkpoint_interval: PositiveInt = 4
+    """Layers of a Sequential that are recomputed together."""
+    empty_cache: bool = False
+    """Give the GPU allocator's unused memory back after each step; it costs time at every step."""
+
+
+class DistributedConfig(Section):
+    """How the ranks that a launcher started share the work; without a launcher nothing changes."""
+
+    backend: Literal["nccl", "gloo"] | None = None
+    """Joins the ranks. None: only where the model is wrapped or split already, or shard is set."""
+    bucket_mb: PositiveInt = 25
+    """Gradients are reduced in pieces of this size."""
+    overlap: bool = True
+    """Reduce while the backward pass runs. Off: after it, always in the same order (resuming three ranks or more is
+    bit-exact then)."""
+    compress: Literal["none", "fp16", "bf16"] = "none"
+    """The type in which gradients travel."""
+    shard: Literal["none", "zero2", "zero3"] = "none"
+    """Split gradients and optimizer state over the ranks (zero2), and the weights too (zero3)."""
+    offload: bool = False
+    """Sharded, on GPUs: weights, gradients and optimizer state live in CPU memory."""
+    timeout_s: PositiveFloat = 600.0
+    """How long a rank waits for another before it names it."""
+
+
+class Config(Section):
+    """Everything ModelOptimizer does; by default it steps AdamW and watches."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    clip: ClipConfig = ClipConfig()
+    ema: EmaConfig = EmaConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    accumulate: AccumulateConfig = AccumulateConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    nonfinite: NonFiniteConfig = NonFiniteConfig()
+    memory: MemoryConfig = MemoryConfig()
+    distributed: DistributedConfig = DistributedConfig()
+
+    def replace(self, **sections: Any) -> Config:
+        """A checked copy with some sections (or fields of them, as dicts) changed."""
+        raw = self.model_dump(exclude_unset=True)  # what nobody has set stays so
+        for name, value in sections.items():
+            raw[name] = {**raw.get(name, {}), **value} if isinstance(value, dict) else value
+        return Config.model_validate(raw)

@@ -1,0 +1,1 @@
+"""Batches, losses and reference outputs."""

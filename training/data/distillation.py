@@ -1,0 +1,75 @@
+"""Distillation as a loss helper: the student also learns from the softened outputs of a teacher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training.data.loss import first_output
+
+
+def soft_loss(student: Tensor, teacher: Tensor, *, temperature: float = 4.0, axis: int = -1) -> Tensor:
+    """T² · KL(softmax(teacher / T) ‖ softmax(student / T)), averaged over all positions (Hinton et al. 2015).
+
+    T² keeps the gradient's size when T changes. Computed in float32. A class that the teacher excludes (logit -inf)
+    counts nothing.
+
+    Args:
+        student: logits, any shape.
+        teacher: logits of the same shape; no gradient flows into them.
+        temperature: T > 0.
+        axis: the axis of the classes.
+    """
+    if student.shape != teacher.shape:
+        raise ConfigError(
+            f"the student gives {tuple(student.shape)}, the teacher {tuple(teacher.shape)}", where="distill"
+        )
+    wanted = F.log_softmax(teacher.detach().float() / temperature, axis)
+    given = F.log_softmax(student.float() / temperature, axis)
+    share = wanted.exp()
+    terms = torch.where(share > 0, share * (wanted - given), 0.0)
+    return temperature**2 * terms.sum(axis).mean()
+
+
+class Distillation:
+    """(1 - weight) · loss + weight · soft_loss, the teacher in eval mode and without gradients.
+
+        distill = Distillation(teacher, temperature=4, weight=0.9)
+        out = model(x)
+        loss = distill(out, criterion(out, y), x)
+
+    Args:
+        teacher: left as it is but for its mode: eval.
+        temperature: T > 0; higher shows more of the teacher's small probabilities.
+        weight: share of the soft loss, 0 to 1. At 0 the teacher is not run.
+        axis: the axis of the classes; 1 for images (N, classes, H, W).
+    """
+
+    def __init__(self, teacher: nn.Module, *, temperature: float = 4.0, weight: float = 0.9, axis: int = -1) -> None:
+        if not temperature > 0:
+            raise ConfigError(f"a temperature of {temperature}", where="distill.temperature", hint="above 0")
+        if not 0 <= weight <= 1:
+            raise ConfigError(f"a weight of {weight}", where="distill.weight", hint="a share, 0 to 1")
+        self.teacher = teacher.eval()
+        self.temperature, self.weight, self.axis = temperature, weight, axis
+
+    def __call__(self, outputs: Any, loss: Tensor, *inputs: Any, **named_inputs: Any) -> Tensor:
+        """The loss to train on.
+
+        Args:
+            outputs: what the student gave; of several outputs the main one is compared.
+            loss: the student's own loss, a scalar mean.
+            inputs: what the student was given.
+        """
+        if not self.weight:
+            return loss
+        if self.teacher.training:  # model.train() on a module that holds the teacher too
+            self.teacher.eval()
+        with torch.no_grad():
+            wanted = first_output(self.teacher(*inputs, **named_inputs))
+        soft = soft_loss(first_output(outputs), wanted, temperature=self.temperature, axis=self.axis)
+        return (1 - self.weight) * loss + self.weight * soft

@@ -1,0 +1,1 @@
+"""Where a NaN comes from, and whether accumulation equals the big batch."""

@@ -1,0 +1,1 @@
+"""Several ranks: they join, compare, reduce and watch each other."""

@@ -1,0 +1,165 @@
+"""What ranks exchange, whether each holds the whole model or a part: mean losses and weights, buffers, step times."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from layerline.training.distributed.ranks import Ranks, flattened, kind, unflatten
+from layerline.training.loop.ema import statistics
+from layerline.training.model.canonical_names import Slots
+from layerline.training.model.hooks import Attached
+
+if TYPE_CHECKING:
+    from layerline.training.loop.step_engine import Lane
+    from layerline.training.optimizers.param_groups import Member
+
+
+class Peers(ABC):
+    """The ranks that train one lane's model.
+
+    Args:
+        lane: model and optimizer of this rank.
+        ranks: the group.
+
+    Attributes:
+        model: what a loop calls.
+        seconds: how long each rank worked on the last step, from the end of the step before until its gradients were
+            ready (on a GPU: were queued); what it waited for others is not in it.
+        ask: a number for the other ranks, exchanged at the next step (a wish to save, to stop).
+        asked: the greatest of all ranks' numbers at the last step.
+    """
+
+    def __init__(self, lane: Lane, ranks: Ranks) -> None:
+        self.lane, self.ranks = lane, ranks
+        self.model: nn.Module = lane.model
+        self.seconds: list[float] = []
+        self.ask = self.asked = 0.0
+        self._since, self._ready = time.perf_counter(), 0.0
+        lane.model.register_forward_pre_hook(Attached(self._enters), with_kwargs=True)
+        lane.model.register_forward_hook(Attached(self._leaves))
+        lane.monitor.add_columns(list(self.figures()))
+
+    @abstractmethod
+    def arm(self, *, sync: bool) -> None:
+        """Before a forward pass: whether its backward pass shall reduce gradients."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around each backward pass."""
+        return self.guarded("the backward pass")
+
+    @abstractmethod
+    def reduce(self, lane: Lane, *, synced: bool) -> None:
+        """After the last backward pass of a window; `synced` says whether that pass was armed to reduce."""
+
+    @abstractmethod
+    def norms(self, grads: Sequence[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+        """Norm of each whole gradient, where this rank may hold a part only; summed up in `dtype`."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.ranks.size
+
+    @property
+    def imbalance(self) -> float:
+        """Seconds of the slowest rank over the mean; 1 is even. NaN before the first step."""
+        return max(self.seconds) * self.size / sum(self.seconds) if self.seconds else math.nan
+
+    def figures(self) -> dict[str, float]:
+        """Columns of the log: the last step's imbalance, and each rank's seconds."""
+        seconds = self.seconds or [math.nan] * self.size
+        return {"imbalance": self.imbalance, **{f"step_s/{r}": s for r, s in enumerate(seconds)}}
+
+    def guarded(self, phase: str) -> AbstractContextManager[None]:
+        """A part of the step in which ranks wait for each other; see Pulse.guarded."""
+        return self.ranks.pulse.guarded(phase, self.lane.steps + 1)
+
+    def ready(self) -> None:
+        """This rank's own gradients are there."""
+        self._ready = time.perf_counter()
+
+    def mean(self, *values: float) -> tuple[float, ...]:
+        """The mean of each value over all ranks, summed in their order on each; exchanges step times and wishes."""
+        with self.guarded("reducing gradients"):
+            rows = self.ranks.floats(*values, self._ready - self._since, self.ask)
+        self.seconds, self.asked = [row[-2] for row in rows], max(row[-1] for row in rows)
+        self._since, self.ask = time.perf_counter(), 0.0
+        self.ranks.pulse.at("the user's code after the update", self.lane.steps + 1)
+        return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))[: len(values)]
+
+    def agree(self, value: float) -> float:
+        """The mean of a value over all ranks, outside of a step."""
+        with self.guarded("exchanging notes"):
+            return sum(row[0] for row in self.ranks.floats(value)) / self.ranks.size
+
+    def greatest(self, value: float) -> float:
+        """The greatest of a value over ranks that hold different parts of the weights; they ask at the same step."""
+        return value
+
+    def gather(self, thing: Any) -> list[Any]:
+        """A small object of each rank, in their order."""
+        with self.guarded("exchanging notes"):
+            return self.ranks.gather(thing)
+
+    def admit(self, fresh: Sequence[Member]) -> None:
+        """Before parameters join: the same ones on every rank, which start from the values of rank 0.
+
+        Raises:
+            StageError: on every rank, where other parameters would join on one of them.
+        """
+        self.ranks.compare([(f"parameter {m.name}", kind(m.param)) for m in fresh])
+        with self.guarded("sharing weights"), torch.no_grad():
+            self.ranks.spread([m.param.detach() for m in fresh], self.lane.config.distributed.bucket_mb * 2**20)
+
+    @abstractmethod
+    def release(self) -> None:
+        """Before weights are written outside of a step: nothing reads or holds them any more."""
+
+    def window(self, grads: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """An open window in a form that any number of ranks can go on from: the mean of its gradients, loss and weight
+        over the ranks."""
+        own = self.lane.window.state_dict()
+        loss, weight = (self.agree(own[k]) for k in ("loss", "weight"))
+        with self.guarded("save_ckpt, which every rank has to call,"):
+            return self._mean_gradients(grads), {"loss": loss, "weight": weight}
+
+    def _mean_gradients(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        copies = {n: g.clone() for n, g in grads.items()}
+        for flat, parts in flattened(list(copies.values()), 1 << 26, self.ranks.device):
+            dist.all_reduce(flat.div_(self.ranks.size))
+            unflatten(flat, parts)
+        return copies
+
+    def split(self, tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """This rank's part of a lane's tensors, as a checkpoint names them."""
+        return tensors
+
+    def _enters(self, args: Any, kwargs: Any) -> None:
+        pulse = self.ranks.pulse
+        pulse.at("forward", self.lane.steps + 1)
+        pulse.inputs = ", ".join(str(tuple(t.shape)) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+
+    def _leaves(self, *_: Any) -> None:
+        self.ranks.pulse.at("the user's code after the forward pass", self.lane.steps + 1)
+
+    @torch.no_grad()
+    def _settle_buffers(self) -> None:
+        """Running statistics become their mean over the ranks, so that they count all samples; other buffers are those
+        of rank 0."""
+        known = self.lane.named
+        averaged = statistics(known)
+        # As the model holds them now: a forward pass may put new tensors in the place of its buffers.
+        for flat, parts in flattened(Slots(known, averaged).now(), 1 << 30, self.ranks.device):
+            dist.all_reduce(flat.div_(self.ranks.size))
+            unflatten(flat, parts)
+        self.ranks.spread(Slots(known, [n for n in known.buffers if n not in averaged]).now(), 1 << 30)

@@ -1,0 +1,157 @@
+"""Sharded training: parameters, gradients and optimizer state split over the ranks by torch's `fully_shard`, in place.
+
+The model keeps its forward and its parameter names, so the loop calls it as before. Whatever leaves the process
+(checkpoint, export) is put together again and doesn't show how many ranks there were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training.config.sections import Config
+from layerline.training.distributed.parallel_strategy import Peers
+from layerline.training.distributed.ranks import Ranks
+from layerline.training.model.canonical_names import unwrap
+from layerline.training.model.precision import HALF_TYPES
+from layerline.training.model.split_tensors import like
+
+if TYPE_CHECKING:
+    from layerline.training.loop.step_engine import Lane
+    from layerline.training.optimizers.param_groups import Member
+
+
+def shard(model: nn.Module, config: Config, ranks: Ranks) -> None:
+    """Splits every layer of the model's Sequential and ModuleList bodies, and what is left as one more unit.
+
+    zero2 keeps a unit's weights whole from its forward to its backward pass and splits gradients and optimizer state;
+    zero3 splits the weights in between as well, and gathers them once more for the backward pass. With
+    `distributed.compress` gradients are reduced in that type. With `distributed.offload` the parts of weights,
+    gradients and optimizer state live in CPU memory.
+
+    Raises:
+        ConfigError: a combination that cannot work, with the reason.
+    """
+    options = config.distributed
+    if config.optimizer.name == "adafactor":
+        raise ConfigError(
+            "adafactor's row and column statistics need whole matrices",
+            where="distributed.shard",
+            hint="use another optimizer, or shard: none",
+        )
+    if config.optimizer.name == "sophia":
+        raise ConfigError(
+            "sophia's curvature estimate needs second derivatives, which sharded layers have not",
+            where="distributed.shard",
+            hint="use another optimizer, or shard: none",
+        )
+    if options.offload and ranks.device.type == "cpu":
+        raise ConfigError("there is no GPU whose memory offloading would spare", where="distributed.offload")
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    reduce_type = HALF_TYPES.get(options.compress)
+    offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
+    for unit in (*_units(unwrap(model)), unwrap(model)):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=options.shard == "zero3",
+                    mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_type), offload_policy=offload)  # fmt: skip
+
+
+class Shards(Peers):
+    """A part of the model on each rank.
+
+    Every micro-batch reduces its gradients, also within a window: only then are they never held whole.
+
+    Args:
+        lane: its model has been through `shard`, or the user's own fully_shard.
+        ranks: the group.
+    """
+
+    def arm(self, *, sync: bool) -> None:
+        """Nothing: every backward pass reduces."""
+
+    def reduce(self, lane: Lane, *, synced: bool) -> None:  # noqa: ARG002
+        """The backward pass has reduced the gradients; buffers are settled."""
+        self.ready()
+        with self.guarded("reducing gradients"):
+            self._settle_buffers()
+
+    def admit(self, fresh: Sequence[Member]) -> None:
+        """Nothing joins: units are split once, and what was frozen then takes no gradient.
+
+        Raises:
+            ConfigError: there is a parameter to join.
+        """
+        if fresh:
+            raise ConfigError(
+                "a parameter cannot join a model that is sharded already",
+                where=fresh[0].name,
+                hint="change the model, and unfreeze what shall be trained, before ModelOptimizer shards it",
+            )
+
+    def norms(self, grads: Sequence[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+        """From the norms of the parts, in one collective."""
+        parts = torch._foreach_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads], dtype=dtype)
+        squares = torch.stack(list(parts)).to(self.ranks.device, torch.float64).square()
+        with self.guarded("reducing gradients"):
+            dist.all_reduce(squares)
+        return list(squares.sqrt().unbind())
+
+    def greatest(self, value: float) -> float:
+        """The greatest over all ranks; NaN where one has it."""
+        with self.guarded("exchanging notes"):
+            values = [row[0] for row in self.ranks.floats(value)]
+        return math.nan if any(map(math.isnan, values)) else max(values)
+
+    def split(self, tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
+        """Whatever has a parameter's name and shape is split as the parameter is."""
+        params, out = self.lane.named.params, dict(tensors)
+        for key, tensor in tensors.items():
+            param = params.get(_owner(key.removeprefix(prefix)))
+            if param is not None and param.shape == tensor.shape:
+                out[key] = like(param, tensor)
+        return out
+
+    def _mean_gradients(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        return grads  # every backward pass has reduced them
+
+    def release(self) -> None:
+        """What units hold of their weights in whole form is dropped. Offloaded weights may still be on their way to the
+        GPU, for a forward pass that the CPU has only queued."""
+        if any(p.device.type == "cpu" for p in self.lane.params) and self.lane.device.type == "cuda":
+            torch.cuda.synchronize()
+        for module in self.lane.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _owner(key: str) -> str:
+    """The parameter a tensor of a checkpoint belongs to; "" for none."""
+    for kind in ("online/", "ema/", "masters/", "window/grads/"):
+        if key.startswith(kind):
+            return key.removeprefix(kind)
+    return key.removeprefix("optimizer/state/").rpartition("/")[0] if key.startswith("optimizer/state/") else ""
+
+
+def _units(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers of the outermost bodies that hold parameters, none of them shared with the rest of the model."""
+    owners = Counter(_registered(model))
+    for child in model.children():
+        if not isinstance(model, nn.Sequential | nn.ModuleList) or isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _units(child)
+        elif (inside := Counter(_registered(child))) and all(owners[p] == n for p, n in inside.items()):
+            yield child
+
+
+def _registered(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters as often as modules hold them."""
+    for module in model.modules():
+        yield from (p for p in module._parameters.values() if p is not None)

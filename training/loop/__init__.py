@@ -1,0 +1,1 @@
+"""The step: accumulation, finite checks, clipping, averages, masks, monitors."""

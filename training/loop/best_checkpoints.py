@@ -1,0 +1,80 @@
+"""The best checkpoints of a run by its metric, and when to stop because it no longer improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from layerline.training.config.sections import MonitorConfig
+
+FOLDER = "best"
+
+
+class Entry(NamedTuple):
+    """One validation that was among the best: its metric, the step it was taken at, and its checkpoint's file name."""
+
+    metric: float
+    step: int
+    file: str
+
+
+class Best:
+    """Follows the metric of what would ship.
+
+    Args:
+        config: `keep_best`, `early_stop` and `better`.
+        folder: where the checkpoints go. It may move: a saved state holds file names alone.
+
+    Attributes:
+        entries: the best validations, the best first; at most `keep_best`, and one where nothing is kept.
+        waited: validations since the last improvement.
+    """
+
+    def __init__(self, config: MonitorConfig, folder: Path) -> None:
+        self._config = config
+        self.folder = folder
+        self.entries: list[Entry] = []
+        self.waited = 0
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether `early_stop` validations in a row brought no improvement."""
+        return self._config.early_stop is not None and self.waited >= self._config.early_stop
+
+    def observe(self, metric: float, step: int, save: Callable[[Path], object]) -> None:
+        """Takes in one validation; NaN is never among the best.
+
+        Args:
+            metric: of what would ship.
+            step: accepted steps so far.
+            save: writes a checkpoint to a path; called where it is among the best.
+        """
+        ahead = sum(not self._beats(metric, entry.metric) for entry in self.entries)
+        improved = ahead == 0 and not math.isnan(metric)
+        self.waited = 0 if improved else self.waited + 1
+        keep = max(self._config.keep_best, 1)
+        if math.isnan(metric) or ahead >= keep:
+            return
+        file = ""
+        if self._config.keep_best:
+            file = f"step-{step:08d}.safetensors"
+            save(self.folder / file)
+        self.entries.insert(ahead, Entry(metric, step, file))
+        for entry in self.entries[keep:]:
+            if entry.file:
+                (self.folder / entry.file).unlink(missing_ok=True)
+        del self.entries[keep:]
+
+    def _beats(self, metric: float, other: float) -> bool:
+        if self._config.better == "lower":
+            return metric < other
+        return metric > other
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"entries": [list(entry) for entry in self.entries], "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.entries = [Entry(float(metric), int(step), str(file)) for metric, step, file in state["entries"]]
+        self.waited = state["waited"]

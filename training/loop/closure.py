@@ -1,0 +1,78 @@
+"""Optimizers that evaluate the loss themselves (LBFGS, SAM): a step over a closure, checked like any other step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training.loop.accumulation import check_loss
+
+if TYPE_CHECKING:
+    from layerline.training.loop.step_engine import Lane
+
+
+class Evaluation:
+    """What an optimizer is handed as its closure: clears gradients, runs forward and backward, returns the loss.
+
+    The gradients of the evaluation that the step began with are used again where the weights have not moved since:
+    LBFGS evaluates first, SAM only after it has moved the weights.
+
+    Attributes:
+        loss: of the first evaluation, at the weights that the step began with.
+    """
+
+    def __init__(self, lane: Lane, closure: Callable[[], Tensor]) -> None:
+        self._lane, self._closure = lane, closure
+        self.loss = self._evaluate()
+        self._unmoved = self._versions()
+
+    def __call__(self) -> Tensor:
+        if self._versions() == self._unmoved:
+            return self.loss
+        loss = self._evaluate()
+        clip = self._lane.config.clip
+        if clip.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._lane.params, clip.max_norm)
+        elif clip.value is not None:
+            torch.nn.utils.clip_grad_value_(self._lane.params, clip.value)
+        return loss
+
+    def _evaluate(self) -> Tensor:
+        for param in self._lane.params:
+            param.grad = None
+        with torch.enable_grad():
+            loss = self._closure()
+            check_loss(loss)
+            torch.autograd.backward(loss)
+        return loss.detach()
+
+    def _versions(self) -> list[int]:
+        return [p._version for p in self._lane.params]
+
+
+def check(lane: Lane) -> None:
+    """Refuses what cannot go with an optimizer that evaluates the loss itself.
+
+    Raises:
+        ConfigError: an optimizer of the table, accumulation, fp16, several ranks, or a window that is still open.
+    """
+    config = lane.config
+    reason = ""
+    if not lane.custom:
+        reason = f"{config.optimizer.name} needs no closure: write mo.step(loss)"
+    elif config.accumulate.steps > 1:
+        reason = "each evaluation is a whole batch: leave accumulate.steps out, and sum up inside the closure"
+    elif config.precision.amp == "fp16":
+        reason = "a loss scale would change between evaluations: use bf16"
+    elif lane.masters is not None:
+        reason = "the parameters are half: keep them in float32"
+    elif lane.peers is not None:
+        reason = "several ranks would evaluate differently often: train on one"
+    elif not lane.window.untouched:
+        reason = "a loss was added by backward() or step(loss) before: give the closure alone"
+    if reason:
+        raise ConfigError(f"a closure does not go with this step: {reason}", where="closure")

@@ -1,0 +1,104 @@
+"""What would ship beside what is trained: switching between them, and measuring both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training.loop.step_engine import Lane
+from layerline.training.model.precision import wide
+from layerline.training.model.split_tensors import is_split, whole
+from layerline.training.randomness.rng_snapshot import modes_kept
+
+
+def switch(lane: Lane, *, ema: bool) -> None:
+    """Puts averages or trained weights into the model, in place; nothing where they are there already."""
+    if lane.ema is None or lane.ema.swapped is ema:
+        return
+    lane.refresh()
+    lane.ema.swap()
+    if lane.masters is not None:
+        lane.masters.publish()
+    if lane.guard is not None:
+        lane.guard.hold() if ema else lane.guard.release()
+
+
+@contextmanager
+def online(lane: Lane) -> Iterator[None]:
+    """The trained weights inside the block, whatever the model held before."""
+    swapped = lane.ema is not None and lane.ema.swapped
+    switch(lane, ema=False)
+    try:
+        yield
+    finally:
+        switch(lane, ema=swapped)
+
+
+def shipped(lane: Lane) -> dict[str, Tensor]:
+    """Copies of the weights that would ship: averages where there are any, float32, tied tensors once; those of a
+    sharded model on the CPU."""
+    lane.refresh()
+    with online(lane):
+        tensors: dict[str, Tensor] = {**lane.named.tensors, **(lane.ema.values() if lane.ema else {})}
+        if lane.ema is None and lane.masters is not None:
+            tensors |= {n: lane.masters.stepped(p) for n, p in lane.named.params.items()}
+        home = "cpu" if is_split(lane.model) else None
+        return {n: wide(whole(t.detach())).to(home) for n, t in tensors.items()}
+
+
+def validate(lane: Lane, metric: Callable[[nn.Module], float]) -> dict[str, float]:
+    """`metric` of the online weights without fake quantisation, and of what would ship; both in eval mode.
+
+    Returns:
+        `online`, `deploy` and `gap` = online - deploy.
+
+    Raises:
+        ConfigError: the metric is no number.
+    """
+    with modes_kept(lane.model):
+        lane.model.eval()
+        with torch.no_grad(), online(lane):
+            with _without_fake_quant(lane.model):
+                plain = _number(metric(lane.model))
+            same = lane.ema is None and not _fake_quants(lane.model)
+            switch(lane, ema=True)
+            deploy = plain if same else _number(metric(lane.model))
+            switch(lane, ema=False)
+    if lane.rate.plateau is not None:
+        lane.rate.plateau.observe(deploy)
+        lane.rate.set(lane.steps)
+    lane.monitor.validated(lane.steps, plain, deploy)
+    return {"online": plain, "deploy": deploy, "gap": plain - deploy}
+
+
+def _number(metric: object) -> float:
+    try:
+        if not isinstance(metric, str | bytes):
+            return float(metric)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    seen = f"a tensor of shape {tuple(metric.shape)}" if isinstance(metric, Tensor) else f"a {type(metric).__name__}"
+    hint = f"give one of {', '.join(map(str, metric))}" if isinstance(metric, Mapping) else "give a float"
+    raise ConfigError(f"the metric is one number, got {seen}", where="validate", hint=hint)
+
+
+def _fake_quants(model: nn.Module) -> list[Tensor]:
+    # torch.ao and torchao keep the switch as this buffer.
+    return [s for m in model.modules() if isinstance(s := getattr(m, "fake_quant_enabled", None), Tensor)]
+
+
+@contextmanager
+def _without_fake_quant(model: nn.Module) -> Iterator[None]:
+    switches = _fake_quants(model)
+    before = [s.clone() for s in switches]
+    for s in switches:
+        s.zero_()
+    try:
+        yield
+    finally:
+        for s, value in zip(switches, before, strict=True):
+            s.copy_(value)

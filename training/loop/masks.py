@@ -1,0 +1,299 @@
+"""Pruning masks: chosen by magnitude, whole channels or a growing share, and put back on after every accepted step.
+
+The masked weights of what is trained and of its average are exactly zero after each step, so what is measured is what
+would ship.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from layerline.pipeline.errors import ConfigError, StageError
+from layerline.training.loop import ema_swap
+from layerline.training.model.canonical_names import named
+from layerline.training.model.split_tensors import like, whole
+
+if TYPE_CHECKING:
+    from layerline.training.distributed.parallel_strategy import Peers
+    from layerline.training.loop.step_engine import Lane
+
+Scope = Literal["layer", "global"]
+Method = Literal["layer", "global", "channels"]
+_TRANSPOSED = (nn.modules.conv._ConvTransposeNd,)
+
+
+def magnitude(model: nn.Module, sparsity: float, *, scope: Scope = "layer") -> dict[str, Tensor]:
+    """Masks that drop the smallest weights of the Linear and convolution layers: exactly round(sparsity · n) of them.
+
+    Of equal weights the first go. Globally, the largest weight of a layer always stays: a layer without weights is cut
+    off from the rest for good.
+
+    Args:
+        model: wrapped or not.
+        sparsity: share of zeros, 0 to 1.
+        scope: whether the share holds in each layer or over all of them.
+
+    Returns:
+        True where a weight stays, by canonical parameter name.
+    """
+    _check_word("scope", scope, Scope)
+    weights = {n: whole(p.detach()).abs().float() for n, (_, p) in _layers(model).items()}
+    _check(sparsity, weights)
+    if scope == "layer":
+        return {n: _keep(w.flatten(), round(sparsity * w.numel())).view(w.shape) for n, w in weights.items()}
+    scores = [w.flatten().clone() for w in weights.values()]
+    for score in scores:
+        score[score.argmax()] = torch.inf
+    count = min(round(sparsity * sum(map(len, scores))), sum(len(s) - 1 for s in scores))
+    kept = torch.split(_keep(torch.cat(scores), count), [len(s) for s in scores])
+    return {n: k.view(w.shape) for k, (n, w) in zip(kept, weights.items(), strict=True)}
+
+
+def channels(model: nn.Module, sparsity: float) -> dict[str, Tensor]:
+    """Masks that drop whole output channels, those of smallest L2 norm: round(sparsity · channels) of each Linear and
+    convolution layer, one at least stays.
+
+    The channel's bias goes too, so that it gives exactly zero and can be cut out later. The output channels of a
+    transposed convolution are on axis 1, group by group on axis 0.
+    """
+    layers = {n: (layer, whole(p.detach()).float()) for n, (layer, p) in _layers(model).items()}
+    _check(sparsity, {n: weight for n, (_, weight) in layers.items()})
+    out: dict[str, Tensor] = {}
+    for name, (layer, weight) in layers.items():
+        groups = layer.groups if isinstance(layer, _TRANSPOSED) else 1
+        by_channel = _by_channel(weight, layer)
+        norms = by_channel.norm(dim=1)
+        kept = _keep(norms, min(round(sparsity * len(norms)), len(norms) - 1))
+        mask = kept[:, None].expand_as(by_channel)
+        if isinstance(layer, _TRANSPOSED):
+            mask = mask.view(groups, -1, len(weight) // groups, *weight.shape[2:]).transpose(1, 2)
+        out[name] = mask.reshape(weight.shape).contiguous()
+        if isinstance(layer.bias, nn.Parameter):
+            out[f"{name.rpartition('.')[0]}.bias".lstrip(".")] = kept
+    return out
+
+
+def cubic(step: int, *, begin: int, end: int, final: float, initial: float = 0.0) -> float:
+    """Sparsity at a step: s_f + (s_i - s_f) (1 - (t - t_0) / (t_1 - t_0))³ (Zhu & Gupta 2017, equation 1).
+
+    Fast at first, while there is much to spare, slow at the end; 0.4375 half-way to 0.5 from 0.
+    """
+    if step >= end:
+        return final
+    left = 1.0 - max(step - begin, 0) / (end - begin)
+    return final + (initial - final) * left**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradual:
+    """Masks that grow from `initial` to `final` sparsity between two optimizer steps, chosen anew every `every` steps.
+
+    Attributes:
+        method: magnitude in each "layer" or over all ("global"), or whole "channels".
+    """
+
+    final: float
+    begin: int
+    end: int
+    every: int = 100
+    initial: float = 0.0
+    method: Method = "layer"
+
+    def __post_init__(self) -> None:
+        _check_word("method", self.method, Method)
+        if not 0 <= self.begin < self.end or self.every < 1:
+            raise ConfigError(
+                f"begins at {self.begin}, ends at {self.end}, every {self.every}",
+                where="masks",
+                hint="0 <= begin < end, every >= 1",
+            )
+        if not 0 <= self.initial <= self.final < 1:
+            raise ConfigError(
+                f"grows from {self.initial} to {self.final}", where="masks", hint="0 <= initial <= final < 1"
+            )
+
+    def latest(self, step: int) -> int | None:
+        """The last step up to accepted step number `step` at which masks are chosen; None before the first."""
+        if step < self.begin:
+            return None
+        return self.end if step >= self.end else step - (step - self.begin) % self.every
+
+    def choose(self, model: nn.Module, step: int) -> dict[str, Tensor]:
+        """The masks of that step."""
+        share = cubic(step, begin=self.begin, end=self.end, final=self.final, initial=self.initial)
+        return channels(model, share) if self.method == "channels" else magnitude(model, share, scope=self.method)
+
+
+class Masks:
+    """The masks of one model, and when they change. What is masked once stays so, whatever is added.
+
+    Args:
+        lane: model, masters and averages that are masked.
+        masks: as for `add`.
+    """
+
+    def __init__(self, lane: Lane, masks: Mapping[str, Tensor] | Gradual) -> None:
+        self._lane = lane
+        self.gradual: Gradual | None = None
+        self._chosen: int | None = None  # the step of the schedule that the masks are of
+        self.masks: dict[str, Tensor] = {}
+        self._targets: list[Tensor] = []
+        self._factors: list[Tensor] = []
+        self.add(masks)
+
+    def add(self, masks: Mapping[str, Tensor] | Gradual) -> None:
+        """Masks besides those there are: a weight stays where all of them leave it. A second schedule takes the place
+        of the first.
+
+        Args:
+            masks: True or 1 where a weight stays, by parameter name; or a schedule that chooses them. One that has
+                begun already is taken up where it would be now.
+
+        Raises:
+            ConfigError: a name that is no parameter, another shape, a value that is neither 0 nor 1.
+            StageError: ranks have different masks.
+        """
+        if self._lane.peers is not None:
+            _compare(self._lane.peers, masks)
+        if isinstance(masks, Gradual):
+            self.gradual, self._chosen = masks, None
+            self._follow(self._lane.steps)
+        else:
+            self._set(masks)
+
+    def apply(self) -> None:
+        """Zeroes what is masked, in one foreach call, or chooses anew; called inside each accepted step."""
+        if self._targets:
+            with torch.no_grad():
+                torch._foreach_mul_(self._targets, self._factors)
+        self._follow(self._lane.steps + 1)  # what the step has brought back counts as zero there
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Follows parameters that have other names now: old name -> new name."""
+        self.masks = {names.get(n, n): m for n, m in self.masks.items()}
+
+    @property
+    def sparsity(self) -> float:
+        """Share of zeros over the masked parameters."""
+        total = sum(m.numel() for m in self.masks.values())
+        return sum(int((~m).sum()) for m in self.masks.values()) / total if total else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"masks": dict(self.masks), "gradual": asdict(self.gradual) if self.gradual else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Called after the lane's counters are loaded: they say where the schedule is."""
+        self.gradual = Gradual(**state["gradual"]) if state["gradual"] else None
+        self._chosen = self.gradual.latest(self._lane.steps) if self.gradual else None
+        self.masks = {}
+        self._set({n: m.clone() for n, m in state["masks"].items()})
+
+    def _follow(self, step: int) -> None:
+        """Chooses masks where the schedule has moved on, whether or not it was asked at that very step."""
+        latest = self.gradual.latest(step) if self.gradual is not None else None
+        if self.gradual is None or latest is None or latest == self._chosen:
+            return
+        with ema_swap.online(self._lane):
+            self._set(self.gradual.choose(self._lane.model, latest))
+        self._chosen = latest
+
+    @torch.no_grad()
+    def _set(self, masks: Mapping[str, Tensor]) -> None:
+        lane, now = self._lane, dict(self.masks)
+        for given, mask in masks.items():
+            name = lane.named.aliases.get(given, given)
+            kept = mask.detach().to(_masked(lane, name, mask).device, torch.bool)
+            now[name] = now[name] & kept if name in now else kept
+        self.masks, self._targets, self._factors = now, [], []
+        with ema_swap.online(lane):  # the weights themselves, not what holds their place meanwhile
+            for name, kept in now.items():
+                for target in _copies(lane, name, lane.named.params[name]):
+                    self._targets.append(target)
+                    self._factors.append(like(target, kept.to(target.dtype)))
+            if self._targets:
+                torch._foreach_mul_(self._targets, self._factors)
+
+
+def _compare(peers: Peers, masks: Mapping[str, Tensor] | Gradual) -> None:
+    digest = hashlib.sha256()
+    for name, mask in () if isinstance(masks, Gradual) else masks.items():
+        digest.update(f"{name} {tuple(mask.shape)}".encode())
+        digest.update((whole(mask.detach()) != 0).cpu().numpy().tobytes())
+    told = peers.gather(repr(masks) if isinstance(masks, Gradual) else digest.hexdigest())
+    other = next((rank for rank, seen in enumerate(told) if seen != told[0]), None)
+    if other is not None:
+        raise StageError(
+            f"rank {other} has other masks than rank 0", where="masks", hint="give every rank the same ones"
+        )
+
+
+def _layers(model: nn.Module) -> dict[str, tuple[nn.Linear | nn.modules.conv._ConvNd, nn.Parameter]]:
+    """The layers with weights to prune, by the name of the weight; a tied weight once."""
+    known = named(model)
+    return {
+        n: (owner, p) for n, p in known.params.items()
+        if isinstance(owner := known.owners[n], nn.Linear | nn.modules.conv._ConvNd) and p is owner.weight
+    }  # fmt: skip
+
+
+def _by_channel(weight: Tensor, layer: nn.Module) -> Tensor:
+    """One row per output channel."""
+    if isinstance(layer, _TRANSPOSED):
+        weight = weight.view(layer.groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
+    return weight.flatten(1)
+
+
+def _keep(scores: Tensor, drop: int) -> Tensor:
+    """True for all but the `drop` smallest; of equal ones the first are dropped."""
+    keep = torch.ones_like(scores, dtype=torch.bool)
+    if drop:
+        bound = scores.kthvalue(drop).values
+        keep &= scores > bound
+        equal = (scores == bound).nonzero().flatten()
+        keep[equal[drop - int((scores < bound).sum()) :]] = True
+    return keep
+
+
+def _check_word(what: str, word: str, words: Any) -> None:
+    if word not in get_args(words):
+        near = difflib.get_close_matches(str(word), get_args(words), 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(get_args(words))}"
+        raise ConfigError(f"no {what} is called {word!r}", where="masks", hint=hint)
+
+
+def _check(sparsity: float, weights: Mapping[str, Tensor]) -> None:
+    if not 0 <= sparsity <= 1:
+        raise ConfigError(f"a sparsity of {sparsity}", where="masks", hint="it is a share, 0 to 1")
+    if not weights:
+        raise ConfigError("the model has no Linear or convolution layer", where="masks")
+    for name, weight in weights.items():
+        if not torch.isfinite(weight).all():
+            raise ConfigError("a weight that is not finite cannot be ranked", where=name)
+
+
+def _copies(lane: Lane, name: str, param: nn.Parameter) -> list[Tensor]:
+    """Everything that holds the parameter's values: itself, its master, its average."""
+    out: list[Tensor] = [param]
+    if lane.masters is not None and lane.masters.has(param):
+        out.append(lane.masters.stepped(param))
+    if lane.ema is not None and name in lane.ema.names:
+        out.append(lane.ema.shadow[lane.ema.names.index(name)])
+    return out
+
+
+def _masked(lane: Lane, name: str, mask: Tensor) -> nn.Parameter:
+    param = lane.named.params.get(name)
+    if param is None:
+        raise ConfigError("no parameter is called so", where=name, hint=f"the first ones are {lane.names[:3]}")
+    if mask.shape != param.shape:
+        raise ConfigError(f"the mask is {tuple(mask.shape)}, the parameter {tuple(param.shape)}", where=name)
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ConfigError("a mask holds 0 and 1 only", where=name)
+    return param

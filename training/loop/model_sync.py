@@ -1,0 +1,145 @@
+"""What the user does to a model after ModelOptimizer was made: it is followed, taken in by join(), or refused by name.
+
+Unnoticed, a replaced parameter would not be trained and be saved untrained, and a moved one would leave its average
+behind. The model is searched for changes when a gradient is missing, now and then, and before weights are
+saved, switched or exported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training.loop import loop_mistakes
+from layerline.training.loop.ema import norm_buffers, statistics
+from layerline.training.loop.running_stats_guard import Guard
+from layerline.training.model.canonical_names import Slots, named
+from layerline.training.model.precision import masters
+from layerline.training.optimizers import group_rules, registry
+from layerline.training.optimizers.param_groups import Member
+
+if TYPE_CHECKING:
+    from layerline.training.loop.step_engine import Lane
+
+_ANEW = "change, move or load the model first (load_state_dict without assign=True), then make ModelOptimizer"
+
+
+def refresh(lane: Lane, *, warn: bool = True) -> None:
+    """Looks the model through and follows what its owner did to it: buffers that are new tensors, other names, layers
+    without statistics, half weights that were written to. Warns of parameters that nobody trains.
+
+    Raises:
+        ConfigError: a trained parameter is gone, or is another tensor, or of another type or device.
+    """
+    if lane.peers is not None:
+        lane.peers.release()  # a sharded unit that is whole at the moment holds other tensors
+    lane.named = named(lane.model)
+    at = {id(p): n for n, p in lane.named.params.items()}
+    for name, param, kind in zip(lane.names, lane.params, lane.kinds, strict=True):
+        if id(param) not in at:
+            there = name in lane.named.params or name in lane.named.aliases
+            what = "is another tensor" if there else "is no longer in the model"
+            raise ConfigError(f"this parameter {what} since ModelOptimizer was made", where=name, hint=_ANEW)
+        if kind != (now := (param.dtype, param.device)):
+            was = f"was {kind[0]} on {kind[1]} when ModelOptimizer was made, and is {now[0]} on {now[1]}"
+            raise ConfigError(f"this parameter {was}", where=name, hint=_ANEW)
+    if (names := [at[id(p)] for p in lane.params]) != lane.names:
+        renamed = dict(zip(lane.names, names, strict=True))
+        lane.monitor.rename(renamed)
+        if lane.masks is not None:
+            lane.masks.rename(renamed)
+        lane.names[:] = names
+    lane.frozen = left_out(lane)
+    if warn:
+        if lane.custom:
+            registry.check_held(lane.optimizer, lane.params)
+        _warn_of_strangers(lane)
+    take_over(lane)
+
+
+def join(lane: Lane) -> list[str]:
+    """Takes in trained parameters that the model has gained since; see `Lane.join`."""
+    loop_mistakes.refuse_averages(lane, "join")
+    refresh(lane, warn=False)
+    known = {id(p) for p in lane.params}
+    placed = group_rules.placed(lane.model, lane.named, lane.config.optimizer)
+    fresh = [m for m in placed if id(m.param) not in known]
+    _check_fresh(lane, fresh)
+    if lane.peers is not None:
+        lane.peers.admit(fresh)
+    for member in fresh:
+        _admit(lane, member)
+    lane.members += tuple(fresh)
+    _in_order(lane)
+    if lane.monitor.per_layer:
+        lane.monitor.add_columns([f"grad_norm/{m.name}" for m in fresh])
+    lane.take_stock()
+    take_over(lane)
+    return [m.name for m in fresh]
+
+
+def take_over(lane: Lane) -> None:
+    """Points average, guard and masters to what the model holds now; not while it holds its averages."""
+    if lane.ema is not None and lane.ema.swapped:
+        return
+    if lane.ema is not None:
+        lane.ema.follow(dict(zip(lane.names, lane.stepped, strict=True)), Slots(lane.named, statistics(lane.named)))
+    live = Slots(lane.named, norm_buffers(lane.named))
+    if not live.names:
+        lane.guard = None
+    elif lane.guard is None:
+        lane.guard = Guard(live)
+    else:
+        lane.guard.follow(live)
+    if lane.masters is not None:
+        lane.masters.follow()
+
+
+def left_out(lane: Lane) -> list[nn.Parameter]:
+    """Parameters of the model that are not trained."""
+    trained = {id(p) for p in lane.params}
+    return [p for p in lane.named.params.values() if id(p) not in trained and not p.requires_grad]
+
+
+def _warn_of_strangers(lane: Lane) -> None:
+    trained = {id(p) for p in lane.params}
+    new = [n for n, p in lane.named.params.items() if p.requires_grad and id(p) not in trained]
+    if new:
+        them = f"{new[0]} and {len(new) - 1} more require gradients and are" if len(new) > 1 \
+            else f"{new[0]} requires a gradient and is"  # fmt: skip
+        lane.monitor.warn("strangers", f"{them} not trained: call join()")
+
+
+def _check_fresh(lane: Lane, fresh: list[Member]) -> None:
+    late = [m.param for m in fresh]
+    if lane.custom and (idle := registry.idle(lane.optimizer, [m.name for m in fresh], late)):
+        raise ConfigError("a custom optimizer must hold a parameter before it joins", where=idle[0],
+                          hint="optimizer.add_param_group({'params': …}) first")  # fmt: skip
+    if fresh and masters(lane.config, late, custom=lane.custom):
+        raise ConfigError("a half parameter needs a master, and can only join at construction",
+                          where=fresh[0].name, hint="make ModelOptimizer after changing the model")  # fmt: skip
+
+
+def _in_order(lane: Lane) -> None:
+    """Puts what joined where a run that starts with it has it: sums depend on the order in their last bits."""
+    at = {id(p): i for i, p in enumerate(lane.named.params.values())}
+    order = sorted(range(len(lane.params)), key=lambda i: at[id(lane.params[i])])
+    lane.members = tuple(lane.members[i] for i in order)
+    lane.names[:] = [lane.names[i] for i in order]
+    stepped = [lane.stepped[i] for i in order]
+    lane.params[:] = [lane.params[i] for i in order]
+    lane.stepped[:] = stepped
+
+
+def _admit(lane: Lane, member: Member) -> None:
+    member.param.grad = None  # what passes before have left there is none of a window's
+    lane.params.append(member.param)
+    lane.names.append(member.name)
+    if lane.stepped is not lane.params:
+        lane.stepped.append(member.param)
+    if lane.custom:
+        return
+    lane.optimizer.add_param_group({"params": [member.param], **group_rules.options(lane.config.optimizer, member)})
+    lane.rate.adopt(lane.optimizer.param_groups[-1])

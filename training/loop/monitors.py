@@ -1,0 +1,326 @@
+"""What a run is doing, row by row, and early warnings in words. Reads only numbers the step has on the CPU anyway."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import statistics
+import sys
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerline.pipeline.errors import Unavailable
+from layerline.training.config.sections import MonitorConfig
+from layerline.training.model.split_tensors import device_of, local
+
+if sys.platform != "win32":
+    import resource
+
+COLUMNS = (
+    "step", "loss", "loss_smooth", "grad_norm", "clip_rate", "lr", "update_ratio", "samples_s", "wait_rate",
+    "peak_mb", "loss_scale", "skipped", "metric_online", "metric_deploy", "deploy_gap",
+)  # fmt: skip
+# What `print` shows of a row.
+_PRINTED = ("loss", "lr", "grad_norm", "samples_s", "metric_online", "metric_deploy")
+_SMOOTHING = 0.98
+_NORMS_KEPT = 101
+# Accepted steps between two decisions on what to warn of, however often rows are written.
+_REVIEW = 10
+_ADDRESS = Tensor.data_ptr
+_LOW = 50
+# Seconds between two readings of peak memory, at least: it hardly grows in between, and asking the kernel costs.
+_PEAK_EVERY = 0.1
+# Bytes of weights that `update_ratio` is measured on: more of them say nothing new, and they are copied for it. Every
+# parameter has an equal share, but at least so many elements.
+_RATIO_BYTES = 2 * 2**20
+_LEAST_SHARE = 64
+
+
+class Monitor:
+    """Collects one row every `log_interval` accepted steps.
+
+    `samples_s` counts weights where losses come with one, micro-batches else. `update_ratio` is ‖Δw‖ / ‖w‖ of the step
+    that is logged, over the first elements of every parameter, 2 MB in all. Cells that were not measured are empty.
+
+    Attributes:
+        rows: one array of float64 per row, in the order of `columns`.
+        speak: where each kind of warning is said, once a run; the `layerline.training` logger by default.
+        loads: whether data are loaded when needed, so that more workers could help; off where they lie in memory.
+    """
+
+    def __init__(self, config: MonitorConfig, names: Sequence[str], params: Sequence[Tensor]) -> None:
+        self.interval = config.log_interval
+        self.columns = COLUMNS + (tuple(f"grad_norm/{n}" for n in names) if config.per_layer else ())
+        self.per_layer = config.per_layer
+        self._measures_updates = config.update_ratio
+        self.rows: list[array[float]] = []
+        self.loads = True
+        self.speak: Callable[[str], object] = logging.getLogger("layerline.training").warning
+        self._hushed = False
+        self._active: set[str] = set()
+        self._told: dict[str, str] = {}
+        self._times: Counter[str] = Counter()
+        self._params = params
+        self._watched, self._at = _within(params, _RATIO_BYTES), _addresses(params)
+        self._before: Tensor | None = None
+        self._device = device_of(params[0])
+        self._norms: deque[float] = deque(maxlen=_NORMS_KEPT)
+        self._median = math.inf
+        self._low = 0
+        self._smooth: float | None = None
+        self._clipped = self._steps = 0
+        self._weight = 0.0
+        self._since = self._reviewed = time.perf_counter()
+        self.waited = self._waited_then = 0.0
+        self._clipped_lately = self._lately = 0
+        self._scale_drops = 0
+        self._peak, self._peak_read = 0.0, -math.inf
+        self._writer = _tensorboard(config.tensorboard) if config.tensorboard else None
+        self.write: Callable[[str], object] | None = _print if config.print else None
+        self.trackers: list[Callable[[dict[str, float]], object]] = []
+
+    def hush(self) -> None:
+        """Goes on watching, but leaves it to another rank to speak and to draw."""
+        self.speak, self._writer, self.write = lambda _: None, None, None
+        self.trackers = []
+        self._hushed = True
+
+    @property
+    def warnings(self) -> list[str]:
+        """A sentence for each kind, as it was first said, and how often its cause came back."""
+        times = ((text, self._times[key]) for key, text in self._told.items())
+        return [text if n == 1 else f"{text} ({n} times)" for text, n in times]
+
+    def add_columns(self, names: Sequence[str]) -> None:
+        """Further columns, which are empty in the rows so far."""
+        self.columns += tuple(names)
+        for row in self.rows:
+            row.extend([math.nan] * len(names))
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Parameters are called otherwise from now on: their columns as well."""
+        columns = {f"grad_norm/{old}": f"grad_norm/{new}" for old, new in names.items()}
+        self.columns = tuple(columns.get(c, c) for c in self.columns)
+
+    def due(self, step: int) -> bool:
+        """Whether accepted step number `step` will be a row."""
+        return self.interval > 0 and step % self.interval == 0
+
+    def before(self) -> None:
+        """Called before a step that will be a row."""
+        if (at := _addresses(self._params)) != self._at:  # `module.to()` has moved them
+            self._watched, self._at = _within(self._params, _RATIO_BYTES), at
+        self._before = torch.cat(self._watched) if self._watched and self._measures_updates else None
+
+    def accepted(self, loss: float, norm: float, weight: float, *, clipped: bool) -> None:
+        """Takes in one accepted step."""
+        self._steps += 1
+        self._clipped += clipped
+        self._weight += weight
+        if not math.isnan(loss):
+            self._smooth = loss if self._smooth is None else _SMOOTHING * self._smooth + (1 - _SMOOTHING) * loss
+        if norm > 100 * self._median:
+            self.warn("norm_high", f"gradient norm {norm:.3g} is above 100 times its median {self._median:.3g}")
+        self._low = self._low + 1 if norm < 0.1 * self._median < math.inf else 0
+        if self._low == _LOW:
+            self.warn("norm_low", f"gradient norm below a tenth of its median for {_LOW} steps")
+        self._norms.append(norm)
+        self._clipped_lately += clipped
+        self._lately += 1
+        if self._lately == _REVIEW:
+            self._review(norm)
+
+    def scale_fell(self, scale: float, *, at_floor: bool) -> None:
+        """Takes in one rejected step of fp16."""
+        self._scale_drops += 1
+        if at_floor:
+            self.warn("scale", f"the loss scale is down to {scale:g} and steps still overflow")
+        elif self._scale_drops >= 5:
+            self.warn(
+                "scale", f"the loss scale keeps falling: {scale:g} now, {self._scale_drops} halvings in a few steps"
+            )
+
+    def row(self, *, step: int, loss: float, norm: float, lr: float, scale: float, skipped: int,
+            further: Mapping[str, float]) -> None:  # fmt: skip
+        """Closes an interval with a row; `further` are cells of columns that were added."""
+        now = time.perf_counter()
+        seconds = max(now - self._since, 1e-9)
+        steps = max(self._steps, 1)
+        if now - self._peak_read > _PEAK_EVERY:
+            self._peak, self._peak_read = peak_bytes(self._device) / 2**20, now
+        values: dict[str, Any] = {
+            "step": step, "loss": loss, "loss_smooth": self._smooth, "grad_norm": norm,
+            "clip_rate": self._clipped / steps, "lr": lr, "update_ratio": self._ratio(),
+            "samples_s": self._weight / seconds, "wait_rate": self.waited / seconds if self.waited else None,
+            "peak_mb": self._peak, "loss_scale": scale, "skipped": skipped,
+        }  # fmt: skip
+        values.update(further)
+        self.rows.append(array("d", [_cell(values.get(c)) for c in self.columns]))
+        self._publish(values)
+        self._clipped = self._steps = 0
+        self._waited_then -= self.waited  # goes on counting over the row
+        self._weight, self._since, self.waited = 0.0, now, 0.0
+
+    def speed(self) -> dict[str, float]:
+        """`samples_s` of the last interval that was measured: a row of a validation alone has none."""
+        at = self.columns.index("samples_s")
+        for row in reversed(self.rows):
+            if not math.isnan(row[at]):
+                return {"samples_s": row[at]}
+        return {}
+
+    def validated(self, step: int, online: float, deploy: float) -> None:
+        """Puts both metrics of a validation beside the step's row."""
+        if not self.rows or self.rows[-1][0] != step:
+            self.rows.append(array("d", [math.nan] * len(self.columns)))
+            self.rows[-1][0] = step
+        at = COLUMNS.index("metric_online")
+        self.rows[-1][at : at + 3] = array("d", [online, deploy, online - deploy])
+        self._publish({"step": step, "metric_online": online, "metric_deploy": deploy, "deploy_gap": online - deploy})
+
+    def track(self, call: Callable[[dict[str, float]], object]) -> None:
+        """Calls `call` with each row from now on, as a dict of what was measured; on the rank that speaks."""
+        if not self._hushed:
+            self.trackers.append(call)
+
+    def _publish(self, values: Mapping[str, float | None]) -> None:
+        """Hands a row to TensorBoard, to the user's trackers and to the terminal."""
+        measured = {name: float(v) for name, v in values.items() if v is not None and not math.isnan(v)}
+        step = int(measured["step"])
+        if self._writer is not None:
+            for name, value in measured.items():
+                if name != "step":
+                    self._writer.add_scalar(name, value, step)
+        for call in self.trackers:
+            call(dict(measured))
+        if self.write is not None:
+            figures = [f"{name} {measured[name]:.4g}" for name in _PRINTED if name in measured]
+            self.write(f"step {step}: {', '.join(figures)}")
+
+    def write_csv(self, path: Path) -> None:
+        """All rows so far; a cell that was not measured is empty."""
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(self.columns)
+            for row in self.rows:
+                writer.writerow(["" if math.isnan(v) else int(v) if c == "step" else f"{v:.9g}"
+                                 for c, v in zip(self.columns, row, strict=True)])  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        flat = torch.tensor([list(r) for r in self.rows], dtype=torch.float64).reshape(-1, len(self.columns))
+        counts = {"clipped": self._clipped, "steps": self._steps, "low": self._low, "weight": self._weight,
+                  "clipped_lately": self._clipped_lately, "lately": self._lately}  # fmt: skip
+        return {"rows": flat, "columns": list(self.columns), "smooth": self._smooth, "norms": list(self._norms),
+                "median": self._median, **counts}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        cells = [dict(zip(state["columns"], row, strict=True)) for row in state["rows"].tolist()]
+        self.rows = [array("d", [row.get(c, math.nan) for c in self.columns]) for row in cells]
+        self._smooth, self._median = state["smooth"], state["median"]
+        self._norms.clear()
+        self._norms.extend(state["norms"])
+        self._clipped, self._steps, self._low = state["clipped"], state["steps"], state["low"]
+        self._clipped_lately, self._lately = state["clipped_lately"], state["lately"]
+        self._weight, self._since, self.waited = state["weight"], time.perf_counter(), 0.0
+        self._reviewed, self._waited_then = self._since, 0.0
+
+    def _ratio(self) -> float | None:
+        if self._before is None:
+            return None
+        size = torch.linalg.vector_norm(self._before).item()
+        moved = torch.linalg.vector_norm(self._before.sub_(torch.cat(self._watched))).item()
+        self._before = None
+        return moved / size if size else None
+
+    def _review(self, norm: float) -> None:
+        now = time.perf_counter()
+        clipped = self._clipped_lately / self._lately
+        wait = (self.waited - self._waited_then) / max(now - self._reviewed, 1e-9)
+        self._median = statistics.median(self._norms)
+        if norm <= 100 * self._median:
+            self._active.discard("norm_high")
+        if not self._low:
+            self._active.discard("norm_low")
+        self._when("clip", clipped, "of the steps were clipped: lower the rate or raise the bound")
+        self._when("wait", wait if self.loads else 0.0, "of the time goes to waiting for data: more workers may help")
+        if self._scale_drops == 0:
+            self._active.discard("scale")
+        self._clipped_lately = self._lately = self._scale_drops = 0
+        self._reviewed, self._waited_then = now, self.waited
+
+    def _when(self, key: str, share: float, text: str) -> None:
+        if share > 0.3:
+            self.warn(key, f"{share:.0%} {text}")
+        else:
+            self._active.discard(key)
+
+    def warn(self, key: str, text: str) -> None:
+        """Counts a warning, unless the last one of this `key` still holds; the first one of each key is also said."""
+        if key in self._active:
+            return
+        self._active.add(key)
+        self._times[key] += 1
+        if key not in self._told:
+            self._told[key] = text
+            self.speak(text)
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Greatest memory in use so far: the allocator's on a GPU, the process's resident set on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _within(params: Sequence[Tensor], budget: int) -> list[Tensor]:
+    """Flat views of the first elements of each parameter; of one type and device, so that they can be joined.
+
+    Of a sharded parameter it is this rank's part.
+
+    Args:
+        budget: bytes in all.
+    """
+    parts = [local(p).detach() for p in params]
+    share = max(budget // parts[0].element_size() // len(parts), _LEAST_SHARE)
+    kept: list[Tensor] = []
+    for part in parts:
+        dense = part.is_contiguous() or (part.ndim == 4 and part.is_contiguous(memory_format=torch.channels_last))
+        if dense and (part.dtype, part.device) == (parts[0].dtype, parts[0].device):
+            kept.append(part.as_strided((min(part.numel(), share),), (1,)))
+    return kept
+
+
+def _addresses(params: Sequence[Tensor]) -> list[int]:
+    return list(map(_ADDRESS, params))
+
+
+def _cell(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _tensorboard(folder: str) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise Unavailable(
+            "tensorboard is not installed",
+            where="monitor.tensorboard",
+            hint="pip install tensorboard, or leave the field out",
+        ) from error
+    return SummaryWriter(folder)

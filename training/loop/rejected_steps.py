@@ -1,0 +1,114 @@
+"""A step whose loss or gradient is not finite: counted, told and undone.
+
+Nothing of it stays but a smaller loss scale. What follows several in a row is decided here, or by `triage.Judge` where
+the lane has one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from layerline.pipeline.errors import StageError
+
+if TYPE_CHECKING:
+    from layerline.training.loop.step_engine import Lane
+
+
+def reject(lane: Lane, loss: float, norm: float) -> None:
+    """Drops a window whose loss or gradient is not finite.
+
+    Raises:
+        StageError: as many in a row as `nonfinite` allows, or what the judge makes of it.
+    """
+    # fp16 gradients overflow as a matter of course while the scale is being found; a loss never should.
+    answered = lane.scale.on and not lane.scale.at_floor and math.isfinite(loss)
+    step = lane.steps + 1  # the judge may go back to an earlier one
+    _count(lane, answered=answered)
+    if not answered and lane.steps and weights_spoilt(lane):
+        return
+    if lane.scale.on:
+        lane.scale.overflowed()
+        lane.monitor.scale_fell(lane.scale.value, at_floor=lane.scale.at_floor)
+    try:
+        if lane.judge is not None and not answered:
+            lane.judge.rejected(lane, loss, norm)
+        elif not answered and lane.skipped_in_a_row >= lane.config.nonfinite.patience:
+            raise not_finite(lane, loss, norm)
+    finally:
+        drop(lane)
+    if not answered and not lane.config.nonfinite.triage:
+        lane.monitor.warn("rejected", f"step {step} was rejected, since {seen(loss, norm)}; "
+                                      "nonfinite.triage: true says where such a thing begins")  # fmt: skip
+
+
+def spoilt_weight(lane: Lane) -> str | None:
+    """A weight that was finite at first and no longer is; ranks that hold parts of the weights ask each other."""
+    name = lane.finite.first_spoilt()
+    if lane.peers is not None and lane.peers.greatest(float(name is not None)):
+        return name or "a weight of another rank"
+    return name
+
+
+def weights_spoilt(lane: Lane) -> bool:
+    """Looks for a weight that an earlier update made Inf or NaN. True when the last checkpoint was put back for it.
+
+    Of several ranks all must ask at the same step.
+
+    Raises:
+        StageError: there is such a weight, and `nonfinite.policy` is not rollback or has no checkpoint to go back to.
+    """
+    name = spoilt_weight(lane)
+    if name is None:
+        return False
+    error = StageError(
+        f"{name} is Inf or NaN after step {lane.steps}: an update was not finite",
+        where=name,
+        hint="lower the learning rate, or keep the weights in float32; "
+        "`nonfinite: {policy: rollback}` goes back to the last checkpoint",
+    )
+    try:
+        if lane.judge is None:
+            raise error
+        lane.judge.enough(lane, error)
+    finally:
+        drop(lane)
+    return True
+
+
+def drop(lane: Lane) -> None:
+    """Drops a window that is not stepped on, and what its forward passes did to running statistics."""
+    if lane.guard is not None:
+        lane.guard.restore()
+    lane.forget()
+
+
+def not_finite(lane: Lane, loss: float, norm: float) -> StageError:
+    """The error for a rejected step, naming the first parameter whose gradient is not finite."""
+    bad = [n for n, p in zip(lane.names, lane.stepped, strict=True)
+           if p.grad is not None and not torch.isfinite(p.grad).all()]  # fmt: skip
+    where = f"; the first gradient that is not finite is that of {bad[0]}" if bad else ""
+    return StageError(
+        f"{seen(loss, norm)} at step {lane.steps + 1}{_in_a_row(lane)}{where}",
+        where=bad[0] if bad else "loss",
+        hint="lower the learning rate, clip gradients, or look for a division or log of 0 there; "
+        "nonfinite.triage: true says where it begins",
+    )
+
+
+def seen(loss: float, norm: float) -> str:
+    """What was not finite, in words."""
+    return f"the gradient norm is {norm:g}" if math.isfinite(loss) else f"the loss is {loss:g}"
+
+
+def _in_a_row(lane: Lane) -> str:
+    return f", {lane.skipped_in_a_row} steps in a row" if lane.skipped_in_a_row > 1 else ""
+
+
+def _count(lane: Lane, *, answered: bool) -> None:
+    """Counts a rejected step; `answered` by a smaller loss scale, it does not count as one in a row."""
+    lane.skipped += 1
+    lane.first_rejected = lane.first_rejected or lane.steps + lane.skipped
+    lane.skipped_in_a_row += not answered

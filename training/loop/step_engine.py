@@ -1,0 +1,425 @@
+"""One model and the one optimizer that steps it: the order of a step, in every mode, in one place.
+
+backward, reduce, unscale, finite check, clip, step, masks, EMA, schedule. Counters, schedule, EMA and masks move on
+accepted steps only; a rejected step leaves nothing behind but a smaller loss scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training.config.sections import Config
+from layerline.training.loop import adoption, loop_mistakes, memory_report, model_sync, rejected_steps
+from layerline.training.loop import batch_norm as norms
+from layerline.training.loop import closure as closures
+from layerline.training.loop.accumulation import Window, check_loss, counted, loss_factor, witness
+from layerline.training.loop.ema import Ema, averaged, norm_buffers, statistics
+from layerline.training.loop.finite_weights import FiniteWeights
+from layerline.training.loop.monitors import Monitor
+from layerline.training.loop.running_stats_guard import Guard
+from layerline.training.model.canonical_names import Slots, named, unwrap
+from layerline.training.model.hooks import Attached
+from layerline.training.model.precision import LossScale, masters
+from layerline.training.model.split_tensors import device_of
+from layerline.training.optimizers import gradient_norm, group_rules, registry
+from layerline.training.optimizers.foreach import Sophia
+from layerline.training.optimizers.lr import Rate
+from layerline.training.optimizers.strides import Strides, fused
+
+if TYPE_CHECKING:
+    from layerline.training.diagnostics.triage import Judge
+    from layerline.training.distributed.parallel_strategy import Peers
+    from layerline.training.loop.masks import Masks
+
+# Beyond this an unclipped gradient's square overflows float32 and would stay in the optimizer's state as Inf.
+_GREATEST_NORM = 1e18
+# The model is searched for changes before steps 1, 2, 4, … 64, then every 64: it takes some microseconds a layer.
+_LOOK_EVERY = 64
+_ALONE = nullcontext()
+_TRAINED = attrgetter("requires_grad")
+
+
+class Lane:
+    """A model, its optimizer and all that moves with it.
+
+    Args:
+        model: as the user has it, wrapped or not.
+        config: the typed configuration.
+        optimizer: an object with step() and zero_grad() instead of one from the table.
+        shared: whether other lanes' parameters may lie in the same graph (GAN): gradients are then taken for this
+            lane's parameters only.
+
+    Attributes:
+        steps: accepted optimizer steps.
+        skipped: rejected ones; `skipped_in_a_row` leaves out fp16 overflows that a smaller loss scale answers.
+        first_rejected: number of the first step that was rejected, of all that were attempted; 0 while none was.
+        gradient_bytes: size of the gradients of the first step.
+        loss, grad_norm: of the last accepted step, per sample and before clipping; NaN before the first.
+        peers: what other ranks contribute to a step; None in a single process.
+        masks: put back on after each accepted step.
+        frozen: parameters of the model that are not trained.
+        finite: whether the weights still are.
+        strides: keeps state and gradients in the parameters' order of memory; None where that makes no difference.
+        kinds: type and device of each of `params`, which must stay the same.
+        judge: told of each rejected step while its gradients are still there; it decides whether to go on.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, optimizer: Any = None, *, shared: bool = False) -> None:
+        self.model, self.config, self.shared = model, config, shared
+        self.named = named(model)
+        self.members = group_rules.placed(model, self.named, config.optimizer)
+        self.params: list[nn.Parameter] = [m.param for m in self.members]
+        self.names = [m.name for m in self.members]
+        self.device = device_of(self.params[0])
+        self.custom = optimizer is not None
+        self.masters = masters(config, self.params, custom=self.custom)
+        self.stepped = [self.masters.stepped(p) for p in self.params] if self.masters else self.params
+        if self.custom:
+            registry.check_custom(optimizer, self.params)
+        else:
+            optimizer = registry.build(config.optimizer, self.members, self.stepped)
+        self.optimizer: Any = optimizer
+        self.needs_closure = self.custom and registry.needs_closure(optimizer)
+        self._evaluation: closures.Evaluation | None = None
+        self.sophia = optimizer if isinstance(optimizer, Sophia) else None
+        self.rate = Rate(config, optimizer, custom=self.custom)
+        self.scale = LossScale(config.precision)
+        self.window = Window()
+        self.ema = (
+            Ema(averaged(self.named, self.masters), config.ema, Slots(self.named, statistics(self.named)))
+            if config.ema.on
+            else None
+        )
+        self.monitor = Monitor(config.monitor, self.names, self.stepped)
+        self.guard = Guard(live) if (live := Slots(self.named, norm_buffers(self.named))).names else None
+        self._listen()
+        self.peers: Peers | None = None
+        self.masks: Masks | None = None
+        self.judge: Judge | None = None
+        self.gradient_bytes = 0
+        self.steps = self.skipped = self.skipped_in_a_row = self.first_rejected = 0
+        self.grad_norm = self.loss = math.nan
+        if text := norms.warning(model, config.accumulate.steps):
+            self.monitor.warn("batch_norm", text)
+        adoption.look_at_average(self.monitor, config)
+        adoption.watch_autocast(model, self.monitor, config, self.device)
+        # Copied from the configuration: after a forward pass its objects are no longer in the CPU's cache.
+        self._max_norm = config.clip.max_norm or math.inf
+        self._max_value = config.clip.value
+        self._window_size, self._empty_cache = config.accumulate.steps, config.memory.empty_cache
+        self._look_at = 0
+        self._counts: set[int] = set()  # how many gradients a step had, where it was not all of them
+        self.take_stock()
+        if self.custom and (idle := registry.idle(optimizer, self.names, self.params)):
+            self.monitor.warn("idle", f"{idle[0]} is trained by nobody: the optimizer does not hold it")
+
+    def _listen(self) -> None:
+        """Has the model tell of weights that are loaded into it, without keeping an optimizer that is gone."""
+        reference = WeakMethod(self._loaded)
+
+        def loaded(keys: Any) -> None:
+            if (told := reference()) is not None:
+                told(keys)
+
+        unwrap(self.model).register_load_state_dict_post_hook(Attached(loaded))  # type: ignore[no-untyped-call]
+
+    def _loaded(self, _: Any) -> None:
+        """Weights were loaded into the model: before the first step, training starts from those."""
+        if self.steps == 0 and not (self.ema is not None and self.ema.swapped):
+            if self.ema is not None:
+                self.ema.begin(buffers=True)
+            if self.guard is not None:
+                self.guard.keep()
+
+    def take_stock(self) -> None:
+        """Works out what depends on `params`: at first, and when some were added."""
+        self.kinds = [(p.dtype, p.device) for p in self.params]
+        self.frozen = model_sync.left_out(self)
+        self.finite = FiniteWeights(self.names, self.params)
+        self._small = gradient_norm.is_small(self.stepped)
+        plain = all(type(p) is nn.Parameter for p in self.stepped) and (not self.custom or fused(self.optimizer))
+        self.strides = Strides(self.optimizer, self.params, self.stepped) if plain else None
+
+    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+        """Adds the gradients of one loss to the window; see Window for the meaning of `weight`.
+
+        Raises:
+            ConfigError: the model holds its averages; something that is no loss or weight. The window stays as it was.
+            StageError: its gradients were cleared in between.
+
+        Whatever the backward pass itself raises drops the window: a part of its gradients may have been added.
+        """
+        self._add(loss, weight)
+        self.window.witness = witness(self.stepped)
+
+    def _add(self, loss: Tensor, weight: float | None) -> None:
+        window = self.window
+        if self.ema is not None and self.ema.swapped:
+            loop_mistakes.refuse_averages(self, "step")
+        if not (isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim and not loss.is_complex()):
+            check_loss(loss)
+        if weight is not None:
+            weight = counted(weight)
+        if not self.steps:
+            adoption.look_at_loss(self.monitor, loss, weight, self._window_size)
+        try:
+            if window.weighted is not None:
+                window.check(weight, self.stepped)
+            if self.scale.on and window.untouched:
+                shared = weight if self.peers is None or weight is None else self.peers.agree(weight)
+                window.factor = loss_factor(self.scale.value, shared)
+            window.add(loss.detach(), weight)
+            if window.factor != 1.0:
+                loss = loss * window.factor
+            with _ALONE if self.peers is None else self.peers.backward():
+                self._differentiate(loss)
+            if self.masters is not None:
+                self.masters.collect()
+            window.witness = None  # of an earlier call: this one has written to it
+        except ConfigError:
+            raise
+        except BaseException as error:
+            self.forget()
+            loop_mistakes.explain_backward(error)
+            raise
+
+    def _differentiate(self, loss: Tensor) -> None:
+        if self.sophia is not None and self.sophia.wants_curvature():
+            self.sophia.backward(loss, self.params)
+        elif self.shared:
+            torch.autograd.backward(loss, inputs=self.params)
+        else:
+            torch.autograd.backward(loss)
+
+    def step(self, loss: Tensor | None = None, weight: float | None = None, samples: int | None = None) -> bool:
+        """Ends a micro-batch; the last one of a window steps the optimizer. True when the weights moved."""
+        if self.needs_closure:
+            raise loop_mistakes.no_closure(self.optimizer)
+        if samples is not None:
+            self.window.samples += samples
+        if loss is not None:
+            self._add(loss, weight)
+        else:
+            loop_mistakes.check_begun(self)
+        wanted = self._window_size
+        if self.window.close() >= wanted:
+            moved = self._update(synced=True)
+        else:
+            moved, self.window.witness = False, witness(self.stepped)
+        if self.peers is not None and wanted > 1:
+            self.peers.arm(sync=self.window.micro == wanted - 1)
+        return moved
+
+    def step_closure(self, closure: Callable[[], Tensor]) -> tuple[bool, Tensor]:
+        """A step of an optimizer that evaluates the loss itself: whether the weights moved, and the first loss.
+
+        Raises:
+            ConfigError: what `closure.check` refuses.
+        """
+        loop_mistakes.refuse_averages(self, "step")
+        closures.check(self)
+        self._evaluation = evaluation = closures.Evaluation(self, closure)
+        self.window.add(evaluation.loss, None)
+        self.window.close()
+        try:
+            return self._update(synced=True), evaluation.loss
+        finally:
+            self._evaluation = None
+
+    def flush(self) -> bool:
+        """Steps on what a short last window holds, divided by what it holds. True when the weights moved."""
+        if self.window.untouched:
+            return False
+        loop_mistakes.refuse_averages(self, "flush")
+        if self.window.open:
+            self.window.close()
+        moved = self._update(synced=False)
+        if self.peers is not None:
+            self.peers.arm(sync=self._window_size == 1)
+        return moved
+
+    def join(self) -> list[str]:
+        """Takes in trained parameters that the model has gained since; their names.
+
+        Raises:
+            ConfigError: the optimizer is the user's own and does not hold them yet, they are half and would need
+                masters, or the model holds its averages.
+        """
+        return model_sync.join(self)
+
+    def refresh(self, *, warn: bool = True) -> None:
+        """Follows what was done to the model since; see `follow.refresh`.
+
+        Raises:
+            ConfigError: a trained parameter is gone, or is another tensor, or of another type or device.
+        """
+        model_sync.refresh(self, warn=warn)
+
+    def forget(self) -> None:
+        """Drops the window: its losses, its gradients, its estimate of the curvature."""
+        self.window.clear()
+        for param in self.stepped:
+            param.grad = None
+        if self.custom:
+            self.optimizer.zero_grad()
+        elif self.sophia is not None:
+            self.sophia.forget()
+
+    def _update(self, *, synced: bool) -> bool:
+        """The step at the end of a window. Whatever it raises drops the window."""
+        try:
+            return self._attempt(synced=synced)
+        except BaseException as error:
+            sparse = loop_mistakes.sparse_gradient(self)
+            self.forget()
+            loop_mistakes.explain_step(self, error, sparse)
+            raise
+
+    def _attempt(self, *, synced: bool) -> bool:
+        window, peers = self.window, self.peers
+        if window.witness is not None:
+            window.check_gradients(self.stepped)
+        if self._went_back():
+            return False
+        if peers is not None:
+            peers.reduce(self, synced=synced)
+        grads = [g for p in self.stepped if (g := p.grad) is not None]
+        if self.strides is not None and not self.strides.settled(grads):
+            self.strides.settle()
+            grads = [g for p in self.stepped if (g := p.grad) is not None]
+        if len(grads) != len(self.stepped) and len(grads) not in self._counts:
+            self._counts.add(len(grads))
+            self.refresh()  # a parameter that was replaced has no gradient any more
+        if not grads:
+            raise loop_mistakes.no_gradient(self)
+        # The one synchronisation of a step: everything after it is decided on the CPU.
+        weight, total_loss = window.weight, window.total_loss()
+        has_loss = window.has_loss
+        raw_norm = (
+            gradient_norm.norm(grads) if peers is None and self._small else gradient_norm.total_norm(self._norms(grads))
+        )
+        if peers is not None:
+            weight, total_loss = peers.mean(weight, total_loss)
+        if weight == 0.0:  # not one sample in the whole window
+            rejected_steps.drop(self)
+            return False
+        unscale = 1.0 / (weight * window.factor)
+        norm, loss = raw_norm * unscale, total_loss / weight
+        if not norm < _GREATEST_NORM:
+            norm = gradient_norm.total_norm(self._norms(grads, torch.float64)) * unscale
+        if not (math.isfinite(loss) and (norm < _GREATEST_NORM or self._max_norm < norm < math.inf)):
+            rejected_steps.reject(self, loss, norm)
+            return False
+        # Gradients of the loop's own backward pass come without a loss: none is logged.
+        return self._accept(grads, norm, loss if has_loss else math.nan, unscale)
+
+    def _went_back(self) -> bool:
+        """Looks at the model now and then. True when its weights were spoilt and the last checkpoint was put back."""
+        if self.steps >= self._look_at:
+            if self.steps and rejected_steps.weights_spoilt(self):
+                return True
+            self.refresh()
+            self._look_at = self.steps + min(self.steps + 1, _LOOK_EVERY)
+        elif self.frozen and any(map(_TRAINED, self.frozen)):
+            self.refresh()
+        return False
+
+    def _accept(self, grads: list[Tensor], norm: float, loss: float, unscale: float) -> bool:
+        monitor, number, clipped = self.monitor, self.steps + 1, norm > self._max_norm
+        log = monitor.due(number)
+        further = self._by_parameter(grads, unscale) if log and monitor.per_layer else {}
+        self._scale_and_clip(grads, norm, unscale)
+        if log:
+            monitor.before()
+        if self.ema is not None and not self.ema.updates:
+            self.ema.begin(buffers=False)
+        self._move()
+        self.steps, self.skipped_in_a_row, self.loss, self.grad_norm = number, 0, loss, norm
+        if self.ema is not None:
+            self.ema.update(number)
+        if self.guard is not None:
+            self.guard.keep()
+        # Without a count of samples the weight stands for them: micro-batches, or what the user weighs by.
+        samples = self.window.samples or 1.0 / (unscale * self.window.factor)
+        monitor.accepted(loss, norm, samples * (self.peers.size if self.peers else 1), clipped=clipped)
+        if log:
+            further |= self.peers.figures() if self.peers else {}
+            monitor.row(step=number, loss=loss, norm=norm, lr=self.rate.current, scale=self.scale.value,
+                        skipped=self.skipped, further=further)  # fmt: skip
+        if self.scale.on:
+            self.scale.accepted()
+        self._follow_schedule(number)
+        if number == 1:
+            self.gradient_bytes = sum(g.numel() * g.element_size() for g in grads)
+        self.forget()
+        if self._empty_cache:
+            memory_report.empty_cache(self.device)
+        return True
+
+    def _scale_and_clip(self, grads: list[Tensor], norm: float, unscale: float) -> None:
+        factor = unscale
+        if norm > self._max_norm:
+            factor *= self._max_norm / (norm + 1e-6)
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+            if self.sophia is not None:
+                self.sophia.rescale(unscale)
+        if self._max_value is not None:
+            torch._foreach_clamp_min_(grads, -self._max_value)
+            torch._foreach_clamp_max_(grads, self._max_value)
+
+    def _move(self) -> None:
+        """Steps the optimizer, and puts the masks back on."""
+        masters = self.masters
+        if masters is not None:
+            masters.follow()
+        if self._evaluation is None:
+            self.optimizer.step()
+        else:
+            self.optimizer.step(self._evaluation)
+        if masters is not None:
+            masters.publish()
+        if self.masks is not None:
+            self.masks.apply()
+            if masters is not None:
+                masters.settled()
+
+    def _follow_schedule(self, number: int) -> None:
+        """Sets the rate for the step after number `number`. Warns of a second schedule, and of one that has ended."""
+        if number < _LOOK_EVERY and self.rate.moved_by_others():
+            text = (
+                f"another scheduler changes the rate that the configured one ({self.config.scheduler.name}) sets at "
+                "each step: leave it out, or configure `scheduler: {name: constant}`"
+            )
+            self.monitor.warn("two_schedules", text)
+        self.rate.set(number)
+        if self.rate.end is None or number <= self.rate.end:
+            return
+        text = (
+            f"step {number} lies past scheduler.total_steps ({self.rate.end}), where the schedule ends: the rate stays "
+            f"at {self.rate.current:g}; set total_steps to the number of optimizer steps in the whole run"
+        )
+        self.monitor.warn("past_end", text)
+
+    def _by_parameter(self, grads: list[Tensor], unscale: float) -> dict[str, float]:
+        """The norm of each gradient before clipping, by its column; taken apart from the norm that clips, so that
+        watching changes nothing."""
+        norms = gradient_norm.numbers(self._norms(grads))
+        named = (n for n, p in zip(self.names, self.stepped, strict=True) if p.grad is not None)
+        return {f"grad_norm/{n}": norm * unscale for n, norm in zip(named, norms, strict=True)}
+
+    def _norms(self, grads: list[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+        """The norm of each gradient, summed up in `dtype`; of split ones that of the whole."""
+        norms: Sequence[Tensor] = (
+            torch._foreach_norm(grads, dtype=dtype) if self.peers is None else self.peers.norms(grads, dtype)
+        )
+        return norms

@@ -1,0 +1,164 @@
+"""Activations recomputed in the backward pass instead of kept.
+
+The `forward` of a body's instance is replaced, so the model keeps its classes, its names and its state dict, and
+`remove()` leaves it as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training.model.canonical_names import unwrap
+from layerline.training.randomness.rng_snapshot import Apart, past
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class Checkpointed:
+    """A model some of whose layers keep their inputs only and are run again in the backward pass.
+
+    Bodies are the outermost nn.Sequential and nn.ModuleList of two layers or more. A Sequential is cut into segments of
+    `every` layers (and one that would begin by writing over its input joins the one before); in a ModuleList the user's
+    own code runs between the layers, so each of them is a segment. A Sequential of at most `every` layers that holds
+    bodies itself is not cut; they are.
+
+    Gradients are those of the plain model, bit for bit: the second run has the same random numbers (torch, numpy,
+    python), the same autocast, and copies of the buffers as they were before the first, so that spectral norms and
+    counters have the same effect and BatchNorm counts a batch once. What a layer keeps in plain attributes is not put
+    back. Forward hooks on recomputed layers run twice.
+
+    Layers may be replaced, added and removed afterwards. New ones of a ModuleList keep their activations.
+
+    Args:
+        model: as the user has it, wrapped or not.
+        every: layers recomputed together.
+
+    Raises:
+        ConfigError: there is nothing to cut.
+    """
+
+    def __init__(self, model: nn.Module, every: int = 4) -> None:
+        self._bodies = list(_bodies(model, every))
+        self._undo: list[tuple[nn.Module, Any]] = []
+        for _, body in self._bodies:
+            if isinstance(body, nn.Sequential):
+                self._replace(body, _Cut(body, every))
+            else:
+                for layer in body.children():
+                    self._replace(layer, _Alone(layer))
+        if not self._undo:
+            raise ConfigError(
+                "the model has no nn.Sequential or nn.ModuleList of two layers or more",
+                where="memory.checkpointing",
+                hint="there is nothing to cut: leave it off",
+            )
+
+    @property
+    def segments(self) -> list[tuple[str, ...]]:
+        """The layers of each segment, by canonical path."""
+        cut: list[tuple[str, ...]] = []
+        for path, body in self._bodies:
+            names = {layer: f"{path}.{n}".lstrip(".") for n, layer in body.named_children()}
+            forward = body.__dict__.get("forward")
+            if isinstance(forward, _Cut):
+                cut += [tuple(names[layer] for layer in segment) for segment in forward.segments()]
+            else:
+                cut += [(name,) for layer, name in names.items() if isinstance(layer.__dict__.get("forward"), _Alone)]
+        return cut
+
+    def remove(self) -> None:
+        """Takes checkpointing off again."""
+        while self._undo:
+            module, before = self._undo.pop()
+            del module.__dict__["forward"]
+            if before is not None:
+                module.__dict__["forward"] = before
+
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._undo.append((module, module.__dict__.get("forward")))
+        module.__dict__["forward"] = forward
+
+
+class _Cut:
+    """The forward of a Sequential in segments. An object, not a closure: a deep copy of the model takes it along."""
+
+    def __init__(self, body: nn.Sequential, every: int) -> None:
+        self._body, self._every = body, every
+
+    def segments(self) -> list[list[nn.Module]]:
+        """The layers that the body has now."""
+        out: list[list[nn.Module]] = []
+        for layer in self._body:
+            if not out or (len(out[-1]) >= self._every and not _overwrites(layer)):
+                out.append([])
+            out[-1].append(layer)
+        return out
+
+    def __call__(self, *args: Any) -> Any:
+        for segment in self.segments():
+            args = (_recomputed(partial(_chain, segment), segment, args, {}),)
+        return args[0]
+
+
+class _Alone:
+    """The forward of one layer of a ModuleList."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer, self.inner = layer, layer.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self.inner or partial(type(self.layer).forward, self.layer)
+        return _recomputed(run, [self.layer], args, kwargs)
+
+
+def _overwrites(layer: nn.Module) -> bool:
+    """Whether the layer begins with an activation that works in place."""
+    if isinstance(layer, nn.Sequential) and len(layer):
+        return _overwrites(layer[0])
+    return bool(getattr(layer, "inplace", False))
+
+
+def _recomputed(run: Callable[..., Any], layers: Sequence[nn.Module], args: tuple[Any, ...], kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return run(*args, **kwargs)
+    # The random state is restored by the context: torch's own way leaves python and numpy out.
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False,
+                      context_fn=partial(_contexts, layers), **kwargs)  # fmt: skip
+
+
+def _chain(layers: Sequence[nn.Module], *args: Any) -> Any:
+    for layer in layers:
+        args = (layer(*args),)
+    return args[0]
+
+
+def _contexts(layers: Sequence[nn.Module]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    inner = [m for layer in layers for m in layer.modules()]
+    return nullcontext(), Apart(inner, past(inner))
+
+
+def _bodies(module: nn.Module, every: int, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    module = unwrap(module)
+    inner = [b for n, child in module.named_children() for b in _bodies(child, every, f"{path}.{n}".lstrip("."))]
+    if _is_body(module, every, holds_bodies=bool(inner)):
+        yield path, module
+    else:
+        yield from inner
+
+
+def _is_body(module: nn.Module, every: int, *, holds_bodies: bool) -> bool:
+    layers = list(module.children())
+    if len(layers) < 2:
+        return False
+    if isinstance(module, nn.ModuleList):
+        return not any(isinstance(layer, _CONTAINERS) for layer in layers)
+    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return plain and (len(layers) > every or not holds_bodies)

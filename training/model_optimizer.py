@@ -1,0 +1,525 @@
+"""ModelOptimizer: the two lines that a training loop replaces."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from layerline.pipeline.errors import ConfigError, machine_lacks
+from layerline.training.config import aliases
+from layerline.training.config.sections import Config
+from layerline.training.data.loss import default_loss
+from layerline.training.diagnostics.verify_accumulation import AccumulationCheck, verify
+from layerline.training.loop import ema_swap, memory_report
+from layerline.training.loop.best_checkpoints import FOLDER, Best
+from layerline.training.loop.masks import Gradual, Masks
+from layerline.training.loop.memory_report import LayerMemory
+from layerline.training.loop.step_engine import Lane
+from layerline.training.loop.step_result import StepResult
+from layerline.training.model import precision
+from layerline.training.model.canonical_names import check_apart, unwrap
+from layerline.training.optimizers import registry
+from layerline.training.proof.prove_resume import Proof, prove
+from layerline.training.setup import capabilities
+from layerline.training.setup.plan import Plan, plan, plan_all
+from layerline.training.state import checkpoint
+
+
+class ModelOptimizer:
+    """A policy layer around anyone's loop: model, loss and loop stay the user's.
+
+        mo = ModelOptimizer(model, {"optimizer": {"name": "adamw", "lr": 2e-3}, "training": {"ema_decay": 0.999}})
+        for x, y in batches:
+            with mo.autocast():
+                loss = criterion(model(x), y)
+            mo.step(loss)
+
+    Everything beyond stepping and watching is off until the configuration asks for it.
+
+    Args:
+        model: a module, wrapped (compile, DDP) or not; or modules by name, each with an optimizer of its own (GAN).
+        config: a dict in either of the shapes of `layerline.training.config.aliases`, a YAML file, or a `Config`.
+        optimizer: any object with step() and zero_grad() (by name for several models) instead of one from the table;
+            or the section of that name as a dict. `custom_optimizer` is the same.
+        fields: sections (`precision={"amp": "bf16"}`) and single fields (`log_interval=10`) in place of a dict.
+
+    Raises:
+        ConfigError: an unknown field, a wrong value, two fields that contradict each other, a model without parameters
+            to train, an optimizer beside fields that it doesn't read.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        *,
+        optimizer: Any = None,
+        custom_optimizer: Any = None,
+        **fields: Any,
+    ) -> None:
+        if isinstance(optimizer, Mapping) and "" not in optimizer and not isinstance(model, Mapping):
+            # The section of the configuration: optimizers themselves are given by the names of several models.
+            fields, optimizer = {"optimizer": optimizer, **fields}, None
+        if custom_optimizer is not None and optimizer is not None:
+            raise ConfigError("optimizer= and custom_optimizer= are the same", where="custom_optimizer",
+                              hint="give one of the two")  # fmt: skip
+        optimizer = custom_optimizer if optimizer is None else optimizer
+        self.config = aliases.load(aliases.with_keywords(config, fields), whole=True)
+        models = dict(model) if isinstance(model, Mapping) else {"": model}
+        own = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(models, optimizer)
+        if not models or set(own) - set(models):
+            raise ConfigError(f"models are {sorted(models)}, optimizers {sorted(own)}", where="optimizer")
+        for name, given in models.items():
+            if not isinstance(given, nn.Module):
+                raise ConfigError(f"expected a torch.nn.Module, got {type(given).__name__}", where=name or "model",
+                                  hint="several models go in by name: {'g': g, 'd': d}")  # fmt: skip
+        check_apart(models)
+        if all(own.get(n) is not None for n in models):
+            for given in own.values():
+                registry.check_unread(self.config.optimizer, given)
+        self.checkpointed = capabilities.checkpoint_layers(models.values(), self.config)
+        self.ranks = capabilities.enlist(models.values(), self.config, custom=optimizer is not None)
+        self.lanes = {n: Lane(m, self.config, own.get(n), shared=len(models) > 1) for n, m in models.items()}
+        self._main = next(iter(self.lanes.values()))
+        self.extras: dict[str, Any] = {}
+        self.saved: Path | None = None
+        for name, lane in self.lanes.items():
+            capabilities.attach(lane, self.ranks, partial(checkpoint.roll_back, self, name))
+        self.best: Best | None = None
+        if self.config.monitor.keep_best or self.config.monitor.early_stop:
+            self.best = Best(self.config.monitor, Path(self.config.monitor.save_dir) / FOLDER)
+            self.register("best", self.best)
+        self._metric: Callable[[nn.Module], float] | None = None
+        self._validated: str | None = None
+        self._saved_at = -1
+        self._timed = bool(self.config.monitor.valid_interval or self.config.monitor.save_interval)
+        self._autocast = precision.autocast(self.config.precision, self._main.device)
+
+    @property
+    def model(self) -> nn.Module:
+        """What a loop calls: the model, in DistributedDataParallel where several ranks train whole models.
+
+        Calling the plain model gives the same gradients; they are then reduced after the backward pass, not during it.
+        """
+        return self._main.model if self._main.peers is None else self._main.peers.model
+
+    # Stepping.
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The number format of the forward pass; nothing in fp32."""
+        return self._autocast()
+
+    def backward(self, loss: Tensor, *, weight: float | None = None, only: str | None = None) -> None:
+        """Adds the gradients of `loss`; step() then ends the micro-batch.
+
+        Args:
+            loss: a mean over the micro-batch, or with `weight` a sum over that many samples or tokens.
+            weight: what the sum is over. The window's gradient is Σ grad(loss) / Σ weight, whatever the split.
+            only: the model to train, where there are several.
+        """
+        self._lane(only, "backward").backward(loss, weight)
+
+    def step(
+        self,
+        loss: Tensor | None = None,
+        *,
+        weight: float | None = None,
+        samples: int | None = None,
+        closure: Callable[[], Tensor] | None = None,
+        only: str | None = None,
+    ) -> StepResult:
+        """Ends a micro-batch (after backward, where a loss is given); every `accumulate.steps`-th steps the optimizer.
+
+        An error of the backward pass or of the step drops the window; a loss or weight that is refused leaves it.
+
+        Without `weight` each micro-batch counts the same, whatever its size: give loss sums and weights where sizes
+        differ. `samples` is for the speed in the log alone (`samples_s`), where the weight counts something else.
+
+        Optimizers that evaluate the loss themselves (LBFGS, SAM) take `closure` in place of the loss: a function that
+        runs the model on the batch and returns the loss; backward passes and zero_grad() are run around it.
+
+        Returns:
+            What is true when the weights moved, and prints, formats and computes as the loss.
+
+        Raises:
+            ConfigError: something that is no loss or weight, or the model holds its averages.
+            StageError: losses, gradients or updates have not been finite for too long, there is nothing to step on, or
+                the gradients were cleared in between.
+        """
+        lane = self._lane(only, "step")
+        if closure is not None:
+            if loss is not None or weight is not None:
+                raise ConfigError("the closure gives the loss", where="step", hint="mo.step(closure=f) alone")
+            moved, loss = lane.step_closure(closure)
+        else:
+            moved = lane.step(loss, weight, samples)
+        return StepResult(self._after(moved), loss, weight)
+
+    def flush(self) -> bool:
+        """Ends an epoch: a short last window steps, divided by what it holds."""
+        moved = [lane.flush() for lane in self.lanes.values()]
+        return self._after(any(moved))
+
+    def _after(self, moved: bool) -> bool:
+        if moved and self._timed:
+            step, config = self.global_step, self.config.monitor
+            if config.valid_interval and step % config.valid_interval == 0:
+                self._validate_now()
+            if config.save_interval and step % config.save_interval == 0:
+                self.save_ckpt(config.save_dir)
+                self._saved_at = step
+        return moved
+
+    def _validate_now(self) -> None:
+        if self._metric is not None:
+            self.validate(self._metric, only=self._validated)
+            return
+        every = self.config.monitor.valid_interval
+        self._main.monitor.warn("valid", f"valid_interval is {every}, but there is no metric to call: "
+                                         "give it one, mo.validate_with(metric)")  # fmt: skip
+
+    def _lane(self, only: str | None, method: str) -> Lane:
+        if only is None:
+            if len(self.lanes) > 1:
+                raise ConfigError(f"which of {sorted(self.lanes)}?", where=method, hint=f"mo.{method}(…, only=…)")
+            return self._main
+        if only not in self.lanes:
+            raise ConfigError(f"no model is called {only!r}; there are {sorted(self.lanes)}", where="only")
+        return self.lanes[only]
+
+    def __getitem__(self, name: str) -> Lane:
+        return self._lane(name, "[]")
+
+    # What a loop reads.
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, for a scheduler or a rate finder of one's own; of several models the first one's."""
+        return self._main.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups; of several models those of all."""
+        return [g for lane in self.lanes.values() for g in registry.own_groups(lane.optimizer)]
+
+    @property
+    def grad_norm(self) -> float:
+        """Total norm of the last accepted gradient, before clipping."""
+        return self._main.grad_norm
+
+    @property
+    def current_lr(self) -> float:
+        """Rate of the coming update."""
+        return self._main.rate.current
+
+    @property
+    def loss_scale(self) -> float:
+        """1.0 unless fp16."""
+        return self._main.scale.value
+
+    @property
+    def global_step(self) -> int:
+        """Accepted optimizer steps (of the model that has most, where there are several)."""
+        return max(lane.steps for lane in self.lanes.values())
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the monitors had to say so far, in words."""
+        return [f"{n}: {w}" if n else w for n, lane in self.lanes.items() for w in lane.monitor.warnings]
+
+    # EMA.
+
+    def switch_to_ema(self) -> None:
+        """Puts the averaged weights into the model, in place; a second call changes nothing."""
+        self._switch(ema=True)
+
+    def switch_to_online(self) -> None:
+        """Puts the trained weights back, bit for bit."""
+        self._switch(ema=False)
+
+    @contextmanager
+    def ema(self) -> Iterator[None]:
+        """The averaged weights inside the block."""
+        before = [lane.ema is not None and lane.ema.swapped for lane in self.lanes.values()]
+        self.switch_to_ema()
+        try:
+            yield
+        finally:
+            if not any(before):
+                self.switch_to_online()
+
+    def _switch(self, *, ema: bool) -> None:
+        for lane in self.lanes.values():
+            if lane.ema is None:
+                raise ConfigError(
+                    "there is no average: EMA is off", where="training.ema_decay", hint="set it, for example to 0.999"
+                )
+            ema_swap.switch(lane, ema=ema)
+
+    # State.
+
+    def register(self, name: str, thing: Any) -> None:
+        """Saves and loads `thing` (with state_dict() and load_state_dict()) with every checkpoint: data position, …
+
+        Raises:
+            ConfigError: it lacks one of the two.
+        """
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(thing, method, None)):
+                raise ConfigError(f"{type(thing).__name__} has no {method}()", where=f"register {name!r}",
+                                  hint="give an object with state_dict() and load_state_dict(state)")  # fmt: skip
+        self.extras[name] = thing
+
+    def save_ckpt(self, path: str | Path) -> Path:
+        """One file with everything that going on needs, written atomically.
+
+        Args:
+            path: a `.safetensors` file; or a folder, in which the newest `monitor.keep` checkpoints are kept.
+        """
+        return checkpoint.save(self, Path(path))
+
+    def load_ckpt(self, path: str | Path) -> Path:
+        """Goes on from a checkpoint, or from the newest sound one of a folder; a damaged one is skipped with a warning.
+
+        Raises:
+            StageError: there is none, or it does not fit the model; names the tensors.
+        """
+        return checkpoint.load(self, Path(path))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a checkpoint holds, for a loop that saves it with other things.
+
+        Tensors are not copies, as in torch's state_dict(). Several ranks must all call it.
+        """
+        with ExitStack() as stack:
+            for lane in self.lanes.values():
+                stack.enter_context(ema_swap.online(lane))
+            tensors, meta = checkpoint.state(self)
+        return {"tensors": tensors, "meta": meta}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict()` gave.
+
+        Raises:
+            StageError: it does not fit the model or the optimizer; nothing is changed then.
+        """
+        checkpoint.restore(self, {n: t.clone() for n, t in state["tensors"].items()}, state["meta"])
+
+    def export(self) -> dict[str, Tensor]:
+        """The weights that would ship, by canonical name: averages where there are any, float32.
+
+        They are copies where the model lies; of a sharded model in CPU memory, and every rank has to call it. A tied
+        tensor is there under each of its names, as one tensor, so that a strict load_state_dict() takes the result.
+        """
+        out: dict[str, Tensor] = {}
+        for model, lane in self.lanes.items():
+            prefix = f"{model}." if model else ""
+            tensors = ema_swap.shipped(lane)
+            out |= {prefix + name: tensor for name, tensor in tensors.items()}
+            out |= {prefix + alias: tensors[kept] for alias, kept in lane.named.aliases.items()}
+        return out
+
+    def export_metrics(self, path: str | Path) -> None:
+        """Writes the rows so far as CSV, and makes its folder where there is none; several models get one file each,
+        `<stem>-<name>.csv`. Of several ranks the first one writes.
+
+        Raises:
+            Unavailable: it cannot be written there.
+        """
+        if self.ranks is not None and self.ranks.rank > 0:
+            return
+        target = Path(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            for name, lane in self.lanes.items():
+                lane.monitor.write_csv(target.with_name(f"{target.stem}-{name}{target.suffix}") if name else target)
+        except OSError as error:
+            raise machine_lacks(error) from error
+
+    # Pruning and memory.
+
+    def apply_mask(
+        self, masks: Mapping[str, Tensor] | Gradual, *, replace: bool = False, only: str | None = None
+    ) -> None:
+        """Zeroes weights now and after every accepted step, in the weights, their masters and the average.
+
+        Masks that were applied before hold as well: a weight stays where all of them leave it.
+
+        Args:
+            masks: True or 1 where a weight stays, by parameter name (`layerline.training.loop.masks` chooses some); or
+                `Gradual`, which chooses them while training goes on.
+            replace: drops the masks before; what they held at zero is trained again. `{}` then leaves none.
+            only: the model, where there are several.
+
+        Raises:
+            ConfigError: a name that is no parameter, another shape, a value that is neither 0 nor 1.
+            StageError: ranks have different masks.
+        """
+        lane = self._lane(only, "apply_mask")
+        if lane.peers is not None:
+            lane.peers.release()
+        if replace or lane.masks is None:
+            lane.masks = Masks(lane, masks)
+        else:
+            lane.masks.add(masks)
+
+    def layer_memory_report(self, *inputs: Any, only: str | None = None, **named_inputs: Any) -> list[LayerMemory]:
+        """Bytes that each module holds: parameters, gradients, optimizer state, averages, activations.
+
+        Args:
+            inputs: arguments of one forward pass, which is run to measure activations and leaves no trace; without them
+                activations are None.
+            only: the model, where there are several; without it and without inputs all of them, `<name>.<module>`.
+        """
+        if only is None and len(self.lanes) > 1 and not (inputs or named_inputs):
+            return [dataclasses.replace(row, module=f"{name}.{row.module}".rstrip("."))
+                    for name, lane in self.lanes.items() for row in memory_report.report(lane)]  # fmt: skip
+        lane = self._lane(only, "layer_memory_report")
+
+        def forward() -> Any:
+            with self.autocast():
+                return unwrap(lane.model)(*inputs, **named_inputs)
+
+        return memory_report.report(lane, forward if inputs or named_inputs else None)
+
+    # Validation.
+
+    def validate_with(self, metric: Callable[[nn.Module], float], *, only: str | None = None) -> None:
+        """Calls `validate(metric)` every `monitor.valid_interval` steps from now on, before a checkpoint is written.
+
+        Args:
+            metric: gets the model, in eval mode; higher is better.
+            only: the model, where there are several.
+        """
+        self._lane(only, "validate_with")
+        self._metric, self._validated = metric, only
+
+    def validate(self, metric: Callable[[nn.Module], float], *, only: str | None = None) -> dict[str, float]:
+        """Measures the online weights and what would ship (EMA, masks, fake-quant) side by side.
+
+        The model is in eval mode meanwhile. A plateau schedule follows the metric of what would ship. A checkpoint that
+        `save_interval` wrote after this very step is written again, with the figures in it.
+
+        Returns:
+            `online`, `deploy` and their difference `gap`.
+
+        Raises:
+            ConfigError: the metric is no number.
+        """
+        figures = ema_swap.validate(self._lane(only, "validate"), metric)
+        if self.best is not None:
+            deployed = figures["deploy"]
+            if self.ranks is not None:  # all ranks must decide alike
+                deployed = self.ranks.by_first(lambda: figures["deploy"])
+            self.best.observe(deployed, self.global_step, self._save_best)
+        if self._saved_at == self.global_step:
+            self.save_ckpt(self.config.monitor.save_dir)
+        return figures
+
+    def _save_best(self, path: Path) -> None:
+        newest = self.saved
+        checkpoint.save(self, path)
+        self.saved = newest  # what a rollback goes back to is the newest checkpoint, not the best
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the metric has not improved for `monitor.early_stop` validations."""
+        return self.best is not None and self.best.should_stop
+
+    def on_log(self, call: Callable[[dict[str, float]], object], *, only: str | None = None) -> None:
+        """Calls `call` with each row of the log from now on, for an experiment tracker.
+
+        Args:
+            call: gets what was measured, by column: `wandb.log`, `mlflow.log_metrics`. Of several ranks the first
+                one's is called.
+            only: the model, where there are several.
+        """
+        self._lane(only, "on_log").monitor.track(call)
+
+    def verify_accumulation(
+        self,
+        batch: Any,
+        loss: Callable[[nn.Module, Any], Tensor] = default_loss,
+        *,
+        micro: int = 0,
+        only: str | None = None,
+    ) -> AccumulationCheck:
+        """Whether accumulating over ragged parts of `batch` gives the gradient of the whole, within a stated bound.
+
+        Args:
+            batch: (inputs…, target) or a dict by input name.
+            loss: mean loss of (model, batch).
+            micro: parts; `accumulate.steps` (at least 3) by default.
+            only: the model, where there are several.
+        """
+        return verify(
+            self._lane(only, "verify_accumulation"), batch, loss, micro or max(self.config.accumulate.steps, 3)
+        )
+
+    # What it does.
+
+    def plan(self, only: str | None = None) -> Plan:
+        """Groups, learning-rate curve, bytes planned and measured, and what is refused here; print() it.
+
+        Of several models it is the first one's, with the `others`.
+        """
+        return plan_all(self.lanes) if only is None else plan(self._lane(only, "plan"))
+
+    def prove_resume(self, steps: int, make: str, *, start: str | Path | None = None) -> Proof:
+        """Whether a run split over two processes equals one in a single process, bit for bit.
+
+        The processes build everything anew with `make`, whatever state this object is in, and leave it alone.
+
+        Args:
+            steps: calls of step() before the checkpoint, and after it.
+            make: `module:function` or `file.py:function` that returns (ModelOptimizer, step) built anew.
+            start: a checkpoint, or a folder of them, to begin from; without it from the beginning.
+        """
+        return prove(make, steps, start=None if start is None else Path(start))
+
+    def watch(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Hands on the loader's batches and counts the time spent waiting for them (`wait_rate`, and a warning)."""
+        batches = iter(loader)
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            for lane in self.lanes.values():
+                lane.monitor.waited += time.perf_counter() - start
+            yield batch
+
+    def join(self) -> list[str]:
+        """Takes in parameters that the model has gained since (fake-quantisation scales, a new head); their names."""
+        check_apart({name: lane.model for name, lane in self.lanes.items()})
+        return [n for lane in self.lanes.values() for n in lane.join()]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelOptimizer:
+        """Another one over copies of the models, in the same state; it shares nothing with this one.
+
+        Raises:
+            ConfigError: several ranks train together.
+        """
+        if self.ranks is not None:
+            raise ConfigError("ranks train together, and a copy would be one more group", where="copy",
+                              hint="save_ckpt, and load_ckpt in another run")  # fmt: skip
+        with ExitStack() as stack:
+            for lane in self.lanes.values():
+                stack.enter_context(ema_swap.online(lane))
+            models = copy.deepcopy({n: lane.model for n, lane in self.lanes.items()}, memo)
+            own = {n: registry.copied(lane.optimizer, memo) for n, lane in self.lanes.items() if lane.custom}
+            twin = ModelOptimizer(models.get("", models), self.config, optimizer=own or None)
+            twin.extras = copy.deepcopy(self.extras, memo)
+            tensors, meta = checkpoint.state(self)
+            checkpoint.restore(twin, {n: t.clone() for n, t in tensors.items()}, meta)
+        twin._metric, twin._validated, twin.saved = self._metric, self._validated, self.saved
+        return twin

@@ -1,0 +1,136 @@
+"""Rates and weight decays of single parameters: rules by name pattern, and rates that fall from block to block."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training.config.sections import GroupRule, OptimizerConfig
+from layerline.training.model.canonical_names import Named, unwrap
+from layerline.training.optimizers.param_groups import Member, members
+
+
+def placed(model: nn.Module, named: Named, config: OptimizerConfig) -> tuple[Member, ...]:
+    """Every trained parameter with its weight decay and its share of the rate.
+
+    The first rule of `optimizer.groups` that matches a parameter decides. An explicit `lr` holds alone; `lr_scale` is
+    multiplied by the share that `optimizer.layer_decay` gives.
+
+    Raises:
+        ConfigError: a pattern matches no parameter, or `layer_decay` finds no blocks.
+    """
+    out = members(named, config.no_decay)
+    _check_patterns(config.groups, [m.name for m in out])
+    shares = {}
+    if config.layer_decay is not None:
+        shares = layer_shares(model, [m.name for m in out], config.layer_decay)
+    result = []
+    for member in out:
+        share = shares.get(member.name, 1.0)
+        rule = _rule_for(member.name, config.groups)
+        if rule is None:
+            result.append(replace(member, lr_scale=share))
+            continue
+        scale = 1.0 if rule.lr_scale is None else rule.lr_scale
+        result.append(replace(member, lr=rule.lr, lr_scale=scale * share, weight_decay=rule.weight_decay))
+    return tuple(result)
+
+
+def options(config: OptimizerConfig, member: Member) -> dict[str, Any]:
+    """The fields of the parameter group that a parameter belongs to: its rate, and its weight decay where one is set.
+
+    A rule's weight decay holds for parameters that decay at all: biases and norms stay without.
+    """
+    rate = config.scaled_lr * member.lr_scale if member.lr is None else member.lr
+    fields: dict[str, Any] = {"lr": rate}
+    if not member.decay:
+        fields["weight_decay"] = 0.0
+    elif member.weight_decay is not None:
+        fields["weight_decay"] = member.weight_decay
+    elif config.weight_decay is not None:
+        fields["weight_decay"] = config.weight_decay
+    return fields
+
+
+def layer_shares(model: nn.Module, names: Sequence[str], decay: float) -> dict[str, float]:
+    """The share of the rate of each parameter, as layer-wise decay gives it (Clark et al. 2020, ELECTRA).
+
+    The blocks are the children of the ModuleList or Sequential of equal modules that holds the most parameters. The
+    last of n blocks has the share `decay`, the first `decay ** n`, what comes before them `decay ** (n + 1)`, and what
+    follows them 1.
+
+    Raises:
+        ConfigError: the model has no such container.
+    """
+    path, count = _blocks(unwrap(model))
+    prefix = f"{path}."
+    first = next(i for i, name in enumerate(names) if name.startswith(prefix))
+    shares = {}
+    for index, name in enumerate(names):
+        if name.startswith(prefix):
+            block = int(name.removeprefix(prefix).partition(".")[0])
+            depth = count - block
+        elif index < first:
+            depth = count + 1
+        else:
+            depth = 0
+        shares[name] = decay**depth
+    return shares
+
+
+def _blocks(model: nn.Module) -> tuple[str, int]:
+    best, size, count = "", 0, 0
+    for name, module in model.named_modules():
+        children = list(module.children())
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(children) < 2:
+            continue
+        if len({type(child) for child in children}) > 1:
+            continue
+        parameters = sum(p.numel() for p in module.parameters())
+        if parameters > size:
+            best, size, count = name, parameters, len(children)
+    if not best:
+        raise ConfigError(
+            "the model has no ModuleList or Sequential of equal blocks",
+            where="optimizer.layer_decay",
+            hint="leave it out and write optimizer.groups with lr_scale",
+        )
+    return best, count
+
+
+def _rule_for(name: str, rules: Sequence[GroupRule]) -> GroupRule | None:
+    for rule in rules:
+        if fnmatchcase(name, rule.match):
+            return rule
+    return None
+
+
+def _check_patterns(rules: Sequence[GroupRule], names: Sequence[str]) -> None:
+    for index, rule in enumerate(rules):
+        if any(fnmatchcase(name, rule.match) for name in names):
+            continue
+        nearest = difflib.get_close_matches(rule.match, names, 1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"parameters are called {', '.join(names[:3])}, …"
+        raise ConfigError(f"{rule.match!r} matches no parameter", where=f"optimizer.groups.{index}.match", hint=hint)
+
+
+def grouped(config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[Any]) -> list[dict[str, Any]]:
+    """Parameter groups: one for each combination of rate and weight decay, those of the plain rate first."""
+    groups: dict[tuple[tuple[str, float], ...], dict[str, Any]] = {}
+    for member, param in zip(members, stepped, strict=True):
+        fields = options(config, member)
+        key = tuple(sorted(fields.items()))
+        groups.setdefault(key, {"params": [], **fields})["params"].append(param)
+    return sorted(groups.values(), key=lambda group: _place(group, config))
+
+
+def _place(group: Mapping[str, Any], config: OptimizerConfig) -> tuple[bool, bool]:
+    own_rate = group["lr"] != config.scaled_lr
+    spared = group.get("weight_decay") == 0.0
+    return own_rate, spared

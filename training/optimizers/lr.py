@@ -1,0 +1,117 @@
+"""Applies the schedule to the optimizer's groups, and nothing else: between two changes the rates are not touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from layerline.training.config.sections import Config
+from layerline.training.optimizers import schedules
+
+
+class Rate:
+    """The learning rate of one optimizer.
+
+    Where the configuration asks for a constant rate, the rates are the optimizer's own: a user's scheduler may move
+    them, and a checkpoint brings them back as they were.
+
+    Args:
+        config: `scheduler`, and `optimizer.lr` for an optimizer without groups.
+        optimizer: its param_groups are set where it has any.
+        custom: whether the optimizer is the user's own, with rates of its own.
+    """
+
+    def __init__(self, config: Config, optimizer: Any, *, custom: bool = False) -> None:
+        self._optimizer = optimizer
+        self._bases = [float(g["lr"]) for g in self._groups]
+        self.base = self._bases[0] if custom and self._bases else config.optimizer.scaled_lr
+        self.schedule = schedules.build(config.scheduler, self.base)
+        self.plateau: schedules.Plateau | None = None
+        if config.scheduler.name == "plateau":
+            self.plateau = schedules.Plateau(config.scheduler, schedules.floor_ratio(config.scheduler, self.base))
+        self._constant = config.scheduler.name == "constant" and not schedules.warmup_steps(config.scheduler)
+        self._multiplier = 1.0
+        self._momentum = schedules.momentum(config.scheduler)
+        # The update from which on the schedule has no more to say.
+        self.end = config.scheduler.total_steps if config.scheduler.name in schedules.NEED_TOTAL else None
+        self.set(0)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        # Asked for each time: loading a state replaces an optimizer's groups.
+        return [g for g in getattr(self._optimizer, "param_groups", ()) if isinstance(g, dict) and "lr" in g]
+
+    def set(self, step: int) -> None:
+        """Sets the rates for the update after `step` accepted ones."""
+        multiplier = self.schedule(step)
+        if self.plateau is not None:
+            multiplier *= self.plateau.scale
+        if self._momentum is not None:
+            self._set_momentum(self._momentum(step))
+        if multiplier == self._multiplier:
+            return
+        self._multiplier = multiplier
+        # A group that the user has added since comes at its full rate.
+        self._bases += [float(g["lr"]) for g in self._groups[len(self._bases) :]]
+        self._write([base * multiplier for base in self._bases])
+
+    def _set_momentum(self, value: float) -> None:
+        """As torch's OneCycleLR: the first beta, or the momentum of a rule that uses one."""
+        for group in self._groups:
+            if "betas" in group:
+                group["betas"] = (value, *group["betas"][1:])
+            elif group.get("momentum"):
+                group["momentum"] = value
+
+    def moved_by_others(self) -> bool:
+        """Whether somebody else has set a rate since: a scheduler of the user's own beside the configured one."""
+        if self._constant:
+            return False
+        expected = [base * self._multiplier for base in self._bases]
+        return any(
+            not math.isclose(float(group["lr"]), rate, rel_tol=1e-6)
+            for group, rate in zip(self._groups, expected, strict=False)
+        )
+
+    def _write(self, rates: Sequence[float]) -> None:
+        for group, rate in zip(self._groups, rates, strict=False):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def adopt(self, group: dict[str, Any]) -> None:
+        """Takes in a group that was added later, at its full rate."""
+        self._bases.append(float(group["lr"]))
+        group["lr"] *= self._multiplier
+
+    def part(self, group: dict[str, Any]) -> None:
+        """A part of `group` is about to become a group of its own, the last one."""
+        at = next(i for i, known in enumerate(self._groups) if known is group)
+        self._bases.append(self._bases[at])
+
+    def at(self, step: int) -> float:
+        """The rate after `step` accepted steps, as far as it is known now."""
+        return self.base * self.schedule(step) * (self.plateau.scale if self.plateau else 1.0)
+
+    @property
+    def current(self) -> float:
+        """The rate of the coming update, of the first group: the configured rate, unless rules match all parameters."""
+        return float(self._groups[0]["lr"]) if self._groups else self.base * self._multiplier
+
+    def state_dict(self) -> dict[str, Any]:
+        rates = [float(g["lr"]) for g in self._groups]
+        return {"plateau": self.plateau.state_dict() if self.plateau else None, "bases": self._bases, "rates": rates}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        if self.plateau is not None and state["plateau"] is not None:
+            self.plateau.load_state_dict(state["plateau"])
+        if self._constant:
+            if state.get("bases") == self._bases:  # otherwise another rate is configured now
+                self._write(state["rates"])
+            return
+        self._multiplier = math.nan
+        self.set(step)

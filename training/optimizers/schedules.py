@@ -1,0 +1,263 @@
+"""The learning rate as a pure function of the step number: resuming needs the number and nothing else.
+
+`multiplier(step)` is what the base rate is multiplied by for the update after `step` accepted ones (0 is the first).
+Warm-up is linear. By default update `step` of `w` runs at (step + 1) / w, so that no update is lost to a rate of 0.
+`warmup_start: 0` gives step / w, as transformers and timm count; 1/(w + 1) gives (step + 1) / (w + 1), as nanoGPT does.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerline.pipeline.errors import ConfigError
+from layerline.training.config.sections import SchedulerConfig
+
+Schedule = Callable[[int], float]
+# Schedules that end: their last rate is reached at total_steps.
+NEED_TOTAL = ("cosine", "polynomial", "one_cycle", "wsd")
+# Momentum at the highest and at the lowest rate of one_cycle (Smith & Topin 2018; torch's defaults).
+LEAST_MOMENTUM, GREATEST_MOMENTUM = 0.85, 0.95
+_COUNTING = ("step", "multistep", "exponential")
+# What only some schedules read -> which ones.
+_READ_BY = {
+    "power": ("polynomial",), "step_size": ("step",), "gamma": _COUNTING, "div_factor": ("one_cycle",),
+    "final_div_factor": ("one_cycle",), "factor": ("plateau",), "patience": ("plateau",), "threshold": ("plateau",),
+    "mode": ("plateau",), "milestones": ("multistep",), "count_warmup": _COUNTING, "period": ("cosine_restarts",),
+    "period_mult": ("cosine_restarts",), "decay_ratio": ("wsd",), "cycle_momentum": ("one_cycle",),
+}  # fmt: skip
+# A field without which a schedule has no meaning -> what it is.
+_REQUIRED = {
+    "step": ("step_size", "the number of steps between two decays"),
+    "multistep": ("milestones", "the steps at which the rate decays"),
+    "cosine_restarts": ("period", "the number of steps until the first restart"),
+}
+
+
+def build(config: SchedulerConfig, lr: float) -> Schedule:
+    """The schedule; `lr` is the base rate, which `min_lr` is measured against.
+
+    Raises:
+        ConfigError: a length that the schedule needs is missing, warm-up is as long as the whole run, or a field that
+            this schedule does not read.
+    """
+    check_fields(config)
+    check_length(config)
+    total, floor, warmup = config.total_steps, floor_ratio(config, lr), warmup_steps(config)
+    if config.name == "one_cycle":
+        assert total is not None
+        return _one_cycle(config, total, floor)
+    decay = _decay(config, total or 0, warmup, floor)
+    rise = _warmup(config.warmup_start, warmup)
+
+    def multiplier(step: int) -> float:
+        return rise(step) if step < warmup else decay(step)
+
+    return multiplier
+
+
+def momentum(config: SchedulerConfig) -> Schedule | None:
+    """The momentum that goes with the rate; None where the schedule leaves it alone."""
+    if config.name != "one_cycle" or not config.cycle_momentum:
+        return None
+    total = config.total_steps or 1
+    rise = _rise(config, total)
+
+    def value(step: int) -> float:
+        if step <= rise:
+            return _cosine_between(GREATEST_MOMENTUM, LEAST_MOMENTUM, step / rise if rise > 0 else 1.0)
+        return _cosine_between(LEAST_MOMENTUM, GREATEST_MOMENTUM, _fall(step, rise, total))
+
+    return value
+
+
+def warmup_steps(config: SchedulerConfig) -> int:
+    """Length of the warm-up in optimizer steps."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    if not config.warmup_ratio:
+        return 0
+    if config.total_steps is None:
+        raise ConfigError(
+            "warmup_ratio needs the length of the run", where="scheduler.total_steps", hint="or give warmup_steps"
+        )
+    return round(config.warmup_ratio * config.total_steps)
+
+
+def floor_ratio(config: SchedulerConfig, lr: float) -> float:
+    """The lowest rate as a share of the base rate."""
+    if config.min_lr_ratio is not None:
+        return config.min_lr_ratio
+    if config.min_lr is None:
+        return 0.0
+    if config.min_lr > lr:
+        raise ConfigError(f"min_lr {config.min_lr:g} is above the base rate {lr:g}", where="scheduler.min_lr")
+    return config.min_lr / lr
+
+
+def check_length(config: SchedulerConfig) -> None:
+    """Refuses a schedule whose length is missing, or taken up by its warm-up.
+
+    Raises:
+        ConfigError: as `build`.
+    """
+    total, warmup = config.total_steps, warmup_steps(config)
+    if total is None and config.name in NEED_TOTAL:
+        raise ConfigError(
+            f"{config.name} needs the length of the run",
+            where="scheduler.total_steps",
+            hint="the number of optimizer steps, not of micro-batches",
+        )
+    if total is not None and warmup >= total:
+        raise ConfigError(f"warm-up takes {warmup} steps of a run of {total}", where="scheduler.warmup_steps")
+
+
+def check_fields(config: SchedulerConfig) -> None:
+    """Refuses fields that the schedule does not read, and a required one left out, whatever the run's length.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    for name, readers in _READ_BY.items():
+        if config.name not in readers and getattr(config, name) != type(config).model_fields[name].default:
+            raise ConfigError(
+                f"{config.name} has no {name}", where=f"scheduler.{name}", hint=f"it is for {' and '.join(readers)}"
+            )
+    floors = [f for f in ("min_lr", "min_lr_ratio") if getattr(config, f)]
+    if config.name == "constant" and floors:
+        raise ConfigError(f"a constant rate has no {floors[0]}", where=f"scheduler.{floors[0]}",
+                          hint="name a schedule that decays, cosine for example")  # fmt: skip
+    field, meaning = _REQUIRED.get(config.name, ("", ""))
+    if field and getattr(config, field) is None:
+        raise ConfigError(f"{config.name} needs {meaning}", where=f"scheduler.{field}")
+    if config.warmup_start is not None and not (config.warmup_steps or config.warmup_ratio):
+        raise ConfigError("there is no warm-up", where="scheduler.warmup_start", hint="give warmup_steps")
+    if config.warmup_start is not None and config.name == "one_cycle":
+        raise ConfigError("one_cycle starts at 1/div_factor", where="scheduler.warmup_start", hint="set div_factor")
+
+
+def _warmup(start: float | None, length: int) -> Schedule:
+    if start is None:
+        return lambda step: (step + 1) / length
+    return lambda step: start + (1 - start) * step / length
+
+
+def _decay(config: SchedulerConfig, total: int, warmup: int, floor: float) -> Schedule:
+    span = max(total - warmup, 1)
+    counts_warmup = config.count_warmup
+    if counts_warmup is None:
+        counts_warmup = config.name in ("step", "multistep")
+    origin = 0 if counts_warmup else warmup
+
+    def left(step: int) -> float:
+        return 1.0 - min(max((step - warmup) / span, 0.0), 1.0)
+
+    if config.name == "cosine":
+        return lambda step: floor + (1 - floor) * 0.5 * (1 - math.cos(math.pi * left(step)))
+    if config.name == "polynomial":
+        return lambda step: floor + (1 - floor) * left(step) ** config.power
+    if config.name == "inverse_sqrt":
+        return lambda step: max(floor, math.sqrt(max(warmup, 1) / max(step, warmup, 1)))
+    if config.name == "step":
+        size, gamma = config.step_size or 1, config.gamma or 0.1
+        return lambda step: max(floor, gamma ** ((step - origin) // size))
+    if config.name == "multistep":
+        drop, milestones = config.gamma or 0.1, sorted(config.milestones or ())
+        return lambda step: max(floor, drop ** bisect_right(milestones, step - origin))
+    if config.name == "exponential":
+        rate = config.gamma or 0.999
+        return lambda step: max(floor, rate ** (step - origin))
+    if config.name == "cosine_restarts":
+        return lambda step: _cosine_between(1.0, floor, _phase(step - warmup, config.period or 1, config.period_mult))
+    if config.name == "wsd":
+        # Warm-up, stable, decay (Hu et al. 2024): the decay ends at total_steps.
+        falling = max(round(config.decay_ratio * total), 1)
+        return lambda step: _between(1.0, floor, (step - (total - falling)) / falling)
+    return lambda _: 1.0  # constant; plateau multiplies it
+
+
+def _phase(step: int, period: int, factor: int) -> float:
+    """How far the current period has come, from 0 at a restart to 1 (SGDR, Loshchilov & Hutter 2017)."""
+    if factor == 1:
+        return step % period / period
+    while step >= period:
+        step -= period
+        period *= factor
+    return step / period
+
+
+def _between(start: float, end: float, share: float) -> float:
+    return start + (end - start) * min(max(share, 0.0), 1.0)
+
+
+def _rise(config: SchedulerConfig, total: int) -> float:
+    """The update at which one_cycle's rate is highest."""
+    if config.warmup_steps is not None:
+        return float(config.warmup_steps) - 1
+    share = 0.3 if config.warmup_ratio is None else config.warmup_ratio
+    return share * total - 1
+
+
+def _fall(step: int, rise: float, total: int) -> float:
+    """How far one_cycle's falling flank has come, from 0 to 1."""
+    return min((step - rise) / max(total - 1 - rise, 1e-9), 1.0)
+
+
+def _one_cycle(config: SchedulerConfig, total: int, floor: float) -> Schedule:
+    # Smith & Topin 2018, cosine flanks as in torch.optim.lr_scheduler.OneCycleLR; with a lowest rate it ends there.
+    rise = _rise(config, total)
+    first = 1 / config.div_factor
+    last = max(first / config.final_div_factor, floor)
+
+    def multiplier(step: int) -> float:
+        if step <= rise:
+            return _cosine_between(first, 1.0, step / rise if rise > 0 else 1.0)
+        return _cosine_between(1.0, last, _fall(step, rise, total))
+
+    return multiplier
+
+
+def _cosine_between(start: float, end: float, t: float) -> float:
+    return end + (start - end) / 2.0 * (math.cos(math.pi * t) + 1)
+
+
+@dataclass
+class Plateau:
+    """Multiplies the rate by `factor` once `patience` validations in a row brought no improvement.
+
+    Attributes:
+        floor: the lowest rate as a share of the base rate.
+        scale: what the rate is multiplied by now.
+    """
+
+    config: SchedulerConfig
+    floor: float = 0.0
+    best: float | None = None
+    waited: int = 0
+    scale: float = field(default=1.0)
+
+    def observe(self, metric: float) -> None:
+        """Takes in one validation; NaN counts as no improvement."""
+        if self._better(metric):
+            self.best, self.waited = metric, 0
+            return
+        self.waited += 1
+        if self.waited > self.config.patience:
+            self.scale, self.waited = max(self.scale * self.config.factor, self.floor), 0
+
+    def _better(self, metric: float) -> bool:
+        if math.isnan(metric):
+            return False
+        if self.best is None:
+            return True
+        margin = self.config.threshold * abs(self.best)
+        return metric > self.best + margin if self.config.mode == "max" else metric < self.best - margin
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited, "scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.waited, self.scale = state["best"], state["waited"], state["scale"]

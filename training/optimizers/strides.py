@@ -1,0 +1,96 @@
+"""Gradient, state and master of a parameter in the parameter's own order of memory.
+
+Torch's fused kernels walk through memory in order, whatever the strides say: where those of a parameter, its gradient
+and its state differ, values of other elements are taken, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerline.training.state.tensor_forms import dense
+
+
+class Strides:
+    """Puts what differs in order before a step.
+
+    Args:
+        optimizer: one that can be fused.
+        params: what the model holds, whose order counts.
+        stepped: what the optimizer steps: the same, or their masters.
+    """
+
+    def __init__(self, optimizer: Any, params: Sequence[Tensor], stepped: Sequence[nn.Parameter]) -> None:
+        self._optimizer, self._params, self._stepped = optimizer, params, stepped
+        self._settled: list[tuple[int, ...]] = []  # of the parameters, when their states were last looked at
+        self._fused = False
+
+    def renew(self) -> None:
+        """Another state was loaded."""
+        self._settled = []
+        self.settle()
+
+    def settled(self, grads: Sequence[Tensor]) -> bool:
+        """Whether nothing differs, as far as can be told in little time: with a gradient of each parameter."""
+        now = self._settled
+        return [g.stride() for g in grads] == now and [p.stride() for p in self._params] == now
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Before a step, when the gradients are there: looks at states where a parameter has moved."""
+        now = [p.stride() for p in self._params]
+        if now != self._settled:
+            for param, stepped in zip(self._params, self._stepped, strict=True):
+                if stepped is not param and _differs(stepped, param):
+                    stepped.data = _ordered(stepped, param)
+                self._settle_state(stepped)
+            _leave_fused(self._optimizer)
+            self._settled = now
+            self._fused = fused(self._optimizer)
+        for stepped, strides in zip(self._stepped if self._fused else (), now, strict=False):
+            grad = stepped.grad
+            if grad is not None and grad.stride() != strides and _differs(grad, stepped):
+                stepped.grad = _ordered(grad, stepped)
+
+    def _settle_state(self, param: Tensor) -> None:
+        states = [part.state.get(param, {}) for part in inner(self._optimizer)]
+        for state, key, value in [(s, k, v) for s in states for k, v in s.items()]:
+            if type(value) is Tensor and value.shape == param.shape and _differs(value, param):
+                state[key] = _ordered(value, param)
+
+
+def inner(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """torch's optimizers inside of one that wraps them, innermost first, and itself where it is one."""
+    held = vars(optimizer).values() if hasattr(optimizer, "__dict__") else ()
+    inside = [part for value in held if isinstance(value, torch.optim.Optimizer) for part in inner(value)]
+    return [*inside, optimizer] if isinstance(optimizer, torch.optim.Optimizer) else inside
+
+
+def fused(optimizer: Any) -> bool:
+    """Whether a group of the optimizer, or of one that it wraps, steps by a fused kernel."""
+    return any(group.get("fused") for part in inner(optimizer) for group in part.param_groups)
+
+
+def fusible(params: Sequence[Tensor]) -> bool:
+    """Whether none of the tensors has gaps in its memory or elements that share it."""
+    return all(dense(p) == p.stride() for p in params)
+
+
+def _leave_fused(optimizer: Any) -> None:
+    for group in [g for part in inner(optimizer) for g in part.param_groups]:
+        if group.get("fused") and not fusible(group["params"]):
+            group["fused"], group["foreach"] = False, True
+
+
+def _differs(tensor: Tensor, param: Tensor) -> bool:
+    """Whether elements lie in another order; the stride of an axis of size 1 says nothing."""
+    pairs = zip(param.shape, tensor.stride(), dense(param), strict=True)
+    return any(size > 1 and mine != wanted for size, mine, wanted in pairs)
+
+
+def _ordered(tensor: Tensor, param: Tensor) -> Tensor:
+    return torch.empty_like(param, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(tensor)

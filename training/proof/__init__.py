@@ -1,0 +1,1 @@
+"""The proof that a resumed run continues bit for bit."""

@@ -1,0 +1,1 @@
+"""The random state of a process: as data, and put back."""

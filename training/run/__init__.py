@@ -1,0 +1,1 @@
+"""The training of the `train` stage, and what its result ships."""

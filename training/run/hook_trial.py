@@ -1,0 +1,192 @@
+"""The training hooks tried once on two samples, before anything is trained: model, data, loss, its gradient."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerline.pipeline.errors import TaskError
+from layerline.pipeline.inputs.batches import described, outlined
+from layerline.pipeline.inspection import Inspection
+from layerline.training.config.sections import Config
+from layerline.training.data import batches as data
+from layerline.training.data import golden_outputs
+from layerline.training.data.batches import Batches, each_tensor, size, to_device
+from layerline.training.model.canonical_names import named
+from layerline.training.model.modes import train_mode
+from layerline.training.model_optimizer import ModelOptimizer
+from layerline.training.randomness import rng_state
+from layerline.training.run import shipping
+from layerline.training.run.train_loop import loss_of, steps_per_epoch
+
+SAMPLES = 2
+_ONE_ROW = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def look_at_training(
+    look: Inspection,
+    config: Config,
+    *,
+    steps: int | None,
+    epochs: int,
+    batch_size: int,
+    seed: int,
+    device: Callable[[], str],
+) -> None:
+    """Builds what a training run builds, and computes one loss with its gradient on two samples.
+
+    Args:
+        device: names the device, or raises what the machine lacks.
+    """
+    where = torch.device("cpu")
+    with look.item("train.device"):
+        where = torch.device(device())
+        look.ok("train.device", str(where))
+    rng_state.seed_all(seed)
+    with look.item("model()"):
+        look.shared["trained"] = _model(look)
+    with look.item("train_data()"):
+        look.shared["batch"], look.shared["more"] = _batches(look, batch_size)
+        look.shared["total"] = steps or epochs * steps_per_epoch(look.shared["more"], config.accumulate.steps)
+    if config.monitor.valid_interval:
+        with look.item("eval_data()"):
+            if not look.task.has("eval_data"):
+                raise TaskError(
+                    "there is no such hook, and training.valid_interval asks for the metric over its data",
+                    hint="define eval_data(), or leave valid_interval out",
+                )
+    with look.item("train"):
+        model, total = look.need("trained").to(where), look.need("total")
+        for text in train_mode(model):
+            look.warn("model()", text, "see docs/training.md")
+        if config.scheduler.total_steps is None:
+            config = config.replace(scheduler={"total_steps": total})
+        mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
+        with look.item("loss()"):
+            _try_loss(look, mo, where)
+        with look.item("train.batch_size"):
+            _try_last_batch(look, mo, batch_size, where)
+    for name in ("trained", "batch", "more"):
+        look.shared.pop(name, None)
+    gc.collect()  # the network of the later stages must not lie beside this one
+
+
+def look_at_example(look: Inspection) -> None:
+    """Runs the model in eval mode on the example; leaves `network` and `example` for those after it."""
+    with look.item("model()"):
+        network = shipping.network(look.task)
+        if not any(f.item == "model()" for f in look.findings):
+            _tell_model(look, network)
+        look.shared["network"] = network
+    hooks = ("example_inputs", "eval_data", "train_data", "calib_data")
+    hook = next((h for h in hooks if look.task.has(h)), hooks[0])
+    with look.item(f"{hook}()"):
+        network = look.need("network")
+        example = data.example_inputs(look.task, forward=network.forward)
+        try:
+            found = golden_outputs.record(network, *example)
+        except TaskError as error:
+            if hook != hooks[0] and not error.hint:
+                error.hint = f"there is no example_inputs(), so the first samples of {hook}() are the example"
+            raise
+        ins = {k.removeprefix("inputs/"): v for k, v in found.items() if k.startswith("inputs/")}
+        outs = {k.removeprefix("outputs/"): v for k, v in found.items() if k.startswith("outputs/")}
+        look.shared["example"] = example
+        look.ok(
+            "example_inputs()" if hook == hooks[0] else f"{hook}()",
+            f"as the example: {outlined(ins)} gives {outlined(outs)}",
+        )
+        _warn_of_nonfinite(look, "model()", outs)
+
+
+def _model(look: Inspection) -> nn.Module:
+    model = look.task.call("model")
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"it gave {type(model).__name__}, expected a torch.nn.Module", where="model",
+                        hint="return the network itself")  # fmt: skip
+    _tell_model(look, model)
+    return model
+
+
+def _tell_model(look: Inspection, model: nn.Module) -> None:
+    params = named(model).params  # refuses what has no shape yet
+    look.shared["model_bytes"] = sum(p.numel() * p.element_size() for p in params.values())
+    count = sum(p.numel() for p in params.values())
+    look.ok("model()", f"{type(model).__name__} of {count:,} parameters")
+    if not any(p.requires_grad for p in params.values()):
+        look.warn("model()", "no parameter requires a gradient", "let those that are to be trained require one")
+
+
+def _batches(look: Inspection, batch_size: int) -> tuple[Any, Batches]:
+    """A batch of two samples, and the batches that training will draw."""
+    source = look.task.call("train_data")
+    batches = Batches(source, batch_size=SAMPLES, seed=None)
+    with look.task.blaming("drawing a batch of train_data()"):
+        batch = next(batches.forever())
+    there = batches.samples
+    told = "" if there is None else f" of {there} samples"
+    look.ok("train_data()", f"{described(batch)}{told}")
+    look.shared["samples"] = there
+    return batch, Batches(source, batch_size=batch_size, seed=None)
+
+
+def _try_loss(look: Inspection, mo: ModelOptimizer, where: torch.device) -> None:
+    """A loss and its gradient on two samples; on a whole batch where it fails on two, as one over pairs may."""
+    batch = to_device(look.need("batch"), where)
+    few = each_tensor(batch, lambda t: t[:SAMPLES] if t.ndim and len(t) == size(batch) else t)
+    try:
+        loss = _loss(look, mo, few)
+    except TaskError as on_few:
+        try:
+            loss = _loss(look, mo, to_device(next(look.need("more").forever()), where))
+        except TaskError:
+            raise on_few from None
+    missing = [n for n, p in named(mo.model).params.items() if p.requires_grad and p.grad is None]
+    trained = [n for n, p in named(mo.model).params.items() if p.requires_grad]
+    if trained and len(missing) == len(trained):
+        raise TaskError("no parameter gets a gradient from it", where="loss",
+                        hint="compute it from what the model gives, without detach() or no_grad()")  # fmt: skip
+    look.ok("loss()", f"{float(loss.detach()):.4g} on {described(few).removeprefix('a batch ')}")
+    if missing:
+        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        look.warn("loss()", f"{len(missing)} of {len(trained)} parameters get no gradient: {shown}",
+                  "freeze them by requires_grad_(False), or use them in forward()")  # fmt: skip
+    grads = {n: p.grad for n, p in named(mo.model).params.items() if p.grad is not None}
+    _warn_of_nonfinite(
+        look, "loss()", {"the loss": loss.detach(), **{f"the gradient of {n}": g for n, g in grads.items()}}
+    )
+
+
+def _loss(look: Inspection, mo: ModelOptimizer, batch: Any) -> Tensor:
+    with mo.autocast():
+        loss, _ = loss_of(look.task)(mo.model, batch)
+    with look.task.blaming("the gradient of loss()"):
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _try_last_batch(look: Inspection, mo: ModelOptimizer, batch_size: int, where: torch.device) -> None:
+    """A last batch of one sample, which BatchNorm may refuse after an epoch's work."""
+    there = look.shared.get("samples")
+    if there is None or there % batch_size != 1 or not any(isinstance(m, _ONE_ROW) for m in mo.model.modules()):
+        return
+    one = each_tensor(look.need("batch"), lambda t: t[:1] if t.ndim else t)
+    try:
+        _loss(look, mo, to_device(one, where))
+    except TaskError as error:
+        raise TaskError(
+            f"the last batch of an epoch has 1 of the {there} samples, and on it {error.what}",
+            where="train.batch_size",
+            hint=f"choose a batch_size that leaves more than one, or leave a sample out; it is {batch_size}",
+        ) from error
+
+
+def _warn_of_nonfinite(look: Inspection, item: str, tensors: Mapping[str, Tensor]) -> None:
+    bad = next((n for n, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all())), None)
+    if bad is not None:
+        look.warn(item, f"{bad} is NaN or infinite on the first {SAMPLES} samples",
+                  "look for NaN in the data, a division by 0 or a log of 0")  # fmt: skip

@@ -1,0 +1,69 @@
+"""The task's metric of a model over its evaluation data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from layerline.pipeline.errors import TaskError
+from layerline.pipeline.inputs.batches import LABELS, described, mapped, split
+from layerline.pipeline.inputs.metric import Array, accuracy, joined, score
+from layerline.pipeline.task import Task
+from layerline.training.data.batches import Batches, to_device
+from layerline.training.data.golden_outputs import named_outputs
+
+
+def metric_of(task: Task, model: nn.Module, *, batch_size: int, device: torch.device) -> dict[str, float]:
+    """The metric by name (`metric`, where the hook returns one number); `model` is used in the mode it is in.
+
+    The hook gets one array where the model returns one tensor, else a tuple of all of them, as with a built model.
+
+    Raises:
+        TaskError: no evaluation data, a batch without label, or the metric is no number.
+    """
+    batches = Batches(task.call("eval_data"), batch_size=batch_size, seed=None, hook="eval_data")
+    outputs: list[Any] = []
+    targets: list[Any] = []
+    with torch.no_grad():
+        for batch in _drawn(task, batches):
+            args, kwargs, target = split(to_device(batch, device), model.forward)
+            targets.append(_target(target))
+            with task.blaming("the model", on=lambda batch=batch: described(batch)):  # type: ignore[misc]
+                out = model(*args, **kwargs)
+            outputs.append([_array(v) for v in named_outputs(out).values()])
+    parts = tuple(joined(list(p), "outputs") for p in zip(*outputs, strict=True))
+    metric = task.get("metric") if task.has("metric") else accuracy
+    return score(metric, parts[0] if len(parts) == 1 else parts, joined(targets, "targets"))
+
+
+def _drawn(task: Task, batches: Batches) -> Iterator[Any]:
+    stream = batches.one_epoch()
+    while True:
+        with task.blaming("drawing a batch of eval_data()"):
+            batch = next(stream, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def _target(target: Any) -> Any:
+    """The target as arrays, in the tuples and dicts that the data gives it in."""
+    hint = f"give batches (x, y), or a dict with one of {', '.join(LABELS)}"
+    if target is None:
+        raise TaskError("a batch has no label", where="eval_data", hint=hint)
+
+    def array(leaf: Any) -> Array:
+        if not isinstance(leaf, Tensor):
+            raise TaskError(f"the label of a batch is no tensor, but {type(leaf).__name__}", where="eval_data",
+                            hint=hint)  # fmt: skip
+        return _array(leaf)
+
+    return mapped(target, array)
+
+
+def _array(value: Tensor) -> Array:
+    return np.atleast_1d((value.float() if value.is_floating_point() else value).cpu().numpy())

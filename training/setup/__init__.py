@@ -1,0 +1,1 @@
+"""What a configuration brings in, refuses and plans."""

@@ -1,0 +1,206 @@
+"""What ModelOptimizer is going to do, before it does it: groups, rates, bytes, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from torch import Tensor
+
+from layerline.training.config.sections import OptimizerConfig
+from layerline.training.loop import batch_norm
+from layerline.training.loop.step_engine import Lane
+from layerline.training.optimizers import group_rules
+from layerline.training.optimizers.param_groups import Member
+from layerline.training.optimizers.registry import TABLE, own_groups
+from layerline.training.setup.folding import folded
+from layerline.training.setup.refusals import refused
+
+LISTED = 60
+"""Parameters that are listed one by one."""
+_HEAD = ("lr", "betas", "eps", "momentum", "nesterov", "alpha", "rho", "weight_decay", "fused", "foreach")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of one model; `str()` prints it.
+
+    Attributes:
+        groups: parameter name -> ("decay" or "no decay", why, elements). Of a custom optimizer it is what its groups
+            say, and why is the group's number; "unknown" where it has none, "not held" where it leaves one out.
+        curve: (step, learning rate) at eleven points of the run.
+        bytes: kind -> (planned, measured); measured is None before the first step.
+        elements: trained parameters.
+        notes: sentences on this configuration.
+        refused: combination -> why; first those with a part of this configuration in them.
+        near: how many those are.
+        model: its name, where there are several.
+        others: the plans of the further models, where there are several.
+    """
+
+    optimizer: str
+    groups: Mapping[str, tuple[str, str, int]]
+    curve: tuple[tuple[int, float], ...]
+    bytes: Mapping[str, tuple[int, int | None]]
+    elements: int
+    notes: tuple[str, ...]
+    refused: Mapping[str, str]
+    near: int
+    model: str = ""
+    others: tuple[Plan, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {self.optimizer}" if self.model else self.optimizer, "", "groups"]
+        lines += [*_group_lines(self.groups), "", "learning rate", *_curve_lines(self.curve)]
+        lines += ["", f"bytes per trained parameter ({self.elements:,} of them)"]
+        for kind, (planned, measured) in self.bytes.items():
+            seen = "not measured yet" if measured is None else f"measured {measured / self.elements:.2f}"
+            lines.append(f"  {kind:<10}  planned {planned / self.elements:.2f}, {seen}")
+        lines += ["", "notes"] + [f"  {n}" for n in self.notes] if self.notes else []
+        refusals = [f"  {what}: {why}" for what, why in self.refused.items()]
+        lines += ["", "refused beside what is configured here", *refusals[: self.near]]
+        lines += ["", "refused elsewhere", *refusals[self.near :]]
+        return "\n\n\n".join(["\n".join(lines), *map(str, self.others)])
+
+
+def _group_lines(groups: Mapping[str, tuple[str, str, int]]) -> Iterator[str]:
+    """A line for each parameter; of many, one for those that differ in a number of their name alone."""
+    rows = list(folded(groups)) if len(groups) > LISTED else [(name, 1, told) for name, told in groups.items()]
+    width = max(len(name) for name, _, _ in rows)
+    for name, count, (group, why, size) in rows:
+        times = f" x {count}" if count > 1 else ""
+        yield f"  {name:<{width}}  {group:<8}  {why:<10} {size:>12,}{times}"
+
+
+def _curve_lines(curve: Sequence[tuple[int, float]]) -> Iterator[str]:
+    """A line for each point; one from the first to the last of those where the rate stays."""
+    for rate, points in groupby(curve, key=lambda point: f"{point[1]:.3e}"):
+        steps = [step for step, _ in points]
+        to = f" to {steps[-1]:,}" if len(steps) > 1 else ""
+        yield f"  step {steps[0]:>9,}{to}  {rate}"
+
+
+def plan_all(lanes: Mapping[str, Lane]) -> Plan:
+    """The plan of the first lane, with those of the others."""
+    first, *others = (replace(plan(lane), model=name) for name, lane in lanes.items())
+    return replace(first, others=tuple(others))
+
+
+def plan(lane: Lane) -> Plan:
+    """The plan of one lane, with what the first step has shown so far."""
+    config = lane.config
+    total = config.scheduler.total_steps or 1000
+    points = sorted({round(i * (total - 1) / 10) for i in range(11)})
+    near, far = refused(lane)
+    return Plan(
+        optimizer=_headline(lane),
+        groups=_groups(lane),
+        curve=tuple((s, lane.rate.at(s)) for s in points),
+        bytes=_bytes(lane),
+        elements=sum(p.numel() for p in lane.params),
+        notes=tuple(_notes(lane)),
+        refused=near | far,
+        near=len(near),
+    )
+
+
+def _groups(lane: Lane) -> dict[str, tuple[str, str, int]]:
+    if not lane.custom:
+        return {m.name: (_group_name(lane.config.optimizer, m), m.reason, m.param.numel()) for m in lane.members}
+    held = own_groups(lane.optimizer)
+    index = {id(p): i for i, group in enumerate(held) for p in group["params"]}
+    out = {}
+    for name, param in zip(lane.names, lane.params, strict=True):
+        at = index.get(id(param))
+        if at is None:
+            told = ("not held", "") if held else ("unknown", "")
+        else:
+            decay = held[at].get("weight_decay")
+            told = ("unknown" if decay is None else "decay" if decay else "no decay"), f"group {at}"
+        out[name] = (*told, param.numel())
+    return out
+
+
+def _group_name(config: OptimizerConfig, member: Member) -> str:
+    """`decay` or `no decay`, with the rate where it is not the configured one."""
+    fields = group_rules.options(config, member)
+    name = "decay" if member.decay and member.weight_decay != 0 else "no decay"
+    if fields["lr"] == config.scaled_lr:
+        return name
+    return f"{name}, lr {fields['lr']:.3g}"
+
+
+def _headline(lane: Lane) -> str:
+    name = type(lane.optimizer).__name__
+    if lane.custom:
+        held = own_groups(lane.optimizer)
+        fields = [", ".join(f"{k}={g[k]}" for k in _HEAD if g.get(k) is not None) for g in held]
+        return f"{name}({' | '.join(fields)}) (custom)" if any(fields) else f"{name} (custom)"
+    first = {**lane.optimizer.param_groups[0], "lr": lane.rate.base}
+    return f"{name}({', '.join(f'{k}={first[k]}' for k in _HEAD if first.get(k) is not None)})"
+
+
+def _bytes(lane: Lane) -> dict[str, tuple[int, int | None]]:
+    started = lane.steps > 0
+    weights, gradients = _size(lane.params), _size(lane.stepped)
+    out: dict[str, tuple[int, int | None]] = {
+        "parameters": (weights, _size(p for p in lane.named.params.values() if p.requires_grad)),
+        "gradients": (gradients, lane.gradient_bytes if started else None),
+    }
+    if not lane.custom:
+        out["states"] = _planned_states(lane), _measured_states(lane) if started else None
+    if lane.masters is not None:
+        out["masters"] = 2 * _size(lane.masters.half), _size(lane.masters.full)
+    if lane.ema is not None:
+        planned = sum(s.numel() * max(s.element_size(), 4) for s in lane.ema.sources)
+        out["EMA"] = planned, _size(lane.ema.shadow)
+    return out
+
+
+def _planned_states(lane: Lane) -> int:
+    config, rule = lane.config.optimizer, TABLE[lane.config.optimizer.name]
+    if config.name == "adafactor":  # row and column means of matrices, whole vectors
+        return sum(
+            p.element_size() * (sum(p.numel() // p.shape[d] for d in (-1, -2)) if p.ndim > 1 else p.numel())
+            for p in lane.stepped
+        )
+    count = rule.states
+    if config.name == "sgd":
+        count = 1 if config.momentum else 0
+    elif config.name == "rmsprop":
+        count = 2 if config.momentum else 1
+    return count * _size(lane.stepped)
+
+
+def _measured_states(lane: Lane) -> int:
+    # One counter per parameter is no state of its size.
+    return _size(t for s in lane.optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.ndim)
+
+
+def _notes(lane: Lane) -> Iterable[str]:
+    config = lane.config
+    if warning := batch_norm.warning(lane.model, config.accumulate.steps):
+        yield warning
+    if config.precision.amp != "fp16" and "dynamic_loss_scale_window" in config.precision.model_fields_set:
+        yield f"the loss scale serves fp16 alone; amp is {config.precision.amp}"
+    if config.precision.master_weights and lane.masters is None:
+        yield "master_weights: the parameters are float32 already and are their own masters"
+    if lane.custom and not hasattr(lane.optimizer, "state_dict"):
+        yield f"{type(lane.optimizer).__name__} has no state_dict(): a checkpoint cannot hold its state"
+    if len({float(g["lr"]) for g in own_groups(lane.optimizer) if "lr" in g}) > 1:
+        yield "the curve is that of the optimizer's first group; the others keep their ratio to it"
+    if lane.custom and not own_groups(lane.optimizer):
+        yield f"{type(lane.optimizer).__name__} has no param_groups: what it decays, and at which rate, it does not say"
+    if config.nonfinite.policy == "rollback" and not config.monitor.save_interval:
+        yield "rollback needs a checkpoint to roll back to: monitor.save_interval, or mo.save_ckpt() in the loop"
+    if config.monitor.valid_interval:
+        yield f"every {config.monitor.valid_interval} steps it calls the metric of mo.validate_with(metric)"
+    if config.scheduler.name == "plateau":
+        yield "plateau moves with mo.validate(): without it the rate stays"
+    if config.scheduler.total_steps is None:
+        yield "the length of the run is not known; the curve shows 1,000 steps"
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
