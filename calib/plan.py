@@ -45,17 +45,19 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantValue(Wanted):
-    """One value that is quantised, symmetric, zero point 0.
+    """One value that is quantised: symmetric int8, zero point 0, unless the model brought it along otherwise.
 
     Attributes:
+        dtype: the integer type.
+        zero_point: one number, or one for each scale where they differ.
         scales: float value of one step, one number per channel, or one.
         amax: greatest |x| that is not clipped, over all channels.
         seen: least and greatest value, of an activation in calibration.
         calibrator: how `amax` was chosen.
     """
 
-    dtype: Literal["int8"] = "int8"
-    zero_point: Literal[0] = 0
+    dtype: str = "int8"
+    zero_point: int | tuple[int, ...] = 0
     scales: tuple[float, ...]
     amax: float
     seen: tuple[float, float]

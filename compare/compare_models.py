@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ def compare(
     isolated: bool = False,
     pairs: Mapping[str, str] | None = None,
     tolerances: Mapping[str, float] | None = None,
+    settled: Collection[str] = (),
 ) -> tuple[LayerDiff, ...]:
     """Runs both models on every feed and measures each pair of values; memory does not grow with the feeds.
 
@@ -51,6 +52,8 @@ def compare(
         pairs: reference value to candidate value; default: values of the same name. Graph outputs are always paired,
             by position. Values inside subgraphs (If, Loop, Scan) and functions are left out.
         tolerances: greatest relative L2 error that passes, by value of the reference; others are not gated.
+        settled: values of both whose readers in the candidate read the reference's: outputs of QuantizeLinear, where an
+            element half-way between two steps may take either.
 
     Returns:
         One row per pair in the reference's topological order. Index outputs (ArgMax, TopK) are measured on the values
@@ -62,7 +65,7 @@ def compare(
         StageError: a model or feed that onnxruntime refuses, an unknown name in `pairs`, no feed at all.
     """
     few = isinstance(feeds, Sequence) and len(feeds) <= FEW
-    run = _Run(split(reference), split(candidate), pairs, isolated, OnnxRuntime(few_runs=few))
+    run = _Run(split(reference), split(candidate), pairs, isolated, OnnxRuntime(few_runs=few), settled)
     totals = apart = [Distance()] * len(run.pairs)
     for feed in feeds:
         found = run.measure(feed)
@@ -131,7 +134,9 @@ class _Run:
         names: Mapping[str, str] | None,
         isolated: bool,
         runtime: OnnxRuntime,
+        settled: Collection[str] = (),
     ) -> None:
+        self._settled = settled
         self.reference, self.candidate, self.isolated, self.runtime = reference, candidate, isolated, runtime
         self.one_graph, self.measured = why_two_sessions(reference.model, candidate.model) is None, 0
         self.pairs: list[Pair] = []
@@ -183,7 +188,8 @@ class _Run:
 
     def _joint(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
         if "joint" not in self._sessions:
-            model = joint(self.reference, self.candidate, self.pairs, masked=self._unclear, isolated=self.isolated)
+            model = joint(self.reference, self.candidate, self.pairs, masked=self._unclear, isolated=self.isolated,
+                          settled=self._settled)  # fmt: skip
             self._sessions["joint"] = self.runtime.open(model)
         try:
             out = self._sessions["joint"].run(feed)

@@ -33,19 +33,23 @@ def joint(
     *,
     masked: Collection[int] = (),
     isolated: bool = False,
+    settled: Collection[str] = (),
 ) -> Light:
     """The graph that runs both; its outputs are `<i>/<column>` and, where isolated, `<i>/isolated/<column>`.
 
     Args:
         pairs: values that stand for each other; the isolated copy reads the reference's.
         masked: indices of the pairs whose elements that are not finite are counted and left out.
+        settled: values of both that the candidate's nodes read from the reference.
     """
     reference, pairs = _unreserved(reference, list(pairs))
     a, b = reference.model, candidate.model
     pairs, shared, functions = list(pairs), _shared(reference, candidate), {(f.domain, f.name) for f in b.functions}
     given = candidate.fed
     same = {i.name: i.name for i in given} | {n: n if n in shared else B + n for n in candidate.stored}
-    nodes = [*a.graph.node, *copied(b.graph.node, B, same, functions)]
+    made = {o for n in a.graph.node for o in n.output}
+    read = same | {name: name for name in settled if name in made}
+    nodes = [*a.graph.node, *copied(b.graph.node, B, read, functions)]
     sides = [(i, str(i), p, same.get(p.b, B + p.b)) for i, p in enumerate(pairs)]
     if isolated:
         fed, casts = feeds_of(pairs)

@@ -1,19 +1,38 @@
-"""Fake quantisation on its way out: what torch lacks to trace it, and its switches as they stand."""
+"""Fake quantisation on its way out: traced with its switches and scales as they stand, weights stored in int8.
+
+torch multiplies by the inverse of the scale where ONNX divides by it, so a value half-way between two steps may fall on
+either side. Weights are therefore quantised here, by torch itself, and stored: only activations are left to ONNX.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize
+from torch.export import ExportedProgram
 
+from layerline.export.program_constants import stored
 from layerline.pipeline.errors import StageError
 
-_TENSOR_SCALES = "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"
+_WITHOUT_SHAPES = (
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+    "fake_quantize_per_tensor_affine_cachemask",
+    "fake_quantize_per_channel_affine_cachemask",
+)
+PER_CHANNEL = torch.ops.aten.fake_quantize_per_channel_affine.default
+TARGETS = (
+    PER_CHANNEL,
+    torch.ops.aten.fake_quantize_per_tensor_affine.default,
+    torch.ops.aten.fake_quantize_per_tensor_affine.tensor_qparams,
+)
 _libraries: list[torch.library.Library] = []  # a library's kernels go with it
 
 
@@ -26,8 +45,16 @@ def traceable(module: nn.Module) -> Iterator[None]:
     """
     _give_shapes()
     changed: list[Any] = []
+    attributes: list[tuple[Any, dict[str, Any]]] = []
     for path, inner in module.named_modules():
-        if not isinstance(inner, FakeQuantize) or "forward" in vars(inner):
+        if "forward" in vars(inner):
+            continue
+        if _is_intx(inner):
+            attributes.append((inner, {name: getattr(inner, name) for name in ("scale", "zero_point")}))
+            changed.append(inner)
+            changed[-1].forward = partial(_intx_forward, inner)
+            continue
+        if not isinstance(inner, FakeQuantize):
             continue
         if int(inner.observer_enabled[0]):
             raise StageError(
@@ -42,6 +69,32 @@ def traceable(module: nn.Module) -> Iterator[None]:
     finally:
         for inner in changed:
             del inner.forward
+        for inner, values in attributes:
+            for name, value in values.items():
+                setattr(inner, name, value)
+
+
+def _is_intx(module: nn.Module) -> bool:
+    """Whether it is torchao's fake quantiser of whole channels or groups of them, to integers."""
+    torchao: Any = sys.modules.get("torchao.quantization.qat.fake_quantizer")
+    if torchao is None or not isinstance(module, torchao.IntxFakeQuantizer):
+        return False
+    config: Any = module.config
+    integers = config.zero_point_domain.name == "INT"
+    return integers and isinstance(config.granularity, torchao.PerAxis | torchao.PerGroup)
+
+
+def _intx_forward(module: Any, x: Tensor) -> Tensor:
+    """What IntxFakeQuantizer.forward() does, in the one operator that becomes QuantizeLinear and DequantizeLinear."""
+    if not module.enabled:
+        return x
+    torchao: Any = sys.modules["torchao.quantization.qat.fake_quantizer"]
+    type(module).forward(module, x)  # sets scale and zero point; what it gives is not used
+    low, high = torchao._DTYPE_TO_QVALUE_BOUNDS[module.config.dtype]
+    grouped = x.reshape(module.scale.numel(), -1)  # a row for each scale: groups lie along the last axis
+    points = module.zero_point.reshape(-1).to(torch.int32)
+    made = torch.fake_quantize_per_channel_affine(grouped, module.scale.reshape(-1).float(), points, 0, low, high)
+    return made.reshape(x.shape)
 
 
 def _forward(module: Any, x: Tensor, *, quantizes: bool) -> Tensor:
@@ -56,8 +109,87 @@ def _forward(module: Any, x: Tensor, *, quantizes: bool) -> Tensor:
 
 @cache
 def _give_shapes() -> None:
-    """Tells torch the shapes of the one such operator that has a kernel and no form for tracing dynamic sizes."""
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_TENSOR_SCALES}", "Meta"):
+    """Tells torch the shapes of the operators of its own that have kernels and no form for tracing dynamic sizes."""
+    for name in _WITHOUT_SHAPES:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            continue
         library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        library.impl(_TENSOR_SCALES, lambda x, *_: (torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)), "Meta")
+        library.impl(name, lambda x, *_: (torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)), "Meta")
         _libraries.append(library)
+
+
+def store_weights(model: ir.Model, program: ExportedProgram) -> None:
+    """Stores what fake quantisation makes of constants in int8 or uint8, as torch computes it, with its own scales.
+
+    Args:
+        model: the exporter's, which names values as the program names its nodes; changed in place.
+    """
+    known = _Constants(program)
+    values = {v.name: v for node in model.graph for v in node.outputs}
+    for node in program.graph.nodes:
+        value = values.get(node.name)
+        if node.target not in TARGETS or value is None or not known.all(node):
+            continue
+        data, scale, point, *rest = (known.of(a) for a in node.args)
+        axis, (low, high) = (rest[0] if node.target is PER_CHANNEL else None), rest[-2:]
+        fake = node.target(data, scale, point, *rest)
+        scales = torch.as_tensor(scale, dtype=torch.float32)
+        points = torch.as_tensor(point, dtype=torch.int32)
+        shape = [1] * fake.ndim
+        if axis is not None:
+            shape[axis] = -1
+            scales, points = scales.reshape(-1), points.reshape(-1)
+        else:
+            scales, points = scales.reshape(()), points.reshape(())
+        whole = torch.round(fake.double() / scales.double().reshape(shape)) + points.reshape(shape)
+        kind = np.int8 if low >= -128 and high <= 127 else np.uint8
+        inputs = [_stored(model, f"{node.name}/quantized", whole.numpy().astype(kind)),
+                  _stored(model, f"{node.name}/scale", scales.numpy()),
+                  _stored(model, f"{node.name}/zero_point", points.numpy().astype(kind))]  # fmt: skip
+        maker = value.producer()
+        assert maker is not None
+        attributes = {} if axis is None else {"axis": axis}
+        props = dict(maker.metadata_props)
+        made = ir.node("DequantizeLinear", inputs, attributes, name=maker.name, metadata_props=props)
+        made.outputs[0].shape, made.outputs[0].type = value.shape, value.type
+        model.graph.insert_before(maker, made)
+        value.replace_all_uses_with(made.outputs[0], replace_graph_outputs=True)
+        model.graph.remove(maker, safe=True)
+        made.outputs[0].name = node.name
+
+
+def _stored(model: ir.Model, name: str, array: Any) -> ir.Value:
+    tensor = ir.tensor(np.ascontiguousarray(array) if array.ndim else array, name=name)
+    made = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    model.graph.register_initializer(made)
+    return made
+
+
+class _Constants:
+    """The values of a program that no input decides, computed by torch when they are asked for."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self._values: dict[Any, Any] = {}
+        table: Mapping[str, Any] = stored(program)
+        self._open: set[Any] = set()
+        for node in program.graph.nodes:
+            if node.op == "placeholder" and node.name in table:
+                self._values[node] = table[node.name]
+            elif node.op != "call_function" or any(n in self._open for n in node.all_input_nodes):
+                self._open.add(node)
+
+    def all(self, node: Any) -> bool:
+        """Whether everything that the node reads is constant."""
+        return not any(n in self._open for n in node.all_input_nodes)
+
+    def of(self, argument: Any) -> Any:
+        """The value of one argument: a number, or a constant node."""
+        if not isinstance(argument, torch.fx.Node):
+            return argument
+        if argument not in self._values:
+            args = torch.fx.map_arg(argument.args, self.of)
+            kwargs = torch.fx.map_arg(argument.kwargs, self.of)
+            with torch.no_grad():
+                target: Any = argument.target
+                self._values[argument] = target(*args, **kwargs)
+        return self._values[argument]

@@ -22,10 +22,11 @@ from torch.export.graph_signature import OutputKind, TensorArgument
 from layerline.backends.light import Light, Weight, rename
 from layerline.compare.arrays import NOT_IN_NUMPY
 from layerline.export import dynamic_axes as axis_names
+from layerline.export import fake_quant_ops
 from layerline.export.dynamic_axes import Axes
 from layerline.export.example_call import Call
 from layerline.export.export_errors import blame, dropped, unrolled
-from layerline.export.fake_quant import traceable
+from layerline.export.fake_quant import store_weights, traceable
 from layerline.export.masked_attention import hide_rows
 from layerline.export.module_naming import any_names
 from layerline.export.trace_guards import Guard, Symbols, guards, noting, symbols
@@ -102,7 +103,7 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
         ):
             exported = torch.onnx.export(
                 call.module, args, kwargs=kwargs, dynamic_shapes=shapes if axes.names else None, dynamo=True,
-                opset_version=opset, optimize=False, verbose=False,
+                opset_version=opset, optimize=False, verbose=False, custom_translation_table=fake_quant_ops.table(),
             )  # fmt: skip
             assert exported is not None and exported.exported_program is not None
             _fold(exported.model, exported.exported_program)
@@ -169,6 +170,7 @@ def _fold(model: ir.Model, program: ExportedProgram) -> None:
     hide_rows(model, program)
     _forget_recurrent_shapes(model)
     optimizer.fold_constants_ir(model, onnx_shape_inference=True, should_fold=should_fold)
+    store_weights(model, program)
     optimizer.remove_unused_nodes(model)
     for tidy in (
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),

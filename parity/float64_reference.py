@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from layerline.backends.base import Feed
 from layerline.compare.arrays import tensor
+from layerline.export.program_constants import stored
 from layerline.pipeline.errors import StageError
 
 _WIDE = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64) | dict.fromkeys(
     (torch.complex64, torch.complex32), torch.complex128
 )
+
+
+Settle = Callable[[fx.Node, int, dict[fx.Node, Any], dict[fx.Node, Any]], None]
 
 
 class Twins(NamedTuple):
@@ -31,13 +34,18 @@ class Twins(NamedTuple):
 class Twin:
     """Runs a program twice in step, over several feeds at once, so that each weight is widened once and let go.
 
+    Args:
+        settle: called with each computed node, the index of the feed and both tables of values, in which it may put
+            others in place of the node's: everything behind it is computed from those.
+
     Attributes:
         notes: nodes that have no float64 form; there the float32 operator was run on the float64 inputs.
         refused: feeds the program can't run on, by index, with the node and the reason.
     """
 
-    def __init__(self, program: ExportedProgram) -> None:
+    def __init__(self, program: ExportedProgram, settle: Settle | None = None) -> None:
         self.program = program
+        self.settle = settle
         self.notes: dict[str, str] = {}
         self.refused: dict[int, StageError] = {}
         self._last = {n: user for user in program.graph.nodes for n in user.all_input_nodes}
@@ -46,7 +54,7 @@ class Twin:
         """Every node that computes something, in order, with its value on every feed that got this far."""
         graph = self.program.graph_module
         runs = {i: (_Plain(graph), _Double(graph)) for i in range(len(feeds))}
-        stored = self._stored()
+        constants = stored(self.program)
         given = {i: iter(feed.values()) for i, feed in enumerate(feeds)}
         for node in self.program.graph.nodes:
             if node.op == "output":
@@ -55,33 +63,22 @@ class Twin:
                 meta = node.meta.get("val")
                 pairs = isinstance(meta, Tensor) and meta.is_complex()
                 for i, (single, _) in runs.items():
-                    known = node.name in stored
-                    single.env[node] = stored[node.name] if known else tensor(next(given[i]), complex_pairs=pairs)
+                    known = node.name in constants
+                    single.env[node] = constants[node.name] if known else tensor(next(given[i]), complex_pairs=pairs)
                 continue
-            self._widen(node, runs, stored)
+            self._widen(node, runs, constants)
             yield node.name, [t for i in list(runs) if (t := self._run(node, i, runs)) is not None]
             for used in (n for n in node.all_input_nodes if self._last[n] is node):
                 for single, double in runs.values():
                     del single.env[used], double.env[used]
 
-    def _stored(self) -> dict[str, Any]:
-        """Parameters, buffers and constants by the name of their placeholder."""
-        program, found = self.program, dict[str, Any]()
-        tables: tuple[Mapping[str, Any], ...] = (program.state_dict, program.constants)
-        for spec in program.graph_signature.input_specs:
-            if isinstance(spec.arg, ConstantArgument):
-                found[spec.arg.name] = spec.arg.value
-            elif spec.kind is not InputKind.USER_INPUT:
-                found[spec.arg.name] = next(t[spec.target] for t in tables if spec.target in t)
-        return found
-
-    def _widen(self, node: fx.Node, runs: Mapping[int, Any], stored: Mapping[str, Any]) -> None:
+    def _widen(self, node: fx.Node, runs: Mapping[int, Any], constants: Mapping[str, Any]) -> None:
         """Float64 forms of the placeholders that the node is the first to read; all feeds share those of a weight."""
         for n in node.all_input_nodes:
             lacking = [(single, double) for single, double in runs.values() if n not in double.env]
-            shared = _widened(stored[n.name]) if lacking and n.name in stored else None
+            shared = _widened(constants[n.name]) if lacking and n.name in constants else None
             for single, double in lacking:
-                double.env[n] = shared if n.name in stored else _widened(single.env[n])
+                double.env[n] = shared if n.name in constants else _widened(single.env[n])
 
     def _run(self, node: fx.Node, feed: int, runs: dict[int, Any]) -> Twins | None:
         single, double = runs[feed]
@@ -92,6 +89,8 @@ class Twin:
             self.refused[feed] = error
             del runs[feed]
             return None
+        if self.settle is not None:
+            self.settle(node, feed, single.env, double.env)
         return Twins(feed, single.env[node], double.env[node])
 
     def _truth(self, single: fx.Interpreter, double: fx.Interpreter, node: fx.Node) -> Any:

@@ -20,6 +20,7 @@ from layerline.export import random_values
 from layerline.export.torch_export import Traced
 from layerline.graph.io import module_identity
 from layerline.parity.float64_reference import Twin
+from layerline.parity.rounded_activations import Rounded
 from layerline.pipeline.report import LayerDiff, Scalar
 
 
@@ -69,7 +70,9 @@ class Tally:
     """
 
     def __init__(self, traced: Traced, rule: Within | None) -> None:
-        self.traced, self.rule, self.twin = traced, rule, Twin(traced.program)
+        self.traced, self.rule = traced, rule
+        self.rounded = Rounded(traced)
+        self.twin = Twin(traced.program, self.rounded.settle if self.rounded.steps else None)
         drawn = random_values.drawn(traced.program)
         self.random = {v: drawn[n] for v, n in traced.nodes.items() if n in drawn}
         self._pointers, self._steps = pointers(traced.model.graph), threshold_flips.steps(traced.model.graph)
@@ -91,7 +94,9 @@ class Tally:
             found: the ONNX's values for each, by name; what has been compared is taken out.
         """
         read = {p.data for p in self._pointers.values()}.union(*map(self._steps.operands, self._steps.known))
+        self.rounded.begin(found)
         for node, twins in self.twin.values(feeds):
+            self.rounded.keep(node, twins)
             for t in twins if node in self._owners else ():
                 noise = sum((diff_arrays(d, s) for s, d in _parts(t.single, t.double)), Distance())
                 self._noise[node] = self._noise.get(node, Distance()) + noise
@@ -99,6 +104,8 @@ class Tally:
                     self._compare(value, array(t.single), array(t.double), found[t.feed])
                     if value not in read:
                         del found[t.feed][value]
+        self.rounded.end(feeds)
+        self._flips |= self.rounded.flips
 
     def floors(self) -> dict[str, float]:
         """Noise floor (relative L2) of every value; of one that lies inside of a node, the node's."""
@@ -131,10 +138,16 @@ class Tally:
             if value in self._error
         )
 
-    def apart(self, value: str, reference: Array, found: Mapping[str, Array]) -> Apart:
-        """How far the ONNX's value is from float32 ones that were got otherwise; indices by what they point at."""
+    def apart(self, value: str, reference: Array, found: Mapping[str, Array], feed: int) -> Apart:
+        """How far the ONNX's value is from float32 ones that were got otherwise; indices by what they point at.
+
+        Args:
+            feed: its place among those that `measure` will get.
+        """
         # The noise that may move a step is known after `measure`, which takes values out of `found`.
         held = {v: found[v] for v in (value, *self._steps.operands(value)) if v in found}
+        if self.rounded.steps:
+            return Apart(lambda: self._apart(value, self.rounded.moved(value, reference, feed), held))
         if value in self._steps.known:
             return Apart(lambda: self._apart(value, reference, held))
         measured = self._apart(value, reference, found)

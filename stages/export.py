@@ -73,7 +73,7 @@ class Export(Stage):
     """Exports through torch.export and proves the result on probes, which later stages reuse."""
 
     name: ClassVar[str] = "export"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     takes: ClassVar[Mapping[str, str]] = {"weights": "weights"}
     gives: ClassVar[str] = "onnx"
     uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data", "calib_data")

@@ -34,7 +34,11 @@ CALIBRATION_HOOKS = ("calib_data", "train_data", "eval_data")
 
 
 class Quantize(Stage):
-    """Post-training quantisation after TensorRT's rules, or a conversion to half precision."""
+    """Post-training quantisation after TensorRT's rules, or a conversion to half precision.
+
+    A model that brings its own Q/DQ, from training with fake quantisation or from another tool, goes through mode int8
+    as it is: its scales are kept, nothing else is quantised, and no sample is calibrated.
+    """
 
     name: ClassVar[str] = "quantize"
     version: ClassVar[int] = 3
@@ -236,9 +240,18 @@ def _convert(stage: Quantize, data: _Data, model: Light, feeds: list[Feed]) -> _
 def _int8(stage: Quantize, data: _Data, model: Light) -> _Made:
     from layerline.backends.cpu import int8_flag, int8_note
     from layerline.graph.io.opset import raise_opset
-    from layerline.graph.quantization import measured_plan, qdq, qdq_placement
+    from layerline.graph.quantization import measured_plan, own_qdq, qdq, qdq_placement
     from layerline.graph.quantization import range_choice as tuned
 
+    if own_qdq.present(model):
+        own = "the model brings its own Q/DQ: they are kept with their scales, and nothing else is quantised"
+        return _Made(
+            reference=own_qdq.without(model),
+            model=model,
+            measured=model,
+            plan=own_qdq.read(model),
+            notes=(own, int8_note(int8_flag())),
+        )
     # Raised before anything else: both sides of the comparison then share an opset, and so a graph.
     model = raise_opset(model, qdq.required_opset(model))
     ops = qdq_placement.OPS if stage.ops is None else stage.ops

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import numpy_helper
 
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare import noise_floor
@@ -703,7 +704,7 @@ def test_fake_quantisation_is_exported_with_a_dynamic_batch(project: Project) ->
     report = project.export(FAKE, dynamic={"x": {0: "batch"}})
     assert report.passed
     ops = [n.op_type for n in project.model().graph.node]
-    assert ops.count("QuantizeLinear") == ops.count("DequantizeLinear") == 2
+    assert ops.count("QuantizeLinear") == 1 and ops.count("DequantizeLinear") == 2  # the weight is stored in int8
     net, x = Task(project.root / "task.py").call("model").eval(), torch.linspace(-1, 1, 15).reshape(5, 3)
     names.load(net, safetensors_io.load(project.root / "weights" / "model.safetensors")[0])
     np.testing.assert_allclose(project.run(x=x)["output"], net(x).detach(), atol=1e-6)
@@ -767,3 +768,63 @@ def test_a_random_operator_is_named_with_its_line(project: Project) -> None:
     safetensors_io.save(project.root / "weights" / "golden.safetensors", stored)
     (gate,) = (g for g in Export().run(work).gates if not g.passed)
     assert "non-deterministic op" in gate.hint and "rand_like" in gate.hint and "task.py:11" in gate.hint
+
+
+RANGES = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(4, 3)
+        self.register_buffer("s", torch.tensor([0.03, 0.05, 0.1]))
+        self.register_buffer("z", torch.zeros(3, dtype=torch.int32))
+    def forward(self, x):
+        x = torch.fake_quantize_per_tensor_affine(x, 0.1, 0, LOW, HIGH)
+        weight = torch.fake_quantize_per_channel_affine(self.l.weight, self.s, self.z, 0, LOW, HIGH)
+        return F.linear(x, weight, self.l.bias)
+def model(): return Net()
+def example_inputs(): return torch.arange(-200., 200.).reshape(100, 4) / 20
+"""
+
+
+@pytest.mark.parametrize(("low", "high"), [(-128, 127), (-127, 127), (-8, 7), (0, 255)])
+def test_fake_quantised_values_keep_their_range_and_stay_within_a_step(project: Project, low: int, high: int) -> None:
+    # Half of the inputs lie half-way between two steps of 0.1.
+    report = project.export(RANGES.replace("LOW", str(low)).replace("HIGH", str(high)), dynamic={"x": {0: "n"}})
+    assert report.passed
+    (row,) = [r for r in report.records if r.name == "fake_quantize_per_tensor_affine"]
+    if low < -8:
+        assert 0 < row.extra["flips"] <= 400
+    stored = {i.name: numpy_helper.to_array(i) for i in project.model().graph.initializer}
+    weight = stored["fake_quantize_per_channel_affine/quantized"]
+    assert weight.dtype == (np.uint8 if low == 0 else np.int8) and weight.min() >= low and weight.max() <= high
+    np.testing.assert_array_equal(stored["fake_quantize_per_channel_affine/scale"], np.float32([0.03, 0.05, 0.1]))
+    torch.manual_seed(0)
+    net = Task(project.root / "task.py").call("model")
+    names.load(net, safetensors_io.load(project.root / "weights" / "model.safetensors")[0])
+    x = torch.rand(64, 4) * 8 - 4
+    step = 0.1 * float(net.l.weight.detach().abs().sum(1).max())
+    np.testing.assert_allclose(project.run(x=x)["output"], net(x).detach(), atol=step)
+
+
+TORCHAO = """
+from torchao.quantization.qat import FakeQuantizedLinear, IntxFakeQuantizeConfig
+def model():
+    weights = IntxFakeQuantizeConfig(torch.int8, GROUPS, is_symmetric=True)
+    return nn.Sequential(FakeQuantizedLinear(16, 32, True, None, weights), nn.ReLU(),
+                         FakeQuantizedLinear(32, 8, False, None, weights))
+def example_inputs(): return torch.randn(4, 16)
+"""
+
+
+@pytest.mark.parametrize(("groups", "scales"), [("'per_channel'", [32, 8]), ("group_size=8", [64, 32])])
+def test_fake_quantisation_of_torchao_keeps_its_scales(project: Project, groups: str, scales: list[int]) -> None:
+    pytest.importorskip("torchao")
+    report = project.export(TORCHAO.replace("GROUPS", groups), dynamic={"input": {0: "n"}})
+    assert report.passed
+    stored = {i.name: numpy_helper.to_array(i) for i in project.model().graph.initializer}
+    assert [a.size for n, a in stored.items() if n.endswith("/scale")] == scales
+    weight = safetensors_io.load(project.root / "weights" / "model.safetensors")[0]["0.weight"]
+    # torchao's symmetric scale: the greatest |w| of a channel (or group) over 127.5.
+    wanted = weight.reshape(scales[0], -1).abs().amax(1) / 127.5
+    np.testing.assert_allclose(stored["fake_quantize_per_channel_affine/scale"], wanted, rtol=1e-6)
+    assert "QuantizeLinear" not in [n.op_type for n in project.model().graph.node]

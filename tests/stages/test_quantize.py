@@ -485,3 +485,38 @@ def test_how_many_samples_were_used_and_what_one_is_worth_is_noted(work):
     assert any(note.startswith(below) for note in few.notes)
     enough = Quantize(samples=8, max_drop=0.1).run(work(CALIB + LABELLED + metric))
     assert "calibrated on 8 samples" in enough.notes and not any("max_drop" in note for note in enough.notes)
+
+
+OWN = """g (float[n, 4] x) => (float[n, 3] y) {
+  q = QuantizeLinear (x, s, z)
+  d = DequantizeLinear (q, s, z)
+  w = DequantizeLinear <axis = 1> (wq, ws, wz)
+  h = MatMul (d, w)
+  r = Relu (h)
+  y = MatMul (r, v)
+}"""
+
+
+@pytest.mark.parametrize(("kind", "zero"), [(np.int8, 0), (np.uint8, 128)])
+def test_a_model_with_its_own_q_dq_goes_through_as_it_is(work, kind, zero):
+    whole = (np.arange(12).reshape(4, 3) - 6 + zero).astype(kind)
+    stored = {"s": np.float32(0.05), "z": np.array(zero, kind), "wq": whole, "ws": np.float32([0.1, 0.2, 0.3]),
+              "wz": np.full(3, zero, kind), "v": np.eye(3, dtype=np.float32)}  # fmt: skip
+    net = model(OWN, **stored)
+    inputs = (Value(name="x", dtype="float32", shape=("n", 4)),)
+    feeds = [{"x": RNG.standard_normal((n, 4)).astype(np.float32)} for n in (2, 5)]
+    task = work("", net, inputs, feeds)
+    report = Quantize().run(task)
+    assert report.passed, report.gates
+    ours = onnx_files.load(task.out / onnx_files.FILE)
+    assert [n.op_type for n in ours.graph.node] == [n.op_type for n in net.graph.node]
+    for tensor in ours.graph.initializer:
+        np.testing.assert_array_equal(numpy_helper.to_array(tensor), stored[tensor.name])
+    plan = QuantPlan.from_json((task.out / "plan.json").read_text())
+    x, w = plan.value("x"), plan.value("w")
+    assert (x.role, x.scales, x.zero_point, x.readers) == ("activation", (pytest.approx(0.05),), zero, (("h", 0),))
+    assert (w.role, w.axis, w.dtype, w.scales) == ("weight", 1, np.dtype(kind).name, pytest.approx((0.1, 0.2, 0.3)))
+    assert [(k.name, k.op) for k in plan.kept] == [("y", "MatMul")]
+    assert report.metrics["int8_products"] == "1 of 2"
+    # Against the same weights, only the input's rounding costs something: x is off by up to half a step.
+    assert 20 < rows(report)["h"].sqnr_db < 60

@@ -1,0 +1,168 @@
+"""Q/DQ that a model brings along, from training with fake quantisation or from another tool: read, and taken out.
+
+Nothing here changes a scale. The plan that is read from the graph says what is quantised and how; the graph without
+its pairs is what the quantised one is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from layerline.backends.light import Light
+from layerline.calib.plan import Kept, QuantPlan, QuantValue, Role
+from layerline.graph.analysis.ir_queries import constant
+from layerline.graph.io.ir_convert import from_ir, to_ir
+from layerline.graph.quantization.naming import first_output, module_of
+from layerline.graph.quantization.qdq_placement import products
+from layerline.graph.quantization.weight_sources import drop_unread, weight_of
+
+_LEFT_OUT = "the model's own Q/DQ leave it out"
+_WHY = "the model brings its own Q/DQ here"
+_MOVES = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity")
+
+
+def present(model: Light) -> bool:
+    """Whether any value of the main graph is quantised already."""
+    return any(n.op_type in ("QuantizeLinear", "DequantizeLinear") and not n.domain for n in model.model.graph.node)
+
+
+def read(model: Light) -> QuantPlan:
+    """The plan that the Q/DQ pairs of a model carry out; every matrix product without one is listed as float."""
+    graph = to_ir(model).graph
+    values = tuple(v for node in _dequantizers(graph) if (v := _value(node)) is not None)
+    readers = {reader for value in values for reader, _ in value.readers}
+    nodes = {first_output(n): n for n in graph}
+    kept = tuple(
+        Kept(
+            name=name, op=nodes[name].op_type, module=module_of(nodes[name]), reason="the model's own Q/DQ leave it out"
+        )
+        for name in products(model)
+        if name not in readers and name in nodes
+    )
+    return QuantPlan(values=values, kept=kept)
+
+
+def without(model: Light) -> Light:
+    """The same model in float: activations as they are, weights as their int8 numbers stand for them."""
+    copy = to_ir(model)
+    graph = copy.graph
+    for node in list(_dequantizers(graph)):
+        output, data = node.outputs[0], node.inputs[0]
+        if output.is_graph_output() or data is None:
+            continue
+        maker = data.producer()
+        stored = _dequantized(node)
+        read = [v for v in node.inputs if v is not None]
+        if stored is not None:
+            name = output.name
+            output.name = f"{name}/dequantized"
+            tensor = ir.tensor(stored, name=name)
+            value = ir.Value(
+                name=name, shape=ir.Shape(stored.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+            )
+            graph.register_initializer(value)
+        elif maker is not None and maker.op_type == "QuantizeLinear" and maker.inputs[0] is not None:
+            value = maker.inputs[0]
+        else:
+            continue
+        output.replace_all_uses_with(value)
+        graph.remove(node, safe=True)
+        for each in read:
+            drop_unread(each)
+    return from_ir(copy)
+
+
+def _dequantizers(graph: ir.Graph) -> Iterator[ir.Node]:
+    for node in graph:
+        if node.op_type == "DequantizeLinear" and node.domain == "":
+            yield node
+
+
+def _value(node: ir.Node) -> QuantValue | None:
+    """What one DequantizeLinear says; None where its scale is computed, or it reads neither a Q nor a constant."""
+    scales, data = constant(node.inputs[1]), node.inputs[0]
+    if scales is None or data is None:
+        return None
+    maker, stored = data.producer(), _dequantized(node)
+    role: Role = "activation"
+    points = _points(node)
+    kind = data.dtype or ir.DataType.INT8
+    axis = node.attributes.get_int("axis", 1) if scales.size > 1 else None
+    if axis is not None and axis < 0 and data.shape is not None:
+        axis += len(data.shape)
+    if stored is not None:
+        role = "weight"
+        name, low, high = node.outputs[0].name, float(stored.min(initial=0)), float(stored.max(initial=0))
+    elif maker is not None and maker.op_type == "QuantizeLinear" and maker.inputs[0] is not None:
+        if weight_of(maker.inputs[0]) is not None:
+            role = "weight"
+        least, greatest = _bounds(kind)
+        name = maker.inputs[0].name
+        wide = scales.astype(np.float64)
+        low, high = float(((least - points) * wide).min()), float(((greatest - points) * wide).max())
+    else:
+        return None
+    point: Any = int(points.flat[0]) if np.all(points == points.flat[0]) else tuple(int(p) for p in points.ravel())
+    readers = tuple(dict.fromkeys(_readers(node.outputs[0])))
+    first = next((u.node for u in node.outputs[0].uses()), node)
+    return QuantValue(
+        name=name or "",
+        role=role,
+        module=module_of(first) or module_of(node),
+        axis=axis,
+        readers=readers,
+        why=_WHY,
+        dtype=kind.name.lower(),
+        zero_point=point,
+        scales=tuple(float(s) for s in scales.astype(np.float32).ravel()),
+        amax=max(abs(low), abs(high)),
+        seen=(low, high),
+        calibrator="model",
+    )
+
+
+def _readers(value: ir.Value) -> Iterator[tuple[str, int]]:
+    """Who reads a dequantised value, through nodes that only move it."""
+    for use in value.uses():
+        yield first_output(use.node), use.idx
+        if use.node.op_type in _MOVES and use.idx == 0:
+            yield from _readers(use.node.outputs[0])
+
+
+def _points(node: ir.Node) -> npt.NDArray[Any]:
+    points = constant(node.inputs[2]) if len(node.inputs) > 2 else None
+    return np.zeros(1, np.int64) if points is None else points.astype(np.int64).reshape(-1)
+
+
+def _bounds(kind: ir.DataType) -> tuple[float, float]:
+    """The least and the greatest number of the quantised type."""
+    dtype = kind.numpy()
+    if np.issubdtype(dtype, np.integer):
+        limits = np.iinfo(dtype)
+        return float(limits.min), float(limits.max)
+    floats = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    return float(floats.min), float(floats.max)
+
+
+def _dequantized(node: ir.Node) -> npt.NDArray[Any] | None:
+    """The float numbers that a stored weight stands for; None where it is no weight."""
+    data, scales = node.inputs[0], constant(node.inputs[1])
+    whole = constant(data)
+    if whole is None or scales is None:
+        return None
+    points = _points(node)
+    shape = [1] * whole.ndim
+    if scales.size > 1:
+        if scales.ndim > 1:  # scales of blocks
+            return None
+        shape[node.attributes.get_int("axis", 1)] = -1
+    wide = scales.astype(np.float32).reshape(shape) if scales.size > 1 else scales.astype(np.float32).reshape(())
+    zero = points.reshape(shape) if points.size > 1 else points.reshape(())
+    numbers = (whole.astype(np.float32) - zero.astype(np.float32)) * wide
+    return np.asarray(numbers, scales.dtype)
