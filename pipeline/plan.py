@@ -18,7 +18,6 @@ from layerline.pipeline.reasons import describe
 from layerline.pipeline.records.ledger import Ledger, Record
 from layerline.pipeline.records.store import Artifact, DamagedError, Store
 from layerline.pipeline.stage import Stage
-from layerline.pipeline.task import IMPORTED
 
 CHECKPOINTS = "scratch/checkpoints"
 """In a stage's working folder: what it goes on from."""
@@ -140,15 +139,20 @@ class Planner:
         first = next((n for n, hook in enumerate(row) if self.fingerprint(hook).function), len(row))
         return list(row[: first + 1])
 
-    def changed(self, step: Step) -> str:
-        """Which file that a stage's key speaks of changed since it was hashed, in words; empty where none did."""
+    def changed(self, step: Step, imported: Mapping[Path, str]) -> str:
+        """Which file of a stage's key changed since it was hashed, in words; empty where none did.
+
+        Args:
+            step: the stage.
+            imported: SHA-256 of each module that this run imported from the project.
+        """
         paths = {name: p for hook in self.hooks(step.stage) for name, p in self.fingerprint(hook).paths.items()}
         paths |= {storable(name): self.project.root / name for name in (*step.stage.files(), *self.project.data)}
         names = [name.removeprefix("file.") for name in step.parts if name.startswith("file.")]
         for name in names:
             if what := self.hasher.changed(paths.get(name, self.project.root / name)):
                 return f"{name} {what}"
-        edited = self._reader.imported_as_read(IMPORTED) if self._reader else ""
+        edited = self._reader.imported_as_read(imported) if self._reader else ""
         return f"{edited} was edited" if edited else ""
 
     def fingerprint(self, hook: str) -> Fingerprint:

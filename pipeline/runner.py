@@ -336,7 +336,7 @@ class Runner:
         seconds = time.monotonic() - started
         if not isinstance(report, Report):
             raise StageError(f"stage {step.stage.name} returned {type(report).__name__}, not a Report")
-        self._refuse_changed(self.planner.changed(step), step.stage)
+        self._refuse_changed(self.planner.changed(step, self._task.imported), step.stage)
         sealed = self.store.seal(out, step.stage.gives, step.stage.side)
         record = self._record(step, sealed.digest, report, seconds)
         self.ledger.put(record)

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from layerline.pipeline import process_env
 from layerline.pipeline.errors import PipeError, TaskError, machine_lacks, ran_out_of_memory, words
@@ -23,8 +23,6 @@ from layerline.pipeline.keys.imports import is_own_folder
 
 # Project folders whose modules are imported by `_Source` in this process.
 _HOOKED: set[Path] = set()
-# SHA-256 of the bytes of each module of the project that this process has imported.
-IMPORTED: dict[Path, str] = {}
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 # Names of the arguments that an error tells; the empty one is the model.
@@ -38,10 +36,13 @@ class _Source(SourceFileLoader):
     A bytecode cache goes by size and mtime in whole seconds: after a quick edit it would run yesterday's code.
     """
 
+    # Where imports are recorded: the `imported` of the task that was used last.
+    record: ClassVar[dict[Path, str]] = {}
+
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
         source = self.get_data(path)
-        IMPORTED[Path(path)] = hashlib.sha256(source).hexdigest()
+        _Source.record[Path(path)] = hashlib.sha256(source).hexdigest()
         code: CodeType = self.source_to_code(source, path)
         return code
 
@@ -54,10 +55,14 @@ class Task:
     Args:
         path: the task file; its folder is put on sys.path so that it can import its neighbours.
         loaded: called when the file has just been imported, before any hook runs.
+
+    Attributes:
+        imported: SHA-256 of the bytes of each module of the project that was imported for this task.
     """
 
     def __init__(self, path: Path, loaded: Callable[[], None] = lambda: None) -> None:
         self.path, self._loaded = path, loaded
+        self.imported: dict[Path, str] = {}
         self._module: ModuleType | None = None
 
     def has(self, hook: str) -> bool:
@@ -126,6 +131,7 @@ class Task:
             raise TaskError(f"{what} {complaint[0]}", where=self.path.name, hint=complaint[1])
 
     def _load(self) -> ModuleType:
+        _Source.record = self.imported  # hooks import further modules when they run
         if self._module is not None:
             return self._module
         if not self.path.is_file():
@@ -199,7 +205,6 @@ def _given(hook: str, args: Sequence[Any]) -> str:
 
 def _put_first_on_path(folder: Path) -> None:
     """Makes a project's modules importable as they are now, whatever this process imported before."""
-    IMPORTED.clear()
     for name, module in list(sys.modules.items()):
         if isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _Source):
             del sys.modules[name]

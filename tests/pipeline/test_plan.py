@@ -125,7 +125,7 @@ def test_sets_are_shown_in_one_order() -> None:
 
 
 def test_facts_are_found_without_importing_what_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = "import sys; from layerline.pipeline import env; print(env.fact('numpy'), 'numpy' in sys.modules)"
+    program = "import sys; from layerline.pipeline.keys import env; print(env.fact('numpy'), 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     version, imported = done.stdout.split()
     assert version == env.fact("numpy") != "absent" and imported == "False"

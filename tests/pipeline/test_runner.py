@@ -416,6 +416,14 @@ def test_an_edit_between_the_key_and_the_import_is_refused(tmp_path: Path) -> No
         runner._task.call("model")
 
 
+def test_an_edit_between_two_runs_of_one_process_is_no_edit_during_the_second(folder: Folder) -> None:
+    folder.run()  # imports task.py and helper.py
+    folder.edit("task.py", "BIAS = 1", "BIAS = 1  # one")
+    folder.edit("helper.py", "return 0", "return 5")
+    done = folder.run(None, "double.factor=3")  # source is cached, and double calls no hook
+    assert states(done) == {"source": "cached", "double": "ran", "judge": "ran"}
+
+
 def test_an_edit_after_the_import_counts_from_the_next_run_on(tmp_path: Path) -> None:
     (tmp_path / "pipe.yaml").write_text("{}\n")
     (tmp_path / "task.py").write_text("def model(): return 1\ndef metric(): return 1\n")
