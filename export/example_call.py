@@ -1,4 +1,4 @@
-"""How a module is called, as flat named arrays: nested arguments and results get the names they keep in the ONNX."""
+"""Calls a module on flat named arrays. Nested arguments and results get the names that they keep in the ONNX."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ class Call:
     """A module, example arguments, and the names of every tensor that goes in and comes out.
 
     Attributes:
+        module: in eval mode; it has been called once on the example.
         args: positional arguments of the example.
         kwargs: keyword arguments of the example, in the order of forward()'s parameters.
-        feed: the example's tensors by input name: the parameter's, then keys and positions below it (`batch_image`).
+        feed: tensors of the example by input name: the parameter's, then keys and positions below it (`batch_image`).
         fixed: arguments that are numbers or text, by name; they become part of the graph.
-        outputs: names of the tensors that come out: the fields' names, or `output`.
-        results: what came out for the example.
-        left_out: numbers and text among what came out, by name; the ONNX has none of them.
-        first: the module as it was before it was called, on the same weights; None where it can't be copied.
-        unwatched: why it can't.
+        outputs: names of the returned tensors: the names of their fields, or `output`.
+        results: the tensors that forward() returned for the example, by output name.
+        left_out: returned numbers and text by name; the ONNX has none of them.
+        first: a copy made before the first call, which shares the weights; None if the module can't be copied.
+        unwatched: why it can't be copied; empty if it can.
+        keeps: attributes that the first call changed, by path, each with the module that holds it.
     """
 
     module: nn.Module
@@ -53,38 +55,51 @@ class Call:
     @property
     def complex_inputs(self) -> list[str]:
         """Inputs of complex numbers, which the ONNX takes as pairs along a last axis."""
-        leaves = (v for v in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(v, Tensor))
-        return [n for n, v in zip(self.feed, leaves, strict=True) if v.is_complex()]
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return [name for name, tensor in zip(self.feed, tensors, strict=True) if tensor.is_complex()]
 
     def arguments(self, feed: Feed) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The example's arguments with the tensors of `feed` in their places."""
         leaves, spec = pytree.tree_flatten((self.args, dict(self.kwargs)))
-        # Each its own memory: the exporter takes two arguments that are the same tensor for one input.
-        arrays = iter([feed[n] for n in self.feed])
-        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(
-            [tensor(next(arrays), complex_pairs=v.is_complex()) if isinstance(v, Tensor) else v for v in leaves], spec
-        )
-        return found
+        names = iter(self.feed)
+        replaced: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                # Memory of its own: the exporter takes two arguments that are the same tensor for one input.
+                replaced.append(tensor(feed[next(names)], complex_pairs=leaf.is_complex()))
+            else:
+                replaced.append(leaf)
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(replaced, spec)
+        return arguments
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Array]:
-        """The tensors of another call, by input name."""
-        return {n: array(v) for n, v in _named(self.module, args, kwargs)[1] if isinstance(v, Tensor)}
+        """The tensors among other arguments, by input name."""
+        _, leaves = _named(self.module, args, kwargs)
+        return {name: array(leaf) for name, leaf in leaves if isinstance(leaf, Tensor)}
 
     def run(self, feed: Feed, module: nn.Module | None = None) -> dict[str, Array]:
-        """What the module itself gives when it is called for the first time, by output name; raises whatever it raises.
+        """Outputs of a first call of the module, by output name. Raises whatever forward() raises.
 
         Args:
-            module: runs instead of it.
+            module: a module to call instead.
         """
         args, kwargs = self.arguments(feed)
+        if module is None:
+            module = self.pristine()
         with torch.no_grad():
-            found = _leaves((module or self.pristine())(*args, **kwargs))[0]
-        return dict(zip(self.outputs, (array(v) for _, v in found), strict=True))
+            tensors, _ = _leaves(module(*args, **kwargs))
+        arrays = [array(tensor) for _, tensor in tensors]
+        return dict(zip(self.outputs, arrays, strict=True))
 
     def pristine(self) -> nn.Module:
         """The module as it was before it was called for the first time, on the same weights."""
-        fresh = kept_state.untouched(self.first) if self.keeps and self.first is not None else self.module
-        return fresh if isinstance(fresh, nn.Module) else self.module
+        if self.first is None or not self.keeps:
+            return self.module
+        fresh = kept_state.untouched(self.first)
+        if isinstance(fresh, nn.Module):
+            return fresh
+        return self.module
 
     def warm(self) -> nn.Module:
         """Another copy of the module, called once on the example."""
@@ -93,37 +108,45 @@ class Call:
         return module
 
     def changes(self) -> dict[str, nn.Module]:
-        """Attributes that calls have changed so far, by path, with the module that holds each."""
-        return {**self.keeps, **(kept_state.changed(self.first, self.module) if self.first is not None else {})}
+        """Attributes that calls have changed so far, by path, each with the module that holds it."""
+        if self.first is None:
+            return dict(self.keeps)
+        return {**self.keeps, **kept_state.changed(self.first, self.module)}
 
     @contextmanager
     def tensors_alone(self) -> Iterator[None]:
-        """Inside, forward() gives its tensors as a tuple, if it gives anything else: a graph has no other outputs."""
-        own, forward = vars(self.module).get("forward"), self.module.forward
+        """Inside, forward() returns only its tensors, as a tuple; a graph has no other outputs."""
         if not self.left_out:
             yield
             return
+        forward = self.module.forward
+        # Set where forward() was replaced on the instance, and not only defined in the class.
+        replacement = vars(self.module).get("forward")
 
-        def alone(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-            return tuple(v for v in pytree.tree_leaves(forward(*args, **kwargs)) if isinstance(v, Tensor))
+        def tensors_of_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+            leaves = pytree.tree_leaves(forward(*args, **kwargs))
+            return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
-        alone.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-        self.module.forward = alone
+        tensors_of_forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+        self.module.forward = tensors_of_forward
         try:
             yield
         finally:
-            if own is not None:
-                self.module.forward = own
+            if replacement is not None:
+                self.module.forward = replacement
             else:
                 del self.module.forward
 
     def shapes(self, axes: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
-        """`axes` by input name in the nesting of forward()'s parameters, as the exporter wants its dynamic shapes."""
+        """`axes` by input name, in the nesting of forward()'s parameters: the exporter's `dynamic_shapes`."""
+
+        def dynamic(path: Sequence[Any], leaf: Any) -> dict[int, Any] | None:
+            if not isinstance(leaf, Tensor):
+                return None
+            return dict(axes.get(_name(path), {})) or None
+
         bound = dict(inspect.signature(self.module.forward).bind(*self.args, **self.kwargs).arguments)
-        spec: dict[str, Any] = pytree.tree_map_with_path(
-            lambda path, leaf: dict(axes.get(_name(path), {})) or None if isinstance(leaf, Tensor) else None,
-            bound,
-        )
+        spec: dict[str, Any] = pytree.tree_map_with_path(dynamic, bound)
         return spec
 
 
@@ -132,45 +155,58 @@ def call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
 
     Raises:
         TaskError: the arguments do not fit forward(), two have one name, or forward() raises on them.
-        StageError: something comes out that is not made of tensors, or nothing; names it.
+        StageError: forward() returns something that is not made of tensors, or no tensor; names it.
     """
-    who, first = f"{type(module).__name__}.forward()", kept_state.untouched(module)
-    order, named = _named(module, args, kwargs)
-    kwargs = {k: kwargs[k] for k in order if k in kwargs}
-    # Copies: a forward() that works in place must not change what it was given.
-    feed = {n: _portable(f"input {n}", v).copy() for n, v in named if isinstance(v, Tensor)}
+    method = f"{type(module).__name__}.forward()"
+    copy = kept_state.untouched(module)
+    order, leaves = _named(module, args, kwargs)
+    kwargs = {name: kwargs[name] for name in order if name in kwargs}
+    feed: dict[str, Array] = {}
+    for name, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            # A copy: a forward() that works in place must not change the example.
+            feed[name] = _portable(f"input {name}", leaf).copy()
     if not feed:
-        raise TaskError(f"the example inputs of {who} hold no tensor", where="example_inputs")
+        raise TaskError(f"the example inputs of {method} hold no tensor", where="example_inputs")
     try:
         with torch.no_grad():
-            given, named_args = pytree.tree_map_only(Tensor, torch.clone, (tuple(args), dict(kwargs)))
-            result = module(*given, **named_args)
+            cloned_args, cloned_kwargs = pytree.tree_map_only(Tensor, torch.clone, (tuple(args), dict(kwargs)))
+            result = module(*cloned_args, **cloned_kwargs)
     except Exception as error:
-        raise TaskError(f"{who} raised {type(error).__name__}: {error}", where="example_inputs") from error
+        raise TaskError(f"{method} raised {type(error).__name__}: {error}", where="example_inputs") from error
     tensors, left_out = _leaves(result)
-    outgoing = [(f"{n}_out" if n in feed else n, v) for n, v in tensors]
-    _distinct("output", [n for n, _ in outgoing])
-    results = {n: _portable(f"output {n}", v) for n, v in outgoing}
+    # The ONNX has one namespace for inputs and outputs.
+    outgoing = [(f"{name}_out" if name in feed else name, tensor) for name, tensor in tensors]
+    _distinct("output", [name for name, _ in outgoing])
+    results = {name: _portable(f"output {name}", tensor) for name, tensor in outgoing}
+    first: nn.Module | None = None
+    unwatched = ""
+    keeps: dict[str, nn.Module] = {}
+    if isinstance(copy, nn.Module):
+        first = copy
+        keeps = kept_state.changed(copy, module)
+    else:
+        unwatched = copy
     return Call(
         module=module,
         args=tuple(args),
         kwargs=kwargs,
         feed=feed,
-        fixed={n: v for n, v in named if isinstance(v, _CONSTANTS)},
+        fixed={name: leaf for name, leaf in leaves if isinstance(leaf, _CONSTANTS)},
         outputs=tuple(results),
         results=results,
         left_out=left_out,
-        first=first if isinstance(first, nn.Module) else None,
-        unwatched="" if isinstance(first, nn.Module) else first,
-        keeps=kept_state.changed(first, module) if isinstance(first, nn.Module) else {},
+        first=first,
+        unwatched=unwatched,
+        keeps=keeps,
     )
 
 
 def refuse_training(module: nn.Module) -> None:
-    """Names what eval() does not reach.
+    """Checks that eval() reached every module.
 
     Raises:
-        StageError: a module (a BatchNorm, a Dropout) that is still in training mode.
+        StageError: a module (a BatchNorm, a Dropout) is still in training mode.
     """
     for path, inner in module.named_modules():
         if inner.training:
@@ -187,16 +223,19 @@ def check_range(call: Call, name: str, low: int, high: int) -> None:
     Raises:
         ConfigError: no such input, not of integers, or the example lies outside.
     """
-    where, array = f"ranges.{name}", call.feed.get(name)
+    where = f"ranges.{name}"
+    array = call.feed.get(name)
     if array is None:
         raise ConfigError(f"unknown input {name!r}", where=where, hint=f"the model takes {', '.join(call.feed)}")
     if padded_masks.fits(array, low, high):
         return
     if array.dtype.kind not in "iu":
         raise ConfigError(f"input {name!r} is {array.dtype}: ranges are for integers", where=where)
-    seen = (int(array.min()), int(array.max())) if array.size else (low, high)
-    if low > high or seen[0] < low or seen[1] > high:
-        raise ConfigError(f"the range is {low} to {high}; the example holds {seen[0]} to {seen[1]}", where=where)
+    least, greatest = low, high
+    if array.size:
+        least, greatest = int(array.min()), int(array.max())
+    if low > high or least < low or greatest > high:
+        raise ConfigError(f"the range is {low} to {high}; the example holds {least} to {greatest}", where=where)
 
 
 def _named(
@@ -207,12 +246,13 @@ def _named(
     try:
         bound = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     except TypeError as error:
-        who = f"{type(module).__name__}.forward()"
-        raise TaskError(f"the inputs do not fit {who}: {error}", where="example_inputs") from error
+        method = f"{type(module).__name__}.forward()"
+        raise TaskError(f"the inputs do not fit {method}: {error}", where="example_inputs") from error
     _register(bound)
-    named = [(_name(path), leaf) for path, leaf in pytree.tree_flatten_with_path(bound)[0]]
-    _distinct("input", [n for n, leaf in named if isinstance(leaf, Tensor)])
-    return list(bound), named
+    leaves_by_path, _ = pytree.tree_flatten_with_path(bound)
+    leaves = [(_name(path), leaf) for path, leaf in leaves_by_path]
+    _distinct("input", [name for name, leaf in leaves if isinstance(leaf, Tensor)])
+    return list(bound), leaves
 
 
 def _leaves(result: Any) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
@@ -222,13 +262,16 @@ def _leaves(result: Any) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
         StageError: something else, or no tensor.
     """
     _register(result)
-    found, numbers = list[tuple[str, Tensor]](), dict[str, Any]()
+    tensors: list[tuple[str, Tensor]] = []
+    constants: dict[str, Any] = {}
     for path, leaf in pytree.tree_flatten_with_path(result)[0]:
-        name = _name(path) if path and not isinstance(path[0], pytree.SequenceKey) else _name(("output", *path))
+        # A tensor alone, or one of a tuple, has no field's name to go by.
+        unnamed = not path or isinstance(path[0], pytree.SequenceKey)
+        name = _name(("output", *path)) if unnamed else _name(path)
         if isinstance(leaf, Tensor):
-            found.append((name, leaf))
+            tensors.append((name, leaf))
         elif isinstance(leaf, _CONSTANTS):
-            numbers[name] = leaf
+            constants[name] = leaf
         elif leaf is not None:
             kind = type(leaf).__name__
             raise StageError(
@@ -237,25 +280,29 @@ def _leaves(result: Any) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
                 hint="return tensors in its place: switch it off by an argument (use_cache=False for a cache), or "
                 "wrap the model in a module that returns only what is needed",
             )
-    if not found:
-        told = ", ".join(f"{n} = {v!r}" for n, v in numbers.items()) or "None"
+    if not tensors:
+        returned = ", ".join(f"{name} = {value!r}" for name, value in constants.items()) or "None"
         raise StageError(
-            f"forward() returns no tensor, but {told}", where="model", hint="return what is to be computed, as tensors"
+            f"forward() returns no tensor, only {returned}", where="model", hint="return the model's results as tensors"
         )
-    return found, numbers
+    return tensors, constants
 
 
 def _portable(what: str, tensor: Tensor) -> Array:
-    """A tensor on its way in or out, as an array.
+    """A tensor that goes in or out, as an array.
 
     Raises:
-        StageError: no runtime takes or gives such tensors.
+        StageError: a type or layout that no runtime takes as an input or gives as an output.
     """
-    kind = str(tensor.dtype).removeprefix("torch.") if tensor.dtype in NOT_IN_NUMPY or tensor.is_quantized else ""
-    kind = kind or ("" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch."))
-    if kind:
+    unsupported = ""
+    if tensor.dtype in NOT_IN_NUMPY or tensor.is_quantized:
+        unsupported = str(tensor.dtype)
+    elif tensor.layout is not torch.strided:
+        unsupported = str(tensor.layout)
+    if unsupported:
+        kind = unsupported.removeprefix("torch.")
         raise StageError(
-            f"a tensor of {kind} can't go in or out: neither numpy nor onnxruntime's own interface has such",
+            f"a tensor of {kind} can't be an input or output: numpy and onnxruntime's Python interface lack this kind",
             where=what,
             hint="let forward() take and return float32, dense: .float(), .to_dense(); quantize chooses half precision",
         )
@@ -263,19 +310,19 @@ def _portable(what: str, tensor: Tensor) -> Array:
 
 
 def _distinct(what: str, names: Sequence[str]) -> None:
-    """Refuses tensors that would go by one name."""
-    twice = [n for n, count in Counter(names).items() if count > 1]
-    if twice:
-        raise TaskError(
-            f"two {what}s would both be called {twice[0]!r}: names are the parameters' (or fields'), then keys and "
-            f"positions, joined by _",
-            where=f"{what} {twice[0]}",
-            hint=f"rename a key or a parameter, or wrap the model in a module whose {what}s have names of their own",
-        )
+    """Refuses two tensors of one name."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise TaskError(
+                f"two {what}s would both be called {name!r}: a name joins the parameter (or field), keys and positions "
+                "by _",
+                where=f"{what} {name}",
+                hint=f"rename a key or a parameter, or wrap the model in a module whose {what}s have distinct names",
+            )
 
 
 def _register(tree: Any) -> None:
-    """Makes every dataclass in the tree a node of it, so that its fields are seen, here and by the exporter."""
+    """Registers every dataclass in the tree with torch, so that pytree and the exporter see its fields."""
     for leaf in pytree.tree_leaves(tree):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             torch.export.register_dataclass(type(leaf))
@@ -283,20 +330,30 @@ def _register(tree: Any) -> None:
 
 
 def _spell_out(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Spells out what a forward(**kwargs) is called with: the exporter has no names for what they collect."""
-    given = inspect.signature(module.forward)
-    named = [p for p in given.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    further = [k for k in kwargs if k not in given.parameters]
-    if len(named) < len(given.parameters) and further:
-        forward = module.forward
+    """Gives a forward(**kwargs) the parameters it is called with: the exporter has no names for collected ones."""
+    signature = inspect.signature(module.forward)
+    parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    collects = len(parameters) < len(signature.parameters)
+    collected = [name for name in kwargs if name not in signature.parameters]
+    if not collects or not collected:
+        return
+    forward = module.forward
 
-        def spelt_out(*args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs)
+    def spelt_out(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
 
-        named += [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY) for k in further]
-        spelt_out.__signature__ = given.replace(parameters=named)  # type: ignore[attr-defined]
-        module.forward = spelt_out
+    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in collected]
+    spelt_out.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    module.forward = spelt_out
 
 
 def _name(path: Sequence[Any]) -> str:
-    return "_".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
+    """Joins the parts of a pytree path: MappingKey has `key`, SequenceKey `idx`, GetAttrKey `name`."""
+    parts = []
+    for part in path:
+        for attribute in ("key", "idx", "name"):
+            if hasattr(part, attribute):
+                part = getattr(part, attribute)
+                break
+        parts.append(str(part))
+    return "_".join(parts)

@@ -135,9 +135,10 @@ class Export(Stage):
             return self._compare(work, fast=fast)
 
     def _compare(self, work: Work, *, fast: bool) -> tuple[Prober, list[Probe], list[Gate], Parity]:
-        from layerline.export import eval_fastpath, kept_state, random_values
+        from layerline.export import eval_fastpath, random_values
         from layerline.export.torch_export import trace
         from layerline.graph.io import module_identity
+        from layerline.parity import state_gate
         from layerline.parity.parity import parity
         from layerline.parity.probe_inputs import Prober
 
@@ -157,7 +158,7 @@ class Export(Stage):
         if more:
             result = parity(traced, found := [*found, *more], rule)
         result = replace(result, gates=prober.explained(result.gates, found))
-        kept, notes = kept_state.gate(call, found, work.task.path.parent)
+        kept, notes = state_gate.gate(call, found, work.task.path.parent)
         prober.notes += [*notes, *(eval_fastpath.notes(call, found) if fast else [])]
         random = random_values.first(traced.program, traced.nodes, module_identity.sources(traced.model))
         return prober, found, [*_golden(work, call, random, fast=fast), *kept], result

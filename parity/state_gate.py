@@ -1,0 +1,111 @@
+"""The gate on modules that keep state between calls: a later call must give what a first call gives."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from layerline.backends.base import Array
+from layerline.compare.tensor_distance import Distance, diff_arrays
+from layerline.export.example_call import Call
+from layerline.export.probe import Probe
+from layerline.graph.io.module_identity import source
+from layerline.pipeline.errors import brief
+from layerline.pipeline.report import Gate
+
+LIMIT = 1e-4
+"""Greatest relative L2 distance between a later call and a first call; it covers kernels that round differently."""
+
+
+def gate(call: Call, probes: Sequence[Probe], root: Path) -> tuple[list[Gate], list[str]]:
+    """Compares a later call with a first call on every probe.
+
+    Args:
+        root: the project's folder, for source lines.
+
+    Returns:
+        The gate, if it failed, and notes; both empty when no attribute changes.
+    """
+    if call.unwatched:
+        return [], [f"cannot check whether forward() keeps state: copying the module failed with {call.unwatched}"]
+    owners = call.changes()
+    if not owners:
+        return [], []
+    names = ", ".join(f"{name!r} ({_where(name, owner, root)})" for name, owner in owners.items())
+    difference = _first_difference(call, probes)
+    if not difference:
+        return [], [f"forward() changes the attribute {names}; later calls give the same outputs on every probe"]
+    failed = Gate(
+        "module keeps no state",
+        False,
+        f"forward() changes the attribute {names}, and {difference}",
+        "a later call gives what a first call gives",
+        "keep no state: compute it from the inputs on every call, in __init__, or make it an input and an output",
+    )
+    return [failed], []
+
+
+def _first_difference(call: Call, probes: Sequence[Probe]) -> str:
+    later = call.warm()
+    for probe in probes:
+        difference = _difference(call, later, probe)
+        if difference:
+            return difference
+    return ""
+
+
+def _difference(call: Call, later: nn.Module, probe: Probe) -> str:
+    """What differs in a later call, in words; empty where nothing does."""
+    first = _seeded(call, None, probe)
+    again = _seeded(call, later, probe)
+    if isinstance(first, str):
+        return ""
+    if isinstance(again, str):
+        return f"a later call raises {again} ({probe.label})"
+    distances = {name: diff_arrays(first[name], output) for name, output in again.items()}
+
+    def severity(name: str) -> tuple[bool, float]:
+        return _incomparable(distances[name]), distances[name].rel_l2
+
+    worst = max(distances, key=severity)
+    distance = distances[worst]
+    if not _incomparable(distance) and distance.rel_l2 <= LIMIT:
+        return ""
+    amount = distance.mismatch or f"relative L2 {distance.rel_l2:.1e}"
+    return f"{worst} differs in a later call ({probe.label}): {amount}"
+
+
+def _incomparable(distance: Distance) -> bool:
+    return bool(distance.mismatch or distance.one_sided)
+
+
+def _seeded(call: Call, module: nn.Module | None, probe: Probe) -> Mapping[str, Array] | str:
+    # The same seed for both calls: a module that draws numbers must not differ for that reason.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            return call.run(probe.feed, module)
+        except Exception as error:  # noqa: BLE001 - the user's module may raise anything on a state it left behind
+            return brief(error)
+
+
+def _where(name: str, owner: nn.Module, root: Path) -> str:
+    """The module that holds an attribute, and the line of its forward() that sets it, where there is one."""
+    path, _, attribute = name.rpartition(".")
+    module = f"module {path}" if path else "model"
+    try:
+        lines, first = inspect.getsourcelines(type(owner).forward)
+        file = inspect.getsourcefile(type(owner)) or ""
+    except (OSError, TypeError):
+        return module
+    # An assignment (also of an element, or with an operator), or a method call such as .append().
+    sets = re.compile(rf"\.{re.escape(attribute)}\b(\[.*\])?\s*([-+*/|&@]?=(?!=)|\.\w+\()")
+    for number, line in enumerate(lines, first):
+        if sets.search(line):
+            return f"{module}, {source([(file, number)], root)}"
+    return module
