@@ -27,7 +27,7 @@ _HOOKED: set[Path] = set()
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 # Names of the arguments that an error tells; the empty one is the model.
 _ARGUMENTS = {"loss": ("", "batch"), "metric": ("outputs", "targets")}
-HOOKS = ("model", "train_data", "loss", "eval_data", "metric", "calib_data", "example_inputs")
+HOOKS = ("model", "train_data", "loss", "eval_data", "metric", "calib_data", "example_inputs", "teacher")
 
 
 class _Source(SourceFileLoader):

@@ -29,15 +29,18 @@ _DEFAULTS: Mapping[str, Any] = {
     "ema.decay": 0.999, "ema.warmup": True,
 }  # fmt: skip
 
-_SHOWN = ("optimizer", "scheduler", "training", "precision", "gpu", "distributed", "preset")
+_SHOWN = (
+    "optimizer", "scheduler", "training", "precision", "gpu", "distributed", "pruning", "distillation", "swa", "preset",
+)  # fmt: skip
 
 
 class Train(Stage):
     """Trains the task's model.
 
-    The sections `optimizer`, `scheduler`, `training`, `precision`, `gpu` and `distributed` (and `preset`) may be
-    written in any of the shapes that ModelOptimizer takes; they are kept in the one form they mean. Left out: AdamW at
-    1e-3, warm-up and cosine, clipping at norm 1, EMA 0.999 with warm-up. 0 turns clipping or EMA off.
+    The sections `optimizer`, `scheduler`, `training`, `precision`, `gpu`, `distributed`, `pruning`, `distillation` and
+    `swa` (and `preset`) may be written in any of the shapes that ModelOptimizer takes; they are kept in the one form
+    they mean. Left out: AdamW at 1e-3, warm-up and cosine, clipping at norm 1, EMA 0.999 with warm-up. 0 turns clipping
+    or EMA off.
     """
 
     name: ClassVar[str] = "train"
@@ -104,7 +107,13 @@ class Train(Stage):
     def hooks(self) -> tuple[str, ...]:
         """The task's hooks it calls: the evaluation's only where training validates, so that editing metric() never
         retrains otherwise."""
-        return (*self.uses, "eval_data", "metric") if self.config().monitor.valid_interval else self.uses
+        config = self.config()
+        hooks = self.uses
+        if config.distillation.alpha:
+            hooks = (*hooks, "teacher")
+        if config.monitor.valid_interval:
+            hooks = (*hooks, "eval_data", "metric")
+        return hooks
 
     def config(self) -> Config:
         """The typed configuration of ModelOptimizer."""
@@ -216,6 +225,9 @@ def _gather(raw: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
     name = scheduler.get("name", name) if isinstance(scheduler, Mapping) else name
     # A warm-up of our own choice belongs to a schedule of our own choice.
     defaults = {k: v for k, v in _DEFAULTS.items() if k != "scheduler.warmup_ratio" or name == "cosine"}
+    swa = sections.get("swa")
+    if "swa.share" in recipe or (isinstance(swa, Mapping) and "share" in swa):
+        defaults = {k: v for k, v in defaults.items() if not k.startswith("ema.")}  # SWA's mean ships instead
     try:
         return {**own, "recipe": aliases.normal_form({**sections, **recipe}, defaults)}
     except ConfigError as error:

@@ -20,7 +20,7 @@ from layerline.training.data.loss import default_loss
 from layerline.training.diagnostics.verify_accumulation import AccumulationCheck, verify
 from layerline.training.loop import ema_swap, memory_report
 from layerline.training.loop.best_checkpoints import FOLDER, Best
-from layerline.training.loop.masks import Gradual, Masks
+from layerline.training.loop.masks import Gradual, Masks, configured
 from layerline.training.loop.memory_report import LayerMemory
 from layerline.training.loop.step_engine import Lane
 from layerline.training.loop.step_result import StepResult
@@ -93,6 +93,10 @@ class ModelOptimizer:
         self.saved: Path | None = None
         for name, lane in self.lanes.items():
             capabilities.attach(lane, self.ranks, partial(checkpoint.roll_back, self, name))
+        for lane in self.lanes.values():
+            gradual = configured(lane.model, self.config)
+            if gradual is not None:
+                lane.masks = Masks(lane, gradual)
         self.best: Best | None = None
         if self.config.monitor.keep_best or self.config.monitor.early_stop:
             self.best = Best(self.config.monitor, Path(self.config.monitor.save_dir) / FOLDER)

@@ -67,6 +67,26 @@ class Wrong(NamedTuple):
 
 
 FAST = {
+    "no teacher": Wrong(
+        "teacher()",
+        "distillation.alpha asks for it",
+        yaml="train: {epochs: 1, distillation: {alpha: 0.5}}",
+        old="train",
+    ),
+    "a teacher of other classes": Wrong(
+        "loss()",
+        "the student gives (2, 2), the teacher (2, 3)",
+        "def teacher(): return nn.Linear(6, 3)",
+        "train: {epochs: 1, distillation: {alpha: 0.5}}",
+        "train",
+    ),
+    "a teacher of other inputs": Wrong(
+        "loss()",
+        "teacher() raised RuntimeError",
+        "def teacher(): return nn.Linear(5, 2)",
+        "train: {epochs: 1, distillation: {alpha: 0.5}}",
+        "train",
+    ),
     "metric raises": Wrong(
         "metric()",
         "metric() raised IndexError: index 7 is out of bounds for axis 0 with size 2; it was called with outputs: "

@@ -72,7 +72,7 @@ CONFIG: dict[str, Any] = {"epochs": 3, "batch_size": 4, "training": {"accumulate
 
 VALID = (
     "epochs, steps, batch_size, seed, workers, device, "
-    "optimizer, scheduler, training, precision, gpu, distributed, preset"
+    "optimizer, scheduler, training, precision, gpu, distributed, pruning, distillation, swa, preset"
 )
 
 
@@ -169,6 +169,47 @@ def test_killed_again_and_again_with_workers(tmp_path: Path, straight: Any) -> N
     work = _work(tmp_path)
     Train(**CONFIG, workers=2).run(work)
     assert (work.out / "checkpoint.safetensors").read_bytes() == straight(**CONFIG)[0]
+
+
+TEACHER = """
+def teacher():
+    torch.manual_seed(7)
+    return Net()
+"""
+ALL = {**CONFIG, "pruning": {"method": "channels", "share": 0.5, "end_step": 3, "every": 1}, "swa": {"share": 0.5},
+       "distillation": {"alpha": 0.5, "temperature": 2.0}}  # fmt: skip
+
+
+@pytest.mark.parametrize("strike", ["raise:10", "raise:18"])
+def test_pruned_distilled_and_averaged_training_goes_on_bit_for_bit(
+    strike: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "straight").mkdir()
+    undisturbed = _work(tmp_path / "straight", TASK + TEACHER)
+    Train(**ALL).run(undisturbed)
+    monkeypatch.setenv("STRIKE", strike)
+    with pytest.raises(TaskError, match="struck"):
+        Train(**ALL).run(_work(tmp_path, TASK + TEACHER))
+    monkeypatch.delenv("STRIKE")
+    work = _work(tmp_path, TASK + TEACHER)
+    report = Train(**ALL).run(work)
+    assert any("resumed at step" in n for n in report.notes)
+    ours, expected = (w.out / "checkpoint.safetensors" for w in (work, undisturbed))
+    assert ours.read_bytes() == expected.read_bytes()
+    stored = load_file(ours)
+    for kind in ("online", "ema"):  # half of the four channels, and the two of the hidden norm
+        assert (stored[f"{kind}/conv.weight"] == 0).all(2).sum() == 2
+        assert (stored[f"{kind}/bn.weight"] == 0).sum() == (stored[f"{kind}/bn.bias"] == 0).sum() == 2
+        assert (stored[f"{kind}/head.weight"] != 0).all()
+
+
+def test_the_teacher_is_asked_for_only_where_it_is_used(tmp_path: Path) -> None:
+    assert "teacher" in Train(**ALL).hooks() and "teacher" not in Train(**CONFIG).hooks()
+    assert Train(**ALL).config().ema.decay is None  # the mean ships instead
+    with pytest.raises(TaskError, match=r"distillation.alpha asks for it"):
+        Train(**ALL).run(_work(tmp_path))
+    with pytest.raises(TaskError, match=r"teacher\(\) gave int"):
+        Train(**ALL).run(_work(tmp_path, TASK + "def teacher(): return 3"))
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, straight: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from layerline.pipeline.errors import ConfigError
-from layerline.training.data.distillation import Distillation, soft_loss
+from layerline.pipeline.errors import ConfigError, TaskError
+from layerline.training.data.distillation import Distillation, Taught, soft_loss
 
 _KL = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)  # (3/4, 1/4) against (1/2, 1/2)
 
@@ -105,3 +105,22 @@ def test_mistakes_are_named() -> None:
         Distillation(nn.Linear(1, 1), weight=2)
     with pytest.raises(ConfigError, match=r"the student gives \(1, 2\), the teacher \(1, 3\)"):
         soft_loss(torch.zeros(1, 2), torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("weight", [None, 4.0])
+def test_a_tasks_loss_with_the_teachers_by_hand(weight: float | None) -> None:
+    student, teacher = nn.Linear(3, 2), nn.Linear(3, 2)
+    x = torch.randn(4, 3)
+
+    def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, float | None]:
+        each = model(batch).square().mean(1)
+        return (each.mean() if weight is None else each.sum()), weight
+
+    both = Taught(loss, student, Distillation(teacher, temperature=2.0, weight=0.25))
+    seen, over = both(student, x)
+    soft = soft_loss(student(x), teacher(x), temperature=2.0)
+    expected = 0.75 * student(x).square().mean() + 0.25 * soft
+    torch.testing.assert_close(seen, expected * (weight or 1.0))
+    assert over == weight and not student._forward_hooks
+    with pytest.raises(TaskError, match="never calls the model"):
+        Taught(lambda model, batch: (batch.sum(), None), student, both.distillation)(student, x)

@@ -260,3 +260,42 @@ def test_weights_loaded_before_the_first_step_are_where_averaging_starts(how: st
     assert (shipped[f"{prefix}0.weight"] - trained[0].weight).abs().max() < 1e-4
     if how != "written":
         assert (shipped[f"{prefix}1.running_mean"] - 7.0).abs().max() < 0.1
+
+
+def test_swa_is_the_plain_mean_of_the_last_steps_at_a_constant_rate() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    config = {"optimizer": {"name": "sgd", "lr": 1.0}, "swa": {"share": 0.5, "lr": 2.0},
+              "scheduler": {"total_steps": 6}}  # fmt: skip
+    mo = ModelOptimizer(model, config)
+    # Each step adds the rate: 1, 2, 3, then at rate 2 to 5, 7, 9. The mean is taken over the last three.
+    assert _steps(model, mo, 6) == [1.0, 2.0, 3.0, 5.0, 6.0, 7.0]
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    for weight in (5.0, 7.0, 9.0):
+        model.weight.data.fill_(weight)
+        averaged.update_parameters(model)
+    assert averaged.module.weight.item() == mo.export()["weight"].item() == 7.0
+
+
+def test_swa_averages_the_statistics_too_and_holds_the_rate_of_its_first_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    config = {"optimizer": {"name": "sgd", "lr": 0.1}, "swa": {"share": 0.4},
+              "scheduler": {"name": "polynomial", "total_steps": 5}}  # fmt: skip
+    mo, means, rates = ModelOptimizer(model, config), [], []
+    for _ in range(5):
+        rates.append(mo.current_lr)
+        mo.step(model(torch.randn(4, 2)).square().mean())
+        means.append(model[1].running_mean.clone())
+    assert rates == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.04])
+    torch.testing.assert_close(mo.export()["1.running_mean"], (means[3] + means[4]) / 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [({"swa": {"share": 0.5}}, "length of the run"), ({"swa": {"lr": 0.5}}, "needs swa.share"),
+     ({"swa": {"share": 0.5}, "ema": {"decay": 0.9}, "scheduler": {"total_steps": 9}}, "EMA is on too")],
+)  # fmt: skip
+def test_what_swa_can_not_mean(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ModelOptimizer(nn.Linear(1, 1), config)

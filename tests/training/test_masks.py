@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import Config
-from layerline.training.loop.masks import Gradual, Masks, channels, cubic, magnitude
+from layerline.training.loop.masks import Gradual, Masks, channels, configured, cubic, magnitude, two_of_four
 from layerline.training.loop.step_engine import Lane
 
 
@@ -285,3 +285,55 @@ def test_masks_inside_the_average_hold_in_the_weights(masters: bool) -> None:
         assert torch.equal(model.weight != 0, torch.eye(4).bool())
     assert torch.equal(model.weight != 0, torch.eye(4).bool())
     assert torch.equal(mo.export()["weight"] != 0, torch.eye(4).bool())
+
+
+def test_two_of_four_by_hand() -> None:
+    masks = two_of_four(_linear([1.0, -4.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0]))
+    # Of equal weights the first two stay.
+    assert masks["weight"].tolist() == [[False, True, True, False, True, True, False, False]]
+    conv = nn.Conv2d(4, 2, 2)
+    mask = two_of_four(conv)["weight"]
+    assert mask.shape == conv.weight.shape and (mask.sum(1) == 2).all()  # at each place of the kernel
+    kept, lost = conv.weight.detach().abs()[mask], conv.weight.detach().abs()[~mask]
+    assert kept.sum() > lost.sum()
+    assert two_of_four(nn.Sequential(nn.Conv2d(3, 2, 1), nn.ConvTranspose2d(4, 4, 1))) == {}
+
+
+def test_channels_take_the_norm_behind_along() -> None:
+    model = nn.Sequential(_linear([3.0, 4.0], [1.0, 1.0]), nn.BatchNorm1d(2), nn.ReLU(), _linear([1.0, 2.0]))
+    masks = channels(model, 0.5, skip=["3.*"], norms=True)
+    assert {n: m.tolist() for n, m in masks.items()} == {
+        "0.weight": [[True, True], [False, False]], "0.bias": [True, False],
+        "1.weight": [True, False], "1.bias": [True, False],
+    }  # fmt: skip
+
+
+def test_the_section_pruning_masks_from_start_to_end() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    config = {"pruning": {"method": "channels", "share": 0.5, "start_step": 1, "every": 1},
+              "scheduler": {"total_steps": 8}, "optimizer": {"lr": 0.01}}  # fmt: skip
+    mo = ModelOptimizer(model, config)
+    zeros = []
+    for _ in range(5):
+        mo.step(model(torch.randn(4, 8)).square().mean())
+        zeros.append(int((model[0].weight == 0).all(1).sum()))
+    # From step 1 to half-way, 4: 0.5 (1 - (2/3)^3) and 0.5 (1 - (1/3)^3) of 8 channels.
+    assert zeros == [0, 3, 4, 4, 4]
+    assert not (model[1].weight == 0).all(1).any()  # the model's outputs stay
+
+
+@pytest.mark.parametrize(
+    ("pruning", "said"),
+    [({"share": 0.5}, "method says how"), ({"method": "2:4", "share": 0.7}, "2:4 has a share"),
+     ({"method": "magnitude", "start_step": 5, "end_step": 5}, "end_step lies after"),
+     ({"method": "magnitude"}, "length of the run")],
+)  # fmt: skip
+def test_what_pruning_can_not_mean(pruning: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ModelOptimizer(nn.Linear(4, 4), {"pruning": pruning})
+
+
+def test_two_of_four_is_chosen_once() -> None:
+    gradual = configured(nn.Linear(4, 4), Config.model_validate({"pruning": {"method": "2:4", "start_step": 3}}))
+    assert gradual is not None and (gradual.begin, gradual.end, gradual.method) == (3, 4, "2:4")

@@ -266,6 +266,9 @@ def _check_read(config: Config, written: Mapping[str, str]) -> None:
         if "decay" not in config.ema.model_fields_set and getattr(config.ema, name):
             raise ConfigError("there is no average: EMA is off", where=written.get(f"ema.{name}", f"ema.{name}"),
                               hint="set ema.decay, for example to 0.999")  # fmt: skip
+    if config.swa.share is not None and config.ema.on:
+        path = written.get("swa.share", "swa.share")
+        raise ConfigError("SWA's average would ship, and EMA is on too", where=path, hint="set ema.decay to 0")
     try:
         schedules.check_fields(config.scheduler)
     except ConfigError as error:
@@ -273,6 +276,12 @@ def _check_read(config: Config, written: Mapping[str, str]) -> None:
 
 
 def _check_length(config: Config, written: Mapping[str, str]) -> None:
+    asks = {"swa.share": config.swa.share is not None,
+            "pruning.end_step": config.pruning.method is not None and config.pruning.end_step is None}  # fmt: skip
+    for path, missing in asks.items():
+        if missing and config.scheduler.total_steps is None:
+            raise ConfigError(f"{path.partition('.')[0]} needs the length of the run", where=written.get(path, path),
+                              hint="set scheduler.total_steps")  # fmt: skip
     try:
         schedules.check_length(config.scheduler)
     except ConfigError as error:

@@ -211,6 +211,67 @@ class EmaConfig(Section):
         return bool(self.decay)
 
 
+class SwaConfig(Section):
+    """Stochastic weight averaging: the plain mean of the weights over the last share of the run ships (Izmailov et al.
+    2018). Running statistics of normalisation layers are averaged the same way."""
+
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the run, at its end, that is averaged; off while it is None."""
+    lr: PositiveFloat | None = None
+    """Rate in that share, which is constant; None: what the schedule gives at its first step."""
+
+    @model_validator(mode="after")
+    def _rate_needs_a_share(self) -> SwaConfig:
+        if self.lr is not None and self.share is None:
+            raise ValueError("swa.lr needs swa.share, for example 0.25")
+        return self
+
+
+class PruningConfig(Section):
+    """Weights that are held at zero while training goes on around them."""
+
+    method: Literal["magnitude", "global", "2:4", "channels"] | None = None
+    """magnitude: the smallest of each layer. global: the smallest of all layers together. 2:4: two of four along the
+    input channels. channels: whole output channels, with what the BatchNorm behind gives for them. None: off."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of zeros at the end; 2:4 has half of them."""
+    start_step: Count = 0
+    """Optimizer step at which pruning begins."""
+    end_step: PositiveInt | None = None
+    """Step at which the share is reached; None: half-way through the run. 2:4 is chosen at `start_step` at once."""
+    every: PositiveInt = 100
+    """Steps between two choices of what is pruned, from start to end."""
+    skip: tuple[str, ...] = ()
+    """Glob patterns of parameter names that stay whole; channels leaves the last layer out where none is given."""
+
+    @model_validator(mode="after")
+    def _says_what_it_needs(self) -> PruningConfig:
+        if self.method is None and self.model_fields_set - {"method"}:
+            raise ValueError("method says how to prune: magnitude, global, 2:4 or channels")
+        if self.end_step is not None and self.end_step <= self.start_step:
+            raise ValueError("end_step lies after start_step")
+        if self.method == "2:4" and self.share != 0.5:
+            raise ValueError("2:4 has a share of 0.5")
+        return self
+
+
+class DistillationConfig(Section):
+    """A second loss from the outputs of a trained model, which the task's `teacher()` gives (Hinton et al. 2015)."""
+
+    alpha: Fraction | None = None
+    """Share of the teacher's loss: (1 - alpha) * loss + alpha * T^2 * KL(teacher / T, student / T). None or 0: off."""
+    temperature: PositiveFloat = 4.0
+    """T; higher shows more of the teacher's small probabilities."""
+    axis: int = -1
+    """Axis of the classes; 1 for images (N, classes, H, W)."""
+
+    @model_validator(mode="after")
+    def _temperature_needs_alpha(self) -> DistillationConfig:
+        if self.alpha is None and self.model_fields_set - {"alpha"}:
+            raise ValueError("alpha says how much the teacher counts, for example 0.5")
+        return self
+
+
 class PrecisionConfig(Section):
     """Number formats; the loss scale serves fp16 alone."""
 
@@ -311,12 +372,26 @@ class Config(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     clip: ClipConfig = ClipConfig()
     ema: EmaConfig = EmaConfig()
+    swa: SwaConfig = SwaConfig()
+    pruning: PruningConfig = PruningConfig()
+    distillation: DistillationConfig = DistillationConfig()
     precision: PrecisionConfig = PrecisionConfig()
     accumulate: AccumulateConfig = AccumulateConfig()
     monitor: MonitorConfig = MonitorConfig()
     nonfinite: NonFiniteConfig = NonFiniteConfig()
     memory: MemoryConfig = MemoryConfig()
     distributed: DistributedConfig = DistributedConfig()
+
+    @property
+    def swa_start(self) -> int:
+        """The first step whose weights are part of SWA's mean: the last round(share * total_steps), at least one.
+
+        0 where SWA is off, or the length of the run is not known yet.
+        """
+        total = self.scheduler.total_steps
+        if self.swa.share is None or total is None:
+            return 0
+        return total - max(round(self.swa.share * total), 1) + 1
 
     def replace(self, **sections: Any) -> Config:
         """A checked copy with some sections (or fields of them, as dicts) changed."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.errors import ConfigError, TaskError
 from layerline.training.data.loss import first_output
 
 
@@ -73,3 +75,53 @@ class Distillation:
             wanted = first_output(self.teacher(*inputs, **named_inputs))
         soft = soft_loss(first_output(outputs), wanted, temperature=self.temperature, axis=self.axis)
         return (1 - self.weight) * loss + self.weight * soft
+
+
+Loss = Callable[[nn.Module, Any], tuple[Tensor, float | None]]
+
+
+class Taught:
+    """A task's loss with the teacher's added: what the student was called with while the loss was computed, the teacher
+    is called with too.
+
+    Args:
+        loss: gives (sum, weight), or (mean, None).
+        student: the module whose calls are watched.
+        distillation: teacher, temperature and share.
+        blaming: what the teacher runs in, which tells its errors as the user's.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        student: nn.Module,
+        distillation: Distillation,
+        blaming: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.loss, self.student, self.distillation, self.blaming = loss, student, distillation, blaming
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, float | None]:
+        """The loss to train on, with the same weight.
+
+        Raises:
+            TaskError: loss() does not call the model.
+        """
+        calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            calls.append((args, kwargs, out))
+
+        handle = self.student.register_forward_hook(note, with_kwargs=True)
+        try:
+            loss, weight = self.loss(model, batch)
+        finally:
+            handle.remove()
+        if not calls:
+            raise TaskError("loss() never calls the model, so there is nothing to distil", where="loss")
+        # A sum over `weight` samples is a mean for the teacher's loss, and a sum again after it.
+        scale = 1.0 if weight is None else max(weight, 1.0)
+        mean = loss / scale
+        with self.blaming():
+            parts = [self.distillation(out, mean, *args, **kwargs) for args, kwargs, out in calls]
+        total = torch.stack(parts).mean() * scale
+        return total if weight is None or weight else total * 0, weight

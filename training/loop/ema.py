@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from layerline.training.config.sections import EmaConfig
+from layerline.training.config.sections import Config, EmaConfig
 from layerline.training.model.canonical_names import Named, Slots
 from layerline.training.model.precision import HALF, Masters, wide
 from layerline.training.model.split_tensors import local
@@ -50,6 +50,15 @@ def norm_buffers(model: Named) -> dict[str, Tensor]:
     return {n: b for n, b in model.buffers.items() if isinstance(model.owners[n], nn.modules.batchnorm._NormBase)}
 
 
+def average(model: Named, masters: Masters | None, config: Config) -> Ema | None:
+    """What will ship in place of the weights: their moving average, their mean at the end, or None."""
+    start = config.swa_start
+    settings = EmaConfig(start_step=start) if start else config.ema
+    if not start and not config.ema.on:
+        return None
+    return Ema(averaged(model, masters), settings, Slots(model, statistics(model)), mean=start > 0)
+
+
 class Ema:
     """The average of a set of tensors.
 
@@ -58,6 +67,7 @@ class Ema:
             `tensor.data = …`, as `module.to()` does.
         config: decay, start step, warm-up.
         live: where the model holds those of `sources` that are buffers; a forward pass may replace them.
+        mean: takes the plain mean of the weights from `start_step` on; decay and warm-up say nothing then.
 
     Attributes:
         shadow: the averages, float32 or wider, in the order of `names`.
@@ -65,8 +75,10 @@ class Ema:
         swapped: whether the sources hold the averages just now.
     """
 
-    def __init__(self, sources: Mapping[str, Tensor], config: EmaConfig, live: Slots | None = None) -> None:
-        self.config = config
+    def __init__(
+        self, sources: Mapping[str, Tensor], config: EmaConfig, live: Slots | None = None, *, mean: bool = False
+    ) -> None:
+        self.config, self.mean = config, mean
         buffers = live.names if live is not None else []
         fixed = {n: s for n, s in sources.items() if n not in buffers}
         self.names, self._fixed = [*fixed, *buffers], list(fixed.values())
@@ -115,7 +127,7 @@ class Ema:
     def update(self, step: int) -> None:
         """Follows the weights after accepted step number `step` (1 is the first); copies them until `start_step`.
 
-        shadow += (1 - d) (weights - shadow), d = decay_at(config, n).
+        shadow += (1 - d) (weights - shadow), d = decay_at(config, n), or 1 - 1 / n for a plain mean.
         """
         if step < self.config.start_step:
             return
@@ -131,7 +143,8 @@ class Ema:
         enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # torch.no_grad() takes a third as long as averaging ten small tensors
         try:
-            torch._foreach_lerp_(self._averages, sources, 1.0 - decay_at(self.config, self.updates))
+            share = 1.0 / self.updates if self.mean else 1.0 - decay_at(self.config, self.updates)
+            torch._foreach_lerp_(self._averages, sources, share)
         finally:
             torch._C._set_grad_enabled(enabled)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -21,15 +23,18 @@ from layerline.training.model.canonical_names import named
 from layerline.training.model.split_tensors import like, whole
 
 if TYPE_CHECKING:
+    from layerline.training.config.sections import Config
     from layerline.training.distributed.parallel_strategy import Peers
     from layerline.training.loop.step_engine import Lane
 
 Scope = Literal["layer", "global"]
-Method = Literal["layer", "global", "channels"]
+Method = Literal["layer", "global", "channels", "2:4"]
 _TRANSPOSED = (nn.modules.conv._ConvTransposeNd,)
 
 
-def magnitude(model: nn.Module, sparsity: float, *, scope: Scope = "layer") -> dict[str, Tensor]:
+def magnitude(
+    model: nn.Module, sparsity: float, *, scope: Scope = "layer", skip: Sequence[str] = ()
+) -> dict[str, Tensor]:
     """Masks that drop the smallest weights of the Linear and convolution layers: exactly round(sparsity · n) of them.
 
     Of equal weights the first go. Globally, the largest weight of a layer always stays: a layer without weights is cut
@@ -39,12 +44,13 @@ def magnitude(model: nn.Module, sparsity: float, *, scope: Scope = "layer") -> d
         model: wrapped or not.
         sparsity: share of zeros, 0 to 1.
         scope: whether the share holds in each layer or over all of them.
+        skip: glob patterns of parameter names that stay whole.
 
     Returns:
         True where a weight stays, by canonical parameter name.
     """
     _check_word("scope", scope, Scope)
-    weights = {n: whole(p.detach()).abs().float() for n, (_, p) in _layers(model).items()}
+    weights = {n: whole(p.detach()).abs().float() for n, (_, p) in _layers(model, skip).items()}
     _check(sparsity, weights)
     if scope == "layer":
         return {n: _keep(w.flatten(), round(sparsity * w.numel())).view(w.shape) for n, w in weights.items()}
@@ -56,27 +62,54 @@ def magnitude(model: nn.Module, sparsity: float, *, scope: Scope = "layer") -> d
     return {n: k.view(w.shape) for k, (n, w) in zip(kept, weights.items(), strict=True)}
 
 
-def channels(model: nn.Module, sparsity: float) -> dict[str, Tensor]:
+def two_of_four(model: nn.Module, *, skip: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Masks that keep the two largest of each four weights along the input channels (Mishra et al. 2021).
+
+    Layers whose input channels are no multiple of four stay whole, and so do transposed convolutions: the sparse
+    kernels take neither.
+    """
+    masks: dict[str, Tensor] = {}
+    for name, (layer, param) in _layers(model, skip).items():
+        weight = whole(param.detach()).abs().float()
+        if isinstance(layer, _TRANSPOSED) or weight.shape[1] % 4:
+            continue
+        last = weight.movedim(1, -1)
+        fours = last.reshape(-1, 4)
+        # Of equal weights the first stay: sort() keeps their order where it is stable.
+        order = fours.sort(dim=1, descending=True, stable=True).indices
+        kept = torch.zeros_like(fours, dtype=torch.bool).scatter_(1, order[:, :2], True)
+        masks[name] = kept.view(last.shape).movedim(-1, 1).contiguous()
+    return masks
+
+
+def channels(model: nn.Module, sparsity: float, *, skip: Sequence[str] = (), norms: bool = False) -> dict[str, Tensor]:
     """Masks that drop whole output channels, those of smallest L2 norm: round(sparsity · channels) of each Linear and
     convolution layer, one at least stays.
 
     The channel's bias goes too, so that it gives exactly zero and can be cut out later. The output channels of a
     transposed convolution are on axis 1, group by group on axis 0.
+
+    Args:
+        norms: also masks what the BatchNorm that is registered right behind a layer gives for its channels, which would
+            else be a constant that is not zero.
     """
-    layers = {n: (layer, whole(p.detach()).float()) for n, (layer, p) in _layers(model).items()}
+    layers = {n: (layer, whole(p.detach()).float()) for n, (layer, p) in _layers(model, skip).items()}
+    behind = _norms_behind(model) if norms else {}
     _check(sparsity, {n: weight for n, (_, weight) in layers.items()})
     out: dict[str, Tensor] = {}
     for name, (layer, weight) in layers.items():
         groups = layer.groups if isinstance(layer, _TRANSPOSED) else 1
         by_channel = _by_channel(weight, layer)
-        norms = by_channel.norm(dim=1)
-        kept = _keep(norms, min(round(sparsity * len(norms)), len(norms) - 1))
+        sizes = by_channel.norm(dim=1)
+        kept = _keep(sizes, min(round(sparsity * len(sizes)), len(sizes) - 1))
         mask = kept[:, None].expand_as(by_channel)
         if isinstance(layer, _TRANSPOSED):
             mask = mask.view(groups, -1, len(weight) // groups, *weight.shape[2:]).transpose(1, 2)
         out[name] = mask.reshape(weight.shape).contiguous()
         if isinstance(layer.bias, nn.Parameter):
             out[f"{name.rpartition('.')[0]}.bias".lstrip(".")] = kept
+        if len(kept) == behind.get(layer, ("", 0))[1]:
+            out |= {f"{behind[layer][0]}.{field}": kept for field in ("weight", "bias")}
     return out
 
 
@@ -96,7 +129,9 @@ class Gradual:
     """Masks that grow from `initial` to `final` sparsity between two optimizer steps, chosen anew every `every` steps.
 
     Attributes:
-        method: magnitude in each "layer" or over all ("global"), or whole "channels".
+        method: magnitude in each "layer" or over all ("global"), whole "channels", or "2:4", chosen once.
+        skip: glob patterns of parameter names that stay whole.
+        norms: see `channels`.
     """
 
     final: float
@@ -105,6 +140,8 @@ class Gradual:
     every: int = 100
     initial: float = 0.0
     method: Method = "layer"
+    skip: tuple[str, ...] = ()
+    norms: bool = False
 
     def __post_init__(self) -> None:
         _check_word("method", self.method, Method)
@@ -128,7 +165,29 @@ class Gradual:
     def choose(self, model: nn.Module, step: int) -> dict[str, Tensor]:
         """The masks of that step."""
         share = cubic(step, begin=self.begin, end=self.end, final=self.final, initial=self.initial)
-        return channels(model, share) if self.method == "channels" else magnitude(model, share, scope=self.method)
+        if self.method == "2:4":
+            return two_of_four(model, skip=self.skip)
+        if self.method == "channels":
+            return channels(model, share, skip=self.skip, norms=self.norms)
+        return magnitude(model, share, scope=self.method, skip=self.skip)
+
+
+def configured(model: nn.Module, config: Config) -> Gradual | None:
+    """The masks that the section `pruning` asks for; None where it is off."""
+    pruning = config.pruning
+    if pruning.method is None:
+        return None
+    begin = pruning.start_step
+    half = (config.scheduler.total_steps or 0) // 2
+    end = pruning.end_step or max(half, begin + 1)
+    skip = pruning.skip
+    if pruning.method == "channels" and not skip:
+        skip = tuple(_layers(model))[-1:]  # its channels are the model's outputs
+    method: Method = "layer" if pruning.method == "magnitude" else pruning.method
+    if method == "2:4":
+        end = begin + 1
+    return Gradual(final=pruning.share, begin=begin, end=end, every=pruning.every, method=method, skip=skip,
+                   norms=method == "channels")  # fmt: skip
 
 
 class Masks:
@@ -190,7 +249,10 @@ class Masks:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Called after the lane's counters are loaded: they say where the schedule is."""
-        self.gradual = Gradual(**state["gradual"]) if state["gradual"] else None
+        self.gradual = None
+        if state["gradual"]:
+            fields = dict(state["gradual"])
+            self.gradual = Gradual(**{**fields, "skip": tuple(fields.get("skip", ()))})
         self._chosen = self.gradual.latest(self._lane.steps) if self.gradual else None
         self.masks = {}
         self._set({n: m.clone() for n, m in state["masks"].items()})
@@ -234,12 +296,29 @@ def _compare(peers: Peers, masks: Mapping[str, Tensor] | Gradual) -> None:
         )
 
 
-def _layers(model: nn.Module) -> dict[str, tuple[nn.Linear | nn.modules.conv._ConvNd, nn.Parameter]]:
+def _norms_behind(model: nn.Module) -> dict[nn.Module, tuple[str, int]]:
+    """Name and channels of the BatchNorm that is registered right behind a module."""
+    known = named(model)
+    names = {id(p): n for n, p in known.params.items()}
+    leaves = [m for m in model.modules() if not any(True for _ in m.children())]
+    behind: dict[nn.Module, tuple[str, int]] = {}
+    for module, after in pairwise(leaves):
+        if isinstance(after, nn.modules.batchnorm._BatchNorm) and after.affine:
+            name = names.get(id(after.weight), "").rpartition(".")[0]
+            if name:
+                behind[module] = name, after.num_features
+    return behind
+
+
+def _layers(
+    model: nn.Module, skip: Sequence[str] = ()
+) -> dict[str, tuple[nn.Linear | nn.modules.conv._ConvNd, nn.Parameter]]:
     """The layers with weights to prune, by the name of the weight; a tied weight once."""
     known = named(model)
     return {
         n: (owner, p) for n, p in known.params.items()
         if isinstance(owner := known.owners[n], nn.Linear | nn.modules.conv._ConvNd) and p is owner.weight
+        and not any(fnmatchcase(n, pattern) for pattern in skip)
     }  # fmt: skip
 
 

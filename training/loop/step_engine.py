@@ -22,7 +22,7 @@ from layerline.training.loop import adoption, loop_mistakes, memory_report, mode
 from layerline.training.loop import batch_norm as norms
 from layerline.training.loop import closure as closures
 from layerline.training.loop.accumulation import Window, check_loss, counted, loss_factor, witness
-from layerline.training.loop.ema import Ema, averaged, norm_buffers, statistics
+from layerline.training.loop.ema import average, norm_buffers
 from layerline.training.loop.finite_weights import FiniteWeights
 from layerline.training.loop.monitors import Monitor
 from layerline.training.loop.running_stats_guard import Guard
@@ -94,11 +94,7 @@ class Lane:
         self.rate = Rate(config, optimizer, custom=self.custom)
         self.scale = LossScale(config.precision)
         self.window = Window()
-        self.ema = (
-            Ema(averaged(self.named, self.masters), config.ema, Slots(self.named, statistics(self.named)))
-            if config.ema.on
-            else None
-        )
+        self.ema = average(self.named, self.masters, config)
         self.monitor = Monitor(config.monitor, self.names, self.stepped)
         self.guard = Guard(live) if (live := Slots(self.named, norm_buffers(self.named))).names else None
         self._listen()

@@ -32,7 +32,9 @@ class Rate:
         self.plateau: schedules.Plateau | None = None
         if config.scheduler.name == "plateau":
             self.plateau = schedules.Plateau(config.scheduler, schedules.floor_ratio(config.scheduler, self.base))
-        self._constant = config.scheduler.name == "constant" and not schedules.warmup_steps(config.scheduler)
+        plain = config.scheduler.name == "constant" and not schedules.warmup_steps(config.scheduler)
+        self._constant = plain and config.swa.lr is None
+        self._averaged_from, self._averaged_lr = config.swa_start, config.swa.lr
         self._multiplier = 1.0
         self._momentum = schedules.momentum(config.scheduler)
         # The update from which on the schedule has no more to say.
@@ -46,7 +48,7 @@ class Rate:
 
     def set(self, step: int) -> None:
         """Sets the rates for the update after `step` accepted ones."""
-        multiplier = self.schedule(step)
+        multiplier = self._scheduled(step)
         if self.plateau is not None:
             multiplier *= self.plateau.scale
         if self._momentum is not None:
@@ -57,6 +59,14 @@ class Rate:
         # A group that the user has added since comes at its full rate.
         self._bases += [float(g["lr"]) for g in self._groups[len(self._bases) :]]
         self._write([base * multiplier for base in self._bases])
+
+    def _scheduled(self, step: int) -> float:
+        """The schedule's multiple of the base rate; SWA holds the rate while it averages."""
+        if not self._averaged_from or step + 1 < self._averaged_from:
+            return self.schedule(step)
+        if self._averaged_lr is not None:
+            return self._averaged_lr / self.base
+        return self.schedule(self._averaged_from - 1)
 
     def _set_momentum(self, value: float) -> None:
         """As torch's OneCycleLR: the first beta, or the momentum of a rule that uses one."""
@@ -95,7 +105,7 @@ class Rate:
 
     def at(self, step: int) -> float:
         """The rate after `step` accepted steps, as far as it is known now."""
-        return self.base * self.schedule(step) * (self.plateau.scale if self.plateau else 1.0)
+        return self.base * self._scheduled(step) * (self.plateau.scale if self.plateau else 1.0)
 
     @property
     def current(self) -> float:

@@ -16,12 +16,13 @@ from layerline.training.config.sections import Config
 from layerline.training.data import batches as data
 from layerline.training.data import golden_outputs
 from layerline.training.data.batches import Batches, each_tensor, size, to_device
+from layerline.training.data.distillation import Taught
 from layerline.training.model.canonical_names import named
 from layerline.training.model.modes import train_mode
 from layerline.training.model_optimizer import ModelOptimizer
 from layerline.training.randomness import rng_state
 from layerline.training.run import shipping
-from layerline.training.run.train_loop import loss_of, steps_per_epoch
+from layerline.training.run.train_loop import loss_of, steps_per_epoch, taught
 
 SAMPLES = 2
 _ONE_ROW = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -66,11 +67,20 @@ def look_at_training(
         if config.scheduler.total_steps is None:
             config = config.replace(scheduler={"total_steps": total})
         mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
+        look.shared["loss"] = loss_of(look.task)
+        if config.distillation.alpha:
+            with look.item("teacher()"):
+                loss = taught(look.task, model, config, where)
+                look.shared["loss"] = loss
+                if isinstance(loss, Taught):
+                    teacher = loss.distillation.teacher
+                    count = sum(p.numel() for p in teacher.parameters())
+                    look.ok("teacher()", f"{type(teacher).__name__} of {count:,} parameters")
         with look.item("loss()"):
             _try_loss(look, mo, where)
         with look.item("train.batch_size"):
             _try_last_batch(look, mo, batch_size, where)
-    for name in ("trained", "batch", "more"):
+    for name in ("trained", "batch", "more", "loss"):
         look.shared.pop(name, None)
     gc.collect()  # the network of the later stages must not lie beside this one
 
@@ -163,7 +173,7 @@ def _try_loss(look: Inspection, mo: ModelOptimizer, where: torch.device) -> None
 
 def _loss(look: Inspection, mo: ModelOptimizer, batch: Any) -> Tensor:
     with mo.autocast():
-        loss, _ = loss_of(look.task)(mo.model, batch)
+        loss: Tensor = look.need("loss")(mo.model, batch)[0]
     with look.task.blaming("the gradient of loss()"):
         loss.backward()  # type: ignore[no-untyped-call]
     return loss

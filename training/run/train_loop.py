@@ -22,6 +22,7 @@ from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 from layerline.training.config.sections import Config
 from layerline.training.data.batches import Batches, to_device
+from layerline.training.data.distillation import Distillation, Loss, Taught
 from layerline.training.data.loss import default_loss, valid_labels
 from layerline.training.distributed import ranks, rendezvous
 from layerline.training.loop.accumulation import counted
@@ -119,7 +120,7 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     initial = _copies(named(model).params)
     for text in modes:
         mo.lanes[""].monitor.warn("modes", text)
-    loss = loss_of(task)
+    loss = taught(task, model, config, device)
     # The model's own draws (dropout) start here, whatever building it and its data took; each rank has its own.
     rng_state.seed_all(rng_state.mix(seed, 1, *((rank,) if rank else ())))
     return Run(task, model, mo, batches, loss, device, total, initial, {})
@@ -266,6 +267,26 @@ def _first(metric: dict[str, float]) -> float:
 def loss_of(task: Task) -> Callable[[nn.Module, Any], tuple[Tensor, float | None]]:
     """The task's loss of a model on a batch, and its weight; None where the samples of the batch are that."""
     return partial(_own_loss if task.has("loss") else _default_loss, task)
+
+
+def taught(task: Task, model: nn.Module, config: Config, device: torch.device) -> Loss:
+    """The task's loss, with that of its teacher where the section `distillation` asks for one.
+
+    Raises:
+        TaskError: there is no teacher(), or it gives no module.
+    """
+    settings = config.distillation
+    if not settings.alpha:
+        return loss_of(task)
+    if not task.has("teacher"):
+        raise TaskError("there is no such hook, and distillation.alpha asks for it", where="teacher",
+                        hint="define teacher(): it returns the trained network, with its weights loaded")  # fmt: skip
+    teacher = task.call("teacher")
+    if not isinstance(teacher, nn.Module):
+        raise TaskError(f"teacher() gave {type(teacher).__name__}, expected a torch.nn.Module", where="teacher")
+    teacher.to(device).requires_grad_(False)
+    distillation = Distillation(teacher, temperature=settings.temperature, weight=settings.alpha, axis=settings.axis)
+    return Taught(loss_of(task), model, distillation, partial(task.blaming, "teacher()"))
 
 
 def steps_per_epoch(batches: Batches, accumulate: int) -> int:
