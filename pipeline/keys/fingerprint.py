@@ -1,11 +1,14 @@
-"""What each hook of the user's task depends on, found by syntax tree, so that editing metric() never retrains.
+"""What each hook of the user's task depends on, read from the syntax tree, so that editing metric() never retrains.
 
-A hook's fingerprint covers its own definition, the top-level names of the project's modules it reaches, where its
-installed imports come from, statements that run on import, and what it names in a string: the content of files, also
-by a pattern, and modules of the project by their dotted name.
-Layout, comments, docstrings and names it doesn't reach change nothing. Where the text can't tell what is reached,
-more counts, never less: the whole file (`globals()`, `import *`, a module passed as a value), or every file of the
-project (`importlib`, `exec`, `sys.path`, a pickle). The reason is kept for `pipe explain`.
+A hook's fingerprint covers:
+- its own definition, and the top-level names that it reaches in the project's modules;
+- where its installed imports come from;
+- the statements that run when these modules are imported;
+- what its strings name: the content of files, the files that a pattern matches, and modules by their dotted name.
+
+Layout, comments, docstrings and unreached names change nothing. Where the text doesn't show what is reached, more
+counts, never less: the whole file (`globals()`, `import *`, a module passed as a value), or every Python file of the
+project (`importlib`, `exec`, `sys.path`, a pickle). `pipe explain` shows the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,15 +34,13 @@ from layerline.pipeline.keys.patterns import has_wildcard, matches, size_and_tim
 
 # Built-ins that reach any name of the module they are used in.
 _ANY_NAME = frozenset({"globals", "locals", "vars"})
-# Built-ins, modules and attributes that reach any module.
+# Built-ins, modules and attributes that reach any module. A pickle names the classes of what it holds.
 _ANY_MODULE_BUILT_INS = frozenset({"__import__", "eval", "exec"})
-_ANY_MODULE = frozenset(
-    {
-        *("builtins", "cloudpickle", "dill", "hydra", "imp", "importlib", "joblib", "jsonargparse", "pickle"),
-        *("pkgutil", "pydoc", "runpy", "shelve", "zipimport"),
-    }
-)
+_PICKLES = frozenset({"cloudpickle", "dill", "joblib", "pickle", "shelve"})
+_ANY_MODULE = _PICKLES | {"builtins", "imp", "importlib", "pkgutil", "runpy", "zipimport"}
 _ANY_MODULE_MEMBERS = frozenset({"__globals__", "f_globals", "read_pickle", "allow_pickle=True", "weights_only=False"})
+# Names of functions that look something up by its dotted name, whichever library they belong to.
+_LOOKS_UP = re.compile(r"instantiate|locate|import_\w+")
 _ANY_MODULE_PARTS = {
     "gc": frozenset({"get_objects", "get_referrers"}),
     "inspect": frozenset({"getmodule", "stack", "trace"}),
@@ -49,17 +50,17 @@ _ANY_MODULE_PARTS = {
 }
 # Passed on as a value, these give away every module; others are too often imported only to see if they are there.
 _ANY_MODULE_VALUES = frozenset({"inspect", "sys"})
-# Their files are no data: what Layerline and git keep, and what the kernel makes up when it is read.
+# No data: what Layerline and git keep, and files that the kernel makes up when they are read.
 _NO_DATA = (".git", ".layerline", "/dev", "/proc", "/sys")
 # A string that may be a module's name, or that of something in it: `nets`, `nets.build`, `nets.small:build`.
 _DOTTED = re.compile(r"[^\W\d]\w*(\.\w+)*(:\w+(\.\w+)*)?")
-# Of the files that one pattern matches, so many count by content, and the rest by name, size and time.
+# So many files of one pattern count by content, any more by name, size and time: hashing millions takes too long.
 _MATCHES = 10_000
 # Functions that look for files by a pattern, in one folder and in all below it.
 _SEARCHES = frozenset({"glob", "glob1", "iglob"})
 _DEEP_SEARCHES = frozenset({"fnmatch", "fnmatchcase", "fwalk", "rglob", "walk"})
 _MATCHED_FOLDERS = 1_000
-# A choice in a pattern, as some readers know it: `*.{csv,txt}`.
+# A choice in a pattern (`*.{csv,txt}`), which some readers of data expand. It counts like a `*`.
 _BRACES = re.compile(r"\{[^{}]*,[^{}]*\}")
 
 
@@ -102,7 +103,8 @@ class Reader:
     def __init__(self, task: Path, hasher: Hasher, project: Path | None = None) -> None:
         project = project or task.parent
         # A link keeps the name it has in the project, wherever it leads.
-        self.root, self.hasher = project.resolve(), hasher
+        self.root = project.resolve()
+        self.hasher = hasher
         self.task = self.root / task.relative_to(project)
         self.finder = Finder(self.root, self.task.parent)
         self._modules: dict[Path, syntax.Module] = {}
@@ -118,26 +120,39 @@ class Reader:
         try:
             with _deep_recursion():
                 module = self.module(self.task)
-                found = _Walk(self).run(name)
+                fingerprint = _Walk(self).run(name)
         except RecursionError as error:
             raise TaskError(
                 f"what {name}() reaches is nested too deeply", where=self.relative(self.task), hint=_SHALLOWER
             ) from error
-        defined = name in module.bindings or name in module.imports or module.stars
-        return found if defined or self.relative(self.task) in found.whole else ABSENT
+        is_defined = name in module.bindings or name in module.imports or module.stars
+        # A file that counts whole may define the hook in a way that its text doesn't show.
+        if is_defined or self.relative(self.task) in fingerprint.whole:
+            return fingerprint
+        return ABSENT
 
     def module(self, path: Path) -> syntax.Module:
+        """A file of the project, parsed once.
+
+        Raises:
+            TaskError: it doesn't parse; names file and line.
+        """
         if path not in self._modules:
             try:
                 self._modules[path] = syntax.parse(path, self.finder)
             except (RecursionError, MemoryError) as error:  # Python itself can't compile it either
                 raise TaskError("it is nested too deeply", where=self.relative(path), hint=_SHALLOWER) from error
             except (SyntaxError, ValueError) as error:
-                line = getattr(error, "lineno", None)
-                what = error.msg if isinstance(error, SyntaxError) else str(error)
-                place = self.relative(path) + (f":{line}" if line else "")
-                raise TaskError(f"it is not valid Python: {what}", where=place) from error
+                raise self._invalid(path, error) from error
         return self._modules[path]
+
+    def _invalid(self, path: Path, error: SyntaxError | ValueError) -> TaskError:
+        where = self.relative(path)
+        if not isinstance(error, SyntaxError):
+            return TaskError(f"it is not valid Python: {error}", where=where)
+        if error.lineno:
+            where = f"{where}:{error.lineno}"
+        return TaskError(f"it is not valid Python: {error.msg}", where=where)
 
     def imported_as_read(self, imported: Mapping[Path, str]) -> str:
         """The first file that was imported with other bytes than were read here; empty where there is none."""
@@ -152,7 +167,7 @@ class Reader:
         return list(self.finder.sources())
 
     def relative(self, path: Path) -> str:
-        """A path as it is told: below the project's folder, never absolute."""
+        """A path as reports and keys hold it: below the project's folder, never absolute."""
         return storable(path.relative_to(self.root).as_posix())
 
 
@@ -168,15 +183,20 @@ def _deep_recursion() -> Iterator[None]:
 
 
 class _Walk:
-    """One traversal from a hook: collects what is reached, each definition once."""
+    """One traversal from a hook, which visits each definition once.
+
+    `parts`, `whole`, `files` and `paths` are the result. `_places`, `_named` and `_matched` are folders in which a
+    string may name a file: those of imported modules, those that the code names, and those that a pattern matches.
+    """
 
     def __init__(self, reader: Reader) -> None:
-        self.reader, self.finder = reader, reader.finder
+        self.reader = reader
+        self.finder = reader.finder
         self.parts: dict[str, str] = {}
         self.whole: dict[str, str] = {}
         self.files: dict[str, str] = {}
         self.paths: dict[str, Path] = {}
-        self._seen: set[tuple[Path, str]] = set()
+        self._visited: set[tuple[Path, str]] = set()
         self._pending: list[tuple[syntax.Module, str]] = []
         self._imported: dict[Path, None] = {}
         self._counted: set[Path] = set()
@@ -199,16 +219,21 @@ class _Walk:
         reached = tuple(sorted(p for p in self.parts if p.split(":")[0] not in counted))
         digest = canonical.digest({"parts": self.parts, "files": self.files, "order": self._sequence()})
         folders = tuple(sorted(self.reader.relative(f) for f in self._named))
-        whole, files = dict(sorted(self.whole.items())), dict(sorted(self.files.items()))
+        whole = dict(sorted(self.whole.items()))
+        files = dict(sorted(self.files.items()))
         bound = self.reader.module(self.reader.task).bindings.get(hook, ())
-        function = bool(bound) and all(isinstance(s, syntax_queries.FUNCTIONS) for s in bound)
-        return Fingerprint(digest, reached, whole, files, folders, self.paths, function)
+        is_function = bool(bound) and all(isinstance(s, syntax_queries.FUNCTIONS) for s in bound)
+        return Fingerprint(digest, reached, whole, files, folders, self.paths, is_function)
 
     def _settle(self) -> None:
-        """Adds what only the whole picture shows, until nothing more turns up."""
-        size = -1
+        """Looks up strings and subclasses again until that reaches nothing new.
+
+        A string can name a module whose own strings name further files, so one pass is not enough.
+        """
         self._follow()
-        while size != (size := sum(len(found) for found in self._found())):
+        size_before = -1
+        while self._size() != size_before:
+            size_before = self._size()
             modules = [self.reader.module(p) for p in self._imported]
             if any(m.registers for m in modules):
                 for module in modules:
@@ -220,18 +245,23 @@ class _Walk:
                     self._pattern(folder, text)
             self._follow()
 
-    def _found(self) -> tuple[Sized, ...]:
-        return self.parts, self.files, self._strings, self._places, self._named, self._matched, self._searches
+    def _size(self) -> int:
+        """How much the walk holds. It only grows, so an equal size means that nothing was added."""
+        folders = len(self._places) + len(self._named) + len(self._matched)
+        return len(self.parts) + len(self.files) + len(self._strings) + len(self._searches) + folders
 
     def _sequence(self) -> dict[str, list[str]]:
         """What counts, in the order in which it runs on import, for each file in which that order can matter."""
-        eventful = any(self.reader.module(p).effects for p in self._imported)
-        rebound = {path for path, name in self._seen if self.reader.module(path).is_rebound(name)}
-        found = {}
-        for path in self._imported if eventful else sorted(rebound):
+        has_effects = any(self.reader.module(p).effects for p in self._imported)
+        rebound = {path for path, name in self._visited if self.reader.module(path).is_rebound(name)}
+        paths = self._imported if has_effects else sorted(rebound)
+        sequence = {}
+        for path in paths:
             labels = [label for *_, label in sorted(self._order.get(path, ()))]
-            found[self.reader.relative(path)] = [n for n in labels if eventful or not n.startswith("import ")]
-        return found
+            if not has_effects:  # then the order of imports doesn't matter
+                labels = [label for label in labels if not label.startswith("import ")]
+            sequence[self.reader.relative(path)] = labels
+        return sequence
 
     def _import(self, path: Path) -> None:
         """Importing a module runs the packages around it, the modules it imports, and its statements with an effect."""
@@ -262,9 +292,9 @@ class _Walk:
                 self._all(inner, "another file imports * from its package")
 
     def _name(self, module: syntax.Module, name: str) -> None:
-        """A top-level name counts; it is looked at when its turn comes, for a chain of calls may be long."""
-        if (module.path, name) not in self._seen:
-            self._seen.add((module.path, name))
+        """A top-level name counts. It waits in a list: recursion would limit how long a chain of calls may be."""
+        if (module.path, name) not in self._visited:
+            self._visited.add((module.path, name))
             self._pending.append((module, name))
 
     def _follow(self) -> None:
@@ -273,8 +303,9 @@ class _Walk:
 
     def _definition(self, module: syntax.Module, name: str) -> None:
         rebound = module.is_rebound(name)
-        for statement in module.imported_by.get(name, ()) if rebound else ():
-            self._runs(module, statement, f"{name} by {ast.unparse(statement)}")
+        if rebound:
+            for statement in module.imported_by.get(name, ()):
+                self._runs(module, statement, f"{name} by {ast.unparse(statement)}")
         for index, statement in enumerate(module.bindings.get(name, ())):
             label = name if index == 0 else f"{name} #{index}"
             if rebound or syntax_queries.runs_when_defined(statement):
@@ -285,10 +316,11 @@ class _Walk:
 
     def _statement(self, module: syntax.Module, label: str, statement: ast.stmt) -> None:
         self.parts[f"{self.reader.relative(module.path)}:{label}"] = module.dump(statement)
-        seen, inner = self._uses(module, statement, label), syntax.imports(statement, module, self.finder)
-        for name in seen.names():
+        uses = self._uses(module, statement, label)
+        inner = syntax.imports(statement, module, self.finder)
+        for name in uses.names():
             for origin in [*inner.pop(name, ()), *module.imports.get(name, ())]:
-                self._origin(module, name, origin, seen.taken_from(name))
+                self._origin(module, name, origin, uses.taken_from(name))
             if name in module.bindings or module.is_rebound(name):
                 self._name(module, name)
         for name, origins in inner.items():  # imported here, used elsewhere: a block such as try/except ImportError
@@ -299,21 +331,23 @@ class _Walk:
         self._order.setdefault(module.path, set()).add((statement.lineno, statement.col_offset, label))
 
     def _uses(self, module: syntax.Module, tree: ast.AST, label: str) -> syntax_queries.Uses:
-        """What a tree refers to; what can't be followed from it is taken whole."""
-        seen = module.uses(tree)
-        self._refers(seen)
-        built_ins = {n for n in seen.bare if n not in module.bindings}
+        """What a tree refers to. Where that can't be followed, the whole file or the whole project counts."""
+        uses = module.uses(tree)
+        self._refers(uses)
+        built_ins = {n for n in uses.bare if n not in module.bindings}
         for name in sorted(built_ins & _ANY_NAME):
             self._all(module.path, f"{label} uses {name}")
-        for name in sorted((built_ins & _ANY_MODULE_BUILT_INS) | (seen.members & _ANY_MODULE_MEMBERS)):
+        lookups = {n for n in uses.members if n in _ANY_MODULE_MEMBERS or _LOOKS_UP.fullmatch(n)}
+        for name in sorted((built_ins & _ANY_MODULE_BUILT_INS) | lookups):
             self._everything(module, f"{label} uses {name}")
-        return seen
+        return uses
 
     def _origin(self, module: syntax.Module, name: str, origin: Origin, attributes: set[str]) -> None:
         """Follows an imported name of which only `attributes` are used; all of it when there are none."""
         self.parts[f"{self.reader.relative(module.path)}:import {name} from {origin.module}"] = str(origin.attribute)
         dotted = f"{origin.module}.{origin.attribute}" if origin.attribute else origin.module
-        if (binary := self.finder.compiled(dotted)) is not None:
+        binary = self.finder.compiled(dotted)
+        if binary is not None:
             self._counts(self.reader.relative(binary), binary)
         if origin.path is None:
             self._installed(module, origin, attributes)
@@ -334,16 +368,19 @@ class _Walk:
         if origin.module.split(".")[0] in _ANY_MODULE:
             self._everything(module, f"it uses {origin.module}")
             return
-        telling = taken & _ANY_MODULE_PARTS.get(origin.module, frozenset())
-        if telling or (not taken and origin.module in _ANY_MODULE_VALUES):
-            self._everything(module, f"it uses {origin.module}.{min(telling, default='*')}")
+        listed = _ANY_MODULE_PARTS.get(origin.module, frozenset())
+        dynamic = {name for name in taken if name in listed or _LOOKS_UP.fullmatch(name)}
+        if dynamic or (not taken and origin.module in _ANY_MODULE_VALUES):
+            self._everything(module, f"it uses {origin.module}.{min(dynamic, default='*')}")
 
     def _attribute(self, path: Path, name: str, *, surely: bool = True) -> None:
         target = self.reader.module(path)
         if name in target.bindings or name in target.imports:
             self._name(target, name)
-        elif (inner := self.finder.submodule(path, name)) is None:
-            self._all(path, f"it defines no {name} that its text shows")
+            return
+        inner = self.finder.submodule(path, name)
+        if inner is None:
+            self._all(path, f"its text doesn't show where it defines {name}")
         elif surely:
             self._all(inner, f"it is used through its package {path.parent.name}")
 
@@ -356,13 +393,14 @@ class _Walk:
         module = self.reader.module(path)
         self.parts[f"{self.reader.relative(path)}:*"] = module.dump(module.tree)
         self._import(path)
-        seen = self._uses(module, module.tree, "it")
+        uses = self._uses(module, module.tree, "it")
         for name, origins in syntax.imports(module.tree, module, self.finder).items():
             for origin in origins:
-                self._origin(module, name, origin, set() if origin.path else seen.taken_from(name))
+                attributes = set() if origin.path else uses.taken_from(name)
+                self._origin(module, name, origin, attributes)
 
     def _everything(self, module: syntax.Module, reason: str) -> None:
-        """Every Python file of the project counts: any of them may be reached."""
+        """Any Python file of the project may be reached, so all of them count."""
         self.whole.setdefault(self.reader.relative(module.path), f"{reason}, and so does every Python file here")
         for path in self.reader.sources:
             if path not in self._counted:
@@ -372,15 +410,15 @@ class _Walk:
     def _text(self, path: Path) -> None:
         try:
             tree = self.reader.module(path).tree
-        except TaskError:  # never meant for this Python: its bytes count
+        except TaskError:  # not written for this Python; its bytes count
             self._counts(self.reader.relative(path), path)
         else:
             self.parts[f"{self.reader.relative(path)}:*"] = syntax_queries.dump(tree)
             self._refers(syntax_queries.uses(tree))
 
-    def _refers(self, seen: syntax_queries.Uses) -> None:
-        self._strings |= seen.strings
-        self._searches |= seen.all() & (_SEARCHES | _DEEP_SEARCHES)
+    def _refers(self, uses: syntax_queries.Uses) -> None:
+        self._strings |= uses.strings
+        self._searches |= uses.all() & (_SEARCHES | _DEEP_SEARCHES)
 
     def _module(self, text: str) -> None:
         """A string that reads as a dotted name: each module of the project on its way counts whole."""
@@ -390,42 +428,47 @@ class _Walk:
             return
         self._read_as_modules.add(text)
         parts = text.replace(":", ".").split(".")
-        for name in (".".join(parts[: n + 1]) for n in range(len(parts))):
-            if (path := self.finder.find(name)) is not None:
+        for length in range(1, len(parts) + 1):
+            name = ".".join(parts[:length])
+            path = self.finder.find(name)
+            if path is not None:
                 self._script(path)
-            if (binary := self.finder.compiled(name)) is not None:
+            binary = self.finder.compiled(name)
+            if binary is not None:
                 self._counts(self.reader.relative(binary), binary)
 
     def _script(self, path: Path) -> None:
         try:
             self._all(path, "a string names it")
-        except TaskError:  # never meant for this Python, or what it imports isn't: its bytes count
+        except TaskError:  # it, or what it imports, is not written for this Python; its bytes count
             self._counts(self.reader.relative(path), path)
 
     def _pattern(self, folder: Path, text: str) -> None:
-        """A string with wildcards: the files it matches in the project count, as do those that come and go."""
+        """A string with wildcards: the files that it matches in the project count, also when they come and go."""
         deep = bool(self._searches & _DEEP_SEARCHES)
         text = _BRACES.sub("*", text).strip("/")  # f"{folder}/*.txt" leaves "/*.txt"
         parts = text.split("/")
         if not has_wildcard(text) or len(text) > 255 or not text.isprintable():
             return
         if not self._searches and not text.strip("*?/") and folder in self._places:
-            return  # print("*")
+            return  # as in print("*"): in code that searches for no files, a star alone is no pattern
         key = (folder, text, deep)
         if key in self._expanded:
             return
         self._expanded.add(key)
-        found = matches(folder, ["**", *parts] if deep and parts[0] != "**" else parts, self.reader.root)
-        for path in islice(found, _MATCHES):
+        if deep and parts[0] != "**":
+            parts = ["**", *parts]
+        matching_paths = matches(folder, parts, self.reader.root)
+        for path in islice(matching_paths, _MATCHES):
             self._match(path)
-        rest = [(self.reader.relative(path), *size_and_time(path)) for path in found]
+        rest = [(self.reader.relative(path), *size_and_time(path)) for path in matching_paths]
         if rest:
             self.files[f"{len(rest)} more files that {text} matches"] = canonical.digest(sorted(rest))
 
     def _match(self, path: Path) -> None:
         if self.reader.relative(path) in self.files:
             return
-        with suppress(OSError):  # gone again, or not ours to read
+        with suppress(OSError):  # deleted meanwhile, or not readable
             if path.is_file():
                 self._data(path)
             elif path.is_dir() and path not in self._places and len(self._matched) < _MATCHED_FOLDERS:
@@ -440,7 +483,7 @@ class _Walk:
             path = Path(os.path.normpath(folder / name))
             if any(path.is_relative_to(p) or p in path.parts for p in _NO_DATA):
                 continue
-            with suppress(OSError):  # no name of a file after all: too long, or not ours to read
+            with suppress(OSError):  # too long for a file's name, or not readable
                 if path.is_file():
                     self._data(path)
                 elif path.is_dir() and path.is_relative_to(self.reader.root) and path not in self._places:
@@ -448,7 +491,8 @@ class _Walk:
 
     def _counts(self, name: str, path: Path) -> None:
         """A file's content counts."""
-        self.files[name], self.paths[name] = self.reader.hasher.file(path), path
+        self.files[name] = self.reader.hasher.file(path)
+        self.paths[name] = path
 
     def _data(self, path: Path) -> None:
         if not path.is_relative_to(self.reader.root):

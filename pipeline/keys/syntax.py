@@ -10,34 +10,20 @@ from pathlib import Path
 from layerline.pipeline.keys import syntax_queries
 from layerline.pipeline.keys.imports import Finder, Origin
 
-# Installed decorators and wrappers that keep nothing of what they are given, by name; a name stands for all below it.
+# Decorators of the standard library, of torch and of dataclass libraries that register nothing; a name stands for all
+# below it. Any other installed decorator may, so that what it decorates counts for every hook.
 _HARMLESS = frozenset(
     {
-        *("abc", "attrs", "contextlib", "enum"),
-        *("pydantic", "typing", "typing_extensions"),
-        *("attr.define", "attr.frozen", "attr.s"),
-        "dataclasses.dataclass",
+        *("abc", "attr", "attrs", "contextlib", "dataclasses", "enum", "pydantic", "typing", "typing_extensions"),
         *("functools.cache", "functools.cached_property", "functools.lru_cache", "functools.partialmethod"),
         *("functools.singledispatch", "functools.singledispatchmethod", "functools.total_ordering", "functools.wraps"),
-        "jax.jit",
-        *("numba.cuda.jit", "numba.guvectorize", "numba.jit", "numba.njit"),
-        "numba.vectorize",
-        "numpy.vectorize",
-        *("torch.compile", "torch.enable_grad", "torch.inference_mode", "torch.jit"),
-        "torch.no_grad",
-        *("triton.autotune", "triton.heuristics", "triton.jit"),
+        *("torch.compile", "torch.enable_grad", "torch.inference_mode", "torch.jit", "torch.no_grad"),
     }
 )
 _HARMLESS_BUILT_INS = frozenset({"classmethod", "property", "staticmethod"})
-# Methods whose call, or whose passing on to another, changes what they belong to, beyond those that `trees` knows.
+# Methods that change the object they belong to, whether they are called here or handed to another function.
 _CHANGES = syntax_queries.MUTATORS | {
-    "__delitem__",
-    "__setitem__",
-    "appendleft",
-    "popitem",
-    "popleft",
-    "putenv",
-    "setdefault",
+    *("__delitem__", "__setitem__", "appendleft", "popitem", "popleft", "putenv", "setdefault"),
 }
 _APPLIES = frozenset({"filter", "map", "reduce"})
 _DISPLAYS = (
@@ -113,16 +99,17 @@ def parse(path: Path, finder: Finder) -> Module:
         SyntaxError: the file isn't Python.
     """
     source = path.read_bytes()
-    tree, digest = ast.parse(source, filename=path.name), hashlib.sha256(source).hexdigest()
+    tree = ast.parse(source, filename=path.name)
+    digest = hashlib.sha256(source).hexdigest()
     module = Module(path, finder.package(path), tree, digest)
     body = [s for s in module.tree.body if not (syntax_queries.is_docstring(s) or syntax_queries.is_never_run(s))]
     for statement in body:
         _bind_imports(module, statement, finder)
         for name in syntax_queries.bound_names(statement):
             module.bindings.setdefault(name, []).append(statement)
-    known = module.bindings.keys() | module.imports.keys()
+    module_names = module.bindings.keys() | module.imports.keys()
     for statement in body:
-        for name in syntax_queries.changed_by_functions(statement, known):
+        for name in syntax_queries.changed_by_functions(statement, module_names):
             if statement not in module.bindings.setdefault(name, []):
                 module.bindings[name].append(statement)
     module.registers = syntax_queries.registers_subclasses(module.tree)
@@ -132,12 +119,12 @@ def parse(path: Path, finder: Finder) -> Module:
 
 def imports(node: ast.AST, module: Module, finder: Finder) -> dict[str, list[Origin]]:
     """Where the names come from that import statements anywhere in a tree bind."""
-    found: dict[str, list[Origin]] = {}
+    origins: dict[str, list[Origin]] = {}
     for inner in ast.walk(node):
         if isinstance(inner, ast.Import | ast.ImportFrom):
             for name, origin in finder.origins(inner, module.package):
-                found.setdefault(name, []).append(origin)
-    return found
+                origins.setdefault(name, []).append(origin)
+    return origins
 
 
 def _bind_imports(module: Module, statement: ast.stmt, finder: Finder) -> None:
@@ -167,7 +154,7 @@ def _node_has_effect(module: Module, node: ast.AST) -> bool:
     if isinstance(node, ast.Expr):
         return not isinstance(node.value, ast.Constant)
     if isinstance(node, ast.Call):
-        return module.is_ours(syntax_queries.root(node.func)) or _is_telling(node.func) or _hands_on(module, node)
+        return module.is_ours(syntax_queries.root(node.func)) or _works_by_effect(node.func) or _hands_on(module, node)
     if isinstance(node, syntax_queries.DEFINITIONS):
         return any(not _is_harmless(module, d) for d in node.decorator_list)
     if isinstance(node, ast.Attribute) and node.attr in _CHANGES and isinstance(node.ctx, ast.Load):
@@ -176,21 +163,24 @@ def _node_has_effect(module: Module, node: ast.AST) -> bool:
         return not _holds_own_value(module, node.target.id)
     if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
         return not (isinstance(node.value, ast.Name) and _holds_own_value(module, node.value.id))
+    # `_ = f()`: the result isn't wanted, so the call is made for its effect.
     return isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "_" for t in node.targets)
 
 
 def _hands_on(module: Module, call: ast.Call) -> bool:
-    """Whether an installed function is given one of the project's, which it may call or keep."""
+    """Whether an installed function gets a function of the project as an argument: it may call or keep it."""
     if _is_harmless(module, call):
         return False
     applies = ast.unparse(call.func).rpartition(".")[2] in _APPLIES
-    given = [a.value if isinstance(a, ast.keyword | ast.Starred) else a for a in [*call.args, *call.keywords]]
-    for value in given:
+    for argument in [*call.args, *call.keywords]:
+        value = argument.value if isinstance(argument, ast.keyword | ast.Starred) else argument
         if isinstance(value, ast.Lambda) and any(_node_has_effect(module, n) for n in ast.walk(value.body)):
             return True
-        name = syntax_queries.root(value) if isinstance(value, ast.Name | ast.Attribute) else ""
-        defined = module.bindings.get(name, ()) if isinstance(value, ast.Name) else ()
-        if (applies and module.is_ours(name)) or any(isinstance(s, syntax_queries.FUNCTIONS) for s in defined):
+        if isinstance(value, ast.Name):
+            definitions = module.bindings.get(value.id, ())
+            if any(isinstance(s, syntax_queries.FUNCTIONS) for s in definitions):
+                return True
+        if applies and isinstance(value, ast.Name | ast.Attribute) and module.is_ours(syntax_queries.root(value)):
             return True
     return False
 
@@ -210,13 +200,18 @@ def _installed_name(module: Module, node: ast.expr) -> str:
     name, dot, rest = ast.unparse(node).partition(".")
     if module.is_ours(name) or not all(part.isidentifier() for part in f"{name}{dot}{rest}".split(".")):
         return ""
-    origins = [o for o in module.imports.get(name, ()) if o.exact]
-    found = {f"{o.module}.{o.attribute}" if o.attribute else o.module for o in origins} or {name}
-    return f"{found.pop()}{dot}{rest}" if len(found) == 1 else ""
+    full_names = set()
+    for origin in module.imports.get(name, ()):
+        if origin.exact:
+            full_names.add(f"{origin.module}.{origin.attribute}" if origin.attribute else origin.module)
+    if len(full_names) > 1:  # imported in two ways, as in try/except ImportError
+        return ""
+    first = full_names.pop() if full_names else name
+    return f"{first}{dot}{rest}"
 
 
-def _is_telling(function: ast.expr) -> bool:
-    """Installed functions known to work by effect, by name: seeds and registries."""
+def _works_by_effect(function: ast.expr) -> bool:
+    """Whether an installed function's name says that it is called for its effect: seeds and registries."""
     name = ast.unparse(function).lower()
     return "seed" in name or "regist" in name
 
@@ -224,26 +219,29 @@ def _is_telling(function: ast.expr) -> bool:
 def _holds_own_value(module: Module, name: str) -> bool:
     """Whether no other name can stand for the same object unless it is defined from this one."""
     statements = module.bindings.get(name, ())
-    return (
-        bool(statements) and name not in module.imports and all(_gives_own_value(module, s, name) for s in statements)
-    )
+    if not statements or name in module.imports:
+        return False
+    return all(_gives_own_value(module, s, name) for s in statements)
 
 
 def _gives_own_value(module: Module, statement: ast.stmt, name: str) -> bool:
     if isinstance(statement, (*syntax_queries.DEFINITIONS, ast.AugAssign)):
         return True
-    target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
-    target = statement.target if isinstance(statement, ast.AnnAssign) else target
-    if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name) and target.id == name:
-        return _is_fresh(module, statement.value)
-    return name not in syntax_queries.stored_names(
-        statement
-    )  # else bound by a loop, a block, unpacking: to what can't be read off
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    if isinstance(statement, ast.Assign | ast.AnnAssign) and len(targets) == 1:
+        target = targets[0]
+        if isinstance(target, ast.Name) and target.id == name:
+            return _is_fresh(module, statement.value)
+    # A loop, a block or unpacking may bind it to an object that has another name.
+    return name not in syntax_queries.stored_names(statement)
 
 
 def _is_fresh(module: Module, value: ast.expr | None) -> bool:
-    return (
-        value is None
-        or isinstance(value, _DISPLAYS)
-        or (isinstance(value, ast.Call) and not module.is_ours(syntax_queries.root(value.func)))
-    )
+    """Whether an expression makes a new object: a literal, or what an installed function returns."""
+    if value is None or isinstance(value, _DISPLAYS):
+        return True
+    return isinstance(value, ast.Call) and not module.is_ours(syntax_queries.root(value.func))

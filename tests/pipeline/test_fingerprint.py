@@ -277,7 +277,7 @@ def test_it_says_what_it_reached_and_what_counts_whole(tmp_path: Path) -> None:
 
     files = {"task.py": "import importlib\n\ndef model(): return importlib.import_module('a')\n", "a.py": ""}
     whole = prints(tmp_path / "3", files)["model"].whole
-    assert whole == {"task.py": "it uses importlib, and so does every Python file here"}
+    assert whole == {"task.py": "model uses import_module, and so does every Python file here"}
 
 
 def test_a_folder_named_in_the_code_is_told(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_pattern_reaches_through_links_once(tmp_path: Path) -> None:
 
 
 def test_a_module_that_a_string_names_is_told(tmp_path: Path) -> None:
-    files = {"task.py": "import lib\n\ndef model(): return lib.locate('nets.build')\n", "nets.py": "build = 1\n"}
+    files = {"task.py": "import lib\n\ndef model(): return lib.load_part('nets.build')\n", "nets.py": "build = 1\n"}
     assert prints(tmp_path, files)["model"].whole == {"nets.py": "a string names it"}
     assert list(prints(tmp_path, files | {"nets.py": "print 1"})["model"].files) == ["nets.py"]
 
