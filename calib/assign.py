@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -33,13 +32,19 @@ def activation(
     Raises:
         StageError: calibration saw no finite element of it.
     """
-    own = histograms[wanted.name]
-    merged = reduce(Histogram.merge, (histograms[name] for name in wanted.shared), own)
+    histogram = histograms[wanted.name]
+    merged = histogram
+    for name in wanted.shared:
+        merged = merged.merge(histograms[name])
     if merged.count == 0:
         raise StageError("calibration saw no finite element of this value", where=wanted.name, hint="skip it")
-    name, amax = chosen or (calibrator, threshold(merged, calibrator, percentile=percentile))
-    seen = (own.low, own.high) if own.count else (0.0, 0.0)
-    return _value(wanted, scale_of(amax), amax, seen, name)
+    if chosen is None:
+        chosen = (calibrator, threshold(merged, calibrator, percentile=percentile))
+    name, amax = chosen
+    observed = (0.0, 0.0)
+    if histogram.count:
+        observed = (histogram.low, histogram.high)
+    return _value(wanted, scale_of(amax), amax, observed, name)
 
 
 def weight(wanted: Wanted, array: npt.NDArray[Any]) -> QuantValue:
@@ -52,18 +57,20 @@ def weight(wanted: Wanted, array: npt.NDArray[Any]) -> QuantValue:
     if bad:
         raise StageError(f"{bad} of {array.size} weights are not finite", where=wanted.name)
     amax = channel_amax(array, wanted.axis)
-    seen = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
-    return _value(wanted, scale_of(amax), float(amax.max(initial=0.0)), seen, "minmax")
+    observed = (0.0, 0.0)
+    if array.size:
+        observed = (float(array.min()), float(array.max()))
+    return _value(wanted, scale_of(amax), float(amax.max(initial=0.0)), observed, "minmax")
 
 
 def _value(
-    wanted: Wanted, scales: npt.NDArray[np.float32], amax: float, seen: tuple[float, float], calibrator: str
+    wanted: Wanted, scales: npt.NDArray[np.float32], amax: float, observed: tuple[float, float], calibrator: str
 ) -> QuantValue:
     return QuantValue(
         # Not asdict(): it would copy the readers into lists.
         **{f.name: getattr(wanted, f.name) for f in dataclasses.fields(Wanted)},
         scales=tuple(shortest(s) for s in scales.reshape(-1)),
         amax=shortest(amax),
-        seen=(shortest(seen[0]), shortest(seen[1])),
+        seen=(shortest(observed[0]), shortest(observed[1])),
         calibrator=calibrator,
     )

@@ -20,8 +20,9 @@ Calibrator = Literal["entropy", "percentile", "minmax", "mse"]
 
 _KL_BINS, _KL_LEVELS = 2048, 128
 _KL_CLIPPED = 0.01  # see entropy()
+# The MSE search looks at 24 octaves of 128 buckets, and first tries every 16th bucket of the top 12 octaves.
 _MSE_BUCKETS = 24 * 128
-_COARSE_OCTAVES, _COARSE_STEP = 12, 16  # the MSE search: octaves below the maximum, and buckets skipped in the first go
+_COARSE_OCTAVES, _COARSE_STEP = 12, 16
 
 
 def threshold(histogram: Histogram, calibrator: Calibrator, *, percentile: float = 99.99) -> float:
@@ -113,9 +114,9 @@ def _divergences(bins: Floats, candidates: Counts) -> Floats:
     last = np.maximum.accumulate(np.where(bins > 0, np.arange(_KL_BINS), 0))[candidates - 1]
     last_level = (level_ends[:, 1:] > last[:, None]).argmax(axis=1)
     swollen = bins[last] + outside
-    own = _before(bins * _log(bins))[candidates] - bins[last] * _log(bins[last]) + swollen * _log(swollen)
-    cross = (level_mass * log_q).sum(axis=1) + outside * log_q[np.arange(candidates.size), last_level]
-    divergence = (own - cross) / mass[-1] - np.log(mass[-1]) + _log(inside)
+    self_term = _before(bins * _log(bins))[candidates] - bins[last] * _log(bins[last]) + swollen * _log(swollen)
+    cross_term = (level_mass * log_q).sum(axis=1) + outside * log_q[np.arange(candidates.size), last_level]
+    divergence = (self_term - cross_term) / mass[-1] - np.log(mass[-1]) + _log(inside)
     return np.where(outside > _KL_CLIPPED * mass[-1], np.inf, divergence)
 
 

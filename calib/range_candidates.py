@@ -1,6 +1,7 @@
-"""Which range an activation gets, of several candidates: the one with the least error at the layers that read it.
+"""Candidate ranges of activations, and the choice of the one with the least error at the layers that read it.
 
-No calibrator is best for every value: rare large numbers matter where a large weight meets them, and don't elsewhere.
+No calibrator is best for every value: rare large numbers matter where a large weight multiplies them, and don't
+elsewhere.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ ALIKE = 0.02
 """Thresholds closer than this, relative, are one candidate."""
 SHIFT_WEIGHT = 16.0
 """How much more the mean error of a channel counts than its spread. Rounding errors are independent and average out in
-the layers behind; clipping moves a channel as a whole, and such shifts add up. Measured in docs/benchmarks.md."""
+the following layers; clipping shifts a channel as a whole, and such shifts add up. Measured in docs/benchmarks.md."""
 
 
 @dataclass(frozen=True)
 class Error:
-    """What one candidate does to the output of one layer.
+    """The error of one layer's output with one candidate range.
 
     Attributes:
         signal: sum of squares of the layer's float output.
@@ -46,13 +47,17 @@ class Error:
 
     @property
     def relative(self) -> float:
-        """The error relative to the signal, with shifts weighted; inf where it can't be told."""
+        """The error relative to the signal, with shifts weighted; inf where the signal is 0 or a number not finite."""
         weighted = self.error + SHIFT_WEIGHT * self.count * float(np.square(self.shift).sum())
-        usable = self.signal > 0 and math.isfinite(self.signal) and math.isfinite(weighted)
-        return weighted / self.signal if usable else math.inf
+        if self.signal <= 0 or not math.isfinite(self.signal) or not math.isfinite(weighted):
+            return math.inf
+        return weighted / self.signal
 
     def correction(self) -> npt.NDArray[np.float64]:
-        """What to take off each output channel; the less the worse the mean is known, of few and scattered elements."""
+        """The amount to subtract from each output channel.
+
+        The mean error is shrunk towards 0 by its own uncertainty, as estimated from few, scattered elements.
+        """
         if not self.shift.size or self.count <= 0:
             return self.shift
         scatter = self.error / (self.count * self.shift.size)
@@ -73,50 +78,67 @@ def group_of(wanted: Wanted) -> tuple[str, ...]:
 def candidates(
     wanted: Sequence[Wanted], histograms: Mapping[str, Histogram], bounds: Mapping[str, float], *, percentile: float
 ) -> dict[str, dict[str, float]]:
-    """The thresholds worth trying of each activation; of those that are bounded by construction, the bound alone."""
-    made: dict[tuple[str, ...], dict[str, float]] = {}
+    """The thresholds to try for each activation. One that is bounded by construction has only its bound to try."""
+    by_group: dict[tuple[str, ...], dict[str, float]] = {}
+    by_value: dict[str, dict[str, float]] = {}
     for item in wanted:
         group = group_of(item)
-        if group not in made:
-            made[group] = _of_group(group, histograms, bounds, percentile)
-    return {item.name: made[group_of(item)] for item in wanted}
+        if group not in by_group:
+            by_group[group] = _of_group(group, histograms, bounds, percentile)
+        by_value[item.name] = by_group[group]
+    return by_value
 
 
 def bound_of(group: Sequence[str], histograms: Mapping[str, Histogram], bounds: Mapping[str, float]) -> float | None:
-    """The bound of a group, where all of it is bounded and its numbers come near: a Clip at 1e9 bounds nothing."""
+    """The bound of a group of values; None where one has no bound, or where no value comes near it.
+
+    A Clip at 1e9 bounds nothing in practice: a scale for 1e9 would round everything to 0.
+    """
     if not all(name in bounds for name in group):
         return None
-    greatest = max(bounds[name] for name in group)
-    reached = max(histograms[name].amax for name in group)
-    return greatest if 0 < greatest <= max(1.0, 4 * reached) else None
+    bound = max(bounds[name] for name in group)
+    amax = max(histograms[name].amax for name in group)
+    if not 0 < bound <= max(1.0, 4 * amax):
+        return None
+    return bound
 
 
 def choose(wanted: Sequence[Wanted], tried: Candidates, errors: Errors) -> dict[str, str]:
-    """The name of the best candidate of each value, one for all that share a scale.
+    """The name of the best candidate of each value, one for all values that share a scale.
 
-    Where no layer tells (its output is 0 or not finite), the first candidate is taken.
+    Where no layer gives an error (its output is 0 or not finite), the first candidate is taken.
     """
-    scores: dict[tuple[str, ...], dict[str, list[float]]] = {}
     groups = {item.name: group_of(item) for item in wanted}
+    totals: dict[tuple[tuple[str, ...], str], float] = {}
     for (value, candidate, _), error in errors.items():
         if math.isfinite(error.relative):
-            scores.setdefault(groups[value], {}).setdefault(candidate, []).append(error.relative)
-    chosen = {}
+            key = (groups[value], candidate)
+            totals[key] = totals.get(key, 0) + error.relative
+    chosen: dict[str, str] = {}
     for item in wanted:
-        names, group = tried[item.name], scores.get(groups[item.name], {})
-        chosen[item.name] = min(names, key=lambda n, group=group: sum(group.get(n, [math.inf])))  # type: ignore[misc]
+        group = groups[item.name]
+        names = list(tried[item.name])
+        best = names[0]
+        for name in names[1:]:
+            if totals.get((group, name), math.inf) < totals.get((group, best), math.inf):
+                best = name
+        chosen[item.name] = best
     return chosen
 
 
-def own_db(chosen: Mapping[str, str], errors: Errors) -> dict[str, float]:
-    """SQNR in dB of each layer fed with exact inputs in the chosen ranges; of none whose output is 0 or not finite."""
-    signal, lost = dict[str, float](), dict[str, float]()
+def layer_sqnr(chosen: Mapping[str, str], errors: Errors) -> dict[str, float]:
+    """SQNR in dB of each layer, fed with exact inputs in the chosen ranges. Leaves out outputs of 0 or not finite."""
+    signal: dict[str, float] = {}
+    noise: dict[str, float] = {}
     for (value, candidate, layer), error in errors.items():
         if chosen[value] == candidate:
             signal[layer] = error.signal
-            lost[layer] = lost.get(layer, 0.0) + error.error
-    usable = [n for n in signal if signal[n] > 0 and lost[n] > 0 and math.isfinite(signal[n] + lost[n])]
-    return {n: 10 * math.log10(signal[n] / lost[n]) for n in usable}
+            noise[layer] = noise.get(layer, 0.0) + error.error
+    decibels: dict[str, float] = {}
+    for layer in signal:
+        if signal[layer] > 0 and noise[layer] > 0 and math.isfinite(signal[layer] + noise[layer]):
+            decibels[layer] = 10 * math.log10(signal[layer] / noise[layer])
+    return decibels
 
 
 def _of_group(
@@ -128,9 +150,9 @@ def _of_group(
     merged = Histogram()
     for name in group:
         merged = merged.merge(histograms[name])
-    found: dict[str, float] = {}
+    thresholds: dict[str, float] = {}
     for calibrator in CALIBRATORS:
         value = threshold(merged, calibrator, percentile=percentile)
-        if all(abs(value - other) > ALIKE * other for other in found.values()):
-            found[calibrator] = value
-    return found
+        if all(abs(value - other) > ALIKE * other for other in thresholds.values()):
+            thresholds[calibrator] = value
+    return thresholds

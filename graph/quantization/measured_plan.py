@@ -1,8 +1,7 @@
-"""From ranges to a plan that was measured at the outputs: what errors of single layers come to is seen there alone."""
+"""Compares whole plans at the model's outputs, where the errors of single layers add up or cancel."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -19,9 +18,9 @@ from layerline.graph.quantization import bias_correction, qdq, range_choice
 from layerline.graph.quantization.qdq_placement import Placement, Rules
 
 SAMPLES = 8
-"""Samples that ranges and plans are tried on: each costs some twelve runs of the model."""
+"""Samples that single ranges are tried on: each sample costs some twelve runs of the model."""
 CLEARLY_DB = 0.5
-"""By how much another plan has to be better at the outputs, over few samples, to be taken."""
+"""How much better another plan must be at the outputs to replace the one chosen value by value."""
 
 
 def tuned(
@@ -33,71 +32,83 @@ def tuned(
     *,
     percentile: float,
 ) -> tuple[QuantPlan, tuple[str, ...]]:
-    """The plan of the ranges chosen one by one, or that of a single calibrator where the outputs keep more with it.
+    """Chooses each range by itself, then keeps that plan or a single calibrator's, whichever serves the outputs better.
 
     Args:
         model: the float model, at an opset that has Q/DQ.
-        placed: what the rules want.
-        feeds: samples by input name, of which some eight are taken, evenly spread.
+        placed: the values that the rules quantise.
+        feeds: samples by input name. Ranges are tried on about eight of them, plans are compared on all.
 
     Returns:
-        The plan, and sentences about layers that stay float and a calibrator that was taken for all.
+        The plan, and notes about layers that stay float and about a calibrator that was taken for all ranges.
     """
-    few = _few(feeds)
-    chosen = range_choice.choose(model, rules, placed, histograms, few, percentile=percentile)
+    chosen = range_choice.choose(model, rules, placed, histograms, _spread(feeds), percentile=percentile)
     notes = tuple(
         f"{layer} stays float: int8 would leave it {db:.1f} dB by itself" for layer, db in chosen.floated.items()
     )
-    planned = functools.partial(qdq.plan, model, chosen.placement, histograms, percentile=percentile)
-    plan = planned("mse", chosen=chosen.thresholds)
-    plans = {"auto": plan} | {c: planned(c) for c in CALIBRATORS}
-    judge, kept = _Judge(model, few), dict[str, float]()
-    for name, each in plans.items():
-        same = name != "auto" and [v.amax for v in each.values] == [v.amax for v in plan.values]
-        worst = None if same else judge.least_db(qdq.apply(model, each))
-        if worst is not None:
-            kept[name] = worst
-    best = max(kept, key=lambda n: kept[n], default="auto")
-    if "auto" not in kept or best == "auto" or kept[best] < kept["auto"] + CLEARLY_DB:
+    plan = qdq.plan(model, chosen.placement, histograms, "mse", percentile=percentile, chosen=chosen.thresholds)
+    judge = _Judge(model, feeds)
+    auto_db = judge.least_db(qdq.apply(model, plan))
+    if auto_db is None:
         return plan, notes
-    gain = f"{kept[best]:.1f} dB at the outputs, {kept['auto']:.1f} dB with each chosen by itself"
-    return plans[best], (*notes, f"auto took {best} for all ranges: {gain}")
+    best_plan, best_db, best_name = plan, auto_db, "auto"
+    for calibrator in CALIBRATORS:
+        other = qdq.plan(model, chosen.placement, histograms, calibrator, percentile=percentile)
+        if [v.amax for v in other.values] == [v.amax for v in plan.values]:
+            continue
+        other_db = judge.least_db(qdq.apply(model, other))
+        if other_db is not None and other_db > best_db:
+            best_plan, best_db, best_name = other, other_db, calibrator
+    if best_name == "auto" or best_db < auto_db + CLEARLY_DB:
+        return plan, notes
+    gain = f"{best_db:.1f} dB at the outputs, {auto_db:.1f} dB with each chosen by itself"
+    return best_plan, (*notes, f"auto took {best_name} for all ranges: {gain}")
 
 
-def _few(feeds: Sequence[Feed]) -> Sequence[Feed]:
-    """As many feeds as hold SAMPLES samples, or a single larger one, evenly spread."""
-    rows = max((a.shape[0] for a in feeds[0].values() if a.ndim), default=1) if feeds else 1
+def _spread(feeds: Sequence[Feed]) -> Sequence[Feed]:
+    """Evenly spread feeds that hold about SAMPLES samples together, at least one feed."""
+    if not feeds:
+        return feeds
+    rows = max((array.shape[0] for array in feeds[0].values() if array.ndim), default=1)
     count = max(1, SAMPLES // max(rows, 1))
-    return feeds[:: max(1, len(feeds) // count)][:count]
+    step = max(1, len(feeds) // count)
+    return feeds[::step][:count]
 
 
 class _Judge:
-    """The outputs of one model on a few samples, kept, to measure others against."""
+    """Measures models against the outputs of one reference, which are computed once."""
 
     def __init__(self, model: Light, feeds: Sequence[Feed]) -> None:
         random = drawn(model.model)
         self.names = [o.name for o in model.model.graph.output if o.name not in random]
-        self.feeds, self.exact = feeds, self._run(model, feeds)
+        self.feeds = feeds
+        self.exact = self._run(model, feeds)
 
     def least_db(self, model: Light) -> float | None:
-        """SQNR of the output that lost most, in dB; None where none can be measured."""
-        found = self._run(model, self.feeds)
-        measured = [self._decibels(name, found) for name in self.names]
-        return min((db for db in measured if db is not None), default=None)
+        """SQNR in dB of the output that lost most; None where no output can be measured."""
+        outputs = self._run(model, self.feeds)
+        measured: list[float] = []
+        for name in self.names:
+            db = self._decibels(name, outputs)
+            if db is not None:
+                measured.append(db)
+        return min(measured, default=None)
 
-    def _decibels(self, name: str, found: Sequence[Mapping[str, Array]]) -> float | None:
-        """SQNR of one output in dB; None where it holds no numbers, or zeros alone."""
-        signal, lost = 0.0, 0.0
-        for exact, other in zip(self.exact, found, strict=True):
+    def _decibels(self, name: str, outputs: Sequence[Mapping[str, Array]]) -> float | None:
+        """SQNR of one output in dB; None where it holds no numbers, or only zeros."""
+        signal, error = 0.0, 0.0
+        for exact, other in zip(self.exact, outputs, strict=True):
             a, b = exact[name], other[name]
             if a.dtype.kind not in "fiu" or a.shape != b.shape:
                 return None
             usable = np.isfinite(a) & np.isfinite(b)
             signal += float(np.square(a[usable].astype(np.float64)).sum())
-            lost += float(np.square(a[usable].astype(np.float64) - b[usable]).sum())
+            error += float(np.square(a[usable].astype(np.float64) - b[usable]).sum())
         if not signal:
             return None
-        return 10 * math.log10(signal / lost) if lost else math.inf
+        if not error:
+            return math.inf
+        return 10 * math.log10(signal / error)
 
     @staticmethod
     def _run(model: Light, feeds: Sequence[Feed]) -> list[dict[str, Array]]:
@@ -106,10 +117,15 @@ class _Judge:
 
 
 def corrected(model: Light, plan: QuantPlan, quantized: Light, feeds: Sequence[Feed]) -> tuple[Light, str]:
-    """The quantised model with corrected biases, where the outputs gain by them, and what they gain in a sentence."""
+    """Corrects the biases of a quantised model and keeps that where the outputs gain by it.
+
+    Returns:
+        The better model, and a note with the SQNR of the outputs before and after.
+    """
     candidate, layers = bias_correction.correct(quantized, range_choice.shifts(model, plan, feeds))
     judge = _Judge(model, feeds)
-    before, after = judge.least_db(quantized), judge.least_db(candidate)
+    before = judge.least_db(quantized)
+    after = judge.least_db(candidate)
     if before is None or after is None:
         return candidate, f"bias correction changed {layers} layers; no output could be measured"
     gain = f"{after:.1f} dB at the outputs with it, {before:.1f} dB without"

@@ -34,10 +34,10 @@ class HalfModel:
     """A converted model.
 
     Attributes:
-        model: it.
+        model: inner values are half where that is safe; inputs and outputs are float32.
         kept: nodes that stay in float32 for a reason of their own.
         nodes: how many nodes compute in half.
-        vanished: stored tensors with numbers other than 0 that are 0 in half: how many of how many, by name.
+        vanished: by stored tensor, how many of its numbers became 0 in half, and its size.
     """
 
     model: Light
@@ -52,45 +52,52 @@ def to_half(model: Model, mode: str, *, amax: Mapping[str, float] | None = None,
     Args:
         model: left as it is.
         mode: "fp16" or "bf16".
-        amax: greatest |x| seen, by value name: values that leave half's range stay float32, with all that touch them.
+        amax: greatest |x| measured, by value name. Nodes that read or make a value beyond half's range stay float32.
         skip: names of values or nodes, module paths, or globs that stay in float32.
     """
     half = TYPES[mode]
     work = to_ir(raise_opset(model, required_opset(split(model), mode)))
     infer_types(work)
-    kept = float32_nodes(work, half, amax or {}, skip)
-    reasons = tuple(
-        Kept(name=first_output(n), op=n.op_type, module=module_of(n), reason=r) for n, r in kept.items() if r
-    )
-    done = [n for n in work.graph if n not in kept]
-    converting = _Converting(work, half, done)
-    converting.run()
-    computing = sum(map(bool, converting.slots.values()))
-    return HalfModel(model=from_ir(work), kept=reasons, nodes=computing, vanished=converting.vanished)
+    float32 = float32_nodes(work, half, amax or {}, skip)
+    kept: list[Kept] = []
+    for node, reason in float32.items():
+        if reason:
+            kept.append(Kept(name=first_output(node), op=node.op_type, module=module_of(node), reason=reason))
+    conversion = _Conversion(work, half, [n for n in work.graph if n not in float32])
+    conversion.run()
+    # A node none of whose inputs can be half only moves or makes integers.
+    computing = sum(1 for slots in conversion.slots.values() if slots)
+    return HalfModel(model=from_ir(work), kept=tuple(kept), nodes=computing, vanished=conversion.vanished)
 
 
 def required_opset(light: Light, mode: str) -> int:
-    """19 gives Q/DQ half-precision scales, 22 gives convolutions and pools bfloat16."""
-    quantized = any(n.op_type in ("QuantizeLinear", "DequantizeLinear") for n in light.model.graph.node)
-    return 22 if mode == "bf16" else 19 if quantized else 13
+    """The least opset in which a model can be converted."""
+    if mode == "bf16":
+        return 22  # convolutions and pools take bfloat16 from opset 22 on
+    if any(n.op_type in ("QuantizeLinear", "DequantizeLinear") for n in light.model.graph.node):
+        return 19  # the scales of Q/DQ may be half from opset 19 on
+    return 13
 
 
 def float_values(model: Model) -> list[str]:
-    """The float32 values of the main graph that are computed or fed, in topological order."""
+    """Names of the float32 inputs and computed values of the main graph, in topological order."""
     work = to_ir(model)
     infer_types(work)
-    made = [*work.graph.inputs, *(o for n in work.graph for o in n.outputs)]
-    return [v.name or "" for v in made if v.dtype == _FLOAT and constant(v) is None]
+    values = [*work.graph.inputs]
+    for node in work.graph:
+        values.extend(node.outputs)
+    return [v.name or "" for v in values if v.dtype == _FLOAT and constant(v) is None]
 
 
 def emulate(model: Model) -> Light:
-    """The same half-precision model for a runtime without half arithmetic.
+    """Rewrites a half-precision model for a runtime without half arithmetic.
 
-    Every half value is computed in float32 and then rounded to its type, which is what hardware with float32
-    accumulators does. The rounded value keeps the name.
+    Every half value is computed in float32 and then rounded to its type, as hardware with float32 accumulators does.
+    The rounded value keeps the name.
     """
     work = to_ir(model)
-    names, halves = Names(work), set(TYPES.values())
+    names = Names(work)
+    halves = set(TYPES.values())
     for tensor in list(work.graph.initializers.values()):
         if tensor.dtype in halves and tensor.const_value is not None:
             tensor.const_value = ir.tensor(tensor.const_value.numpy().astype("float32"), name=tensor.name)
@@ -106,9 +113,12 @@ def emulate(model: Model) -> Light:
 
 
 def _round(graph: ir.Graph, names: Names, value: ir.Value, half: ir.DataType) -> None:
-    producer, name, is_output = value.producer(), value.name or "", value.is_graph_output()
+    producer = value.producer()
     assert producer is not None
-    value.name, value.dtype = names.fresh(f"{name}/exact"), _FLOAT
+    is_output = value.is_graph_output()
+    name = value.name or ""
+    value.name = names.fresh(f"{name}/exact")
+    value.dtype = _FLOAT
     narrow = _cast(names, value, half, names.fresh(f"{name}/narrow"))
     back = _cast(names, narrow.outputs[0], _FLOAT, name)
     for use in value.uses():
@@ -119,20 +129,30 @@ def _round(graph: ir.Graph, names: Names, value: ir.Value, half: ir.DataType) ->
     producer.append([narrow, back])
 
 
-class _Converting:
-    """Changes the types of values, one after the other: each has readers that want half and others that do not."""
+class _Conversion:
+    """Changes the types of values, one by one. Some readers of a value want half, the others float32.
+
+    Attributes:
+        slots: by node to convert, the positions of the inputs that it reads as half.
+        vanished: by stored tensor, how many of its numbers became 0, and its size.
+    """
 
     def __init__(self, model: ir.Model, half: ir.DataType, nodes: Iterable[ir.Node]) -> None:
         opset = model.opset_imports.get("", 1)
-        self.graph, self.half, self.suffix = model.graph, half, f"/{half.name.lower()}"
+        self.graph = model.graph
+        self.half = half
+        self.suffix = f"/{half.name.lower()}"
         self.slots = {n: half_slots(n, half, opset)[0] for n in nodes}
         self.names = Names(model)
         self.vanished: dict[str, tuple[int, int]] = {}
         self.position = {n: i for i, n in enumerate(self.graph)}
 
     def run(self) -> None:
-        stored = [v for v in self.graph.initializers.values() if not v.is_graph_input()]
-        for value in [*self.graph.inputs, *stored, *(o for n in self.graph for o in n.outputs)]:
+        values = [*self.graph.inputs]
+        values += [v for v in self.graph.initializers.values() if not v.is_graph_input()]
+        for node in self.graph:
+            values.extend(node.outputs)
+        for value in values:
             if value.dtype == _FLOAT:
                 self._convert(value)
 
@@ -142,24 +162,30 @@ class _Converting:
         wants_single = [u for u in uses if u not in wants_half]
         producer = value.producer()
         if producer is not None and producer in self.slots:
-            self._now_half(value, producer, wants_single)
-        elif wants_half and (array := constant(value)) is not None:
+            self._make_half(value, producer, wants_single)
+            return
+        if not wants_half:
+            return
+        array = constant(value)
+        if array is not None:
             halved = array.astype(self.half.numpy())
             lost = int(np.count_nonzero(array) - np.count_nonzero(halved))
             if lost:
                 self.vanished[value.name or ""] = lost, array.size
-            self._stored(value, ir.tensor(halved), wants_half, bool(wants_single))
-        elif wants_half:
-            cast = _cast(self.names, value, self.half, self.names.fresh(f"{value.name}{self.suffix}"))
-            _rewire(wants_half, cast.outputs[0])
-            if producer is not None:
-                producer.append(cast)
-            else:
-                min((node for node, _ in wants_half), key=lambda n: self.position[n]).prepend(cast)
+            self._store_half(value, ir.tensor(halved), wants_half, keeps_float_readers=bool(wants_single))
+            return
+        cast = _cast(self.names, value, self.half, self.names.fresh(f"{value.name}{self.suffix}"))
+        _rewire(wants_half, cast.outputs[0])
+        if producer is not None:
+            producer.append(cast)
+        else:
+            first_reader = min((node for node, _ in wants_half), key=lambda n: self.position[n])
+            first_reader.prepend(cast)
 
-    def _now_half(self, value: ir.Value, producer: ir.Node, wants_single: Sequence[Use]) -> None:
+    def _make_half(self, value: ir.Value, producer: ir.Node, wants_single: Sequence[Use]) -> None:
+        """The value becomes half under its name; a Cast serves float32 readers and keeps the model's output float32."""
         value.dtype = self.half
-        if not (wants_single or value.is_graph_output()):
+        if not wants_single and not value.is_graph_output():
             return
         name = value.name or ""
         if value.is_graph_output():
@@ -171,18 +197,21 @@ class _Converting:
         _rewire(wants_single, cast.outputs[0])
         producer.append(cast)
 
-    def _stored(self, value: ir.Value, tensor: ir.TensorProtocol, uses: Sequence[Use], shared: bool) -> None:
-        if value.is_initializer() and not shared and not value.is_graph_input() and not value.is_graph_output():
+    def _store_half(
+        self, value: ir.Value, tensor: ir.TensorProtocol, uses: Sequence[Use], *, keeps_float_readers: bool
+    ) -> None:
+        is_interface = value.is_graph_input() or value.is_graph_output()
+        if value.is_initializer() and not keeps_float_readers and not is_interface:
             tensor.name = value.name
-            value.const_value, value.dtype = tensor, self.half
+            value.const_value = tensor
+            value.dtype = self.half
             return
         name = self.names.fresh(f"{value.name}{self.suffix}")
         tensor.name = name
-        made = ir.Value(
-            name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(self.half), const_value=tensor
-        )
-        self.graph.register_initializer(made)
-        _rewire(uses, made)
+        shape = ir.Shape(tensor.shape.numpy())
+        half_copy = ir.Value(name=name, shape=shape, type=ir.TensorType(self.half), const_value=tensor)
+        self.graph.register_initializer(half_copy)
+        _rewire(uses, half_copy)
         drop_unread(value)
 
 
@@ -193,7 +222,9 @@ def _rewire(uses: Sequence[Use], value: ir.Value) -> None:
 
 def _cast(names: Names, value: ir.Value, to: ir.DataType, name: str) -> ir.Node:
     producer = value.producer()
-    props = {MODULE: producer.metadata_props[MODULE]} if producer and MODULE in producer.metadata_props else {}
+    props: dict[str, str] = {}
+    if producer is not None and MODULE in producer.metadata_props:
+        props[MODULE] = producer.metadata_props[MODULE]
     output = ir.Value(name=name, shape=value.shape, type=ir.TensorType(to))
     cast = names.fresh(f"{name}/Cast")
     return ir.node("Cast", [value], {"to": int(to)}, outputs=[output], name=cast, metadata_props=props)

@@ -55,7 +55,7 @@ _ELEMENTWISE = _BOUNDED | _ops(
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a half type can hold.
+    """The range of a half-precision type.
 
     Attributes:
         greatest: finite values seen, or stored, above this stay float32. For values seen in calibration half of it
@@ -78,37 +78,38 @@ def half_slots(node: ir.Node, half: ir.DataType, opset: int) -> tuple[frozenset[
     schema = _schema(node.op_type, node.domain, opset)
     if schema is None or subgraphs(node):
         return frozenset(), False
-    allowed = {
-        c.type_param_str for c in schema.type_constraints if f"tensor({half.name.lower()})" in c.allowed_type_strs
-    }
-    takes = {i: t for i, v, t in _typed(node.inputs, schema.inputs) if t in allowed}
+    half_type = f"tensor({half.name.lower()})"
+    allowed = {c.type_param_str for c in schema.type_constraints if half_type in c.allowed_type_strs}
+    input_types = {index: t for index, t in _float32_slots(node.inputs, schema.inputs) if t in allowed}
     if node.op_type == "Resize":
-        # The region of interest may be half by its schema; no runtime takes it.
-        takes.pop(1, None)
-    gives = [t for _, _, t in _typed(node.outputs, schema.outputs)]
-    return frozenset(takes), all(t in takes.values() for t in gives)
+        # The schema allows a half region of interest, but no runtime takes it.
+        input_types.pop(1, None)
+    output_types = {t for _, t in _float32_slots(node.outputs, schema.outputs)}
+    return frozenset(input_types), output_types <= set(input_types.values())
 
 
 def float32_nodes(
     model: ir.Model, half: ir.DataType, amax: Mapping[str, float], skip: Sequence[str] = ()
 ) -> dict[ir.Node, str]:
-    """The nodes of the main graph that stay in float32, with the reason; the empty reason means "it only follows".
+    """The nodes of the main graph that stay in float32, each with its reason.
+
+    The reason is empty for nodes that only move float32 values on.
 
     Args:
         model: with inferred types.
         half: FLOAT16 or BFLOAT16.
-        amax: greatest |x| seen, by value name, as far as known.
+        amax: greatest |x| measured, by value name; values may be missing.
         skip: names of values or nodes, module paths, or globs that stay in float32.
     """
-    deciding = _Deciding(model, half, amax, skip)
-    deciding.by_themselves()
-    deciding.backwards()
-    deciding.forwards()
-    return deciding.kept
+    choice = _Float32Choice(model, half, amax, skip)
+    choice.mark_single_nodes()
+    choice.propagate_backwards()
+    choice.propagate_forwards()
+    return choice.kept
 
 
-class _Deciding:
-    """The three passes over one graph that decide; `kept` grows with each."""
+class _Float32Choice:
+    """Three passes over one graph. Each adds nodes to `kept`, those that stay in float32."""
 
     def __init__(self, model: ir.Model, half: ir.DataType, amax: Mapping[str, float], skip: Sequence[str]) -> None:
         self.nodes, self.half, self.opset = list(model.graph), half, model.opset_imports.get("", 1)
@@ -118,39 +119,44 @@ class _Deciding:
         self.kept: dict[ir.Node, str] = {}
         self._greatest: dict[ir.Value, float | None] = {}
 
-    def by_themselves(self) -> None:
-        """What must stay float32 whatever is around it."""
+    def mark_single_nodes(self) -> None:
+        """Keeps the nodes that must stay float32 whatever is around them."""
         for node in self.nodes:
             reason = self._own_reason(node)
             if reason is not None:
                 self.kept[node] = reason
 
-    def backwards(self) -> None:
-        """What leads to an angle, to squares that are summed, or adds a mask before a softmax."""
-        angles: dict[ir.Node, str] = {n: n.outputs[0].name or "" for n in self.nodes if n.op_type in _ANGLES}
-        masked: dict[ir.Node, str] = {n: n.outputs[0].name or "" for n in self.nodes if n.op_type in _SOFTMAX}
+    def propagate_backwards(self) -> None:
+        """Keeps nodes that compute an angle, squares that are summed, or a mask before a softmax."""
+        # By node: the sine or softmax that its result reaches.
+        angle_of: dict[ir.Node, str] = {n: n.outputs[0].name or "" for n in self.nodes if n.op_type in _ANGLES}
+        softmax_of: dict[ir.Node, str] = {n: n.outputs[0].name or "" for n in self.nodes if n.op_type in _SOFTMAX}
         for node in reversed(self.nodes):
-            for source in (v.producer() for v in node.inputs if v is not None):
+            for value in node.inputs:
+                source = value.producer() if value is not None else None
                 if source is None:
                     continue
-                if node in angles and source.op_type in _ELEMENTWISE | _MOVES | {"MatMul", "Einsum"}:
-                    angles[source] = angles[node]
-                    self.kept.setdefault(source, f"its result is the angle of {angles[node]}")
-                elif node in masked and source.op_type in _MASKS | _MOVES:
-                    masked[source] = masked[node]
-                    reason = f"it may add a mask before the softmax {masked[node]}"
-                    self.kept.setdefault(source, "" if source.op_type in _MOVES else reason)
+                if node in angle_of and source.op_type in _ELEMENTWISE | _MOVES | {"MatMul", "Einsum"}:
+                    angle_of[source] = angle_of[node]
+                    self.kept.setdefault(source, f"its result is the angle of {angle_of[node]}")
+                elif node in softmax_of and source.op_type in _MASKS | _MOVES:
+                    softmax_of[source] = softmax_of[node]
+                    reason = ""
+                    if source.op_type in _MASKS:
+                        reason = f"it may add a mask before the softmax {softmax_of[node]}"
+                    self.kept.setdefault(source, reason)
                 elif node.op_type in _REDUCES and _is_square(source):
                     self.kept.setdefault(source, f"its squares are summed by {node.op_type} {node.outputs[0].name}")
 
-    def forwards(self) -> None:
-        """What works on values that half would spoil, and what only moves float32 values about."""
+    def propagate_forwards(self) -> None:
+        """Keeps nodes that work on values that half would spoil, and nodes that only move float32 values."""
+        # By value: the sum or epsilon (delicate), or the mask (huge), that it comes from.
         delicate: dict[ir.Value, str] = {}
         huge: dict[ir.Value, str] = {}
         for node in self.nodes:
             read = [v for v in node.inputs if v is not None]
-            from_huge = next((huge[v] for v in read if v in huge), None)
-            from_delicate = next((delicate[v] for v in read if v in delicate), None)
+            from_huge = _first_of(huge, read)
+            from_delicate = _first_of(delicate, read)
             if from_huge is not None:
                 self.kept.setdefault(node, f"it works on {from_huge}, which can exceed the range of {self.type}")
             elif from_delicate is not None and node.op_type in _ELEMENTWISE:
@@ -160,28 +166,38 @@ class _Deciding:
             if node not in self.kept:
                 continue
             self.single.update(node.outputs)
-            spreads, name = node.op_type in _ELEMENTWISE | _MOVES, node.outputs[0].name or ""
-            constants = [g for v in read if (g := self._constant(v)) is not None]
-            exceeds = any(g > self.limits.greatest for g in constants) or (from_huge and spreads)
-            if exceeds and node.op_type not in _BOUNDED:
+            spreads = node.op_type in _ELEMENTWISE | _MOVES
+            name = node.outputs[0].name or ""
+            constants = [self._constant(v) or 0.0 for v in read]
+            reaches_beyond = any(c > self.limits.greatest for c in constants)
+            if (reaches_beyond or (from_huge and spreads)) and node.op_type not in _BOUNDED:
                 huge.update(dict.fromkeys(node.outputs, from_huge or name))
-            tiny = any(0 < g < self.limits.least for g in constants)
-            if (node.op_type in _REDUCES or tiny or (from_delicate and spreads)) and not _closes(node):
+            adds_epsilon = any(0 < c < self.limits.least for c in constants)
+            starts = node.op_type in _REDUCES or adds_epsilon
+            if (starts or (from_delicate and spreads)) and not _ends_normalisation(node):
                 delicate.update(dict.fromkeys(node.outputs, from_delicate or name))
 
     def _own_reason(self, node: ir.Node) -> str | None:
-        takes, gives = half_slots(node, self.half, self.opset)
-        values = [v for v in (*node.inputs, *node.outputs) if v is not None]
         if node in self.skipped:
             return "skip"
-        if not gives:
-            # A Range or a Cast makes float32 of its own accord; nothing is lost by that.
-            single = node.op_type != "Cast" and any(v is not None and v.dtype == ir.DataType.FLOAT for v in node.inputs)
-            return f"{node.op_type} has no {self.type} form here" if single else ""
+        half_inputs, outputs_are_half = half_slots(node, self.half, self.opset)
+        if not outputs_are_half:
+            # A Range or a Cast makes float32 from other types: it loses nothing, so it needs no line in the report.
+            reads_float = any(v is not None and v.dtype == ir.DataType.FLOAT for v in node.inputs)
+            if reads_float and node.op_type != "Cast":
+                return f"{node.op_type} has no {self.type} form here"
+            return ""
         if node.op_type in _PRECISE:
             return f"{node.op_type} needs float32's range or precision"
-        reasons = [*(self._unfit_constant(node.inputs[i]) for i in sorted(takes)), *(self._unfit(v) for v in values)]
-        return next((r for r in reasons if r is not None), None)
+        for index in sorted(half_inputs):
+            reason = self._unfit_constant(node.inputs[index])
+            if reason is not None:
+                return reason
+        for value in (*node.inputs, *node.outputs):
+            reason = self._unfit(value) if value is not None else None
+            if reason is not None:
+                return reason
+        return None
 
     def _unfit_constant(self, value: ir.Value | None) -> str | None:
         greatest = self._constant(value)
@@ -194,11 +210,13 @@ class _Deciding:
         return None
 
     def _unfit(self, value: ir.Value) -> str | None:
-        seen = self.amax.get(value.name or "", 0.0) if value.dtype == ir.DataType.FLOAT else 0.0
-        if seen > self.limits.greatest / 2:
-            return f"{value.name} reached {seen:.4g}; {self.type} ends at {self.limits.greatest:.4g}"
-        if 0 < seen < self.limits.least:
-            return f"{value.name} never exceeded {seen:.4g}, which {self.type} does not resolve"
+        if value.dtype != ir.DataType.FLOAT:
+            return None
+        amax = self.amax.get(value.name or "", 0.0)
+        if amax > self.limits.greatest / 2:
+            return f"{value.name} reached {amax:.4g}; {self.type} ends at {self.limits.greatest:.4g}"
+        if 0 < amax < self.limits.least:
+            return f"{value.name} never exceeded {amax:.4g}, which {self.type} does not resolve"
         return None
 
     def _moves_single(self, read: Sequence[ir.Value]) -> bool:
@@ -211,13 +229,22 @@ class _Deciding:
             return None
         if value not in self._greatest:
             array = constant(value)
-            finite = None if array is None else np.abs(array[np.isfinite(array)])
-            self._greatest[value] = None if finite is None else float(finite.max(initial=0.0))
+            greatest = None
+            if array is not None:
+                greatest = float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
+            self._greatest[value] = greatest
         return self._greatest[value]
 
 
-def _closes(node: ir.Node) -> bool:
-    """Whether a normalisation ends here: divided, or multiplied by a reciprocal."""
+def _first_of(origins: Mapping[ir.Value, str], values: Sequence[ir.Value]) -> str | None:
+    for value in values:
+        if value in origins:
+            return origins[value]
+    return None
+
+
+def _ends_normalisation(node: ir.Node) -> bool:
+    """Whether the node divides, or multiplies by a reciprocal, which ends a normalisation."""
     return node.op_type == "Div" or (node.op_type == "Mul" and not _is_square(node))
 
 
@@ -225,17 +252,19 @@ def _is_square(node: ir.Node) -> bool:
     return node.op_type == "Pow" or (node.op_type == "Mul" and node.inputs[0] is node.inputs[1])
 
 
-def _typed(values: Sequence[ir.Value | None], formal: Sequence[Any]) -> Iterator[tuple[int, ir.Value, str]]:
-    """The float32 values among a node's inputs or outputs, with the type their schema gives them."""
+def _float32_slots(values: Sequence[ir.Value | None], formal: Sequence[Any]) -> Iterator[tuple[int, str]]:
+    """Positions of the float32 values among a node's inputs or outputs, with the type parameter of each."""
     for index, value in enumerate(values):
         if value is not None and value.dtype == ir.DataType.FLOAT:
-            # Beyond the last formal parameter lie the further values of a variadic one.
-            yield index, value, formal[min(index, len(formal) - 1)].type_str
+            # The last formal parameter may be variadic: all further values are its.
+            yield index, formal[min(index, len(formal) - 1)].type_str
 
 
 @functools.cache
 def _schema(op: str, domain: str, opset: int) -> Any:
+    if domain != "":
+        return None
     try:
-        return onnx.defs.get_schema(op, opset, domain) if domain == "" else None
+        return onnx.defs.get_schema(op, opset, domain)
     except onnx.defs.SchemaError:
         return None

@@ -35,49 +35,31 @@ POOLS = ("AveragePool", "GlobalAveragePool")
 OPS = (*WEIGHTED, "Add", "Concat", *POOLS)
 _RECURRENT = ("LSTM", "GRU", "RNN")
 _ACTIVATIONS = ("Relu", "Clip", "LeakyRelu")
-_MOVES = (
-    *(
-        "Reshape",
-        "Flatten",
-        "Transpose",
-        "Squeeze",
-        "Unsqueeze",
-        "Expand",
-        "Tile",
-        "Identity",
-        "Slice",
-        "Split",
-        "Gather",
-    ),
-    *(
-        "GatherElements",
-        "GatherND",
-        "Pad",
-        "DepthToSpace",
-        "SpaceToDepth",
-        "MaxPool",
-        "GlobalMaxPool",
-        "Dropout",
-        "Cast",
-    ),
+# Operators that move numbers without changing them: not worth a line in the list of what stays float.
+_MOVES = frozenset(
+    "Reshape Flatten Transpose Squeeze Unsqueeze Expand Tile Identity Slice Split Gather GatherElements GatherND Pad "  # noqa: SIM905
+    "DepthToSpace SpaceToDepth MaxPool GlobalMaxPool Dropout Cast".split()
 )
-_FAR = 8.0  # how far apart inputs of a Concat may be: sharing a scale costs the least of them three of eight bits
-_LARGE = 1024  # elements from which a float weight is worth a line in the list of what stays float
-_ALIKE = 4.0  # how far apart output channels that share a scale may be: two of eight bits
+# Inputs of a Concat that share a scale may differ this much in size: the smallest loses three of its eight bits.
+_CONCAT_MAX_RATIO = 8.0
+# Output channels that share a scale may differ this much in size: the smallest loses two of its eight bits.
+_CHANNEL_MAX_RATIO = 4.0
+# A float weight with this many elements is listed among what stays float, whatever operator reads it.
+_LARGE_WEIGHT = 1024
 _FLOAT = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What a person can choose.
+    """The user's choices, and what calibration says about single values and nodes.
 
     Attributes:
         ops: operators to quantise, of OPS.
         skip: what stays float: value or node names, module paths (with everything below them), or globs of either.
         per_channel: one scale per output channel of a weight, not one per weight.
         attention: quantise MatMuls of two activations too.
-        amax: greatest |x| of activations, as far as known: inputs of a Concat that differ much keep their own scales.
-        keep: reasons by the first output of nodes that were found to be better off in float.
+        amax: greatest |x| of activations, where measured. Inputs of a Concat that differ much keep their own scales.
+        keep: nodes that stay float because int8 loses too much there: the reason, by the node's first output.
     """
 
     ops: Sequence[str] = OPS
@@ -90,7 +72,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Placement:
-    """What the rules want in int8, in topological order, and what stays float though it has weights or a rule."""
+    """The values to quantise, in topological order, and the nodes with weights or a rule that stay float."""
 
     wanted: tuple[Wanted, ...]
     kept: tuple[Kept, ...]
@@ -103,7 +85,8 @@ def place(model: Model, rules: Rules | None = None) -> Placement:
         ConfigError: an operator without a rule, or a skip pattern that matches nothing.
         StageError: the model has quantisation nodes already.
     """
-    rules = rules or Rules()
+    if rules is None:
+        rules = Rules()
     check_ops(rules.ops)
     graph = to_ir(model)
     infer_types(graph)
@@ -111,29 +94,33 @@ def place(model: Model, rules: Rules | None = None) -> Placement:
 
 
 def products(model: Model) -> list[str]:
-    """The first outputs of all nodes that multiply matrices, in bodies too: what int8 speeds up."""
-    graph = to_ir(model).graph
-    return [first_output(n) for n in graph.all_nodes() if n.op_type in (*WEIGHTED, *_RECURRENT) and n.domain == ""]
+    """First outputs of all nodes that multiply matrices, subgraphs included: the nodes that int8 speeds up."""
+    multiplying = (*WEIGHTED, *_RECURRENT)
+    return [
+        first_output(node)
+        for node in to_ir(model).graph.all_nodes()
+        if node.op_type in multiplying and node.domain == ""
+    ]
 
 
 def check_ops(ops: Sequence[str]) -> None:
-    """Refuses an operator that no rule is about.
+    """Refuses operators that have no int8 rule.
 
     Raises:
-        ConfigError: names the first, and the nearest that there is one for.
+        ConfigError: names the first such operator and the nearest one that has a rule.
     """
     unknown = sorted(set(ops) - set(OPS))
     if unknown:
         near = difflib.get_close_matches(unknown[0], OPS, 1)
         hint = f"did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"there is no int8 rule for {unknown[0]!r}; there is for {', '.join(OPS)}", where="ops", hint=hint
+            f"{unknown[0]!r} has no int8 rule; the operators with one are {', '.join(OPS)}", where="ops", hint=hint
         )
 
 
 @dataclass
 class _Slot:
-    """A wanted value while its readers are still being found."""
+    """A value to quantise, while its readers are still being collected."""
 
     role: Role
     axis: int | None
@@ -144,7 +131,7 @@ class _Slot:
 
 
 class _Placing:
-    """One pass over one graph; the rules are its methods, in the order in which they depend on each other."""
+    """One pass over one graph. `run` calls the rules in the order in which they depend on each other."""
 
     def __init__(self, model: ir.Model, rules: Rules) -> None:
         self.model, self.graph, self.rules = model, model.graph, rules
@@ -156,34 +143,36 @@ class _Placing:
     def run(self) -> Placement:
         for node in self.nodes:
             if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-                raise StageError("the model is quantised already", where=first_output(node), hint="use mode: none")
-        for node in self._of(WEIGHTED):
+                raise StageError(
+                    "the model already has quantisation nodes", where=first_output(node), hint="use mode: none"
+                )
+        for node in self._nodes_to_quantize(WEIGHTED):
             self._weighted(node)
-        for node in self._of(("Add",)):
+        # An Add fuses with a Conv that is quantised, so the layers with weights come first.
+        for node in self._nodes_to_quantize(("Add",)):
             self._add(node)
-        for node in self._of(POOLS):
-            if self._activation(node.inputs[0]):
+        for node in self._nodes_to_quantize(POOLS):
+            if self._is_activation(node.inputs[0]):
                 self._want(node, 0, "activation", None, f"input of {node.op_type}")
-        for node in reversed(list(self._of(("Concat",)))):
+        # Backwards: a Concat that feeds another Concat is quantised because of the later one.
+        for node in reversed(list(self._nodes_to_quantize(("Concat",)))):
             self._concat(node)
         self._share_weights()
         return Placement(tuple(self._wanted()), tuple(self._reasons()))
 
     def _weighted(self, node: ir.Node) -> None:
-        constants = [weight_of(v) is not None for v in node.inputs[:2]]
-        if not all(constants[i] or self._activation(v) for i, v in enumerate(node.inputs[:2])):
+        operands = node.inputs[:2]
+        constant = [weight_of(v) is not None for v in operands]
+        usable = [weight_of(v) is not None or self._is_activation(v) for v in operands]
+        if not all(usable):
             self.kept[node] = f"its inputs are not all float16, bfloat16 or float32 ({_dtypes(node)})"
-        elif all(constants):
+        elif all(constant):
             self.kept[node] = "both inputs are constant"
-        elif constants[1]:
-            if self.rules.per_channel and (reason := _uneven_groups(node) or _uneven_stack(node)):
-                self.kept[node] = reason
-                return
-            self._want(node, 0, "activation", None, f"input of {node.op_type}")
-            self._want(node, 1, "weight", _channel_axis(node), f"weight of {node.op_type}{_shared_scales(node)}")
+        elif constant[1]:
+            self._weight_on_the_right(node)
         elif node.op_type in ("Conv", "ConvTranspose"):
             self.kept[node] = "its weights are computed, not constant"
-        elif constants[0]:
+        elif constant[0]:
             self._want(node, 1, "activation", None, f"input of {node.op_type}")
             self._want(node, 0, "weight", None, f"weight of {node.op_type}, on its left side")
         elif self.rules.attention:
@@ -192,17 +181,27 @@ class _Placing:
         else:
             self.kept[node] = "both inputs are activations (attention: true quantises them)"
 
+    def _weight_on_the_right(self, node: ir.Node) -> None:
+        if self.rules.per_channel:
+            reason = _uneven_groups(node) or _uneven_stack(node)
+            if reason:
+                self.kept[node] = reason
+                return
+        self._want(node, 0, "activation", None, f"input of {node.op_type}")
+        self._want(node, 1, "weight", _channel_axis(node), f"weight of {node.op_type}{_shared_scales(node)}")
+
     def _add(self, node: ir.Node) -> None:
         convs = [self._fusing_conv(v) for v in node.inputs]
         inputs = [v for v in node.inputs if v is not None]
+        activations = [v for v in inputs if self._is_activation(v)]
         if not any(convs):
-            if all(self._activation(v) for v in inputs):
+            if len(activations) == len(inputs):
                 self.kept[node] = "no quantised Conv leads to this Add alone, so it cannot fuse into one"
-            elif any(self._activation(v) for v in inputs) and not any(self._product(v) for v in inputs):
+            elif activations and not any(self._is_quantized_product(v) for v in inputs):
                 self.kept[node] = "adds a constant"
         elif any(weight_of(v) is not None for v in inputs):
             self.kept[node] = "adds a constant"
-        elif any(first_output(n) in self.rules.keep for v in inputs if (n := v.producer()) is not None):
+        elif any(self._stays_float(v.producer()) for v in inputs):
             self.kept[node] = "a layer that it adds stays float"
         elif _broadcasts(*inputs):
             self.kept[node] = "broadcasts, so it cannot fuse into the Conv"
@@ -211,35 +210,45 @@ class _Placing:
             _, fused = max((self._depths[conv], i) for i, conv in enumerate(convs) if conv is not None)
             self._want(node, 1 - fused, "activation", None, "skip input of a residual Add")
 
+    def _stays_float(self, node: ir.Node | None) -> bool:
+        return node is not None and first_output(node) in self.rules.keep
+
     def _concat(self, node: ir.Node) -> None:
         output = node.outputs[0]
-        if not self._activation(output):
+        if not self._is_activation(output):
             return  # shape arithmetic
         if output not in self.slots:
             self.kept[node] = "its output is not quantised"
-        elif not all(self._activation(v) for v in node.inputs):
+            return
+        if not all(self._is_activation(v) for v in node.inputs):
             self.kept[node] = "an input is constant"
-        elif (ratio := self._ratio(node)) > _FAR:
+            return
+        ratio = self._size_ratio(node)
+        if ratio > _CONCAT_MAX_RATIO:
             self.kept[node] = f"its inputs differ {ratio:.3g} times in size, so each keeps its own scale"
-        else:
-            for index in range(len(node.inputs)):
-                self._want(node, index, "activation", None, "input of a Concat whose output is quantised")
-            members = [v for v in (*node.inputs, output) if v is not None]
-            group = {v.name or "" for v in members}.union(*(self.slots[v].shared for v in members))
-            for value in self.slots:
-                if value.name in group:
-                    self.slots[value].shared = group
+            return
+        for index in range(len(node.inputs)):
+            self._want(node, index, "activation", None, "input of a Concat whose output is quantised")
+        group = set[str]()
+        for value in (*node.inputs, output):
+            if value is not None:
+                group.add(value.name or "")
+                group |= self.slots[value].shared
+        for value, slot in self.slots.items():
+            if value.name in group:
+                slot.shared = group
 
-    def _ratio(self, node: ir.Node) -> float:
-        """How many times larger the greatest input is than the least, as far as their sizes are known."""
-        sizes = [self.rules.amax.get(v.name or "", 0.0) for v in node.inputs if v is not None]
-        live = [s for s in sizes if s > 0]
-        return max(live, default=1.0) / min(live, default=1.0)
+    def _size_ratio(self, node: ir.Node) -> float:
+        """How many times larger the greatest input is than the smallest, among those whose size was measured."""
+        amax = [self.rules.amax.get(v.name or "", 0.0) for v in node.inputs if v is not None]
+        measured = [a for a in amax if a > 0]
+        return max(measured, default=1.0) / min(measured, default=1.0)
 
     def _want(self, node: ir.Node, index: int, role: Role, axis: int | None, why: str) -> None:
         value = node.inputs[index]
         assert value is not None
-        axis = axis if self.rules.per_channel else None
+        if not self.rules.per_channel:
+            axis = None
         slot = self.slots.setdefault(value, _Slot(role, axis, module_of(node)))
         if slot.axis != axis:
             slot.axis = None
@@ -249,50 +258,60 @@ class _Placing:
             slot.why.append(why)
 
     def _share_weights(self) -> None:
-        """Whatever else reads a quantised weight reads the same numbers, and no float copy stays behind."""
+        """All other readers of a quantised weight read the quantised numbers too, so that no float copy remains."""
         for value, slot in self.slots.items():
+            if slot.role != "weight":
+                continue
             for use in value.uses():
                 reader = (first_output(use.node), use.idx)
-                constant = weight_of(use.node.outputs[0]) is not None
-                if slot.role == "weight" and not constant and use.node not in self.skipped:
-                    slot.readers += [reader] if reader not in slot.readers else []
+                folds_away = weight_of(use.node.outputs[0]) is not None
+                if not folds_away and use.node not in self.skipped and reader not in slot.readers:
+                    slot.readers.append(reader)
 
     def _fusing_conv(self, value: ir.Value | None) -> ir.Node | None:
-        """The quantised Conv that computes `value` for this reader alone."""
-        node = value.producer() if value is not None else None
-        if value is None or node is None or node.op_type not in ("Conv", "ConvTranspose"):
+        """The quantised Conv whose output `value` has this reader alone."""
+        if value is None or len(value.uses()) != 1 or value.is_graph_output():
             return None
-        alone = len(value.uses()) == 1 and not value.is_graph_output()
-        return node if alone and node.inputs[0] in self.slots and node not in self.kept else None
+        node = value.producer()
+        if node is None or node.op_type not in ("Conv", "ConvTranspose"):
+            return None
+        if node.inputs[0] not in self.slots or node in self.kept:
+            return None
+        return node
 
-    def _activation(self, value: ir.Value | None) -> bool:
+    def _is_activation(self, value: ir.Value | None) -> bool:
         return value is not None and weight_of(value) is None and value.dtype in _FLOAT
 
-    def _of(self, ops: Sequence[str]) -> Iterator[ir.Node]:
-        """The nodes of these operators that may be quantised; the others get their reason."""
+    def _nodes_to_quantize(self, ops: Sequence[str]) -> Iterator[ir.Node]:
+        """The nodes of these operators that may be quantised. Notes the reason for each of the others."""
         for node in self.nodes:
-            if node.op_type in ops and node.domain == "":
-                if node in self.skipped:
-                    self.kept[node] = "skip"
-                elif first_output(node) in self.rules.keep:
-                    self.kept[node] = self.rules.keep[first_output(node)]
-                elif node.op_type not in self.rules.ops:
-                    self.kept[node] = f"ops leaves {node.op_type} out"
-                else:
-                    yield node
+            if node.op_type not in ops or node.domain != "":
+                continue
+            if node in self.skipped:
+                self.kept[node] = "skip"
+            elif first_output(node) in self.rules.keep:
+                self.kept[node] = self.rules.keep[first_output(node)]
+            elif node.op_type not in self.rules.ops:
+                self.kept[node] = f"ops leaves {node.op_type} out"
+            else:
+                yield node
 
     @functools.cached_property
     def _depths(self) -> dict[ir.Node, int]:
-        """The longest way from an input to each node, in nodes."""
-        depth: dict[ir.Node, int] = {}
+        """The length of the longest path from an input to each node, in nodes."""
+        depths: dict[ir.Node, int] = {}
         for node in self.nodes:
-            before = (v.producer() for v in node.inputs if v is not None)
-            depth[node] = 1 + max((depth.get(n, 0) for n in before if n is not None), default=0)
-        return depth
+            longest = 0
+            for value in node.inputs:
+                producer = value.producer() if value is not None else None
+                if producer is not None:
+                    longest = max(longest, depths.get(producer, 0))
+            depths[node] = longest + 1
+        return depths
 
     def _wanted(self) -> Iterator[Wanted]:
-        order = {v: i for i, v in enumerate(dict.fromkeys(_values(self.graph, self.nodes)))}
-        for value, slot in sorted(self.slots.items(), key=lambda item: order[item[0]]):
+        positions = {value: i for i, value in enumerate(dict.fromkeys(_values(self.graph, self.nodes)))}
+        for value, slot in sorted(self.slots.items(), key=lambda item: positions[item[0]]):
             yield Wanted(
                 name=value.name or "",
                 role=slot.role,
@@ -304,76 +323,100 @@ class _Placing:
             )
 
     def _reasons(self) -> Iterator[Kept]:
-        done = {reader for slot in self.slots.values() for reader, _ in slot.readers}
-        fused = self._fused(done)
+        quantized = set[str]()
+        for slot in self.slots.values():
+            quantized.update(reader for reader, _ in slot.readers)
+        fused = self._fused(quantized)
         for node in self.nodes:
-            name, module = first_output(node), module_of(node)
-            if node in self.kept:
-                yield Kept(name=name, op=node.op_type, module=module, reason=self.kept[node])
-            elif name not in done and node.op_type not in OPS and (large := _large_weight(node)) is not None:
-                reason = f"there is no int8 rule for {node.op_type}, which reads the weight {large}"
-                yield Kept(name=name, op=node.op_type, module=module, reason=reason)
-            elif name not in done and node not in fused and self._computes(node):
-                reason = f"there is no int8 rule for {node.op_type}"
-                yield Kept(name=name, op=node.op_type, module=module, reason=reason)
+            reason = self.kept.get(node) or self._lacks_a_rule(node, quantized, fused)
+            if reason:
+                yield _kept(node, reason)
             for body in subgraphs(node):
                 yield from _in_body(node, body)
 
-    def _product(self, value: ir.Value) -> bool:
-        """Whether a quantised MatMul or the like computes it: a constant that is added there is its bias."""
-        node = value.producer()
-        return node is not None and node.op_type in WEIGHTED and node.inputs[0] in self.slots and node not in self.kept
+    def _lacks_a_rule(self, node: ir.Node, quantized: set[str], fused: set[ir.Node]) -> str:
+        """Why a node without an int8 rule is listed; empty where it is not worth a line."""
+        if first_output(node) in quantized or node.op_type in OPS:
+            return ""
+        weight = _large_weight(node)
+        if weight is not None:
+            return f"there is no int8 rule for {node.op_type}, which reads the weight {weight}"
+        if node not in fused and self._computes(node):
+            return f"there is no int8 rule for {node.op_type}"
+        return ""
 
-    def _fused(self, done: set[str]) -> set[ir.Node]:
-        """Activations right behind a quantised layer, which compute as part of it."""
+    def _is_quantized_product(self, value: ir.Value) -> bool:
+        """Whether a quantised MatMul or the like computes the value: a constant added to it is its bias."""
+        node = value.producer()
+        if node is None or node.op_type not in WEIGHTED:
+            return False
+        return node.inputs[0] in self.slots and node not in self.kept
+
+    def _fused(self, quantized: set[str]) -> set[ir.Node]:
+        """Activation functions right after a quantised layer, which compute as part of it."""
         fused = set[ir.Node]()
         for node in self.nodes:
-            before = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-            if node.op_type not in _ACTIVATIONS or before is None:
+            if node.op_type not in _ACTIVATIONS or not node.inputs or node.inputs[0] is None:
                 continue
-            if before in fused or (first_output(before) in done and before not in self.kept):
+            producer = node.inputs[0].producer()
+            if producer is None:
+                continue
+            if producer in fused or (first_output(producer) in quantized and producer not in self.kept):
                 fused.add(node)
         return fused
 
     def _computes(self, node: ir.Node) -> bool:
-        """Whether it makes new floating-point numbers of activations, and does not only move them."""
-        return (
-            node.op_type not in (*OPS, *_MOVES)
-            and any(self._activation(v) for v in node.inputs)
-            and any(self._activation(v) for v in node.outputs)
-        )
+        """Whether the node computes new floating-point numbers from activations, rather than moving them."""
+        if node.op_type in OPS or node.op_type in _MOVES:
+            return False
+        reads = any(self._is_activation(v) for v in node.inputs)
+        return reads and any(self._is_activation(v) for v in node.outputs)
+
+
+def _kept(node: ir.Node, reason: str) -> Kept:
+    return Kept(name=first_output(node), op=node.op_type, module=module_of(node), reason=reason)
 
 
 def _broadcasts(a: ir.Value, b: ir.Value) -> bool:
-    """Whether the shapes surely differ. Two unknown sizes of one axis may have other names and still be equal."""
+    """Whether the shapes surely differ. Two symbolic sizes with different names may still be equal."""
     if a.shape is None or b.shape is None:
         return False
-    pairs = [(dim(a, i), dim(b, i)) for i in range(len(a.shape))]
-    return len(a.shape) != len(b.shape) or any(
-        (x == 1) != (y == 1) or (isinstance(x, int) and isinstance(y, int) and x != y) for x, y in pairs
-    )
+    if len(a.shape) != len(b.shape):
+        return True
+    for axis in range(len(a.shape)):
+        size_a, size_b = dim(a, axis), dim(b, axis)
+        if (size_a == 1) != (size_b == 1):
+            return True
+        if isinstance(size_a, int) and isinstance(size_b, int) and size_a != size_b:
+            return True
+    return False
 
 
 def _in_body(owner: ir.Node, body: ir.Graph) -> Iterator[Kept]:
     for node in body:
         if node.op_type in WEIGHTED or _large_weight(node) is not None:
-            reason = f"it is inside the body of {owner.op_type} {first_output(owner)}, where ranges are not observed"
-            yield Kept(name=first_output(node), op=node.op_type, module=module_of(node), reason=reason)
+            yield _kept(
+                node, f"it is inside the body of {owner.op_type} {first_output(owner)}, where ranges are not observed"
+            )
         for inner in subgraphs(node):
             yield from _in_body(owner, inner)
 
 
 def _channel_axis(node: ir.Node) -> int | None:
-    """The output-channel dimension of the weight, input 1."""
+    """The output-channel dimension of the weight, input 1; None where one scale has to do for the whole weight."""
     if node.op_type == "Conv":
         return 0
     if node.op_type == "ConvTranspose":
-        return 0 if _groups(node) > 1 and dim(node.inputs[1], 0) == _groups(node) else 1
+        depthwise = _groups(node) > 1 and dim(node.inputs[1], 0) == _groups(node)
+        return 0 if depthwise else 1
     if node.op_type == "Gemm":
-        return 0 if node.attributes.get_int("transB", 0) else 1
-    array = weight_of(node.inputs[1])
-    # onnxruntime's integer products take scales a channel of two axes only, and fail to load any others.
-    return 1 if array is not None and array.ndim == 2 else None
+        transposed = node.attributes.get_int("transB", 0)
+        return 0 if transposed else 1
+    # onnxruntime's MatMulInteger takes one scale per channel only for weights with two axes. It fails to load others.
+    weight = weight_of(node.inputs[1])
+    if weight is None or weight.ndim != 2:
+        return None
+    return 1
 
 
 def _groups(node: ir.Node) -> int:
@@ -382,9 +425,10 @@ def _groups(node: ir.Node) -> int:
 
 
 def _shared_scales(node: ir.Node) -> str:
-    """What to say of a grouped ConvTranspose, whose axis 1 holds one output channel of every group."""
-    shared = node.op_type == "ConvTranspose" and _groups(node) > 1 and _channel_axis(node) == 1
-    return f", each scale shared by its {_groups(node)} groups" if shared else ""
+    """The remark on a grouped ConvTranspose, whose axis 1 holds one output channel of every group."""
+    if node.op_type != "ConvTranspose" or _groups(node) == 1 or _channel_axis(node) != 1:
+        return ""
+    return f", each scale shared by its {_groups(node)} groups"
 
 
 def _uneven_groups(node: ir.Node) -> str:
@@ -396,7 +440,7 @@ def _uneven_groups(node: ir.Node) -> str:
     greatest = grouped.max(axis=(1, *range(3, grouped.ndim)), initial=0.0)  # (groups, outputs / group)
     least = np.where(greatest > 0, greatest, np.inf).min(axis=0)
     ratio = float((greatest.max(axis=0) / least).max(initial=1.0))
-    if ratio <= _ALIKE:
+    if ratio <= _CHANNEL_MAX_RATIO:
         return ""
     return f"its {_groups(node)} groups would share scales along axis 1, and their channels differ {ratio:.3g} times"
 
@@ -407,9 +451,11 @@ def _uneven_stack(node: ir.Node) -> str:
     if node.op_type != "MatMul" or weight is None or weight.ndim < 3:
         return ""
     greatest = np.abs(weight.astype(np.float64)).max(axis=tuple(range(weight.ndim - 1)), initial=0.0)
-    there = greatest[greatest > 0]
-    ratio = float(there.max(initial=0.0) / there.min(initial=np.inf)) if there.size else 1.0
-    if ratio <= _ALIKE:
+    used = greatest[greatest > 0]
+    if used.size == 0:
+        return ""
+    ratio = float(used.max() / used.min())
+    if ratio <= _CHANNEL_MAX_RATIO:
         return ""
     return (
         f"its weight has {weight.ndim} axes, for which onnxruntime takes one scale, and its channels differ "
@@ -420,16 +466,18 @@ def _uneven_stack(node: ir.Node) -> str:
 def _large_weight(node: ir.Node) -> str | None:
     for value in node.inputs:
         array = weight_of(value)
-        if value is not None and array is not None and array.ndim > 1 and array.size >= _LARGE:
+        if value is not None and array is not None and array.ndim > 1 and array.size >= _LARGE_WEIGHT:
             return value.name
     return None
 
 
 def _values(graph: ir.Graph, nodes: Iterable[ir.Node]) -> Iterator[ir.Value]:
-    """Every value in the order in which a reader of the graph meets it first."""
+    """Every value, in topological order; values may come several times."""
     yield from graph.inputs
     for node in nodes:
-        yield from (v for v in node.inputs if v is not None)
+        for value in node.inputs:
+            if value is not None:
+                yield value
         yield from node.outputs
 
 

@@ -1,7 +1,7 @@
-"""Ranges for a placement: those that do least harm at the layers that read them, and the layers that no range serves.
+"""Chooses the range of each activation by the error that it causes at the layers that read it.
 
-Such a layer (large channels that cancel, inputs of very different size behind a Concat) is found by its own error, fed
-with exact inputs, and stays float with that figure as its reason.
+A layer that no range serves (large channels that cancel, inputs of very different size behind a Concat) has a large
+error even with exact inputs. It stays float, and its reason says the figure.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from layerline.graph.quantization import qdq, range_trials
 from layerline.graph.quantization.qdq_placement import Placement, Rules, place
 
 FLOOR_DB = 10.0
-"""A layer whose own SQNR would be below this stays float: its error is a third of its output, before any other's."""
+"""A layer whose own SQNR would be below this stays float: at 10 dB its error is a third of its output."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What trials decided.
+    """The outcome of the trials.
 
     Attributes:
         placement: without the layers that stay float.
-        thresholds: by value, with the name of the calibrator, or "bound".
+        thresholds: by value, the name of the calibrator, or "bound", and its threshold.
         floated: layers that stay float, with the SQNR in dB that int8 would leave them.
         errors: what was measured, by value, candidate and layer.
     """
@@ -47,7 +47,7 @@ class Chosen:
 def apart(
     model: Light, rules: Rules, placed: Placement, histograms: Mapping[str, Histogram]
 ) -> tuple[Rules, Placement]:
-    """The placement in which a Concat of inputs that differ much in size makes them share no scale."""
+    """Repeats the placement with measured sizes, so that inputs of a Concat that differ much share no scale."""
     if not any(w.shared for w in placed.wanted):
         return rules, placed
     rules = dataclasses.replace(rules, amax={name: h.amax for name, h in histograms.items()})
@@ -69,23 +69,24 @@ def choose(
         model: the float model, at an opset that has Q/DQ.
         feeds: samples by input name.
     """
-    wanted = [w for w in placed.wanted if w.role == "activation"]
-    tried = range_candidates.candidates(wanted, histograms, qdq.bounds(to_ir(model).graph), percentile=percentile)
+    activations = [w for w in placed.wanted if w.role == "activation"]
     weights = Placement(tuple(w for w in placed.wanted if w.role == "weight"), ())
-    plan: QuantPlan = qdq.plan(model, weights, histograms, "minmax")
-    errors = range_trials.measure(model, plan, wanted, tried, feeds)
-    best = range_candidates.choose(wanted, tried, errors)
-    own = range_candidates.own_db(best, errors)
-    floated = {layer: db for layer, db in own.items() if db < FLOOR_DB}
-    groups = {w.name: range_candidates.group_of(w) for w in wanted}
+    bounds = qdq.bounds(to_ir(model).graph)
+    candidates = range_candidates.candidates(activations, histograms, bounds, percentile=percentile)
+    weight_plan: QuantPlan = qdq.plan(model, weights, histograms, "minmax")
+    errors = range_trials.measure(model, weight_plan, activations, candidates, feeds)
+    best = range_candidates.choose(activations, candidates, errors)
+    layer_db = range_candidates.layer_sqnr(best, errors)
+    floated = {layer: db for layer, db in layer_db.items() if db < FLOOR_DB}
     if floated:
         reasons = {layer: f"int8 would leave it {db:.1f} dB by itself" for layer, db in floated.items()}
         placed = place(model, dataclasses.replace(rules, keep=reasons))
-    thresholds = {
-        w.name: (best[w.name], tried[w.name][best[w.name]])
-        for w in placed.wanted
-        if w.role == "activation" and groups.get(w.name) == range_candidates.group_of(w)
-    }
+    groups = {w.name: range_candidates.group_of(w) for w in activations}
+    thresholds: dict[str, tuple[str, float]] = {}
+    for item in placed.wanted:
+        # A value whose group changed with the placement was tried with other values beside it.
+        if item.role == "activation" and groups.get(item.name) == range_candidates.group_of(item):
+            thresholds[item.name] = (best[item.name], candidates[item.name][best[item.name]])
     return Chosen(placed, thresholds, floated, errors)
 
 
@@ -93,6 +94,10 @@ def shifts(model: Light, plan: QuantPlan, feeds: Sequence[Feed]) -> dict[str, np
     """The mean error that a plan adds to each output channel of each layer with weights, fed with exact inputs."""
     activations = [v for v in plan.values if v.role == "activation"]
     weights = QuantPlan(values=tuple(v for v in plan.values if v.role == "weight"), kept=())
-    tried = {v.name: {"plan": v.amax} for v in activations}
-    errors = range_trials.measure(model, weights, activations, tried, feeds)
-    return {layer: e.correction() for (_, _, layer), e in errors.items() if e.shift.size and math.isfinite(e.relative)}
+    candidates = {v.name: {"plan": v.amax} for v in activations}
+    errors = range_trials.measure(model, weights, activations, candidates, feeds)
+    corrections: dict[str, npt.NDArray[np.float64]] = {}
+    for (_, _, layer), error in errors.items():
+        if error.shift.size and math.isfinite(error.relative):
+            corrections[layer] = error.correction()
+    return corrections

@@ -1,8 +1,8 @@
-"""What each candidate range of each activation costs at the layers that read it, measured in one graph.
+"""Measures, in one graph, the error of every candidate range of an activation at the layers that read it.
 
-Beside the float model stand, for every candidate, the activation quantised with it and a copy of each layer that reads
-it, with the weights as the plan stores them. Each layer is fed exact inputs, and its output is compared with the float
-one. Values are reduced where they arise, so that memory does not grow with the candidates.
+The trial graph holds the float model and, for every candidate, the quantised activation and a copy of each layer that
+reads it, with quantised weights. Each copy is fed exact inputs, and its output is compared with the float one. Errors
+are reduced to sums inside the graph, so that memory does not grow with the number of candidates.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FLAT, _ROWS, _SPATIAL = f"{_PREFIX}flat", f"{_PREFIX}rows", f"{_PREFIX}spatial"
 
 @dataclass(frozen=True)
 class _Case:
-    """One candidate of one value at one layer, and the names of what is measured there."""
+    """One candidate of one value at one layer, and the prefix of the tensors that measure it."""
 
     value: str
     candidate: str
@@ -87,10 +87,11 @@ def _build(model: Light, stored: Light, wanted: Sequence[Wanted], candidates: Ca
 
 
 class _Trial:
-    """Grows the graph, a candidate at a time."""
+    """Builds the trial graph, one candidate at a time."""
 
     def __init__(self, model: Light, stored: Light) -> None:
-        self.float, self.stored = model, stored
+        self.float = model
+        self.stored = stored
         self.cases: list[_Case] = []
         self._layers = {n.output[0]: n for n in stored.model.graph.node if n.output}
         self._measures: list[onnx.NodeProto] = []
@@ -102,15 +103,18 @@ class _Trial:
             numpy_helper.from_array(np.array([0, 2], np.int64), _ROWS),
             numpy_helper.from_array(np.array([0], np.int64), _FLAT),
         ]
-        graph = to_ir(model)
-        infer_types(graph)
-        made = [*graph.graph.inputs, *(o for n in graph.graph for o in n.outputs)]
-        self._types = {v.name: v.dtype for v in made}
-        self._channels = {n.outputs[0].name: _channels(n) for n in graph.graph if n.outputs}
-        self._done = set[str]()
+        typed = to_ir(model)
+        infer_types(typed)
+        self._types = {v.name: v.dtype for v in typed.graph.inputs}
+        self._channels: dict[str | None, int] = {}
+        for node in typed.graph:
+            self._types.update({v.name: v.dtype for v in node.outputs})
+            if node.outputs:
+                self._channels[node.outputs[0].name] = _channels(node)
+        self._measured_layers = set[str]()
 
     def add(self, item: Wanted, name: str, threshold: float) -> None:
-        """One candidate of one value, at every layer that reads it."""
+        """Adds one candidate of one value, at every layer that reads it."""
         readers: dict[str, list[int]] = {}
         for layer, index in item.readers:
             if self._layers[layer].op_type != "Concat":
@@ -148,18 +152,20 @@ class _Trial:
         self._reduce("ReduceSumSquare", [f"{tag}/e"], f"{tag}/ee")
         if not case.channels:
             return
-        spatial = self._layers[layer].op_type in ("Conv", "ConvTranspose")
-        shape, axes = (_SPATIAL, _ROWS) if spatial else (f"{_PREFIX}last{case.channels}", _FLAT)
-        if not spatial and not any(t.name == shape for t in self._tensors):
-            self._tensors.append(numpy_helper.from_array(np.array([-1, case.channels], np.int64), shape))
+        if self._layers[layer].op_type in ("Conv", "ConvTranspose"):
+            shape, axes = _SPATIAL, _ROWS
+        else:
+            shape, axes = f"{_PREFIX}last{case.channels}", _FLAT
+            if not any(t.name == shape for t in self._tensors):
+                self._tensors.append(numpy_helper.from_array(np.array([-1, case.channels], np.int64), shape))
         self._others.append(helper.make_node("Reshape", [f"{tag}/e", shape], [f"{tag}/table"]))
         self._reduce("ReduceSum", [f"{tag}/table", axes], f"{tag}/sums")
 
     def _reference(self, case: _Case) -> str:
-        """The layer's float output, in float32; measured itself the first time it is asked for."""
+        """The name of the layer's float output, in float32. The first call adds the nodes that measure it."""
         exact = f"{_PREFIX}{case.layer}/exact"
-        if case.layer not in self._done:
-            self._done.add(case.layer)
+        if case.layer not in self._measured_layers:
+            self._measured_layers.add(case.layer)
             self._others.append(helper.make_node("Cast", [case.layer], [exact], to=onnx.TensorProto.FLOAT))
             self._reduce("ReduceSumSquare", [exact], f"{_PREFIX}{case.layer}/aa")
             self._measures.append(helper.make_node("Size", [exact], [f"{_PREFIX}{case.layer}/count"]))
@@ -171,33 +177,40 @@ class _Trial:
         self._outputs.append(output)
 
     def model(self) -> Light:
-        given, stored = self.float.model, self.stored.model
-        made = {o for n in given.graph.node for o in n.output}
-        # What the stored weights add: their DequantizeLinear nodes and tensors.
-        further = [n for n in stored.graph.node if not made.issuperset(n.output)]
-        here = {t.name for t in given.graph.initializer}
-        tensors = [
-            *given.graph.initializer,
-            *(t for t in stored.graph.initializer if t.name not in here),
-            *self._tensors,
-        ]
-        nodes = in_order(self._measures, [*given.graph.node, *further, *self._others])
+        source = self.float.model
+        quantized = self.stored.model.graph
+        # The quantised weights come with DequantizeLinear nodes and tensors that the float model has not.
+        computed = set[str]()
+        for node in source.graph.node:
+            computed.update(node.output)
+        weight_nodes = [n for n in quantized.node if not computed.issuperset(n.output)]
+        stored_names = {t.name for t in source.graph.initializer}
+        weight_tensors = [t for t in quantized.initializer if t.name not in stored_names]
+        tensors = [*source.graph.initializer, *weight_tensors, *self._tensors]
+        nodes = in_order(self._measures, [*source.graph.node, *weight_nodes, *self._others])
         outputs = [helper.make_empty_tensor_value_info(o) for o in self._outputs]
-        graph = helper.make_graph(nodes, "trials", list(given.graph.input), outputs, tensors)
-        graph.sparse_initializer.extend(given.graph.sparse_initializer)
-        model = helper.make_model(graph, opset_imports=list(given.opset_import), ir_version=given.ir_version)
-        model.functions.extend(given.functions)
+        graph = helper.make_graph(nodes, "trials", list(source.graph.input), outputs, tensors)
+        graph.sparse_initializer.extend(source.graph.sparse_initializer)
+        model = helper.make_model(graph, opset_imports=list(source.opset_import), ir_version=source.ir_version)
+        model.functions.extend(source.functions)
         return Light(model, {**self.stored.weights, **self.float.weights})
 
 
 def _channels(node: ir.Node) -> int:
-    """Output channels of a layer with constant weights, along axis 1 of a convolution and the last of a product."""
-    weight = weight_of(node.inputs[1]) if node.op_type in WEIGHTED and len(node.inputs) > 1 else None
+    """Number of output channels of a layer with constant weights; 0 for other nodes.
+
+    They lie along axis 1 of the output of a convolution, and along the last axis of that of a product.
+    """
+    if node.op_type not in WEIGHTED or len(node.inputs) < 2:
+        return 0
+    weight = weight_of(node.inputs[1])
     if weight is None or weight.ndim < 2:
         return 0
     shape: tuple[int, ...] = weight.shape
     if node.op_type == "ConvTranspose":
         groups: int = node.attributes.get_int("group", 1)
         return shape[1] * groups
-    turned = node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1
-    return shape[0] if node.op_type == "Conv" or turned else shape[-1]
+    transposed = node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1
+    if node.op_type == "Conv" or transposed:
+        return shape[0]
+    return shape[-1]

@@ -20,11 +20,18 @@ def test_samples_are_few_and_spread_over_all_batches(count, rows):
     survey = Survey((X,))
     assert sum(1 for _ in survey.through(batches(count, rows))) == count
     kept = survey.batches()
-    assert len(kept) <= BATCHES and all(b.rows == min(rows, ROWS) for b in kept)
+    assert sum(b.rows for b in kept) <= BATCHES * ROWS and all(b.rows == min(rows, ROWS) for b in kept)
+    assert len(kept) >= min(count, BATCHES // 2)
     numbers = [float(b.feed["x"][0, 0]) for b in kept]
     assert numbers[0] == 0 and set(np.diff(numbers)) <= {float(2**i) for i in range(10)}
     assert numbers[-1] >= count / 2 - 1
     assert survey.peaks == {"x": count - 1.0} and survey.shapes == {"x": {(rows, 2)}}
+
+
+def test_of_single_samples_as_many_are_kept_as_of_batches():
+    survey = Survey((Value(name="x", dtype="float32", shape=(1, 2)),))
+    list(survey.through(batches(120, 1)))
+    assert [float(b.feed["x"][0, 0]) for b in survey.batches()] == list(range(0, 120, 4))
 
 
 def test_batches_of_a_fixed_size_are_kept_whole():

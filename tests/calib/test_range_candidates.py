@@ -7,7 +7,7 @@ import pytest
 
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import Wanted
-from layerline.calib.range_candidates import BOUND, SHIFT_WEIGHT, Error, bound_of, candidates, choose, own_db
+from layerline.calib.range_candidates import BOUND, SHIFT_WEIGHT, Error, bound_of, candidates, choose, layer_sqnr
 
 
 def wanted(name, *shared):
@@ -51,7 +51,7 @@ def test_the_candidate_with_the_least_relative_error_over_all_readers_wins():
         ("x", "minmax", "small"): Error(signal=1.0, error=0.1), ("x", "minmax", "large"): Error(signal=1e6, error=1e4),
     }  # fmt: skip
     assert choose([wanted("x")], tried, errors) == {"x": "minmax"}
-    assert own_db({"x": "minmax"}, errors) == {"small": pytest.approx(10), "large": pytest.approx(20)}
+    assert layer_sqnr({"x": "minmax"}, errors) == {"small": pytest.approx(10), "large": pytest.approx(20)}
 
 
 def test_values_that_share_a_scale_share_the_choice():
@@ -76,4 +76,4 @@ def test_a_shift_counts_more_than_the_same_error_without_one():
 def test_what_no_layer_tells_leaves_the_first_candidate(error):
     tried = {"x": {"mse": 1.0, "minmax": 2.0}}
     assert choose([wanted("x")], tried, {("x", "minmax", "y"): error}) == {"x": "mse"}
-    assert own_db({"x": "minmax"}, {("x", "minmax", "y"): error}) == {}
+    assert layer_sqnr({"x": "minmax"}, {("x", "minmax", "y"): error}) == {}

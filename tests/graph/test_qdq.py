@@ -580,7 +580,7 @@ def test_skip_takes_values_weights_nodes_and_module_paths(pattern):
 
 
 def test_ops_and_skips_that_mean_nothing_are_refused():
-    with pytest.raises(ConfigError, match="no int8 rule for 'Relu'; there is for Conv"):
+    with pytest.raises(ConfigError, match="'Relu' has no int8 rule"):
         place(residual(), Rules(ops=("Conv", "Relu")))
     with pytest.raises(ConfigError, match="'layer9' matches no value"):
         place(residual(), Rules(skip=("layer9",)))
@@ -630,7 +630,7 @@ def test_names_that_are_taken_are_not_taken_twice():
 
 def test_a_model_with_qdq_and_a_plan_of_another_model_are_refused():
     plan, quantized = quantize(residual(), f32(1, 4, 8, 8))
-    with pytest.raises(StageError, match="quantised already"):
+    with pytest.raises(StageError, match="quantisation nodes"):
         place(quantized)
     other = model("g (float[n, 2] x) => (float[n, 2] y) { y = MatMul (x, w) }", w=f32(2, 2))
     with pytest.raises(StageError, match=r"does not have|not in the model"):
