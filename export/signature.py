@@ -20,6 +20,11 @@ class Dim:
     max: int
     multiple: int = 1
 
+    def sizes(self) -> range:
+        """Every size within the bounds."""
+        first = -(-self.min // self.multiple) * self.multiple
+        return range(first, self.max + 1, self.multiple)
+
 
 def bounds(dims: Mapping[str, Dim], fixed: Mapping[str, int] | None = None) -> dict[str, str]:
     """Which sizes a model can be deployed at, as the figure of a report; empty where none varies.

@@ -28,7 +28,7 @@ from layerline.export.example_call import Call
 from layerline.export.export_errors import blame, dropped, unrolled
 from layerline.export.fake_quant import store_weights, traceable
 from layerline.export.masked_attention import hide_rows
-from layerline.export.module_naming import any_names
+from layerline.export.torch_private import any_names, forget_decompositions
 from layerline.export.trace_guards import Guard, Symbols, guards, noting, symbols
 from layerline.graph.analysis.ir_queries import RANDOM
 from layerline.graph.io import module_identity
@@ -91,7 +91,7 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
         # torch takes a dict in the last place for the keywords, unless there is another behind it.
         args = (*args, {})
     shapes = call.shapes(axes.specs())
-    _forget_decompositions()
+    forget_decompositions()
     try:
         with (
             quiet(),
@@ -190,13 +190,6 @@ def _forget_recurrent_shapes(model: ir.Model) -> None:
             doubted.update(node.outputs)
     for value in doubted:
         value.shape = None
-
-
-def _forget_decompositions() -> None:
-    # torch 2.13 exchanges these two while it exports and leaves the cached choice of the time before (or after) in
-    # place: a second LSTM exported in one process would have its sequence length fixed.
-    for op in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
-        op._dispatch_cache.clear()
 
 
 def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset: int, root: Path) -> Traced:

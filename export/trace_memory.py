@@ -1,4 +1,4 @@
-"""What a program's inner values take, at the example's size and at any other."""
+"""Memory that a program's inner values take, at the example's sizes and at others."""
 
 from __future__ import annotations
 
@@ -8,32 +8,43 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from layerline.export import torch_private
 
 
-def activation_bytes(program: ExportedProgram, known: Mapping[str, int] | None = None) -> int:
+def activation_bytes(program: ExportedProgram, symbols: Mapping[str, int] | None = None) -> int:
     """Bytes of all inner values.
 
     Args:
-        known: numbers for torch's symbols, by name; sizes that depend on others are taken as they are in the example.
+        symbols: numbers for torch's symbols, by name. Sizes that depend on other symbols are the example's.
     """
-    metas = (n.meta.get("val") for n in program.graph.nodes if n.op == "call_function")
-    values = [v for v in metas if isinstance(v, torch.Tensor)]
-    exprs = {e for v in values for s in v.shape if (e := _expr(s)) is not None} if known else ()
-    numbers = {e: _number(e, known or {}) for e in exprs}
-    return sum(math.prod(numbers.get(_expr(s)) or _hint(s) for s in v.shape) * v.element_size() for v in values)
+    # Expressions repeat over many values, and each takes sympy a while.
+    numbers: dict[Any, int | None] = {}
+    total = 0
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.Tensor):
+            continue
+        sizes = []
+        for size in value.shape:
+            expr = getattr(getattr(size, "node", None), "expr", None)
+            if symbols and expr is not None and expr not in numbers:
+                numbers[expr] = _number(expr, symbols)
+            sizes.append(numbers.get(expr) or _hint(size))
+        total += math.prod(sizes) * value.element_size()
+    return total
 
 
-def _number(expr: Any, known: Mapping[str, int]) -> int | None:
-    """What a size comes to, given torch's symbols by name; None where it depends on others."""
-    values = {s: known[s.name] for s in expr.free_symbols if s.name in known}
-    return int(sympy_interp(PythonReferenceAnalysis, values, expr)) if len(values) == len(expr.free_symbols) else None
-
-
-def _expr(size: int | torch.SymInt) -> Any:
-    return getattr(getattr(size, "node", None), "expr", None)
+def _number(expr: Any, symbols: Mapping[str, int]) -> int | None:
+    """The size that an expression comes to; None if it depends on further symbols."""
+    values = {symbol: symbols[symbol.name] for symbol in expr.free_symbols if symbol.name in symbols}
+    if len(values) < len(expr.free_symbols):
+        return None
+    return int(torch_private.evaluate(expr, values))
 
 
 def _hint(size: int | torch.SymInt) -> int:
-    return size if isinstance(size, int) else int(size.node.hint or 1)
+    """The size in the example; 1 for a size that depends on values."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint or 1)

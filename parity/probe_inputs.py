@@ -1,9 +1,9 @@
-"""Which feeds to compare on: the example, real samples, other sizes of every dynamic axis, integers over a range."""
+"""Makes the feeds to compare on: the example, real samples, other sizes of dynamic axes, integers over a range."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,21 +17,21 @@ from layerline.export.probe import Probe
 from layerline.export.probe_files import drawn
 from layerline.export.signature import Dim
 from layerline.export.torch_export import Traced, quiet
-from layerline.export.trace_guards import Guard, Span
+from layerline.export.trace_guards import Guard
 from layerline.export.trace_memory import activation_bytes
 from layerline.pipeline.errors import ConfigError, StageError, brief
 from layerline.pipeline.report import Gate
 
 MEMORY = 64 << 20
-"""Bytes that the inner values of one probe should stay within; greater sizes of an axis are not run."""
+"""Bytes that the inner values of one probe may take; greater sizes of an axis are not run."""
 GUARDED = 256 << 20
-"""Bytes that may be spent on a size at which forward() is known to branch."""
+"""Bytes that the inner values may take at a size at which forward() is known to branch."""
 TRACES = 4
-"""Times that forward() is traced again at most, to see how it branches further."""
+"""Greatest number of additional traces of forward(), to see how it branches at other sizes."""
 STEP = 128
-"""The greatest step of an axis that is looked for."""
+"""Greatest step of an axis that is tried."""
 BEYOND = 4
-"""Where no upper bound is declared, an axis is run at up to this many times the example's size."""
+"""Without a declared upper bound, an axis is run at up to this many times the example's size."""
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,7 @@ class Prober:
     Attributes:
         integers: declared (low, high) of integer inputs, by name.
         notes: what was left out, and why.
-        dims: bounds of every named axis: as declared, else as found.
+        dims: bounds of every named axis: as declared, otherwise as tried.
     """
 
     call: Call
@@ -50,11 +50,12 @@ class Prober:
     integers: Mapping[str, tuple[int, int]]
     notes: list[str] = field(default_factory=list)
     dims: dict[str, Dim] = field(default_factory=dict)
-    _spans: dict[str, Span] = field(default_factory=dict)
+    _guarded: dict[str, Dim] = field(default_factory=dict)
     _tried: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._seen = {n: self.axes.size(self.call.feed, n) for n in self.axes.bounds}
+        self._example = {name: self.axes.size(self.call.feed, name) for name in self.axes.bounds}
+        # Guards of each trace: inside a region, forward() does what that trace shows.
         self._regions: list[Sequence[Guard]] = [self.traced.guards]
 
     def probes(self, real: Feed, count: int) -> list[Probe]:
@@ -65,26 +66,40 @@ class Prober:
             count: how many to take.
 
         Raises:
-            ConfigError: the module itself refuses a size or integer that is declared.
-            StageError: it fails on samples of its own data.
+            ConfigError: forward() fails at a declared size or integer.
+            StageError: forward() fails on samples of its own data.
         """
         example = Probe(label="example", feed=self.call.feed, outputs=self.call.results)
         return [example, *self._samples(real, count), *self._sizes(), *self._integers(), *self._masks()]
 
     def narrower(self, failed: Sequence[Probe]) -> list[Probe]:
-        """For probes that vary several axes at once, one probe per axis: which of them is at fault?"""
-        several = {(n, s) for p in failed if len(p.sizes) > 1 for n, s in p.sizes.items()}
-        alone = [self._sized({n: s}) for n, s in sorted(several) if s != self._seen[n]]
-        return [p for p in alone if isinstance(p, Probe)]
+        """For failed probes that vary several axes, one probe per axis, to find the axis at fault."""
+        varied: set[tuple[str, int]] = set()
+        for probe in failed:
+            if len(probe.sizes) > 1:
+                varied.update(probe.sizes.items())
+        probes = []
+        for name, size in sorted(varied):
+            if size == self._example[name]:
+                continue
+            probe_or_error = self._sized({name: size})
+            if isinstance(probe_or_error, Probe):
+                probes.append(probe_or_error)
+        return probes
 
     def _samples(self, real: Feed, count: int) -> list[Probe]:
-        total = min((len(a) for a in real.values() if a.ndim), default=0)
+        total = min((len(array) for array in real.values() if array.ndim), default=0)
         if total == 0 or count == 0:
             return []
-        fixed = {n: a.shape[0] for n, a in self.call.feed.items() if a.ndim and (n, 0) not in self.axes.names}
-        size = next(iter(fixed.values()), min(count, total))
-        feed = {n: a[total - size :] if a.ndim else a for n, a in real.items()}
-        if why := self._misfit(feed):
+        size = self._fixed_batch()
+        if size is None:
+            size = min(count, total)
+        feed: dict[str, Array] = {}
+        for name, array in real.items():
+            # The last ones: the example's own samples come first.
+            feed[name] = array[total - size :] if array.ndim else array
+        why = self._misfit(feed)
+        if why:
             self.notes.append(f"samples of the data are not among the probes: {why}")
             return []
         outputs = self._run(feed)
@@ -92,206 +107,286 @@ class Prober:
             raise StageError(f"forward() itself fails on samples of its own data: {outputs}", where="probes")
         return [Probe(label=f"{size} samples", feed=feed, outputs=outputs)]
 
+    def _fixed_batch(self) -> int | None:
+        """Size of the first axis, if it is not dynamic for some input."""
+        for name, array in self.call.feed.items():
+            if array.ndim and (name, 0) not in self.axes.names:
+                return int(array.shape[0])
+        return None
+
     def _misfit(self, feed: Feed) -> str | None:
+        """Why the graph can't take a feed; None if it can."""
         if feed.keys() != self.call.feed.keys():
             return f"they have the inputs {', '.join(feed)}, the model takes {', '.join(self.call.feed)}"
-        for name, array in self.call.feed.items():
-            free = [axis for axis in range(array.ndim) if (name, axis) in self.axes.names]
-            same = feed[name].ndim == array.ndim and all(
-                axis in free or feed[name].shape[axis] == array.shape[axis] for axis in range(array.ndim)
-            )
-            if not same or feed[name].dtype != array.dtype:
-                return f"{name} is {feed[name].dtype}{feed[name].shape}, the example's {array.dtype}{array.shape}"
+        for name, example in self.call.feed.items():
+            array = feed[name]
+            same = array.ndim == example.ndim and array.dtype == example.dtype
+            for axis in range(example.ndim):
+                if (name, axis) not in self.axes.names:
+                    same = same and array.shape[axis] == example.shape[axis]
+            if not same:
+                return f"{name} is {array.dtype}{array.shape}, the example's {example.dtype}{example.shape}"
         return None
 
     def _sizes(self) -> list[Probe]:
-        """All axes at their least and a step above, each at its greatest with the others least; what breaks a guard."""
+        """Probes at other sizes.
+
+        All axes at their least; all a step above; each at its greatest with the others at their least; and sizes that
+        break a guard.
+        """
         self._find_steps()
-        seen, low, high = self._seen, dict[str, int](), dict[str, int]()
+        low: dict[str, int] = {}
+        high: dict[str, int] = {}
         for name, bounds in self.axes.bounds.items():
+            default = BEYOND * self._example[name]
             low[name] = bounds.min or self._least(name)
-            high[name] = bounds.max or min(BEYOND * seen[name], self._holds(name) or BEYOND * seen[name])
-        next_up = {n: low[n] + b.multiple * (1 + (low[n] + b.multiple == seen[n])) for n, b in self.axes.bounds.items()}
-        up = {n: size for n, size in next_up.items() if size <= high[n]}
-        top = {n: self._top(n, low, high[n]) for n in seen}
-        found = self._each([low, up, *({**low, n: top[n]} for n in seen)])
+            high[name] = bounds.max or min(default, self._traced_max(name) or default)
+        wanted = [low, self._one_step_up(low, high)]
+        greatest = {name: self._greatest(name, low, high[name]) for name in self._example}
+        wanted += [{**low, name: size} for name, size in greatest.items()]
+        probes = self._each(wanted)
+        for name in self.axes.bounds:
+            self._settle_bounds(name, low[name], high[name], probes)
         for name, bounds in self.axes.bounds.items():
-            ran = [seen[name], *(p.sizes[name] for p in found if name in p.sizes)]
-            if high[name] > max(ran):
-                self.notes.append(f"{name} was run up to {max(ran)} of {high[name]}: more would take too much memory")
-            known = bounds.max or self._holds(name)
-            if not known:
-                self.notes.append(
-                    f"{name} is declared without max, and goes to {max(ran)}, the greatest size that was run: engines "
-                    f"are built up to there; `dynamic` says what you need: {{name: {name}, max: <size>}}"
-                )
-            self.dims[name] = Dim(min=low[name], max=known or max(ran), multiple=bounds.multiple)
-        # Where no end is declared: does the module itself end there, or only what was traced of it?
-        ends = {n: b.max or max(high[n], self._room(n, seen)) for n, b in self.axes.bounds.items()}
-        self._spans = {n: Span(low=low[n], high=ends[n], step=b.multiple) for n, b in self.axes.bounds.items()}
-        return found + self._breaking(self.traced.guards, found, [])
+            # Without a declared end, guards count up to what memory allows: only the trace may end at `high`.
+            end = bounds.max or max(high[name], self._affordable(name, self._example))
+            self._guarded[name] = Dim(min=low[name], max=end, multiple=bounds.multiple)
+        return probes + self._breaking(self.traced.guards, probes, [])
+
+    def _one_step_up(self, low: Mapping[str, int], high: Mapping[str, int]) -> dict[str, int]:
+        """Sizes one step above the least, or two where one step is the example's size; within the bounds."""
+        sizes: dict[str, int] = {}
+        for name, bounds in self.axes.bounds.items():
+            size = low[name] + bounds.multiple
+            if size == self._example[name]:
+                size += bounds.multiple
+            if size <= high[name]:
+                sizes[name] = size
+        return sizes
+
+    def _settle_bounds(self, name: str, low: int, high: int, probes: Sequence[Probe]) -> None:
+        """Records the bounds of an axis, with a note where they are less than declared."""
+        bounds = self.axes.bounds[name]
+        sizes = [probe.sizes[name] for probe in probes if name in probe.sizes]
+        reached = max([self._example[name], *sizes])
+        if high > reached:
+            self.notes.append(f"{name} was run up to {reached} of {high}: more would take too much memory")
+        upper = bounds.max or self._traced_max(name)
+        if not upper:
+            upper = reached
+            self.notes.append(
+                f"{name} is declared without max. Engines are built up to {reached}, the greatest size that was run. "
+                f"To set another limit, declare it in `dynamic`: {{name: {name}, max: <size>}}"
+            )
+        self.dims[name] = Dim(min=low, max=upper, multiple=bounds.multiple)
 
     def _breaking(
-        self, taken: Sequence[Guard], known: Sequence[Probe], regions: Sequence[Sequence[Guard]]
+        self, guards: Sequence[Guard], known_probes: Sequence[Probe], regions: Sequence[Sequence[Guard]]
     ) -> list[Probe]:
-        """A probe for each guard that none of those known breaks, where any size does; outside of the regions."""
-        found: list[Probe] = []
-        for guard in taken:
-            if any(not self._inside(p.sizes, [guard]) for p in (*known, *found)):
+        """A probe outside of the regions for each guard that no probe breaks yet, if some size breaks it."""
+        probes: list[Probe] = []
+        for guard in guards:
+            if any(not self._inside(probe.sizes, [guard]) for probe in (*known_probes, *probes)):
                 continue
-            sizes = (
-                at for at in guard.broken(self._spans, self._seen) if not any(self._inside(at, r) for r in regions)
-            )
-            at = next(sizes, None)
-            if at is None or (label := _label(at)) in self._tried:
+            sizes = self._breaking_sizes(guard, regions)
+            if sizes is None:
+                continue
+            label = _label(sizes)
+            if label in self._tried:
                 continue
             self._tried.add(label)
-            if self._bytes(at) > GUARDED:
-                self.notes.append(f"{label} was not run, which breaks {guard}: it would take too much memory")
-            elif isinstance(made := self._sized(at), Probe):
-                found.append(made)
-            elif len(at) == 1:
-                self._refused(*next(iter(at.items())), made)
+            if self._bytes(sizes) > GUARDED:
+                self.notes.append(f"{label} breaks {guard} and was not run: it would take too much memory")
+                continue
+            probe_or_error = self._sized(sizes)
+            if isinstance(probe_or_error, Probe):
+                probes.append(probe_or_error)
+            elif len(sizes) == 1:
+                self._refused(*next(iter(sizes.items())), probe_or_error)
             else:
-                self.notes.append(f"forward() itself refuses {label}: {made}")
-        return found
+                self.notes.append(f"forward() itself refuses {label}: {probe_or_error}")
+        return probes
+
+    def _breaking_sizes(self, guard: Guard, regions: Sequence[Sequence[Guard]]) -> dict[str, int] | None:
+        for sizes in guard.broken(self._guarded, self._example):
+            if not self._inside_any(sizes, regions):
+                return sizes
+        return None
 
     def deeper(self, probes: Sequence[Probe], root: Path) -> list[Probe]:
-        """Where a guard is broken and forward() still gives the same, it may ask further: those sizes, traced again.
+        """Traces forward() again at sizes that break a guard: it may branch further there.
 
         Args:
             root: the project's folder, for source lines.
         """
-        found: list[Probe] = []
-        asked = [g for g in self.traced.guards if g.branches]
-        pending = [p for p in probes if p.sizes and not self._inside(p.sizes, asked)]
+        added: list[Probe] = []
+        branches = [guard for guard in self.traced.guards if guard.branches]
+        pending = [probe for probe in probes if probe.sizes and not self._inside(probe.sizes, branches)]
         while pending and len(self._regions) <= TRACES:
             probe = pending.pop(0)
-            least = {n: 2 * b.multiple for n, b in self.axes.bounds.items()}
-            at = self._at(probe.sizes)
-            # A size of one can't be traced as dynamic.
-            if any(at[n] < least[n] for n in at) or any(self._inside(at, r) for r in self._regions):
+            if not self._traceable(probe.sizes) or self._inside_any(probe.sizes, self._regions):
                 continue
             with quiet():
-                taken = trace_guards.elsewhere(self.call, self.axes, probe.feed, root)
-            if isinstance(taken, str):
-                self.notes.append(f"what forward() does about {probe.label} can't be traced: {taken}")
+                guards = trace_guards.elsewhere(self.call, self.axes, probe.feed, root)
+            if isinstance(guards, str):
+                self.notes.append(f"what forward() does about {probe.label} can't be traced: {guards}")
                 continue
-            self._regions.append(taken)
-            outside = [p for p in (*probes, *found) if not any(self._inside(p.sizes, r) for r in self._regions)]
-            more = self._breaking(taken, outside, self._regions)
-            found += more
+            self._regions.append(guards)
+            outside = [other for other in (*probes, *added) if not self._inside_any(other.sizes, self._regions)]
+            more = self._breaking(guards, outside, self._regions)
+            added += more
             pending += more
-        return found
+        return added
+
+    def _traceable(self, sizes: Mapping[str, int]) -> bool:
+        """Whether every axis has at least two steps: torch takes a size of one for a constant."""
+        all_sizes = self._all_sizes(sizes)
+        return all(all_sizes[name] >= 2 * bounds.multiple for name, bounds in self.axes.bounds.items())
 
     def explained(self, gates: Sequence[Gate], probes: Sequence[Probe]) -> tuple[Gate, ...]:
-        """The gates; those that failed at a size that breaks a guard say which."""
-        sizes = {p.gate: self._at(p.sizes) for p in probes if p.sizes}
-        return tuple(self._blamed(g, sizes[g.name]) if not g.passed and g.name in sizes else g for g in gates)
+        """The gates. One that failed at a size that breaks a guard gets a hint that names the guard."""
+        sizes_by_gate = {probe.gate: self._all_sizes(probe.sizes) for probe in probes if probe.sizes}
+        explained = []
+        for gate in gates:
+            if not gate.passed and gate.name in sizes_by_gate:
+                gate = self._with_guards(gate, sizes_by_gate[gate.name])
+            explained.append(gate)
+        return tuple(explained)
 
-    def _blamed(self, gate: Gate, at: Mapping[str, int]) -> Gate:
-        broken = [g for g in self.traced.guards if not g.holds(at)]
+    def _with_guards(self, gate: Gate, sizes: Mapping[str, int]) -> Gate:
+        broken = [guard for guard in self.traced.guards if not guard.holds(sizes)]
         if not broken:
             return gate
-        told = " and ".join(dict.fromkeys(str(g) for g in sorted(broken, key=lambda g: not g.line)[:3]))
+        # Those with a line of the user's file first.
+        broken.sort(key=lambda guard: not guard.line)
+        conditions = " and ".join(dict.fromkeys(str(guard) for guard in broken[:3]))
         hint = (
-            f"forward() branches on sizes, and the ONNX has the branch for {told}: make it branch on values "
-            "(torch.where), or keep the other sizes out by min, max or multiple"
+            f"forward() branches on sizes, and the ONNX has the branch for {conditions}: make it branch on values "
+            "(torch.where), or exclude the other sizes by min, max or multiple"
         )
         return replace(gate, hint=hint)
 
-    def _at(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Sizes of all axes: these, and the example's."""
-        return {**self._seen, **sizes}
+    def _all_sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Sizes of all axes: the example's where none is passed."""
+        return {**self._example, **sizes}
 
     def _inside(self, sizes: Mapping[str, int], region: Sequence[Guard]) -> bool:
-        return all(g.holds(self._at(sizes)) for g in region)
+        all_sizes = self._all_sizes(sizes)
+        return all(guard.holds(all_sizes) for guard in region)
 
-    def _holds(self, name: str) -> int | None:
+    def _inside_any(self, sizes: Mapping[str, int], regions: Sequence[Sequence[Guard]]) -> bool:
+        return any(self._inside(sizes, region) for region in regions)
+
+    def _traced_max(self, name: str) -> int | None:
         """The greatest size the traced program holds for; None where it has no end."""
-        return self.traced.ranges.get(name, (0, None))[1]
+        _, greatest = self.traced.ranges.get(name, (0, None))
+        return greatest
 
     def _find_steps(self) -> None:
-        """Gives every axis without a declared step the one that forward() itself keeps to: five halvings take 32."""
+        """Tries which step forward() needs on each axis without a declared one: five halvings need 32."""
         for name, bounds in self.axes.bounds.items():
-            if bounds.multiple == 1 and (step := self._step(name, bounds)) > 1:
-                known = {**self.axes.bounds, name: replace(bounds, multiple=step)}
-                self.axes = replace(self.axes, bounds=known)
+            if bounds.multiple > 1:
+                continue
+            step = self._step(name, bounds)
+            if step > 1:
+                self.axes = replace(self.axes, bounds={**self.axes.bounds, name: replace(bounds, multiple=step)})
                 self.notes.append(
                     f"forward() itself takes {name} in steps of {step}, found by trial: `multiple: {step}` declares it"
                 )
 
     def _step(self, name: str, bounds: Bounds) -> int:
-        """The smallest step, up or down from the example's size, to one that forward() takes; 1 where there is none."""
-        seen = self._seen[name]
-        for step in (s for s in range(1, min(seen, STEP) + 1) if seen % s == 0):
-            near = [s for s in (seen + step, seen - step) if (bounds.min or 1) <= s <= (bounds.max or s)]
-            if any(isinstance(self._sized({name: s}), Probe) for s in near):
-                return step
+        """The smallest step, up or down from the example's size, to a size that forward() takes; 1 if there is none."""
+        example = self._example[name]
+        for step in range(1, min(example, STEP) + 1):
+            if example % step:
+                continue
+            for size in (example + step, example - step):
+                allowed = (bounds.min or 1) <= size <= (bounds.max or size)
+                if allowed and isinstance(self._sized({name: size}), Probe):
+                    return step
         return 1
 
     def _least(self, name: str) -> int:
-        """The smallest size that the module itself takes: one step, two, four, …"""
-        seen, size = self._seen[name], self.axes.bounds[name].multiple
-        while size < seen and isinstance(refused := self._sized({name: size}), str):
-            self._note_refused(name, size, refused)
+        """The smallest size that forward() takes out of one step, two, four, and so on."""
+        example = self._example[name]
+        size = self.axes.bounds[name].multiple
+        while size < example:
+            probe_or_error = self._sized({name: size})
+            if isinstance(probe_or_error, Probe):
+                return size
+            self._note_refused(name, size, probe_or_error)
             size *= 2
-        return min(size, seen)
+        return example
 
-    def _top(self, name: str, low: Mapping[str, int], high: int) -> int:
-        """The greatest size that memory allows while the other axes are at their least; the next one up in any case."""
+    def _greatest(self, name: str, low: Mapping[str, int], high: int) -> int:
+        """The greatest size that memory allows while the other axes are at their least; at least one step up."""
         step = self.axes.bounds[name].multiple
-        room = max(self._room(name, low), self._seen[name] + step)
-        return min(high, room) // step * step
+        limit = max(self._affordable(name, low), self._example[name] + step)
+        return min(high, limit) // step * step
 
-    def _room(self, name: str, others: Mapping[str, int]) -> int:
-        seen = self._seen
-        rest = math.prod(others[n] / seen[n] for n in seen if n != name)
-        return int(seen[name] * MEMORY / max(activation_bytes(self.traced.program) * rest, 1))
+    def _affordable(self, name: str, others: Mapping[str, int]) -> int:
+        """The greatest size of an axis within MEMORY at these sizes of the others, if values grow with every axis."""
+        rest = math.prod(others[other] / size for other, size in self._example.items() if other != name)
+        return int(self._example[name] * MEMORY / max(activation_bytes(self.traced.program) * rest, 1))
 
-    def _bytes(self, at: Mapping[str, int]) -> int:
+    def _bytes(self, sizes: Mapping[str, int]) -> int:
         """Bytes of all inner values at these sizes."""
-        sizes = self._at(at)
-        known = {symbol: sizes[name] // step for symbol, (name, step) in self.traced.symbols.items()}
-        return activation_bytes(self.traced.program, known)
+        all_sizes = self._all_sizes(sizes)
+        symbol_values: dict[str, int] = {}
+        for symbol, (name, step) in self.traced.symbols.items():
+            symbol_values[symbol] = all_sizes[name] // step
+        return activation_bytes(self.traced.program, symbol_values)
 
     def _each(self, wanted: Sequence[Mapping[str, int]]) -> list[Probe]:
-        """Probes at the wanted sizes, each once; what the module refuses together is tried axis by axis."""
-        found: dict[str, Probe] = {}
-        pending = [{n: s for n, s in sizes.items() if s != self._seen[n]} for sizes in wanted]
+        """Probes at the wanted sizes, each once; sizes that forward() refuses together are tried axis by axis."""
+        probes: dict[str, Probe] = {}
+        pending = [self._other_than_example(sizes) for sizes in wanted]
         while pending:
             sizes = pending.pop(0)
             label = _label(sizes)
-            if not sizes or label in found:
+            if not sizes or label in probes:
                 continue
-            made = self._sized(sizes)
-            if isinstance(made, Probe):
-                found[label] = made
+            probe_or_error = self._sized(sizes)
+            if isinstance(probe_or_error, Probe):
+                probes[label] = probe_or_error
             elif len(sizes) > 1:
-                pending += [{n: s} for n, s in sizes.items()]
+                pending += [{name: size} for name, size in sizes.items()]
             else:
-                self._refused(*next(iter(sizes.items())), made)
-        return list(found.values())
+                self._refused(*next(iter(sizes.items())), probe_or_error)
+        return list(probes.values())
+
+    def _other_than_example(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        return {name: size for name, size in sizes.items() if size != self._example[name]}
 
     def _refused(self, name: str, size: int, why: str) -> None:
+        """Notes a size that forward() refuses.
+
+        Raises:
+            ConfigError: the size is within declared bounds.
+        """
         bounds = self.axes.bounds[name]
-        if (bounds.max if size > self._seen[name] else bounds.min) is not None:
-            raise ConfigError(
-                f"{name} is declared from {bounds.min} to {bounds.max}; forward() itself fails at {size}: {why}",
-                where="dynamic.{}.{}".format(*self.axes.places(name)[0]),
-                hint=f"it takes steps of {bounds.multiple}: `multiple: {bounds.multiple}`" * (bounds.multiple > 1),
-            )
-        self._note_refused(name, size, why)
+        declared = bounds.max if size > self._example[name] else bounds.min
+        if declared is None:
+            self._note_refused(name, size, why)
+            return
+        hint = ""
+        if bounds.multiple > 1:
+            hint = f"it takes steps of {bounds.multiple}: `multiple: {bounds.multiple}`"
+        raise ConfigError(
+            f"{name} is declared from {bounds.min} to {bounds.max}; forward() itself fails at {size}: {why}",
+            where="dynamic.{}.{}".format(*self.axes.places(name)[0]),
+            hint=hint,
+        )
 
     def _note_refused(self, name: str, size: int, why: str) -> None:
-        """One note for an axis, with what was said to the first of its sizes."""
+        """One note for an axis: all refused sizes, with the error at the first of them."""
         begin = f"forward() itself refuses {name}="
-        at = next((i for i, note in enumerate(self.notes) if note.startswith(begin)), None)
-        if at is None:
-            self.notes.append(f"{begin}{size}: {why}")
-        else:
-            sizes, _, first = self.notes[at].partition(": ")
-            self.notes[at] = f"{sizes}, {size}: {first}"
+        for index, note in enumerate(self.notes):
+            if note.startswith(begin):
+                sizes, _, first_error = note.partition(": ")
+                self.notes[index] = f"{sizes}, {size}: {first_error}"
+                return
+        self.notes.append(f"{begin}{size}: {why}")
 
     def _sized(self, sizes: Mapping[str, int]) -> Probe | str:
         """A probe at these sizes, or what the module raises at them."""
@@ -301,49 +396,63 @@ class Prober:
             return outputs
         return Probe(label=_label(sizes), feed=feed, outputs=outputs, sizes=sizes)
 
-    def _integers(self) -> list[Probe]:
-        """One probe over all declared ranges, and one for each integer input whose range nobody declared."""
+    def _integers(self) -> Iterator[Probe]:
+        """One probe over all declared ranges, and one for each integer input without a declared range."""
         rng = np.random.default_rng(0)
-        whole = {n: a for n, a in self.call.feed.items() if a.size and (a.dtype.kind in "iu" or n in self.integers)}
-        open_ = {n: a for n, a in whole.items() if n not in self.integers and not padded_masks.is_mask(n, a)}
-        unknown = [{n: _widely(a)} for n, a in open_.items()]
-        found = []
-        for ranges in [*([dict(self.integers)] if self.integers else []), *unknown]:
-            changed = {n: drawn(whole[n], low, high, rng) for n, (low, high) in ranges.items() if n in whole}
-            label = ", ".join(f"{n} over [{low}, {high}]" for n, (low, high) in ranges.items())
-            outputs = self._run(feed := {**self.call.feed, **changed})
-            if not isinstance(outputs, str):
-                found.append(Probe(label=label, feed=feed, outputs=outputs))
-            elif ranges.keys() <= self.integers.keys():
-                raise ConfigError(f"forward() itself fails on {label}: {outputs}", where="ranges")
+        if self.integers:
+            label, feed = self._drawn(self.integers, rng)
+            outputs_or_error = self._run(feed)
+            if isinstance(outputs_or_error, str):
+                raise ConfigError(f"forward() itself fails on {label}: {outputs_or_error}", where="ranges")
+            yield Probe(label=label, feed=feed, outputs=outputs_or_error)
+        for name, array in self.call.feed.items():
+            if not array.size or array.dtype.kind not in "iu" or name in self.integers:
+                continue
+            if padded_masks.is_mask(name, array):
+                continue
+            label, feed = self._drawn({name: _widely(array)}, rng)
+            outputs_or_error = self._run(feed)
+            if isinstance(outputs_or_error, str):
+                self.notes.append(
+                    f"forward() itself refuses {label}; declare its range to have it probed: {outputs_or_error}"
+                )
             else:
-                self.notes.append(f"forward() itself refuses {label}; declare its range to have it probed: {outputs}")
-        return found
+                yield Probe(label=label, feed=feed, outputs=outputs_or_error)
 
-    def _masks(self) -> list[Probe]:
-        """Masks as users feed them."""
-        found = []
+    def _drawn(self, ranges: Mapping[str, tuple[int, int]], rng: np.random.Generator) -> tuple[str, dict[str, Array]]:
+        """The example with other integers, drawn over these ranges, and a label."""
+        feed = dict(self.call.feed)
+        for name, (low, high) in ranges.items():
+            if name in feed and feed[name].size:
+                feed[name] = drawn(feed[name], low, high, rng)
+        label = ", ".join(f"{name} over [{low}, {high}]" for name, (low, high) in ranges.items())
+        return label, feed
+
+    def _masks(self) -> Iterator[Probe]:
+        """Probes with padded masks."""
         for label, feed in padded_masks.feeds(self.call.feed, self.integers):
-            outputs = self._run(feed)
-            if isinstance(outputs, str):
-                self.notes.append(f"forward() itself refuses {label}: {outputs}")
+            outputs_or_error = self._run(feed)
+            if isinstance(outputs_or_error, str):
+                self.notes.append(f"forward() itself refuses {label}: {outputs_or_error}")
             else:
-                found.append(Probe(label=label, feed=feed, outputs=outputs))
-        return found
+                yield Probe(label=label, feed=feed, outputs=outputs_or_error)
 
     def _run(self, feed: Feed) -> dict[str, Array] | str:
         """The module's outputs, or what it raised."""
         try:
             return self.call.run(feed)
-        except Exception as error:  # noqa: BLE001 - which sizes and values the user's module refuses is the question
+        except Exception as error:  # noqa: BLE001 - a user's forward() may raise anything on sizes it does not take
             return brief(error)
 
 
 def _label(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{n}={s}" for n, s in sizes.items())
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _widely(array: Array) -> tuple[int, int]:
-    """A range around what the example holds; with negatives wherever the type has them."""
-    top = min(max(int(array.max()), 4), int(np.iinfo(array.dtype).max) - 1)
-    return (-top if array.dtype.kind == "i" else 0), top
+    """A range around the example's values; it includes negative ones if the type is signed."""
+    # Not the type's own maximum: a forward() that adds one must not overflow.
+    greatest = min(max(int(array.max()), 4), int(np.iinfo(array.dtype).max) - 1)
+    if array.dtype.kind == "i":
+        return -greatest, greatest
+    return 0, greatest

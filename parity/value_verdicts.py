@@ -1,8 +1,9 @@
-"""What the probes show about each inner value: its error, torch's own noise there, and the verdict."""
+"""Judges each value of the ONNX: its error over all probes against torch's own float32 error."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,23 +27,27 @@ from layerline.pipeline.report import LayerDiff, Scalar
 
 @dataclass(frozen=True, kw_only=True)
 class Within:
-    """numpy's rule instead of the measured floor: |a - b| <= atol + rtol |a| for each element; a is torch's float32."""
+    """The rule of numpy.allclose: |a - b| <= atol + rtol |a| for each element, where a is torch's float32 value."""
 
     rtol: float
     atol: float
 
     def used(self, a: Array, b: Array) -> float:
-        """The greatest share of its allowance that an element uses up; above 1 the rule is broken."""
+        """The greatest ratio of an element's error to its allowance; above 1 the rule is broken."""
         finite = np.isfinite(a) & np.isfinite(b)
-        x, y = a[finite].astype(np.float64), b[finite].astype(np.float64)
-        off, allowed = np.abs(x - y), self.atol + self.rtol * np.abs(x)
+        x = a[finite].astype(np.float64)
+        y = b[finite].astype(np.float64)
+        error = np.abs(x - y)
+        allowed = self.atol + self.rtol * np.abs(x)
+        # With atol 0, the allowance of a zero is 0, and any error there is an infinite share of it.
         with np.errstate(divide="ignore"):
-            return float(np.divide(off, allowed, out=np.zeros_like(off), where=off > 0).max(initial=0.0))
+            shares = np.divide(error, allowed, out=np.zeros_like(error), where=error > 0)
+        return float(shares.max(initial=0.0))
 
 
 @dataclass(frozen=True)
 class Apart:
-    """A distance, and the share of `Within` that it uses up, where that is the rule; measured when first asked for."""
+    """A distance, and the share of `Within` that it uses up if that is the rule; measured on first access."""
 
     measure: Callable[[], tuple[Distance, float]]
 
@@ -60,57 +65,77 @@ class Apart:
 
 
 class Tally:
-    """Sums over the probes, by value.
+    """Accumulates error and noise of every value over the probes.
 
     Args:
         rule: what a value is judged by; None for the measured floor.
 
     Attributes:
-        random: values drawn at random, with the operator; they are not judged.
+        random: values that depend on a random operator, by name, with the operator; they are not judged.
     """
 
     def __init__(self, traced: Traced, rule: Within | None) -> None:
-        self.traced, self.rule = traced, rule
+        self.traced = traced
+        self.rule = rule
         self.rounded = Rounded(traced)
         self.twin = Twin(traced.program, self.rounded.settle if self.rounded.steps else None)
         drawn = random_values.drawn(traced.program)
-        self.random = {v: drawn[n] for v, n in traced.nodes.items() if n in drawn}
-        self._pointers, self._steps = pointers(traced.model.graph), threshold_flips.steps(traced.model.graph)
-        self._values: dict[str, list[str]] = {}
+        self.random = {value: drawn[node] for value, node in traced.nodes.items() if node in drawn}
+        self._pointers = pointers(traced.model.graph)
+        self._steps = threshold_flips.steps(traced.model.graph)
+        self._values_of_node: defaultdict[str, list[str]] = defaultdict(list)
         for value, node in traced.nodes.items():
-            self._values.setdefault(node, []).append(value)
+            self._values_of_node[node].append(value)
         self._owners = frozenset(traced.owners.values())
-        self._error: dict[str, Distance] = {}
-        self._noise: dict[str, Distance] = {}
-        self._index_noise: dict[str, Distance] = {}
-        self._used: dict[str, float] = {}
-        self._flips: dict[str, int] = {}
+        # Keyed by node, as torch sees it; the others are keyed by ONNX value.
+        self._noise: defaultdict[str, Distance] = defaultdict(Distance)
+        self._error: defaultdict[str, Distance] = defaultdict(Distance)
+        self._index_noise: defaultdict[str, Distance] = defaultdict(Distance)
+        self._used: defaultdict[str, float] = defaultdict(float)
+        self._flips: defaultdict[str, int] = defaultdict(int)
 
-    def measure(self, feeds: Sequence[Feed], found: Sequence[dict[str, Array]]) -> None:
+    def measure(self, feeds: Sequence[Feed], onnx_values: Sequence[dict[str, Array]]) -> None:
         """Adds feeds.
 
         Args:
             feeds: arrays by input name.
-            found: the ONNX's values for each, by name; what has been compared is taken out.
+            onnx_values: the ONNX's values for each feed, by name; compared values are removed to free their memory.
         """
-        read = {p.data for p in self._pointers.values()}.union(*map(self._steps.operands, self._steps.known))
-        self.rounded.begin(found)
+        needed_later = self._values_read_by_others()
+        self.rounded.begin(onnx_values)
         for node, twins in self.twin.values(feeds):
             self.rounded.keep(node, twins)
-            for t in twins if node in self._owners else ():
-                noise = sum((diff_arrays(d, s) for s, d in _parts(t.single, t.double)), Distance())
-                self._noise[node] = self._noise.get(node, Distance()) + noise
-                for value in (v for v in self._values.get(node, ()) if v in found[t.feed]):
-                    self._compare(value, array(t.single), array(t.double), found[t.feed])
-                    if value not in read:
-                        del found[t.feed][value]
+            if node not in self._owners:
+                continue
+            for twin in twins:
+                noise = Distance()
+                for single, double in _parts(twin.single, twin.double):
+                    noise = noise + diff_arrays(double, single)
+                self._noise[node] = self._noise[node] + noise
+                values = onnx_values[twin.feed]
+                for value in self._values_of_node.get(node, ()):
+                    if value not in values:
+                        continue
+                    self._compare(value, array(twin.single), array(twin.double), values)
+                    if value not in needed_later:
+                        del values[value]
         self.rounded.end(feeds)
         self._flips |= self.rounded.flips
 
+    def _values_read_by_others(self) -> set[str]:
+        """Values that the comparison of another value reads: data of indices, operands of steps."""
+        read = {pointer.data for pointer in self._pointers.values()}
+        for step in self._steps.known:
+            read |= self._steps.operands(step)
+        return read
+
     def floors(self) -> dict[str, float]:
-        """Noise floor (relative L2) of every value; of one that lies inside of a node, the node's."""
+        """Noise floor (relative L2) of every value. A value inside a node has the node's floor."""
         long = long_sums.allowances(self.traced.program)
-        floors = {v: max(self._noise[n].rel_l2, long[n]) for v, n in self.traced.owners.items() if n in self._noise}
+        floors: dict[str, float] = {}
+        for value, node in self.traced.owners.items():
+            if node in self._noise:
+                floors[value] = max(self._noise[node].rel_l2, long[node])
         for value, point in self._pointers.items():
             if value in self._index_noise:
                 # An index can be off by as much as the data it points into, moved on both sides.
@@ -119,117 +144,156 @@ class Tally:
 
     def rows(self, types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> tuple[LayerDiff, ...]:
         """One row per measured value, in the ONNX's topological order; `types` are names and shapes by value."""
-        paths, lines, floors = (
-            module_identity.modules(self.traced.model),
-            module_identity.sources(self.traced.model),
-            self.floors(),
-        )
-        return tuple(
-            LayerDiff(
-                name=value,
-                op=node.op_type,
-                module=paths.get(value, ""),
-                dtype=types[value][0],
-                shape=types[value][1],
-                **self._verdict(value, types[value][0], floors[value], lines.get(value)),
-            )
-            for node in self.traced.model.graph.node
-            for value in node.output
-            if value in self._error
-        )
+        paths = module_identity.modules(self.traced.model)
+        lines = module_identity.sources(self.traced.model)
+        floors = self.floors()
+        rows = []
+        for node in self.traced.model.graph.node:
+            for value in node.output:
+                if value not in self._error:
+                    continue
+                dtype, shape = types[value]
+                row = LayerDiff(
+                    name=value,
+                    op=node.op_type,
+                    module=paths.get(value, ""),
+                    dtype=dtype,
+                    shape=shape,
+                    **self._verdict(value, dtype, floors[value], lines.get(value)),
+                )
+                rows.append(row)
+        return tuple(rows)
 
-    def apart(self, value: str, reference: Array, found: Mapping[str, Array], feed: int) -> Apart:
-        """How far the ONNX's value is from float32 ones that were got otherwise; indices by what they point at.
+    def apart(self, value: str, reference: Array, onnx_values: Mapping[str, Array], feed: int) -> Apart:
+        """Distance of an ONNX value from a float32 reference that was computed another way.
+
+        Indices are compared by the data they point at. A step, or any value behind fake quantisation, is measured after
+        `measure`, which determines the noise that may move a step and removes values; so the operands are kept.
 
         Args:
-            feed: its place among those that `measure` will get.
+            feed: index of the feed among those that `measure` will get.
         """
-        # The noise that may move a step is known after `measure`, which takes values out of `found`.
-        held = {v: found[v] for v in (value, *self._steps.operands(value)) if v in found}
+        kept = {name: onnx_values[name] for name in (value, *self._steps.operands(value)) if name in onnx_values}
         if self.rounded.steps:
-            return Apart(lambda: self._apart(value, self.rounded.moved(value, reference, feed), held))
+            return Apart(lambda: self._apart(value, self.rounded.moved(value, reference, feed), kept))
         if value in self._steps.known:
-            return Apart(lambda: self._apart(value, reference, held))
-        measured = self._apart(value, reference, found)
+            return Apart(lambda: self._apart(value, reference, kept))
+        measured = self._apart(value, reference, onnx_values)
         return Apart(lambda: measured)
 
-    def _apart(self, value: str, reference: Array, found: Mapping[str, Array]) -> tuple[Distance, float]:
-        a, onnx = self._meant(value, (reference, found[value]), found)
-        a = self._settled(value, a, onnx, found)[0]
-        distance = diff_arrays(a, onnx)
-        used = self.rule.used(a, onnx) if self.rule and not distance.mismatch else distance.max_abs
-        return distance, used
+    def _apart(self, value: str, reference: Array, onnx_values: Mapping[str, Array]) -> tuple[Distance, float]:
+        truth, onnx = self._resolve_indices(value, (reference, onnx_values[value]), onnx_values)
+        truth, _ = self._excuse_flips(value, truth, onnx, onnx_values)
+        distance = diff_arrays(truth, onnx)
+        if self.rule and not distance.mismatch:
+            return distance, self.rule.used(truth, onnx)
+        return distance, distance.max_abs
 
-    def _settled(self, value: str, truth: Array, onnx: Array, found: Mapping[str, Array]) -> tuple[Array, int]:
+    def _excuse_flips(
+        self, value: str, truth: Array, onnx: Array, onnx_values: Mapping[str, Array]
+    ) -> tuple[Array, int]:
         """The truth with the ONNX's elements where a step may lie on either side, and how many of them differed."""
-        loose = self._steps.loose(value, found, self._off(found)) if truth.shape == onnx.shape else None
-        if loose is None or loose.shape != truth.shape or not (flipped := loose & (truth != onnx)).any():
+        if truth.shape != onnx.shape:
+            return truth, 0
+        loose = self._steps.loose(value, onnx_values, self._error_bound(onnx_values))
+        if loose is None or loose.shape != truth.shape:
+            return truth, 0
+        flipped = loose & (truth != onnx)
+        if not flipped.any():
             return truth, 0
         return np.where(flipped, onnx, truth), int(flipped.sum())
 
-    def _off(self, found: Mapping[str, Array]) -> Callable[[str], float]:
-        """By how much an element of a value may be off: as for the whole of it, a multiple of torch's own error."""
+    def _error_bound(self, onnx_values: Mapping[str, Array]) -> Callable[[str], float]:
+        """How far an element of a value may be off: as for the whole value, a multiple of torch's own error."""
 
-        def off(value: str) -> float:
+        def bound(value: str) -> float:
             node = self.traced.owners.get(value, "")
-            if node not in self._noise:  # an input of the model is what it is
+            if node not in self._noise:  # an input of the model is exact
                 return 0.0
-            greatest = float(np.abs(found[value][np.isfinite(found[value])]).max(initial=0.0))
+            finite = onnx_values[value][np.isfinite(onnx_values[value])]
+            greatest = float(np.abs(finite).max(initial=0.0))
             return noise_floor.MULTIPLE * max(self._noise[node].peak, noise_floor.LEAST * greatest)
 
-        return off
+        return bound
 
-    def _meant(self, value: str, sides: tuple[Array, ...], found: Mapping[str, Array]) -> tuple[Array, ...]:
+    def _resolve_indices(
+        self, value: str, sides: tuple[Array, ...], onnx_values: Mapping[str, Array]
+    ) -> tuple[Array, ...]:
+        """Replaces indices by the data they point at: two equal elements may be found in either order."""
         point = self._pointers.get(value)
-        if point is None or point.data not in found or len({x.size for x in sides}) > 1:
+        if point is None or point.data not in onnx_values:
             return sides
-        return tuple(pointed_at(point, found[point.data], x) for x in sides)
+        if len({side.size for side in sides}) > 1:
+            return sides
+        return tuple(pointed_at(point, onnx_values[point.data], side) for side in sides)
 
-    def _compare(self, value: str, single: Array, double: Array, found: Mapping[str, Array]) -> None:
-        single, double, onnx = self._meant(value, (single, double, found[value]), found)
+    def _compare(self, value: str, single: Array, double: Array, onnx_values: Mapping[str, Array]) -> None:
+        """Adds the error of one ONNX value on one feed."""
+        sides = (single, double, onnx_values[value])
+        single, double, onnx = self._resolve_indices(value, sides, onnx_values)
         if value in self._pointers:
-            self._index_noise[value] = self._index_noise.get(value, Distance()) + diff_arrays(double, single)
-        truth = single if self.rule else double
-        truth, flipped = self._settled(value, truth, onnx, found)
-        if flipped:
-            self._flips[value] = self._flips.get(value, 0) + flipped
+            self._index_noise[value] = self._index_noise[value] + diff_arrays(double, single)
+        truth = double
+        if self.rule:
+            truth = single
+        truth, flips = self._excuse_flips(value, truth, onnx, onnx_values)
+        if flips:
+            self._flips[value] += flips
             single = np.where(truth == onnx, truth, single)
         error = diff_arrays(truth, onnx)
         if error.nonfinite_a or error.nonfinite_b:
-            # Float64 does not overflow where float32 does: which elements are NaN or Inf is for float32 to say.
-            counts, good = diff_arrays(single, onnx), np.isfinite(single) & np.isfinite(double) & np.isfinite(onnx)
-            kept = {k: getattr(counts, k) for k in ("nonfinite_a", "nonfinite_b", "one_sided")}
-            error = diff_arrays(truth[good], onnx[good]) + Distance(**kept)
+            # Float64 does not overflow where float32 does, so float32 decides which elements are NaN or Inf.
+            counts = diff_arrays(single, onnx)
+            finite = np.isfinite(single) & np.isfinite(double) & np.isfinite(onnx)
+            nonfinite = Distance(
+                nonfinite_a=counts.nonfinite_a, nonfinite_b=counts.nonfinite_b, one_sided=counts.one_sided
+            )
+            error = diff_arrays(truth[finite], onnx[finite]) + nonfinite
         if self.rule and not error.mismatch:
-            self._used[value] = max(self._used.get(value, 0.0), self.rule.used(single, onnx))
-        self._error[value] = self._error.get(value, Distance()) + error
+            self._used[value] = max(self._used[value], self.rule.used(single, onnx))
+        self._error[value] = self._error[value] + error
 
-    def _verdict(self, value: str, dtype: str, low: float, line: str | None) -> dict[str, Any]:
+    def _verdict(self, value: str, dtype: str, floor: float, line: str | None) -> dict[str, Any]:
         """Measures, tolerance and further columns of one row."""
-        extra: dict[str, Scalar] = {"source": line} if line else {}
+        extra: dict[str, Scalar] = {}
+        if line:
+            extra["source"] = line
         if value in self.random:
             return {"extra": extra | {"nondeterministic": self.random[value]}}
-        error, used = self._error[value], self._used.get(value, 0.0)
-        measures, extra = error.measures(), extra | error.flags
+        error = self._error[value]
+        extra |= error.flags
         if value in self._flips:
-            extra |= {"flips": self._flips[value]}
+            extra["flips"] = self._flips[value]
         if error.mismatch:
-            return measures | {"tolerance": 0.0, "extra": extra}
+            return error.measures() | {"tolerance": 0.0, "extra": extra}
         if self.rule:
-            # Scaled so that max_abs meets it exactly where every element keeps the rule.
+            used = self._used.get(value, 0.0)
+            # Scaled so that max_abs meets the bound exactly when every element keeps the rule.
             bound = error.max_abs / used if used > 0 else self.rule.atol
-            return measures | {"judged": "max_abs", "tolerance": bound, "extra": extra | {"ratio": used}}
+            return error.measures() | {"judged": "max_abs", "tolerance": bound, "extra": extra | {"ratio": used}}
         # Integers and booleans have no rounding; indices are measured on the numbers they point at.
         exact = value not in self._pointers and np.dtype(dtype).kind in "iub"
-        bound = noise_floor.MULTIPLE * low if exact else noise_floor.tolerance(low)
-        ratio = noise_floor.MULTIPLE * error.rel_l2 / bound if bound else math.inf if error.rel_l2 else 0.0
-        return measures | {"tolerance": bound, "extra": extra | {"floor": low, "ratio": ratio}}
+        bound = noise_floor.MULTIPLE * floor if exact else noise_floor.tolerance(floor)
+        extra |= {"floor": floor, "ratio": _ratio(error.rel_l2, bound)}
+        return error.measures() | {"tolerance": bound, "extra": extra}
+
+
+def _ratio(error: float, bound: float) -> float:
+    """How many times its floor an error is: MULTIPLE where it meets the bound."""
+    if bound:
+        return noise_floor.MULTIPLE * error / bound
+    if error:
+        return math.inf
+    return 0.0
 
 
 def _parts(single: Any, double: Any) -> list[tuple[Array, Array]]:
-    """The tensors of a node's value; of one with several, those of floating point."""
+    """Pairs of arrays of a node's value. Of a node with several values, those of floating point."""
     if isinstance(single, torch.Tensor):
         return [(array(single), array(double))]
-    several = zip(single, double, strict=True) if isinstance(single, list | tuple) else ()
-    inexact = ((s, d) for s, d in several if isinstance(s, torch.Tensor) and (s.is_floating_point() or s.is_complex()))
-    return [(array(s), array(d)) for s, d in inexact]
+    pairs: list[tuple[Array, Array]] = []
+    if isinstance(single, list | tuple):
+        for narrow, wide in zip(single, double, strict=True):
+            if isinstance(narrow, torch.Tensor) and (narrow.is_floating_point() or narrow.is_complex()):
+                pairs.append((array(narrow), array(wide)))
+    return pairs

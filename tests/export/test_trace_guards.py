@@ -17,8 +17,9 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 
 from layerline.export.dynamic_axes import Bounds, declare
 from layerline.export.example_call import call
+from layerline.export.signature import Dim
 from layerline.export.torch_export import trace
-from layerline.export.trace_guards import Guard, Span, elsewhere
+from layerline.export.trace_guards import Guard, elsewhere
 
 A, B = sympy.symbols("a b", integer=True, positive=True)
 
@@ -44,7 +45,7 @@ def guard(expr: Any, steps: Mapping[str, int] | None = None) -> Guard:
     ],
 )
 def test_every_size_that_breaks_a_guard_the_nearest_first(expr: Any, broken: list[int]) -> None:
-    found = [at["a"] for at in guard(expr).broken({"a": Span(low=1, high=12)}, {"a": 5})]
+    found = [at["a"] for at in guard(expr).broken({"a": Dim(min=1, max=12)}, {"a": 5})]
     assert sorted(found) == sorted(broken)
     assert found[:1] == broken[:1]
 
@@ -58,11 +59,11 @@ def test_every_size_that_breaks_a_guard_the_nearest_first(expr: Any, broken: lis
     ],
 )
 def test_far_sizes_come_from_the_numbers_of_the_guard(expr: Any, high: int, nearest: int) -> None:
-    assert next(guard(expr).broken({"a": Span(low=1, high=high)}, {"a": 5})) == {"a": nearest}
+    assert next(guard(expr).broken({"a": Dim(min=1, max=high)}, {"a": 5})) == {"a": nearest}
 
 
 def test_several_axes_at_once() -> None:
-    spans, seen = {"a": Span(low=1, high=8), "b": Span(low=1, high=16)}, {"a": 2, "b": 5}
+    spans, seen = {"a": Dim(min=1, max=8), "b": Dim(min=1, max=16)}, {"a": 2, "b": 5}
     assert all(at["a"] * at["b"] > 64 for at in guard(A * B <= 64).broken(spans, seen))
     assert next(guard(A * B <= 64).broken(spans, seen)) == {"a": 8, "b": 9}
     assert list(guard(A * B <= 128).broken(spans, seen)) == []
@@ -72,8 +73,8 @@ def test_several_axes_at_once() -> None:
 
 def test_sizes_in_steps() -> None:
     of = guard(sympy.Ne(A, 3), {"a": 4})  # the symbol counts the steps
-    assert list(of.broken({"a": Span(low=4, high=40, step=4)}, {"a": 8})) == [{"a": 12}]
-    assert list(guard(sympy.Ne(A, 10)).broken({"a": Span(low=4, high=40, step=4)}, {"a": 8})) == []
+    assert list(of.broken({"a": Dim(min=4, max=40, multiple=4)}, {"a": 8})) == [{"a": 12}]
+    assert list(guard(sympy.Ne(A, 10)).broken({"a": Dim(min=4, max=40, multiple=4)}, {"a": 8})) == []
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 8), st.sampled_from([sympy.Ne, sympy.Le, sympy.Eq]))
@@ -84,7 +85,7 @@ def test_what_is_found_is_what_breaks(number: int, factor: int, rest: int, relat
     ]
     if of.expr in (sympy.true, sympy.false) or not right(6 * factor + rest):
         return  # a guard is what held at the size seen
-    found = {at["a"] for at in of.broken({"a": Span(low=1, high=40)}, seen)}
+    found = {at["a"] for at in of.broken({"a": Dim(min=1, max=40)}, seen)}
     assert found == {n for n in range(1, 41) if not right(factor * n + rest)}
 
 
@@ -130,7 +131,7 @@ def test_guards_in_the_names_of_the_axes(condition: Callable[..., bool], texts: 
     found, lines = taken(condition)
     normal = [t.replace("c*t", "t*c").replace("m != t", "t != m") for t in found]
     assert normal == texts
-    assert all(line.startswith("test_guards.py:") for line in lines)
+    assert all(line.startswith("test_trace_guards.py:") for line in lines)
 
 
 def test_a_guard_on_an_axis_in_steps() -> None:
