@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ def test_what_is_not_finite_shows(bad: float) -> None:
 
 def test_only_few_float32_numbers_on_the_cpu_are_joined() -> None:
     assert gradient_norm.is_small([torch.zeros(64, 64), torch.zeros(64)])
+    assert gradient_norm.is_small([torch.zeros(8, 8)] * 600)
     assert not gradient_norm.is_small([torch.zeros(256, 256)])
     assert not gradient_norm.is_small([torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)])
     assert not gradient_norm.is_small([torch.zeros(4, device="meta")])
@@ -121,3 +123,17 @@ def test_a_run_with_joined_layers_is_resumed_to_the_last_bit(width: int, tmp_pat
     assert go(first, mo) == go(second, again)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert all(torch.equal(t, again.export()[n]) for n, t in mo.export().items())
+
+
+def test_memory_of_gradients_is_free_before_the_next_backward_pass() -> None:
+    layer = nn.Linear(4, 4)
+    mo = ModelOptimizer(layer, {"optimizer": {"name": "sgd"}})
+    mo.backward(layer(torch.ones(1, 4)).sum())
+    first = weakref.ref(layer.weight.grad)
+    mo.step()
+    assert layer.weight.grad is None and first() is not None
+    there: list[bool] = []
+    out = layer(torch.ones(1, 4))
+    out.register_hook(lambda _: there.append(first() is not None))
+    mo.step(out.sum())
+    assert there == [False]

@@ -38,10 +38,9 @@ _ADDRESS = Tensor.data_ptr
 _LOW = 50
 # Seconds between two readings of peak memory, at least: it hardly grows in between, and asking the kernel costs.
 _PEAK_EVERY = 0.1
-# Bytes of weights that `update_ratio` is measured on: more of them say nothing new, and they are copied for it. Every
-# parameter has an equal share, but at least so many elements.
-_RATIO_BYTES = 2 * 2**20
-_LEAST_SHARE = 64
+# Bytes of weights that `update_ratio` is measured on: more of them say nothing new, and they are copied for it. They
+# are the first elements of so many parameters at most, from the first to the last one at equal distances.
+_RATIO_BYTES, _RATIO_PARAMS = 2**16, 64
 
 
 class Monitor:
@@ -193,6 +192,8 @@ class Monitor:
 
     def _publish(self, values: Mapping[str, float | None]) -> None:
         """Hands a row to TensorBoard, to the user's trackers and to the terminal."""
+        if self._writer is None and self.write is None and not self.trackers:
+            return
         measured = {name: float(v) for name, v in values.items() if v is not None and not math.isnan(v)}
         step = int(measured["step"])
         if self._writer is not None:
@@ -289,15 +290,16 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _within(params: Sequence[Tensor], budget: int) -> list[Tensor]:
-    """Flat views of the first elements of each parameter; of one type and device, so that they can be joined.
+    """Flat views of the first elements of some parameters; of one type and device, so that they can be joined.
 
     Of a sharded parameter it is this rank's part.
 
     Args:
         budget: bytes in all.
     """
-    parts = [local(p).detach() for p in params]
-    share = max(budget // parts[0].element_size() // len(parts), _LEAST_SHARE)
+    distance = -(-len(params) // _RATIO_PARAMS)
+    parts = [local(p).detach() for p in params[::distance]]
+    share = max(budget // parts[0].element_size() // len(parts), 1)
     kept: list[Tensor] = []
     for part in parts:
         dense = part.is_contiguous() or (part.ndim == 4 and part.is_contiguous(memory_format=torch.channels_last))

@@ -113,6 +113,7 @@ class Lane:
         self._max_value = config.clip.value
         self._window_size, self._empty_cache = config.accumulate.steps, config.memory.empty_cache
         self._look_at = 0
+        self._spent: list[Tensor] = []  # gradients of the last step, whose memory the next backward pass takes
         self._counts: set[int] = set()  # how many gradients a step had, where it was not all of them
         self.take_stock()
         if self.custom and (idle := registry.idle(optimizer, self.names, self.params)):
@@ -176,6 +177,7 @@ class Lane:
             window.add(loss.detach(), weight)
             if window.factor != 1.0:
                 loss = loss * window.factor
+            self._spent = []
             with _ALONE if self.peers is None else self.peers.backward():
                 self._differentiate(loss)
             if self.masters is not None:
@@ -357,6 +359,9 @@ class Lane:
         if number == 1:
             self.gradient_bytes = sum(g.numel() * g.element_size() for g in grads)
         self.forget()
+        if not math.isnan(loss) and self.device.type == "cpu" and self.peers is None:
+            # Freed here, this memory would go back to the system and be fetched again, page by page, in the next step.
+            self._spent = grads
         if self._empty_cache:
             memory_report.empty_cache(self.device)
         return True

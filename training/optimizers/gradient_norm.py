@@ -10,15 +10,17 @@ from torch import Tensor
 
 # Reading a few numbers beats launching two kernels.
 _FEW = 32
-# 64 KiB of float32: up to here one copy of all gradients, a few microseconds, costs less than a kernel for each.
-_SMALL = 2**14
+# One copy of all gradients costs less than a kernel for each where they have so few elements in all, or on average.
+_SMALL, _SMALL_ON_AVERAGE = 2**14, 2**11
+# Above 16 MB of float32 the copy is felt in memory.
+_GREATEST_COPY = 2**22
 
 
 def is_small(params: Sequence[Tensor]) -> bool:
-    """Whether the gradients of `params` are few numbers of one kind, for which one kernel over a copy is faster."""
-    return sum(p.numel() for p in params) <= _SMALL and all(
-        p.dtype == torch.float32 and p.device.type == "cpu" for p in params
-    )
+    """Whether the gradients of `params` are of one kind and so small that one kernel over a copy is faster."""
+    total = sum(p.numel() for p in params)
+    limit = max(_SMALL, min(_SMALL_ON_AVERAGE * len(params), _GREATEST_COPY))
+    return total <= limit and all(p.dtype == torch.float32 and p.device.type == "cpu" for p in params)
 
 
 def norm(grads: list[Tensor]) -> float:
