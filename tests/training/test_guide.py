@@ -12,7 +12,8 @@ from torch import nn
 
 from layerline.training.config import aliases
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+GUIDE = (DOCS / "training.md").read_text("utf-8") + (DOCS / "training-reference.md").read_text("utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 
 

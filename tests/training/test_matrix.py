@@ -1,6 +1,6 @@
 """Every two capabilities at once: each still does what it does alone, or the pair is refused with its reason.
 
-`python -m tests.training.test_matrix` prints the table that docs/training.md shows.
+`python -m tests.training.test_matrix` prints the table that docs/training-reference.md shows.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def table() -> str:
 
 
 def test_the_guide_shows_this_table() -> None:
-    assert table() in (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
+    assert table() in (Path(__file__).parents[2] / "docs" / "training-reference.md").read_text("utf-8")
 
 
 if __name__ == "__main__":
