@@ -89,7 +89,7 @@ def test_arrays_go_there_and_back_and_the_memory_is_given_back(driver) -> None:
     ],
 )
 def test_why_no_engine_can_run(driver, env, told) -> None:
-    code = "from layerline.backends import cuda; print(cuda.unavailable_reason())"
+    code = "from layerline.backends.tensorrt import cuda; print(cuda.unavailable_reason())"
     assert python(code, driver, **env).strip() == told
 
 

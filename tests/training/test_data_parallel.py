@@ -791,23 +791,22 @@ def test_a_wrapper_of_the_users_is_used_as_it_is() -> None:
     assert first[1] and "each trains alone" in first[2] and "has a communication hook of its own" in first[2]
 
 
-def _spoilt_when_split(rank: int, shard: str) -> tuple[bool, bool, bool, list[str]]:
+def _spoilt_when_split(rank: int, shard: str) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1, bias=False))  # a rank has no part of the second
     mo = ModelOptimizer(model, {"optimizer": {"name": "sgd", "lr": 3e38}, "distributed": {**GLOO, "shard": shard}})
-    before = {n: t.clone() for n, t in mo.export().items()}
-    moved = mo.step(mo.model(torch.full((4, 3), 10.0)).sum())
-    same = all(torch.equal(t, before[n]) for n, t in mo.export().items())
-    for group in mo.lanes[""].optimizer.param_groups:
-        group["lr"] = 1e-3
-    return moved, same, mo.step(mo.model(torch.ones(4, 3)).sum()), mo.warnings
+    mo.step(mo.model(torch.full((4, 3), 10.0)).sum())
+    try:
+        mo.step(mo.model(torch.ones(4, 3)).sum())
+    except StageError as error:
+        return str(error)
+    return "no rank noticed"
 
 
 @pytest.mark.parametrize("shard", ["zero2", "zero3"])
-def test_an_update_that_makes_split_weights_infinite_is_taken_back(shard: str) -> None:
-    for found in good(run(_spoilt_when_split, shard)):
-        assert found[:3] == (False, True, True), found
-        assert "taken back" in found[3][0]
+def test_split_weights_that_an_update_spoilt_end_every_rank(shard: str) -> None:
+    for text in good(run(_spoilt_when_split, shard)):
+        assert "is Inf or NaN after step 1" in text
 
 
 def _huge_and_pruned(rank: int, *, alone: bool = False) -> tuple[bool, float, float, dict[str, Any]]:
