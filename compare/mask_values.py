@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from layerline.graph.analysis.rounding_noise import stored
+from layerline.graph.analysis.proto_queries import stored
 
 _GREAT = 1e15
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)

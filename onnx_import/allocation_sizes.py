@@ -13,7 +13,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from layerline.backends.light import Light, bodies, weightless
-from layerline.graph.analysis.rounding_noise import stored
+from layerline.graph.analysis.proto_queries import stored
 from layerline.graph.io import onnx_files
 from layerline.pipeline.errors import StageError
 

@@ -12,11 +12,13 @@ from onnx import helper, numpy_helper
 
 from layerline.backends.base import MODULE
 from layerline.backends.light import Light
+from layerline.graph.analysis.fresh_names import fresh_name
 from layerline.graph.analysis.ir_queries import Array
+from layerline.graph.analysis.proto_queries import metadata
 from layerline.graph.fusion import apply_rules
 from layerline.graph.fusion.rules import RULES
 from layerline.graph.io import onnx_files
-from layerline.graph.io.canonicalize import free, prepare
+from layerline.graph.io.canonicalize import prepare
 from layerline.graph.io.opset import IR_VERSION, opset_of, raise_opset
 from layerline.pipeline.errors import ConfigError, StageError
 
@@ -121,7 +123,7 @@ def name_nodes(model: onnx.ModelProto) -> list[str]:
     seen = {""}
     for node in nodes:
         if node.name in seen:
-            node.name = free(f"{node.op_type}_{next(filter(None, node.output), 'none')}", taken)
+            node.name = fresh_name(f"{node.op_type}_{next(filter(None, node.output), 'none')}", taken)
             named += node.op_type != "Constant"
         seen.add(node.name)
     return [f"{named} nodes had no name of their own and are called after their first output"] if named else []
@@ -131,7 +133,7 @@ def stamp(model: onnx.ModelProto) -> None:
     """Writes a module path on every node that carries none, in place, made from its name."""
     for graph in onnx_files.graphs(model):
         for node in graph.node:
-            if not _module(node) and (path := module_path(node.name, node.op_type)):
+            if not metadata(node, MODULE) and (path := module_path(node.name, node.op_type)):
                 node.metadata_props.add(key=MODULE, value=path)
 
 
@@ -175,13 +177,9 @@ def _inherit(before: onnx.ModelProto, raised: onnx.ModelProto) -> None:
     """Nodes that a conversion added belong where the value they help to compute does."""
     known = {o for g in onnx_files.graphs(before) for n in g.node for o in n.output}
     for graph in onnx_files.graphs(raised):
-        reader = {v: _module(n) for n in reversed(graph.node) for v in n.input}
+        reader = {v: metadata(n, MODULE) for n in reversed(graph.node) for v in n.input}
         for node in reversed(graph.node):
             made = next(filter(None, node.output), "")
-            if not _module(node) and made not in known and (path := reader.get(made)):
+            if not metadata(node, MODULE) and made not in known and (path := reader.get(made)):
                 node.metadata_props.add(key=MODULE, value=path)
                 reader |= dict.fromkeys(node.input, path)
-
-
-def _module(node: onnx.NodeProto) -> str:
-    return next((p.value for p in node.metadata_props if p.key == MODULE), "")

@@ -12,8 +12,8 @@ from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.export.signature import Dim, Value
+from layerline.graph.analysis.fresh_names import fresh_name
 from layerline.graph.io import onnx_files
-from layerline.graph.io.canonicalize import free
 from layerline.onnx_import.feed_sources import Source
 from layerline.pipeline.errors import ConfigError, StageError, first_line
 
@@ -240,7 +240,7 @@ class Feeder:
         types = OnnxRuntime().open(self.model, values).types
         kept = {v for v in values if types[v][0] in _COUNTABLE}
         taken = {o for g in onnx_files.graphs(self.model.model) for n in g.node for o in n.output}
-        counts = {v: free(_COUNT + v, taken) for v in values if v in kept}
+        counts = {v: fresh_name(_COUNT + v, taken) for v in values if v in kept}
         self._counts = {count: v for v, count in counts.items()}
         counted = self.model.copy()
         graph = counted.model.graph

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from layerline.backends.base import Feed
     from layerline.backends.light import Light
     from layerline.graph.fusion.apply_rules import Rewritten
+    from layerline.graph.fusion.firing import Firing
     from layerline.graph.fusion.fuse import Fused
-    from layerline.graph.fusion.rule import Firing, Rule
+    from layerline.graph.fusion.rule import Rule
     from layerline.parity.default_session import Shipped
 
 COPIED = ("signature.json", "probes.safetensors", "floor.json")

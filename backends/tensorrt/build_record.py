@@ -12,6 +12,7 @@ from layerline.backends.light import bodies
 from layerline.backends.tensorrt.builder import Built
 from layerline.backends.tensorrt.network import COMPUTE, Layer, compute_precisions
 from layerline.backends.tensorrt.profiles import Profile
+from layerline.graph.analysis.proto_queries import metadata
 from layerline.pipeline.report import LayerDiff
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def names(model: onnx.ModelProto) -> Names:
     values: dict[str, Origin] = {}
     modules: dict[str, str] = {}
     for node in _nodes(model.graph):
-        module = next((p.value for p in node.metadata_props if p.key == MODULE), "")
+        module = metadata(node, MODULE)
         given = [o for o in node.output if o]
         name = node.name or (f"node_of_{given[0]}" if given else "")
         modules[name] = module

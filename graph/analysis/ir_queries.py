@@ -78,6 +78,14 @@ def captures(node: ir.Node) -> list[ir.Value]:
     return [v for v in read if v not in inner]
 
 
+def graph_values(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Every value of one graph: inputs, stored tensors, outputs of nodes; those of bodies are not among them."""
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph:
+        yield from node.outputs
+
+
 def consumers(value: ir.Value) -> list[ir.Node]:
     """Nodes that read a value, in bodies too, each once."""
     return list(dict.fromkeys(use.node for use in value.uses()))

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import Array, constant, limits, rank, smallest_normal
-from layerline.graph.fusion.rule import Declined
+from layerline.graph.fusion.firing import Declined
 
 OPS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 

@@ -11,12 +11,17 @@ import onnx
 import onnx_ir as ir
 
 from layerline.backends.light import Light, Model, split
-from layerline.graph.fusion.rewriter import Rewriting, run, values
-from layerline.graph.fusion.rule import Decline, Firing, Rule, Site
+from layerline.graph.analysis.ir_queries import graph_values
+from layerline.graph.fusion.firing import Decline, Firing, Site
+from layerline.graph.fusion.rewriter import Rewriting
+from layerline.graph.fusion.rule import Rule
 from layerline.graph.fusion.rules import RULES
 from layerline.graph.io.canonicalize import prepare
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.pipeline.errors import ConfigError
+
+# A bound against rules that undo each other: the loop ends with the first round that fires nothing.
+MAX_ROUNDS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +53,17 @@ def select(switches: Mapping[str, bool]) -> tuple[Rule, ...]:
     Raises:
         ConfigError: a name that no rule has; the message gives the nearest one.
     """
-    names = [r.name for r in RULES]
+    names = [rule.name for rule in RULES]
     for name in switches:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1, 0)
+            # With a cutoff of 0 there is always a nearest name.
+            nearest_name = difflib.get_close_matches(name, names, 1, 0)[0]
             raise ConfigError(
-                f"no fusion rule is called {name!r}; did you mean {near[0]!r}?",
+                f"no fusion rule is called {name!r}; did you mean {nearest_name!r}?",
                 where="fuse.rules",
                 hint=f"rules: {', '.join(names)}",
             )
-    return tuple(r for r in RULES if switches.get(r.name, True))
+    return tuple(rule for rule in RULES if switches.get(rule.name, True))
 
 
 def rewrite(
@@ -69,24 +75,55 @@ def rewrite(
     fold_limit: int = 1 << 20,
 ) -> Rewritten:
     """Applies the rules without proof or check; `model` is left as it was."""
-    given = split(model)
-    prepared, notes = prepare(given)
+    original = split(model)
+    prepared, notes = prepare(original)
     graph = to_ir(prepared)
     work = Rewriting(graph, denied=denied, limit=limit, fold_limit=fold_limit)
     work.infer()
-    types = {
-        v.name: v.dtype.value for v in values(graph.graph) if v.name and v.dtype and isinstance(v.type, ir.TensorType)
-    }
-    run(work, rules)
+    types = _element_types(graph.graph)
+    _run(work, rules)
     firings = work.record()
     work.finish()
     light = from_ir(graph)
-    declared = {i.name: i for i in given.model.graph.input}
-    for taken in light.model.graph.input:
-        taken.CopyFrom(declared[taken.name])
-    for own, said in zip(light.model.graph.output, given.model.graph.output, strict=True):
+    _keep_declarations(original.model.graph, light.model.graph)
+    return Rewritten(
+        light=light,
+        unfused=prepared,
+        types=types,
+        firings=firings,
+        declines=tuple(work.declines.values()),
+        notes=tuple(notes),
+    )
+
+
+def _run(work: Rewriting, rules: Sequence[Rule]) -> None:
+    """Applies the rules in order, again and again, until a whole round fires nothing."""
+    for _ in range(MAX_ROUNDS):
+        before = len(work.firings)
+        # Only the declines of the last round are reported: an earlier one may have fired since.
+        work.declines.clear()
+        work.infer()
+        for rule in rules:
+            rule.run(work)
+        if len(work.firings) == before:
+            return
+
+
+def _element_types(graph: ir.Graph) -> dict[str, int]:
+    """Element types by value name, as onnx numbers them; sequences and optionals have none."""
+    types: dict[str, int] = {}
+    for value in graph_values(graph):
+        if value.name and value.dtype and isinstance(value.type, ir.TensorType):
+            types[value.name] = value.dtype.value
+    return types
+
+
+def _keep_declarations(original: onnx.GraphProto, rewritten: onnx.GraphProto) -> None:
+    """Gives inputs and outputs the types and shapes that the original declares."""
+    declared_inputs = {item.name: item for item in original.input}
+    for item in rewritten.input:
+        item.CopyFrom(declared_inputs[item.name])
+    for item, declared in zip(rewritten.output, original.output, strict=True):
         # Inference knows less of an output than whoever declared it: the symbolic names of its sizes, above all.
-        if said.type.tensor_type.HasField("shape") or not said.type.HasField("tensor_type"):
-            own.CopyFrom(said)
-    declines = tuple(work.declines.values())
-    return Rewritten(light=light, unfused=prepared, types=types, firings=firings, declines=declines, notes=tuple(notes))
+        if declared.type.tensor_type.HasField("shape") or not declared.type.HasField("tensor_type"):
+            item.CopyFrom(declared)

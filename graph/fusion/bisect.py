@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from layerline.backends.light import Model
 from layerline.graph.fusion.apply_rules import Rewritten, rewrite
-from layerline.graph.fusion.rule import Firing, Rule, Site
+from layerline.graph.fusion.firing import Firing, Site
+from layerline.graph.fusion.rule import Rule
 from layerline.graph.fusion.rules import RULES
 
 

@@ -13,7 +13,8 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.analysis.ir_queries import Array
 from layerline.graph.fusion.apply_rules import Rewritten, rewrite
 from layerline.graph.fusion.bisect import guilty
-from layerline.graph.fusion.rule import Rule, Site
+from layerline.graph.fusion.firing import Site
+from layerline.graph.fusion.rule import Rule
 from layerline.graph.fusion.rules import RULES
 from layerline.graph.fusion.verify_rewrites import Proof, prove
 from layerline.pipeline.errors import StageError

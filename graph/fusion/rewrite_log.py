@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from layerline.graph.fusion.firing import Decline
 from layerline.graph.fusion.fuse import Fused
-from layerline.graph.fusion.rule import Decline
 from layerline.graph.fusion.verify_rewrites import Proof
 from layerline.pipeline.report import Scalar
 

@@ -1,6 +1,6 @@
-"""The machine that applies rewrite rules: it names, records and prunes; a rule only says what becomes what.
+"""Applies rewrite rules: names what they make, records what they do, removes what they leave unread.
 
-Three invariants hold after every firing, whichever rule fired:
+A rule only says what becomes what. Three invariants hold after every firing, whichever rule fired:
 
 - every graph input and output is still there under its name;
 - a value that is still in the graph under its original name still has its original numbers: a replacement takes the
@@ -10,23 +10,24 @@ Three invariants hold after every firing, whichever rule fired:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import onnx
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis import provenance, shape_inference
-from layerline.graph.analysis.ir_queries import captures, subgraphs
-from layerline.graph.fusion.extract_subgraph import cut, known_after
-from layerline.graph.fusion.rule import Decline, Declined, Firing, Rewrite, Rule, Site
+from layerline.graph.analysis.fresh_names import fresh_name, node_names, value_names
+from layerline.graph.analysis.ir_queries import captures, graph_values, subgraphs
+from layerline.graph.fusion.extract_subgraph import cut, nearest_unfused_after
+from layerline.graph.fusion.firing import After, Decline, Declined, Firing, Site
 
-MAX_ROUNDS = 12
+Rewrite: TypeAlias = "Callable[[ir.Node, Tape, Rewriting], ir.Value | None]"
 
 
-class Made(Protocol):
+class NewParts(Protocol):
     """What a firing adds to the graph: a tape, or a branch that moves out."""
 
     @property
@@ -56,26 +57,35 @@ class Rewriting:
         limit: int | None = None,
         fold_limit: int = 1 << 20,
     ) -> None:
-        self.model, self.denied, self.limit, self.fold_limit = model, denied, limit, fold_limit
+        self.model = model
+        self.denied = denied
+        self.limit = limit
+        self.fold_limit = fold_limit
         self.opset = model.opset_imports.get("", 1)
-        stored = sum(t.const_value.nbytes for t in model.graph.initializers.values() if t.const_value is not None)
-        self.fold_total, self.folded = max(fold_limit, stored // 10), 0
+        self.fold_total = max(fold_limit, _stored_bytes(model.graph) // 10)
+        self.folded = 0
         self.firings: list[Firing] = []
         self.declines: dict[Site, Decline] = {}
+        # Number of firings at the last shape inference; -1 before the first.
         self._inferred = -1
-        bodies = [g for g in model.graphs() if g is not model.graph]
-        self._ends = {o.name: o.shape for g in bodies for o in g.outputs if o.name}
-        self._begins = [(i, i.shape) for g in bodies for i in g.inputs]
-        self._told = shape_inference.declared(model)
-        self.known = {v.name for v in values(model.graph) if v.name}
+        # Inference may know less of a body's ends than the file says; `finish` falls back on these.
+        self._body_inputs: list[tuple[ir.Value, ir.Shape | None]] = []
+        self._body_outputs: dict[str, ir.Shape | None] = {}
+        for body in self._bodies():
+            self._body_inputs += [(value, value.shape) for value in body.inputs]
+            self._body_outputs.update((value.name, value.shape) for value in body.outputs if value.name)
+        self._declared_shapes = shape_inference.declared(model)
+        self.unfused_names = {value.name for value in graph_values(model.graph) if value.name}
+        # The node that holds a body, by the body's id; filled while `graphs` walks.
         self._owner: dict[int, ir.Node] = {}
-        self._late: dict[int, list[str]] = {}
-        self._taken, self._nodes = self._names()
+        # Firings that are proved by other values than their own, and the names of those; see `record`.
+        self._proved_by: dict[int, list[str]] = {}
+        # A node and a value may share a name, so the two are kept apart.
+        self._value_names = value_names(model)
+        self._node_names = node_names(model)
 
-    def _names(self) -> tuple[set[str | None], set[str | None]]:
-        """Names of all values and of all nodes; the two may overlap."""
-        graphs = list(self.model.graphs())
-        return {v.name for g in graphs for v in values(g)}, {n.name for g in graphs for n in g}
+    def _bodies(self) -> list[ir.Graph]:
+        return [graph for graph in self.model.graphs() if graph is not self.model.graph]
 
     def graphs(self) -> Iterator[ir.Graph]:
         """The main graph, then every body inside it; a body whose node went meanwhile is passed over."""
@@ -92,34 +102,40 @@ class Rewriting:
 
     def reachable(self, graph: ir.Graph) -> list[ir.Graph]:
         """The graphs around a body whose tensors it may read, outermost first: none through a foreign operator."""
-        owners = self._owners(graph)
-        foreign = max((i for i, owner in enumerate(owners) if owner.domain), default=-1)
-        return [owner.graph for owner in owners[foreign + 1 :] if owner.graph is not None]
+        reachable: list[ir.Graph] = []
+        for owner in self._owners(graph):
+            if owner.domain:
+                reachable.clear()
+            elif owner.graph is not None:
+                reachable.append(owner.graph)
+        return reachable
 
     def infer(self) -> None:
         """Works out all shapes anew, unless nothing has fired since they were."""
         if self._inferred != len(self.firings):
-            shape_inference.infer(self.model, self._told)
+            shape_inference.infer(self.model, self._declared_shapes)
             self._inferred = len(self.firings)
 
     def finish(self) -> None:
         """Shapes of the rewritten model; bodies take and give what the file said, where nothing is known."""
         self.infer()
-        for value, said in self._begins:
-            value.shape = value.shape or said
-        for body in (g for g in self.model.graphs() if g is not self.model.graph):
+        for value, declared_shape in self._body_inputs:
+            value.shape = value.shape or declared_shape
+        for body in self._bodies():
             for output in body.outputs:
-                output.shape = output.shape or self._ends.get(output.name or "")
+                output.shape = output.shape or self._body_outputs.get(output.name or "")
 
     def attempt(self, rule: str, node: ir.Node, rewrite: Rewrite) -> None:
         """Tries one rule at one node."""
-        tape, fired = Tape(), False
+        tape = Tape()
+        fired = False
         try:
             new = rewrite(node, tape, self)
             if new is not None:
                 _refuse_other_outputs(node)
-                if reason := shape_inference.clash(node.outputs[0], new, tape.nodes, self.model):
-                    raise Declined(reason)
+                clash = shape_inference.clash(node.outputs[0], new, tape.nodes, self.model)
+                if clash:
+                    raise Declined(clash)
                 fired = self.fire(rule, node.outputs[0], new, tape)
         except Declined as declined:
             self.decline(rule, node.outputs[0], str(declined))
@@ -135,16 +151,19 @@ class Rewriting:
 
     def fresh(self, name: str) -> str:
         """`name`, or the first `name_2`, `name_3`, … that no value of the model is called."""
-        return _fresh(name, self._taken)
+        return fresh_name(name, self._value_names)
 
     def release(self, nodes: Iterable[ir.Node], initializers: Iterable[ir.Value]) -> None:
         """Lets nodes on their way from one graph to another keep their names, where nothing else has them."""
-        moving = list(nodes)
-        self._taken -= {v.name for n in moving for v in n.outputs} | {v.name for v in initializers}
-        self._nodes -= {n.name for n in moving}
-        staying = self._names()
-        self._taken |= staying[0]
-        self._nodes |= staying[1]
+        for node in nodes:
+            self._node_names.discard(node.name or "")
+            for value in node.outputs:
+                self._value_names.discard(value.name or "")
+        for value in initializers:
+            self._value_names.discard(value.name or "")
+        # What stays in the model may have the same name.
+        self._value_names |= value_names(self.model)
+        self._node_names |= node_names(self.model)
 
     def permits(self, rule: str, value: ir.Value) -> bool:
         """Whether this rule may still fire at this value."""
@@ -160,37 +179,38 @@ class Rewriting:
         """
         return self.swap(rule, [(old, new)], tape)
 
-    def swap(self, rule: str, pairs: Sequence[tuple[ir.Value, ir.Value]], tape: Made) -> bool:
+    def swap(self, rule: str, pairs: Sequence[tuple[ir.Value, ir.Value]], parts: NewParts) -> bool:
         """Replaces several values at once; the firing's place is the first of them."""
-        first = pairs[0][0]
-        node = first.producer()
+        first_old, first_new = pairs[0]
+        node = first_old.producer()
         assert node is not None and node.graph is not None
-        if not self.permits(rule, first):
+        if not self.permits(rule, first_old):
             return False
-        site, inside = self._site(rule, first), self._owners(node.graph)
-        taken_over = [self._takes_over(old, new, tape) for old, new in pairs]
-        self._settle_names(node, dict(pairs), tape)
-        after = (
-            {}
-            if inside or node.op_type == "Constant"
-            else {o.name or "": cut(n, self.known, made=_is_made(n, tape)) for o, n in pairs}
-        )
-        if tape.nodes:
-            node.graph.insert_before(node, tape.nodes)
-        for (old, new), rename in zip(pairs, taken_over, strict=True):
-            if rename:
+        site = self._site(rule, first_old)
+        owners = self._owners(node.graph)
+        renamed = [new for old, new in pairs if self._takes_over(old, new, parts)]
+        self._settle_names(node, dict(pairs), parts)
+        after: dict[str, After] = {}
+        # A constant has its bytes by construction; inside a body the outputs of the node around it are proved.
+        if not owners and node.op_type != "Constant":
+            for old, new in pairs:
+                after[old.name or ""] = cut(new, self.unfused_names, made=_is_made(new, parts))
+        if parts.nodes:
+            node.graph.insert_before(node, parts.nodes)
+        for old, new in pairs:
+            if new in renamed:
                 new.name = old.name
-            new.shape, new.type = new.shape or old.shape, new.type or old.type
+            new.shape = new.shape or old.shape
+            new.type = new.type or old.type
             old.replace_all_uses_with(new, replace_graph_outputs=True)
-        gone = self.prune([p for old, _ in pairs if (p := old.producer()) is not None])
-        modules = provenance.stamp(tape.nodes, gone, rule)
-        sources = tuple(dict.fromkeys(o.name for n in gone for o in n.outputs if o.name and n.op_type != "Constant"))
-        result = pairs[0][1].name or ""
-        self.firings.append(Firing(site, result, sources, modules, after))
-        if inside:
-            self._late[len(self.firings) - 1] = [o.name for o in inside[0].outputs if o.name]
-        elif after and first.name not in self.known:
-            self._late[len(self.firings) - 1] = known_after(pairs[0][1], self.known)
+        gone = self.prune(_producers(old for old, _ in pairs))
+        modules = provenance.stamp(parts.nodes, gone, rule)
+        self.firings.append(Firing(site, first_new.name or "", _source_names(gone), modules, after))
+        index = len(self.firings) - 1
+        if owners:
+            self._proved_by[index] = [output.name for output in owners[0].outputs if output.name]
+        elif after and first_old.name not in self.unfused_names:
+            self._proved_by[index] = nearest_unfused_after(first_new, self.unfused_names)
         return True
 
     def merge(self, rule: str, old: ir.Value, new: ir.Value) -> None:
@@ -207,11 +227,18 @@ class Rewriting:
         What fired inside a body is proved by the outputs of the node around it, and what replaced a value that the
         unfused model doesn't have by the next values that it has: both as they are now, all firings together.
         """
-        here = {v.name or "": v for v in values(self.model.graph)}
-        wanted = {n for names in self._late.values() for n in names if n in here}
-        now = {n: cut(here[n], self.known, made=True) for n in sorted(wanted)}
-        for index, names in self._late.items():
-            self.firings[index] = replace(self.firings[index], after={n: now[n] for n in names if n in now})
+        present = {value.name or "": value for value in graph_values(self.model.graph)}
+        after_by_name: dict[str, After] = {}
+        for index, names in self._proved_by.items():
+            after: dict[str, After] = {}
+            for name in names:
+                if name not in present:
+                    continue
+                # Firings of one body share the object, so that it is proved once.
+                if name not in after_by_name:
+                    after_by_name[name] = cut(present[name], self.unfused_names, made=True)
+                after[name] = after_by_name[name]
+            self.firings[index] = replace(self.firings[index], after=after)
         return tuple(self.firings)
 
     def fold(self, rule: str, old: ir.Value, tensor: ir.TensorProtocol) -> bool:
@@ -233,7 +260,7 @@ class Rewriting:
             graph = node.graph
             if graph is None or any(o.uses() or o.is_graph_output() for o in node.outputs):
                 continue
-            read = [v for v in node.inputs if v is not None] + captures(node)
+            read = [value for value in node.inputs if value is not None] + captures(node)
             _detach(node)
             graph.remove(node, safe=True)
             removed.insert(0, node)
@@ -247,8 +274,11 @@ class Rewriting:
 
     def _site(self, rule: str, value: ir.Value) -> Site:
         node = value.producer()
-        owners = self._owners(value.graph if node is None else node.graph)
-        return Site(rule, value.name or "", tuple(o.name or "" for o in owners))
+        graph = value.graph
+        if node is not None:
+            graph = node.graph
+        owner_names = [owner.name or "" for owner in self._owners(graph)]
+        return Site(rule, value.name or "", tuple(owner_names))
 
     def _owners(self, graph: ir.Graph | None) -> list[ir.Node]:
         """The nodes around a body, outermost first."""
@@ -258,52 +288,46 @@ class Rewriting:
             graph = owners[0].graph
         return owners
 
-    def _takes_over(self, old: ir.Value, new: ir.Value, tape: Made) -> bool:
+    def _takes_over(self, old: ir.Value, new: ir.Value, parts: NewParts) -> bool:
         """Whether `new`, which was there already, must be called `old` from now on.
 
         It must where `old` is a graph output. It should where both belong to one module and nothing else reads `new`:
         then `new` is an inner step of what people know as `old` (the MatMul of a Linear).
         """
-        made, node = new.producer(), old.producer()
+        producer = new.producer()
+        node = old.producer()
         assert node is not None
-        if _is_made(new, tape):
+        if _is_made(new, parts):
             return False
-        free = made is not None and made.graph is node.graph and not new.is_graph_output()
-        if not old.is_graph_output():
-            alone = free and all(u.node is node for u in new.uses())
-            return alone and made is not None and provenance.modules(made) == provenance.modules(node) != ()
-        if not free:
-            raise Declined(f"{old.name} is a graph output and must stay apart from {new.name}")
-        return True
+        is_free = producer is not None and producer.graph is node.graph and not new.is_graph_output()
+        if old.is_graph_output():
+            if not is_free:
+                raise Declined(f"{old.name} is a graph output and must stay apart from {new.name}")
+            return True
+        if producer is None or not is_free or any(use.node is not node for use in new.uses()):
+            return False
+        modules = provenance.modules(node)
+        return modules != () and provenance.modules(producer) == modules
 
-    def _settle_names(self, node: ir.Node, pairs: Mapping[ir.Value, ir.Value], tape: Made) -> None:
+    def _settle_names(self, node: ir.Node, pairs: Mapping[ir.Value, ir.Value], parts: NewParts) -> None:
         """Names everything made: replacements like what they replace, the rest like nothing before."""
         assert node.graph is not None
-        names = {new: old.name for old, new in pairs.items()}
+        replaced_names = {new: old.name for old, new in pairs.items()}
         stem = next(iter(pairs)).name
-        for value in tape.initializers:
-            _call(value, names.get(value) or self.fresh(value.name or f"{stem}/constant"))
+        for value in parts.initializers:
+            name = replaced_names.get(value) or self.fresh(value.name or f"{stem}/constant")
+            _set_tensor_name(value, name)
             node.graph.register_initializer(value)
-        self._nodes.discard(node.name)
-        for count, made in enumerate(tape.nodes):
-            base = node.name or stem or made.op_type
-            last = any(o in names for o in made.outputs)
-            made.name = _fresh(made.name or (base if last else f"{base}/{made.op_type}_{count}"), self._nodes)
+        # The node goes, so one that replaces it may have its name.
+        self._node_names.discard(node.name or "")
+        for count, made in enumerate(parts.nodes):
+            node_name = node.name or stem or made.op_type
+            if not any(output in replaced_names for output in made.outputs):
+                node_name = f"{node_name}/{made.op_type}_{count}"
+            made.name = fresh_name(made.name or node_name, self._node_names)
             for output in made.outputs:
-                output.name = names.get(output) or self.fresh(output.name or f"{stem}/{made.op_type}_{count}")
-
-
-def run(work: Rewriting, rules: Sequence[Rule]) -> None:
-    """Applies the rules in order, again and again, until a whole round fires nothing."""
-    for _ in range(MAX_ROUNDS):
-        before = len(work.firings)
-        # What still declines in the last round is what declined.
-        work.declines.clear()
-        work.infer()
-        for rule in rules:
-            rule.run(work)
-        if len(work.firings) == before:
-            return
+                value_name = output.name or f"{stem}/{made.op_type}_{count}"
+                output.name = replaced_names.get(output) or self.fresh(value_name)
 
 
 def drop_initializer(value: ir.Value) -> None:
@@ -313,26 +337,43 @@ def drop_initializer(value: ir.Value) -> None:
         graph.initializers.pop(value.name or "")
 
 
-def _call(value: ir.Value, name: str) -> None:
+def _set_tensor_name(value: ir.Value, name: str) -> None:
     """Names a stored tensor, and not the tensor of the unfused model that it may have come from."""
     if value.name != name and isinstance(value.const_value, ir.serde.TensorProtoTensor):
-        apart = onnx.TensorProto()
-        apart.CopyFrom(value.const_value.raw)
-        value.const_value = ir.serde.TensorProtoTensor(apart)
+        copy = onnx.TensorProto()
+        copy.CopyFrom(value.const_value.raw)
+        value.const_value = ir.serde.TensorProtoTensor(copy)
     value.name = name
 
 
-def _is_made(value: ir.Value, tape: Made) -> bool:
-    return value in tape.initializers or value.producer() in tape.nodes
+def _stored_bytes(graph: ir.Graph) -> int:
+    total = 0
+    for value in graph.initializers.values():
+        if value.const_value is not None:
+            total += value.const_value.nbytes
+    return total
 
 
-def _fresh(name: str, taken: set[str | None]) -> str:
-    candidate, count = name, 1
-    while candidate in taken:
-        count += 1
-        candidate = f"{name}_{count}"
-    taken.add(candidate)
-    return candidate
+def _is_made(value: ir.Value, parts: NewParts) -> bool:
+    return value in parts.initializers or value.producer() in parts.nodes
+
+
+def _producers(values: Iterable[ir.Value]) -> list[ir.Node]:
+    producers: list[ir.Node] = []
+    for value in values:
+        producer = value.producer()
+        if producer is not None:
+            producers.append(producer)
+    return producers
+
+
+def _source_names(removed: Iterable[ir.Node]) -> tuple[str, ...]:
+    """Names of the values that removed nodes computed, each once; what is a constant has no source."""
+    names: dict[str, None] = {}
+    for node in removed:
+        if node.op_type != "Constant":
+            names.update((output.name, None) for output in node.outputs if output.name)
+    return tuple(names)
 
 
 def _refuse_other_outputs(node: ir.Node) -> None:
@@ -348,11 +389,3 @@ def _detach(node: ir.Node) -> None:
     for graph in subgraphs(node):
         for inner in graph:
             _detach(inner)
-
-
-def values(graph: ir.Graph) -> Iterator[ir.Value]:
-    """Every named value of one graph: inputs, stored tensors, outputs of nodes."""
-    yield from graph.inputs
-    yield from graph.initializers.values()
-    for node in graph:
-        yield from node.outputs

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from layerline.backends.light import Light
 from layerline.graph.analysis.toposort import moving
-from layerline.graph.fusion.rule import After
+from layerline.graph.fusion.firing import After
 from layerline.graph.io.ir_convert import store
 
 

@@ -23,7 +23,7 @@ from layerline.backends.light import Light, rename
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.analysis.ir_queries import LIMITS
 from layerline.graph.analysis.toposort import in_order, moving
-from layerline.graph.fusion.rule import After, Firing
+from layerline.graph.fusion.firing import After, Firing
 from layerline.graph.fusion.stored_constants import constant_of, with_constants
 from layerline.graph.io.ir_convert import store
 from layerline.graph.io.opset import opset_of

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import onnx
 
 from layerline.backends.light import Light, Model, bodies, rename, split
+from layerline.graph.analysis.fresh_names import fresh_name
 from layerline.graph.io import inline_functions, onnx_files
 from layerline.pipeline.errors import StageError
 
@@ -63,7 +64,7 @@ def _unshadow(light: Light) -> list[str]:
     found: list[str] = []
 
     def visit(graph: onnx.GraphProto, around: frozenset[str], renamed: Mapping[str, str]) -> None:
-        own = {n: free(n, taken) for n in sorted(_defined(graph) & around)}
+        own = {n: fresh_name(n, taken) for n in sorted(_defined(graph) & around)}
         found.extend(own)
         renamed = {**renamed, **own}
         if renamed:
@@ -80,12 +81,3 @@ def _unshadow(light: Light) -> list[str]:
 def _defined(graph: onnx.GraphProto) -> set[str]:
     stored = {t.name for t in graph.initializer}
     return stored | {i.name for i in graph.input} | {o for n in graph.node for o in n.output if o}
-
-
-def free(wanted: str, taken: set[str]) -> str:
-    """`wanted`, or with the first number behind it that no one has; taken from now on."""
-    name, number = wanted, 2
-    while name in taken:
-        name, number = f"{wanted}_{number}", number + 1
-    taken.add(name)
-    return name

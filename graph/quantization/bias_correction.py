@@ -13,8 +13,9 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from layerline.backends.light import Light
+from layerline.graph.analysis.fresh_names import FreshNames
 from layerline.graph.io.ir_convert import from_ir, to_ir
-from layerline.graph.quantization.naming import Names, first_output
+from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
 
 _WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
@@ -28,7 +29,7 @@ def correct(model: Light, shifts: Mapping[str, npt.NDArray[np.float64]]) -> tupl
             one number for each channel follows it; without one it stays as it is.
     """
     work = to_ir(model)
-    names, done = Names(work), 0
+    names, done = FreshNames(work), 0
     for node in list(work.graph):
         shift = shifts.get(first_output(node))
         if shift is not None and shift.any():
@@ -36,7 +37,7 @@ def correct(model: Light, shifts: Mapping[str, npt.NDArray[np.float64]]) -> tupl
     return from_ir(work), done
 
 
-def _correct(graph: ir.Graph, names: Names, node: ir.Node, shift: npt.NDArray[np.float64]) -> bool:
+def _correct(graph: ir.Graph, names: FreshNames, node: ir.Node, shift: npt.NDArray[np.float64]) -> bool:
     holder, place = (node, 2) if node.op_type in _WITH_BIAS else _added(node)
     if holder is None or (node.op_type == "Gemm" and node.attributes.get_float("beta", 1.0) != 1.0):
         return False

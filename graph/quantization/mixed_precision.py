@@ -16,10 +16,11 @@ from layerline.backends.base import MODULE
 from layerline.backends.light import Light, Model, split
 from layerline.calib.plan import Kept
 from layerline.graph.analysis.element_types import infer_types
+from layerline.graph.analysis.fresh_names import FreshNames
 from layerline.graph.analysis.ir_queries import constant
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.io.opset import raise_opset
-from layerline.graph.quantization.naming import Names, first_output, module_of
+from layerline.graph.quantization.naming import first_output, module_of
 from layerline.graph.quantization.precision_choice import float32_nodes, half_slots
 from layerline.graph.quantization.weight_sources import drop_unread
 
@@ -80,7 +81,7 @@ def required_opset(light: Light, mode: str) -> int:
 
 
 def float_values(model: Model) -> list[str]:
-    """Names of the float32 inputs and computed values of the main graph, in topological order."""
+    """FreshNames of the float32 inputs and computed values of the main graph, in topological order."""
     work = to_ir(model)
     infer_types(work)
     values = [*work.graph.inputs]
@@ -96,7 +97,7 @@ def emulate(model: Model) -> Light:
     The rounded value keeps the name.
     """
     work = to_ir(model)
-    names = Names(work)
+    names = FreshNames(work)
     halves = set(TYPES.values())
     for tensor in list(work.graph.initializers.values()):
         if tensor.dtype in halves and tensor.const_value is not None:
@@ -112,7 +113,7 @@ def emulate(model: Model) -> Light:
     return from_ir(work)
 
 
-def _round(graph: ir.Graph, names: Names, value: ir.Value, half: ir.DataType) -> None:
+def _round(graph: ir.Graph, names: FreshNames, value: ir.Value, half: ir.DataType) -> None:
     producer = value.producer()
     assert producer is not None
     is_output = value.is_graph_output()
@@ -143,7 +144,7 @@ class _Conversion:
         self.half = half
         self.suffix = f"/{half.name.lower()}"
         self.slots = {n: half_slots(n, half, opset)[0] for n in nodes}
-        self.names = Names(model)
+        self.names = FreshNames(model)
         self.vanished: dict[str, tuple[int, int]] = {}
         self.position = {n: i for i, n in enumerate(self.graph)}
 
@@ -220,7 +221,7 @@ def _rewire(uses: Sequence[Use], value: ir.Value) -> None:
         node.replace_input_with(index, value)
 
 
-def _cast(names: Names, value: ir.Value, to: ir.DataType, name: str) -> ir.Node:
+def _cast(names: FreshNames, value: ir.Value, to: ir.DataType, name: str) -> ir.Node:
     producer = value.producer()
     props: dict[str, str] = {}
     if producer is not None and MODULE in producer.metadata_props:

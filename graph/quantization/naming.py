@@ -1,4 +1,4 @@
-"""Names: what a person's patterns mean in a graph, and names that nothing in it has yet."""
+"""Which nodes of a graph a user's patterns mean."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 import onnx_ir as ir
 
 from layerline.graph.analysis.provenance import modules
-from layerline.graph.fusion import rewriter
 from layerline.pipeline.errors import ConfigError
 
 
@@ -50,23 +49,3 @@ def matching(model: ir.Model, patterns: Sequence[str], *, field: str) -> set[ir.
                 hint=f"did you mean {near[0]!r}?" if near else "",
             )
     return set().union(*found.values())
-
-
-class Names:
-    """The names of a model; gives out only such as are free.
-
-    A body of If, Loop or Scan reads the values of the graphs around it, so no two graphs of a model may share a name.
-    """
-
-    def __init__(self, model: ir.Model) -> None:
-        graphs = list(model.graphs())
-        self._taken = {v.name for g in graphs for v in rewriter.values(g)} | {n.name for g in graphs for n in g}
-
-    def fresh(self, name: str) -> str:
-        """`name`, or the first of `name_2`, `name_3`, … that is free."""
-        candidate, count = name, 1
-        while candidate in self._taken:
-            count += 1
-            candidate = f"{name}_{count}"
-        self._taken.add(candidate)
-        return candidate

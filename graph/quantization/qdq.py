@@ -24,12 +24,12 @@ from layerline.calib.plan import QuantPlan, QuantValue, Wanted
 from layerline.calib.range_candidates import BOUND, bound_of, group_of
 from layerline.calib.scales import Int8, quantize
 from layerline.graph.analysis.element_types import infer_types
-from layerline.graph.analysis.ir_queries import captures
+from layerline.graph.analysis.fresh_names import FreshNames
+from layerline.graph.analysis.ir_queries import captures, graph_values
 from layerline.graph.analysis.value_intervals import intervals, magnitude
-from layerline.graph.fusion import rewriter
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.io.opset import raise_opset
-from layerline.graph.quantization.naming import Names, first_output
+from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.qdq_placement import Placement
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
 from layerline.pipeline.errors import StageError
@@ -65,7 +65,7 @@ def plan(
         StageError: an activation of which calibration saw nothing finite, or weights that are not finite.
     """
     graph = to_ir(model).graph
-    values, limits = {v.name: v for v in rewriter.values(graph)}, bounds(graph)
+    values, limits = {v.name: v for v in graph_values(graph)}, bounds(graph)
     ready = chosen or {}
 
     def numbered(wanted: Wanted) -> QuantValue:
@@ -96,7 +96,7 @@ class WeightLoss:
 
 def weight_sqnr(model: Model, plan: QuantPlan) -> dict[str, WeightLoss]:
     """How well the plan keeps each weight of the float model, by name; inf where nothing is lost."""
-    values, losses = {v.name: v for v in rewriter.values(to_ir(model).graph)}, {}
+    values, losses = {v.name: v for v in graph_values(to_ir(model).graph)}, {}
     for item in plan.values:
         array = weight_of(values[item.name]) if item.role == "weight" else None
         if array is not None:
@@ -125,7 +125,7 @@ def apply(model: Model, plan: QuantPlan) -> Light:
     """
     quantized = to_ir(raise_opset(model, required_opset(split(model))))
     infer_types(quantized)
-    values, writer = {v.name: v for v in rewriter.values(quantized.graph)}, _Writer(quantized)
+    values, writer = {v.name: v for v in graph_values(quantized.graph)}, _Writer(quantized)
     for item in plan.values:
         value = values.get(item.name)
         if value is None:
@@ -141,7 +141,7 @@ class _Writer:
 
     def __init__(self, model: ir.Model) -> None:
         self.graph = model.graph
-        self.names = Names(model)
+        self.names = FreshNames(model)
         self.first_reader: dict[ir.Value, ir.Node] = {}
         for node in self.graph:
             for value in (*node.inputs, *captures(node)):

@@ -14,7 +14,7 @@ import pytest
 from layerline.compare import noise_floor
 from layerline.export import probe_files
 from layerline.export.signature import Signature, Value
-from layerline.graph.fusion.rule import Firing, Site
+from layerline.graph.fusion.firing import Firing, Site
 from layerline.graph.fusion.verify_rewrites import Proof
 from layerline.graph.io import onnx_files
 from layerline.pipeline.config.project import load

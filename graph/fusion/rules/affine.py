@@ -12,8 +12,9 @@ from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import Array, constant, parent, rank
 from layerline.graph.fusion import affine_ops
+from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Declined, on, sole
+from layerline.graph.fusion.rule import on, sole
 
 MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from layerline.graph.analysis.ir_queries import constant
+from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Declined, Rule
+from layerline.graph.fusion.rule import Rule
 
 
 @dataclass

@@ -6,8 +6,9 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import parent
+from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Declined, on
+from layerline.graph.fusion.rule import on
 
 _D = ir.DataType
 _INTEGERS = (_D.INT8, _D.INT16, _D.INT32, _D.INT64)

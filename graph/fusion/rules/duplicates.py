@@ -9,8 +9,9 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import is_random, subgraphs
+from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Declined, Rule
+from layerline.graph.fusion.rule import Rule
 
 
 def initializers(work: Rewriting) -> None:

@@ -9,8 +9,9 @@ from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import parent, scalar
 from layerline.graph.fusion.factors import close, plus, product
+from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Declined, on, only_within
+from layerline.graph.fusion.rule import on, only_within
 
 SINCE = 20
 # x³ in tanh's argument; Hendrycks and Gimpel, arXiv:1606.08415.

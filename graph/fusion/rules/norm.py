@@ -11,8 +11,9 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import Array, constant, dim, parent, rank, scalar
+from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Declined, on, only_within, sole
+from layerline.graph.fusion.rule import on, only_within, sole
 
 NORMS = ("LayerNormalization", "RMSNormalization")
 

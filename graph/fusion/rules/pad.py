@@ -13,8 +13,9 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import constant, parent, rank, scalar
+from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Declined, on, sole
+from layerline.graph.fusion.rule import on, sole
 
 _AT_LEAST_ZERO = frozenset({"Relu", "Sigmoid", "Softmax", "Abs", "Exp", "HardSigmoid", "Softplus", "Sqrt"})
 _KEEPS_SIGN = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Reshape", "Transpose", "Slice"})

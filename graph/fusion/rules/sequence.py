@@ -7,8 +7,9 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import constant, consumers, dim, parent, rank, scalar
+from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Declined, Rule, on
+from layerline.graph.fusion.rule import Rule, on
 
 
 def split(work: Rewriting) -> None:

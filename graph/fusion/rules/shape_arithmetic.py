@@ -12,8 +12,9 @@ from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import constant, rank
 from layerline.graph.analysis.symbolic_shapes import Size, Sizes, Symbols, sizes
+from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Declined, Rule, on
+from layerline.graph.fusion.rule import Rule, on
 
 _KINDS = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL})
 

@@ -11,8 +11,9 @@ from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import constant, parent, rank, scalar
 from layerline.graph.analysis.value_bounds import Bounds, bounds, of
+from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Declined, Rule, on, only_within
+from layerline.graph.fusion.rule import Rule, on, only_within
 
 SINCE = 13
 
