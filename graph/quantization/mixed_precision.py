@@ -81,7 +81,7 @@ def required_opset(light: Light, mode: str) -> int:
 
 
 def float_values(model: Model) -> list[str]:
-    """FreshNames of the float32 inputs and computed values of the main graph, in topological order."""
+    """Names of the float32 inputs and computed values of the main graph, in topological order."""
     work = to_ir(model)
     infer_types(work)
     values = [*work.graph.inputs]
