@@ -24,6 +24,7 @@ from layerline.pipeline.report import LayerDiff, Report
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from layerline.stages.export import Axis, Export, _first_off, _flipped
+from layerline.stages.fuse import Fuse
 from layerline.training.data import golden_outputs
 from layerline.training.model import canonical_names as names
 from layerline.training.state import safetensors_io
@@ -828,3 +829,39 @@ def test_fake_quantisation_of_torchao_keeps_its_scales(project: Project, groups:
     wanted = weight.reshape(scales[0], -1).abs().amax(1) / 127.5
     np.testing.assert_allclose(stored["fake_quantize_per_channel_affine/scale"], wanted, rtol=1e-6)
     assert "QuantizeLinear" not in [n.op_type for n in project.model().graph.node]
+
+
+PRUNED = """
+from layerline.training.loop.masks import channels
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.n, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1)
+        self.m, self.head = nn.BatchNorm2d(8), nn.Linear(8, 2)
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.n(self.a(x))), 2)
+        return self.head(F.adaptive_avg_pool2d(F.relu(self.m(self.b(x))), 1).flatten(1))
+def model():
+    torch.manual_seed(0)
+    net = Net()
+    masks = channels(net, 0.5, skip=["head.*"], norms=True)
+    with torch.no_grad():
+        for name, mask in masks.items():
+            net.get_parameter(name).mul_(mask)
+    return net
+def example_inputs(): return torch.randn(2, 3, 8, 8)
+"""
+
+
+def test_pruned_channels_are_gone_behind_fuse(project: Project) -> None:
+    work = project.work(PRUNED)
+    assert Export(dynamic={"x": {0: Axis(name="n")}}).run(work).passed
+    fused = project.root / "fused"
+    fused.mkdir()
+    given = Work(inputs={"model": project.out}, task=work.task, out=fused, scratch=work.scratch, log=Quiet())
+    report = Fuse().run(given)
+    assert report.passed and report.metrics["undone"] == 0
+    sizes = sorted(tuple(t.dims) for t in onnx_files.load(fused / onnx_files.FILE).graph.initializer if len(t.dims) > 1)
+    assert sizes == [(2, 4), (4, 3, 3, 3), (4, 4, 3, 3)]
+    before, after = (int(str(report.metrics[f"initializer_bytes_{side}"])) for side in ("before", "after"))
+    assert after < 0.45 * before

@@ -18,6 +18,7 @@ from layerline.graph.fusion.rules import (
     branch,
     cast,
     chain,
+    channels,
     constants,
     dead,
     duplicates,
@@ -78,4 +79,5 @@ RULES: tuple[Rule, ...] = (
     batchnorm.RULE,
     matmul_add.RULE,
     affine.RULE,
+    channels.RULE,
 )
