@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics as numbers
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from layerline.training.loop.step_engine import Lane
     from layerline.training.optimizers.param_groups import Member
 
+# Steps over which the ranks' times are compared. Slower by a fifth is told, unless it is noise of so few seconds.
+_REVIEW, _SLOWER, _NOISE_S = 10, 1.2, 0.005
+
 
 class Peers(ABC):
     """The ranks that train one lane's model.
@@ -35,6 +39,8 @@ class Peers(ABC):
         model: what a loop calls.
         seconds: how long each rank worked on the last step, from the end of the step before until its gradients were
             ready (on a GPU: were queued); what it waited for others is not in it.
+        communication: share of the step before last that was spent communicating after the backward pass, on the rank
+            that waited least for others; NaN where it cannot be told apart (GPUs, sharded models).
         ask: a number for the other ranks, exchanged at the next step (a wish to save, to stop).
         asked: the greatest of all ranks' numbers at the last step.
     """
@@ -43,6 +49,8 @@ class Peers(ABC):
         self.lane, self.ranks = lane, ranks
         self.model: nn.Module = lane.model
         self.seconds: list[float] = []
+        self.communication = self._own_share = math.nan
+        self._times: list[list[float]] = []
         self.ask = self.asked = 0.0
         self._since, self._ready = time.perf_counter(), 0.0
         lane.model.register_forward_pre_hook(Attached(self._enters), with_kwargs=True)
@@ -76,9 +84,13 @@ class Peers(ABC):
         return max(self.seconds) * self.size / sum(self.seconds) if self.seconds else math.nan
 
     def figures(self) -> dict[str, float]:
-        """Columns of the log: the last step's imbalance, and each rank's seconds."""
+        """Columns of the log: the share of communication, the last step's imbalance, and each rank's seconds."""
         seconds = self.seconds or [math.nan] * self.size
-        return {"imbalance": self.imbalance, **{f"step_s/{r}": s for r, s in enumerate(seconds)}}
+        return {
+            "comm_rate": self.communication,
+            "imbalance": self.imbalance,
+            **{f"step_s/{r}": s for r, s in enumerate(seconds)},
+        }
 
     def guarded(self, phase: str) -> AbstractContextManager[None]:
         """A part of the step in which ranks wait for each other; see Pulse.guarded."""
@@ -91,11 +103,36 @@ class Peers(ABC):
     def mean(self, *values: float) -> tuple[float, ...]:
         """The mean of each value over all ranks, summed in their order on each; exchanges step times and wishes."""
         with self.guarded("reducing gradients"):
-            rows = self.ranks.floats(*values, self._ready - self._since, self.ask)
+            rows = self.ranks.floats(*values, self._own_share, self._ready - self._since, self.ask)
         self.seconds, self.asked = [row[-2] for row in rows], max(row[-1] for row in rows)
-        self._since, self.ask = time.perf_counter(), 0.0
+        self.communication = min(row[-3] for row in rows)
+        now = time.perf_counter()
+        if self.separates_communication:
+            self._own_share = (now - self._ready) / (now - self._since)
+        self._since, self.ask = now, 0.0
+        self._review()
         self.ranks.pulse.at("the user's code after the update", self.lane.steps + 1)
         return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))[: len(values)]
+
+    @property
+    def separates_communication(self) -> bool:
+        """Whether a rank can tell communicating from computing: not where a GPU still works on what was queued."""
+        return self.lane.device.type == "cpu"
+
+    def _review(self) -> None:
+        """Warns of a rank that is slower than another one, in the median of some steps."""
+        self._times.append(self.seconds)
+        if len(self._times) < _REVIEW:
+            return
+        medians = [numbers.median(times) for times in zip(*self._times, strict=True)]
+        self._times = []
+        slow, fast = max(medians), min(medians)
+        if slow > _SLOWER * fast and slow - fast > _NOISE_S:
+            text = (
+                f"rank {medians.index(slow)} takes {slow:.3g} s a step, rank {medians.index(fast)} {fast:.3g} s: the "
+                "others wait for the slowest rank; give it less data or look at its machine"
+            )
+            self.lane.monitor.warn("ranks", text)
 
     def agree(self, value: float) -> float:
         """The mean of a value over all ranks, outside of a step."""

@@ -78,6 +78,11 @@ class Shards(Peers):
     def arm(self, *, sync: bool) -> None:
         """Nothing: every backward pass reduces."""
 
+    @property
+    def separates_communication(self) -> bool:
+        """No: forward and backward passes gather weights and reduce gradients on their way."""
+        return False
+
     def reduce(self, lane: Lane, *, synced: bool) -> None:  # noqa: ARG002
         """The backward pass has reduced the gradients; buffers are settled."""
         self.ready()
