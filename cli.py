@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from layerline import __version__
-from layerline.pipeline import process_env
+from layerline.pipeline import nearest, process_env
 from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.views import exit_codes
 from layerline.views.exit_codes import print_json, say
@@ -38,16 +38,14 @@ class Sort(str, Enum):
 
 
 class Commands(TyperGroup):
-    """The commands; a name that is none of them is told with the nearest."""
+    """The commands. An unknown name is an error that gives the closest one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            from layerline.pipeline.config.validation_errors import nearest
-
             raise ConfigError(
                 f"there is no command {args[0]!r}",
                 where=ctx.command_path,
-                hint=nearest(args[0], self.list_commands(ctx)),
+                hint=nearest.hint(args[0], self.list_commands(ctx)),
             )
         return super().resolve_command(ctx, args)
 
@@ -62,16 +60,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Folder = Annotated[Path, typer.Option("--project", "-C", help="The project's folder.", show_default="this one")]
+Folder = Annotated[Path, typer.Option("--project", "-C", help="The project's folder.", show_default="current folder")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of pipe.yaml.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 STAGES = "train, ema, export, fuse, quantize, engine; import-weights or import-onnx where the project starts there"
 StageName = Annotated[str, typer.Argument(metavar="STAGE", help=f"One of {STAGES}.")]
 RunId = Annotated[
     str | None,
-    typer.Option(
-        "--run", metavar="RUN", help="Which run: an id of `pipe runs`, `last` or `previous`.", show_default="last"
-    ),
+    typer.Option("--run", metavar="RUN", help="An id from `pipe runs`, `last` or `previous`.", show_default="last"),
 ]
 DEBUGGED = "export or fuse"
 TOP = 20  # values that `pipe diff` shows where nobody says how many
@@ -80,7 +76,7 @@ _DEBUG = False
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits; `ending` says with which code."""
+    """Runs the command line and exits; `views/exit_codes.py` says with which code."""
     global _DEBUG
     arguments = sys.argv[1:]
     _DEBUG = "--debug" in arguments  # understood wherever it stands
@@ -123,27 +119,29 @@ def _options(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Options of every command; both are done with by now."""
+    """Options of every command. `main` and a callback have handled both before this runs."""
 
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the project goes.")],
-    template: Annotated[str | None, typer.Option(help="What to start from.", show_default="mnist")] = None,
-    onnx: Annotated[Path | None, typer.Option("--from-onnx", metavar="FILE", help="Start from a model.")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the new project.")],
+    template: Annotated[str | None, typer.Option(help="Template: mnist or blank.", show_default="mnist")] = None,
+    onnx: Annotated[Path | None, typer.Option("--from-onnx", metavar="FILE", help="Start from an ONNX model.")] = None,
     weights: Annotated[
-        Path | None, typer.Option("--from-checkpoint", metavar="FILE", help="Start from weights; takes --model.")
+        Path | None,
+        typer.Option("--from-checkpoint", metavar="FILE", help="Start from weights; needs --model."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="MODULE:FACTORY", help="What makes the network of --from-checkpoint.")
+        str | None,
+        typer.Option(metavar="MODULE:FACTORY", help="Function that builds the network."),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(metavar="NPZ", help="Samples: one array per input, and perhaps `label`.")
+        Path | None, typer.Option(metavar="NPZ", help="Samples: one array per input, and optionally `label`.")
     ] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="The checkpoint may run pickled code.")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Allow the checkpoint to run pickled code.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Start a project: two files, pipe.yaml and task.py, that run at once."""
+    """Create a project: a pipe.yaml and task.py that run unchanged."""
     from layerline.pipeline.init.begin import Origin, begin
 
     origin = Origin(template=template, onnx=onnx, weights=weights, model=model, data=data, trust=trust)
@@ -158,13 +156,16 @@ def init(
 
 @app.command()
 def run(
-    stages: Annotated[list[str], typer.Argument(metavar="all | STAGE…", help=f"What to bring up to date: {STAGES}.")],
-    force: Annotated[bool, typer.Option("--force", help="Rerun the named stages even when they are fresh.")] = False,
+    stages: Annotated[list[str], typer.Argument(metavar="all | STAGE…", help=f"Stages to run: {STAGES}.")],
+    force: Annotated[bool, typer.Option("--force", help="Run the named stages even when they are fresh.")] = False,
     sets: Sets = None,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """Bring stages up to date, with whatever they need; then say what is out of date after them."""
+    """Run stages that are out of date, and the stages that they need.
+
+    Lists the later stages that are out of date afterwards.
+    """
     from layerline.pipeline.records import lookup
     from layerline.pipeline.runner import Runner, rank
     from layerline.views import screen, terminal
@@ -190,7 +191,10 @@ def run(
 
 @app.command()
 def check(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
-    """Try every hook on two samples, and every name in pipe.yaml on the model; trains nothing."""
+    """Check pipe.yaml and task.py in seconds, without training.
+
+    Calls every hook on two samples and looks up every name of pipe.yaml in the model.
+    """
     from layerline.pipeline.check import check_and_remember
     from layerline.views import check_table, screen
 
@@ -207,19 +211,19 @@ def check(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) ->
 
 @app.command()
 def resume(
-    prove: Annotated[bool, typer.Option("--prove", help="Show that going on changes no bit; trains nothing.")] = False,
+    prove: Annotated[bool, typer.Option("--prove", help="Show that resuming changes no bit of the result.")] = False,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="With --prove: optimizer steps, before and after the checkpoint.", show_default="10"),
+        typer.Option(min=1, help="With --prove: optimizer steps before and after the checkpoint.", show_default="10"),
     ] = None,
     sets: Sets = None,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """Go on with a training that was cut short, or prove that going on changes no bit.
+    """Resume the most recent interrupted training.
 
-    Alone it is `pipe run train`, with the --set that the training had: one that was cut short goes on by itself,
-    whichever command asks for it.
+    Uses the original --set values. `pipe run train` with the same values resumes it too.
+    With --prove, trains a few steps with and without an interruption and compares the results bit by bit.
     """
     from layerline.pipeline import resume as resuming
     from layerline.views import json_output, screen, terminal
@@ -255,7 +259,7 @@ def resume(
 
 @app.command()
 def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
-    """What is fresh, what would run, and why."""
+    """Show which stages are fresh, which would run, and why."""
     from layerline.pipeline.records import lookup
     from layerline.views import json_output, screen, terminal
 
@@ -270,7 +274,7 @@ def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -
 
 @app.command()
 def runs(as_json: AsJson = False, folder: Folder = _HERE) -> None:
-    """The runs that changed something or ended in an error, newest first."""
+    """List the runs that changed something or failed, newest first."""
     from layerline.views import json_output, screen, terminal
 
     found = json_output.runs(_planner(_load(folder)).ledger.runs())
@@ -284,7 +288,7 @@ def runs(as_json: AsJson = False, folder: Folder = _HERE) -> None:
 
 @app.command()
 def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
-    """Each part of a stage's key: same or changed, old and new value."""
+    """Show each part of a stage's key, with its old and its new value."""
     from layerline.pipeline.records import lookup
     from layerline.views import json_output, screen, terminal
 
@@ -304,26 +308,25 @@ def diff(
     sets: Sets = None,
     against: Annotated[
         str | None,
-        typer.Option(
-            metavar="RUN", help="Show another run's figures beside, and what changed: an id of `pipe runs`, `previous`."
-        ),
+        typer.Option(metavar="RUN", help="Compare with another run: an id from `pipe runs`, or `previous`."),
     ] = None,
     sort: Annotated[
         Sort | None,
         typer.Option(
-            help="By each layer's own error, by the accumulated one, or in the network's order.",
-            show_default="own where it was measured; network with --json",
+            help="Sort by each layer's own error, by accumulated error, or in network order.",
+            show_default="own where measured; network with --json",
         ),
     ] = None,
     top: Annotated[
-        int | None, typer.Option(min=1, help="How many values to show.", show_default=f"{TOP}, or all with --json")
+        int | None, typer.Option(min=1, help="Number of values to show.", show_default=f"{TOP}, or all with --json")
     ] = None,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """The per-layer table of a stage, worst first: of its newest run, of --run, or with the settings of --set.
+    """Show a stage's per-layer errors, worst layer first.
 
-    The page of `pipe report` ends with what the columns mean; so does docs/cli.md.
+    Of its newest run, of the run given with --run, or of the newest run with the settings given with --set.
+    docs/cli.md and the page of `pipe report` explain the columns.
     """
     from layerline.pipeline.records import lookup
     from layerline.views import json_output, screen, terminal
@@ -342,13 +345,16 @@ def diff(
 
 @app.command()
 def report(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("report.html"),
     run_id: RunId = None,
     sets: Sets = None,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """One self-contained HTML page for a run: the newest, that of --run, or the newest with the settings of --set."""
+    """Write a self-contained HTML page about a run.
+
+    About the newest run, the run given with --run, or the newest run with the settings given with --set.
+    """
     from layerline.pipeline.files import write_atomic
     from layerline.pipeline.records import lookup
     from layerline.views import html
@@ -371,7 +377,10 @@ def report(
 def path(
     stage: StageName, run_id: RunId = None, sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE
 ) -> None:
-    """The folder of a stage's artifact, for scripts: the newest, that of --run, or that of the settings of --set."""
+    """Print the folder of a stage's artifact, for use in scripts.
+
+    Of the newest run, the run given with --run, or the newest run with the settings given with --set.
+    """
     from layerline.pipeline.records import lookup
 
     found, doubt = lookup.artifact(_load(folder, sets), stage, run_id)
@@ -385,15 +394,15 @@ def path(
 
 @app.command()
 def debug(
-    stage: Annotated[str, typer.Argument(metavar="STAGE", help=f"{DEBUGGED}: the stages that can.")],
+    stage: Annotated[str, typer.Argument(metavar="STAGE", help=f"{DEBUGGED}.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where it goes.", show_default="debug-STAGE")
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default="debug-STAGE")
     ] = None,
     sets: Sets = None,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """Find where export or fuse goes wrong, and write the smallest model that shows it."""
+    """Find where export or fuse fails, and write a minimal model of it."""
     from layerline.pipeline.debug import debug as find
     from layerline.views import json_output, screen, terminal
 
@@ -412,7 +421,7 @@ def debug(
 
 @app.command()
 def verify(as_json: AsJson = False, folder: Folder = _HERE) -> None:
-    """Re-hash everything in the store."""
+    """Hash everything in the store again, and report what is damaged."""
     from layerline.pipeline.records import housekeeping
     from layerline.views import json_output, maintenance
 
@@ -427,13 +436,16 @@ def verify(as_json: AsJson = False, folder: Folder = _HERE) -> None:
 
 @app.command()
 def gc(
-    keep: Annotated[int, typer.Option(min=0, help="How many of the newest runs stay whole.")] = 3,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Name each thing that goes.")] = False,
+    keep: Annotated[int, typer.Option(min=0, help="Number of newest runs to keep complete.")] = 3,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="List each removed file.")] = False,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """Remove what neither the newest runs, nor the project as it stands, nor `pipe resume` needs."""
+    """Remove old artifacts and records that nothing needs any more.
+
+    Keeps what the newest runs, the current pipe.yaml and task.py, and `pipe resume` need.
+    """
     from layerline.pipeline.records import housekeeping
     from layerline.views import json_output, maintenance
 
@@ -458,7 +470,7 @@ def _planner(project: Project) -> Planner:
 
 @contextlib.contextmanager
 def _at_work(project: Project, *, as_json: bool) -> Iterator[None]:
-    """Around whatever runs the user's code."""
+    """Around whatever runs the user's code: its folder is the current one, and its prints can't reach the JSON."""
     from layerline.pipeline.process_env import inside, stdout_to_stderr
 
     with inside(project.root), stdout_to_stderr() if as_json else contextlib.nullcontext():
@@ -466,7 +478,7 @@ def _at_work(project: Project, *, as_json: bool) -> Iterator[None]:
 
 
 def _where(folder: Path) -> str:
-    """What a command needs to be about the same project."""
+    """The option that a suggested command needs to be about the same project."""
     return "" if folder == _HERE else f" -C {shlex.quote(str(folder))}"
 
 

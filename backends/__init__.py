@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib import import_module, metadata
 
 from layerline.backends.base import Backend, Feed, Session
 from layerline.pipeline.errors import ConfigError, Unavailable
+from layerline.pipeline.nearest import did_you_mean
 
 __all__ = ["BACKENDS", "Backend", "Feed", "Session", "get"]
 
@@ -28,9 +28,8 @@ def get(name: str) -> Backend:
     """
     table = BACKENDS | {e.name: e.value for e in metadata.entry_points(group="layerline.backends")}
     if name not in table:
-        near = difflib.get_close_matches(name, table, n=1)
-        meant = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"no backend is called {name!r}", hint=f"{meant}there are: {', '.join(sorted(table))}")
+        hint = f"{did_you_mean(name, table)} there are: {', '.join(sorted(table))}"
+        raise ConfigError(f"no backend is called {name!r}", hint=hint.lstrip())
     module, _, attribute = table[name].partition(":")
     backend: Backend = getattr(import_module(module), attribute)()
     if reason := backend.unavailable_reason():

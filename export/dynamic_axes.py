@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from layerline.backends.base import Array, Feed
 from layerline.export.probe_files import resized
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.inputs.untrusted import is_number
+from layerline.pipeline.nearest import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +82,8 @@ def declare(feed: Feed, declared: Mapping[str, Mapping[int, tuple[str, Bounds]]]
     bounds: dict[str, Bounds] = {}
     for given, axes in declared.items():
         if given not in feed:
-            near = difflib.get_close_matches(given, feed, 1)
-            meant = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(
-                f"unknown input {given!r}", where=f"dynamic.{given}", hint=f"{meant}the model takes {', '.join(feed)}"
-            )
+            hint = f"{did_you_mean(given, feed)} the model takes {', '.join(feed)}"
+            raise ConfigError(f"unknown input {given!r}", where=f"dynamic.{given}", hint=hint.lstrip())
         rank = feed[given].ndim
         for axis, (name, bound) in axes.items():
             where = f"dynamic.{given}.{axis}"

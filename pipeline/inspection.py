@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from layerline.pipeline.errors import (
     machine_lacks,
     ran_out_of_memory,
 )
+from layerline.pipeline.nearest import did_you_mean
 from layerline.pipeline.task import Task
 
 State = Literal["ok", "warning", "error"]
@@ -149,11 +149,10 @@ class Inspection:
             names |= self.shared["all names"]()
         for pattern in patterns:
             if not _meant(pattern, names):
-                near = difflib.get_close_matches(pattern, sorted(names), 1, 0.0)
                 raise ConfigError(
                     f"{pattern!r} matches no value, node or module of the model",
                     where=item,
-                    hint=f"did you mean {near[0]!r}?" if near else "",
+                    hint=did_you_mean(pattern, sorted(names), 0),
                 )
         self.ok(item, f"{', '.join(patterns)}: in the model")
 

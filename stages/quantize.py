@@ -53,9 +53,9 @@ class Quantize(Stage):
     rest: Literal["fp32", "fp16", "bf16"] = "fp32"
     """In mode int8, the type of what stays float: TensorRT runs it as it is written."""
     calibrator: Literal["auto", "entropy", "percentile", "minmax", "mse"] = "auto"
-    """How much of an activation's range is worth its steps. auto: of the four others, value by value, the one with the
-    least error at the layers that read it, tried on a few samples; a layer that keeps less than 10 dB with each of
-    them stays float. What is bounded by construction (Softmax, Sigmoid, Clip) takes its bound."""
+    """How the clipping threshold is chosen. auto tries the four others on a few samples and takes, for each value, the
+    one with the smallest error at the layers that read it; a layer that keeps less than 10 dB with each of them stays
+    float. Softmax, Sigmoid and Clip have known bounds and use these."""
     percentile: float = Field(default=99.99, gt=0, le=100)
     """For calibrator percentile: per cent of the non-zero values that stay inside the range."""
     samples: PositiveInt = 512

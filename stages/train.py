@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -13,6 +12,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from layerline.pipeline.errors import ConfigError, Unavailable, memory_told
 from layerline.pipeline.inspection import Inspection
+from layerline.pipeline.nearest import closest
 from layerline.pipeline.report import Gate, LayerDiff, Report
 from layerline.pipeline.stage import Stage, Work
 
@@ -255,8 +255,7 @@ def _refuse_unknown(raw: Mapping[str, Any], fields: Collection[str]) -> None:
     valid = [*(n for n in fields if n != "recipe"), *_SHOWN]
     for name in map(str, raw):
         if name not in fields and name not in aliases.SECTIONS and name not in valid:
-            near = difflib.get_close_matches(name, [*valid, *aliases.SECTIONS], 1)
-            hint = aliases.guess(near[0] if near else "", valid)
+            hint = aliases.guess(closest(name, [*valid, *aliases.SECTIONS]), valid)
             raise _placed(ConfigError("unknown field", where=name, hint=hint), raw)
 
 

@@ -5,12 +5,12 @@ TensorRT's builder answers a wrong profile with None or, where two tied sizes di
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.nearest import did_you_mean
 
 Shape = tuple[int, ...]
 Symbolic = tuple[int | str, ...]
@@ -245,8 +245,7 @@ def _missing(name: str, shape: Symbolic, dim: str, field: str, why: str) -> Conf
 
 def _unknown(name: str, inputs: Mapping[str, Symbolic], where: str) -> ConfigError:
     dims = _dims(inputs)
-    near = difflib.get_close_matches(name, [*inputs, *dims], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name, [*inputs, *dims], 0.5)
     if name in inputs or name in dims:
         hint = "a dimension takes three numbers, an input three shapes"
     return ConfigError(

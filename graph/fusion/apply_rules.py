@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from layerline.graph.fusion.rules import RULES
 from layerline.graph.io.canonicalize import prepare
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.nearest import did_you_mean
 
 # A bound against rules that undo each other: the loop ends with the first round that fires nothing.
 MAX_ROUNDS = 12
@@ -56,10 +56,8 @@ def select(switches: Mapping[str, bool]) -> tuple[Rule, ...]:
     names = [rule.name for rule in RULES]
     for name in switches:
         if name not in names:
-            # With a cutoff of 0 there is always a nearest name.
-            nearest_name = difflib.get_close_matches(name, names, 1, 0)[0]
             raise ConfigError(
-                f"no fusion rule is called {name!r}; did you mean {nearest_name!r}?",
+                f"no fusion rule is called {name!r}; {did_you_mean(name, names, 0)}",
                 where="fuse.rules",
                 hint=f"rules: {', '.join(names)}",
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -10,6 +9,7 @@ import onnx_ir as ir
 
 from layerline.graph.analysis.provenance import modules
 from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.nearest import did_you_mean
 
 
 def first_output(node: ir.Node) -> str:
@@ -42,10 +42,9 @@ def matching(model: ir.Model, patterns: Sequence[str], *, field: str) -> set[ir.
                 found[pattern].add(node)
     for pattern, nodes in found.items():
         if not nodes:
-            near = difflib.get_close_matches(pattern, known, 1, 0.0)
             raise ConfigError(
                 f"{pattern!r} matches no value, node or module of the model",
                 where=field,
-                hint=f"did you mean {near[0]!r}?" if near else "",
+                hint=did_you_mean(pattern, known, 0),
             )
     return set().union(*found.values())

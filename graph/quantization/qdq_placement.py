@@ -13,7 +13,6 @@ Source: NVIDIA TensorRT documentation, "Working with Quantized Types", Q/DQ laye
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization.naming import first_output, matching, module_of
 from layerline.graph.quantization.weight_sources import weight_of
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.nearest import did_you_mean
 
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 POOLS = ("AveragePool", "GlobalAveragePool")
@@ -111,8 +111,7 @@ def check_ops(ops: Sequence[str]) -> None:
     """
     unknown = sorted(set(ops) - set(OPS))
     if unknown:
-        near = difflib.get_close_matches(unknown[0], OPS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(unknown[0], OPS)
         raise ConfigError(
             f"{unknown[0]!r} has no int8 rule; the operators with one are {', '.join(OPS)}", where="ops", hint=hint
         )

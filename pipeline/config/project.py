@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from layerline.pipeline import stage_table
+from layerline.pipeline import nearest, stage_table
 from layerline.pipeline.config.document import Document
-from layerline.pipeline.config.validation_errors import beyond_64_bits, elsewhere, mistake, nearest, numbers_in_disguise
+from layerline.pipeline.config.validation_errors import beyond_64_bits, elsewhere, mistake, numbers_in_disguise
 from layerline.pipeline.errors import ConfigError, PipeError, TaskError
 from layerline.pipeline.init.pipe_yaml import project_name
 from layerline.pipeline.inputs.data_files import expand
@@ -66,10 +66,10 @@ class Project:
         Raises:
             ConfigError: this project has none; names the nearest.
         """
-        found = next((s for s in self.stages if s.name == name), None)
-        if found is None:
-            raise ConfigError(f"there is no stage {name!r} here", hint=nearest(name, [s.name for s in self.stages]))
-        return found
+        by_name = {s.name: s for s in self.stages}
+        if name not in by_name:
+            raise ConfigError(f"there is no stage {name!r} here", hint=nearest.hint(name, by_name))
+        return by_name[name]
 
     def upstream(self, stage: Stage) -> dict[str, Stage]:
         """The stage behind each input port."""
@@ -116,7 +116,7 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
     for key in raw:
         if key not in _OWN_KEYS and key not in stage_table.names():
             valid = [*_OWN_KEYS, *stage_table.names()]
-            raise document.error((key,), "unknown key", _hint(str(key), nearest(str(key), valid)))
+            raise document.error((key,), "unknown key", _hint(str(key), nearest.hint(str(key), valid)))
     names = _stage_names(raw, document)
     stages = _ordered([_build_stage(n, raw.get(n), document) for n in names])
     return Project(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+from layerline.pipeline.nearest import closest, hint
 
 Place = tuple[str | int, ...]
 
@@ -101,12 +102,6 @@ def beyond_64_bits(raw: Any, place: Place = ()) -> Iterator[Mistake]:
             yield from beyond_64_bits(value, (*place, i))
 
 
-def nearest(name: str, valid: Sequence[str]) -> str:
-    """A hint for a name that is none of the valid ones."""
-    close = _close(name, valid)
-    return f"did you mean {close!r}?" if close else f"valid names: {', '.join(sorted(set(valid)))}"
-
-
 def elsewhere(name: str, fields: Sequence[Sequence[str]]) -> str:
     """A hint for a field that is at another place, or nearly so; empty where there is none.
 
@@ -114,7 +109,7 @@ def elsewhere(name: str, fields: Sequence[Sequence[str]]) -> str:
         name: what was written.
         fields: paths of all fields, from the top of pipe.yaml.
     """
-    name = _close(name, [f[-1] for f in fields])
+    name = closest(name, [f[-1] for f in fields])
     paths = sorted({".".join(f) for f in fields if f[-1] == name}, key=lambda path: (path.count("."), path))
     return f"did you mean {' or '.join(paths[:_TOLD])}?" if paths else ""
 
@@ -140,12 +135,6 @@ def _models_below(annotation: Any) -> Iterator[tuple[type[BaseModel], tuple[str,
     for inner in get_args(annotation):
         for model, deeper in _models_below(inner):
             yield model, (*step, *deeper)
-
-
-def _close(name: str, valid: Sequence[str]) -> str:
-    by_lower = {v.lower(): v for v in valid}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return by_lower[close[0]] if close else ""
 
 
 def _located(cls: type[BaseModel], raw: Any, error: ErrorDetails) -> _Fault:
@@ -182,7 +171,7 @@ def _in_words(cls: type[BaseModel], faults: Sequence[_Fault]) -> Mistake:
         return Mistake(place, "unknown field", _nearest_field(cls, place))
     if first.kind == "literal_error" and isinstance(seen, str) and len(faults) == 1:
         valid = [v.strip("'") for v in re.split(", | or ", first.error["ctx"]["expected"])]
-        return Mistake(place, f"unknown value {seen!r}", nearest(seen, valid))
+        return Mistake(place, f"unknown value {seen!r}", hint(seen, valid))
     told = [f for f in faults if f.kind not in ("missing", "extra_forbidden")]
     first_form, *others = dict.fromkeys(_expected(cls, f) for f in told)
     wanted = " or ".join([first_form, *(o.removeprefix("expected ") for o in others)])
@@ -195,9 +184,9 @@ def _nearest_field(cls: type[BaseModel], place: Place) -> str:
     stage = getattr(cls, "name", "")
     own = [(stage, *path) if isinstance(stage, str) and stage else path for path in field_paths(cls)]
     exact = [path for path in own if path[-1] == name]
-    if exact or not _close(name, valid):
-        return elsewhere(name, own) or nearest(name, valid)
-    return nearest(name, valid)
+    if exact or not closest(name, valid):
+        return elsewhere(name, own) or hint(name, valid)
+    return hint(name, valid)
 
 
 def _expected(cls: type[BaseModel], fault: _Fault) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import keyword
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from layerline.pipeline.init.pipe_yaml import Section, project_name
 from layerline.pipeline.inputs.batches import answers
 from layerline.pipeline.inputs.untrusted import is_file_name, is_importable, is_inside, printable
 from layerline.pipeline.keys import syntax_queries
+from layerline.pipeline.nearest import closest
 from layerline.pipeline.task import HOOKS
 
 # Where a model goes whose weights lie in files of their own, and what those are called whose names are more than that.
@@ -206,8 +206,8 @@ def _check_factory(spec: str, files: Mapping[Path, Path]) -> None:
     names, wanted = names.union(*map(syntax_queries.bound_names, body)), attribute.partition(".")[0]
     # `from x import *` and a __getattr__ hold names that only importing it shows.
     if not names & {wanted, "*", "__getattr__"}:
-        near = difflib.get_close_matches(wanted, names, 1)
-        hint = f"did you mean {module}:{near[0]}?" if near else f"it defines {', '.join(sorted(names)) or 'nothing'}"
+        match = closest(wanted, sorted(names))
+        hint = f"did you mean {module}:{match}?" if match else f"it defines {', '.join(sorted(names)) or 'nothing'}"
         raise ConfigError(f"{source.name} defines no {wanted!r}", where="--model", hint=hint)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Iterator
 
+from layerline.pipeline.nearest import closest
 from layerline.pipeline.task import HOOKS
 
 _CLOSE = 0.75
@@ -64,5 +64,4 @@ def nearest_hook(name: str, missing: list[str]) -> str:
     also = _ALSO_CALLED.get(name.lower(), "")
     if also in missing:
         return also
-    close = difflib.get_close_matches(name.lower(), missing, 1, _CLOSE)
-    return close[0] if close else ""
+    return closest(name, missing, _CLOSE)

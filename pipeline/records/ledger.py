@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -27,6 +26,7 @@ from pydantic import AfterValidator, AllowInfNan, Field, StrictBool, StringConst
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.files import entries, sha256, write_own
 from layerline.pipeline.inputs.untrusted import parse_json, printable, read_json
+from layerline.pipeline.nearest import did_you_mean
 from layerline.pipeline.report import Report
 
 _LAST_SEQUENCE = 2**53
@@ -270,10 +270,9 @@ class Ledger:
         if found:
             several = ", ".join(r.id for r in found[:5])
             raise PipeError(f"more than one run matches {run_id!r}", hint=f"give more of its id: {several}")
-        near = get_close_matches(run_id, ["last", "previous", *(r.id for r in runs)], n=1)
-        meant = f"did you mean {near[0]!r}? " if near else ""
+        meant = did_you_mean(run_id, ["last", "previous", *(r.id for r in runs)])
         newest = ", ".join(r.id for r in runs[:5]) or "none"
-        raise PipeError(f"no run matches {run_id!r}", hint=f"{meant}newest runs: {newest}")
+        raise PipeError(f"no run matches {run_id!r}", hint=f"{meant} newest runs: {newest}".lstrip())
 
     def forget(self, keep: int, in_use: set[str]) -> list[Path]:
         """Files no longer needed when only the newest `keep` runs and the artifacts `in_use` stay; deletes nothing."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from layerline.pipeline import nearest
 from layerline.pipeline.config.project import Project, as_options
 from layerline.pipeline.config.settings import changed, has_settings
-from layerline.pipeline.config.validation_errors import nearest
 from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Planner, Step, fields, open_planner
@@ -56,7 +56,7 @@ def asked_for(project: Project, names: Sequence[str]) -> list[str] | None:
     valid = [*(s.name for s in project.stages), ALL]
     for name in names:
         if name not in valid:
-            raise ConfigError(f"there is no stage {name!r} here", hint=nearest(name, valid))
+            raise ConfigError(f"there is no stage {name!r} here", hint=nearest.hint(name, valid))
     if ALL not in names:
         return list(names)
     if len(names) > 1:

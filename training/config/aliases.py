@@ -6,7 +6,6 @@ and `distributed`. Both are brought to the sections of `Config` by one table of 
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.nearest import closest
 from layerline.training.config.sections import Config, OptimizerName, SchedulerName, Section
 from layerline.training.optimizers import schedules
 
@@ -79,8 +79,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 _PAIRS = ("optimizer.betas", "optimizer.lr_range")
-# A guess that is less like what was written than this (difflib's ratio) would mislead.
-_CLOSE = 0.6
 FINETUNE_RATES = (1e-5, 5e-5)
 _EXCLUSIVE = (("scheduler.warmup_ratio", "scheduler.warmup_steps"), ("scheduler.min_lr", "scheduler.min_lr_ratio"))
 _RIVALS = {a: b for pair in _EXCLUSIVE for a, b in (pair, pair[::-1])}
@@ -333,8 +331,8 @@ def _example(section: str, value: Any) -> str:
     known: Mapping[str, Any] = {"optimizer": get_args(OptimizerName), "scheduler": get_args(SchedulerName)}
     if section not in known:
         return f"for example {section}: {{{fields[0]}: …}}; its fields: {', '.join(fields)}"
-    near = difflib.get_close_matches(str(value), known[section], 1, _CLOSE)
-    return f"for example {section}: {{name: {near[0] if near else known[section][0]}}}"
+    near = closest(str(value), known[section])
+    return f"for example {section}: {{name: {near or known[section][0]}}}"
 
 
 def _unknown(path: str) -> ConfigError:
@@ -343,9 +341,9 @@ def _unknown(path: str) -> ConfigError:
     siblings = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == section}
     # The same field of another section, then its like in this one; of an unknown section the whole path's like.
     same = [n for n in names if n.rpartition(".")[2] == last]
-    like = [siblings[n] for n in difflib.get_close_matches(last, siblings, 1, _CLOSE)]
-    alike = [] if section in SECTIONS else difflib.get_close_matches(path, names, 1, _CLOSE)
-    nearest = next(iter(difflib.get_close_matches(path, same, 1, 0) + like + alike), "")
+    nearest = closest(path, same, 0) or siblings.get(closest(last, siblings), "")
+    if not nearest and section not in SECTIONS:
+        nearest = closest(path, names)
     valid = sorted(siblings) if section in SECTIONS else [*sorted(SECTIONS), "preset"]
     return ConfigError("no such field", where=path, hint=guess(nearest, valid))
 
@@ -380,8 +378,7 @@ def _preset_of(source: Mapping[str, Any]) -> Any:
 def _apply_preset(preset: Any, fields: dict[str, Any], written: dict[str, str]) -> None:
     preset = preset.lower() if isinstance(preset, str) else preset
     if preset not in PRESETS:
-        near = difflib.get_close_matches(str(preset), PRESETS, 1, _CLOSE)
-        hint = guess(near[0] if near else "", list(PRESETS))
+        hint = guess(closest(str(preset), PRESETS), list(PRESETS))
         raise ConfigError(f"no preset is called {preset!r}", where="preset", hint=hint)
     own_optimizer = "optimizer.name" in fields and fields["optimizer.name"] != PRESETS[preset]["optimizer.name"]
     for target, value in PRESETS[preset].items():
@@ -440,11 +437,10 @@ def _validate(fields: Mapping[str, Any], written: Mapping[str, str]) -> Config:
             raise ConfigError(f"expected two numbers, got {seen!r}", where=written.get(path, path)) from error
         if first["type"] == "literal_error" and isinstance(first["input"], str):
             valid = re.findall(r"'([^']+)'", first["ctx"]["expected"])
-            near = difflib.get_close_matches(first["input"], valid, 1, _CLOSE)
             raise ConfigError(
                 f"unknown value {first['input']!r}",
                 where=written.get(path, path),
-                hint=guess(near[0] if near else "", valid),
+                hint=guess(closest(first["input"], valid), valid),
             ) from error
         raise ConfigError(
             f"{message}, got {first['input']!r}" if "." in path else message, where=written.get(path, path)

@@ -6,7 +6,6 @@ would ship.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.nearest import did_you_mean
 from layerline.training.loop import ema_swap
 from layerline.training.model.canonical_names import named
 from layerline.training.model.split_tensors import like, whole
@@ -342,8 +342,7 @@ def _keep(scores: Tensor, drop: int) -> Tensor:
 
 def _check_word(what: str, word: str, words: Any) -> None:
     if word not in get_args(words):
-        near = difflib.get_close_matches(str(word), get_args(words), 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(get_args(words))}"
+        hint = did_you_mean(str(word), get_args(words)) or f"one of {', '.join(get_args(words))}"
         raise ConfigError(f"no {what} is called {word!r}", where="masks", hint=hint)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -11,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.nearest import did_you_mean
 from layerline.training.config.sections import GroupRule, OptimizerConfig
 from layerline.training.model.canonical_names import Named, unwrap
 from layerline.training.optimizers.param_groups import Member, members
@@ -115,8 +115,7 @@ def _check_patterns(rules: Sequence[GroupRule], names: Sequence[str]) -> None:
     for index, rule in enumerate(rules):
         if any(fnmatchcase(name, rule.match) for name in names):
             continue
-        nearest = difflib.get_close_matches(rule.match, names, 1)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"parameters are called {', '.join(names[:3])}, …"
+        hint = did_you_mean(rule.match, names) or f"parameters are called {', '.join(names[:3])}, …"
         raise ConfigError(f"{rule.match!r} matches no parameter", where=f"optimizer.groups.{index}.match", hint=hint)
 
 
