@@ -19,7 +19,7 @@ class Ema(Stage):
     """
 
     name: ClassVar[str] = "ema"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     takes: ClassVar[Mapping[str, str]] = {"checkpoint": "checkpoint"}
     gives: ClassVar[str] = "weights"
     uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data", "calib_data")

@@ -25,7 +25,7 @@ class ImportWeights(Stage):
     """
 
     name: ClassVar[str] = "import-weights"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     takes: ClassVar[Mapping[str, str]] = {}
     gives: ClassVar[str] = "weights"
     uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data", "calib_data")

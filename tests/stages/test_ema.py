@@ -17,7 +17,7 @@ from layerline.pipeline.errors import StageError, TaskError
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from layerline.stages.ema import Ema
-from layerline.stages.export import _golden
+from layerline.stages.export import Export, _golden
 from layerline.stages.train import Train
 from layerline.training.state import safetensors_io
 
@@ -233,3 +233,41 @@ def model(): return Net()
     safetensors_io.save(tmp_path / "golden.safetensors", {"inputs/x": x, "outputs/output": x})
     (gate,) = _golden(work, call(work.task.call("model"), (x,), {}))
     assert not gate.passed and gate.hint.startswith("non-deterministic op" if random else "was model() changed?")
+
+
+FAKE = """
+import numpy as np, torch
+from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = FakeQuantize(MovingAverageMinMaxObserver, quant_min=-128, quant_max=127, dtype=torch.qint8)
+        self.l = nn.Linear(4, 3)
+    def forward(self, x):
+        return self.l(self.q(x))
+
+def model():
+    return Net()
+
+def train_data():
+    return np.random.default_rng(0).standard_normal((20, 4)).astype(np.float32), np.arange(20) % 3
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scales_that_were_observed_in_training_ship_as_they_are(tmp_path: Path) -> None:
+    for folder in ("trained", "out", "onnx", "scratch"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "task.py").write_text(FAKE)
+    task = Task(tmp_path / "task.py")
+    common = {"task": task, "scratch": tmp_path / "scratch", "log": Quiet()}
+    Train(epochs=2).run(Work(inputs={}, out=tmp_path / "trained", **common))
+    Ema().run(Work(inputs={"checkpoint": tmp_path / "trained"}, out=tmp_path / "out", **common))
+    trained = load_file(tmp_path / "trained" / "checkpoint.safetensors")
+    shipped = load_file(tmp_path / "out" / "model.safetensors")
+    assert shipped["q.observer_enabled"].item() == 0 and trained["online/q.observer_enabled"].item() == 1
+    torch.testing.assert_close(shipped["q.scale"], trained["online/q.scale"], rtol=0, atol=0)
+    report = Export().run(Work(inputs={"weights": tmp_path / "out"}, out=tmp_path / "onnx", **common))
+    assert report.passed, report.gates

@@ -51,9 +51,18 @@ def ship(model: nn.Module, example: Example, weights: Mapping[str, Tensor], out:
         TaskError: the model can't run on its example.
     """
     canonical_names.load(model, weights)
+    _stop_observers(model)
     known = canonical_names.named(model)
     safetensors_io.save(out / "model.safetensors", known.tensors, {"aliases": known.aliases})
     safetensors_io.save(out / "golden.safetensors", golden_outputs.record(model, *example))
+
+
+def _stop_observers(model: nn.Module) -> None:
+    """Fake quantisation keeps the scales it has: an observer that is on changes them at each call, in eval mode too."""
+    for module in model.modules():
+        switch = getattr(module, "observer_enabled", None)
+        if isinstance(switch, Tensor):
+            switch.zero_()
 
 
 def compared(
