@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import onnx
 
     from layerline.backends.tensorrt.builder import Built, TensorRT
-    from layerline.backends.tensorrt.profiles import Profile, Sizes, Span
+    from layerline.backends.tensorrt.profiles import Profile, ShapeRange, Sizes
     from layerline.export.signature import Signature
 
 PLAN, RECORD, LAYERS = "engine.plan", "engine.json", "layers.json"
@@ -141,12 +141,12 @@ class Engine(Stage):
         )
 
     def _resolved(self, signature: Signature) -> tuple[Profile, ...]:
-        from layerline.backends.tensorrt.profiles import Sizes, Span, resolve
+        from layerline.backends.tensorrt.profiles import ShapeRange, Sizes, resolve
 
-        def entry(value: MinOptMax) -> Sizes | Span:
+        def entry(value: MinOptMax) -> Sizes | ShapeRange:
             if isinstance(value.min, int) and isinstance(value.opt, int) and isinstance(value.max, int):
                 return Sizes(value.min, value.opt, value.max)
-            return Span(*(s for s in (value.min, value.opt, value.max) if not isinstance(s, int)))
+            return ShapeRange(*(s for s in (value.min, value.opt, value.max) if not isinstance(s, int)))
 
         requested = [{name: entry(value) for name, value in profile.items()} for profile in self.profiles]
         return resolve({v.name: v.shape for v in signature.inputs}, signature.dims, requested, "engine.profiles")

@@ -1,4 +1,4 @@
-"""What an engine was built from and into, in words and rows: engine.json, layers.json and the report's records."""
+"""Describes a built engine: the contents of engine.json and layers.json, and the report's records and notes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLOAT = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Origin:
+class OnnxNode:
     """The ONNX node behind a value."""
 
     node: str
@@ -31,48 +31,56 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Names:
-    """Whom the ONNX file says a value and a node belong to.
+class OnnxNames:
+    """The names that the ONNX file gives to values, nodes and modules.
 
     Attributes:
-        values: origin by value name.
-        modules: module path by node name, the name the parser gives to unnamed nodes included.
-        shapes: dimensions of a value as declared, unknown ones as "?".
+        values: the node behind each value, by value name.
+        modules: module path by node name. Unnamed nodes have the name that TensorRT's parser gives them.
+        shapes: dimensions of a value as declared, "?" where they have no name.
     """
 
-    values: Mapping[str, Origin]
+    values: Mapping[str, OnnxNode]
     modules: Mapping[str, str]
     shapes: Mapping[str, tuple[int | str, ...]]
 
 
-def names(model: onnx.ModelProto) -> Names:
-    """Reads the identities that a model carries, those inside If, Loop and Scan included."""
-    values: dict[str, Origin] = {}
+def names(model: onnx.ModelProto) -> OnnxNames:
+    """Reads the names that a model carries, including those inside If, Loop and Scan."""
+    values: dict[str, OnnxNode] = {}
     modules: dict[str, str] = {}
     for node in _nodes(model.graph):
         module = metadata(node, MODULE)
-        given = [o for o in node.output if o]
-        name = node.name or (f"node_of_{given[0]}" if given else "")
+        outputs = [output for output in node.output if output]
+        name = node.name
+        if not name and outputs:
+            name = f"node_of_{outputs[0]}"  # TensorRT's parser names unnamed nodes so
         modules[name] = module
-        values.update(dict.fromkeys(given, Origin(name, node.op_type, module)))
-    infos = (*model.graph.value_info, *model.graph.input, *model.graph.output)
-    shapes = {i.name: _dims(i) for i in infos if i.type.tensor_type.HasField("shape")}
-    return Names(values, modules, shapes)
+        values.update(dict.fromkeys(outputs, OnnxNode(name, node.op_type, module)))
+    shapes: dict[str, tuple[int | str, ...]] = {}
+    for info in (*model.graph.value_info, *model.graph.input, *model.graph.output):
+        if info.type.tensor_type.HasField("shape"):
+            shapes[info.name] = _dims(info)
+    return OnnxNames(values, modules, shapes)
 
 
 def engine_json(built: Built, profiles: Sequence[Profile], **facts: Any) -> dict[str, Any]:
-    """The build record. It holds nothing that another build of the same model on the same kind of machine would change.
+    """The content of engine.json. Builds of the same model on the same kind of machine give the same content.
 
     Args:
-        built: what the build gave.
-        profiles: what it was built with.
+        built: the engine and its layers.
+        profiles: the profiles that it was built with.
         facts: further entries (runtime, why it was chosen, device, sizes).
     """
+    profile_rows: list[dict[str, dict[str, tuple[int, ...]]]] = []
+    for profile in profiles:
+        row = {name: {"min": limits.min, "opt": limits.opt, "max": limits.max} for name, limits in profile.items()}
+        profile_rows.append(row)
     return {
         **facts,
         "version": built.version,
         "compute_capabilities": list(built.targets) or ["default"],
-        "profiles": [{n: {"min": s.min, "opt": s.opt, "max": s.max} for n, s in p.items()} for p in profiles],
+        "profiles": profile_rows,
         "inputs": [vars(t) for t in built.inputs],
         "outputs": [vars(t) for t in built.outputs],
         "layers": {
@@ -86,8 +94,8 @@ def engine_json(built: Built, profiles: Sequence[Profile], **facts: Any) -> dict
     }
 
 
-def layers_json(layers: Sequence[Layer], known: Names) -> list[dict[str, Any]]:
-    """One row per network layer; `node` and `module` are empty for helpers that the parser added."""
+def layers_json(layers: Sequence[Layer], onnx_names: OnnxNames) -> list[dict[str, Any]]:
+    """The content of layers.json: one row per network layer. `node` and `module` are empty for the parser's helpers."""
     return [
         {
             "name": layer.name,
@@ -95,39 +103,50 @@ def layers_json(layers: Sequence[Layer], known: Names) -> list[dict[str, Any]]:
             "precision": layer.precision,
             "outputs": [vars(t) for t in layer.outputs],
             "node": layer.node,
-            "module": known.modules.get(layer.node, ""),
+            "module": onnx_names.modules.get(layer.node, ""),
         }
         for layer in layers
     ]
 
 
-def diffs(layers: Sequence[Layer], known: Names) -> tuple[LayerDiff, ...]:
-    """One record per ONNX value that the network computes under its own name; nothing is measured yet."""
-    return tuple(
-        LayerDiff(
-            name=tensor.name,
-            op=origin.op,
-            module=origin.module,
-            shape=_shape(tensor.shape, known.shapes.get(tensor.name, ())),
-            dtype=tensor.dtype,
-            extra={"network_layer": layer.name, "type": layer.type, "precision": layer.precision},
-        )
-        for layer in layers
-        for tensor in layer.outputs
-        if (origin := known.values.get(tensor.name)) is not None
-    )
+def diffs(layers: Sequence[Layer], onnx_names: OnnxNames) -> tuple[LayerDiff, ...]:
+    """One record, without measurements, per ONNX value that the network computes under the value's name."""
+    records: list[LayerDiff] = []
+    for layer in layers:
+        for tensor in layer.outputs:
+            node = onnx_names.values.get(tensor.name)
+            if node is None:
+                continue
+            record = LayerDiff(
+                name=tensor.name,
+                op=node.op,
+                module=node.module,
+                shape=_shape(tensor.shape, onnx_names.shapes.get(tensor.name, ())),
+                dtype=tensor.dtype,
+                extra={"network_layer": layer.name, "type": layer.type, "precision": layer.precision},
+            )
+            records.append(record)
+    return tuple(records)
 
 
 def in_words(built: Built, narrowed: Sequence[str] = ()) -> list[str]:
-    """What convolutions and matrix products compute in, so that a float engine behind Q/DQ is seen as one, and more."""
-    layers, counts = built.layers, compute_precisions(built.layers)
-    told = ", ".join(f"{n} in {precision}" for precision, n in counts.items()) or "none"
-    rest = [layer.node or layer.name for layer in layers if layer.type in COMPUTE and layer.precision in _FLOAT]
-    mixed = f" (in float: {', '.join(rest[:3])}{', …' if len(rest) > 3 else ''})" if len(counts) > 1 and rest else ""
-    notes = [f"Convolutions and matrix products, as the network declares them: {told}{mixed}."]
+    """Notes about an engine: which types it computes in, and what is unusual about it.
+
+    Args:
+        built: the engine and its layers.
+        narrowed: names of the float64 values, which the engine holds in float32.
+    """
+    counts = compute_precisions(built.layers)
+    precisions = ", ".join(f"{n} in {precision}" for precision, n in counts.items()) or "none"
+    computing = [layer for layer in built.layers if layer.type in COMPUTE]
+    in_float = [layer.node or layer.name for layer in computing if layer.precision in _FLOAT]
+    mixed = ""
+    if len(counts) > 1 and in_float:
+        mixed = f" (in float: {_first_three(in_float)})"
+    notes = [f"Convolutions and matrix products, as the network declares them: {precisions}{mixed}."]
     if narrowed:
-        named = f"{', '.join(narrowed[:3])}{', …' if len(narrowed) > 3 else ''}"
-        notes.append(f"TensorRT has no float64: {len(narrowed)} values are float32 in the engine ({named}).")
+        count = len(narrowed)
+        notes.append(f"TensorRT has no float64: {count} values are float32 in the engine ({_first_three(narrowed)}).")
     if built.warnings:
         notes.append(f"The builder warned {sum(built.warnings.values())} times; engine.json has the texts.")
     if not built.repeatable:
@@ -136,9 +155,16 @@ def in_words(built: Built, narrowed: Sequence[str] = ()) -> list[str]:
 
 
 def disguised(layers: Sequence[Layer]) -> bool:
-    """Whether activations are quantised and yet nothing computes in it: a float engine that pays for Q/DQ as well."""
-    quantises, counts = any(layer.type == "QUANTIZE" for layer in layers), compute_precisions(layers)
-    return quantises and bool(counts) and all(precision in _FLOAT for precision in counts)
+    """Whether activations are quantised but all products compute in float, so that Q/DQ only costs time."""
+    if not any(layer.type == "QUANTIZE" for layer in layers):
+        return False
+    precisions = compute_precisions(layers)
+    return bool(precisions) and all(precision in _FLOAT for precision in precisions)
+
+
+def _first_three(names: Sequence[str]) -> str:
+    text = ", ".join(names[:3])
+    return f"{text}, …" if len(names) > 3 else text
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
@@ -149,11 +175,25 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def _dims(info: onnx.ValueInfoProto) -> tuple[int | str, ...]:
-    dims = info.type.tensor_type.shape.dim
-    return tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in dims)
+    sizes: list[int | str] = []
+    for dim in info.type.tensor_type.shape.dim:
+        if dim.HasField("dim_value"):
+            sizes.append(dim.dim_value)
+        else:
+            sizes.append(dim.dim_param or "?")
+    return tuple(sizes)
 
 
-def _shape(seen: tuple[int, ...], declared: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The network's sizes, its dynamic ones under the names that the model gives them."""
-    symbols = declared if len(declared) == len(seen) else ("?",) * len(seen)
-    return tuple(s if s >= 0 else d if isinstance(d, str) else "?" for s, d in zip(seen, symbols, strict=True))
+def _shape(network_shape: tuple[int, ...], declared: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The network's sizes; dynamic ones, -1 there, have the names that the model gives them."""
+    if len(declared) != len(network_shape):
+        declared = ("?",) * len(network_shape)
+    sizes: list[int | str] = []
+    for size, symbol in zip(network_shape, declared, strict=True):
+        if size >= 0:
+            sizes.append(size)
+        elif isinstance(symbol, str):
+            sizes.append(symbol)
+        else:
+            sizes.append("?")
+    return tuple(sizes)

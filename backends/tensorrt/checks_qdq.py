@@ -8,11 +8,11 @@ import numpy as np
 import onnx_ir as ir
 
 from layerline.backends.tensorrt.checks_types import QUANTIZED
-from layerline.backends.tensorrt.node_site import Refusal, Site, is_quantizer, known
+from layerline.backends.tensorrt.node_site import NodeSite, Refusal, is_foldable, is_quantizer
 from layerline.graph.analysis import ir_queries
 
 
-def quantizers(site: Site) -> Iterator[Refusal]:
+def quantizers(site: NodeSite) -> Iterator[Refusal]:
     """Q/DQ: symmetric int8 (or fp8, int4, fp4), scales above 0, activations per tensor, biases left in float."""
     node = site.node
     if not is_quantizer(node):
@@ -29,7 +29,7 @@ def quantizers(site: Site) -> Iterator[Refusal]:
     yield from _scale(site, data)
 
 
-def _zero_point(site: Site, stored: ir.Value | None) -> Iterator[Refusal]:
+def _zero_point(site: NodeSite, stored: ir.Value | None) -> Iterator[Refusal]:
     point = site.node.inputs[2] if len(site.node.inputs) > 2 else None
     if point is None:
         return
@@ -42,7 +42,7 @@ def _zero_point(site: Site, stored: ir.Value | None) -> Iterator[Refusal]:
         yield site.refuse(stored, what, "quantise symmetrically to int8")
 
 
-def _scale(site: Site, data: ir.Value | None) -> Iterator[Refusal]:
+def _scale(site: NodeSite, data: ir.Value | None) -> Iterator[Refusal]:
     scale = site.node.inputs[1]
     numbers = ir_queries.constant(scale)
     if numbers is None:
@@ -52,7 +52,7 @@ def _scale(site: Site, data: ir.Value | None) -> Iterator[Refusal]:
     if bad.any():
         what = f"the scale is {wide.ravel()[int(np.argmax(bad))]}; expected a finite number above 0"
         yield site.refuse(scale, what, "calibrate this tensor again; a constant tensor needs any scale above 0")
-    if wide.size > 1 and not known(data):
+    if wide.size > 1 and not is_foldable(data):
         what = f"it is an activation with {wide.size} scales; TensorRT quantises activations per tensor"
         yield site.refuse(data, what, "use one scale for it; only weights are quantised per channel")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from layerline.backends.tensorrt.node_site import Refusal, Site, is_quantizer
+from layerline.backends.tensorrt.node_site import NodeSite, Refusal, is_quantizer
 from layerline.graph.analysis import ir_queries
 
 # What Q and DQ may store; these exist between the two and nowhere else.
@@ -28,7 +28,7 @@ def edge(value: ir.Value) -> Iterator[Refusal]:
         yield Refusal(value.name or "", f"{kind} {value.name}", f"the {kind} {what}", _retype(value.dtype))
 
 
-def _types(site: Site) -> Iterator[Refusal]:
+def _types(site: NodeSite) -> Iterator[Refusal]:
     """Element types: those that TensorRT lacks are printed raw or refused without a name."""
     if not is_quantizer(site.node):
         for value in (*_first_read(site), *(v for v in site.node.outputs if not v.is_graph_output() or site.inside)):
@@ -36,7 +36,7 @@ def _types(site: Site) -> Iterator[Refusal]:
                 yield site.refuse(value, f"it {what}", _retype(value.dtype))
 
 
-def _float64(site: Site) -> Iterator[Refusal]:
+def _float64(site: NodeSite) -> Iterator[Refusal]:
     """Constants that become infinite in float32, to which TensorRT narrows float64 without a word."""
     for value in (*_first_read(site), *site.node.outputs):
         wide = ir_queries.constant(value) if value.dtype == ir.DataType.DOUBLE and not cast_away(value) else None
@@ -48,7 +48,7 @@ def _float64(site: Site) -> Iterator[Refusal]:
             yield site.refuse(value, what, "scale it down in the model")
 
 
-def _first_read(site: Site) -> list[ir.Value]:
+def _first_read(site: NodeSite) -> list[ir.Value]:
     """Stored tensors of which this node is the first reader: each is told once."""
     return [
         v for v in site.node.inputs if v is not None and v.is_initializer() and ir_queries.consumers(v)[0] is site.node
@@ -73,7 +73,7 @@ def _retype(dtype: ir.DataType | None) -> str:
     return "cast to int32, int64 or float32 in the model"
 
 
-def _uint8(site: Site) -> Iterator[Refusal]:
+def _uint8(site: NodeSite) -> Iterator[Refusal]:
     """UINT8 may only enter, straight into a Cast, and leave."""
     node = site.node
     if is_quantizer(node):
@@ -90,7 +90,7 @@ def _uint8(site: Site) -> Iterator[Refusal]:
             yield site.refuse(value, "it is uint8 inside the network, where TensorRT has no uint8", hint)
 
 
-def _indices(site: Site) -> Iterator[Refusal]:
+def _indices(site: NodeSite) -> Iterator[Refusal]:
     """Constant indices past the end, INT64 ones past 2^31 among them: read as something else, without an alarm."""
     at = _INDEXED.get(site.node.op_type)
     numbers = ir_queries.constant(site.node.inputs[at]) if at is not None else None

@@ -11,7 +11,7 @@ import numpy as np
 
 from layerline.backends.base import Array, Feed, check_names
 from layerline.backends.tensorrt.network import dtype_name
-from layerline.backends.tensorrt.profiles import Profile, Span, choose
+from layerline.backends.tensorrt.profiles import Profile, ShapeRange, choose
 from layerline.pipeline.errors import StageError
 
 
@@ -91,11 +91,11 @@ class EngineSession:
     def _profile(self, index: int) -> Profile:
         return {name: self._span(name, index) for name in self.inputs}
 
-    def _span(self, name: str, index: int) -> Span:
+    def _span(self, name: str, index: int) -> ShapeRange:
         fixed = tuple(self._engine.get_tensor_shape(name))
         if all(d >= 0 for d in fixed):
-            return Span(fixed, fixed, fixed)
-        return Span(*(tuple(shape) for shape in self._engine.get_tensor_profile_shape(name, index)))
+            return ShapeRange(fixed, fixed, fixed)
+        return ShapeRange(*(tuple(shape) for shape in self._engine.get_tensor_profile_shape(name, index)))
 
     def _dtype(self, name: str) -> np.dtype[Any]:
         dtype = dtype_name(self._engine.get_tensor_dtype(name))

@@ -1,6 +1,7 @@
-"""Optimisation profiles: the sizes an engine is built for, resolved and checked before any builder sees them.
+"""Optimisation profiles: resolves the sizes an engine is built for and checks them before the build.
 
-TensorRT's builder answers a wrong profile with None or, where two tied sizes differ, with an engine no input fits.
+The checks stand here because TensorRT's builder returns None for a wrong profile, without a reason. Where one dimension
+has different sizes in two inputs, it builds an engine that no input fits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Symbolic = tuple[int | str, ...]
 """Static sizes as integers, dynamic ones by name."""
 
 
-class Bounds(Protocol):
+class SizeBounds(Protocol):
     """Sizes that a symbolic dimension was exported for, both ends inclusive."""
 
     @property
@@ -40,8 +41,8 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Span:
-    """Shapes of one input in one profile; every size from `min` to `max` is admitted, `opt` is tuned for."""
+class ShapeRange:
+    """Shapes of one input in one profile: sizes from `min` to `max` are allowed, and the engine is tuned for `opt`."""
 
     min: Shape
     opt: Shape
@@ -54,59 +55,65 @@ class Span:
         return len(shape) == len(self.min) and self.excess(shape) == 0
 
     def excess(self, shape: Shape) -> float:
-        """How far a shape lies outside, in sizes; another rank is farther than any size."""
+        """How far a shape lies outside the range, summed over the axes; inf for another rank."""
         if len(shape) != len(self.min):
             return float("inf")
-        return sum(max(a - x, x - b, 0) for a, x, b in zip(self.min, shape, self.max, strict=True))
+        total = 0
+        for low, size, high in zip(self.min, shape, self.max, strict=True):
+            total += max(low - size, size - high, 0)
+        return total
 
 
-Profile = Mapping[str, Span]
+Profile = Mapping[str, ShapeRange]
 """The dynamic inputs by name. A static input needs no entry."""
 
 
 def resolve(
     inputs: Mapping[str, Symbolic],
-    bounds: Mapping[str, Bounds],
-    requested: Sequence[Mapping[str, Sizes | Span]],
+    bounds: Mapping[str, SizeBounds],
+    requested: Sequence[Mapping[str, Sizes | ShapeRange]],
     where: str = "profiles",
 ) -> tuple[Profile, ...]:
-    """The profiles to build with, each complete and consistent; none for a model without dynamic inputs.
+    """Completes and checks the profiles to build with; none for a model without dynamic inputs.
 
     Args:
         inputs: shape of every input.
-        bounds: of symbolic dimensions, where known.
-        requested: per profile, sizes by dimension or shapes by input. Where nothing is, one profile spans the bounds.
+        bounds: bounds of symbolic dimensions; dimensions may be missing.
+        requested: per profile, sizes by dimension or shapes by input. If empty, one profile spans the bounds.
         where: the field that `requested` comes from, for errors.
 
     Raises:
-        ConfigError: names the input or dimension: nothing for a dynamic input, min <= opt <= max broken, a size
-            below 1, another rank, a static size or a bound contradicted, tied sizes that differ, an unknown name.
+        ConfigError: names the input or dimension. A dynamic input has no entry, min <= opt <= max does not hold, a
+            size is below 1, the rank differs, a static size or a bound is contradicted, one dimension has different
+            sizes in two inputs, or a name is unknown.
     """
-    dynamic = {name: shape for name, shape in inputs.items() if any(isinstance(d, str) for d in shape)}
-    if not requested:
-        return (_spanning(dynamic, bounds, where),) if dynamic else ()
-    profiles = []
+    dynamic = {name: shape for name, shape in inputs.items() if _symbols_of(shape)}
+    if not requested and dynamic:
+        return (_spanning(dynamic, bounds, where),)
+    profiles: list[Profile] = []
     for index, entries in enumerate(requested):
         field = f"{where}[{index}]"
         for name, entry in entries.items():
             _check_entry(name, entry, inputs, f"{field}.{name}")
-        profile = {name: _span(name, shape, entries, field) for name, shape in dynamic.items()}
+        profile = {name: _shape_range(name, shape, entries, field) for name, shape in dynamic.items()}
         _check_ties(profile, inputs, entries, field)
         _check_bounds(profile, inputs, bounds, field)
         profiles.append(profile)
-    return tuple(profiles) if dynamic else ()
+    if not dynamic:
+        return ()
+    return tuple(profiles)
 
 
 def admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> list[int]:
-    """Indices of the profiles that shapes of all inputs fit."""
-    return [i for i, p in enumerate(profiles) if all(span.admits(shapes[n]) for n, span in p.items())]
+    """Indices of the profiles that admit the shapes of all inputs."""
+    return [i for i, profile in enumerate(profiles) if _refused_input(profile, shapes) is None]
 
 
 def choose(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int:
-    """Index of the profile to run these shapes with: of those that admit them, the one whose opt shapes are nearest.
+    """Index of the profile to run these shapes with: among those that admit them, the one with the nearest opt shapes.
 
     Raises:
-        StageError: an empty input, or no profile admits a shape; names the input and the nearest profile.
+        StageError: an input is empty, or no profile admits a shape. Names the input and the nearest profile.
     """
     for name, shape in shapes.items():
         if 0 in shape:
@@ -115,32 +122,49 @@ def choose(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int:
                 where=f"input {name}",
                 hint="skip empty batches before they reach the engine",
             )
-    if fitting := admitting(profiles, shapes):
+    fitting = admitting(profiles, shapes)
+    if fitting:
         return min(fitting, key=lambda i: _from_opt(profiles[i], shapes))
-    nearest = min(range(len(profiles)), key=lambda i: sum(s.excess(shapes[n]) for n, s in profiles[i].items()))
-    name, span = next((n, s) for n, s in profiles[nearest].items() if not s.admits(shapes[n]))
+    nearest = min(range(len(profiles)), key=lambda i: _total_excess(profiles[i], shapes))
+    refused = _refused_input(profiles[nearest], shapes)
+    assert refused is not None
+    name, limits = refused
     raise StageError(
         f"the shape {_text(shapes[name])} fits no profile of the engine; the nearest is profile {nearest} of "
-        f"{len(profiles)}, which admits {_text(span.min)} to {_text(span.max)}",
+        f"{len(profiles)}, which admits {_text(limits.min)} to {_text(limits.max)}",
         where=f"input {name}",
         hint="feed another size, or widen `profiles` of the engine stage and build again",
     )
 
 
-def _spanning(dynamic: Mapping[str, Symbolic], bounds: Mapping[str, Bounds], field: str) -> Profile:
-    entries: dict[str, Sizes | Span] = {}
+def _refused_input(profile: Profile, shapes: Mapping[str, Shape]) -> tuple[str, ShapeRange] | None:
+    """The first input whose shape the profile does not admit, with the range that it has there."""
+    for name, limits in profile.items():
+        if not limits.admits(shapes[name]):
+            return name, limits
+    return None
+
+
+def _total_excess(profile: Profile, shapes: Mapping[str, Shape]) -> float:
+    return sum(limits.excess(shapes[name]) for name, limits in profile.items())
+
+
+def _spanning(dynamic: Mapping[str, Symbolic], bounds: Mapping[str, SizeBounds], field: str) -> Profile:
+    entries: dict[str, Sizes | ShapeRange] = {}
     for name, shape in dynamic.items():
-        for dim in (d for d in shape if isinstance(d, str)):
+        for dim in _symbols_of(shape):
             if dim not in bounds:
                 raise _missing(name, shape, dim, field, "and signature.json gives it no bounds")
-            entries[dim] = _middle(dim, bounds[dim])
-    return {name: _span(name, shape, entries, field) for name, shape in dynamic.items()}
+            entries[dim] = _default_sizes(dim, bounds[dim])
+    return {name: _shape_range(name, shape, entries, field) for name, shape in dynamic.items()}
 
 
-def _middle(dim: str, bound: Bounds) -> Sizes:
-    """The bounds, drawn in to multiples, and the multiple half-way between, the lower of two."""
-    step, where = bound.multiple, f"signature.json, dimension {dim}"
-    low, high = -(-bound.min // step) * step, bound.max // step * step
+def _default_sizes(dim: str, bound: SizeBounds) -> Sizes:
+    """The least and the greatest multiple within the bounds, and the multiple half-way between, the lower of two."""
+    step = bound.multiple
+    where = f"signature.json, dimension {dim}"
+    low = -(-bound.min // step) * step  # rounded up
+    high = bound.max // step * step
     if low > high:
         raise ConfigError(f"no multiple of {step} lies between {bound.min} and {bound.max}", where=where)
     sizes = Sizes(low, low + (high - low) // step // 2 * step, high)
@@ -148,11 +172,12 @@ def _middle(dim: str, bound: Bounds) -> Sizes:
     return sizes
 
 
-def _check_entry(name: str, entry: Sizes | Span, inputs: Mapping[str, Symbolic], where: str) -> None:
+def _check_entry(name: str, entry: Sizes | ShapeRange, inputs: Mapping[str, Symbolic], where: str) -> None:
     if isinstance(entry, Sizes):
         if name not in _dims(inputs):
             raise _unknown(name, inputs, where)
-        return _check_sizes(entry, where)
+        _check_sizes(entry, where)
+        return
     if name not in inputs:
         raise _unknown(name, inputs, where)
     declared = inputs[name]
@@ -172,7 +197,6 @@ def _check_entry(name: str, entry: Sizes | Span, inputs: Mapping[str, Symbolic],
                 where=where,
                 hint=f"write {dim} there, or export with that axis dynamic",
             )
-    return None
 
 
 def _check_sizes(sizes: Sizes, where: str) -> None:
@@ -182,34 +206,42 @@ def _check_sizes(sizes: Sizes, where: str) -> None:
         raise ConfigError(f"expected min <= opt <= max, got {sizes}", where=where)
 
 
-def _span(name: str, shape: Symbolic, entries: Mapping[str, Sizes | Span], field: str) -> Span:
-    own = entries.get(name)
-    if isinstance(own, Span):
-        return own
-    sizes = [Sizes(d, d, d) if isinstance(d, int) else entries.get(d) for d in shape]
-    for dim, found in zip(shape, sizes, strict=True):
-        if not isinstance(found, Sizes):
-            raise _missing(name, shape, str(dim), field, "and this profile has no entry for either")
-    low, opt, high = zip(*(s for s in sizes if isinstance(s, Sizes)), strict=True)
-    return Span(low, opt, high)
+def _shape_range(name: str, shape: Symbolic, entries: Mapping[str, Sizes | ShapeRange], field: str) -> ShapeRange:
+    entry = entries.get(name)
+    if isinstance(entry, ShapeRange):
+        return entry
+    sizes: list[Sizes] = []
+    for dim in shape:
+        if isinstance(dim, int):
+            sizes.append(Sizes(dim, dim, dim))
+            continue
+        dim_sizes = entries.get(dim)
+        if not isinstance(dim_sizes, Sizes):
+            raise _missing(name, shape, dim, field, "and this profile has no entry for either")
+        sizes.append(dim_sizes)
+    low, opt, high = zip(*sizes, strict=True)
+    return ShapeRange(low, opt, high)
 
 
 def _check_ties(
-    profile: Profile, inputs: Mapping[str, Symbolic], entries: Mapping[str, Sizes | Span], field: str
+    profile: Profile, inputs: Mapping[str, Symbolic], entries: Mapping[str, Sizes | ShapeRange], field: str
 ) -> None:
+    # Equal symbols mean equal sizes: all inputs must agree on them.
     first = {dim: ("its own entry", sizes) for dim, sizes in entries.items() if isinstance(sizes, Sizes)}
     for name, dim, sizes in _symbols(profile, inputs):
-        owner, seen = first.setdefault(dim, (f"input {name}", sizes))
-        if seen != sizes:
+        owner, first_sizes = first.setdefault(dim, (f"input {name}", sizes))
+        if first_sizes != sizes:
             raise ConfigError(
-                f"the dimension {dim!r} is one size everywhere, but is given {seen} by {owner} and {sizes} by "
-                f"input {name}",
+                f"the dimension {dim!r} must have one size everywhere, but {owner} says {first_sizes} and "
+                f"input {name} says {sizes}",
                 where=f"{field}.{name}",
-                hint=f"give it once: `{dim}: [{', '.join(map(str, seen))}]`",
+                hint=f"write it once: `{dim}: [{', '.join(map(str, first_sizes))}]`",
             )
 
 
-def _check_bounds(profile: Profile, inputs: Mapping[str, Symbolic], bounds: Mapping[str, Bounds], field: str) -> None:
+def _check_bounds(
+    profile: Profile, inputs: Mapping[str, Symbolic], bounds: Mapping[str, SizeBounds], field: str
+) -> None:
     for name, dim, sizes in _symbols(profile, inputs):
         bound = bounds.get(dim)
         if bound is None:
@@ -248,20 +280,33 @@ def _unknown(name: str, inputs: Mapping[str, Symbolic], where: str) -> ConfigErr
     hint = did_you_mean(name, [*inputs, *dims], 0.5)
     if name in inputs or name in dims:
         hint = "a dimension takes three numbers, an input three shapes"
+    kind = "dimension" if name in inputs else "input or dynamic dimension"
     return ConfigError(
-        f"the model has no {'dimension' if name in inputs else 'input or dynamic dimension'} {name!r}; "
+        f"the model has no {kind} {name!r}; "
         f"inputs: {', '.join(inputs)}; dynamic dimensions: {', '.join(dims) or 'none'}",
         where=where,
         hint=hint,
     )
 
 
+def _symbols_of(shape: Symbolic) -> list[str]:
+    return [dim for dim in shape if isinstance(dim, str)]
+
+
 def _dims(inputs: Mapping[str, Symbolic]) -> list[str]:
-    return sorted({d for shape in inputs.values() for d in shape if isinstance(d, str)})
+    names = set[str]()
+    for shape in inputs.values():
+        names.update(_symbols_of(shape))
+    return sorted(names)
 
 
 def _from_opt(profile: Profile, shapes: Mapping[str, Shape]) -> int:
-    return sum(abs(a - x) for n, span in profile.items() for a, x in zip(span.opt, shapes[n], strict=True))
+    """How far shapes are from the opt shapes of a profile, summed over inputs and axes."""
+    distance = 0
+    for name, limits in profile.items():
+        for opt, size in zip(limits.opt, shapes[name], strict=True):
+            distance += abs(opt - size)
+    return distance
 
 
 def _text(shape: Symbolic) -> str:

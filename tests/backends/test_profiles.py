@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from layerline.backends.tensorrt.profiles import Sizes, Span, admitting, choose, resolve
+from layerline.backends.tensorrt.profiles import ShapeRange, Sizes, admitting, choose, resolve
 from layerline.pipeline.errors import ConfigError, StageError
 
 IMAGE = {"x": ("batch", 3, "h", "w")}
@@ -27,31 +27,31 @@ FULL = {"batch": Sizes(1, 8, 16), "h": Sizes(32, 64, 640), "w": Sizes(32, 64, 64
 
 def test_a_profile_by_dimension_covers_every_input_that_has_it() -> None:
     [profile] = resolve({"a": ("n", 3), "b": (2, "n")}, {}, [{"n": Sizes(1, 4, 8)}])
-    assert profile == {"a": Span((1, 3), (4, 3), (8, 3)), "b": Span((2, 1), (2, 4), (2, 8))}
+    assert profile == {"a": ShapeRange((1, 3), (4, 3), (8, 3)), "b": ShapeRange((2, 1), (2, 4), (2, 8))}
 
 
 def test_a_profile_by_input_and_by_dimension_mix() -> None:
     inputs = {"a": ("n", 3), "b": ("m", 3)}
-    [profile] = resolve(inputs, {}, [{"a": Span((1, 3), (2, 3), (4, 3)), "m": Sizes(5, 6, 7)}])
-    assert profile["b"] == Span((5, 3), (6, 3), (7, 3))
+    [profile] = resolve(inputs, {}, [{"a": ShapeRange((1, 3), (2, 3), (4, 3)), "m": Sizes(5, 6, 7)}])
+    assert profile["b"] == ShapeRange((5, 3), (6, 3), (7, 3))
 
 
 def test_without_a_request_one_profile_spans_the_bounds_in_multiples() -> None:
     [profile] = resolve(IMAGE, {**BOUNDS, "h": Bound(40, 650, 32)}, [])
-    assert profile["x"] == Span((1, 3, 64, 32), (8, 3, 352, 320), (16, 3, 640, 640))
+    assert profile["x"] == ShapeRange((1, 3, 64, 32), (8, 3, 352, 320), (16, 3, 640, 640))
 
 
 def test_a_static_model_needs_no_profile() -> None:
     assert resolve({"x": (1, 3)}, {}, []) == ()
-    assert resolve({"x": (1, 3)}, {}, [{"x": Span((1, 3), (1, 3), (1, 3))}]) == ()
+    assert resolve({"x": (1, 3)}, {}, [{"x": ShapeRange((1, 3), (1, 3), (1, 3))}]) == ()
 
 
 @pytest.mark.parametrize(
     ("inputs", "bounds", "requested", "told"),
     [
-        ({"a": ("n", 3), "b": ("m", 3)}, {}, [{"a": Span((1, 3), (2, 3), (4, 3))}], "b has no min/opt/max"),
+        ({"a": ("n", 3), "b": ("m", 3)}, {}, [{"a": ShapeRange((1, 3), (2, 3), (4, 3))}], "b has no min/opt/max"),
         # Even where the two are tied: an entry by input speaks of that input alone.
-        ({"a": ("n", 3), "b": ("n", 3)}, {}, [{"a": Span((1, 3), (2, 3), (4, 3))}], "b has no min/opt/max"),
+        ({"a": ("n", 3), "b": ("n", 3)}, {}, [{"a": ShapeRange((1, 3), (2, 3), (4, 3))}], "b has no min/opt/max"),
         ({"a": ("n", 3), "b": ("m", 3)}, {}, [{"n": Sizes(1, 2, 3)}], "b has no min/opt/max"),
         (IMAGE, {}, [{"batch": Sizes(1, 2, 3), "h": Sizes(1, 2, 3)}], "x has no min/opt/max: its dimension 'w'"),
         ({"b": ("m", 3)}, {}, [], "b has no min/opt/max"),
@@ -64,7 +64,9 @@ def test_t27_a_dynamic_input_without_a_profile_is_named(inputs, bounds, requeste
         resolve(inputs, bounds, requested)
 
 
-@pytest.mark.parametrize("entry", [{"n": Sizes(0, 1, 2)}, {"n": Sizes(-1, 1, 2)}, {"a": Span((0, 3), (1, 3), (2, 3))}])
+@pytest.mark.parametrize(
+    "entry", [{"n": Sizes(0, 1, 2)}, {"n": Sizes(-1, 1, 2)}, {"a": ShapeRange((0, 3), (1, 3), (2, 3))}]
+)
 def test_t28_a_minimum_below_one_is_refused(entry) -> None:
     with pytest.raises(ConfigError, match=r"profiles\[0\].*min is (0|-1); an engine's sizes start at 1"):
         resolve({"a": ("n", 3)}, {}, [entry])
@@ -78,7 +80,7 @@ def test_t28_also_when_it_comes_from_the_signature() -> None:
 @pytest.mark.parametrize("sizes", [(2, 1, 3), (1, 4, 3), (3, 2, 1)])
 @pytest.mark.parametrize("by_input", [False, True])
 def test_min_opt_max_out_of_order_names_the_entry(sizes, by_input) -> None:
-    entry = {"a": Span(*((s, 3) for s in sizes))} if by_input else {"n": Sizes(*sizes)}
+    entry = {"a": ShapeRange(*((s, 3) for s in sizes))} if by_input else {"n": Sizes(*sizes)}
     with pytest.raises(ConfigError, match=rf"profiles\[1\]\.{'a, axis 0' if by_input else 'n'}: expected min <= opt"):
         resolve({"a": ("n", 3)}, {}, [{"n": Sizes(1, 2, 3)}, entry])
 
@@ -88,12 +90,12 @@ def test_another_rank_names_the_input_and_both_ranks(which) -> None:
     shapes = [(1, 3), (2, 3), (4, 3)]
     shapes[which] = (1, 3, 1)
     with pytest.raises(ConfigError, match="has rank 3, but input a has rank 2"):
-        resolve({"a": ("n", 3)}, {}, [{"a": Span(*shapes)}])
+        resolve({"a": ("n", 3)}, {}, [{"a": ShapeRange(*shapes)}])
 
 
 def test_a_static_axis_can_not_be_given_another_size() -> None:
     with pytest.raises(ConfigError, match="axis 1 of input a is 3 in the model and can't be 3/3/4"):
-        resolve({"a": ("n", 3)}, {}, [{"a": Span((1, 3), (2, 3), (4, 4))}])
+        resolve({"a": ("n", 3)}, {}, [{"a": ShapeRange((1, 3), (2, 3), (4, 4))}])
 
 
 @pytest.mark.parametrize(("given", "meant"), [("bacth", "batch"), ("Batch", "batch"), ("xx", "x"), ("hight", "h")])
@@ -104,20 +106,20 @@ def test_an_unknown_name_gets_the_nearest_one(given, meant) -> None:
 
 
 def test_sizes_for_an_input_and_shapes_for_a_dimension_are_told_apart() -> None:
-    for entry in ({"x": Sizes(1, 2, 3)}, {"batch": Span((1,), (2,), (3,))}):
+    for entry in ({"x": Sizes(1, 2, 3)}, {"batch": ShapeRange((1,), (2,), (3,))}):
         with pytest.raises(ConfigError, match="a dimension takes three numbers, an input three shapes"):
             resolve(IMAGE, {}, [entry])
 
 
 def test_tied_dimensions_must_agree() -> None:
     inputs = {"a": ("n", 3), "b": ("n", 4)}
-    entry = {"a": Span((1, 3), (2, 3), (4, 3)), "b": Span((1, 4), (2, 4), (5, 4))}
+    entry = {"a": ShapeRange((1, 3), (2, 3), (4, 3)), "b": ShapeRange((1, 4), (2, 4), (5, 4))}
     with pytest.raises(
-        ConfigError, match=r"dimension 'n' is one size everywhere.*1/2/4 by input a and 1/2/5 by input b"
+        ConfigError, match=r"dimension 'n' must have one size.*input a says 1/2/4 and input b says 1/2/5"
     ):
         resolve(inputs, {}, [entry])
-    with pytest.raises(ConfigError, match="given 1/2/3 by its own entry and 1/2/4 by input a"):
-        resolve({"a": ("n", 3)}, {}, [{"n": Sizes(1, 2, 3), "a": Span((1, 3), (2, 3), (4, 3))}])
+    with pytest.raises(ConfigError, match="its own entry says 1/2/3 and input a says 1/2/4"):
+        resolve({"a": ("n", 3)}, {}, [{"n": Sizes(1, 2, 3), "a": ShapeRange((1, 3), (2, 3), (4, 3))}])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_a_shape_outside_names_the_input_and_the_nearest_profile() -> None:
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_t28_an_empty_input_at_run_time_is_named(shape) -> None:
     with pytest.raises(StageError, match=r"input x: the shape .* has no elements"):
-        choose([{"x": Span((1, 3), (2, 3), (4, 3))}], {"x": shape})
+        choose([{"x": ShapeRange((1, 3), (2, 3), (4, 3))}], {"x": shape})
 
 
 sizes = st.tuples(*[st.integers(1, 9)] * 3).map(lambda t: Sizes(*sorted(t)))
