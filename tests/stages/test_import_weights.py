@@ -234,7 +234,7 @@ def test_the_error_lists_what_was_found_and_expected(tmp_path: Path) -> None:
     with pytest.raises(StageError) as error:
         _import(tmp_path)
     said = error.value.what
-    assert "found" in said and "model (" in said and "emb.weight (7, 4)" in said and "expected 8 tensors" in said
+    assert "the file holds" in said and "model (" in said and "emb.weight (7, 4)" in said and "expected 8 tensors" in said
     assert "missing backbone.1.bias (4,)" in said and "unknown extra.weight (2,)" in said
     assert "backbone.0.weight is (5, 4), the model has (4, 4)" in said
 
@@ -256,7 +256,7 @@ def test_two_that_fit_and_differ_must_be_chosen_between(tmp_path: Path) -> None:
     assert "key: student" in error.value.hint
     _, shipped = _import(tmp_path, key="teacher")
     assert torch.equal(shipped["emb.weight"], state["emb.weight"] * 2)
-    with pytest.raises(StageError, match=r"nothing under 'nobody'.*found.*student"):
+    with pytest.raises(StageError, match=r"nothing under 'nobody'.*the file holds.*student"):
         _import(tmp_path, key="nobody")
     torch.save(
         _renamed(state, PREFIXES["a path"]) | _renamed(_average(state), lambda n: f"other.{n}"), tmp_path / "w.pt"
@@ -272,7 +272,7 @@ def test_two_that_fit_and_differ_must_be_chosen_between(tmp_path: Path) -> None:
 def test_nothing_to_find(content: Any, tmp_path: Path) -> None:
     _net(tmp_path)
     torch.save(content, tmp_path / "w.pt")
-    with pytest.raises(StageError, match=r"found (no tensors|state|the whole file)|expected 8 tensors"):
+    with pytest.raises(StageError, match=r"the file holds (no tensors|state|the whole file)|expected 8 tensors"):
         _import(tmp_path)
 
 
@@ -372,7 +372,7 @@ def test_rubbish_is_no_checkpoint(tmp_path: Path) -> None:
         (b'{"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}', "m-1.safetensors, m-2.safetensors"),
         (b'{"weight_map": {"a": "m-1.bin"}}', "in 1 files: m-1.bin"),
         (b"{}", "it is text"),
-        (b"\x80\x02half", r"damaged, or no checkpoint at all: [A-Za-z]+: \S"),
+        (b"\x80\x02half", r"damaged, or not a checkpoint: [A-Za-z]+: \S"),
     ],
 )
 @pytest.mark.parametrize("file", ["w.pt", "w.safetensors.index.json"])
@@ -388,7 +388,7 @@ def test_what_is_no_checkpoint_says_what_it_is(content: bytes, said: str, file: 
     ("change", "said"),
     [
         (lambda t: t * float("nan"), r"backbone.0.weight\[0, 0\] is nan, expected a finite number"),
-        (lambda t: t.double() * 1e300, r"backbone.0.weight\[0, 0\] is .*expected what float32 can hold"),
+        (lambda t: t.double() * 1e300, r"backbone.0.weight\[0, 0\] is .*expected a number that float32 can hold"),
         (lambda t: t.to(torch.int8), "backbone.0.weight is int8, the model has float32"),
         (lambda t: t.to(torch.complex64), "backbone.0.weight is complex64, the model has float32"),
     ],

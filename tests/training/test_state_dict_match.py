@@ -27,7 +27,7 @@ def _weights(path: Path, saved: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("weight", "said"),
     [
-        (STATE["weight"].to("meta"), "on the meta device: its numbers were never loaded or made"),
+        (STATE["weight"].to("meta"), "on the meta device: it has a shape but no data"),
         (STATE["weight"].to_sparse(), "a sparse_coo tensor, expected a dense one"),
         (STATE["weight"].to_sparse_csr(), "a sparse_csr tensor, expected a dense one"),
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested tensor, expected a dense one"),
@@ -67,5 +67,5 @@ def test_an_archive_that_unpacks_to_more_than_it_is_is_not_unpacked(tmp_path: Pa
     size = (tmp_path / "packed.pt").stat().st_size
     assert size < 20_000
     for trust in (False, True):
-        with pytest.raises(StageError, match=rf"unpack to 1000\d+ bytes, and the file has {size}"):
+        with pytest.raises(StageError, match=rf"unpack to 1000\d+ bytes, but the file has {size}"):
             state_dict_match.read(tmp_path / "packed.pt", trust=trust)

@@ -1,8 +1,8 @@
-"""Everything in one file: weights, averages, optimizer, schedule, scale, window, counters, random state, positions.
+"""Checkpoints: everything that a training needs to resume, in one safetensors file.
 
 Tensors are named `online/…`, `ema/…`, `masters/…`, `optimizer/…` and so on under canonical parameter names, so that a
-checkpoint does not depend on how the model was wrapped or how many ranks wrote it; the rest is one JSON entry. Nothing
-is pickled.
+checkpoint does not depend on how the model was wrapped or how many ranks wrote it. The rest is one JSON entry:
+counters, schedule, loss scale, random state, data positions. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.training.config.sections import Config
+from layerline.training.distributed.ranks import Ranks
 from layerline.training.loop import ema_swap, rejected_steps
 from layerline.training.loop.masks import Masks
 from layerline.training.loop.step_engine import Lane
@@ -29,27 +31,40 @@ from layerline.training.randomness import rng_state
 from layerline.training.state import checkpoint_reader, optimizer_state, safetensors_io, tensor_forms
 from layerline.training.state.state_tree import Tensors, pack, unpack
 
-if TYPE_CHECKING:
-    from layerline.training.model_optimizer import ModelOptimizer
-
 FORMAT = 1
 SUFFIX = ".safetensors"
-# Suffixes of other tools' files: a path with one of them is hardly meant as a folder.
+# Suffixes of other tools' files: a path with one of them is a mistake, not the name of a folder.
 _OTHERS = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle", ".tar", ".zip", ".npz", ".h5", ".hdf5", ".model", ".onnx")
 
 
-def save(mo: ModelOptimizer, path: Path, *, timings: bool = True) -> Path:
-    """Writes `path`, or `step-<n>.safetensors` in the folder `path` and drops the oldest beyond `monitor.keep`.
+class Training(Protocol):
+    """The parts of a ModelOptimizer that a checkpoint holds."""
+
+    config: Config
+    lanes: dict[str, Lane]
+    extras: dict[str, Any]
+    ranks: Ranks | None
+    saved: Path | None
+
+    @property
+    def global_step(self) -> int: ...
+
+
+def save(mo: Training, path: Path, *, timings: bool = True) -> Path:
+    """Writes the file `path`; or writes `step-<n>.safetensors` in the folder `path` and deletes the oldest checkpoints
+    beyond `monitor.keep`.
 
     Args:
-        mo: what to save.
+        mo: the training to save.
         path: a file ending in .safetensors, or a folder.
-        timings: whether the monitors' rows go in; without them the same training gives the same bytes.
+        timings: whether to store the monitors' rows; without them the same training gives the same bytes.
     """
     if path.suffix != SUFFIX and not path.is_dir() and (path.suffix.lower() in _OTHERS or path.exists()):
         raise ConfigError(f"a checkpoint is a {SUFFIX} file, or lies in a folder", where=str(path),
                           hint=f"{path.with_suffix(SUFFIX).name}")  # fmt: skip
-    target = path if path.suffix == SUFFIX else path / f"step-{mo.global_step:08d}{SUFFIX}"
+    target = path
+    if path.suffix != SUFFIX:
+        target = path / f"step-{mo.global_step:08d}{SUFFIX}"
     with ExitStack() as stack:
         for lane in mo.lanes.values():
             stack.enter_context(ema_swap.online(lane))
@@ -64,7 +79,7 @@ def save(mo: ModelOptimizer, path: Path, *, timings: bool = True) -> Path:
 
 
 def _check_finite(lane: Lane) -> None:
-    """Refuses to write spoilt weights over a sound checkpoint.
+    """Refuses to replace a sound checkpoint by one with non-finite weights.
 
     Raises:
         StageError: a weight that was finite at first has an Inf or NaN.
@@ -72,22 +87,22 @@ def _check_finite(lane: Lane) -> None:
     name = rejected_steps.spoilt_weight(lane)
     if name is not None:
         raise StageError(
-            f"{name} is Inf or NaN after step {lane.steps}, and nothing was written",
+            f"{name} is Inf or NaN after step {lane.steps}; no checkpoint was written",
             where=name,
-            hint="lower the learning rate, and go on from the checkpoint before",
+            hint="lower the learning rate and resume from the last checkpoint",
         )
 
 
-def load(mo: ModelOptimizer, path: Path) -> Path:
+def load(mo: Training, path: Path) -> Path:
     """Loads a file, or the newest sound checkpoint of a folder."""
-    found, tensors, meta = _read(mo, path)
+    source, tensors, meta = _read(mo, path)
     restore(mo, tensors, meta)
-    mo.saved = found
-    return found
+    mo.saved = source
+    return source
 
 
-def roll_back(mo: ModelOptimizer, name: str) -> str | None:
-    """Puts one model's last saved weights, averages and optimizer state back; data position and random state go on.
+def roll_back(mo: Training, name: str) -> str | None:
+    """Restores one model's last saved weights, averages and optimizer state; data position and random state go on.
 
     Returns:
         The file's name; None when nothing was saved or loaded yet.
@@ -95,7 +110,7 @@ def roll_back(mo: ModelOptimizer, name: str) -> str | None:
     if mo.saved is None:
         return None
     _, tensors, meta = _read(mo, mo.saved)
-    state = checkpoint_reader.read(mo.lanes[name], meta["lanes"][name], f"{name}/" if name else "", tensors)
+    state = checkpoint_reader.read(mo.lanes[name], meta["lanes"][name], _prefix(name), tensors)
     _load_others(mo, {name: state.parts["optimizer"]}, {})
     _restore_lane(mo.lanes[name], state)
     return mo.saved.name
@@ -106,18 +121,21 @@ def rotation(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"step-*{SUFFIX}"), reverse=True)
 
 
-def state(mo: ModelOptimizer, *, timings: bool = True) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors by name (not copies) and the JSON entry; the models hold their trained weights."""
+def state(mo: Training, *, timings: bool = True) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors by name (not copies) and the JSON entry. The models must hold their trained weights, not averages."""
     tensors: Tensors = {}
-    lanes = {n: _lane_state(lane, f"{n}/" if n else "", tensors, timings=timings) for n, lane in mo.lanes.items()}
-    extras = {n: pack(x.state_dict(), f"extras/{n}", tensors) for n, x in mo.extras.items()}
+    lanes = {name: _lane_state(lane, _prefix(name), tensors, timings=timings) for name, lane in mo.lanes.items()}
+    extras = {name: pack(extra.state_dict(), f"extras/{name}", tensors) for name, extra in mo.extras.items()}
     meta = {"format": FORMAT, "config": mo.config.model_dump(mode="json"), "lanes": lanes, "extras": extras,
             "rng": pack(rng_state.capture(), "rng", tensors)}  # fmt: skip
     if mo.ranks is not None:
         if timings:
             with mo.ranks.pulse.guarded("save_ckpt, which every rank has to call,", mo.global_step):
-                others = enumerate(mo.ranks.gather(rng_state.capture())[1:], start=1)
-            meta["ranks"] = [pack(state, f"rng/{rank}", tensors) for rank, state in others]
+                rng_of_ranks = mo.ranks.gather(rng_state.capture())
+            meta["ranks"] = []
+            for rank in range(1, len(rng_of_ranks)):
+                meta["ranks"].append(pack(rng_of_ranks[rank], f"rng/{rank}", tensors))
+        # Putting a sharded tensor together is a collective: every rank takes part, the first keeps the result.
         for key, tensor in tensors.items():
             full = whole(tensor)
             if mo.ranks.rank == 0:
@@ -125,90 +143,112 @@ def state(mo: ModelOptimizer, *, timings: bool = True) -> tuple[Tensors, dict[st
     return tensors, meta
 
 
-def restore(mo: ModelOptimizer, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    """Puts a saved state into `mo`, which holds on to some of the tensors.
+def restore(mo: Training, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    """Puts a saved state into `mo`, which keeps references to some of the tensors.
 
     Raises:
         StageError: another format, other models, another optimizer, or tensors that do not fit. Nothing is changed
-            then; nor where something that was registered, or a custom optimizer, refuses its state.
+            then. Neither is anything changed where a registered object or a custom optimizer refuses its state.
     """
     if meta.get("format") != FORMAT:
         raise StageError(f"a checkpoint of format {meta.get('format')!r}, expected {FORMAT}", where="checkpoint")
     if set(meta["lanes"]) != set(mo.lanes):
-        was, now = (", ".join(sorted(names)) if set(names) != {""} else "one model without a name"
-                    for names in (meta["lanes"], mo.lanes))  # fmt: skip
-        raise StageError(f"the checkpoint holds {was}; here: {now}", where="checkpoint",
-                         hint=f"{optimizer_state.WEIGHTS_ALONE}, with only=… where it holds several")  # fmt: skip
+        raise StageError(
+            f"the checkpoint holds {_model_names(meta['lanes'])}; here: {_model_names(mo.lanes)}",
+            where="checkpoint",
+            hint=f"{optimizer_state.WEIGHTS_ALONE}, with only=… where it holds several",
+        )
     for change in _changes(meta["config"], mo.config.model_dump(mode="json")):
         warnings.warn(f"resuming with another configuration: {change}", stacklevel=4)
-    lanes = {
-        n: checkpoint_reader.read(lane, meta["lanes"][n], f"{n}/" if n else "", tensors) for n, lane in mo.lanes.items()
-    }
-    extras = {n: unpack(meta["extras"][n], f"extras/{n}", tensors) for n in mo.extras if n in meta["extras"]}
-    _load_others(mo, {n: state.parts["optimizer"] for n, state in lanes.items()}, extras)
-    for name, state in lanes.items():
+    states = {}
+    for name, lane in mo.lanes.items():
+        states[name] = checkpoint_reader.read(lane, meta["lanes"][name], _prefix(name), tensors)
+    extras = {}
+    for name in mo.extras:
+        if name in meta["extras"]:
+            extras[name] = unpack(meta["extras"][name], f"extras/{name}", tensors)
+    _load_others(mo, {name: state.parts["optimizer"] for name, state in states.items()}, extras)
+    for name, state in states.items():
         _restore_lane(mo.lanes[name], state)
-    _restore_draws(meta, tensors, 0 if mo.ranks is None else mo.ranks.rank)
+    _restore_rng(meta, tensors, 0 if mo.ranks is None else mo.ranks.rank)
 
 
 def weights(path: str | Path, *, only: str | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The online weights and the averages in a checkpoint of ours, or all of another file, twice.
+    """The online weights and the averages of a checkpoint. Another tool's file has one set, which stands for both.
 
     Args:
-        path: a file, or a folder of checkpoints, of which the newest sound one is taken.
+        path: a file, or a folder, of which the newest sound checkpoint is read.
         only: the model, where the checkpoint holds several.
 
     Raises:
-        StageError: there are several models and none is chosen, or another one.
+        StageError: there are several models and `only` names none of them.
     """
     path, tensors, meta = _newest(Path(path))
     tensors = tensor_forms.from_file(tensors, meta)
     if "lanes" not in meta:
         return tensors, tensors
-    there: list[str] = list(meta["lanes"])
-    if (name := there[0] if only is None and len(there) == 1 else only) not in there:
-        what = "the checkpoint holds several models" if only is None else f"the checkpoint holds no model {only!r}"
-        raise StageError(f"{what}; there are {there}", where=path.name, hint=f"only={there[0]!r}")
-    return checkpoint_reader.of_model(tensors, meta, name)
+    model_names: list[str] = list(meta["lanes"])
+    hint = f"only={model_names[0]!r}"
+    if only is None:
+        if len(model_names) > 1:
+            what = f"the checkpoint holds several models; there are {model_names}"
+            raise StageError(what, where=path.name, hint=hint)
+        only = model_names[0]
+    if only not in model_names:
+        raise StageError(f"the checkpoint holds no model {only!r}; there are {model_names}", where=path.name, hint=hint)
+    return checkpoint_reader.of_model(tensors, meta, only)
 
 
 def load_weights(model: nn.Module, path: str | Path, *, ema: bool = True, only: str | None = None) -> None:
-    """Copies the weights of a file into a model; prefixes of wrappers on either side do not matter.
+    """Copies the weights of a file into a model; names of wrappers on either side do not matter.
 
     Args:
-        path: a file of ours or of others, or a folder of checkpoints.
-        ema: takes the averages where there are any, else the weights that were trained.
+        path: our file or another tool's, or a folder of checkpoints.
+        ema: takes the averages where there are any, otherwise the trained weights.
         only: the model of the checkpoint, where it holds several.
 
     Raises:
-        StageError: names or shapes that do not fit, all of which are listed; or which model is not said.
+        StageError: names or shapes do not fit (all are listed), or `only` is missing.
     """
     names.load(model, weights(path, only=only)[ema])
 
 
 def _write(target: Path, path: Path, keep: int, tensors: Tensors, meta: dict[str, Any]) -> None:
-    stored, notes = tensor_forms.to_file(tensors)
-    safetensors_io.save(target, stored, {**meta, tensor_forms.ENTRY: notes} if notes else meta)
+    stored, forms = tensor_forms.to_file(tensors)
+    if forms:
+        meta = {**meta, tensor_forms.ENTRY: forms}
+    safetensors_io.save(target, stored, meta)
     if target is not path:
         for old in rotation(path)[keep:]:
             old.unlink(missing_ok=True)
 
 
-def _read(mo: ModelOptimizer, path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
-    """The newest sound checkpoint at `path`; of several ranks the first reads it for all."""
+def _prefix(model_name: str) -> str:
+    """What the names of a model's tensors begin with; a model that is the only one has the empty name."""
+    return f"{model_name}/" if model_name else ""
+
+
+def _model_names(lanes: Mapping[str, Any]) -> str:
+    if set(lanes) == {""}:
+        return "one model without a name"
+    return ", ".join(sorted(lanes))
+
+
+def _read(mo: Training, path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+    """The newest sound checkpoint at `path`. With several ranks the first reads it and sends it to the others."""
     if mo.ranks is None:
-        found, tensors, meta = _newest(path)
-        return found, tensor_forms.from_file(tensors, meta), meta
-    read: dict[str, Tensor] = {}
+        source, tensors, meta = _newest(path)
+        return source, tensor_forms.from_file(tensors, meta), meta
+    read_here: dict[str, Tensor] = {}
 
-    def first() -> tuple[Path, dict[str, Any], dict[str, Any]]:
-        found, tensors, meta = _newest(path)
-        read.update(tensors)
-        return found, meta, {n: (t.dtype, t.shape) for n, t in tensors.items()}
+    def read_first() -> tuple[Path, dict[str, Any], dict[str, Any]]:
+        source, tensors, meta = _newest(path)
+        read_here.update(tensors)
+        return source, meta, {name: (t.dtype, t.shape) for name, t in tensors.items()}
 
-    found, meta, kinds = mo.ranks.by_first(first)
-    shared = {n: mo.ranks.share(read.get(n), *kind) for n, kind in kinds.items()}
-    return found, tensor_forms.from_file(shared, meta), meta
+    source, meta, kinds = mo.ranks.by_first(read_first)
+    shared = {name: mo.ranks.share(read_here.get(name), *kind) for name, kind in kinds.items()}
+    return source, tensor_forms.from_file(shared, meta), meta
 
 
 def _newest(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
@@ -222,13 +262,13 @@ def _newest(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     raise StageError("there is no sound checkpoint in this folder", where=str(path))
 
 
-def _restore_draws(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int) -> None:
-    others = meta.get("ranks", [])
-    if 0 < rank <= len(others):
-        rng_state.restore(unpack(others[rank - 1], f"rng/{rank}", tensors))
+def _restore_rng(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int) -> None:
+    other_ranks = meta.get("ranks", [])
+    if 0 < rank <= len(other_ranks):
+        rng_state.restore(unpack(other_ranks[rank - 1], f"rng/{rank}", tensors))
         return
     rng_state.restore(unpack(meta["rng"], "rng", tensors))
-    if rank:  # one more rank than there was: draws of its own, that follow from what was saved
+    if rank:  # more ranks than wrote the checkpoint: a state of its own, derived from the saved one
         rng_state.seed_all(rng_state.mix(int(torch.randint(2**62, ()).item()), rank))
 
 
@@ -237,11 +277,16 @@ def _lane_state(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> 
     for name, tensor in lane.named.tensors.items():
         tensors[f"{prefix}online/{name}"] = tensor.detach()
     if lane.masters is not None:
-        held = zip(lane.names, lane.params, strict=True)
-        tensors |= {f"{prefix}masters/{n}": lane.masters.stepped(p) for n, p in held if lane.masters.has(p)}
+        for name, param in zip(lane.names, lane.params, strict=True):
+            if lane.masters.has(param):
+                tensors[f"{prefix}masters/{name}"] = lane.masters.stepped(param)
     if lane.ema is not None:
-        tensors |= {f"{prefix}ema/{n}": t for n, t in zip(lane.ema.names, lane.ema.shadow, strict=True)}
-    grads = {n: p.grad for n, p in zip(lane.names, lane.stepped, strict=True) if p.grad is not None}
+        for name, average in zip(lane.ema.names, lane.ema.shadow, strict=True):
+            tensors[f"{prefix}ema/{name}"] = average
+    grads = {}
+    for name, stepped in zip(lane.names, lane.stepped, strict=True):
+        if stepped.grad is not None:
+            grads[name] = stepped.grad
     window: dict[str, Any] = lane.window.state_dict()
     if lane.peers is not None and lane.window.micro:
         grads, shared = lane.peers.window(grads)
@@ -262,24 +307,25 @@ def _lane_state(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> 
     return {"counters": counters, "aliases": lane.named.aliases, **packed}
 
 
-def _load_others(mo: ModelOptimizer, optimizers: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
-    """Gives states to the user's own objects, which alone can tell whether they fit: all take theirs, or none."""
+def _load_others(mo: Training, optimizers: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+    """Loads the state of the user's own objects: all of them or, where one refuses, none."""
     loads = [(mo.extras[name], state) for name, state in extras.items()]
     for name, part in optimizers.items():
         lane = mo.lanes[name]
-        if lane.custom and (held := optimizer_state.custom_state(lane, part)) is not None:
-            loads.append((lane.optimizer, held))
-    done: list[tuple[Any, Any]] = []
+        if lane.custom:
+            state = optimizer_state.custom_state(lane, part)
+            if state is not None:
+                loads.append((lane.optimizer, state))
+    previous: list[tuple[Any, Any]] = []
     try:
-        for thing, state in loads:
-            # A torch optimizer looks at a state before it takes it.
-            before = None if isinstance(thing, torch.optim.Optimizer) else copy.deepcopy(thing.state_dict())
-            done.append((thing, before))
-            thing.load_state_dict(state)
+        for target, state in loads:
+            # A torch optimizer checks a state before it changes anything, and needs no copy of the previous one.
+            if not isinstance(target, torch.optim.Optimizer):
+                previous.append((target, copy.deepcopy(target.state_dict())))
+            target.load_state_dict(state)
     except BaseException:
-        for thing, before in reversed(done):
-            if before is not None:
-                thing.load_state_dict(before)
+        for target, state in reversed(previous):
+            target.load_state_dict(state)
         raise
 
 
@@ -289,11 +335,14 @@ def _restore_lane(lane: Lane, state: checkpoint_reader.Saved) -> None:
         lane.peers.release()
     weights, parts, counters = state.weights, state.parts, state.counters
     names.load(lane.model, weights["online"])
-    lane.refresh()  # a buffer that grew may be another tensor
+    lane.refresh()  # a buffer that was resized may be another tensor
     if lane.masters is not None:
         by_name = weights["masters"] or weights["online"]
-        lane.masters.adopt([by_name[n] for n, p in zip(lane.names, lane.params, strict=True) if lane.masters.has(p)])
-    lane.steps, lane.skipped, lane.skipped_in_a_row = counters["steps"], counters["skipped"], counters["in_a_row"]
+        with_master = [n for n, p in zip(lane.names, lane.params, strict=True) if lane.masters.has(p)]
+        lane.masters.adopt([by_name[name] for name in with_master])
+    lane.steps = counters["steps"]
+    lane.skipped = counters["skipped"]
+    lane.skipped_in_a_row = counters["in_a_row"]
     lane.first_rejected = counters.get("first_rejected", 0)
     if lane.ema is not None:
         lane.ema.load(weights["ema"], counters["ema_updates"])
@@ -308,7 +357,9 @@ def _restore_lane(lane: Lane, state: checkpoint_reader.Saved) -> None:
     with torch.no_grad():
         for name, param in zip(lane.names, lane.stepped, strict=True):
             grad = window["grads"].get(name)
-            param.grad = None if grad is None else grad.to(param.device)
+            if grad is not None:
+                grad = grad.to(param.device)
+            param.grad = grad
     if lane.guard is not None:
         lane.guard.keep()
         lane.guard.load_state_dict(parts["guard"])
@@ -322,7 +373,12 @@ def _restore_lane(lane: Lane, state: checkpoint_reader.Saved) -> None:
 
 
 def _changes(old: Any, new: Any, path: str = "") -> list[str]:
+    """Fields that differ, except for those that don't change the result of the training."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        return [c for k in {**old, **new} for c in _changes(old.get(k), new.get(k), f"{path}.{k}" if path else str(k))]
-    quiet = path.startswith(("monitor.", "memory.", "distributed."))
-    return [] if old == new or quiet else [f"{path} was {old!r}, is {new!r}"]
+        changes = []
+        for key in {**old, **new}:
+            changes += _changes(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+        return changes
+    if old == new or path.startswith(("monitor.", "memory.", "distributed.")):
+        return []
+    return [f"{path} was {old!r}, is {new!r}"]

@@ -1,4 +1,4 @@
-"""What a checkpoint says of one model, read and checked before anything is written: a failed load changes nothing."""
+"""Reads and checks one model's part of a checkpoint before anything is changed, so that a failed load is harmless."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from layerline.training.state.state_tree import unpack
 
 _WEIGHTS = ("online", "masters", "ema")
 _PARTS = ("optimizer", "rate", "scale", "window", "guard")
-_MAYBE = ("masks", "monitor")
+_OPTIONAL_PARTS = ("masks", "monitor")
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Saved:
     """One lane's state.
 
     Attributes:
-        weights: by kind (online, masters, ema), by parameter name.
-        parts: what else there is, by name.
-        counters: steps and the like.
+        weights: tensors by kind (online, masters, ema) and parameter name.
+        parts: state of the optimizer, schedule, loss scale and so on, by name.
+        counters: numbers of steps.
     """
 
     weights: Mapping[str, Mapping[str, Tensor]]
@@ -37,41 +37,44 @@ class Saved:
 
 
 def read(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str, Tensor]) -> Saved:
-    """The state as `lane` can take it.
+    """The state in the form that `lane` loads.
 
     Raises:
-        StageError: a tensor that is missing or of another shape, another optimizer; names them.
+        StageError: a tensor is missing or has another shape, or the optimizer is another one; names it.
     """
     if lane.peers is not None:
         tensors = lane.peers.split(tensors, prefix)
     classes = registry.classes(lane.optimizer)
+    part_names = [*_PARTS, *(name for name in _OPTIONAL_PARTS if name in saved)]
     try:
-        there = (*_PARTS, *(m for m in _MAYBE if m in saved))
-        parts = {n: unpack(saved[n], f"{prefix}{n}", tensors, classes) for n in there}
-        found = Saved({k: _under(f"{prefix}{k}/", tensors) for k in _WEIGHTS}, parts, saved["counters"])
+        parts = {name: unpack(saved[name], f"{prefix}{name}", tensors, classes) for name in part_names}
+        weights = {kind: _under(f"{prefix}{kind}/", tensors) for kind in _WEIGHTS}
+        state = Saved(weights, parts, saved["counters"])
     except KeyError as error:
         raise StageError(f"the checkpoint has no {error.args[0]}", where="checkpoint") from error
     lane.refresh()
-    canonical_names.check(lane.model, found.weights["online"])
-    expected = {n: tuple(p.shape) for n, p in zip(lane.names, lane.params, strict=True)}
+    canonical_names.check(lane.model, weights["online"])
+    trained = _shapes(dict(zip(lane.names, lane.params, strict=True)))
     for kind in ("masters", "ema"):
-        _fits(kind, found.weights[kind], {n: tuple(t.shape) for n, t in lane.named.tensors.items()})
-    _fits("window", parts["window"]["grads"], expected)
-    _fits("masks", parts.get("masks", {}).get("masks", {}), {n: tuple(p.shape) for n, p in lane.named.params.items()})
-    optimizer_state.check(lane, parts["optimizer"], expected)
-    return found
+        _check_shapes(kind, weights[kind], _shapes(lane.named.tensors))
+    _check_shapes("window", parts["window"]["grads"], trained)
+    _check_shapes("masks", parts.get("masks", {}).get("masks", {}), _shapes(lane.named.params))
+    optimizer_state.check(lane, parts["optimizer"], trained)
+    return state
 
 
 def of_model(
     tensors: Mapping[str, Tensor], meta: Mapping[str, Any], name: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The online weights of one model, masters in their places, and the same with the averages in theirs.
+    """One model's trained weights, in float32 where there are masters, and the same with averages in their places.
 
     Until averaging begins (`ema_start_step`) a checkpoint's averages are the initial weights. They must never ship, so
-    that the trained weights are returned in their place.
+    the trained weights are returned instead.
     """
     prefix = f"{name}/" if name else ""
-    online, masters, averages = (_under(f"{prefix}{kind}/", tensors) for kind in _WEIGHTS)
+    online = _under(f"{prefix}online/", tensors)
+    masters = _under(f"{prefix}masters/", tensors)
+    averages = _under(f"{prefix}ema/", tensors)
     trained = online | masters
     if not meta["lanes"][name]["counters"]["ema_updates"]:
         return trained, trained
@@ -82,7 +85,11 @@ def _under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
 
 
-def _fits(kind: str, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _check_shapes(kind: str, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
     for name, tensor in tensors.items():
         if name not in expected:
             raise StageError(f"the checkpoint has {kind} of a parameter that is not trained here", where=name,

@@ -1,7 +1,7 @@
-"""An optimizer's part of a checkpoint: how it is written, checked against the optimizer here, and put back.
+"""The optimizer's part of a checkpoint: written, checked against the present optimizer, and restored.
 
-State is kept by parameter name, so that it does not depend on how the optimizer groups its parameters. The state of a
-custom optimizer is kept as its state_dict() gives it.
+State is stored by parameter name, so that it does not depend on how the optimizer groups its parameters. The state of a
+custom optimizer is stored as its state_dict() returns it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ WEIGHTS_ALONE = "for the weights alone, layerline.training.state.checkpoint.load
 
 
 def state(lane: Lane) -> dict[str, Any]:
-    """By parameter name for our own optimizers; as it comes for a custom one that has a state_dict."""
+    """State by parameter name for a built-in optimizer; the state_dict() of a custom one that has this method."""
     name = _name(lane)
     if lane.custom:
         if not hasattr(lane.optimizer, "state_dict"):
-            _say_stateless(lane, f"{name} has no state_dict(): its state is not in the checkpoint")
+            _warn_stateless(lane, f"{name} has no state_dict(): its state is not in the checkpoint")
             return {"name": name, "custom": None}
         return {"name": name, "custom": lane.optimizer.state_dict()}
     name_of = {id(p): n for n, p in zip(lane.names, lane.stepped, strict=True)}
-    # Parameters that joined later have taken fewer steps, whatever group a fresh optimizer puts them in.
-    steps = {name_of[id(p)]: g["step"] for g in lane.optimizer.param_groups if "step" in g for p in g["params"]}
+    # Parameters that joined later have taken fewer steps, whatever group a new optimizer puts them in.
+    steps: dict[str, int] = {}
+    for group in lane.optimizer.param_groups:
+        if "step" in group:
+            steps |= {name_of[id(p)]: group["step"] for p in group["params"]}
     by_name = {name_of[id(p)]: dict(s) for p, s in lane.optimizer.state.items()}
     return {"name": name, "state": by_name, "group_steps": steps}
 
@@ -45,43 +48,62 @@ def check(lane: Lane, saved: Mapping[str, Any], expected: Mapping[str, tuple[int
     """
     custom = "custom" in saved
     if custom is not lane.custom or saved["name"] != _name(lane):
-        was, now = (f"{'an optimizer of its own, ' if c else ''}{n}"
-                    for c, n in ((custom, saved["name"]), (lane.custom, _name(lane))))  # fmt: skip
-        raise StageError(f"the checkpoint was written with {was}; the optimizer here is {now}", where="optimizer",
-                         hint=f"take the optimizer it was written with; {WEIGHTS_ALONE}")  # fmt: skip
+        raise StageError(
+            f"the checkpoint was written with {_described(saved['name'], custom=custom)}; "
+            f"the optimizer here is {_described(_name(lane), custom=lane.custom)}",
+            where="optimizer",
+            hint=f"use the optimizer it was written with; {WEIGHTS_ALONE}",
+        )
     if custom:
         _check_custom(lane, saved["custom"])
         return
-    if unknown := sorted(set(saved["state"]) - set(expected)):
-        raise StageError(f"the checkpoint has optimizer state of parameters that are not trained here: {unknown[:5]}",
-                         where="optimizer", hint=f"train the same ones; {WEIGHTS_ALONE}")  # fmt: skip
+    unknown = sorted(set(saved["state"]) - set(expected))
+    if unknown:
+        raise StageError(
+            f"the checkpoint has optimizer state of parameters that are not trained here: {unknown[:5]}",
+            where="optimizer",
+            hint=f"train the same parameters; {WEIGHTS_ALONE}",
+        )
     config = lane.config.optimizer
-    for name, kept in saved["state"].items():
-        if config.name == "rmsprop" and config.momentum and "momentum_buffer" not in kept:
-            raise StageError("the checkpoint was written without momentum, and rmsprop cannot begin it later",
-                             where="optimizer.momentum", hint=f"leave it out; {WEIGHTS_ALONE}")  # fmt: skip
-        for key, value in kept.items():
-            like = isinstance(value, Tensor) and value.dim() == len(expected[name]) and value.numel() > 1
-            if like and key not in ("row_var", "col_var") and tuple(value.shape) != expected[name]:
-                raise StageError(f"{key} is {tuple(value.shape)}, the parameter {expected[name]}", where=name)
+    for name, state_of_param in saved["state"].items():
+        if config.name == "rmsprop" and config.momentum and "momentum_buffer" not in state_of_param:
+            raise StageError(
+                "the checkpoint was written without momentum, and rmsprop cannot begin it later",
+                where="optimizer.momentum",
+                hint=f"leave it out; {WEIGHTS_ALONE}",
+            )
+        for key, value in state_of_param.items():
+            if key in ("row_var", "col_var") or not isinstance(value, Tensor):
+                continue  # adafactor's statistics of rows and columns are smaller than the parameter
+            same_rank = value.dim() == len(expected[name]) and value.numel() > 1
+            if same_rank and tuple(value.shape) != expected[name]:
+                raise StageError(f"{key} is {tuple(value.shape)}, the parameter is {expected[name]}", where=name)
+
+
+def _described(name: str, *, custom: bool) -> str:
+    return f"the custom optimizer {name}" if custom else name
 
 
 def restore(lane: Lane, saved: Mapping[str, Any]) -> None:
-    """Puts the state of one of our own optimizers back."""
-    of_name = dict(zip(lane.names, lane.stepped, strict=True))
-    _restore_steps(lane, {id(of_name[n]): step for n, step in saved["group_steps"].items()})
+    """Restores the state of a built-in optimizer."""
+    by_name = dict(zip(lane.names, lane.stepped, strict=True))
+    _restore_steps(lane, {id(by_name[n]): step for n, step in saved["group_steps"].items()})
     current = lane.optimizer.state_dict()
-    order = {id(p): i for i, p in enumerate(p for g in lane.optimizer.param_groups for p in g["params"])}
-    current["state"] = {order[id(of_name[n])]: s for n, s in saved["state"].items()}
+    # torch numbers parameters in the order of the groups.
+    numbers: dict[int, int] = {}
+    for group in lane.optimizer.param_groups:
+        for param in group["params"]:
+            numbers[id(param)] = len(numbers)
+    current["state"] = {numbers[id(by_name[n])]: s for n, s in saved["state"].items()}
     lane.optimizer.load_state_dict(current)
 
 
 def custom_state(lane: Lane, saved: Mapping[str, Any]) -> Any:
-    """What a custom optimizer's load_state_dict() gets; None, with a warning, where it begins without state."""
+    """The argument for a custom optimizer's load_state_dict(); None, with a warning, where it begins without state."""
     if saved["custom"] is not None and hasattr(lane.optimizer, "load_state_dict"):
         return saved["custom"]
-    _say_stateless(lane, f"{type(lane.optimizer).__name__} begins without the state it had: "
-                         "it was not saved, or it has no load_state_dict()")  # fmt: skip
+    _warn_stateless(lane, f"{type(lane.optimizer).__name__} begins without the state it had: "
+                          "it was not saved, or it has no load_state_dict()")  # fmt: skip
     return None
 
 
@@ -90,23 +112,27 @@ def _name(lane: Lane) -> str:
     return type(lane.optimizer).__name__ if lane.custom else lane.config.optimizer.name
 
 
-def _say_stateless(lane: Lane, text: str) -> None:
+def _warn_stateless(lane: Lane, text: str) -> None:
     lane.monitor.warn("stateless", text)
     warnings.warn(text, stacklevel=2)
 
 
 def _check_custom(lane: Lane, state: Any) -> None:
-    """What torch's optimizers refuse on loading, which must not come when the weights are changed already."""
+    """Refuses what torch's load_state_dict() would refuse later, when the weights have been overwritten already."""
     if not isinstance(lane.optimizer, torch.optim.Optimizer) or "param_groups" not in state:
         return
-    was, now = ([len(g["params"]) for g in groups] for groups in (state["param_groups"], lane.optimizer.param_groups))
-    if was != now:
-        raise StageError(f"the optimizer's groups have {was} parameters in the checkpoint, here {now}",
-                         where="optimizer", hint="make it over the same parameters")  # fmt: skip
+    saved_sizes = [len(g["params"]) for g in state["param_groups"]]
+    sizes = [len(g["params"]) for g in lane.optimizer.param_groups]
+    if saved_sizes != sizes:
+        raise StageError(
+            f"the optimizer's groups have {saved_sizes} parameters in the checkpoint, here {sizes}",
+            where="optimizer",
+            hint="create the optimizer over the same parameters",
+        )
 
 
 def _restore_steps(lane: Lane, steps: Mapping[int, int]) -> None:
-    """Our own rules count steps by group: a group whose parameters have taken different numbers is divided."""
+    """Splits groups whose parameters have taken different numbers of steps: our own rules count steps by group."""
     for group in list(lane.optimizer.param_groups):
         params = group["params"]
         counts = sorted({steps.get(id(p)) for p in params}, key=lambda count: -(count or 0))

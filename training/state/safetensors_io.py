@@ -1,7 +1,7 @@
-"""safetensors files: written atomically, with a checksum, and read into memory of their own.
+"""safetensors files: written atomically, with a checksum, and read without a memory map.
 
-The safetensors library writes and parses the format. A file of ours holds one metadata entry of its own: a JSON text
-with what the caller notes down and a checksum over it and over every tensor, so that a damaged checkpoint is refused.
+The safetensors library writes and parses the format. Our files hold one metadata entry, a JSON text: the caller's
+metadata with a checksum over it and over every tensor, so that a damaged checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _BLOCK = 4096
 def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None) -> None:
     """Writes atomically: a temporary file beside `path`, fsync, rename. The same content gives the same bytes.
 
-    Tensors that share memory are each written out; leave a tied one out and record its alias in `meta`. A contiguous
-    tensor on the CPU is not copied.
+    Each tensor is written out, also where two share memory: leave a tied one out and record its alias in `meta`. A
+    contiguous tensor on the CPU is not copied.
 
     Raises:
-        StageError: a dtype that the format has not, a sparse tensor, or one on the meta device.
-        Unavailable: the disk is full or cannot be written.
+        StageError: a dtype that the format lacks, a sparse tensor, or one on the meta device.
+        Unavailable: the disk is full or not writable.
     """
-    # The specifications below hold addresses: this keeps what lies there alive until the file is written.
+    # The specifications hold addresses only: this dict keeps the memory alive until the file is written.
     contents = {name: _plain(name, tensors[name]) for name in sorted(tensors)}
     specs = {name: _spec(name, tensor) for name, tensor in contents.items()}
-    noted = dict(meta or {})
-    noted[_SUM] = _checksum(noted, contents)
-    text = json.dumps(noted, separators=(",", ":"), allow_nan=False)
+    entry = dict(meta or {})
+    entry[_SUM] = _checksum(entry, contents)
+    text = json.dumps(entry, separators=(",", ":"), allow_nan=False)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | No
         sync(path.parent)
     except OSError as error:
         raise Unavailable(f"cannot write: {error.strerror}", where=str(path)) from error
-    except SafetensorError as error:  # the library's word for a full disk or a folder that can't be written
+    except SafetensorError as error:  # the library raises it for a full disk or a read-only folder, too
         raise Unavailable(f"cannot write: {error}", where=str(path)) from error
     finally:
         with suppress(OSError):
@@ -59,25 +59,26 @@ def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | No
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by name, on the CPU, each in memory of its own, and the metadata entry.
+    """Tensors by name, on the CPU, and the metadata entry; empty for a file that is not ours.
 
     Raises:
-        StageError: missing, refused by the safetensors library, or its content does not match its checksum.
+        StageError: the file is missing, refused by the safetensors library, or does not match its checksum.
     """
+    if path.is_dir():
+        raise StageError("cannot read: a folder", where=str(path))
     if not path.is_file():
-        what = "a folder" if path.is_dir() else "missing"
-        raise StageError(f"cannot read: {what}", where=str(path))
+        raise StageError("cannot read: missing", where=str(path))
     try:
-        # "pread" reads each tensor into memory of its own; a memory map would stay whole as long as one of them.
+        # "pread" gives each tensor its own memory. A memory map would stay whole as long as any tensor is alive.
         with safe_open(str(path), "pt", backend="pread") as file:
             stored: dict[str, str] = file.metadata() or {}
             tensors: dict[str, Tensor] = file.get_tensors()
     except MemoryError as error:
         raise Unavailable(f"{path.stat().st_size} bytes do not fit into memory", where=path.name) from error
-    except Exception as error:  # whatever the library says of a file that it can't read
+    except Exception as error:  # the library raises many types on a file that it can't parse
         reason = str(error).partition("\n")[0]
         raise StageError(f"not a readable safetensors file ({reason})", where=path.name) from error
-    # Ours even where the damage is in one of the two words that say so.
+    # A damaged file must not pass as someone else's, which has no checksum: either of two words marks it as ours.
     ours = ENTRY in stored or any(f'"{_SUM}"' in text for text in stored.values())
     if not ours:
         return tensors, {}
@@ -100,9 +101,10 @@ def _write(path: Path, specs: dict[str, TensorSpec], text: str) -> None:
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
     """The tensor in row-major order on the CPU."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        kind = "on the meta device, without numbers" if tensor.is_meta else f"of layout {tensor.layout}"
-        raise StageError(f"a tensor {kind} cannot be stored", where=name)
+    if tensor.is_meta:
+        raise StageError("a tensor on the meta device has no data to store", where=name)
+    if tensor.layout is not torch.strided:
+        raise StageError(f"a tensor of layout {tensor.layout} cannot be stored", where=name)
     return tensor.detach().cpu().contiguous()
 
 
@@ -115,7 +117,7 @@ def _spec(name: str, tensor: Tensor) -> TensorSpec:
 
 
 def _checksum(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """CRC-32 over the metadata and each tensor's name, type, shape and content, in the order of the names."""
+    """CRC-32 over the metadata, then the name, type, shape and content of each tensor, sorted by name."""
     text = json.dumps(meta, separators=(",", ":"))
     crc = zlib.crc32(text.encode())
     for name in sorted(tensors):
@@ -126,7 +128,7 @@ def _checksum(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 
 
 def _content_crc(tensor: Tensor, crc: int) -> int:
-    """CRC-32 of the sums of 4 KiB blocks as 64-bit words: any changed bit shows, at the speed of memory."""
+    """CRC-32 of the sums of 4 KiB blocks read as 64-bit words: detects any changed bit, at the speed of memory."""
     data = np.frombuffer(raw_bytes(tensor), np.uint8)
     whole = len(data) // _BLOCK * _BLOCK
     sums = data[:whole].view(np.uint64).reshape(-1, _BLOCK // 8).sum(1, dtype=np.uint64)
@@ -134,6 +136,8 @@ def _content_crc(tensor: Tensor, crc: int) -> int:
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's content in row-major order; no copy where it lies so on the CPU."""
+    """A tensor's content in row-major order; not a copy where the tensor is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
+    if not flat.numel():
+        return memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy().data)

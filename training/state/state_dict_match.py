@@ -1,7 +1,7 @@
-"""Weights in a file that somebody else wrote: every state dict in it, and the one that fits the model.
+"""Finds the state dict that fits a model in a checkpoint file of any trainer.
 
-Trainers nest them under keys, prefix them with the names of wrappers, and keep averages beside them or alone. A state
-dict fits when it has every tensor of the model, at its shape, under the name that is left without wrappers and prefix.
+Trainers nest state dicts under keys, prefix names with those of wrappers, and store averages beside the weights or
+alone. A state dict fits when, without wrappers and prefix, it has every tensor of the model at its shape.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from layerline.training.model.canonical_names import Named
 from layerline.training.state import checkpoint, checkpoint_reader, safetensors_io, tensor_forms
 
 _AVERAGES = frozenset({"ema", "averaged", "average", "avg", "shadow", "swa"})
-# What trainers leave among the weights that no model has: counters of averages, of operations, extra states.
+# Entries that trainers store among the weights and no model has: counters of averages, of operations, extra states.
 _NO_WEIGHTS = ("n_averaged", "*total_ops", "*total_params", "*_extra_state")
 _SHOWN = 8
+# No trainer nests this deep. The bound ends the search before Python's recursion limit does.
 _DEEPEST = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Tensors by name, as they stand in the file.
+    """One state dict of a file.
 
     Attributes:
-        path: where in the file, keys joined by dots; a prefix that the names share, with its dot, included.
-        ema: whether the file calls them averages.
-        tensors: without that prefix.
-        order: tensors by position instead of by name; some trainers keep averages of parameters so.
-        prefix: put before the names, where they lack the one module that the whole model lies in.
+        path: its place in the file, keys joined by dots; ends with a dot where it is a prefix that names share.
+        ema: whether the file calls the tensors averages.
+        tensors: by name, without that prefix.
+        order: tensors by position instead of by name; some trainers store averages of parameters in this form.
+        prefix: put before the names where the file lacks the name of the one module that holds the whole model.
     """
 
     path: str
@@ -56,14 +57,14 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A state dict held against the model.
+    """The result of comparing a state dict with the model.
 
     Attributes:
-        tensors: what fits, by canonical name.
-        missing: names that the model has and the file has not.
-        wrong: what does not fit, in words: names that the model has not, shapes and types that differ.
-        extra: names that the model has not.
-        notes: what was left out or filled in.
+        tensors: tensors that fit, by canonical name.
+        missing: names that only the model has.
+        wrong: one message for each unknown name and each shape or type that differs.
+        extra: names that only the file has.
+        notes: one message for each kind of tensor that was left out or filled in.
     """
 
     state: State
@@ -79,25 +80,20 @@ class Fit:
 
 
 def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
-    """What a file holds, and notes: mappings, lists and modules with tensors at their ends.
+    """Reads a file: mappings, lists and modules with tensors as leaves.
 
     Args:
         trust: whether a pickle may run code where it needs to.
 
+    Returns:
+        The content, and notes for the report.
+
     Raises:
-        StageError: no checkpoint, not readable, or needs trust; names the classes that it wants to make.
+        StageError: not a checkpoint, not readable, or it needs trust; names the classes that it would create.
     """
     check_checkpoint(path)
     if path.suffix == checkpoint.SUFFIX:
-        stored, meta = safetensors_io.load(path)
-        tensors = tensor_forms.from_file(stored, meta)
-        if "lanes" not in meta:
-            return tensors, ()
-        found = {
-            n: dict(zip(("online", "ema"), checkpoint_reader.of_model(tensors, meta, n), strict=True))
-            for n in meta["lanes"]
-        }
-        return found.get("", found), ()  # a model that is the only one has the empty name
+        return _read_safetensors(path), ()
     _refuse_packed(path)
     try:
         return _load(path, weights_only=True), ()
@@ -110,8 +106,22 @@ def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
         raise StageError(f"torch can't read it: {type(error).__name__}: {error}", where=path.name) from error
 
 
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    stored, meta = safetensors_io.load(path)
+    tensors = tensor_forms.from_file(stored, meta)
+    if "lanes" not in meta:
+        return tensors
+    models: dict[str, Any] = {}
+    for name in meta["lanes"]:
+        online, averages = checkpoint_reader.of_model(tensors, meta, name)
+        models[name] = {"online": online, "ema": averages}
+    # A model that is the only one has the empty name.
+    single: dict[str, Any] = models.get("", models)
+    return single
+
+
 def _refuse_packed(path: Path) -> None:
-    """Refuses an archive that unpacks to more than it is, before any of it is unpacked: torch.save never compresses.
+    """Refuses a zip bomb before any of it is unpacked: torch.save never compresses, so a real file can't grow.
 
     Raises:
         StageError: names both sizes.
@@ -120,11 +130,11 @@ def _refuse_packed(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return  # not an archive, or one that torch has its own words for
+        return  # not an archive, or a damaged one, for which torch has a message
     size = path.stat().st_size
     if unpacked > size:
         raise StageError(
-            f"its entries unpack to {unpacked} bytes, and the file has {size}; torch.save never compresses",
+            f"its entries unpack to {unpacked} bytes, but the file has {size} bytes; torch.save never compresses",
             where=path.name,
             hint="if you trust it, load it and save it again with torch.save",
         )
@@ -132,32 +142,37 @@ def _refuse_packed(path: Path) -> None:
 
 def _load(path: Path, *, weights_only: bool) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # how else it could be read, which nobody here chooses
+        warnings.simplefilter("ignore")  # torch's advice on other ways to load, which the user can't choose here
         return torch.load(path, map_location="cpu", weights_only=weights_only)
 
 
-def check(fit: Fit, known: Named) -> None:
-    """Refuses weights that are no numbers, here or in the model's own types. A buffer may hold Inf, as masks do.
+def check(fit: Fit, model: Named) -> None:
+    """Refuses weights that are not finite, in the file or in the model's own types. A buffer may hold Inf, as masks do.
 
     Raises:
         StageError: NaN, Inf, or a number that the model's type can't hold; names the tensor and the first element.
     """
-    for name, own in known.tensors.items():
-        tensor, param = fit.tensors[name], name in known.params
-        tensor = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
-        _refuse(fit, name, tensor, ~tensor.isfinite() if param else tensor.isnan(), "a finite number")
-        beyond = tensor.isfinite() & ~tensor.to(own.dtype).isfinite()
-        _refuse(fit, name, tensor, beyond, f"what {_type(own)} can hold")
+    for name, target in model.tensors.items():
+        tensor = fit.tensors[name]
+        if tensor.is_floating_point() and tensor.itemsize == 1:
+            tensor = tensor.float()  # torch has no isfinite for float8
+        if name in model.params:
+            not_finite = ~tensor.isfinite()
+        else:
+            not_finite = tensor.isnan()
+        _refuse_elements(fit, name, tensor, not_finite, "a finite number")
+        overflowing = tensor.isfinite() & ~tensor.to(target.dtype).isfinite()
+        _refuse_elements(fit, name, tensor, overflowing, f"a number that {_type(target)} can hold")
 
 
 def states(tree: Any, path: str = "", around: tuple[int, ...] = ()) -> Iterator[State]:
-    """Every state dict in what was read, the outer ones first; what holds itself is looked into once.
+    """Every state dict in the content of a file, outer ones first. A container that holds itself is visited once.
 
     Args:
-        around: ids of what the tree lies in.
+        around: ids of the containers that `tree` lies in.
 
     Raises:
-        StageError: nested deeper than any trainer does, or a tensor without numbers of its own; names where.
+        StageError: nested deeper than any trainer does, or a tensor without data; names its place.
     """
     if len(around) > _DEEPEST:
         raise StageError(f"nested more than {_DEEPEST} levels deep", where=f"{path:.60}…")
@@ -167,7 +182,8 @@ def states(tree: Any, path: str = "", around: tuple[int, ...] = ()) -> Iterator[
         return
     within = (*around, id(tree))
     if isinstance(tree, Mapping):
-        if tensors := dict(_flat(tree, path)):
+        tensors = dict(_flat(tree, path))
+        if tensors:
             yield State(path=path, ema=_averaged(path) or "n_averaged" in tensors, tensors=tensors)
         for key, value in tree.items():
             yield from states(value, f"{path}.{key}" if path else str(key), within)
@@ -178,144 +194,186 @@ def states(tree: Any, path: str = "", around: tuple[int, ...] = ()) -> Iterator[
 
 
 def choose(tree: Any, model: nn.Module, *, key: str = "", ignore: Sequence[str] = ()) -> tuple[Fit | None, Fit | None]:
-    """The online weights and the averages that fit the model; None where the file has no such.
+    """The online weights and the averages that fit the model; None where the file has none.
 
     Args:
-        key: where in the file to look; everywhere when empty.
+        key: place in the file to look at; everywhere when empty.
         ignore: patterns of names in the file that the model need not have.
 
     Raises:
-        StageError: none fits, or several of one kind do that differ; lists what was found and what was expected.
+        StageError: none fits, or several of one kind fit and differ; lists the file's content and the model's tensors.
     """
-    known, there = canonical_names.named(model), list(states(tree))
-    parts = [p for s in there for p in _parts(s, known)]
-    parts = [p for p in parts if not key or p.where == key or p.path.startswith(f"{key}.")]
-    if key and not parts:
-        raise StageError(f"there is nothing under {key!r}; {_listed(there)}", where="key")
-    fits = [fit(part, known, ignore) for part in parts]
-    # What lies under a key of its own, before the same tensors seen as names that share a prefix.
-    complete = sorted((f for f in fits if f.complete), key=lambda f: f.state.path.endswith("."))
+    names = canonical_names.named(model)
+    file_states = list(states(tree))
+    candidates: list[State] = []
+    for state in file_states:
+        parts = _parts(state, names)
+        candidates += [p for p in parts if not key or p.where == key or p.path.startswith(f"{key}.")]
+    if key and not candidates:
+        raise StageError(f"there is nothing under {key!r}; {_listed(file_states)}", where="key")
+    fits = [fit(part, names, ignore) for part in candidates]
+    complete = [f for f in fits if f.complete]
+    # A state dict under a key of its own comes before the same tensors viewed as names that share a prefix.
+    complete.sort(key=lambda f: f.state.path.endswith("."))
     online = _only([f for f in complete if not f.state.ema], "online weights")
-    averages = _only([f for f in complete if f.state.ema] or _completed(fits, online, known), "averages")
+    averages = _only([f for f in complete if f.state.ema] or _completed(fits, online, names), "averages")
     if online is None and averages is None:
-        raise _nothing_fits(there, fits, known)
+        raise _nothing_fits(file_states, fits, names)
     return online, averages
 
 
-def fit(state: State, known: Named, ignore: Sequence[str] = ()) -> Fit:
-    """Holds a state dict against a model's names and shapes; wrappers' names are taken off."""
-    target = known.tensors
+def fit(state: State, model: Named, ignore: Sequence[str] = ()) -> Fit:
+    """Compares a state dict with a model's names and shapes; names of wrappers are removed."""
+    target = model.tensors
     if state.order:
-        pairs = dict(zip(known.params, state.order, strict=False))
-        return _judge(state, pairs, known, [] if len(pairs) == len(state.order) else ["more tensors than parameters"])
+        by_position = dict(zip(model.params, state.order, strict=False))
+        too_many = len(by_position) < len(state.order)
+        return _compare(state, by_position, model, ["more tensors than parameters"] if too_many else [])
     try:
-        bare = canonical_names.strip({state.prefix + n: t for n, t in state.tensors.items()}, known)
+        tensors = canonical_names.strip({state.prefix + n: t for n, t in state.tensors.items()}, model)
     except StageError as error:
-        return Fit(state=state, tensors={n: t for n, t in state.tensors.items() if n in target}, wrong=(error.what,))
-    extra = [n for n in bare if n not in target]
-    dropped = [n for n in extra if any(fnmatch(n, p) for p in (*_NO_WEIGHTS, *ignore))]
-    unknown = [f"unknown {n} {tuple(bare[n].shape)}" for n in extra if n not in dropped]
-    fitted = _judge(state, {n: t for n, t in bare.items() if n in target}, known, unknown)
-    notes = [f"left out of {state.where}: {', '.join(dropped[:_SHOWN])}"] if dropped else []
-    notes += [f"{state.where} names its tensors without {state.prefix}"] if state.prefix else []
-    return replace(fitted, notes=(*fitted.notes, *notes), extra=tuple(n for n in extra if n not in dropped))
+        matching = {n: t for n, t in state.tensors.items() if n in target}
+        return Fit(state=state, tensors=matching, wrong=(error.what,))
+    matching, dropped, extra = {}, [], []
+    for name, tensor in tensors.items():
+        if name in target:
+            matching[name] = tensor
+        elif any(fnmatch(name, pattern) for pattern in (*_NO_WEIGHTS, *ignore)):
+            dropped.append(name)
+        else:
+            extra.append(name)
+    result = _compare(state, matching, model, [f"unknown {n} {tuple(tensors[n].shape)}" for n in extra])
+    notes = list(result.notes)
+    if dropped:
+        notes.append(f"left out of {state.where}: {', '.join(dropped[:_SHOWN])}")
+    if state.prefix:
+        notes.append(f"{state.where} names its tensors without {state.prefix}")
+    return replace(result, notes=tuple(notes), extra=tuple(extra))
 
 
-def _parts(state: State, known: Named) -> Iterator[State]:
-    """The state dict as it is; below each prefix that ends where a name of the model begins; and with the prefix of the
-    one module that the whole model lies in."""
+def _parts(state: State, model: Named) -> Iterator[State]:
+    """The ways to read a state dict: as it is, below each prefix that ends where a name of the model begins, and with
+    the prefix of the one module that holds the whole model."""
     yield state
-    own = sorted([*known.tensors, *known.aliases], key=len)[-3:]
-    keys = {canonical_names.bare(k): k for k in state.tensors}
-    for prefix in dict.fromkeys(k[: -len(n)] for n in own for k in keys if k.endswith(f".{n}")):
+    stored_names = {canonical_names.bare(name): name for name in state.tensors}
+    # Three of the longest names are enough to see a shared prefix, and keep this linear in the size of the file.
+    longest = sorted([*model.tensors, *model.aliases], key=len)[-3:]
+    prefixes: dict[str, None] = {}
+    for name in longest:
+        for stored in stored_names:
+            if stored.endswith(f".{name}"):
+                prefixes[stored.removesuffix(name)] = None
+    for prefix in prefixes:
         path = f"{state.path}.{prefix}" if state.path else prefix
-        below = {k.removeprefix(prefix): state.tensors[kept] for k, kept in keys.items() if k.startswith(prefix)}
+        below = {}
+        for bare_name, stored in stored_names.items():
+            if bare_name.startswith(prefix):
+                below[bare_name.removeprefix(prefix)] = state.tensors[stored]
         yield State(path=path, ema=state.ema or _averaged(prefix), tensors=below)
-    roots = {n.partition(".")[0] for n in known.tensors}
+    roots = {n.partition(".")[0] for n in model.tensors}
     if len(roots) == 1 and state.tensors:
         yield replace(state, prefix=f"{roots.pop()}.")
 
 
-def _judge(state: State, given: Mapping[str, Tensor], known: Named, wrong: list[str]) -> Fit:
-    target = known.tensors
-    # Counted for a momentum that hardly anyone uses; files from before torch 0.4.1 have none.
-    grown = canonical_names.resized(known, given)
-    counters = {n: t for n, t in target.items() if n not in given and n.endswith("num_batches_tracked")}
-    wrong = wrong + [
-        f"{n} is {tuple(t.shape)}, the model has {tuple(target[n].shape)}"
-        for n, t in given.items()
-        if t.shape != target[n].shape and n not in grown
-    ]
-    wrong += [
-        f"{n} is {_type(t)}, the model has {_type(target[n])}"
-        for n, t in given.items()
-        if t.shape == target[n].shape and not _convertible(t, target[n])
-    ]
+def _compare(state: State, tensors: Mapping[str, Tensor], model: Named, wrong: Sequence[str]) -> Fit:
+    """Shapes and types of tensors under the model's names."""
+    target = model.tensors
+    resizable = canonical_names.resized(model, tensors)
+    shapes, types = [], []
+    for name, tensor in tensors.items():
+        expected = target[name]
+        if tensor.shape == expected.shape:
+            if not _convertible(tensor, expected):
+                types.append(f"{name} is {_type(tensor)}, the model has {_type(expected)}")
+        elif name not in resizable:
+            shapes.append(f"{name} is {tuple(tensor.shape)}, the model has {tuple(expected.shape)}")
+    counters, missing = {}, []
+    for name, tensor in target.items():
+        if name in tensors:
+            continue
+        # These only count for BatchNorm(momentum=None), and files from before torch 0.4.1 have none.
+        if name.endswith("num_batches_tracked"):
+            counters[name] = tensor
+        else:
+            missing.append(name)
+    notes = []
+    if counters:
+        notes.append(f"{len(counters)} counters of batches are not in the file and stay at 0")
     return Fit(
         state=state,
-        tensors={**given, **counters},
-        missing=tuple(n for n in target if n not in given and n not in counters),
-        wrong=tuple(wrong),
-        notes=(f"{len(counters)} counters of batches are not in the file and stay at 0",) if counters else (),
+        tensors={**tensors, **counters},
+        missing=tuple(missing),
+        wrong=(*wrong, *shapes, *types),
+        notes=tuple(notes),
     )
 
 
-def _refuse(fit: Fit, name: str, tensor: Tensor, bad: Tensor, expected: str) -> None:
+def _refuse_elements(fit: Fit, name: str, tensor: Tensor, bad: Tensor, expected: str) -> None:
     if not bad.any():
         return
-    at = tuple(int(i) for i in bad.nonzero()[0])
+    index = tuple(int(i) for i in bad.nonzero()[0])
+    element = f"{name}{list(index)}" if index else name
     raise StageError(
-        f"{name}{list(at) if at else ''} is {tensor[at].item()}, expected {expected}; {int(bad.sum())} of "
-        f"{bad.numel()} elements are not that",
+        f"{element} is {tensor[index].item()}, expected {expected}; {int(bad.sum())} of "
+        f"{bad.numel()} elements are wrong in this way",
         where=fit.state.where,
-        hint="take a checkpoint from before it went wrong",
+        hint="use a checkpoint from before the training diverged",
     )
 
 
-def _convertible(given: Tensor, own: Tensor) -> bool:
-    """Whether the numbers mean the same in the model's type: integers in place of floats are quantised ones."""
-    if own.is_floating_point() or own.is_complex():
-        return given.is_floating_point() or (own.is_complex() and given.is_complex())
-    return not given.is_complex() and bool((given == given.to(own.dtype)).all())
+def _convertible(tensor: Tensor, target: Tensor) -> bool:
+    """Whether the numbers mean the same in the model's type. Integers in place of floats are quantised weights."""
+    if target.is_floating_point() or target.is_complex():
+        return tensor.is_floating_point() or (target.is_complex() and tensor.is_complex())
+    return not tensor.is_complex() and bool((tensor == tensor.to(target.dtype)).all())
 
 
 def _type(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _completed(fits: Sequence[Fit], online: Fit | None, known: Named) -> list[Fit]:
-    """Averages of parameters alone, with the online weights' buffers."""
+def _completed(fits: Sequence[Fit], online: Fit | None, model: Named) -> list[Fit]:
+    """Averages of parameters alone, completed by the online weights' buffers."""
     if online is None:
         return []
-    partial = [f for f in fits if f.state.ema and not f.wrong and set(f.missing) <= known.buffers.keys()]
-    note = f"the averages hold no buffers: those of {online.state.where} are taken"
-    return [
-        replace(
-            f, tensors={**f.tensors, **{n: online.tensors[n] for n in f.missing}}, missing=(), notes=(*f.notes, note)
-        )
-        for f in partial
-    ]
+    note = f"the averages hold no buffers; the buffers of {online.state.where} are used"
+    completed = []
+    for candidate in fits:
+        lacks_buffers_only = set(candidate.missing) <= model.buffers.keys()
+        if candidate.state.ema and not candidate.wrong and lacks_buffers_only:
+            buffers = {name: online.tensors[name] for name in candidate.missing}
+            tensors = {**candidate.tensors, **buffers}
+            completed.append(replace(candidate, tensors=tensors, missing=(), notes=(*candidate.notes, note)))
+    return completed
 
 
-def _only(fits: Sequence[Fit], what: str) -> Fit | None:
-    """The first of several that are equal.
+def _only(fits: Sequence[Fit], kind: str) -> Fit | None:
+    """The first of several state dicts that are equal.
 
     Raises:
         StageError: two of them differ.
     """
+    if not fits:
+        return None
+    first = fits[0]
     for other in fits[1:]:
-        if any(t is not (o := other.tensors[n]) and not torch.equal(t, o) for n, t in fits[0].tensors.items()):
+        if not _equal(first.tensors, other.tensors):
             raise StageError(
-                f"{what} are found twice, and they differ: {fits[0].state.where} and {other.state.where}",
+                f"{kind} are in the file twice, and they differ: {first.state.where} and {other.state.where}",
                 where="key",
-                hint=f"say which: key: {fits[0].state.where}",
+                hint=f"choose one: key: {first.state.where}",
             )
-    return fits[0] if fits else None
+    return first
+
+
+def _equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return all(tensor is b[name] or torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
 def _flat(
     tree: Mapping[Any, Any], path: str, prefix: str = "", around: tuple[int, ...] = ()
 ) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor below `tree`, with the keys to it joined by dots."""
     if id(tree) in around or len(around) > _DEEPEST:
         return
     for key, value in tree.items():
@@ -327,85 +385,105 @@ def _flat(
 
 
 def _refuse_empty(tensor: Tensor, name: str) -> None:
-    """Refuses a tensor that has no numbers in rows and columns to take.
+    """Refuses a tensor that is not dense.
 
     Raises:
-        StageError: it is on the meta device, sparse, or of rows that differ in length.
+        StageError: it is on the meta device, sparse or nested.
     """
     if tensor.is_meta:
-        what, hint = "on the meta device: its numbers were never loaded or made", "save the model after it has weights"
-    elif tensor.is_nested or tensor.layout is not torch.strided:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        what, hint = f"a {kind} tensor, expected a dense one", "save it as tensor.to_dense()"
+        what = "on the meta device: it has a shape but no data"
+        hint = "save the model after its weights were loaded or initialised"
+    elif tensor.is_nested:
+        what, hint = "a nested tensor, expected a dense one", "save it as tensor.to_dense()"
+    elif tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        what, hint = f"a {layout} tensor, expected a dense one", "save it as tensor.to_dense()"
     else:
         return
     raise StageError(f"it is {what}", where=name, hint=hint)
 
 
 def _averaged(path: str) -> bool:
+    """Whether a key says "average": words are split at non-letters and at camelCase."""
     words = re.split(r"[^A-Za-z]+|(?<=[a-z])(?=[A-Z])", path)
     return any(w.lower() in _AVERAGES for w in words)
 
 
-def _nothing_fits(there: Sequence[State], fits: Sequence[Fit], known: Named) -> StageError:
-    expected = _some({n: tuple(t.shape) for n, t in known.tensors.items()})
-    said = ["nothing in the file fits the model", f"expected {len(known.tensors)} tensors: {expected}", _listed(there)]
-    nearest = max(fits, key=lambda f: (len(f.tensors), -len(f.missing) - len(f.wrong)), default=None)
+def _nothing_fits(file_states: Sequence[State], fits: Sequence[Fit], model: Named) -> StageError:
+    expected = _some({n: tuple(t.shape) for n, t in model.tensors.items()})
+    lines = ["nothing in the file fits the model", f"expected {len(model.tensors)} tensors: {expected}"]
+    lines.append(_listed(file_states))
     hint = "does model() build the network that was saved?"
+    nearest = max(fits, key=lambda f: (len(f.tensors), -len(f.missing) - len(f.wrong)), default=None)
     if nearest is not None and nearest.tensors:
-        faults = [*(f"missing {n} {tuple(known.tensors[n].shape)}" for n in nearest.missing), *nearest.wrong]
-        more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        said += [f"nearest is {nearest.state.where}:", *(f"  {f}" for f in (*faults[:_SHOWN], *more))]
+        faults = [f"missing {n} {tuple(model.tensors[n].shape)}" for n in nearest.missing]
+        faults += nearest.wrong
+        lines.append(f"nearest is {nearest.state.where}:")
+        lines += [f"  {fault}" for fault in faults[:_SHOWN]]
+        if len(faults) > _SHOWN:
+            lines.append(f"  and {len(faults) - _SHOWN} more")
         if len(nearest.extra) == len(faults):
-            hint = f"if the model need not have them: ignore: [{', '.join(_patterns(nearest.extra, known))}]"
-    return StageError("\n    ".join(said), where="weights", hint=hint)
+            hint = f"to leave them out: ignore: [{', '.join(_patterns(nearest.extra, model))}]"
+    return StageError("\n    ".join(lines), where="weights", hint=hint)
 
 
-def _patterns(extra: Sequence[str], known: Named) -> list[str]:
-    """The fewest patterns of whole modules that take in these names and none of the model's."""
-    found = dict[str, None]()
+def _patterns(extra: Sequence[str], model: Named) -> list[str]:
+    """The fewest patterns of whole modules that match these names and none of the model's."""
+    patterns: dict[str, None] = {}
     for name in extra:
-        parts = name.split(".")
-        heads = (".".join(parts[:i]) + "." for i in range(1, len(parts)))
-        head = next((h for h in heads if not any(n.startswith(h) for n in known.tensors)), None)
-        found[f"{head}*" if head else name] = None
-    return list(found)
+        patterns[_pattern(name, model)] = None
+    return list(patterns)
 
 
-def _listed(found: Sequence[State]) -> str:
-    shown = [f"{s.where} ({len(s.tensors) or len(s.order)} tensors: {_some(_shapes(s))})" for s in found]
-    return f"found {'; '.join(shown[:_SHOWN]) or 'no tensors'}"
+def _pattern(name: str, model: Named) -> str:
+    """`head.*` of the outermost module that the model has not; the name itself where the model has all of them."""
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        head = ".".join(parts[:depth]) + "."
+        if not any(n.startswith(head) for n in model.tensors):
+            return f"{head}*"
+    return name
+
+
+def _listed(file_states: Sequence[State]) -> str:
+    shown = []
+    for state in file_states[:_SHOWN]:
+        count = len(state.tensors) or len(state.order)
+        shown.append(f"{state.where} ({count} tensors: {_some(_shapes(state))})")
+    return f"the file holds {'; '.join(shown) or 'no tensors'}"
 
 
 def _shapes(state: State) -> dict[str, tuple[int, ...]]:
-    return {n: tuple(t.shape) for n, t in state.tensors.items()} or {
-        str(i): tuple(t.shape) for i, t in enumerate(state.order)
-    }
+    if state.tensors:
+        return {name: tuple(t.shape) for name, t in state.tensors.items()}
+    return {str(index): tuple(t.shape) for index, t in enumerate(state.order)}
 
 
 def _some(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return ", ".join(f"{n} {s}" for n, s in [*shapes.items()][:3]) + (", …" if len(shapes) > 3 else "")
+    first = [f"{name} {shape}" for name, shape in list(shapes.items())[:3]]
+    return ", ".join(first) + (", …" if len(shapes) > 3 else "")
 
 
 def _refusal(path: Path, error: Exception) -> StageError:
-    """Why a file can't be read without running what is pickled in it, or at all."""
+    """Why a file can't be read without running the code that is pickled in it, or can't be read at all."""
     try:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    except Exception as reason:  # noqa: BLE001 - whatever torch says about a file that it can't look into
+    except Exception as reason:  # noqa: BLE001 - torch raises many types on a file that it can't parse
         unsafe = []
         if "torchscript" in str(reason).lower():
             unsafe = ["a TorchScript program"]
-    if not unsafe:
-        # What follows is torch's advice to run the pickle's code, or where to file an issue.
-        said = str(error).rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
-        said = " ".join(said.partition("Please file an issue")[0].split()) or "no message"
+    if unsafe:
         return StageError(
-            f"torch can't read it as weights; damaged, or no checkpoint at all: {type(error).__name__}: {said:.300}",
+            f"it holds more than weights: {', '.join(sorted(unsafe)[:_SHOWN])}; reading that runs code from the file",
             where=path.name,
-            hint="expected .safetensors, or what torch.save writes of a state dict",
+            hint="save the state dict alone; or, if you trust the source: `trust: true` (pipe init … --trust)",
         )
+    # After these words torch advises to run the pickle's code, or says where to file an issue.
+    reason_text = str(error).rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
+    reason_text = " ".join(reason_text.partition("Please file an issue")[0].split()) or "no message"
     return StageError(
-        f"it holds more than weights: {', '.join(sorted(unsafe)[:_SHOWN])}; reading that runs code from the file",
+        "torch can't read it as weights: it is damaged, or not a checkpoint: "
+        f"{type(error).__name__}: {reason_text:.300}",
         where=path.name,
-        hint="save the state dict alone; or, if you trust where it comes from: `trust: true` (pipe init … --trust)",
+        hint="expected a .safetensors file, or a state dict written by torch.save",
     )

@@ -1,7 +1,7 @@
-"""State as data: any nest of containers, numbers and tensors as one JSON text and one flat table of tensors.
+"""Serialises nested containers, numbers and tensors as one JSON text and one flat table of tensors, without pickle.
 
-Nothing is pickled. A class is looked up among those that this process has loaded, never imported, and only tensor
-subclasses, enumerations, named tuples and the plain objects that the caller names are made again.
+Reading never imports a module: a class is looked up among those that this process has loaded, and only tensor
+subclasses, enumerations, named tuples and plain objects of classes that the caller lists are created.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from layerline.pipeline.errors import StageError
 
 Tensors = dict[str, Tensor]
 Classes = Mapping[str, type]
-_Held = tuple[dict[str, Any], Tensor, str]  # the node of a tensor, itself, and its name in the table
+# A stored tensor: its JSON node, the tensor itself, and its name in the table.
+_Stored = tuple[dict[str, Any], Tensor, str]
+# The key that marks a JSON object as a node of this format.
 _TAG = "$"
 _SEQUENCES: Mapping[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}
 _FACTORIES: Mapping[Any, str] = {dict: "dict", list: "list", set: "set", int: "int", float: "float"}
@@ -34,13 +36,13 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def pack(tree: Any, prefix: str, tensors: Tensors, classes: Classes | None = None) -> Any:
-    """JSON for `tree`; its tensors go to `tensors` under `prefix/path/in/the/tree`, one that occurs twice once.
+    """JSON for `tree`. Adds its tensors to `tensors` as `prefix/path/in/the/tree`, a shared one only once.
 
     Args:
-        classes: plain objects of these are taken apart into their attributes.
+        classes: plain objects of these are stored as their attributes.
 
     Raises:
-        StageError: a value that is no data; names its path.
+        StageError: a value that can't be stored as data; names its path.
     """
     try:
         return _Packer(tensors, classes or {}).node(tree, prefix)
@@ -49,7 +51,7 @@ def pack(tree: Any, prefix: str, tensors: Tensors, classes: Classes | None = Non
 
 
 def unpack(node: Any, prefix: str, tensors: Mapping[str, Tensor], classes: Classes | None = None) -> Any:
-    """The tree that was packed under `prefix`; its tensors are those of `tensors`, not copies.
+    """The tree that was packed under `prefix`. Its tensors are those of `tensors`, not copies.
 
     Raises:
         KeyError: a tensor is missing.
@@ -62,13 +64,14 @@ def unpack(node: Any, prefix: str, tensors: Mapping[str, Tensor], classes: Class
 
 
 def is_compound(value: Any) -> bool:
-    """Whether it is a tensor made of others by torch's protocol for subclasses; one split over ranks is not meant."""
-    own = isinstance(value, Tensor) and type(value) not in _PLAIN and not hasattr(value, "full_tensor")
-    return own and hasattr(value, "__tensor_flatten__")
+    """Whether it is a tensor subclass that consists of other tensors. A DTensor, which is split over ranks, is not."""
+    if not isinstance(value, Tensor) or type(value) in _PLAIN or hasattr(value, "full_tensor"):
+        return False
+    return hasattr(value, "__tensor_flatten__")
 
 
 class _Reader:
-    """What `pack` writes, read back."""
+    """One call of `unpack`."""
 
     def __init__(self, tensors: Mapping[str, Tensor], classes: Classes) -> None:
         self._tensors, self._classes = tensors, classes
@@ -85,26 +88,33 @@ class _Reader:
             return _VALUES[kind](node)
         if kind in _TENSORS:
             tensor = self._tensors[node.get("at", at)]
-            return _TENSORS[kind](torch.as_strided(tensor, *node["view"]) if "view" in node else tensor)
+            if "view" in node:
+                tensor = torch.as_strided(tensor, *node["view"])
+            return _TENSORS[kind](tensor)
         if kind in _SEQUENCES:
             return _SEQUENCES[kind](self.tree(node["items"], at))
         if kind == "deque":
             return deque(self.tree(node["items"], at), node["maxlen"])
         if kind == "dict":
-            make = _MAPPINGS[node.get("type", "dict")]
-            return make([self._pair(coded, inner, f"{at}/{_segment(coded, i)}")
-                         for i, (coded, inner) in enumerate(node["items"])])  # fmt: skip
-        return self._of_class(node, at)
+            pairs = []
+            for index, (encoded_key, inner) in enumerate(node["items"]):
+                place = f"{at}/{_segment(encoded_key, index)}"
+                key = self._key(encoded_key, place)
+                pairs.append((key, self.tree(inner, place)))
+            return _MAPPINGS[node.get("type", "dict")](pairs)
+        return self._instance(node, at)
 
-    def _pair(self, coded: Any, node: Any, at: str) -> tuple[Any, Any]:
-        if isinstance(coded, str):
-            key: Any = int(coded[1:]) if coded[0] == "i" else coded[1:]
-        else:
-            key = self.tree(coded, f"{at}/key")
-        return key, self.tree(node, at)
+    def _key(self, encoded: Any, at: str) -> Any:
+        """A key of a mapping: `i3` is the number 3, `sname` the text "name"; others are nodes."""
+        if not isinstance(encoded, str):
+            return self.tree(encoded, f"{at}/key")
+        if encoded[0] == "i":
+            return int(encoded[1:])
+        return encoded[1:]
 
-    def _of_class(self, node: Mapping[str, Any], at: str) -> Any:
-        kind, name = node[_TAG], str(node.get("class"))
+    def _instance(self, node: Mapping[str, Any], at: str) -> Any:
+        kind = node[_TAG]
+        name = str(node.get("class"))
         if kind == "enum":
             return _loaded(name, Enum, at)[node["name"]]
         if kind == "named":
@@ -112,22 +122,25 @@ class _Reader:
         if kind == "subclass":
             parts = {part: self.tree(inner, f"{at}/{part}") for part, inner in node["parts"].items()}
             context = self.tree(node["context"], f"{at}/context")
-            make = _loaded(name, Tensor, at).__tensor_unflatten__
-            return make(parts, context, torch.Size(node["size"]), tuple(node["strides"]))
-        if kind == "object" and name in self._classes:
-            thing: Any = object.__new__(self._classes[name])
-            vars(thing).update(self.tree(node["attributes"], at))
-            return thing
-        raise _unmakable(name if kind == "object" else str(kind), at)
+            unflatten = _loaded(name, Tensor, at).__tensor_unflatten__
+            return unflatten(parts, context, torch.Size(node["size"]), tuple(node["strides"]))
+        if kind != "object":
+            raise _unknown_class(str(kind), at)
+        if name not in self._classes:
+            raise _unknown_class(name, at)
+        # The attributes are the whole state: __init__ may have side effects and must not run.
+        instance: Any = object.__new__(self._classes[name])
+        vars(instance).update(self.tree(node["attributes"], at))
+        return instance
 
 
 class _Packer:
-    """One call of `pack`: remembers which tensors it has stored."""
+    """One call of `pack`. Remembers the tensors that it has stored, so that shared memory stays shared."""
 
     def __init__(self, tensors: Tensors, classes: Classes) -> None:
         self._tensors, self._classes = tensors, classes
-        self._held: dict[object, _Held] = {}
-        self._buffers: dict[object, list[_Held]] = {}
+        self._stored: dict[object, _Stored] = {}
+        self._by_storage: dict[object, list[_Stored]] = {}
 
     def node(self, tree: Any, at: str) -> Any:
         if tree is None or isinstance(tree, bool):
@@ -141,7 +154,9 @@ class _Packer:
         if isinstance(tree, str | int):
             return tree
         if isinstance(tree, float):
-            return tree if math.isfinite(tree) else {_TAG: "float", "value": repr(tree)}
+            if math.isfinite(tree):
+                return tree
+            return {_TAG: "float", "value": repr(tree)}  # JSON has no NaN and no infinity
         if isinstance(tree, Mapping):
             return self._mapping(tree, at)
         if isinstance(tree, list | tuple | set | frozenset | deque):
@@ -158,29 +173,35 @@ class _Packer:
         key: object = id(tensor)
         if plain and tensor.numel():
             key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if key in self._held:
-            node, _, name = self._held[key]
+        if key in self._stored:
+            node, _, name = self._stored[key]
             node.setdefault("at", name)
             return node
         name = at
-        while name in self._tensors:  # keys with a slash in them: {"a/b": …} beside {"a": {"b": …}}
+        while name in self._tensors:  # a key may hold a slash: {"a/b": …} beside {"a": {"b": …}}
             name += "'"
-        held = self._held[key] = ({_TAG: "tensor"} if name == at else {_TAG: "tensor", "at": name}, tensor, name)
-        others = self._buffers.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []) if plain else []
-        others.append(held)
+        node = {_TAG: "tensor"}
+        if name != at:
+            node["at"] = name
+        stored = (node, tensor, name)
+        self._stored[key] = stored
         self._tensors[name] = tensor.detach()
-        for other in others[:-1]:
-            if _overlap(other[1], tensor):
-                self._share(other, held)
-                break
-        return held[0]
+        if plain:
+            neighbours = self._by_storage.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), [])
+            for neighbour in neighbours:
+                if _overlap(neighbour[1], tensor):
+                    self._share(neighbour, stored)
+                    break
+            neighbours.append(stored)
+        return node
 
-    def _share(self, first: _Held, second: _Held) -> None:
-        """Two views of one buffer stay that: what is written through one is read through the other."""
-        base = first[0].setdefault("at", first[2])
+    def _share(self, first: _Stored, second: _Stored) -> None:
+        """Stores two overlapping tensors as views of one buffer, so that after loading they still share memory."""
+        first_node, first_tensor, first_name = first
+        base = first_node.setdefault("at", first_name)
         del self._tensors[second[2]]
-        whole = torch.empty(0, dtype=first[1].dtype, device=first[1].device)
-        self._tensors[base] = whole.set_(first[1].untyped_storage())
+        buffer = torch.empty(0, dtype=first_tensor.dtype, device=first_tensor.device)
+        self._tensors[base] = buffer.set_(first_tensor.untyped_storage())
         for node, view, _ in (first, second):
             node |= {"at": base, "view": [list(view.shape), list(view.stride()), view.storage_offset()]}
 
@@ -189,32 +210,35 @@ class _Packer:
             tensor = torch.from_numpy(np.array(array, order="K"))
         except TypeError as error:
             raise StageError(f"an array of {array.dtype} cannot be saved", where=at) from error
-        return {**self._tensor(tensor, at), _TAG: "scalar" if isinstance(array, np.generic) else "array"}
+        kind = "scalar" if isinstance(array, np.generic) else "array"
+        return {**self._tensor(tensor, at), _TAG: kind}
 
     def _mapping(self, tree: Mapping[Any, Any], at: str) -> Any:
-        kind = next((kind for kind, cls in _DICTS.items() if isinstance(tree, cls)), "dict")
-        if isinstance(tree, defaultdict):
-            if tree.default_factory not in _FACTORIES:
-                raise StageError(f"a defaultdict of {tree.default_factory} cannot be saved", where=at)
-            kind = f"default {_FACTORIES[tree.default_factory]}"
+        kind = _mapping_kind(tree, at)
         if kind == "dict" and all(isinstance(k, str) and k != _TAG for k in tree):
             return {k: self.node(v, f"{at}/{k}") for k, v in tree.items()}
         items = []
         for index, (key, value) in enumerate(tree.items()):
-            coded = self._key(key, f"{at}/k{index}/key")
-            items.append([coded, self.node(value, f"{at}/{_segment(coded, index)}")])
-        return {_TAG: "dict", "items": items, **({} if kind == "dict" else {"type": kind})}
+            encoded_key = self._key(key, f"{at}/k{index}/key")
+            items.append([encoded_key, self.node(value, f"{at}/{_segment(encoded_key, index)}")])
+        node: dict[str, Any] = {_TAG: "dict", "items": items}
+        if kind != "dict":
+            node["type"] = kind
+        return node
 
     def _key(self, key: Any, at: str) -> Any:
         if isinstance(key, Tensor):
             raise StageError("a key of type Tensor cannot be saved", where=at)
         if type(key) is int:
             return f"i{key}"
-        return f"s{key}" if type(key) is str else self.node(key, at)
+        if type(key) is str:
+            return f"s{key}"
+        return self.node(key, at)
 
     def _sequence(self, tree: Any, at: str) -> Any:
-        # A set has no order of its own, and the same content gives the same file.
-        ordered = sorted(tree, key=repr) if isinstance(tree, set | frozenset) else tree
+        ordered = tree
+        if isinstance(tree, set | frozenset):
+            ordered = sorted(tree, key=repr)  # a set has no order, and the same content must give the same file
         items = [self.node(v, f"{at}/{i}") for i, v in enumerate(ordered)]
         if isinstance(tree, list):
             return items
@@ -222,8 +246,11 @@ class _Packer:
             return {_TAG: "deque", "items": items, "maxlen": tree.maxlen}
         if hasattr(tree, "_fields"):
             return {_TAG: "named", "class": _name(type(tree)), "items": items}
-        kind = next(k for k in ("size", "frozenset", "set", "tuple") if isinstance(tree, _SEQUENCES[k]))
-        return {_TAG: kind, "items": items}
+        # torch.Size is a tuple, too: the special type comes first.
+        for kind in ("size", "frozenset", "set", "tuple"):
+            if isinstance(tree, _SEQUENCES[kind]):
+                return {_TAG: kind, "items": items}
+        raise AssertionError(type(tree))
 
     def _other(self, tree: Any, at: str) -> Any:
         if isinstance(tree, complex):
@@ -242,16 +269,32 @@ class _Packer:
         )
 
 
-def _overlap(*tensors: Tensor) -> bool:
-    """Whether the memory from the first to the last element of one meets that of the other."""
-    starts = [t.storage_offset() for t in tensors]
-    ends = [t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in tensors]
-    return all(t.numel() for t in tensors) and max(starts) <= min(ends)
+def _mapping_kind(tree: Mapping[Any, Any], at: str) -> str:
+    if isinstance(tree, defaultdict):
+        if tree.default_factory not in _FACTORIES:
+            raise StageError(f"a defaultdict of {tree.default_factory} cannot be saved", where=at)
+        return f"default {_FACTORIES[tree.default_factory]}"
+    for kind, cls in _DICTS.items():
+        if isinstance(tree, cls):
+            return kind
+    return "dict"
 
 
-def _segment(coded: Any, index: int) -> str:
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the spans of memory between the first and the last element of two tensors of one storage intersect."""
+    if not a.numel() or not b.numel():
+        return False
+    return max(a.storage_offset(), b.storage_offset()) <= min(_last_element(a), _last_element(b))
+
+
+def _last_element(tensor: Tensor) -> int:
+    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return int(tensor.storage_offset()) + sum(steps)
+
+
+def _segment(encoded_key: Any, index: int) -> str:
     """A key's part of the path."""
-    return coded if isinstance(coded, str) else f"k{index}"
+    return encoded_key if isinstance(encoded_key, str) else f"k{index}"
 
 
 def _name(cls: type) -> str:
@@ -259,17 +302,17 @@ def _name(cls: type) -> str:
 
 
 def _loaded(name: str, base: type, where: str) -> Any:
-    """A class by name, among the modules that are loaded already: nothing in a file may have a module imported."""
+    """A class by name, from the modules that are loaded already. A file must not be able to import a module."""
     module, _, path = name.partition(":")
-    thing: Any = sys.modules.get(module)
+    cls: Any = sys.modules.get(module)
     for part in path.split("."):
-        thing = getattr(thing, part, None)
-    if isinstance(thing, type) and issubclass(thing, base) and _name(thing) == name:
-        return thing
-    raise _unmakable(name, where)
+        cls = getattr(cls, part, None)
+    if isinstance(cls, type) and issubclass(cls, base) and _name(cls) == name:
+        return cls
+    raise _unknown_class(name, where)
 
 
-def _unmakable(name: str, where: str) -> StageError:
+def _unknown_class(name: str, where: str) -> StageError:
     return StageError(f"the checkpoint holds a {name}, which cannot be made here", where=where,
                       hint="make the optimizer that wrote it, of the same version, before loading")  # fmt: skip
 
@@ -277,7 +320,7 @@ def _unmakable(name: str, where: str) -> StageError:
 def _dtype(node: Mapping[str, Any]) -> torch.dtype:
     dtype = getattr(torch, str(node["value"]), None)
     if not isinstance(dtype, torch.dtype):
-        raise _unmakable(str(node["value"]), "dtype")
+        raise _unknown_class(str(node["value"]), "dtype")
     return dtype
 
 

@@ -1,4 +1,4 @@
-"""What a safetensors file can't say of a tensor: the order of its memory, and types that the format has not."""
+"""Stores the properties of a tensor that a safetensors file lacks: its order in memory, and further types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from layerline.pipeline.errors import StageError
 
 ENTRY = "forms"
-# Every version of the format has these; other types are written as bytes.
+# Types that every version of the format has. Tensors of other types are written as bytes.
 _STORED = frozenset({
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
     torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -19,18 +19,18 @@ _STORED = frozenset({
 
 
 def to_file(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors as the format has them, and what it can't say of each.
+    """Tensors in the format's types, and for each the properties that it lacks (its form).
 
     Raises:
-        StageError: a tensor without plain numbers: sparse, quantized or on the meta device.
+        StageError: a tensor that is sparse, quantized or on the meta device.
     """
-    out, forms = dict(tensors), {}
+    out = dict(tensors)
+    forms: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-            kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else tensor.layout
-            raise StageError(f"a tensor that is {kind} cannot be saved", where=name)
+        _check_dense(name, tensor)
         form: dict[str, Any] = {}
-        if (strides := dense(tensor)) != torch.empty(tensor.shape, device="meta").stride():
+        strides = dense(tensor)
+        if strides != torch.empty(tensor.shape, device="meta").stride():
             form["strides"] = list(strides)
         if tensor.dtype not in _STORED:
             flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
@@ -42,18 +42,21 @@ def to_file(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def from_file(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors as they were.
+    """The tensors that `to_file` was called with.
 
     Raises:
-        StageError: the notes don't fit the tensors.
+        StageError: the forms don't fit the tensors.
     """
-    out, name = dict(tensors), ""
+    out = dict(tensors)
+    name = ""
     try:
         for name, form in meta.get(ENTRY, {}).items():
             tensor = tensors[name]
             if "dtype" in form:
                 dtype = getattr(torch, form["dtype"])
-                tensor = (tensor.view(dtype) if tensor.numel() else tensor.to(dtype)).reshape(form["shape"])
+                # view() to a wider type refuses a tensor without elements
+                flat = tensor.view(dtype) if tensor.numel() else tensor.to(dtype)
+                tensor = flat.reshape(form["shape"])
             if "strides" in form:
                 strides = tuple(form["strides"])
                 if not _permutes(tensor.shape, strides):
@@ -61,21 +64,35 @@ def from_file(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[st
                 tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
             out[name] = tensor
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise StageError(f"damaged: what is noted of the tensor does not fit it ({error})", where=name) from error
+        raise StageError(f"damaged: the stored form does not fit the tensor ({error})", where=name) from error
     return out
 
 
 def dense(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of the tensor's axes in their order of memory, without gaps: its own, where it has none."""
+    """Strides that keep the order of the tensor's axes in memory, without gaps."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
+def _check_dense(name: str, tensor: Tensor) -> None:
+    kind = ""
+    if tensor.is_quantized:
+        kind = "quantized"
+    elif tensor.is_meta:
+        kind = "on the meta device"
+    elif tensor.layout is not torch.strided:
+        kind = str(tensor.layout)
+    if kind:
+        raise StageError(f"a tensor that is {kind} cannot be saved", where=name)
+
+
 def _permutes(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether strides only order the axes: others would overlap, or take any amount of memory."""
+    """Whether strides are a permutation of dense ones. Others, from a forged file, could overlap or take any amount of
+    memory."""
     if len(shape) != len(strides) or any(s < 0 for s in strides):
         return False
+    axes = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1]
     step = 1
-    for stride, size in sorted(pair for pair in zip(strides, shape, strict=True) if pair[1] != 1):
+    for stride, size in sorted(axes):
         if stride != step and 0 not in shape:
             return False
         step *= size
