@@ -1,7 +1,7 @@
-"""Batches whose order is a function of (seed, epoch, position): training can go on anywhere, with any workers.
+"""Batches in an order that depends only on (seed, epoch, position), so that training can resume at any batch.
 
-Random draws inside a sample (augmentation) are seeded per batch as well, so 0 workers and 2 workers give the same data
-and a worker has no state that a checkpoint would need.
+Random draws inside a sample (augmentation) are seeded per batch, too. The number of workers therefore doesn't change
+the data, and a worker has no state that a checkpoint would need.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Batches:
 
     Args:
         source: (x, y) arrays, a map-style Dataset of (input, target), or a re-iterable of batches.
-        batch_size: samples a batch; batches that come ready-made keep their size.
-        seed: orders the samples of each epoch anew; None keeps their order.
-        workers: processes that load samples of a Dataset; they change nothing but the speed.
-        hook: what to call the source in errors.
-        rank, ranks: of each batch this process has every `ranks`-th sample from `rank` on, so that the batches are the
-            same however many ranks share them.
+        batch_size: samples per batch; ready-made batches keep their size.
+        seed: shuffles the samples of each epoch; None keeps their order.
+        workers: processes that load samples of a Dataset.
+        hook: name of the source in errors.
+        rank, ranks: this process gets every `ranks`-th sample of each batch, beginning at `rank`, so that the batches
+            don't depend on the number of ranks.
 
     Attributes:
         epoch: of the next batch.
         position: of the next batch within its epoch.
-        counted: samples that count in the batch that was handed out last; 0 where a rank got no share of a short batch
-            and has its first sample instead, for there must be something to run.
+        counted: number of samples in this rank's share of the last batch. It is 0 where a short batch has no sample
+            for this rank; the rank then gets the first sample, since every rank must run a forward pass.
         waited: seconds spent waiting for data so far.
     """
 
@@ -63,7 +63,7 @@ class Batches:
 
     @property
     def per_epoch(self) -> int | None:
-        """Batches in an epoch; None where an iterable does not tell its length."""
+        """Batches in an epoch; None where an iterable has no length."""
         if self.form == "batches":
             return len(self.source) if hasattr(self.source, "__len__") else None
         return -(-self._samples // self.batch_size)
@@ -78,15 +78,22 @@ class Batches:
         return rows(self.source) if self.form == "columns" else len(self.source)
 
     def forever(self) -> Iterator[Any]:
-        """Batch after batch, epoch after epoch, from the current position; `epoch` and `position` are already
-        those of the batch after the one that was handed out."""
-        make = {"columns": self._from_columns, "samples": self._from_samples, "batches": self._from_batches}[self.form]
-        batches = make()
+        """Batches without end from the current position on. While the caller has a batch, `epoch` and `position` are
+        those of the batch after it."""
+        if self.form == "columns":
+            batches = self._from_columns()
+        elif self.form == "samples":
+            batches = self._from_samples()
+        else:
+            batches = self._from_batches()
         while True:
             start = time.perf_counter()
             epoch, position, last, self.counted, batch = next(batches)
             self.waited += time.perf_counter() - start
-            self.epoch, self.position = (epoch + 1, 0) if last else (epoch, position + 1)
+            if last:
+                self.epoch, self.position = epoch + 1, 0
+            else:
+                self.epoch, self.position = epoch, position + 1
             yield batch
 
     def one_epoch(self) -> Iterator[Any]:
@@ -104,7 +111,7 @@ class Batches:
         self.epoch, self.position = state["epoch"], state["position"]
 
     def _places(self) -> Iterator[tuple[int, int, bool]]:
-        """(epoch, position, whether it is the epoch's last) of every batch to come."""
+        """(epoch, position, whether it is the epoch's last one) of the batches to come, without end."""
         per_epoch = self.per_epoch
         assert per_epoch is not None
         epoch, position = self.epoch, self.position
@@ -115,26 +122,29 @@ class Batches:
                 epoch, position = epoch + 1, 0
 
     def _from_columns(self) -> Iterator[tuple[int, int, bool, int, Any]]:
-        order, ordered = _order(self._samples, self.seed, self.epoch), self.epoch
+        order_epoch = self.epoch
+        order = _order(self._samples, self.seed, order_epoch)
         for epoch, position, last in self._places():
-            if epoch != ordered:
-                order, ordered = _order(self._samples, self.seed, epoch), epoch
-            chosen, counted = self.share.of(order[position * self.batch_size : (position + 1) * self.batch_size])
-            yield epoch, position, last, counted, each_tensor(self.source, partial(_chosen, chosen))
+            if epoch != order_epoch:
+                order_epoch = epoch
+                order = _order(self._samples, self.seed, epoch)
+            rows, counted = self.share.of(order[position * self.batch_size : (position + 1) * self.batch_size])
+            yield epoch, position, last, counted, each_tensor(self.source, partial(_select, rows))
 
     def _from_samples(self) -> Iterator[tuple[int, int, bool, int, Any]]:
         loaded = _Seeded(self.source, self.batch_size, self.seed, self.share)
-        # Its own generator: the loader must not draw its workers' seed from the model's random numbers.
+        # With a generator of its own the loader doesn't draw its workers' seed from the model's random numbers.
         loader = DataLoader(loaded, batch_size=None, sampler=_Places(self._places), num_workers=self.workers,
                             generator=torch.Generator())  # fmt: skip
         yield from loader
 
     def _from_batches(self) -> Iterator[tuple[int, int, bool, int, Any]]:
-        # An iterable has no position: the batches before it are drawn again, each under its own seed.
+        # An iterable can't start at a position: the batches before it are drawn again, each under its own seed.
         epoch, skipped = self.epoch, self.position
         while True:
             position, batch = 0, None
-            for position, following in enumerate(self._drawn(epoch)):  # one ahead: the last batch is known as such
+            # Drawing is one batch ahead, so that the last batch of an epoch is recognised.
+            for position, following in enumerate(self._drawn(epoch)):
                 if batch is not None and position > skipped:
                     yield epoch, position - 1, False, *self.share.of_batch(_in_tensors(batch))
                 batch = following
@@ -160,26 +170,33 @@ class Batches:
 
 @dataclass(frozen=True)
 class _Share:
-    """What one of several ranks has of each batch."""
+    """One rank's share of each batch."""
 
     rank: int
     ranks: int
 
     def of(self, rows: Tensor) -> tuple[Tensor, int]:
-        """Its rows, and how many count."""
+        """The rank's rows, and how many of them count."""
         if self.ranks == 1:
             return rows, len(rows)
-        own = rows[self.rank :: self.ranks]
-        return (own, len(own)) if len(own) else (rows[:1], 0)
+        share = rows[self.rank :: self.ranks]
+        if not len(share):
+            return rows[:1], 0
+        return share, len(share)
 
     def of_batch(self, batch: Any) -> tuple[int, Any]:
-        """The same of a batch that came ready-made: every tensor with the batch's first dimension is cut."""
+        """The same of a ready-made batch: the rows of every tensor whose first dimension is that of the batch."""
         samples = size(batch)
         rows, counted = self.of(torch.arange(samples))
         if self.ranks == 1:
             return counted, batch
 
-        return counted, each_tensor(batch, lambda t: t[rows] if t.ndim and len(t) == samples else t)
+        def shared(tensor: Tensor) -> Tensor:
+            if tensor.ndim and len(tensor) == samples:
+                return tensor[rows]
+            return tensor
+
+        return counted, each_tensor(batch, shared)
 
 
 class _Places:
@@ -193,7 +210,7 @@ class _Places:
 
 
 class _Seeded(Dataset[Any]):
-    """A dataset of whole batches, indexed by their places, each drawn under its own seed."""
+    """A dataset whose items are batches, indexed by their places and drawn under seeds of their own."""
 
     def __init__(self, samples: Any, batch_size: int, seed: int | None, share: _Share) -> None:
         self.samples, self.batch_size, self.seed, self.share = samples, batch_size, seed, share
@@ -203,17 +220,14 @@ class _Seeded(Dataset[Any]):
         epoch, position, last = place
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, _order(len(self.samples), self.seed, epoch)
-        whole = self._order[1][position * self.batch_size : (position + 1) * self.batch_size]
-        chosen, counted = self.share.of(whole)
-        own = (self.share.rank,) if self.share.rank else ()  # ranks draw apart, and rank 0 as one process does
-        with seeded(mix(self.seed or 0, epoch, position, *own)):
-            return (
-                epoch,
-                position,
-                last,
-                counted,
-                _in_tensors(default_collate([with_arrays(self.samples[i]) for i in chosen.tolist()])),
-            )
+        rows, counted = self.share.of(self._order[1][position * self.batch_size : (position + 1) * self.batch_size])
+        seed_parts = [self.seed or 0, epoch, position]
+        if self.share.rank:  # each rank draws its own numbers, and rank 0 those of a single process
+            seed_parts.append(self.share.rank)
+        with seeded(mix(*seed_parts)):
+            samples = [with_arrays(self.samples[i]) for i in rows.tolist()]
+            batch = _in_tensors(default_collate(samples))
+        return epoch, position, last, counted, batch
 
 
 def _order(samples: int, seed: int | None, epoch: int) -> Tensor:
@@ -223,20 +237,22 @@ def _order(samples: int, seed: int | None, epoch: int) -> Tensor:
 
 
 def as_tensor(value: Any, where: str = "batch") -> Tensor:
-    """A tensor; float64 becomes torch's default type: it is what numpy gives when nobody chose.
+    """A tensor. float64, which is numpy's default and rarely a choice, becomes torch's default type.
 
     Raises:
-        TaskError: an array of objects or strings, or of another type that torch has not.
-        ConfigError: a float64 beyond torch's default type; names its index and value.
+        TaskError: an array of objects or strings, or of another type that torch lacks.
+        ConfigError: a float64 out of the range of torch's default type; names its index and value.
     """
     try:
-        tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+        if not isinstance(value, Tensor):
+            value = torch.from_numpy(np.ascontiguousarray(value))
     except (TypeError, ValueError) as error:
         raise TaskError(
             f"an array of type {value.dtype} and shape {tuple(value.shape)} cannot become a tensor",
             where=where,
             hint="give numbers in one array: .astype(np.float32), or np.int64 for classes",
         ) from error
+    tensor: Tensor = value
     if tensor.dtype != torch.float64 or torch.get_default_dtype() == torch.float64:
         return tensor
     narrow = tensor.to(torch.get_default_dtype())
@@ -246,24 +262,30 @@ def as_tensor(value: Any, where: str = "batch") -> Tensor:
 
 
 def _in_tensors(batch: Any, where: str = "batch") -> Any:
-    """Arrays and lists of numbers as tensors; what is neither stays."""
-    return mapped(with_arrays(batch), lambda v: as_tensor(v, where) if hasattr(v, "shape") else v)
+    """Arrays and lists of numbers as tensors; other values unchanged."""
+    return mapped(with_arrays(batch), partial(_array_as_tensor, where=where))
 
 
-def _chosen(chosen: Tensor, column: Tensor) -> Tensor:
-    """Rows of a column; one number holds for all samples."""
-    return column.index_select(0, chosen.to(column.device)) if column.ndim else column
+def _array_as_tensor(value: Any, where: str = "batch") -> Any:
+    return as_tensor(value, where) if hasattr(value, "shape") else value
+
+
+def _select(rows: Tensor, column: Tensor) -> Tensor:
+    """Rows of a column; a single number holds for all samples."""
+    if not column.ndim:
+        return column
+    return column.index_select(0, rows.to(column.device))
 
 
 def size(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first input that has one."""
+    """The number of samples in a batch: the first dimension of its first input that has one."""
     args, kwargs, _ = split(batch)
     return rows((args, kwargs))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The same batch with its tensors on `device`."""
-    return each_tensor(batch, lambda t: t if t.device == device else t.to(device, non_blocking=True))
+    return each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def each_tensor(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -272,24 +294,30 @@ def each_tensor(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(batch)
     if isinstance(batch, Mapping):
         return {k: each_tensor(v, change) for k, v in batch.items()}
-    return tuple(each_tensor(v, change) for v in batch) if isinstance(batch, tuple | list) else batch
+    if isinstance(batch, tuple | list):
+        return tuple(each_tensor(v, change) for v in batch)
+    return batch
 
 
 def example_inputs(
     task: Task, n: int = 2, forward: Callable[..., Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(positional, keyword) arguments for forward: the task's own example, else the first `n` samples of its eval or
-    training data, read as `forward` takes them.
+    """(positional, keyword) arguments for forward: the task's example, or the first `n` samples of its eval or training
+    data, in the form that `forward` takes.
 
     Raises:
-        TaskError: there is neither.
+        TaskError: the task has neither.
     """
     if task.has("example_inputs"):
-        given = task.call("example_inputs")
-        if isinstance(given, Mapping):
-            return (), {k: _argument(v) for k, v in given.items()}
-        return tuple(map(_argument, given if isinstance(given, tuple) else (given,))), {}
-    hook = next((h for h in ("eval_data", "train_data", "calib_data") if task.has(h)), None)
+        example = task.call("example_inputs")
+        # A user's own Mapping is a leaf to pytree, so its values are converted one by one.
+        if isinstance(example, Mapping):
+            return (), {name: pytree.tree_map(_array_as_tensor, value) for name, value in example.items()}
+        if not isinstance(example, tuple):
+            example = (example,)
+        return tuple(pytree.tree_map(_array_as_tensor, value) for value in example), {}
+    hooks = [h for h in ("eval_data", "train_data", "calib_data") if task.has(h)]
+    hook = hooks[0] if hooks else None
     if hook is None:
         raise TaskError(
             "there is nothing to run the model on",
@@ -301,11 +329,6 @@ def example_inputs(
         return first_samples(source, n, hook, forward)
 
 
-def _argument(given: Any) -> Any:
-    """Arrays as tensors, also those in dicts, lists and tuples."""
-    return pytree.tree_map(lambda v: as_tensor(v) if hasattr(v, "shape") else v, given)
-
-
 def first_samples(
     source: Any, n: int, hook: str, forward: Callable[..., Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -313,7 +336,8 @@ def first_samples(
     batches = Batches(source, batch_size=n, seed=None, hook=hook)
     args, kwargs, _ = split(next(iter(islice(batches.forever(), 1))), forward)
 
-    def head(value: Any) -> Any:
-        return each_tensor(value, lambda t: t[:n] if t.ndim else t)
+    def first_rows(tensor: Tensor) -> Tensor:
+        return tensor[:n] if tensor.ndim else tensor
 
-    return tuple(map(head, args)), {k: head(v) for k, v in kwargs.items()}
+    positional = [each_tensor(value, first_rows) for value in args]
+    return tuple(positional), {name: each_tensor(value, first_rows) for name, value in kwargs.items()}

@@ -1,10 +1,11 @@
-"""What the shipped weights answer: golden inputs and outputs, and the output of every module on the way."""
+"""Golden inputs and outputs of the shipped weights, and the output of every module in a forward pass."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ _CALL_ALIKE = "call the arrays of the data (or what example_inputs() gives) as f
 
 
 def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a call by the names of forward's arguments, then keys and positions (`batch_image`, `args_0`).
+    """The tensors of a call, named by forward's arguments, then keys and positions (`batch_image`, `args_0`).
 
     Raises:
         TaskError: the call does not fit forward().
@@ -41,34 +42,41 @@ def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 def misfit(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
 ) -> TaskError:
-    """The error for arguments that forward() does not take: both lists of names, and where a name comes from."""
-    takes = [n for n in signature.parameters if n != "self"]
-    given = [*(f"{len(args)} by position" for _ in args[:1]), *kwargs]
-    left = [n for n in takes if n not in kwargs][len(args) :]
+    """The error for arguments that forward() does not take; names those of both sides."""
+    parameters = [n for n in signature.parameters if n != "self"]
+    arguments = [*kwargs]
+    if args:
+        arguments.insert(0, f"{len(args)} by position")
+    unfilled = [n for n in parameters if n not in kwargs][len(args) :]
     hint = _CALL_ALIKE
-    if kwargs and len(left) == 1 and not set(kwargs) & set(takes):
-        keys = [k.removeprefix(f"{left[0]}_") for k in kwargs]
-        told, called = ", ".join(f"{k!r}: …" for k in keys), ", ".join(f"{left[0]}_{k}" for k in keys)
+    if kwargs and len(unfilled) == 1 and not set(kwargs) & set(parameters):
+        # Perhaps forward() takes one dict, and the data's arrays are its entries.
+        name = unfilled[0]
+        keys = [k.removeprefix(f"{name}_") for k in kwargs]
+        entries = ", ".join(f"{k!r}: …" for k in keys)
+        flat_names = ", ".join(f"{name}_{k}" for k in keys)
         hint += (
-            f"; where it takes a dict, call them {called}, and let example_inputs() give {{{left[0]!r}: {{{told}}}}}"
+            f"; where it takes a dict, call them {flat_names}, and return {{{name!r}: {{{entries}}}}} "
+            "from example_inputs()"
         )
     return TaskError(
-        f"the example does not fit forward(): {error}; it gives {', '.join(given) or 'nothing'}, "
-        f"forward() takes {', '.join(takes) or 'nothing'}",
+        f"the example does not fit forward(): {error}; it gives {', '.join(arguments) or 'nothing'}, "
+        f"forward() takes {', '.join(parameters) or 'nothing'}",
         where="example_inputs",
         hint=hint,
     )
 
 
 def named_outputs(out: Any) -> dict[str, Tensor]:
-    """The tensors a model returns, by their keys and fields: `output`, `output_0`, `boxes`, `heads_mask`.
+    """The tensors a model returns, named by keys and fields: `output`, `output_0`, `boxes`, `heads_mask`.
 
     Raises:
-        TaskError: there is none.
+        TaskError: it returns none.
     """
-    fields = isinstance(out, Mapping) or hasattr(out, "_fields") or dataclasses.is_dataclass(out)
-    if found := dict(_tensors(out, () if fields else ("output",))):
-        return found
+    has_names = isinstance(out, Mapping) or hasattr(out, "_fields") or dataclasses.is_dataclass(out)
+    tensors = dict(_tensors(out, () if has_names else ("output",)))
+    if tensors:
+        return tensors
     raise TaskError(
         f"the model returns {type(out).__name__}, expected tensors",
         where="model",
@@ -78,21 +86,21 @@ def named_outputs(out: Any) -> dict[str, Tensor]:
 
 def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in a tree, named as the export stage names it."""
-    inside: Iterable[tuple[Any, Any]] = ()
+    entries: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Tensor):
         yield "_".join(path), value
     elif isinstance(value, Mapping):
-        inside = value.items()
+        entries = value.items()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inside = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        entries = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
     elif isinstance(value, tuple | list):
-        inside = zip(getattr(value, "_fields", range(len(value))), value, strict=True)
-    for key, item in inside:
+        entries = zip(getattr(value, "_fields", range(len(value))), value, strict=True)
+    for key, item in entries:
         yield from _tensors(item, (*path, str(key)))
 
 
 def forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """One forward pass without gradients, in the mode the model is in, on copies: it may write into its arguments.
+    """One forward pass without gradients, in the model's present mode, on copies of the arguments.
 
     Raises:
         TaskError: the model cannot run on this input.
@@ -107,31 +115,35 @@ def forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     except Exception as error:  # the model is the user's code
         if ran_out_of_memory(error):
             raise
-        told, hint = _unnamed(model, kwargs)
-        if not hint and torch.uint8 in (t.dtype for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
+        unnamed, hint = _unnamed(model, kwargs)
+        dtypes = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        if not hint and torch.uint8 in dtypes:
             hint = "the example holds uint8: convert it in the data hooks, or in forward(): x.float() / 255"
         raise TaskError(
-            f"the model cannot run on the example: {type(error).__name__}: {error}{told}",
+            f"the model cannot run on the example: {type(error).__name__}: {error}{unnamed}",
             where="example_inputs",
             hint=hint,
         ) from error
 
 
 def _unnamed(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, str]:
-    """Arguments that a forward(**kwargs) lets pass and has no name for, and what to do; both empty where none is."""
-    takes = [p for p in inspect.signature(model.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    names = [p.name for p in takes]
-    unknown = [k for k in kwargs if k not in names]
-    if not unknown:
+    """A message on arguments that only the **kwargs of forward() take, and a hint; both empty where there are none."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    unnamed = [k for k in kwargs if k not in names]
+    if not unnamed:
         return "", ""
-    told = f"; it gives {', '.join(unknown)}, which forward() does not name: it takes {', '.join(names)}"
-    return told, _CALL_ALIKE
+    message = f"; it gives {', '.join(unnamed)}, which forward() does not name: it takes {', '.join(names)}"
+    return message, _CALL_ALIKE
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """`inputs/<name>` and `outputs/<name>` of one forward pass."""
-    inputs, outputs = named_inputs(model, args, kwargs), named_outputs(forward(model, args, kwargs))
-    return {f"inputs/{n}": t for n, t in inputs.items()} | {f"outputs/{n}": t.detach() for n, t in outputs.items()}
+    inputs = named_inputs(model, args, kwargs)
+    outputs = named_outputs(forward(model, args, kwargs))
+    tensors = {f"inputs/{name}": tensor for name, tensor in inputs.items()}
+    tensors |= {f"outputs/{name}": tensor.detach() for name, tensor in outputs.items()}
+    return tensors
 
 
 def activations(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[str, Tensor]]:
@@ -139,23 +151,25 @@ def activations(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     The second call of a shared module is `path:1`, the third `path:2`.
     """
-    seen: dict[str, tuple[str, Tensor]] = {}
+    outputs: dict[str, tuple[str, Tensor]] = {}
     calls: dict[str, int] = {}
 
-    def keep(path: str, module: nn.Module, out: Any) -> None:
-        count = calls[path] = calls.get(path, -1) + 1
+    def record_output(path: str, module: nn.Module, _: Any, out: Any) -> None:
+        count = calls.get(path, 0)
+        calls[path] = count + 1
         if isinstance(out, Tensor) or (isinstance(out, tuple) and out and isinstance(out[0], Tensor)):
             tensor = first_output(out)
             if tensor.is_floating_point():
-                seen[f"{path}:{count}" if count else path] = type(module).__name__, tensor.detach().clone()
+                key = f"{path}:{count}" if count else path
+                outputs[key] = type(module).__name__, tensor.detach().clone()
 
-    handles = [
-        module.register_forward_hook(lambda m, _args, out, path=path: keep(path, m, out))
-        for path, module in modules(model) if path
-    ]  # fmt: skip
+    handles = []
+    for path, module in modules(model):
+        if path:
+            handles.append(module.register_forward_hook(partial(record_output, path)))
     try:
         forward(model, args, kwargs)
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return outputs

@@ -1,4 +1,4 @@
-"""The loss of a task that defines none, how many labels it averages over, and the main output of a model."""
+"""The default loss, the number of labels it averages over, and the main output of a model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from layerline.pipeline.errors import TaskError, ran_out_of_memory
 from layerline.pipeline.inputs.batches import described, leaves, split
 
-# What torch's cross-entropy leaves out: padding, and tokens that are no target.
+# Labels that torch's cross-entropy ignores: padding, and tokens that are not targets.
 IGNORED = -100
 
 
 def valid_labels(batch: Any) -> int | None:
-    """How many labels of a batch count for cross-entropy; None where the targets are no class numbers."""
+    """The number of labels of a batch that cross-entropy counts; None where the targets are not class numbers."""
     _, _, target = split(batch)
     if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():
         return None
@@ -26,14 +26,14 @@ def valid_labels(batch: Any) -> int | None:
 
 def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
     """Cross-entropy for integer targets (classes on axis 1, or on the last axis of sequences), mean squared error for
-    float ones; the model's own loss where it returns one.
+    float targets, and the model's own loss for a batch without target.
 
     Args:
         reduction: of cross-entropy over the labels that count. A mean over none of them is NaN, a sum is 0. The other
-            two losses are means in any case.
+            two losses are always means.
 
     Raises:
-        TaskError: a batch without target, or an output that no rule fits.
+        TaskError: a batch without target, or an output that fits none of these losses.
     """
     args, kwargs, target = split(batch, model.forward)
     if not any(isinstance(v, Tensor) for v in leaves((args, kwargs))):
@@ -42,8 +42,9 @@ def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "su
         )
     out = model(*args, **kwargs)
     if target is None:
-        if isinstance(own := getattr(out, "loss", None), Tensor):
-            return own
+        models_loss = getattr(out, "loss", None)
+        if isinstance(models_loss, Tensor):
+            return models_loss
         raise TaskError(
             "the batch has no label, and the model returns no loss",
             where="train_data",
@@ -52,13 +53,13 @@ def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "su
     output = first_output(out)
     if not isinstance(target, Tensor):
         raise TaskError(
-            "the label of a batch is no tensor",
+            "the label of a batch is not a tensor",
             where="train_data",
             hint="give arrays: np.asarray(y)",
         )
     if target.is_floating_point():
         if output.shape != target.shape and output.numel() == target.numel():
-            output = output.reshape(target.shape)  # (N, 1) against (N,): broadcasting would compare each with each
+            output = output.reshape(target.shape)  # (N, 1) and (N,) would broadcast to (N, N)
         if output.shape != target.shape:
             raise TaskError(
                 f"outputs are {tuple(output.shape)}, float targets {tuple(target.shape)}",
@@ -87,26 +88,31 @@ def _cross_entropy(output: Tensor, target: Tensor, reduction: Literal["mean", "s
             f"cross-entropy fails on outputs {tuple(output.shape)} and integer targets {tuple(target.shape)}: {error}"
         )
         if isinstance(error, IndexError):
-            lowest, highest = int(_numbered(target).min()), int(target.max())
+            lowest, highest = int(_counted(target).min()), int(target.max())
             what = f"targets go from {lowest} to {highest}, the model has {output.shape[1]} outputs"
         raise TaskError(what, where="loss", hint="number the classes from 0, or define loss(model, batch)") from error
 
 
-def _numbered(target: Tensor) -> Tensor:
-    """The labels that are no padding, so that an error names the class that is wrong."""
-    counting = target[target != IGNORED]
-    return counting if counting.numel() else target
+def _counted(target: Tensor) -> Tensor:
+    """The labels without padding, so that an error names the class that is wrong."""
+    labels = target[target != IGNORED]
+    return labels if labels.numel() else target
 
 
 def first_output(out: Any) -> Tensor:
-    """The main output of a model: itself, `logits`, or the first of several."""
+    """The main output of a model: the tensor it returns, its `logits`, or the first of several tensors."""
     if isinstance(out, Tensor):
         return out
-    if isinstance(logits := getattr(out, "logits", None), Tensor):
+    logits = getattr(out, "logits", None)
+    if isinstance(logits, Tensor):
         return logits
+    values: list[Any] = []
     if dataclasses.is_dataclass(out) and not isinstance(out, type):
-        out = {f.name: getattr(out, f.name) for f in dataclasses.fields(out)}
-    values = list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, tuple | list) else []
+        values = [getattr(out, f.name) for f in dataclasses.fields(out)]
+    elif isinstance(out, Mapping):
+        values = list(out.values())
+    elif isinstance(out, tuple | list):
+        values = list(out)
     if values and isinstance(values[0], Tensor):
         return values[0]
     raise TaskError(f"the model returns {type(out).__name__}, expected a tensor", where="model")

@@ -1,4 +1,4 @@
-"""Canonical names: a parameter is called the same however the model is wrapped, and a tied one is named once."""
+"""Canonical names: a parameter has one name, however the model is wrapped and whatever it is tied to."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
 from layerline.training.model.split_tensors import like, local
 
-# Wrapper class -> the attribute that holds the user's own module. Matched by class, so that a user's submodule that
-# happens to be called `module` keeps its name.
+# Wrapper class -> the attribute that holds the user's module. Wrappers are recognised by class, not by attribute, so
+# that a user's submodule called `module` keeps its name.
 WRAPPERS: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",
     "DistributedDataParallel": "module",
@@ -24,20 +24,20 @@ WRAPPERS: Mapping[str, str] = {
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "_FabricModule": "_forward_module",
 }
-# Packages whose classes of these names are wrappers; a user's own class of the same name is none.
+# Packages whose classes of these names are wrappers. A user's class may have the same name.
 _WRAPPING = ("torch.", "lightning.", "lightning_fabric.")
 _SEGMENTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_forward_module.")
 
 
 @dataclass(frozen=True)
 class Named:
-    """A model's own tensors, each once, in registration order.
+    """A model's tensors, each once, in registration order.
 
     Attributes:
         params: parameters by canonical name.
         buffers: persistent buffers by canonical name.
-        aliases: further names of tied tensors -> the name they are kept under.
-        owners: the module that holds each named tensor, also under its further names.
+        aliases: further names of tied tensors -> their canonical name.
+        owners: the module that holds each tensor, by canonical and further names.
     """
 
     params: dict[str, nn.Parameter]
@@ -51,26 +51,28 @@ class Named:
 
 
 class Slots:
-    """Buffers of a model as it holds them at the moment: a forward pass may put new tensors in their place.
+    """The places of buffers in a model. A forward pass may put new tensors there.
 
     Args:
-        model: where they are.
-        names: which ones.
+        model: the model's tensors.
+        names: canonical names of buffers.
     """
 
     def __init__(self, model: Named, names: Iterable[str]) -> None:
         self.names = list(names)
-        self._at = [(model.owners[n]._buffers, n.rpartition(".")[2]) for n in self.names]
+        self._places = [(model.owners[n]._buffers, n.rpartition(".")[2]) for n in self.names]
 
     def now(self) -> list[Tensor]:
-        """The tensors, in the order of `names`."""
-        return [held[last] for held, last in self._at]  # type: ignore[misc]  # named() leaves out what is None
+        """The present tensors, in the order of `names`."""
+        return [buffers[key] for buffers, key in self._places]  # type: ignore[misc]  # named() leaves out None
 
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The user's module inside any number of wrappers (compile, DDP, activation checkpointing)."""
-    while (inner := _inner(module)) is not None:
+    inner = _inner(module)
+    while inner is not None:
         module = inner
+        inner = _inner(module)
     return module
 
 
@@ -85,131 +87,134 @@ def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 def named(model: nn.Module) -> Named:
     """Names of a model's tensors.
 
-    Two names are tied when they hold the same Parameter, or two that are the same memory, shape and strides.
+    Two names are tied when they hold the same Parameter, or two with the same memory, shape and strides.
 
     Raises:
         TaskError: a lazy module has not run yet, so that a parameter has no shape.
     """
     out = Named({}, {}, {}, {})
-    seen: dict[tuple[object, ...], str] = {}
+    first_names: dict[tuple[object, ...], str] = {}
     for path, module in modules(model):
-        for last, param in module._parameters.items():
-            name = f"{path}.{last}".lstrip(".")
+        for key, param in module._parameters.items():
+            name = f"{path}.{key}".lstrip(".")
             if param is not None:
                 out.owners[name] = module
-                if _first(out, seen, name, param):
+                if _is_first(out, first_names, name, param):
                     out.params[name] = param
-        for last, buffer in module._buffers.items():
-            name = f"{path}.{last}".lstrip(".")
-            if buffer is not None and last not in module._non_persistent_buffers_set:
+        for key, buffer in module._buffers.items():
+            name = f"{path}.{key}".lstrip(".")
+            if buffer is not None and key not in module._non_persistent_buffers_set:
                 out.owners[name] = module
-                if _first(out, seen, name, buffer):
+                if _is_first(out, first_names, name, buffer):
                     out.buffers[name] = buffer
     return out
 
 
 def check_apart(models: Mapping[str, nn.Module]) -> None:
-    """Refuses models that train a parameter together: its gradients would mix, and two optimizers step it.
+    """Refuses models that share a trained parameter: its gradients would mix, and two optimizers would step it.
 
     Raises:
-        ConfigError: names the parameter, in both models.
+        ConfigError: names the parameter in both models.
     """
-    seen: dict[tuple[object, ...], str] = {}
-    for model, module in models.items():
-        mine = {_identity(p): n for n, p in named(module).params.items() if p.requires_grad}
-        for key, name in mine.items():
-            if key in seen:
-                raise ConfigError(f"two models train this parameter: {seen[key]} and {model}.{name}", where=name,
+    trained_by: dict[tuple[object, ...], str] = {}
+    for model_name, module in models.items():
+        trained = {_identity(p): n for n, p in named(module).params.items() if p.requires_grad}
+        for key, name in trained.items():
+            if key in trained_by:
+                other = trained_by[key]
+                raise ConfigError(f"two models train this parameter: {other} and {model_name}.{name}", where=name,
                                   hint="keep it in one of them, or freeze it (requires_grad_(False))")  # fmt: skip
-        seen |= {key: f"{model}.{name}" for key, name in mine.items()}
+        trained_by |= {key: f"{model_name}.{name}" for key, name in trained.items()}
 
 
-def strip(state: Mapping[str, Tensor], known: Named) -> dict[str, Tensor]:
-    """A state dict saved from a wrapped model, under canonical names; tied names fall together.
+def strip(state: Mapping[str, Tensor], model: Named) -> dict[str, Tensor]:
+    """A state dict saved from a wrapped model, by canonical names. Tied names are merged.
 
     Raises:
-        StageError: two tied names carry different values.
+        StageError: two tied names have different values.
     """
-    names = known.tensors.keys() | known.aliases.keys()
+    names = model.tensors.keys() | model.aliases.keys()
     out: dict[str, Tensor] = {}
     for key, tensor in state.items():
         name = _strip_name(key, names)
-        kept = known.aliases.get(name, name)
-        if kept in out and not _equal(out[kept], tensor):
-            raise StageError(f"{name} and {kept} are tied in the model and differ in the file", where=key)
-        out[kept] = tensor
+        canonical = model.aliases.get(name, name)
+        if canonical in out and not _equal(out[canonical], tensor):
+            raise StageError(f"{name} and {canonical} are tied in the model and differ in the file", where=key)
+        out[canonical] = tensor
     return out
 
 
 def bare(key: str) -> str:
-    """A key without the names of wrappers, which no module of a user's has; `module.` may be one's own, and stays."""
+    """A key without the names of wrappers. `module.` stays: a user's module may have this name."""
     for segment in _SEGMENTS:
         key = key.replace(segment, "")
     return key
 
 
 def check(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A state dict's tensors and the model's own, both by canonical name. See `resized` for shapes that may differ.
+    """The tensors of a state dict and of the model, both by canonical name. Buffers in `resized` may differ in shape.
 
     Raises:
-        StageError: names that are missing, unknown or of another shape; all are listed.
+        StageError: names that are missing, unknown or of another shape; lists them.
     """
-    known = named(model)
-    given = strip(state, known)
-    target = known.tensors
-    grown = resized(known, given)
-    wrong = [f"missing {n}" for n in target if n not in given]
-    wrong += [f"unknown {n}" for n in given if n not in target]
-    wrong += [
-        f"{n} is {tuple(given[n].shape)}, the model has {tuple(t.shape)}"
-        for n, t in target.items()
-        if n in given and given[n].shape != t.shape and n not in grown
-    ]
+    names = named(model)
+    tensors = strip(state, names)
+    target = names.tensors
+    resizable = resized(names, tensors)
+    wrong = [f"missing {n}" for n in target if n not in tensors]
+    wrong += [f"unknown {n}" for n in tensors if n not in target]
+    for name, expected in target.items():
+        if name in tensors and tensors[name].shape != expected.shape and name not in resizable:
+            wrong.append(f"{name} is {tuple(tensors[name].shape)}, the model has {tuple(expected.shape)}")
     if wrong:
-        shown = "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+        shown = "; ".join(wrong[:8])
+        if len(wrong) > 8:
+            shown += f"; and {len(wrong) - 8} more"
         raise StageError(
             f"the weights do not fit the model: {shown}", hint="was model() changed since they were saved?"
         )
-    return given, target
+    return tensors, target
 
 
-def resized(known: Named, given: Mapping[str, Tensor], *, try_only: bool = True) -> set[str]:
-    """Buffers of another shape that their module's own loading takes, as torch's load_state_dict() lets it.
+def resized(model: Named, tensors: Mapping[str, Tensor], *, try_only: bool = True) -> set[str]:
+    """Buffers that their module resizes when it loads a tensor of another shape, as torch's load_state_dict() allows.
 
-    The scale of a per-channel FakeQuantize is one number until its first forward pass.
+    For example, the scale of a per-channel FakeQuantize is one number until its first forward pass.
 
     Args:
-        known: the model's tensors.
-        given: tensors by canonical name.
+        model: the model's tensors.
+        tensors: tensors to load, by canonical name.
         try_only: loads into copies of the modules.
     """
-    differing = {n for n, b in known.buffers.items() if n in given and given[n].shape != b.shape}
-    owners = {id(known.owners[n]): known.owners[n] for n in differing}
+    differing = {n for n, b in model.buffers.items() if n in tensors and tensors[n].shape != b.shape}
+    owners = {id(model.owners[n]): model.owners[n] for n in differing}
     out: set[str] = set()
     for owner in owners.values():
-        module, errors = copy.deepcopy(owner) if try_only else owner, list[str]()
-        names = {n.rpartition(".")[2]: n for n, holder in known.owners.items() if holder is owner and n in given}
-        state = {last: given[n].clone() for last, n in names.items()}
+        module = copy.deepcopy(owner) if try_only else owner
+        names = {n.rpartition(".")[2]: n for n, holder in model.owners.items() if holder is owner and n in tensors}
+        state = {key: tensors[n].clone() for key, n in names.items()}
+        errors: list[str] = []
+        # Private, but the documented point at which modules override how they load their own tensors.
         module._load_from_state_dict(state, "", {"version": module._version}, False, [], [], errors)
-        taken = {n for last, n in names.items() if getattr(module, last).shape == given[n].shape}
-        out |= set() if errors else taken & differing
+        if not errors:
+            out |= {n for key, n in names.items() if n in differing and getattr(module, key).shape == tensors[n].shape}
     return out
 
 
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies a state dict into the model in place, whatever wrappers either was saved or is living under.
+    """Copies a state dict into the model in place. Wrappers on either side do not matter.
 
     Raises:
         StageError: as `check`, before anything is copied.
     """
-    given, target = check(model, state)
-    if any(given[n].shape != t.shape for n, t in target.items()):
-        resized(named(model), given, try_only=False)
+    tensors, target = check(model, state)
+    if any(tensors[n].shape != t.shape for n, t in target.items()):
+        resized(named(model), tensors, try_only=False)
         target = named(model).tensors
     with torch.no_grad():
         for name, tensor in target.items():
-            tensor.copy_(like(tensor, given[name]))
-    # Those who want to know are told. An empty load_state_dict() would do, but for hooks that read the state.
+            tensor.copy_(like(tensor, tensors[name]))
+    # load_state_dict() would run these hooks. It isn't called, even with {}, since other hooks read the state dict.
     for module in unwrap(model).modules():
         for hook in module._load_state_dict_post_hooks.values():
             hook(module, _IncompatibleKeys([], []))
@@ -224,18 +229,19 @@ def _inner(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def _first(out: Named, seen: dict[tuple[object, ...], str], name: str, tensor: Tensor) -> bool:
+def _is_first(out: Named, first_names: dict[tuple[object, ...], str], name: str, tensor: Tensor) -> bool:
+    """Whether a tensor has no name yet; otherwise records `name` as an alias."""
     if is_lazy(tensor):
         raise TaskError(
-            f"parameter {name} is not initialised: its shape is still open",
+            f"parameter {name} is not initialised: it has no shape yet",
             where=f"model: {name}",
             hint="run the model once on an example in model()",
         )
     key = _identity(tensor)
-    if key in seen:
-        out.aliases[name] = seen[key]
+    if key in first_names:
+        out.aliases[name] = first_names[key]
         return False
-    seen[key] = name
+    first_names[key] = name
     return True
 
 
@@ -251,8 +257,10 @@ def _strip_name(key: str, names: set[str]) -> str:
     # `module.` is a wrapper's prefix only where the model itself has no such name.
     while key not in names and key.startswith("module."):
         key = key.removeprefix("module.")
+    if key in names:
+        return key
     inner = ".".join(part for part in key.split(".") if part != "module")
-    return inner if key not in names and inner in names else key
+    return inner if inner in names else key
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

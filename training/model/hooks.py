@@ -1,4 +1,4 @@
-"""Hooks on a model that leave it free to be copied and saved."""
+"""Hooks that don't keep a model from being copied or pickled."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class Attached:
-    """A hook that belongs to this very module.
+    """A hook that does nothing in copies of its module.
 
-    `copy.deepcopy` and `torch.save` of a model take its hooks along. What stands behind these (optimizer, process
-    group, log) must not be doubled, and often cannot be pickled: in a copy they do nothing.
+    `copy.deepcopy` and `torch.save` of a model copy its hooks. The objects behind a hook (optimizer, process group,
+    log) must not be copied, and often can't be pickled.
 
     Args:
-        call: given the hook's arguments after the module.
+        call: called with the hook's arguments after the module.
     """
 
     def __init__(self, call: Callable[..., Any] | None) -> None:

@@ -1,4 +1,4 @@
-"""Training mode for a model that a task handed over: frozen parts keep the mode that they came in."""
+"""Puts a task's model into training mode; frozen parts keep their mode."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from torch import nn
 
 
 def train_mode(model: nn.Module) -> list[str]:
-    """Puts a model into training mode, except for parts that were handed over in eval mode on purpose.
+    """Puts a model into training mode, except for parts that the task left in eval mode on purpose.
 
-    A part in eval mode keeps it where the whole model is in training mode, or where none of its parameters is trained:
-    its running statistics and its dropout stay as they were.
+    A part in eval mode keeps it where the model itself is in training mode, or where none of the part's parameters is
+    trained: its running statistics and dropout stay as they were.
 
     Returns:
-        Warnings: the modules that are switched from eval to training mode although the task set them so.
+        A warning, where the whole model came in eval mode.
     """
     whole_in_eval = not model.training
     kept: list[nn.Module] = []

@@ -1,7 +1,7 @@
 """Number formats: autocast, the dynamic loss scale of fp16, float32 masters of half parameters.
 
-The loss scale is a Python number here, not torch's GradScaler: a step reads the gradient norm once in any case, and
-that number says whether anything overflowed, so no further kernel or synchronisation is needed.
+The loss scale is a Python number, not torch's GradScaler: a step reads the gradient norm in any case, and this number
+shows an overflow, so no further kernel or synchronisation is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OFF = nullcontext()
 
 
 def autocast(config: PrecisionConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes the context that a forward pass runs in."""
+    """A function that creates the context of a forward pass."""
     if config.amp == "fp32":
         return lambda: _OFF
     return partial(torch.autocast, device.type, HALF_TYPES[config.amp])
@@ -48,11 +48,16 @@ class LossScale:
 
     def __init__(self, config: PrecisionConfig) -> None:
         self.on = config.amp == "fp16"
-        given = config.loss_scale
-        self.dynamic = self.on and (given == "dynamic" or config.dynamic_loss_scale_window is not None)
+        configured = config.loss_scale
+        self.dynamic = self.on and (configured == "dynamic" or config.dynamic_loss_scale_window is not None)
         self.window = config.dynamic_loss_scale_window or 2000
         self.floor = config.min_loss_scale
-        self.value = 1.0 if not self.on else FIRST_SCALE if given == "dynamic" else float(given)
+        if not self.on:
+            self.value = 1.0
+        elif configured == "dynamic":
+            self.value = FIRST_SCALE
+        else:
+            self.value = float(configured)
         self.good = 0
 
     @property
@@ -65,25 +70,28 @@ class LossScale:
         if self.dynamic:
             self.good += 1
             if self.good >= self.window:
-                self.value, self.good = min(self.value * 2.0, GREATEST_SCALE), 0
+                self.value = min(self.value * 2.0, GREATEST_SCALE)
+                self.good = 0
 
     def overflowed(self) -> None:
         """One step was not finite."""
         if self.dynamic:
-            self.value, self.good = max(self.value / 2.0, self.floor), 0
+            self.value = max(self.value / 2.0, self.floor)
+            self.good = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value, "good": self.good}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.on:
-            self.value, self.good = state["value"], state["good"]
+            self.value = state["value"]
+            self.good = state["good"]
 
 
 class Masters:
-    """float32 copies that the optimizer steps in the place of half parameters; the model gets them rounded.
+    """float32 copies that the optimizer steps instead of half parameters. The model gets them rounded.
 
-    Gradients are added up in float32, so that a window of many micro-batches loses nothing to half precision.
+    Gradients are summed in float32, so that a window of many micro-batches loses no precision.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
@@ -91,10 +99,11 @@ class Masters:
         masters = [nn.Parameter(p.detach().float()) for p in self.half]
         self.full: list[Tensor] = [*masters]
         self._of = {id(p): m for p, m in zip(self.half, masters, strict=True)}
-        self._written: list[int] = []  # torch's version count of each half; while empty, all are compared
+        # torch's version counter of each half parameter; while the list is empty, all of them are compared.
+        self._versions: list[int] = []
 
     def stepped(self, param: nn.Parameter) -> nn.Parameter:
-        """What the optimizer steps for `param`: its master, or itself."""
+        """The tensor that the optimizer steps for `param`: its master, or itself."""
         return self._of.get(id(param), param)
 
     def has(self, param: nn.Parameter) -> bool:
@@ -102,7 +111,7 @@ class Masters:
         return id(param) in self._of
 
     def collect(self) -> None:
-        """Moves the half gradients of one backward pass into the masters'."""
+        """Adds the half gradients of one backward pass to the masters' gradients."""
         for half, full in zip(self.half, self.full, strict=True):
             if half.grad is None:
                 continue
@@ -120,23 +129,23 @@ class Masters:
             self.settled()
 
     def settled(self) -> None:
-        """Notes that the halves equal their masters: whatever is written to them from now on is someone else's."""
-        self._written = [p._version for p in self.half]
+        """Records that each half parameter equals its master: later writes come from the user's code."""
+        self._versions = [p._version for p in self.half]
 
     @torch.no_grad()
     def follow(self) -> bool:
-        """Takes over what someone else has written into halves since; where a half is its master, rounded, the master
-        stays.
+        """Copies values that the user's code has written into half parameters to their masters. A master whose rounded
+        value is still there keeps its further digits.
 
-        Writes through `.data` leave no mark and are seen at the first step only.
+        Writes through `.data` don't change torch's version counter and are noticed at the first step only.
         """
-        now = [p._version for p in self.half]
-        if now == self._written:
+        versions = [p._version for p in self.half]
+        if versions == self._versions:
             return False
         for i, (half, full) in enumerate(zip(self.half, self.full, strict=True)):
-            if not self._written or now[i] != self._written[i]:
+            if not self._versions or versions[i] != self._versions[i]:
                 full.copy_(torch.where(half == full.to(half.dtype), full, half.float()))
-        self._written = now
+        self._versions = versions
         return True
 
     def adopt(self, tensors: Sequence[Tensor]) -> None:
@@ -148,10 +157,10 @@ class Masters:
 
 
 def masters(config: Config, params: Sequence[nn.Parameter], *, custom: bool) -> Masters | None:
-    """Masters for those of `params` that are half; None where there are none, or none are wanted.
+    """Masters for the half parameters of `params`; None where there are none or the configuration turns them off.
 
     Raises:
-        ConfigError: a custom optimizer, or sophia, could not step them.
+        ConfigError: the optimizer is a custom one, or sophia, and can't step masters.
     """
     wanted = config.precision.master_weights
     if wanted is False or not any(p.dtype in HALF for p in params):

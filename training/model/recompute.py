@@ -1,7 +1,7 @@
-"""Activations recomputed in the backward pass instead of kept.
+"""Activation checkpointing: activations are recomputed in the backward pass instead of stored.
 
-The `forward` of a body's instance is replaced, so the model keeps its classes, its names and its state dict, and
-`remove()` leaves it as it was.
+The `forward` attribute of the instance is replaced, so that the model keeps its classes, names and state dict, and
+`remove()` restores it.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Checkpointed:
-    """A model some of whose layers keep their inputs only and are run again in the backward pass.
+    """A model some of whose layers store only their inputs and run again in the backward pass.
 
-    Bodies are the outermost nn.Sequential and nn.ModuleList of two layers or more. A Sequential is cut into segments of
-    `every` layers (and one that would begin by writing over its input joins the one before); in a ModuleList the user's
-    own code runs between the layers, so each of them is a segment. A Sequential of at most `every` layers that holds
-    bodies itself is not cut; they are.
+    Bodies are the outermost nn.Sequential and nn.ModuleList of two layers or more. A Sequential is divided into
+    segments of `every` layers; a layer that writes over its input joins the segment before it. In a ModuleList the
+    user's code runs between the layers, so each layer is a segment. A Sequential of at most `every` layers that
+    contains bodies is not divided; the bodies in it are.
 
-    Gradients are those of the plain model, bit for bit: the second run has the same random numbers (torch, numpy,
-    python), the same autocast, and copies of the buffers as they were before the first, so that spectral norms and
-    counters have the same effect and BatchNorm counts a batch once. What a layer keeps in plain attributes is not put
-    back. Forward hooks on recomputed layers run twice.
+    Gradients equal those of the plain model bit for bit: the second run has the same random numbers (torch, numpy,
+    python), the same autocast, and copies of the buffers from before the first run, so that spectral norms and counters
+    have the same effect and BatchNorm counts a batch once. Plain attributes of a layer are not restored. Forward hooks
+    on recomputed layers run twice.
 
-    Layers may be replaced, added and removed afterwards. New ones of a ModuleList keep their activations.
+    Layers may be replaced, added and removed later. New layers of a ModuleList store their activations.
 
     Args:
-        model: as the user has it, wrapped or not.
+        model: the user's model, wrapped or not.
         every: layers recomputed together.
 
     Raises:
-        ConfigError: there is nothing to cut.
+        ConfigError: the model has no body.
     """
 
     def __init__(self, model: nn.Module, every: int = 4) -> None:
@@ -50,7 +50,7 @@ class Checkpointed:
         self._undo: list[tuple[nn.Module, Any]] = []
         for _, body in self._bodies:
             if isinstance(body, nn.Sequential):
-                self._replace(body, _Cut(body, every))
+                self._replace(body, _Segmented(body, every))
             else:
                 for layer in body.children():
                     self._replace(layer, _Alone(layer))
@@ -58,24 +58,28 @@ class Checkpointed:
             raise ConfigError(
                 "the model has no nn.Sequential or nn.ModuleList of two layers or more",
                 where="memory.checkpointing",
-                hint="there is nothing to cut: leave it off",
+                hint="leave it off: there are no layers to recompute",
             )
 
     @property
     def segments(self) -> list[tuple[str, ...]]:
         """The layers of each segment, by canonical path."""
-        cut: list[tuple[str, ...]] = []
+        segments: list[tuple[str, ...]] = []
         for path, body in self._bodies:
             names = {layer: f"{path}.{n}".lstrip(".") for n, layer in body.named_children()}
             forward = body.__dict__.get("forward")
-            if isinstance(forward, _Cut):
-                cut += [tuple(names[layer] for layer in segment) for segment in forward.segments()]
-            else:
-                cut += [(name,) for layer, name in names.items() if isinstance(layer.__dict__.get("forward"), _Alone)]
-        return cut
+            if isinstance(forward, _Segmented):
+                for layers in forward.segments():
+                    paths = [names[layer] for layer in layers]
+                    segments.append(tuple(paths))
+                continue
+            for layer, name in names.items():
+                if isinstance(layer.__dict__.get("forward"), _Alone):
+                    segments.append((name,))
+        return segments
 
     def remove(self) -> None:
-        """Takes checkpointing off again."""
+        """Restores the model's own forward methods."""
         while self._undo:
             module, before = self._undo.pop()
             del module.__dict__["forward"]
@@ -87,14 +91,14 @@ class Checkpointed:
         module.__dict__["forward"] = forward
 
 
-class _Cut:
-    """The forward of a Sequential in segments. An object, not a closure: a deep copy of the model takes it along."""
+class _Segmented:
+    """The forward of a Sequential in segments. An object, not a closure, so that a deep copy of the model copies it."""
 
     def __init__(self, body: nn.Sequential, every: int) -> None:
         self._body, self._every = body, every
 
     def segments(self) -> list[list[nn.Module]]:
-        """The layers that the body has now."""
+        """The layers of each segment, as the body has them now."""
         out: list[list[nn.Module]] = []
         for layer in self._body:
             if not out or (len(out[-1]) >= self._every and not _overwrites(layer)):
@@ -129,7 +133,7 @@ def _overwrites(layer: nn.Module) -> bool:
 def _recomputed(run: Callable[..., Any], layers: Sequence[nn.Module], args: tuple[Any, ...], kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
-    # The random state is restored by the context: torch's own way leaves python and numpy out.
+    # The context restores the random state: torch's preserve_rng_state leaves python's and numpy's out.
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False,
                       context_fn=partial(_contexts, layers), **kwargs)  # fmt: skip
 
@@ -147,7 +151,9 @@ def _contexts(layers: Sequence[nn.Module]) -> tuple[AbstractContextManager[Any],
 
 def _bodies(module: nn.Module, every: int, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     module = unwrap(module)
-    inner = [b for n, child in module.named_children() for b in _bodies(child, every, f"{path}.{n}".lstrip("."))]
+    inner: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_children():
+        inner += _bodies(child, every, f"{path}.{name}".lstrip("."))
     if _is_body(module, every, holds_bodies=bool(inner)):
         yield path, module
     else:

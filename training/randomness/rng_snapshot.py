@@ -1,4 +1,4 @@
-"""Running a model again without side effects: the same random draws, and no second update of running statistics."""
+"""Runs a model again without side effects: the same random numbers, and no second update of running statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Draws(NamedTuple):
-    """The random state of this process as it is in memory; `rng_state` has the form that can be saved."""
+    """The random state of this process in memory. `rng_state` has the form for checkpoints."""
 
     python: Any
     numpy: Any
@@ -22,15 +22,15 @@ class Draws(NamedTuple):
 
 
 def draws() -> Draws:
-    """The present random state (some ten microseconds)."""
-    # A process that has not used CUDA yet has drawn nothing there, and must not be made to start it.
+    """The present random state. Takes about ten microseconds."""
+    # A process that has not used CUDA has no state there, and reading one would initialise CUDA.
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    # The user's layers may draw from numpy's global generator: it is their state that is kept, nothing is drawn here.
+    # The user's layers may draw from numpy's global generator, so its state is part of the snapshot.
     return Draws(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)  # noqa: NPY002
 
 
 def redraw(state: Draws) -> None:
-    """Puts a random state back."""
+    """Restores a random state."""
     random.setstate(state.python)
     np.random.set_state(state.numpy)  # noqa: NPY002
     torch.set_rng_state(state.cpu)
@@ -39,7 +39,7 @@ def redraw(state: Draws) -> None:
 
 
 class Past(NamedTuple):
-    """What a pass of some modules began with: their buffers, copied, training or not, and the random state."""
+    """The state that a pass of some modules began with: copies of buffers, training modes and the random state."""
 
     buffers: list[tuple[nn.Module, str, Tensor]]
     modes: list[tuple[nn.Module, bool]]
@@ -47,34 +47,34 @@ class Past(NamedTuple):
 
 
 def past(modules: Iterable[nn.Module]) -> Past:
-    """The state of modules before a pass that will be run again."""
+    """The present state of modules, taken before a pass that will be run again."""
     modules = list(modules)
     copies = [(m, n, b.detach().clone()) for m, n, b in _buffers(modules)]
     return Past(copies, [(m, m.training) for m in modules], draws())
 
 
 class Apart:
-    """Inside, modules work on copies of their buffers, and random draws leave no trace.
+    """Inside this context modules work on copies of their buffers; afterwards the random state is restored.
 
-    The buffers themselves are not written to, so that a backward pass which saved them is not disturbed. Can be entered
-    again and again.
+    The buffers themselves are not written to, since a backward pass may have saved them. The context is reusable.
 
     Args:
-        modules: those whose buffers are put aside.
-        start: the state to begin with; None goes on from the present one.
+        modules: modules whose buffers are copied.
+        start: the state to begin with; the present one by default.
     """
 
     def __init__(self, modules: Iterable[nn.Module], start: Past | None = None) -> None:
         self._modules, self._start = list(modules), start
 
     def __enter__(self) -> None:
-        now = list(_buffers(self._modules))
-        self._before = Past(now, [(m, m.training) for m in self._modules], draws())
-        for module, name, buffer in self._start.buffers if self._start else now:
-            module._buffers[name] = buffer.detach().clone()
+        buffers = list(_buffers(self._modules))
+        self._before = Past(buffers, [(m, m.training) for m in self._modules], draws())
         if self._start is not None:
+            buffers = self._start.buffers
             _set_modes(self._start.modes)
             redraw(self._start.draws)
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer.detach().clone()
 
     def __exit__(self, *_: object) -> None:
         for module, name, buffer in self._before.buffers:
@@ -85,7 +85,7 @@ class Apart:
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """After the block every module is in training or evaluation mode as it was before."""
+    """Restores the training or evaluation mode of every module after the block."""
     before = [(m, m.training) for m in model.modules()]
     try:
         yield
@@ -99,4 +99,7 @@ def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
 
 
 def _buffers(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    return ((m, n, b) for m in modules for n, b in m._buffers.items() if b is not None)
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module, name, buffer

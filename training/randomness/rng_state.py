@@ -1,4 +1,4 @@
-"""The random state of a process, as data: python, numpy, torch and every CUDA device."""
+"""The random state of a process in a form for checkpoints: python, numpy, torch and every CUDA device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CUDA: Any = torch.cuda
 
 
 def capture() -> dict[str, Any]:
-    """Everything needed to go on with the same draws."""
+    """The state from which the process draws the same numbers again."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002  (the state that user code draws from)
     return {
@@ -22,13 +22,13 @@ def capture() -> dict[str, Any]:
         "numpy": {"kind": kind, "keys": torch.from_numpy(np.asarray(keys, dtype=np.uint32).astype(np.int64)),
                   "position": position, "has_gauss": has_gauss, "cached": cached},
         "torch": torch.get_rng_state(),
-        # A process that has not used CUDA has drawn nothing there, and must not be made to start it.
+        # A process that has not used CUDA has no state there, and reading one would initialise CUDA.
         "cuda": torch.cuda.get_rng_state_all() if _CUDA.is_initialized() else [],
     }  # fmt: skip
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Puts back what `capture` took; states of CUDA devices that this machine has not are left aside."""
+    """Restores what `capture` returned, except for CUDA devices that this machine lacks."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
@@ -47,7 +47,7 @@ def seed_all(seed: int) -> None:
 
 
 def mix(*numbers: int) -> int:
-    """One 63-bit seed from several numbers; near inputs give unrelated seeds (splitmix64's finaliser)."""
+    """One 63-bit seed from several numbers. Similar inputs give unrelated seeds (the finaliser of splitmix64)."""
     state = 0
     for number in numbers:
         state = (state ^ (number & (2**64 - 1))) + 0x9E3779B97F4A7C15 & (2**64 - 1)
@@ -59,7 +59,7 @@ def mix(*numbers: int) -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draws on the CPU inside come from `seed` alone, and leave no trace outside; CUDA's generators are not touched."""
+    """Inside, random numbers on the CPU come from `seed`. Restores the state afterwards. CUDA's is not changed."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
