@@ -17,7 +17,7 @@ from typing import Any
 
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import PipeError, TaskError, Unavailable
-from layerline.pipeline.files import write_atomic
+from layerline.pipeline.files import write_own
 from layerline.pipeline.inputs.hook_names import near_misses
 from layerline.pipeline.inputs.untrusted import read_json
 from layerline.pipeline.inspection import CalledOnce, Finding, Inspection
@@ -105,9 +105,7 @@ def passed_before(project: Project, key: str) -> bool:
 
 def remember(project: Project, key: str) -> None:
     """Keeps that a check found no error."""
-    folder = project.state / "cache"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / _PASSED, json.dumps({"digest": key}), durable=False)
+    write_own(project.state / "cache" / _PASSED, json.dumps({"digest": key}), project.state, durable=False)
 
 
 def _look_at_names(look: Inspection) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerline.pipeline.inputs.untrusted import is_digest, read_json
+from layerline.pipeline.inputs.untrusted import is_digest, open_file, read_json
 
 if sys.platform == "linux":
     import fcntl
@@ -31,7 +31,7 @@ _SETTLED_NS = 2_000_000_000
 def sha256(path: Path) -> str:
     """SHA-256 of a file's bytes, in hex, read once in constant memory."""
     state = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=open_file) as file:
         buffer = memoryview(bytearray(_CHUNK))
         while count := file.readinto(buffer):
             state.update(buffer[:count])
@@ -41,7 +41,7 @@ def sha256(path: Path) -> str:
 def copied(source: Path, target: Path) -> str:
     """Copies a file's bytes; SHA-256 in hex of what was copied, read once."""
     state = hashlib.sha256()
-    with source.open("rb", buffering=0) as original, target.open("wb") as copy:
+    with open(source, "rb", buffering=0, opener=open_file) as original, target.open("wb") as copy:
         while chunk := original.read(_CHUNK):
             state.update(chunk)
             copy.write(chunk)
@@ -55,7 +55,7 @@ def is_open_for_writing(path: Path) -> bool:
     """
     if sys.platform != "linux":
         return False
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = open_file(str(path), os.O_RDONLY)
     try:
         # A lease for reading is refused while anyone has the file open for writing. Who opens it in the instant that
         # we hold one waits, and the signal that tells us so is one that is ignored.

@@ -11,7 +11,7 @@ from typing import Any
 from layerline.pipeline.config.project import Project, is_outside
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.files import Hasher
-from layerline.pipeline.inputs.untrusted import DIGITS, integer, read_json, storable
+from layerline.pipeline.inputs.untrusted import DIGITS, integer, open_file, read_json, storable
 from layerline.pipeline.keys import canonical, env, stage_code
 from layerline.pipeline.keys.fingerprint import Fingerprint, Reader
 from layerline.pipeline.reasons import describe
@@ -222,8 +222,8 @@ def asked(work: Path) -> tuple[str, ...]:
 
 def order(work: Path) -> int:
     """The number of a working folder among those of its project: the one begun last has the greatest."""
-    with suppress(OSError, ValueError):
-        return integer((work / ORDER).read_text("utf-8")[:DIGITS], 0, 2**53)
+    with suppress(OSError, ValueError), open(work / ORDER, "rb", opener=open_file) as file:
+        return integer(file.read(DIGITS).decode(), 0, 2**53)
     return 0
 
 

@@ -109,6 +109,12 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
     if folder.exists() and not folder.is_dir():
         raise ConfigError("it is a file, not a folder", where=str(folder))
     check_utf8(folder)
+    if (folder / STATE).is_symlink():
+        raise ConfigError(
+            f"it is a link to {str((folder / STATE).readlink())!r:.200}, where layerline would write and remove files",
+            where=STATE,
+            hint="remove the link; to keep the state on another disk, mount that disk here or move the project",
+        )
     document = Document(folder / FILE)
     for override in overrides:
         document.override(override)

@@ -7,9 +7,11 @@ YAML is read by `yamltext`, arrays by `npz`.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -129,11 +131,24 @@ def read_json(path: Path, *, size: int = JSON_BYTES, depth: int = JSON_DEPTH) ->
     """A JSON document from a file, bounded as by `parse_json`.
 
     Raises:
-        OSError: it can't be read.
+        OSError: it can't be read, or is a pipe or a device.
         ValueError: it is no JSON, or larger or deeper than that.
     """
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_file) as file:
         return parse_json(file.read(size + 1), size=size, depth=depth)
+
+
+def open_file(path: str, flags: int) -> int:
+    """Opens a file, as an `opener` of Python's `open`; a named pipe would wait for a writer, and a device never ends.
+
+    Raises:
+        OSError: it can't be opened, or is no regular file.
+    """
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return descriptor
 
 
 def parse_json(text: str | bytes, *, size: int = JSON_BYTES, depth: int = JSON_DEPTH) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -24,8 +24,6 @@ from layerline.pipeline.resume import cut_short
 
 # Where in the state lies what a person counts.
 _COUNTED = {"ledger/runs": "run", "store": "artifact", "work": "unfinished stage"}
-# Where else files are written under a temporary name; those of the ledger go with it.
-_WRITTEN = ("", "cache/", "work/*/")
 _PARTIAL = re.compile(r"\..+\.\d+\.\d+")
 
 
@@ -133,7 +131,8 @@ def _unneeded(project: Project, keep: int) -> list[Path]:
     artifacts = [store.root / digest for digest in store.digests() if digest not in in_use]
     work = [p for p in entries(project.works) if p.suffix != ".lock" and p.name not in resumable]
     half_gone = entries(store.root, f"{GONE}*")
-    half_written = [p for place in _WRITTEN for p in sorted(project.state.glob(f"{place}.*")) if _is_partial(p)]
+    written = (project.state, project.state / "cache", *entries(project.works))
+    half_written = [path for place in written for path in entries(place, ".*") if _is_partial(path)]
     return [*artifacts, *ledger.forget(keep, in_use), *work, *half_gone, *half_written, *abandoned()]
 
 
@@ -144,7 +143,10 @@ def _is_partial(path: Path) -> bool:
 
 def _garbage(project: Project, path: Path) -> Garbage:
     size = 0
-    for file in path.rglob("*") if path.is_dir() else [path]:
+    files: Iterable[Path] = path.rglob("*") if path.is_dir() else [path]
+    if path.is_symlink():  # the link goes, and not what it leads to
+        files = []
+    for file in files:
         with suppress(FileNotFoundError):  # a run that goes on may take it away
             size += file.stat().st_size if file.is_file() else 0
     inside = path.is_relative_to(project.root)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from layerline.pipeline import check
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.records import housekeeping
 from layerline.pipeline.records.run_lock import at_work, temporary_folder
@@ -227,3 +228,41 @@ def test_gc_removes_nothing_outside_of_the_state(id_: str, folder: Folder, tmp_p
     assert victim.read_text() == "mine" and folder.root.is_dir()
     assert housekeeping.verify(folder.load())[1] == []
     assert folder.ran() == []
+
+
+def test_gc_follows_no_link_in_the_state(folder: Folder, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / ".x.1.2").write_text("mine")
+    folder.run()
+    shutil.rmtree(folder.state / "cache")
+    (folder.state / "cache").symlink_to(victim)
+    (folder.state / "work" / "a").symlink_to(victim)
+    gone = {g.path: g.size for g in housekeeping.collect(folder.load(), 3, dry_run=True) or ()}
+    assert gone == {".layerline/work/a": 0}
+    check.remember(folder.load(), "0" * 64)
+    collect(folder, 3)
+    assert [p.name for p in victim.iterdir()] == [".x.1.2"] and check.passed_before(folder.load(), "0" * 64)
+
+
+def test_a_state_that_is_a_link_is_refused(folder: Folder, tmp_path: Path) -> None:
+    (tmp_path / "home" / "work" / "mine").mkdir(parents=True)
+    for leads in ("home", "nowhere"):
+        folder.state.unlink(missing_ok=True)
+        folder.state.symlink_to(tmp_path / leads)
+        with pytest.raises(ConfigError, match=rf"\.layerline: it is a link to '.*{leads}'"):
+            collect(folder, 0)
+    assert (tmp_path / "home" / "work" / "mine").is_dir() and not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders")
+def test_a_named_pipe_in_the_state_is_damage_and_nothing_waits_for_it(folder: Folder) -> None:
+    folder.run()
+    damaged = [*(folder.state / "ledger").rglob("*.json"), *(folder.state / "store").rglob("*.json")]
+    for file in damaged:
+        file.parent.chmod(0o700)
+        file.unlink()
+        os.mkfifo(file)
+    told = housekeeping.verify(folder.load())[1]
+    assert {p.what.split()[0] for p in told} == {"artifact", "record", "run"}
+    assert len(folder.ran()) == 3
