@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -80,3 +80,60 @@ def test_stages_do_not_know_each_other() -> None:
     for file in (ROOT / "stages").glob("*.py"):
         others = [name for name in imports(ast.parse(file.read_text("utf-8"))) if name.startswith("layerline.stages")]
         assert not others, file.name
+
+
+def _modules() -> dict[str, Path]:
+    names = {}
+    for file in FILES:
+        parts = ["layerline", *file.relative_to(ROOT).with_suffix("").parts]
+        if parts[-1] == "__init__":
+            parts.pop()
+        names[".".join(parts)] = file
+    return names
+
+
+def _imported_modules(file: Path, modules: Mapping[str, Path]) -> set[str]:
+    """Our modules that a file imports anywhere: at the top, in functions, and for type checkers alone."""
+    imported = set()
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                imported.add(submodule if submodule in modules else node.module)
+    return imported & modules.keys()
+
+
+def first_circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """A path of imports that leads back to its beginning; empty where there is none."""
+    finished: set[str] = set()
+
+    def search(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name not in finished:
+            for imported in sorted(graph[name]):
+                circle = search(imported, [*path, name])
+                if circle:
+                    return circle
+            finished.add(name)
+        return []
+
+    for name in graph:
+        circle = search(name, [])
+        if circle:
+            return circle
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = _modules()
+    graph = {name: _imported_modules(file, modules) for name, file in modules.items()}
+    assert len(graph) > 200
+    assert first_circle(graph) == []
+
+
+def test_a_circle_of_imports_is_noticed() -> None:
+    assert first_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert first_circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from layerline.pipeline.errors import StageError
 from layerline.training.diagnostics.nan_localizer import Origin, Pass, output_tensors, trace, weights
 from layerline.training.loop import rejected_steps as rejected
+from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.canonical_names import unwrap
 from layerline.training.model.hooks import Attached
 from layerline.training.randomness.rng_snapshot import past
-
-if TYPE_CHECKING:
-    from layerline.training.loop.step_engine import Lane
 
 # Rolling back to the same checkpoint more often than this only repeats what happened.
 _ROLL_BACKS = 3
@@ -86,7 +84,7 @@ class Recorder:
         lane: whose model is watched. Passes without gradients are not kept.
     """
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: LaneState) -> None:
         self._lane = lane
         self._window = (-1, -1)
         self.passes: list[Pass] = []
@@ -151,13 +149,13 @@ class Judge:
         findings: one for each row of rejected steps, where `nonfinite.triage` is on.
     """
 
-    def __init__(self, lane: Lane, roll_back: Callable[[], str | None]) -> None:
+    def __init__(self, lane: LaneState, roll_back: Callable[[], str | None]) -> None:
         self._config, self._roll_back = lane.config.nonfinite, roll_back
         self.recorder = Recorder(lane) if self._config.triage else None
         self.findings: list[Finding] = []
         self._where, self._times = "", 0
 
-    def rejected(self, lane: Lane, loss: float, norm: float) -> None:
+    def rejected(self, lane: LaneState, loss: float, norm: float) -> None:
         """Called while the rejected window's gradients are still there; not for what a smaller loss scale answers.
 
         Raises:
@@ -168,7 +166,7 @@ class Judge:
         if lane.skipped_in_a_row >= self._config.patience:
             self.enough(lane, self._end(lane, loss, norm))
 
-    def enough(self, lane: Lane, error: StageError) -> None:
+    def enough(self, lane: LaneState, error: StageError) -> None:
         """Called at as many rejected steps in a row as the policy allows: goes back, or ends with `error`.
 
         Raises:
@@ -188,7 +186,7 @@ class Judge:
         text = f"rolled back to {where} after {self._config.limit} rejected steps in a row"
         lane.monitor.warn(f"rolled back {where} {self._times}", text)
 
-    def _look(self, lane: Lane, finding: Finding) -> None:
+    def _look(self, lane: LaneState, finding: Finding) -> None:
         if lane.peers is not None:
             told = lane.peers.gather(finding)
             first = next((r for r, f in enumerate(told) if f.origin is not None), None)
@@ -196,7 +194,7 @@ class Judge:
         self.findings.append(finding)
         lane.monitor.warn(f"finding {finding.step}", str(finding))
 
-    def _end(self, lane: Lane, loss: float, norm: float) -> StageError:
+    def _end(self, lane: LaneState, loss: float, norm: float) -> StageError:
         if self.recorder is None or not self.findings:
             return rejected.not_finite(lane, loss, norm)
         found, times = self.findings[-1], lane.skipped_in_a_row

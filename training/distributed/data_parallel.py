@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,10 @@ from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import Config
 from layerline.training.distributed.parallel_strategy import Peers
 from layerline.training.distributed.ranks import Ranks, flattened, lines, unflatten
+from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.canonical_names import named
 from layerline.training.model.hooks import Attached
 from layerline.training.model.precision import HALF_TYPES
-
-if TYPE_CHECKING:
-    from layerline.training.loop.step_engine import Lane
 
 HOOKS = {
     "none": default_hooks.allreduce_hook,
@@ -68,7 +66,7 @@ class Replicas(Peers):
             reduced after the backward pass.
     """
 
-    def __init__(self, lane: Lane, ranks: Ranks, config: Config) -> None:
+    def __init__(self, lane: LaneState, ranks: Ranks, config: Config) -> None:
         super().__init__(lane, ranks)
         self._config = config.distributed
         self._every_step = config.accumulate.steps == 1
@@ -102,7 +100,7 @@ class Replicas(Peers):
             self._done, self._idle = False, _untouched(idle, before)
             self._complete()
 
-    def reduce(self, lane: Lane, *, synced: bool) -> None:  # noqa: ARG002
+    def reduce(self, lane: LaneState, *, synced: bool) -> None:  # noqa: ARG002
         """Brings the window's gradients to their mean over the ranks."""
         with self.guarded("reducing gradients"):
             if self._before is not None:  # a forward pass without a backward pass here: the others wait for it
@@ -124,7 +122,7 @@ class Replicas(Peers):
         return norms
 
     @torch.no_grad()
-    def _agree_and_reduce(self, lane: Lane) -> None:
+    def _agree_and_reduce(self, lane: LaneState) -> None:
         idle, sent = {id(p) for p in self._idle}, {id(p) for p in self._sent}
         pairs = list(zip(lane.params, lane.stepped, strict=True))
         here = [s.grad is not None and id(p) not in idle for p, s in pairs]

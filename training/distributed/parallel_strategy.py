@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from layerline.training.distributed.ranks import Ranks, flattened, kind, unflatten
 from layerline.training.loop.ema import statistics
+from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.canonical_names import Slots
 from layerline.training.model.hooks import Attached
 
 if TYPE_CHECKING:
-    from layerline.training.loop.step_engine import Lane
     from layerline.training.optimizers.param_groups import Member
 
 # Steps over which the ranks' times are compared. Slower by a fifth is told, unless it is noise of so few seconds.
@@ -45,7 +45,7 @@ class Peers(ABC):
         asked: the greatest of all ranks' numbers at the last step.
     """
 
-    def __init__(self, lane: Lane, ranks: Ranks) -> None:
+    def __init__(self, lane: LaneState, ranks: Ranks) -> None:
         self.lane, self.ranks = lane, ranks
         self.model: nn.Module = lane.model
         self.seconds: list[float] = []
@@ -66,7 +66,7 @@ class Peers(ABC):
         return self.guarded("the backward pass")
 
     @abstractmethod
-    def reduce(self, lane: Lane, *, synced: bool) -> None:
+    def reduce(self, lane: LaneState, *, synced: bool) -> None:
         """After the last backward pass of a window; `synced` says whether that pass was armed to reduce."""
 
     @abstractmethod

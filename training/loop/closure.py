@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.loop.accumulation import check_loss
-
-if TYPE_CHECKING:
-    from layerline.training.loop.step_engine import Lane
+from layerline.training.loop.lane_state import LaneState
 
 
 class Evaluation:
@@ -25,7 +22,7 @@ class Evaluation:
         loss: of the first evaluation, at the weights that the step began with.
     """
 
-    def __init__(self, lane: Lane, closure: Callable[[], Tensor]) -> None:
+    def __init__(self, lane: LaneState, closure: Callable[[], Tensor]) -> None:
         self._lane, self._closure = lane, closure
         self.loss = self._evaluate()
         self._unmoved = self._versions()
@@ -54,7 +51,7 @@ class Evaluation:
         return [p._version for p in self._lane.params]
 
 
-def check(lane: Lane) -> None:
+def check(lane: LaneState) -> None:
     """Refuses what cannot go with an optimizer that evaluates the loss itself.
 
     Raises:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
-from layerline.training.loop.step_engine import Lane
+from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.precision import wide
 from layerline.training.model.split_tensors import is_split, whole
 from layerline.training.randomness.rng_snapshot import modes_kept
 
 
-def switch(lane: Lane, *, ema: bool) -> None:
+def switch(lane: LaneState, *, ema: bool) -> None:
     """Puts averages or trained weights into the model, in place; nothing where they are there already."""
     if lane.ema is None or lane.ema.swapped is ema:
         return
@@ -28,7 +28,7 @@ def switch(lane: Lane, *, ema: bool) -> None:
 
 
 @contextmanager
-def online(lane: Lane) -> Iterator[None]:
+def online(lane: LaneState) -> Iterator[None]:
     """The trained weights inside the block, whatever the model held before."""
     swapped = lane.ema is not None and lane.ema.swapped
     switch(lane, ema=False)
@@ -38,7 +38,7 @@ def online(lane: Lane) -> Iterator[None]:
         switch(lane, ema=swapped)
 
 
-def shipped(lane: Lane) -> dict[str, Tensor]:
+def shipped(lane: LaneState) -> dict[str, Tensor]:
     """Copies of the weights that would ship: averages where there are any, float32, tied tensors once; those of a
     sharded model on the CPU."""
     lane.refresh()
@@ -50,7 +50,7 @@ def shipped(lane: Lane) -> dict[str, Tensor]:
         return {n: wide(whole(t.detach())).to(home) for n, t in tensors.items()}
 
 
-def validate(lane: Lane, metric: Callable[[nn.Module], float]) -> dict[str, float]:
+def validate(lane: LaneState, metric: Callable[[nn.Module], float]) -> dict[str, float]:
     """`metric` of the online weights without fake quantisation, and of what would ship; both in eval mode.
 
     Returns:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from layerline.pipeline.errors import ConfigError, StageError
-
-if TYPE_CHECKING:
-    from layerline.training.loop.step_engine import Lane
+from layerline.training.loop.lane_state import LaneState
 
 
-def refuse_averages(lane: Lane, where: str) -> None:
+def refuse_averages(lane: LaneState, where: str) -> None:
     """Training would change the averages, which the model holds, and not the weights.
 
     Raises:
@@ -22,7 +20,7 @@ def refuse_averages(lane: Lane, where: str) -> None:
         raise ConfigError("the model holds its EMA weights", where=where, hint="call switch_to_online() first")
 
 
-def check_begun(lane: Lane) -> None:
+def check_begun(lane: LaneState) -> None:
     """A step without a loss needs gradients from backward(), here or by hand; one rank of several may have none.
 
     Raises:
@@ -39,7 +37,7 @@ def check_begun(lane: Lane) -> None:
         raise no_gradient(lane)
 
 
-def no_gradient(lane: Lane) -> StageError:
+def no_gradient(lane: LaneState) -> StageError:
     """The error for a step that no parameter has a gradient for.
 
     Raises:
@@ -70,13 +68,13 @@ def no_closure(optimizer: Any) -> ConfigError:
     )
 
 
-def sparse_gradient(lane: Lane) -> str | None:
+def sparse_gradient(lane: LaneState) -> str | None:
     """The first parameter whose gradient is sparse."""
     return next((n for n, p in zip(lane.names, lane.stepped, strict=True)
                  if p.grad is not None and p.grad.layout is not torch.strided), None)  # fmt: skip
 
 
-def explain_step(lane: Lane, error: BaseException, sparse: str | None) -> None:
+def explain_step(lane: LaneState, error: BaseException, sparse: str | None) -> None:
     """What a step raised, said in the loop's terms where it can be; `sparse` as it was before the window was dropped.
 
     Raises:

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.nearest import did_you_mean
 from layerline.training.loop import ema_swap
+from layerline.training.loop.lane_state import LaneState, RankExchange
 from layerline.training.model.canonical_names import named
 from layerline.training.model.split_tensors import like, whole
 
 if TYPE_CHECKING:
     from layerline.training.config.sections import Config
-    from layerline.training.distributed.parallel_strategy import Peers
-    from layerline.training.loop.step_engine import Lane
 
 Scope = Literal["layer", "global"]
 Method = Literal["layer", "global", "channels", "2:4"]
@@ -198,7 +197,7 @@ class Masks:
         masks: as for `add`.
     """
 
-    def __init__(self, lane: Lane, masks: Mapping[str, Tensor] | Gradual) -> None:
+    def __init__(self, lane: LaneState, masks: Mapping[str, Tensor] | Gradual) -> None:
         self._lane = lane
         self.gradual: Gradual | None = None
         self._chosen: int | None = None  # the step of the schedule that the masks are of
@@ -283,7 +282,7 @@ class Masks:
                 torch._foreach_mul_(self._targets, self._factors)
 
 
-def _compare(peers: Peers, masks: Mapping[str, Tensor] | Gradual) -> None:
+def _compare(peers: RankExchange, masks: Mapping[str, Tensor] | Gradual) -> None:
     digest = hashlib.sha256()
     for name, mask in () if isinstance(masks, Gradual) else masks.items():
         digest.update(f"{name} {tuple(mask.shape)}".encode())
@@ -356,7 +355,7 @@ def _check(sparsity: float, weights: Mapping[str, Tensor]) -> None:
             raise ConfigError("a weight that is not finite cannot be ranked", where=name)
 
 
-def _copies(lane: Lane, name: str, param: nn.Parameter) -> list[Tensor]:
+def _copies(lane: LaneState, name: str, param: nn.Parameter) -> list[Tensor]:
     """Everything that holds the parameter's values: itself, its master, its average."""
     out: list[Tensor] = [param]
     if lane.masters is not None and lane.masters.has(param):
@@ -366,7 +365,7 @@ def _copies(lane: Lane, name: str, param: nn.Parameter) -> list[Tensor]:
     return out
 
 
-def _masked(lane: Lane, name: str, mask: Tensor) -> nn.Parameter:
+def _masked(lane: LaneState, name: str, mask: Tensor) -> nn.Parameter:
     param = lane.named.params.get(name)
     if param is None:
         raise ConfigError("no parameter is called so", where=name, hint=f"the first ones are {lane.names[:3]}")

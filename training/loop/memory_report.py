@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.canonical_names import modules, unwrap
 from layerline.training.model.split_tensors import local
 from layerline.training.randomness.rng_snapshot import Apart
-
-if TYPE_CHECKING:
-    from layerline.training.loop.step_engine import Lane
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class LayerMemory:
         return self.parameters + self.gradients + self.optimizer + self.ema + (self.activations or 0)
 
 
-def report(lane: Lane, forward: Callable[[], Any] | None = None) -> list[LayerMemory]:
+def report(lane: LaneState, forward: Callable[[], Any] | None = None) -> list[LayerMemory]:
     """Every module that holds anything, in the model's order; a rank of several reports its own part.
 
     Args:
@@ -126,7 +124,7 @@ def _unique(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _by_parameter(lane: Lane) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
+def _by_parameter(lane: LaneState) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
     states = getattr(lane.optimizer, "state", {})
     grads, optimizer = {}, {}
     for name, param, stepped in zip(lane.names, lane.params, lane.stepped, strict=True):

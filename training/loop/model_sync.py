@@ -7,26 +7,22 @@ saved, switched or exported.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.loop import loop_mistakes
 from layerline.training.loop.ema import norm_buffers, statistics
+from layerline.training.loop.lane_state import LaneState
 from layerline.training.loop.running_stats_guard import Guard
 from layerline.training.model.canonical_names import Slots, named
 from layerline.training.model.precision import masters
 from layerline.training.optimizers import group_rules, registry
 from layerline.training.optimizers.param_groups import Member
 
-if TYPE_CHECKING:
-    from layerline.training.loop.step_engine import Lane
-
 _ANEW = "change, move or load the model first (load_state_dict without assign=True), then make ModelOptimizer"
 
 
-def refresh(lane: Lane, *, warn: bool = True) -> None:
+def refresh(lane: LaneState, *, warn: bool = True) -> None:
     """Looks the model through and follows what its owner did to it: buffers that are new tensors, other names, layers
     without statistics, half weights that were written to. Warns of parameters that nobody trains.
 
@@ -59,7 +55,7 @@ def refresh(lane: Lane, *, warn: bool = True) -> None:
     take_over(lane)
 
 
-def join(lane: Lane) -> list[str]:
+def join(lane: LaneState) -> list[str]:
     """Takes in trained parameters that the model has gained since; see `Lane.join`."""
     loop_mistakes.refuse_averages(lane, "join")
     refresh(lane, warn=False)
@@ -80,7 +76,7 @@ def join(lane: Lane) -> list[str]:
     return [m.name for m in fresh]
 
 
-def take_over(lane: Lane) -> None:
+def take_over(lane: LaneState) -> None:
     """Points average, guard and masters to what the model holds now; not while it holds its averages."""
     if lane.ema is not None and lane.ema.swapped:
         return
@@ -97,13 +93,13 @@ def take_over(lane: Lane) -> None:
         lane.masters.follow()
 
 
-def left_out(lane: Lane) -> list[nn.Parameter]:
+def left_out(lane: LaneState) -> list[nn.Parameter]:
     """Parameters of the model that are not trained."""
     trained = {id(p) for p in lane.params}
     return [p for p in lane.named.params.values() if id(p) not in trained and not p.requires_grad]
 
 
-def _warn_of_strangers(lane: Lane) -> None:
+def _warn_of_strangers(lane: LaneState) -> None:
     trained = {id(p) for p in lane.params}
     new = [n for n, p in lane.named.params.items() if p.requires_grad and id(p) not in trained]
     if new:
@@ -112,7 +108,7 @@ def _warn_of_strangers(lane: Lane) -> None:
         lane.monitor.warn("strangers", f"{them} not trained: call join()")
 
 
-def _check_fresh(lane: Lane, fresh: list[Member]) -> None:
+def _check_fresh(lane: LaneState, fresh: list[Member]) -> None:
     late = [m.param for m in fresh]
     if lane.custom and (idle := registry.idle(lane.optimizer, [m.name for m in fresh], late)):
         raise ConfigError("a custom optimizer must hold a parameter before it joins", where=idle[0],
@@ -122,7 +118,7 @@ def _check_fresh(lane: Lane, fresh: list[Member]) -> None:
                           where=fresh[0].name, hint="make ModelOptimizer after changing the model")  # fmt: skip
 
 
-def _in_order(lane: Lane) -> None:
+def _in_order(lane: LaneState) -> None:
     """Puts what joined where a run that starts with it has it: sums depend on the order in their last bits."""
     at = {id(p): i for i, p in enumerate(lane.named.params.values())}
     order = sorted(range(len(lane.params)), key=lambda i: at[id(lane.params[i])])
@@ -133,7 +129,7 @@ def _in_order(lane: Lane) -> None:
     lane.stepped[:] = stepped
 
 
-def _admit(lane: Lane, member: Member) -> None:
+def _admit(lane: LaneState, member: Member) -> None:
     member.param.grad = None  # what passes before have left there is none of a window's
     lane.params.append(member.param)
     lane.names.append(member.name)

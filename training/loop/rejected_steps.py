@@ -7,17 +7,14 @@ the lane has one.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from layerline.pipeline.errors import StageError
-
-if TYPE_CHECKING:
-    from layerline.training.loop.step_engine import Lane
+from layerline.training.loop.lane_state import LaneState
 
 
-def reject(lane: Lane, loss: float, norm: float) -> None:
+def reject(lane: LaneState, loss: float, norm: float) -> None:
     """Drops a window whose loss or gradient is not finite.
 
     Raises:
@@ -44,7 +41,7 @@ def reject(lane: Lane, loss: float, norm: float) -> None:
                                       "nonfinite.triage: true says where such a thing begins")  # fmt: skip
 
 
-def spoilt_weight(lane: Lane) -> str | None:
+def spoilt_weight(lane: LaneState) -> str | None:
     """A weight that was finite at first and no longer is; ranks that hold parts of the weights ask each other."""
     name = lane.finite.first_spoilt()
     if lane.peers is not None and lane.peers.greatest(float(name is not None)):
@@ -52,7 +49,7 @@ def spoilt_weight(lane: Lane) -> str | None:
     return name
 
 
-def weights_spoilt(lane: Lane) -> bool:
+def weights_spoilt(lane: LaneState) -> bool:
     """Looks for a weight that an earlier update made Inf or NaN. True when the last checkpoint was put back for it.
 
     Of several ranks all must ask at the same step.
@@ -78,14 +75,14 @@ def weights_spoilt(lane: Lane) -> bool:
     return True
 
 
-def drop(lane: Lane) -> None:
+def drop(lane: LaneState) -> None:
     """Drops a window that is not stepped on, and what its forward passes did to running statistics."""
     if lane.guard is not None:
         lane.guard.restore()
     lane.forget()
 
 
-def not_finite(lane: Lane, loss: float, norm: float) -> StageError:
+def not_finite(lane: LaneState, loss: float, norm: float) -> StageError:
     """The error for a rejected step, naming the first parameter whose gradient is not finite."""
     bad = [n for n, p in zip(lane.names, lane.stepped, strict=True)
            if p.grad is not None and not torch.isfinite(p.grad).all()]  # fmt: skip
@@ -103,11 +100,11 @@ def seen(loss: float, norm: float) -> str:
     return f"the gradient norm is {norm:g}" if math.isfinite(loss) else f"the loss is {loss:g}"
 
 
-def _in_a_row(lane: Lane) -> str:
+def _in_a_row(lane: LaneState) -> str:
     return f", {lane.skipped_in_a_row} steps in a row" if lane.skipped_in_a_row > 1 else ""
 
 
-def _count(lane: Lane, *, answered: bool) -> None:
+def _count(lane: LaneState, *, answered: bool) -> None:
     """Counts a rejected step; `answered` by a smaller loss scale, it does not count as one in a row."""
     lane.skipped += 1
     lane.first_rejected = lane.first_rejected or lane.steps + lane.skipped

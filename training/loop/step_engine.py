@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -24,6 +24,7 @@ from layerline.training.loop import closure as closures
 from layerline.training.loop.accumulation import Window, check_loss, counted, loss_factor, witness
 from layerline.training.loop.ema import average, norm_buffers
 from layerline.training.loop.finite_weights import FiniteWeights
+from layerline.training.loop.lane_state import LaneState, RankExchange, RejectionPolicy, WeightMasks
 from layerline.training.loop.monitors import Monitor
 from layerline.training.loop.running_stats_guard import Guard
 from layerline.training.model.canonical_names import Slots, named, unwrap
@@ -35,11 +36,6 @@ from layerline.training.optimizers.foreach import Sophia
 from layerline.training.optimizers.lr import Rate
 from layerline.training.optimizers.strides import Strides, fused
 
-if TYPE_CHECKING:
-    from layerline.training.diagnostics.triage import Judge
-    from layerline.training.distributed.parallel_strategy import Peers
-    from layerline.training.loop.masks import Masks
-
 # Beyond this an unclipped gradient's square overflows float32 and would stay in the optimizer's state as Inf.
 _GREATEST_NORM = 1e18
 # The model is searched for changes before steps 1, 2, 4, … 64, then every 64: it takes some microseconds a layer.
@@ -48,7 +44,7 @@ _ALONE = nullcontext()
 _TRAINED = attrgetter("requires_grad")
 
 
-class Lane:
+class Lane(LaneState):
     """A model, its optimizer and all that moves with it.
 
     Args:
@@ -57,27 +53,13 @@ class Lane:
         optimizer: an object with step() and zero_grad() instead of one from the table.
         shared: whether other lanes' parameters may lie in the same graph (GAN): gradients are then taken for this
             lane's parameters only.
-
-    Attributes:
-        steps: accepted optimizer steps.
-        skipped: rejected ones; `skipped_in_a_row` leaves out fp16 overflows that a smaller loss scale answers.
-        first_rejected: number of the first step that was rejected, of all that were attempted; 0 while none was.
-        gradient_bytes: size of the gradients of the first step.
-        loss, grad_norm: of the last accepted step, per sample and before clipping; NaN before the first.
-        peers: what other ranks contribute to a step; None in a single process.
-        masks: put back on after each accepted step.
-        frozen: parameters of the model that are not trained.
-        finite: whether the weights still are.
-        strides: keeps state and gradients in the parameters' order of memory; None where that makes no difference.
-        kinds: type and device of each of `params`, which must stay the same.
-        judge: told of each rejected step while its gradients are still there; it decides whether to go on.
     """
 
     def __init__(self, model: nn.Module, config: Config, optimizer: Any = None, *, shared: bool = False) -> None:
         self.model, self.config, self.shared = model, config, shared
         self.named = named(model)
         self.members = group_rules.placed(model, self.named, config.optimizer)
-        self.params: list[nn.Parameter] = [m.param for m in self.members]
+        self.params = [m.param for m in self.members]
         self.names = [m.name for m in self.members]
         self.device = device_of(self.params[0])
         self.custom = optimizer is not None
@@ -87,7 +69,7 @@ class Lane:
             registry.check_custom(optimizer, self.params)
         else:
             optimizer = registry.build(config.optimizer, self.members, self.stepped)
-        self.optimizer: Any = optimizer
+        self.optimizer = optimizer
         self.needs_closure = self.custom and registry.needs_closure(optimizer)
         self._evaluation: closures.Evaluation | None = None
         self.sophia = optimizer if isinstance(optimizer, Sophia) else None
@@ -98,9 +80,9 @@ class Lane:
         self.monitor = Monitor(config.monitor, self.names, self.stepped)
         self.guard = Guard(live) if (live := Slots(self.named, norm_buffers(self.named))).names else None
         self._listen()
-        self.peers: Peers | None = None
-        self.masks: Masks | None = None
-        self.judge: Judge | None = None
+        self.peers: RankExchange | None = None
+        self.masks: WeightMasks | None = None
+        self.judge: RejectionPolicy | None = None
         self.gradient_bytes = 0
         self.steps = self.skipped = self.skipped_in_a_row = self.first_rejected = 0
         self.grad_norm = self.loss = math.nan
