@@ -19,7 +19,8 @@ from layerline.backends.tensorrt.checks_qdq import quantizers
 from layerline.backends.tensorrt.checks_types import TYPES, cast_away, edge
 from layerline.backends.tensorrt.node_site import NodeSite, Refusal, is_foldable, name, readable, sites
 from layerline.graph.analysis import ir_queries
-from layerline.graph.analysis.symbolic_shapes import Symbols, sizes
+from layerline.graph.analysis.size_algebra import sizes
+from layerline.graph.analysis.symbolic_shapes import Symbols
 from layerline.graph.io import canonicalize
 from layerline.graph.io.ir_convert import to_ir
 from layerline.pipeline.errors import StageError

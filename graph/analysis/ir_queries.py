@@ -132,6 +132,20 @@ def parent(value: ir.Value | None, *ops: str) -> ir.Node | None:
     return node
 
 
+def optional_input(node: ir.Node, index: int) -> ir.Value | None:
+    """An input of a node; None where it is left out, at the end or in between."""
+    if index >= len(node.inputs):
+        return None
+    return node.inputs[index]
+
+
+def name_of(value: ir.Value | None) -> str | None:
+    """The name of a value that may be left out."""
+    if value is None:
+        return None
+    return value.name
+
+
 def other(node: ir.Node, value: ir.Value | None) -> ir.Value | None:
     """The other input of a node with two."""
     return node.inputs[1] if node.inputs[0] is value else node.inputs[0]

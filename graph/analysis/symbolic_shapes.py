@@ -1,31 +1,17 @@
-"""Sizes as names: what an integer tensor holds, element by element, when it is computed from shapes.
-
-An element is a number, or the name of a symbolic size ("batch"), or a product of them ("6*batch"). Two equal names are
-the same number in every run. A name that starts with "?" is a number the graph computes in a way that isn't followed;
-unlike a size it may be negative.
-
-Integers wrap around where a type ends, as they do in every runtime. Sizes of axes are taken to be below 2**31, so a
-name fits each type followed here; of a product of names that is taken for granted in int64 alone.
-"""
+"""What an integer tensor holds, element by element, when it is computed from shapes: numbers, or names of sizes."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import onnx_ir as ir
 
 from layerline.graph.analysis.ir_queries import constant, rank
-from layerline.pipeline.inputs.untrusted import is_number
+from layerline.graph.analysis.size_algebra import INTEGER_BITS, Size, Sizes, is_size, product, quotient, sizes, wrap
 
-Size = int | str
-Sizes = tuple[Size, ...]
 # Shape tensors are short; anything longer is data.
 LONGEST = 64
-_BITS = {ir.DataType.INT64: 64, ir.DataType.INT32: 32}
-_INTEGERS = frozenset({*_BITS, ir.DataType.BOOL})
-_LARGEST_SIZE = 2**31 - 1
-_SUMS = (" + ", " - ")
+_INTEGERS = frozenset({*INTEGER_BITS, ir.DataType.BOOL})
 
 
 class Symbols:
@@ -35,179 +21,152 @@ class Symbols:
     """
 
     def __init__(self) -> None:
-        self._known: dict[ir.Value, Sizes | None] = {}
+        self._elements: dict[ir.Value, Sizes | None] = {}
 
     def of(self, value: ir.Value | None) -> Sizes | None:
         """Elements of a scalar or one-dimensional integer tensor; None where they aren't known."""
         if value is None:
             return None
-        if value not in self._known:
-            self._known[value] = None  # cut off what an invalid, cyclic graph would do
-            self._known[value] = self._work_out(value)
-        return self._known[value]
+        if value not in self._elements:
+            # An invalid graph may be cyclic: whoever asks again on the way gets None.
+            self._elements[value] = None
+            self._elements[value] = self._work_out(value)
+        return self._elements[value]
 
     def _work_out(self, value: ir.Value) -> Sizes | None:
         if value.dtype not in _INTEGERS or rank(value) not in (0, 1):
             return None
+        # Asked before `constant`, which would read a large weight.
         if value.const_value is not None and value.const_value.size > LONGEST:
             return None
         stored = constant(value)
         if stored is not None:
-            return tuple(int(x) for x in stored.reshape(-1)) if stored.size <= LONGEST else None
+            if stored.size > LONGEST:
+                return None
+            return tuple(int(element) for element in stored.reshape(-1))
+        elements = self._computed(value)
+        if elements is None or len(elements) > LONGEST:
+            return None
+        return tuple(wrap(item, value.dtype, f"?{value.name}[{index}]") for index, item in enumerate(elements))
+
+    def _computed(self, value: ir.Value) -> Sizes | None:
         node = value.producer()
-        step = _STEPS.get(node.op_type) if node is not None and node.domain == "" else None
-        found = step(node, self) if step is not None and node is not None else None
-        if found is None or len(found) > LONGEST:
+        if node is None or node.domain != "" or node.op_type not in _STEPS:
             return None
-        return tuple(_held(item, value.dtype, f"?{value.name}[{i}]") for i, item in enumerate(found))
+        return _STEPS[node.op_type](node, self)
 
 
-def sizes(value: ir.Value | None) -> Sizes | None:
-    """The shape of a value with a name for every size that has no number; None where not even the rank is known."""
-    if value is None or value.shape is None:
+Step = Callable[[ir.Node, Symbols], Sizes | None]
+
+
+def _same(node: ir.Node, symbols: Symbols) -> Sizes | None:
+    return symbols.of(node.inputs[0])
+
+
+def _shape(node: ir.Node, symbols: Symbols) -> Sizes | None:  # noqa: ARG001
+    shape = sizes(node.inputs[0])
+    if shape is None:
         return None
-    return tuple(d if isinstance(d, int) else d.value or f"{value.name}#{i}" for i, d in enumerate(value.shape))
+    # Opset 15 cuts a piece out of the shape; the bounds are those of a Python slice.
+    start: int = node.attributes.get_int("start", 0)
+    end: int = node.attributes.get_int("end", len(shape))
+    return shape[start:end]
 
 
-def is_size(item: Size) -> bool:
-    """Whether an element is certainly not negative."""
-    return "?" not in item if isinstance(item, str) else item >= 0
+def _size(node: ir.Node, symbols: Symbols) -> Sizes | None:  # noqa: ARG001
+    shape = sizes(node.inputs[0])
+    if shape is None:
+        return None
+    return (product(shape),)
 
 
-def product(items: Iterable[Size]) -> Size:
-    """The product of sizes: a number, or names in alphabetical order behind their factor; sums are in brackets."""
-    others = [item for item in items if item != 1]
-    if len(others) == 1 and isinstance(others[0], str) and len(_parts(others[0])) == 1:
-        return others[0]
-    factor, names = _factors(others)
-    if factor == 0 or not names:
-        return factor
-    return "*".join(([str(factor)] if factor != 1 else []) + sorted(names))
-
-
-def quotient(items: Iterable[Size], by: Iterable[Size]) -> Size | None:
-    """The product of some sizes over the product of others, where it is certain; None where names don't cancel."""
-    above, below = _factors(items), _factors(by)
-    names = list(above[1])
-    for name in below[1]:
-        if name not in names:
+def _gather(node: ir.Node, symbols: Symbols) -> Sizes | None:
+    data = symbols.of(node.inputs[0])
+    indices = symbols.of(node.inputs[1])
+    if (
+        data is None
+        or indices is None
+        or rank(node.inputs[0]) != 1
+        or node.attributes.get_int("axis", 0) not in (0, -1)
+    ):
+        return None
+    picked: list[Size] = []
+    for index in indices:
+        if not isinstance(index, int) or not -len(data) <= index < len(data):
             return None
-        names.remove(name)
-    if below[0] == 0 or above[0] % below[0]:
-        return None
-    return product([above[0] // below[0], *map(_bare, names)])
+        picked.append(data[index])
+    return tuple(picked)
 
 
-def _held(item: Size, kind: ir.DataType | None, otherwise: str) -> Size:
-    """What an integer type makes of an element; `otherwise` where that depends on how large its sizes are."""
-    bits = _BITS.get(kind) if kind is not None else None
-    if isinstance(item, int):
-        return item if bits is None else (item + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
-    factor, names = _factors([item])
-    return item if (len(names), factor) == (1, 1) or (bits == 64 and factor <= _LARGEST_SIZE) else otherwise
-
-
-def _factors(items: Iterable[Size]) -> tuple[int, list[str]]:
-    factor, names = 1, []
-    for item in items:
-        for part in _parts(item) if isinstance(item, str) else [item]:
-            if isinstance(part, int) or is_number(part):
-                factor *= int(part)
-            else:
-                names.append(part)
-    return factor, names
-
-
-def _parts(size: str) -> list[str]:
-    """The factors that a size is written as: asterisks inside brackets are not its own, and a sum is one factor."""
-    outside = _outside(size)
-    if any(sign in outside for sign in _SUMS) or "//" in outside:
-        return [f"({size})"]
-    cuts = [-1, *(i for i, c in enumerate(outside) if c == "*"), len(size)]
-    return [size[start + 1 : end] for start, end in itertools.pairwise(cuts)]
-
-
-def _bare(size: str) -> str:
-    """A sum without the brackets that it had as a factor: alone it is written without."""
-    inner = size[1:-1] if size.startswith("(") and size.endswith(")") else ""
-    return inner if any(sign in _outside(inner) for sign in _SUMS) else size
-
-
-def _outside(text: str) -> str:
-    """The text with all that stands in brackets blanked out."""
-    depth, found = 0, []
-    for c in text:
-        depth -= c == ")"
-        found.append(" " if depth else c)
-        depth += c == "("
-    return "".join(found)
-
-
-Step = Callable[[ir.Node, Symbols], "Sizes | None"]
-
-
-def _same(node: ir.Node, known: Symbols) -> Sizes | None:
-    return known.of(node.inputs[0])
-
-
-def _shape(node: ir.Node, known: Symbols) -> Sizes | None:  # noqa: ARG001
-    of = sizes(node.inputs[0])
-    if of is None:
-        return None
-    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(of))
-    return of[slice(start, end)]
-
-
-def _size(node: ir.Node, known: Symbols) -> Sizes | None:  # noqa: ARG001
-    of = sizes(node.inputs[0])
-    return (product(of),) if of is not None else None
-
-
-def _gather(node: ir.Node, known: Symbols) -> Sizes | None:
-    data, index = known.of(node.inputs[0]), known.of(node.inputs[1])
-    if data is None or index is None or rank(node.inputs[0]) != 1 or node.attributes.get_int("axis", 0) not in (0, -1):
-        return None
-    if not all(isinstance(i, int) and -len(data) <= i < len(data) for i in index):
-        return None
-    return tuple(data[i] for i in index if isinstance(i, int))
-
-
-def _slice(node: ir.Node, known: Symbols) -> Sizes | None:
-    data = known.of(node.inputs[0])
+def _slice(node: ir.Node, symbols: Symbols) -> Sizes | None:
+    data = symbols.of(node.inputs[0])
     if data is None or rank(node.inputs[0]) != 1:
         return None
+    bounds: list[Sizes | None]
     if len(node.inputs) < 3:
-        bounds: list[Sizes | None] = [tuple(node.attributes.get_ints(k, ()) or ()) for k in ("starts", "ends")]
+        # Up to opset 9 the bounds are attributes.
+        bounds = [tuple(node.attributes.get_ints(name, ()) or ()) for name in ("starts", "ends")]
     else:
-        bounds = [known.of(v) for v in (*node.inputs[1:3], *node.inputs[4:5])]
-    picked = [b[0] for b in bounds if b is not None and len(b) == 1]
-    numbers = [p for p in picked if isinstance(p, int)]
-    return data[slice(*numbers)] if len(numbers) == len(bounds) and 0 not in numbers[2:] else None
-
-
-def _concat(node: ir.Node, known: Symbols) -> Sizes | None:
-    parts = [known.of(v) for v in node.inputs]
-    if any(p is None for p in parts) or node.attributes.get_int("axis", 0) not in (0, -1):
+        bounds = [symbols.of(value) for value in (*node.inputs[1:3], *node.inputs[4:5])]
+    numbers: list[int] = []
+    for bound in bounds:
+        if bound is None or len(bound) != 1 or not isinstance(bound[0], int):
+            return None
+        numbers.append(bound[0])
+    if 0 in numbers[2:]:  # a step of 0 is invalid
         return None
-    return tuple(item for part in parts if part is not None for item in part)
+    return data[slice(*numbers)]
 
 
-def _cast(node: ir.Node, known: Symbols) -> Sizes | None:
-    of, to = known.of(node.inputs[0]), ir.DataType(node.attributes.get_int("to", 0))
-    if to != ir.DataType.BOOL:
-        return of if to in _INTEGERS else None
-    return tuple(int(x != 0) for x in of) if of is not None and all(isinstance(x, int) for x in of) else None
+def _concat(node: ir.Node, symbols: Symbols) -> Sizes | None:
+    if node.attributes.get_int("axis", 0) not in (0, -1):
+        return None
+    joined: list[Size] = []
+    for value in node.inputs:
+        elements = symbols.of(value)
+        if elements is None:
+            return None
+        joined += elements
+    return tuple(joined)
+
+
+def _cast(node: ir.Node, symbols: Symbols) -> Sizes | None:
+    elements = symbols.of(node.inputs[0])
+    target = ir.DataType(node.attributes.get_int("to", 0))
+    if elements is None or target not in _INTEGERS:
+        return None
+    if target != ir.DataType.BOOL:
+        return elements
+    if not all(isinstance(element, int) for element in elements):
+        return None
+    return tuple(int(element != 0) for element in elements)
+
+
+def _spread(first: Sizes | None, second: Sizes | None) -> tuple[Sizes, Sizes] | None:
+    """Both broadcast to one length; None where they are not known or do not fit."""
+    if first is None or second is None:
+        return None
+    if len(first) == len(second):
+        return first, second
+    if len(first) == 1:
+        return first * len(second), second
+    if len(second) == 1:
+        return first, second * len(first)
+    return None
 
 
 def _elementwise(combine: Callable[[Size, Size], Size | None]) -> Step:
-    def step(node: ir.Node, known: Symbols) -> Sizes | None:
-        a, b = known.of(node.inputs[0]), known.of(node.inputs[1])
-        if a is None or b is None or (len(a) != len(b) and 1 not in (len(a), len(b))):
+    def step(node: ir.Node, symbols: Symbols) -> Sizes | None:
+        both = _spread(symbols.of(node.inputs[0]), symbols.of(node.inputs[1]))
+        if both is None:
             return None
-        count = max(len(a), len(b)) if a and b else 0
-        a, b = (x * count if len(x) == 1 else x for x in (a, b))
-        out = [combine(x, y) for x, y in zip(a, b, strict=True)]
-        return tuple(f"?{node.outputs[0].name}[{i}]" if item is None else item for i, item in enumerate(out))
+        results: list[Size] = []
+        for index, (a, b) in enumerate(zip(*both, strict=True)):
+            combined = combine(a, b)
+            if combined is None:
+                combined = f"?{node.outputs[0].name}[{index}]"
+            results.append(combined)
+        return tuple(results)
 
     return step
 
@@ -215,71 +174,134 @@ def _elementwise(combine: Callable[[Size, Size], Size | None]) -> Step:
 def _add(a: Size, b: Size) -> Size | None:
     if isinstance(a, int) and isinstance(b, int):
         return a + b
-    return a if b == 0 else b if a == 0 else None
+    if b == 0:
+        return a
+    if a == 0:
+        return b
+    return None
 
 
 def _sub(a: Size, b: Size) -> Size | None:
     if isinstance(a, int) and isinstance(b, int):
         return a - b
-    return 0 if a == b else a if b == 0 else None
+    if a == b:
+        return 0
+    if b == 0:
+        return a
+    return None
 
 
 def _mul(a: Size, b: Size) -> Size | None:
     if isinstance(a, int) and isinstance(b, int):
         return a * b
-    return product((a, b)) if is_size(a) and is_size(b) else a if b == 1 else b if a == 1 else None
+    if is_size(a) and is_size(b):
+        return product((a, b))
+    if b == 1:
+        return a
+    if a == 1:
+        return b
+    return None
 
 
 def _div(a: Size, b: Size) -> Size | None:
-    # Runtimes round negative quotients differently; sizes have none.
     if isinstance(a, int) and isinstance(b, int):
-        return a // b if a >= 0 and b > 0 else None
-    return quotient([a], [b]) if is_size(a) and is_size(b) and b != 0 else a if b == 1 else None
-
-
-def _equal(node: ir.Node, known: Symbols) -> Sizes | None:
-    a, b = known.of(node.inputs[0]), known.of(node.inputs[1])
-    if a is None or b is None or (len(a) != len(b) and 1 not in (len(a), len(b))):
+        # Runtimes round negative quotients differently; sizes have none.
+        if a >= 0 and b > 0:
+            return a // b
         return None
-    count = max(len(a), len(b))
-    answers = [_is_equal(x, y) for x, y in zip(*(v * count if len(v) == 1 else v for v in (a, b)), strict=True)]
-    return None if None in answers else tuple(int(bool(x)) for x in answers)
+    if is_size(a) and is_size(b) and b != 0:
+        return quotient([a], [b])
+    if b == 1:
+        return a
+    return None
+
+
+def _equal(node: ir.Node, symbols: Symbols) -> Sizes | None:
+    both = _spread(symbols.of(node.inputs[0]), symbols.of(node.inputs[1]))
+    if both is None:
+        return None
+    answers: list[Size] = []
+    for a, b in zip(*both, strict=True):
+        answer = _is_equal(a, b)
+        if answer is None:
+            return None
+        answers.append(int(answer))
+    return tuple(answers)
 
 
 def _is_equal(a: Size, b: Size) -> bool | None:
-    if type(a) is type(b):
-        return a == b if isinstance(a, int) or a == b else None
-    number, name = (a, b) if isinstance(a, int) else (b, a)
-    return False if isinstance(number, int) and number < 0 and is_size(name) else None
-
-
-def _where(node: ir.Node, known: Symbols) -> Sizes | None:
-    parts = [known.of(v) for v in node.inputs]
-    count = max((len(p) for p in parts if p is not None), default=0)
-    spread = [p * count if p is not None and len(p) == 1 else p for p in parts]
-    if any(p is None or len(p) != count for p in spread) or not all(isinstance(c, int) for c in spread[0] or ()):
+    """Whether two elements are the same number in every run; None where that depends on the run."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    if isinstance(a, str) and isinstance(b, str):
+        if a == b:
+            return True
         return None
-    return tuple(x if c else y for c, x, y in zip(*(p for p in spread if p is not None), strict=True))
+    number, name = a, b
+    if isinstance(a, str):
+        number, name = b, a
+    if isinstance(number, int) and number < 0 and is_size(name):
+        return False
+    return None
 
 
-def _constant_of_shape(node: ir.Node, known: Symbols) -> Sizes | None:
-    count, value = known.of(node.inputs[0]), node.attributes.get("value")
-    if count is None or len(count) != 1 or not isinstance(count[0], int) or count[0] > LONGEST:
+def _where(node: ir.Node, symbols: Symbols) -> Sizes | None:
+    parts: list[Sizes] = []
+    for value in node.inputs:
+        elements = symbols.of(value)
+        if elements is None:
+            return None
+        parts.append(elements)
+    count = max(map(len, parts))
+    spread: list[Sizes] = []
+    for part in parts:
+        if len(part) == 1:
+            part = part * count
+        if len(part) != count:
+            return None
+        spread.append(part)
+    chosen: list[Size] = []
+    for condition, when_true, when_false in zip(*spread, strict=True):
+        if not isinstance(condition, int):
+            return None
+        if condition:
+            chosen.append(when_true)
+        else:
+            chosen.append(when_false)
+    return tuple(chosen)
+
+
+def _constant_of_shape(node: ir.Node, symbols: Symbols) -> Sizes | None:
+    shape = symbols.of(node.inputs[0])
+    if shape is None or len(shape) != 1:
         return None
-    return (int(value.as_tensor().numpy().item()) if value is not None else 0,) * count[0]
-
-
-def _reduce_prod(node: ir.Node, known: Symbols) -> Sizes | None:
-    of, axes = known.of(node.inputs[0]), known.of(node.inputs[1]) if len(node.inputs) > 1 else ()
-    if of is None or axes is None:
+    count = shape[0]
+    if not isinstance(count, int) or count > LONGEST:
         return None
-    idle: int = node.attributes.get_int("noop_with_empty_axes", 0)
-    if idle and not axes:
-        return of
-    whole = product(of)
+    fill = 0
+    value = node.attributes.get("value")
+    if value is not None:
+        fill = int(value.as_tensor().numpy().item())
+    return (fill,) * count
+
+
+def _reduce_prod(node: ir.Node, symbols: Symbols) -> Sizes | None:
+    elements = symbols.of(node.inputs[0])
+    axes: Sizes | None = ()
+    if len(node.inputs) > 1:
+        axes = symbols.of(node.inputs[1])
+    if elements is None or axes is None:
+        return None
+    keeps_all: int = node.attributes.get_int("noop_with_empty_axes", 0)
+    if keeps_all and not axes:
+        return elements
+    if not all(is_size(element) for element in elements):
+        return None
+    total = product(elements)
     # How a long product wraps is the runtime's own business.
-    beyond = isinstance(whole, int) and _held(whole, node.outputs[0].dtype, "") != whole
-    return (whole,) if all(is_size(x) for x in of) and not beyond else None
+    if isinstance(total, int) and wrap(total, node.outputs[0].dtype, "") != total:
+        return None
+    return (total,)
 
 
 _STEPS: dict[str, Step] = {

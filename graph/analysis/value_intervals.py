@@ -8,12 +8,12 @@ Other than in graph/analysis/value_bounds.py NaN is no matter here: it has no pl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import onnx_ir as ir
 
-from layerline.graph.analysis.ir_queries import constant
+from layerline.graph.analysis.ir_queries import constant, optional_input
 
 Interval = tuple[float, float]
 _OPEN: Interval = (-math.inf, math.inf)
@@ -21,124 +21,158 @@ _OPEN: Interval = (-math.inf, math.inf)
 
 def intervals(graph: ir.Graph) -> dict[ir.Value, Interval]:
     """The interval of every value that the main graph computes; infinite ends where nothing bounds it."""
-    known: dict[ir.Value, Interval] = {}
+    computed: Intervals = {}
     for node in graph:
-        step = _STEPS.get(node.op_type) if node.domain == "" else None
-        interval = _OPEN if step is None else step(node, known)
-        # Further outputs are indices, masks and the like, but for the pieces of a Split.
-        for output in node.outputs if node.op_type == "Split" else node.outputs[:1]:
-            known[output] = interval
-    return known
+        interval = _OPEN
+        if node.domain == "" and node.op_type in _STEPS:
+            interval = _STEPS[node.op_type](node, computed)
+        outputs = node.outputs
+        if node.op_type != "Split":
+            # Further outputs are indices, masks and the like, which the interval does not hold for.
+            outputs = outputs[:1]
+        computed.update((output, interval) for output in outputs)
+    return computed
 
 
 def magnitude(interval: Interval) -> float | None:
     """The greatest |x| in an interval; None where it has no end."""
     greatest = max(-interval[0], interval[1], 0.0)
-    return greatest if math.isfinite(greatest) else None
+    if math.isfinite(greatest):
+        return greatest
+    return None
 
 
-Known = dict[ir.Value, Interval]
-Step = Callable[[ir.Node, Known], Interval]
+Intervals = dict[ir.Value, Interval]
+Step = Callable[[ir.Node, Intervals], Interval]
 
 
-def _of(value: ir.Value | None, known: Known) -> Interval:
+def _of(value: ir.Value | None, computed: Intervals) -> Interval:
     if value is None:
         return _OPEN
     stored = constant(value)
     if stored is None:
-        return known.get(value, _OPEN)
+        return computed.get(value, _OPEN)
+    # ml_dtypes gives bfloat16 and the 8-bit floats the kind "V".
     if stored.dtype.kind not in "fiuV" or stored.size == 0:
         return _OPEN
     wide = stored.astype(np.float64)
-    return (float(wide.min()), float(wide.max())) if np.isfinite(wide).all() else _OPEN
+    if not np.isfinite(wide).all():
+        return _OPEN
+    return float(wide.min()), float(wide.max())
 
 
-def _share(_node: ir.Node, _known: Known) -> Interval:
+def _ends(values: Iterable[ir.Value | None], computed: Intervals) -> tuple[list[float], list[float]]:
+    """The lower ends and the upper ends of several values."""
+    read = [_of(value, computed) for value in values]
+    return [low for low, _ in read], [high for _, high in read]
+
+
+def _share(_node: ir.Node, _computed: Intervals) -> Interval:
     return 0.0, 1.0
 
 
-def _unit(_node: ir.Node, _known: Known) -> Interval:
+def _unit(_node: ir.Node, _computed: Intervals) -> Interval:
     return -1.0, 1.0
 
 
-def _first(node: ir.Node, known: Known) -> Interval:
+def _first(node: ir.Node, computed: Intervals) -> Interval:
     """Picks among the numbers of the first input, or averages them."""
-    return _of(node.inputs[0], known)
+    return _of(node.inputs[0], computed)
 
 
-def _with_zero(node: ir.Node, known: Known) -> Interval:
+def _with_zero(node: ir.Node, computed: Intervals) -> Interval:
     """An average that may count padding."""
-    low, high = _of(node.inputs[0], known)
+    low, high = _of(node.inputs[0], computed)
     return min(low, 0.0), max(high, 0.0)
 
 
-def _any(node: ir.Node, known: Known) -> Interval:
-    read = [_of(v, known) for v in node.inputs[1 if node.op_type == "Where" else 0 :]]
-    return min(low for low, _ in read), max(high for _, high in read)
+def _any(node: ir.Node, computed: Intervals) -> Interval:
+    lows, highs = _ends(node.inputs, computed)
+    return min(lows), max(highs)
 
 
-def _relu(node: ir.Node, known: Known) -> Interval:
-    low, high = _of(node.inputs[0], known)
+def _where(node: ir.Node, computed: Intervals) -> Interval:
+    lows, highs = _ends(node.inputs[1:], computed)
+    return min(lows), max(highs)
+
+
+def _relu(node: ir.Node, computed: Intervals) -> Interval:
+    low, high = _of(node.inputs[0], computed)
     return max(low, 0.0), max(high, 0.0)
 
 
-def _clip(node: ir.Node, known: Known) -> Interval:
-    value, lower, upper = [*node.inputs, None, None][:3]
-    low, high = _of(value, known)
-    least, greatest = _of(lower, known)[0], _of(upper, known)[1]
+def _clip(node: ir.Node, computed: Intervals) -> Interval:
+    low, high = _of(node.inputs[0], computed)
+    least, _ = _of(optional_input(node, 1), computed)
+    _, greatest = _of(optional_input(node, 2), computed)
     return min(max(low, least), greatest), min(max(high, least), greatest)
 
 
-def _least(node: ir.Node, known: Known) -> Interval:
-    read = [_of(v, known) for v in node.inputs]
-    return min(low for low, _ in read), min(high for _, high in read)
+def _least(node: ir.Node, computed: Intervals) -> Interval:
+    lows, highs = _ends(node.inputs, computed)
+    return min(lows), min(highs)
 
 
-def _greatest(node: ir.Node, known: Known) -> Interval:
-    read = [_of(v, known) for v in node.inputs]
-    return max(low for low, _ in read), max(high for _, high in read)
+def _greatest(node: ir.Node, computed: Intervals) -> Interval:
+    lows, highs = _ends(node.inputs, computed)
+    return max(lows), max(highs)
 
 
-def _abs(node: ir.Node, known: Known) -> Interval:
-    low, high = _of(node.inputs[0], known)
-    return (0.0 if low <= 0 <= high else min(abs(low), abs(high))), max(-low, high)
+def _abs(node: ir.Node, computed: Intervals) -> Interval:
+    low, high = _of(node.inputs[0], computed)
+    least = 0.0
+    if low > 0 or high < 0:
+        least = min(abs(low), abs(high))
+    return least, max(-low, high)
 
 
-def _neg(node: ir.Node, known: Known) -> Interval:
-    low, high = _of(node.inputs[0], known)
+def _neg(node: ir.Node, computed: Intervals) -> Interval:
+    low, high = _of(node.inputs[0], computed)
     return -high, -low
 
 
-def _sum(node: ir.Node, known: Known) -> Interval:
-    read = [_of(v, known) for v in node.inputs]
-    return sum(low for low, _ in read), sum(high for _, high in read)
+def _sum(node: ir.Node, computed: Intervals) -> Interval:
+    lows, highs = _ends(node.inputs, computed)
+    return sum(lows), sum(highs)
 
 
-def _difference(node: ir.Node, known: Known) -> Interval:
-    (a, b), (c, d) = (_of(v, known) for v in node.inputs)
-    return a - d, b - c
+def _difference(node: ir.Node, computed: Intervals) -> Interval:
+    low, high = _of(node.inputs[0], computed)
+    other_low, other_high = _of(node.inputs[1], computed)
+    return low - other_high, high - other_low
 
 
-def _product(node: ir.Node, known: Known) -> Interval:
-    a, b = (_of(v, known) for v in node.inputs)
-    ends = [x * y for x in a for y in b]
-    return (min(ends), max(ends)) if all(map(math.isfinite, (*a, *b))) else _OPEN
+def _product(node: ir.Node, computed: Intervals) -> Interval:
+    a = _of(node.inputs[0], computed)
+    b = _of(node.inputs[1], computed)
+    # 0 times an infinite end would be NaN.
+    if not all(map(math.isfinite, (*a, *b))):
+        return _OPEN
+    corners = (a[0] * b[0], a[0] * b[1], a[1] * b[0], a[1] * b[1])
+    return min(corners), max(corners)
 
 
-def _cast(node: ir.Node, known: Known) -> Interval:
-    same = node.inputs[0] is not None and node.inputs[0].dtype is not None and node.inputs[0].dtype.is_floating_point()
-    return _first(node, known) if same else _OPEN
+def _cast(node: ir.Node, computed: Intervals) -> Interval:
+    value = node.inputs[0]
+    if value is None or value.dtype is None or not value.dtype.is_floating_point():
+        return _OPEN
+    return _first(node, computed)
 
 
-def _resize(node: ir.Node, known: Known) -> Interval:
+def _resize(node: ir.Node, computed: Intervals) -> Interval:
     """Cubic interpolation overshoots; the two others do not."""
-    return _OPEN if node.attributes.get_string("mode", "nearest") == "cubic" else _with_zero(node, known)
+    if node.attributes.get_string("mode", "nearest") == "cubic":
+        return _OPEN
+    return _with_zero(node, computed)
 
 
-def _pad(node: ir.Node, known: Known) -> Interval:
-    filled = node.inputs[2] if len(node.inputs) > 2 else None
-    low, high = (0.0, 0.0) if filled is None else _of(filled, known)
-    return min(low, _first(node, known)[0]), max(high, _first(node, known)[1])
+def _pad(node: ir.Node, computed: Intervals) -> Interval:
+    low, high = _first(node, computed)
+    fill = optional_input(node, 2)
+    fill_low, fill_high = 0.0, 0.0
+    if fill is not None:
+        fill_low, fill_high = _of(fill, computed)
+    return min(fill_low, low), max(fill_high, high)
 
 
 _MOVES = (
@@ -149,9 +183,10 @@ _STEPS: dict[str, Step] = {
     **dict.fromkeys(_MOVES.split(), _first),
     **dict.fromkeys(("Sigmoid", "HardSigmoid", "Softmax", "Hardmax"), _share),
     **dict.fromkeys(("Tanh", "Erf", "Softsign", "Sin", "Cos"), _unit),
-    **dict.fromkeys(("Concat", "Where"), _any),
     **dict.fromkeys(("Add", "Sum"), _sum),
     "AveragePool": _with_zero,
+    "Concat": _any,
+    "Where": _where,
     "Relu": _relu,
     "Clip": _clip,
     "Min": _least,

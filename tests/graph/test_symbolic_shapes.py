@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerline.graph.analysis import shape_inference
-from layerline.graph.analysis.symbolic_shapes import Symbols, is_size, product, quotient, sizes
+from layerline.graph.analysis.size_algebra import is_size, product, quotient, sizes
+from layerline.graph.analysis.symbolic_shapes import Symbols
 from tests.graph.fusing import normal, parse, prove, run
 
 

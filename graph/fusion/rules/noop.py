@@ -7,7 +7,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import constant, rank
-from layerline.graph.analysis.symbolic_shapes import Symbols, sizes
+from layerline.graph.analysis.size_algebra import sizes
+from layerline.graph.analysis.symbolic_shapes import Symbols
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on
 

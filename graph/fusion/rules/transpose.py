@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import BROADCASTING, constant, consumers, parent, rank
-from layerline.graph.analysis.symbolic_shapes import Size, product, sizes
+from layerline.graph.analysis.size_algebra import Size, product, sizes
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, sole
 from layerline.graph.fusion.rules.noop import permutation
