@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -64,6 +65,9 @@ Folder = Annotated[Path, typer.Option("--project", "-C", help="The project's fol
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of pipe.yaml.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 STAGES = "train, ema, export, fuse, quantize, engine; import-weights or import-onnx where the project starts there"
+if "--help" in sys.argv:  # looking through all installed packages takes too long for every command
+    _others = sorted(entry.name for entry in metadata.entry_points(group="layerline.stages"))
+    STAGES = "; ".join([STAGES, *_others])
 StageName = Annotated[str, typer.Argument(metavar="STAGE", help=f"One of {STAGES}.")]
 RunId = Annotated[
     str | None,

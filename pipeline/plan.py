@@ -113,6 +113,8 @@ class Planner:
 
     def _parts(self, stage: Stage) -> tuple[dict[str, Any], tuple[str, ...]]:
         parts: dict[str, Any] = {"stage": stage.name, "version": stage.version}
+        if stage.implementation:
+            parts["use"] = stage.implementation
         parts |= {f"config.{n}": v for n, v in _flat(_configuration(stage))}
         parts |= {f"env.{n}": self._fact(n) for n in stage.env}
         parts["code"] = self._code(type(stage))

@@ -76,6 +76,7 @@ class Stage(BaseModel):
         side: files left in the artifact that are no part of its digest (timings).
         long: whether it may take hours, so that all stages are checked before it starts.
         together: whether all ranks run it, where a launcher started several; else rank 0 does alone.
+        implementation: the name that it is registered under, where it stands in for another stage; set by `use:`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -91,6 +92,7 @@ class Stage(BaseModel):
     side: ClassVar[frozenset[str]] = frozenset()
     together: ClassVar[bool] = False
     long: ClassVar[bool] = False
+    implementation: ClassVar[str] = ""
 
     @classmethod
     def written(cls) -> list[tuple[str, ...]]:

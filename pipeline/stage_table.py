@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module, metadata
+from types import new_class
+from typing import ClassVar, cast
 
-from layerline.pipeline.errors import Unavailable
+from layerline.pipeline.errors import ConfigError, Unavailable
+from layerline.pipeline.nearest import hint
 from layerline.pipeline.stage import Stage
 
 # In the order they run; `import-*` stages stand in for everything up to the kind they give.
@@ -40,3 +43,30 @@ def stage_class(name: str) -> type[Stage]:
     except (ImportError, AttributeError) as error:
         raise Unavailable(f"stage {name} can't be imported: {error}", where=names()[name]) from error
     return found
+
+
+@cache
+def stand_in(name: str, use: str) -> type[Stage]:
+    """The stage that is registered as `use`, with the name and the place of the stage that it stands in for.
+
+    Raises:
+        ConfigError: there is no such stage, or it gives another kind of artifact than the one it stands in for.
+        Unavailable: it can't be imported here.
+    """
+    if use not in names():
+        others = [other for other in names() if other not in BUILT_IN]
+        raise ConfigError(f"no stage is registered as {use!r}", hint=hint(use, others or ["none"]))
+    original, replacement = stage_class(name), stage_class(use)
+    if replacement.gives != original.gives:
+        raise ConfigError(
+            f"stage {use} gives {replacement.gives!r}, but {name} gives {original.gives!r}",
+            hint=f"a stage that stands in for {name} has gives = {original.gives!r}",
+        )
+    namespace = {
+        "__module__": replacement.__module__,  # whose code is part of the key
+        "__doc__": replacement.__doc__,
+        "__annotations__": {"name": ClassVar[str], "implementation": ClassVar[str]},
+        "name": name,
+        "implementation": use,
+    }
+    return cast("type[Stage]", new_class(replacement.__name__, (replacement,), {}, lambda body: body.update(namespace)))

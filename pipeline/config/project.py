@@ -172,9 +172,12 @@ def _stage_names(raw: Mapping[str, Any], document: Document) -> list[str]:
 
 
 def _build_stage(name: str, raw: Any, document: Document) -> Stage:
-    cls = stage_table.stage_class(name)
     if raw is not None and not isinstance(raw, Mapping):
         raise document.error((name,), f"expected the fields of stage {name}, saw {raw!r}")
+    cls = stage_table.stage_class(name)
+    if raw and "use" in raw:
+        cls = _stand_in(name, raw["use"], document)
+        raw = {field: value for field, value in raw.items() if field != "use"}
     try:
         stage = cls.model_validate(raw or {})
     except ValidationError as error:
@@ -189,6 +192,16 @@ def _build_stage(name: str, raw: Any, document: Document) -> Stage:
     for field, value in stage:
         _check_key(document, (name, field), value)
     return stage
+
+
+def _stand_in(name: str, use: Any, document: Document) -> type[Stage]:
+    """The stage of another distribution that pipe.yaml names with `use:`."""
+    if not isinstance(use, str):
+        raise document.error((name, "use"), f"expected the name of a stage, saw {use!r}")
+    try:
+        return stage_table.stand_in(name, use)
+    except ConfigError as error:
+        raise document.error((name, "use"), error.what, error.hint) from None
 
 
 def _check_key(document: Document, loc: tuple[str | int, ...], value: Any) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import layerline
 from layerline.pipeline.files import Hasher
 from layerline.pipeline.keys import canonical, syntax_queries
 
@@ -69,6 +70,10 @@ class _Reader:
     def target(self, name: str) -> tuple[str, bool]:
         """The module behind `base:attribute`, and whether all of it may be reached."""
         base, _, attribute = name.partition(":")
+        if base == _OWN:  # `from layerline import Stage` reaches the module that defines it, not all that are exported
+            for module, exported in layerline.EXPORTS.items():
+                if attribute in exported:
+                    return module, True
         inner = f"{base}.{attribute}"
         return (inner, True) if attribute and self.path(inner) is not None else (base, True)
 

@@ -175,8 +175,27 @@ class ImportNumbers(Stage):
         return Report(stage=self.name)
 
 
+class Treble(Double):
+    """Stands in for `double`."""
+
+    name: ClassVar[str] = "treble"
+
+    factor: int = 3
+    offset: int = 0
+
+    def run(self, work: Work) -> Report:
+        numbers = read(work.inputs["model"] / "numbers.json")
+        write(work.out / "doubled.json", [n * self.factor + self.offset for n in numbers])
+        return Report(stage=self.name)
+
+
 STANDARD = {n: f"{__name__}:{n.capitalize()}" for n in ("source", "double", "judge")}
-ON_REQUEST = {"slow": f"{__name__}:Slow", "fault": f"{__name__}:Fault", "import-numbers": f"{__name__}:ImportNumbers"}
+ON_REQUEST = {
+    "slow": f"{__name__}:Slow",
+    "fault": f"{__name__}:Fault",
+    "treble": f"{__name__}:Treble",
+    "import-numbers": f"{__name__}:ImportNumbers",
+}
 
 TASK = """\
 import helper
@@ -231,6 +250,7 @@ def install(patch: Any) -> None:
     patch(stage_table, "BUILT_IN", STANDARD)
     patch(stage_table, "names", lambda: ON_REQUEST | STANDARD)
     stage_table.stage_class.cache_clear()
+    stage_table.stand_in.cache_clear()
 
 
 class Listener:

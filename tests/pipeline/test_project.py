@@ -416,3 +416,28 @@ def test_a_file_whose_name_is_no_utf_8_counts(folder: fakes.Folder) -> None:
     record = folder.runner(*sets).ledger.head("source")
     assert record is not None and "file.\\udcff.csv" in record.parts
     assert folder.ran(None, *sets) == []
+
+
+def test_a_stage_of_another_package_stands_in_for_a_standard_one(tmp_path: Path) -> None:
+    project_ = project(tmp_path, "double: {use: treble, factor: 5, offset: 1}")
+    assert [s.name for s in project_.stages] == ["source", "double", "judge"]
+    stage = project_.stage("double")
+    assert isinstance(stage, fakes.Treble)
+    assert (stage.factor, stage.offset, stage.implementation) == (5, 1, "treble")
+    assert fakes.Treble.name == "treble"  # the registered class itself is unchanged
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "what", "hint"),
+    [
+        ("double:\n  use: trebel", "pipe.yaml:2:3", "no stage is registered as 'trebel'", "'treble'"),
+        ("double:\n  use: slow", "pipe.yaml:2:3", "stage slow gives 'slowed'", "gives = 'doubled'"),
+        ("double:\n  use: 5", "pipe.yaml:2:3", "expected the name of a stage, saw 5", ""),
+        ("double:\n  use: treble\n  ofset: 1", "pipe.yaml:3:3", "unknown field", "'offset'"),
+    ],
+)
+def test_a_stand_in_that_does_not_fit_is_an_error(text: str, place: str, what: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        project(tmp_path, text)
+    assert caught.value.where == place
+    assert what in caught.value.what and hint in caught.value.hint

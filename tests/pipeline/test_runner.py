@@ -416,6 +416,15 @@ def test_an_edit_between_the_key_and_the_import_is_refused(tmp_path: Path) -> No
         runner._task.call("model")
 
 
+def test_a_stand_in_runs_in_the_place_of_the_stage_and_has_a_key_of_its_own(folder: Folder) -> None:
+    folder.run()
+    done = folder.run(None, "double.use=treble")
+    assert states(done) == {"source": "cached", "double": "ran", "judge": "ran"}
+    assert "use unset -> treble" in done.results[1].reason
+    assert fakes.read(folder.artifact("double") / "doubled.json") == [3.0, 6.0, 9.0]
+    assert folder.ran() == []  # what the standard stage made is still there
+
+
 def test_an_edit_between_two_runs_of_one_process_is_no_edit_during_the_second(folder: Folder) -> None:
     folder.run()  # imports task.py and helper.py
     folder.edit("task.py", "BIAS = 1", "BIAS = 1  # one")
