@@ -157,7 +157,7 @@ REFUSED = [
         None,
         {"profiles": [{"a": [[1, 3], [2, 3], [4, 3]], "b": [[1, 3], [2, 3], [5, 3]]}]},
         ConfigError,
-        "'n' is one size everywhere",
+        "'n' must have one size everywhere",
     ),
     ("t29", models.quantised(np.uint8(128)), None, {}, StageError, "tensor x_q"),
     ("scale", models.quantised(scale=0.0), None, {}, StageError, "the scale is 0.0"),

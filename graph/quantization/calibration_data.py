@@ -1,0 +1,99 @@
+"""The samples that quantize reads from the task's hooks, and the ranges collected over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from layerline.backends.light import Light
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib import collect
+from layerline.calib.calibration_survey import Survey
+from layerline.calib.samples import Batch, Input, Samples
+from layerline.pipeline.errors import TaskError
+from layerline.pipeline.stage import Work
+
+
+class CalibrationData:
+    """Calibration and evaluation samples of one task, in the form that the model takes.
+
+    Args:
+        work: holds the task and the log.
+        inputs: the model's inputs.
+        hooks: hooks that may give calibration samples, in order of preference.
+        samples: greatest number of calibration samples.
+        batch_size: samples a run, where the data does not come in batches.
+
+    Attributes:
+        survey: a few of the calibration samples that were read.
+        evaluated: the same of the evaluation samples.
+    """
+
+    def __init__(
+        self, work: Work, inputs: Sequence[Input], *, hooks: Sequence[str], samples: int, batch_size: int
+    ) -> None:
+        self.task = work.task
+        self.log = work.log
+        self.survey = Survey(inputs)
+        self.evaluated = Survey(inputs)
+        self._inputs = inputs
+        self._hooks = hooks
+        self._limit = samples
+        self._batch_size = batch_size
+
+    def hook(self) -> str | None:
+        """The hook that calibration samples come from; None where the task has none."""
+        for hook in self._hooks:
+            if self.task.has(hook):
+                return hook
+        return None
+
+    def calibration(self) -> tuple[Samples, tuple[str, ...]]:
+        """The calibration samples, and a note where they do not come from calib_data().
+
+        Raises:
+            TaskError: the task has none of the hooks.
+        """
+        hook = self.hook()
+        if hook is None:
+            raise TaskError(
+                f"0 calibration samples: the task defines none of {', '.join(f'{h}()' for h in self._hooks)}",
+                where=self.task.path.name,
+                hint="define calib_data(), or use mode: fp16, which needs no data",
+            )
+        notes: tuple[str, ...] = ()
+        if hook != "calib_data":
+            notes = (f"no calib_data() in the task: calibrated on {hook}()",)
+        return self._samples(hook, "calibration", self._limit), notes
+
+    def evaluation(self) -> Samples | None:
+        """All samples of eval_data(); None where the task has no such hook."""
+        if not self.task.has("eval_data"):
+            return None
+        return self._samples("eval_data", "evaluation", None)
+
+    def ranges(
+        self, model: Light, names: Sequence[str], batches: Samples | list[Batch], nonfinite: Literal["stop", "skip"]
+    ) -> collect.Ranges:
+        """Collects the ranges of the named values, and keeps a few samples in `survey`."""
+        count = len(batches) if isinstance(batches, list) else batches.count()
+        # A reader without a length is expected to give as many samples as are wanted.
+        total = count or self._limit
+        runtime = OnnxRuntime()
+        return collect.collect(
+            lambda taps: runtime.open(model, taps),
+            self.survey.through(batches),
+            names,
+            nonfinite=nonfinite,
+            progress=lambda done: self.log.progress(min(done, total), total),
+        )
+
+    def _samples(self, hook: str, purpose: str, limit: int | None) -> Samples:
+        return Samples(
+            self.task.call(hook),
+            self._inputs,
+            hook=hook,
+            purpose=purpose,
+            batch_size=self._batch_size,
+            limit=limit,
+        )

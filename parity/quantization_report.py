@@ -1,0 +1,209 @@
+"""The report of quantize: the loss of each layer and of the outputs, and whether the artifact runs as measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from layerline.backends.base import Feed
+from layerline.compare.compare_models import compare
+from layerline.compare.threshold_flips import blamed
+from layerline.export.signature import Signature
+from layerline.graph.analysis.rounding_noise import drawn, unjudged
+from layerline.graph.quantization import qdq
+from layerline.graph.quantization.calibration_data import CalibrationData
+from layerline.graph.quantization.convert import Converted
+from layerline.graph.quantization.qdq_placement import products
+from layerline.parity import default_session, output_sqnr
+from layerline.pipeline.report import Gate, LayerDiff, Report, Scalar
+
+Row = dict[str, Scalar]
+
+
+def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mode: str, rest: str) -> Report:
+    """Compares every layer with the float model, and lists what is quantised and what stays float.
+
+    Args:
+        stage: name of the stage.
+        converted: the float and the converted model.
+        probes: inputs to compare on.
+        mode: "int8", "fp16", "bf16" or "none".
+        rest: in mode int8, the type of what is not quantised.
+    """
+    if mode == "none":
+        return Report(stage=stage, notes=("mode none: the model is passed on as it is",))
+    rows = _quantized_rows(converted, qdq.weight_sqnr(converted.reference, converted.plan))
+    graph = converted.reference.model.graph
+    records = blamed(compare(converted.reference, converted.measured, probes, isolated=True), graph)
+    gates = list(_conversion_gate(converted, mode))
+    if runs_on_onnxruntime(mode, rest):
+        gates += _emulation_gate(converted, probes)
+    return Report(
+        stage=stage,
+        reference="float onnx on onnxruntime",
+        candidate=f"{mode} onnx on onnxruntime",
+        records=tuple(_with_columns(record, rows, converted) for record in records),
+        metrics=unjudged(graph, drawn(converted.reference.model)) | _counts(converted, mode),
+        gates=tuple(gates),
+        notes=converted.notes,
+        tables={
+            "quantized": list(rows.values()),
+            "stays float": [dataclasses.asdict(kept) for kept in converted.plan.kept],
+        },
+    )
+
+
+def runs_on_onnxruntime(mode: str, rest: str) -> bool:
+    """Whether onnxruntime can run the artifact as it is: its CPU provider has no bfloat16 kernels."""
+    return "bf16" not in (mode, rest)
+
+
+def with_default_session(report: Report, converted: Converted, path: Path, probes: Sequence[Feed]) -> Report:
+    """Adds what a default onnxruntime session makes of the artifact.
+
+    Args:
+        path: the artifact's ONNX file.
+    """
+    outputs = {o.name for o in converted.model.model.graph.output}
+    # Kernels that compute in int8 round differently in places, which moves an output no further than quantisation did.
+    allowed = {r.name: max(0.01, 2 * (r.rel_l2 or 0.0)) for r in report.records if r.name in outputs}
+    random = outputs & drawn(converted.model.model).keys()
+    shipped = default_session.check(path, probes, allowed=allowed, random=random)
+    return dataclasses.replace(report, gates=(*report.gates, *shipped.gates), notes=(*report.notes, *shipped.notes))
+
+
+def with_outputs(
+    report: Report,
+    converted: Converted,
+    data: CalibrationData,
+    probes: Sequence[Feed],
+    signature: Signature,
+    *,
+    min_db: float | None,
+) -> Report:
+    """Adds the SQNR of the outputs on calibration samples, or on the probes where there are none, and by input size.
+
+    Args:
+        min_db: least SQNR of an output that passes; None where a metric was measured instead.
+    """
+    samples: Sequence[Feed] = [batch.feed for batch in data.survey.batches()] or probes
+    decibels = output_sqnr.outputs(converted.reference, converted.measured, samples)
+    warnings = output_sqnr.warning(decibels)
+    for text in warnings:
+        data.log.say(text)
+    metrics: Row = {}
+    worst = output_sqnr.least(decibels)
+    if worst is not None:
+        metrics["output_sqnr_db"] = worst[1]
+    metrics.update(report.metrics)
+    gates = list(report.gates)
+    if min_db is not None:
+        gates += output_sqnr.gate(decibels, min_db)
+    if data.hook() is not None:
+        gates += output_sqnr.data_gate(data.survey.peaks, data.evaluated.peaks)
+    tables = dict(report.tables)
+    sizes = output_sqnr.by_size(converted.reference, converted.measured, probes, signature)
+    if sizes:
+        tables["outputs by size"] = sizes
+    return dataclasses.replace(
+        report,
+        metrics=metrics,
+        gates=tuple(gates),
+        notes=(*warnings, *report.notes, *output_sqnr.unseen(data.survey.shapes, signature)),
+        tables=tables,
+    )
+
+
+def _counts(converted: Converted, mode: str) -> dict[str, Scalar]:
+    """How many nodes and values were converted, and to what."""
+    counts: dict[str, Scalar] = {}
+    if mode == "int8":
+        quantized, total = _product_counts(converted)
+        counts["int8_products"] = f"{quantized} of {total}"
+        for role in ("activation", "weight"):
+            counts[f"quantized_{role}s"] = sum(value.role == role for value in converted.plan.values)
+    for half_type, nodes in converted.halved.items():
+        counts[f"{half_type}_nodes"] = nodes
+    return counts
+
+
+def _product_counts(converted: Converted) -> tuple[int, int]:
+    """How many matrix products compute in int8, and how many there are."""
+    readers = set[str]()
+    for value in converted.plan.values:
+        readers.update(reader for reader, _ in value.readers)
+    names = products(converted.reference)
+    return sum(name in readers for name in names), len(names)
+
+
+def _conversion_gate(converted: Converted, mode: str) -> tuple[Gate, ...]:
+    """Fails where nothing was converted although the model has matrix products."""
+    quantized, total = _product_counts(converted)
+    if mode == "int8":
+        count = quantized
+        name, expected = "quantisation", "at least one in int8"
+        summary = f"{quantized} of {total} matrix products are quantised"
+    else:
+        count = converted.halved[mode]
+        name, expected = "conversion", f"at least one in {mode}"
+        summary = f"{count} nodes compute in {mode}, of a model with {total} matrix products"
+    if count or not total:
+        return ()
+    hint = "`stays float` in the report lists every reason"
+    for reason, times in Counter(kept.reason for kept in converted.plan.kept).most_common(2):
+        hint += f"; {times} because {reason}"
+    return (Gate(name, False, summary, expected, f"{hint}; mode: none passes the model on as it is"),)
+
+
+def _quantized_rows(converted: Converted, losses: Mapping[str, qdq.WeightLoss]) -> dict[str, Row]:
+    """One row a quantised value; `clipped` is the share of an activation's elements beyond its range."""
+    rows: dict[str, Row] = {}
+    for value in converted.plan.values:
+        histogram = None
+        if converted.ranges is not None:
+            histogram = converted.ranges.histograms.get(value.name)
+        loss = losses.get(value.name)
+        rows[value.name] = {
+            "value": value.name,
+            "role": value.role,
+            "module": value.module,
+            "axis": value.axis,
+            "least_scale": min(value.scales),
+            "greatest_scale": max(value.scales),
+            "calibrator": value.calibrator,
+            "clipped": None if histogram is None else histogram.beyond(value.amax),
+            "sqnr_db": None if loss is None else loss.sqnr_db,
+            "worst_channel_db": None if loss is None else loss.worst_channel_db,
+            "why": value.why,
+        }
+    return rows
+
+
+def _with_columns(record: LayerDiff, rows: Mapping[str, Row], converted: Converted) -> LayerDiff:
+    """Adds the clipped share of the value and the SQNR of the layer's weights."""
+    extra: Row = dict(record.extra)
+    if record.name in rows:
+        extra["clipped"] = rows[record.name]["clipped"]
+    for value in converted.plan.values:
+        if value.role == "weight" and any(reader == record.name for reader, _ in value.readers):
+            extra["weight_sqnr_db"] = rows[value.name]["sqnr_db"]
+    return dataclasses.replace(record, extra=extra)
+
+
+def _emulation_gate(converted: Converted, probes: Sequence[Feed]) -> tuple[Gate, ...]:
+    """Whether the artifact, run as it is, gives the results of its emulation."""
+    if converted.measured is converted.model:
+        return ()
+    differences = compare(converted.measured, converted.model, probes, pairs={})
+    losses = [r.rel_l2 or 0.0 for r in compare(converted.reference, converted.measured, probes, pairs={})]
+    judged = [r for r in differences if r.rel_l2 is not None]
+    if not judged:  # every output is drawn at random
+        return ()
+    worst = max(judged, key=lambda r: r.rel_l2 or 0.0)
+    # Roundings that are left out move a result no further than the roundings did. More than that is another result.
+    allowed = max(0.01, 4 * max(losses))
+    passed = all(r.passed for r in differences) and (worst.rel_l2 or 0.0) <= allowed
+    difference = f"{worst.name} differs by {worst.rel_l2:.2e} (relative L2)"
+    return (Gate("onnxruntime runs it alike", passed, difference, f"at most {allowed:.2e}"),)
