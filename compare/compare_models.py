@@ -1,4 +1,4 @@
-"""The distance of every value of two ONNX models, over any number of samples, without keeping one of them."""
+"""Measures how far every value of two ONNX models is apart, over any number of samples, without storing the samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from layerline.pipeline.report import LayerDiff, Scalar
 
 __all__ = ["Distance", "compare", "diff_arrays", "pair_values", "why_two_sessions"]
 FEW = 8
-"""Feeds up to which a session isn't worth preparing for more."""
+"""Up to this many feeds, preparing a session for many runs costs more than it saves."""
 
 
 def compare(
@@ -44,15 +44,15 @@ def compare(
     impossible (`why_two_sessions` says why) they run side by side and numpy takes the same measures.
 
     Args:
-        reference: the a-side.
-        candidate: the b-side; takes the reference's inputs (by name), or some of them.
+        reference: the model on the a-side.
+        candidate: the model on the b-side; takes the reference's inputs (by name), or some of them.
         feeds: arrays by input name.
         isolated: also measure each layer of the candidate fed with the reference's values:
             `extra["isolated_sqnr_db"]`.
         pairs: reference value to candidate value; default: values of the same name. Graph outputs are always paired,
             by position. Values inside subgraphs (If, Loop, Scan) and functions are left out.
         tolerances: greatest relative L2 error that passes, by value of the reference; others are not gated.
-        settled: values of both whose readers in the candidate read the reference's: outputs of QuantizeLinear, where an
+        settled: values that the candidate's readers take from the reference: outputs of QuantizeLinear, where an
             element half-way between two steps may take either.
 
     Returns:
@@ -65,15 +65,16 @@ def compare(
         StageError: a model or feed that onnxruntime refuses, an unknown name in `pairs`, no feed at all.
     """
     few = isinstance(feeds, Sequence) and len(feeds) <= FEW
-    run = _Run(split(reference), split(candidate), pairs, isolated, OnnxRuntime(few_runs=few), settled)
-    totals = apart = [Distance()] * len(run.pairs)
+    comparison = _Comparison(split(reference), split(candidate), pairs, isolated, OnnxRuntime(few_runs=few), settled)
+    cumulative = [Distance()] * len(comparison.pairs)
+    alone = [Distance()] * len(comparison.pairs)
     for feed in feeds:
-        found = run.measure(feed)
-        totals = [d + whole for d, (whole, _) in zip(totals, found, strict=True)]
-        apart = [d + alone for d, (_, alone) in zip(apart, found, strict=True)]
-    if not run.measured:
+        measured = comparison.measure(feed)
+        cumulative = [total + both[0] for total, both in zip(cumulative, measured, strict=True)]
+        alone = [total + both[1] for total, both in zip(alone, measured, strict=True)]
+    if not comparison.measured:
         raise StageError("there is no sample to compare on", where="feeds")
-    return _rows(run, totals, apart if isolated else None, tolerances or {})
+    return _rows(comparison, cumulative, alone if isolated else None, tolerances or {})
 
 
 def floors(model: Model, feeds: Sequence[Feed]) -> dict[str, float]:
@@ -90,32 +91,53 @@ def pair_values(
     Raises:
         StageError: a name in `pairs` that its model does not have, or another number of outputs.
     """
-    outputs = [[o.name for o in m.graph.output] for m in (reference, candidate)]
-    if len(outputs[0]) != len(outputs[1]):
+    outputs_a = [o.name for o in reference.graph.output]
+    outputs_b = [o.name for o in candidate.graph.output]
+    if len(outputs_a) != len(outputs_b):
         raise StageError(
-            f"the reference gives {outputs[0]}, the candidate {outputs[1]}: outputs are paired by position",
+            f"the reference gives {outputs_a}, the candidate {outputs_b}: outputs are paired by position",
             where="outputs",
         )
-    made = [[o for n in m.graph.node if n.op_type != "Constant" for o in n.output if o] for m in (reference, candidate)]
-    for side, names, known in (("reference", pairs or {}, made[0]), ("candidate", (pairs or {}).values(), made[1])):
-        if unknown := sorted(set(names) - set(known)):
-            raise StageError(f"the {side} has no value called {unknown[0]!r}", where="pairs")
-    wanted = dict(zip(made[0], made[0], strict=True)) if pairs is None else dict(pairs)
-    inner = {a: wanted[a] for a in made[0] if a in wanted and wanted[a] in set(made[1])}
-    by_position = dict(zip(*outputs, strict=True))
-    ordered = [a for a in made[0] if a in inner or a in by_position]
-    ordered += [a for a in by_position if a not in set(ordered)]
-    return {a: by_position.get(a) or inner[a] for a in ordered}
+    values_a = _computed(reference.graph)
+    values_b = _computed(candidate.graph)
+    if pairs is None:
+        pairs = {name: name for name in values_a}
+    else:
+        _check_names("reference", pairs.keys(), values_a)
+        _check_names("candidate", pairs.values(), values_b)
+    in_candidate = set(values_b)
+    matched = {a: pairs[a] for a in values_a if a in pairs and pairs[a] in in_candidate}
+    by_position = dict(zip(outputs_a, outputs_b, strict=True))
+    ordered = [a for a in values_a if a in matched or a in by_position]
+    # Outputs that no node computes (an input or a constant that is passed on) come last.
+    computed = set(ordered)
+    ordered += [a for a in by_position if a not in computed]
+    return {a: by_position.get(a) or matched[a] for a in ordered}
+
+
+def _computed(graph: onnx.GraphProto) -> list[str]:
+    """Names of the values that the nodes of a graph compute, constants left out."""
+    names: list[str] = []
+    for node in graph.node:
+        if node.op_type != "Constant":
+            names += [output for output in node.output if output]
+    return names
+
+
+def _check_names(side: str, names: Iterable[str], values: Iterable[str]) -> None:
+    unknown = sorted(set(names) - set(values))
+    if unknown:
+        raise StageError(f"the {side} has no value called {unknown[0]!r}", where="pairs")
 
 
 def why_two_sessions(reference: onnx.ModelProto, candidate: onnx.ModelProto) -> str | None:
     """Why the two cannot be one graph, in one sentence for a report's notes; None when they can."""
-    a, b = ({o.domain.replace("ai.onnx", "", 1): o.version for o in m.opset_import} for m in (reference, candidate))
-    for domain in sorted(set(a) & set(b)):
-        if a[domain] != b[domain]:
-            name = domain or "ai.onnx"
-            return f"compared as two sessions: opset {a[domain]} and {b[domain]} of {name} cannot share a graph"
-    if min(a.get("", 0), b.get("", 0)) < 11:
+    opsets_a, opsets_b = _opsets(reference), _opsets(candidate)
+    for domain in sorted(set(opsets_a) & set(opsets_b)):
+        if opsets_a[domain] != opsets_b[domain]:
+            versions = f"{opsets_a[domain]} and {opsets_b[domain]} of {domain or 'ai.onnx'}"
+            return f"compared as two sessions: opset {versions} cannot share a graph"
+    if min(opsets_a.get("", 0), opsets_b.get("", 0)) < 11:
         return "compared as two sessions: below opset 11"
     if any(m.graph.sparse_initializer for m in (reference, candidate)):
         return "compared as two sessions: sparse initializers"
@@ -124,8 +146,20 @@ def why_two_sessions(reference: onnx.ModelProto, candidate: onnx.ModelProto) -> 
     return None
 
 
-class _Run:
-    """One comparison: what is paired, and the sessions, each opened when it is first needed."""
+def _opsets(model: onnx.ModelProto) -> dict[str, int]:
+    """Opset versions by domain; ai.onnx is another name of the empty domain."""
+    return {o.domain.replace("ai.onnx", "", 1): o.version for o in model.opset_import}
+
+
+class _Comparison:
+    """One comparison: the pairs, and the sessions, each opened when it is first needed.
+
+    Attributes:
+        pairs: the values that are compared.
+        types: element type and shape of the reference's side of each pair.
+        one_graph: whether both models run as one graph.
+        measured: number of feeds so far.
+    """
 
     def __init__(
         self,
@@ -136,9 +170,13 @@ class _Run:
         runtime: OnnxRuntime,
         settled: Collection[str] = (),
     ) -> None:
+        self.reference = reference
+        self.candidate = candidate
+        self.isolated = isolated
+        self.runtime = runtime
+        self.one_graph = why_two_sessions(reference.model, candidate.model) is None
+        self.measured = 0
         self._settled = settled
-        self.reference, self.candidate, self.isolated, self.runtime = reference, candidate, isolated, runtime
-        self.one_graph, self.measured = why_two_sessions(reference.model, candidate.model) is None, 0
         self.pairs: list[Pair] = []
         self.types: dict[str, tuple[str, Shape]] = {}
         self._sessions: dict[str, OrtSession] = {}
@@ -147,89 +185,133 @@ class _Run:
         self._unclear = {i for i, pair in enumerate(self.pairs) if pair.a in masked}
 
     def measure(self, feed: Feed) -> list[tuple[Distance, Distance]]:
-        """Each pair's distance on one feed: cumulative, and isolated (zero where not asked for)."""
+        """The distance of each pair on one feed: cumulative, and isolated (zero where not wanted)."""
         self.measured += 1
-        found = self._in_one_graph(feed) if self.one_graph else None
-        return found or self._by_hand(feed)
+        distances = None
+        if self.one_graph:
+            distances = self._in_one_graph(feed)
+        return distances or self._by_hand(feed)
 
     def _pair(self, matched: Mapping[str, str]) -> None:
         graph = self.reference.model.graph
-        point = pointers(graph)
-        taps = [*matched, *(point[a].data for a in matched if a in point)]
-        of_a, of_b = infer(self.reference, taps), infer(self.candidate, list(matched.values()))
+        all_pointers = pointers(graph)
+        taps = [*matched, *(all_pointers[a].data for a in matched if a in all_pointers)]
+        types_a = infer(self.reference, taps)
+        types_b = infer(self.candidate, list(matched.values()))
         outputs = {o.name for o in graph.output}
         for a, b in matched.items():
-            (kind_a, shape), (kind_b, shape_b) = of_a[a], of_b[b]
-            plain = kind_a in CODES and kind_b in CODES
-            if not plain and a not in outputs:
+            dtype_a, shape_a = types_a[a]
+            dtype_b, shape_b = types_b[b]
+            are_tensors = dtype_a in CODES and dtype_b in CODES
+            if not are_tensors and a not in outputs:
                 # Inner sequences and the like are left to their consumers; an output of such a type must be right.
                 continue
-            self.one_graph &= plain and _may_be_equal(shape, shape_b)
-            pointer = point.get(a)
+            self.one_graph &= are_tensors and _may_be_equal(shape_a, shape_b)
+            pointer = all_pointers.get(a)
             if pointer is not None and pointer.axis < 0:
-                pointer = replace(pointer, axis=pointer.axis + len(of_a[pointer.data][1]))
-            codes = {"dtype_a": CODES.get(kind_a, 0), "dtype_b": CODES.get(kind_b, 0)}
-            rank, size = min(len(shape), len(shape_b)), _size(shape) if shape == shape_b else None
-            self.pairs.append(Pair(a=a, b=b, pointer=pointer, rank=rank, size=size, **codes))
-            self.types[a] = of_a[a]
+                pointer = replace(pointer, axis=pointer.axis + len(types_a[pointer.data][1]))
+            pair = Pair(
+                a=a,
+                b=b,
+                dtype_a=CODES.get(dtype_a, 0),
+                dtype_b=CODES.get(dtype_b, 0),
+                rank=min(len(shape_a), len(shape_b)),
+                size=_size(shape_a) if shape_a == shape_b else None,
+                pointer=pointer,
+            )
+            self.pairs.append(pair)
+            self.types[a] = types_a[a]
 
     def _in_one_graph(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
-        found = self._joint(feed)
-        exact = {i for i, pair in enumerate(self.pairs) if pair.small}
-        measured = zip(self.pairs, found or (), strict=False)
-        doubted = {i for i, (pair, both) in enumerate(measured) if not all(trusted(pair, d) for d in both)}
-        bad = doubted - self._unclear - exact
-        if not bad:
-            return found
-        # What holds NaN, Inf or a mask, or what float32 can't sum, is taken apart from here on, in twice the time.
-        self._unclear |= bad
+        distances = self._joint(feed)
+        if distances is None:
+            return None
+        doubtful = set[int]()
+        for i, (pair, (cumulative, alone)) in enumerate(zip(self.pairs, distances, strict=True)):
+            # numpy measured the small pairs, and masked measures are exact: neither needs another run.
+            if i in self._unclear or pair.small:
+                continue
+            if not trusted(pair, cumulative) or not trusted(pair, alone):
+                doubtful.add(i)
+        if not doubtful:
+            return distances
+        # Pairs with NaN, Inf or a mask, or with sums beyond float32, take the masked measure from here on, which costs
+        # twice the time.
+        self._unclear |= doubtful
         self._sessions.pop("joint")
         return self._joint(feed)
 
     def _joint(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
         if "joint" not in self._sessions:
-            model = joint(self.reference, self.candidate, self.pairs, masked=self._unclear, isolated=self.isolated,
-                          settled=self._settled)  # fmt: skip
+            model = joint(
+                self.reference,
+                self.candidate,
+                self.pairs,
+                masked=self._unclear,
+                isolated=self.isolated,
+                settled=self._settled,
+            )
             self._sessions["joint"] = self.runtime.open(model)
         try:
-            out = self._sessions["joint"].run(feed)
+            measures = self._sessions["joint"].run(feed)
         except StageError:
-            # Shapes that do not fit, an index out of range, a wrong feed: by hand, the one at fault gets its name.
+            # Shapes that do not fit, an index out of range, a wrong feed. Two sessions find out which side is at fault.
             return None
-        found = [(_distance(out, str(i)), _distance(out, f"{i}/isolated")) for i in range(len(self.pairs))]
-        return None if any(d.mismatch for pair in found for d in pair) else found
+        distances: list[tuple[Distance, Distance]] = []
+        for i in range(len(self.pairs)):
+            cumulative = _distance(measures, str(i))
+            alone = _distance(measures, f"{i}/isolated")
+            if cumulative.mismatch or alone.mismatch:
+                return None
+            distances.append((cumulative, alone))
+        return distances
 
     def _by_hand(self, feed: Feed) -> list[tuple[Distance, Distance]]:
         a = self._side("a", self.reference, [p.a for p in self.pairs], feed)
         b = self._side("b", self.candidate, [p.b for p in self.pairs], feed)
-        whole = [_diff(p, a, b[p.b]) for p in self.pairs]
-        alone = [Distance(mismatch="not run")] * len(whole)
-        if self.isolated and not any(d.mismatch for d in whole):
-            fed = dict(feed) | {f"a//{p.a}": a[p.a] for p in self.pairs if p.dtype_a and p.dtype_b}
-            c = self._side("isolated", isolated_model(self.candidate, self.pairs), [], fed)
-            alone = [
-                Distance() if p.pointer else diff_arrays(a[p.a], c.get(ISOLATED + p.b, b[p.b])) for p in self.pairs
-            ]
-        return list(zip(whole, alone, strict=True))
+        cumulative = [_diff(p, a, b[p.b]) for p in self.pairs]
+        alone = [Distance(mismatch="not run")] * len(cumulative)
+        if self.isolated and not any(d.mismatch for d in cumulative):
+            inputs = dict(feed)
+            inputs.update({f"a//{p.a}": a[p.a] for p in self.pairs if p.dtype_a and p.dtype_b})
+            isolated = self._side("isolated", isolated_model(self.candidate, self.pairs), [], inputs)
+            for i, pair in enumerate(self.pairs):
+                alone[i] = Distance()
+                if pair.pointer is None:
+                    alone[i] = diff_arrays(a[pair.a], isolated.get(ISOLATED + pair.b, b[pair.b]))
+        return list(zip(cumulative, alone, strict=True))
 
     def _side(self, key: str, model: Light, taps: list[str], feed: Feed) -> dict[str, Array]:
         if key not in self._sessions:
-            taps += [p.pointer.data for p in self.pairs if p.pointer and key == "a"]
+            if key == "a":
+                taps += [p.pointer.data for p in self.pairs if p.pointer]
             self._sessions[key] = self.runtime.open(model, list(dict.fromkeys(taps)))
         session = self._sessions[key]
-        other = {i.name for m in (self.reference, self.candidate) for i in m.model.graph.input}
-        feed = {k: v for k, v in feed.items() if k in session.inputs or k not in other}
+        # The candidate may take only some of the reference's inputs; any other name is a mistake, and is reported.
+        declared = {i.name for i in self.reference.model.graph.input}
+        declared.update(i.name for i in self.candidate.model.graph.input)
+        feed = {k: v for k, v in feed.items() if k in session.inputs or k not in declared}
         return feed | session.run(feed)
 
 
 def _may_be_equal(a: Shape, b: Shape) -> bool:
-    sizes = zip(a, b, strict=False)
-    return len(a) == len(b) and not any(isinstance(x, int) and isinstance(y, int) and x != y for x, y in sizes)
+    """Whether two shapes, symbolic sizes included, can be the same."""
+    if len(a) != len(b):
+        return False
+    for size_a, size_b in zip(a, b, strict=True):
+        if isinstance(size_a, int) and isinstance(size_b, int) and size_a != size_b:
+            return False
+    return True
 
 
 def _size(shape: Shape) -> int | None:
-    known = [s for s in shape if isinstance(s, int)]
-    return math.prod(known) if len(known) == len(shape) else None
+    """Number of elements; None where a size is symbolic."""
+    total = 1
+    for size in shape:
+        if not isinstance(size, int):
+            return None
+        total *= size
+    return total
 
 
 def _distance(out: Mapping[str, Any], tag: str) -> Distance:
@@ -237,9 +319,12 @@ def _distance(out: Mapping[str, Any], tag: str) -> Distance:
         return diff_arrays(out[f"{tag}/a"], out[f"{tag}/b"])
     if f"{tag}/peak" not in out:
         return Distance()
-    shape_a, shape_b = (tuple(out[f"{tag}/shape_{s}"].tolist()) for s in "ab")
+    shape_a = tuple(out[f"{tag}/shape_a"].tolist())
+    shape_b = tuple(out[f"{tag}/shape_b"].tolist())
     counts = {k: int(out[f"{tag}/{k}"]) for k in COUNTS if f"{tag}/{k}" in out}
-    sums = out[f"{tag}/sums"] if f"{tag}/sums" in out else [out[f"{tag}/{k}"] for k in SUMS]
+    sums = out.get(f"{tag}/sums")
+    if sums is None:
+        sums = [out[f"{tag}/{k}"] for k in SUMS]
     aa, bb, ee, l1 = map(float, sums)
     return Distance(
         count=math.prod(shape_a) - counts.pop("bad", 0) - counts.get("masked", 0),
@@ -258,38 +343,52 @@ def _diff(pair: Pair, a: Mapping[str, Array], b: Any) -> Distance:
     if pair.pointer is None or a[pair.a].size != b.size:
         return diff_arrays(a[pair.a], b)
     data = a[pair.pointer.data]
-    return diff_arrays(*(pointed_at(pair.pointer, data, index) for index in (a[pair.a], b)))
+    return diff_arrays(pointed_at(pair.pointer, data, a[pair.a]), pointed_at(pair.pointer, data, b))
 
 
 def _rows(
-    run: _Run, totals: list[Distance], apart: list[Distance] | None, tolerances: Mapping[str, float]
+    comparison: _Comparison,
+    totals: list[Distance],
+    isolated: list[Distance] | None,
+    tolerances: Mapping[str, float],
 ) -> tuple[LayerDiff, ...]:
-    reference, candidate = run.reference.model, run.candidate.model
-    ops = {o: n.op_type for n in reference.graph.node for o in n.output}
-    paths, by_name = modules(reference), {p.a: d for p, d in zip(run.pairs, totals, strict=True)}
-    in_a, in_b = drawn(reference), drawn(candidate)
-    rows = []
-    for i, (pair, total) in enumerate(zip(run.pairs, totals, strict=True)):
-        found: dict[str, Any] = {"extra": {"nondeterministic": in_a.get(pair.a) or in_b.get(pair.b)}}
-        if not found["extra"]["nondeterministic"]:
-            alone = apart[i] if apart is not None and pair.pointer is None else None
-            found = total.measures() | _gate(pair, total, by_name, tolerances) | {"extra": _extra(total, alone)}
-        dtype, shape = run.types[pair.a]
-        op, module = ops.get(pair.a, "Input"), paths.get(pair.a, "")
-        rows.append(LayerDiff(name=pair.a, op=op, module=module, dtype=dtype, shape=shape, **found))
+    reference, candidate = comparison.reference.model, comparison.candidate.model
+    ops: dict[str, str] = {}
+    for node in reference.graph.node:
+        ops.update(dict.fromkeys(node.output, node.op_type))
+    module_paths = modules(reference)
+    distances = {pair.a: total for pair, total in zip(comparison.pairs, totals, strict=True)}
+    random_a, random_b = drawn(reference), drawn(candidate)
+    rows: list[LayerDiff] = []
+    for i, (pair, total) in enumerate(zip(comparison.pairs, totals, strict=True)):
+        random_source = random_a.get(pair.a) or random_b.get(pair.b)
+        measures: dict[str, Any]
+        if random_source:
+            measures = {"extra": {"nondeterministic": random_source}}
+        else:
+            alone = None
+            if isolated is not None and pair.pointer is None:
+                alone = isolated[i]
+            measures = total.measures() | _gate(pair, total, distances, tolerances)
+            measures["extra"] = _extra(total, alone)
+        dtype, shape = comparison.types[pair.a]
+        op, module = ops.get(pair.a, "Input"), module_paths.get(pair.a, "")
+        rows.append(LayerDiff(name=pair.a, op=op, module=module, dtype=dtype, shape=shape, **measures))
     return tuple(rows)
 
 
 def _extra(total: Distance, alone: Distance | None) -> dict[str, Scalar]:
     if alone is None:
         return total.flags
-    return total.flags | {"isolated_sqnr_db": -math.inf if alone.one_sided else alone.sqnr_db}
+    # NaN or Inf on one side only: no finite figure describes that.
+    decibels = -math.inf if alone.one_sided else alone.sqnr_db
+    return total.flags | {"isolated_sqnr_db": decibels}
 
 
 def _gate(
     pair: Pair, total: Distance, by_name: Mapping[str, Distance], tolerances: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What the row is bounded by."""
+    """The tolerance of a row, and the measure that it bounds."""
     if total.mismatch:
         return {"tolerance": 0.0}
     data = pair.pointer.data if pair.pointer else ""
