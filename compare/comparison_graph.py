@@ -1,9 +1,9 @@
-"""Two models in one ONNX graph that reduces every pair of values to a few scalars: nothing is dumped, nothing grows.
+"""Puts two models into one ONNX graph that reduces every pair of values to a few scalars, so that no value is stored.
 
-The nodes of the candidate are copied in beside the reference's under a prefix, sharing its inputs and the initializers
-that are the same. A third copy, where asked for, reads the reference's values wherever the candidate has a value of
-that name: it shows the error each layer makes by itself. Nodes are ordered so that each pair is measured as soon as it
-is there: ONNX Runtime frees a value once all that reads it has run.
+The candidate's nodes are copied beside the reference's under a prefix, and share its inputs and equal initializers. An
+optional third copy reads the reference's values wherever the candidate has a value of that name: it shows the error
+that each layer makes by itself. Nodes are ordered so that each pair is measured as soon as it is computed: ONNX Runtime
+frees a value once all its readers have run.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from layerline.graph.analysis.toposort import in_order
 from layerline.graph.io import onnx_files
 from layerline.graph.io.opset import opset_of
 
-# Names of the candidate, and of the copy that is fed the reference's values.
+# Prefixes of the candidate's names, and of the copy that is fed the reference's values.
 B, ISOLATED = "b//", "i//"
-_OWN = re.compile(r"(b|i|cast|reference)//|layerline/|\d+/")
+_RESERVED = re.compile(r"(b|i|cast|reference)//|layerline/|\d+/")
 
 
 def joint(
@@ -44,27 +44,30 @@ def joint(
     """
     reference, pairs = _unreserved(reference, list(pairs))
     a, b = reference.model, candidate.model
-    pairs, shared, functions = list(pairs), _shared(reference, candidate), {(f.domain, f.name) for f in b.functions}
-    given = candidate.fed
-    same = {i.name: i.name for i in given} | {n: n if n in shared else B + n for n in candidate.stored}
-    made = {o for n in a.graph.node for o in n.output}
-    read = same | {name: name for name in settled if name in made}
+    shared = _shared(reference, candidate)
+    functions = {(f.domain, f.name) for f in b.functions}
+    # Names that the candidate's inputs and stored tensors have in the joint graph.
+    outer = {i.name: i.name for i in candidate.fed}
+    for name in candidate.stored:
+        outer[name] = name if name in shared else B + name
+    computed_a = _computed(a.graph)
+    read = outer | {name: name for name in settled if name in computed_a}
     nodes = [*a.graph.node, *copied(b.graph.node, B, read, functions)]
-    sides = [(i, str(i), p, same.get(p.b, B + p.b)) for i, p in enumerate(pairs)]
     if isolated:
-        fed, casts = feeds_of(pairs)
-        nodes += casts + copied(b.graph.node, ISOLATED, same | fed, functions)
-        defined = {o for n in b.graph.node for o in n.output}
-        sides += [
-            (i, f"{i}/isolated", p, ISOLATED + p.b if p.b in defined else same.get(p.b, B + p.b))
-            for i, p in enumerate(pairs)
-            if p.pointer is None
-        ]
+        reference_values, casts = feeds_of(pairs)
+        nodes += casts + copied(b.graph.node, ISOLATED, outer | reference_values, functions)
+    computed_b = _computed(b.graph)
     measures = Measures(opset_of(a))
-    for i, tag, pair, other in sorted(sides, key=lambda side: side[0]):
-        measures.add(tag, pair, other, masked=i in masked)
+    for i, pair in enumerate(pairs):
+        other = outer.get(pair.b, B + pair.b)
+        measures.add(str(i), pair, other, masked=i in masked)
+        if isolated and pair.pointer is None:
+            if pair.b in computed_b:
+                other = ISOLATED + pair.b
+            measures.add(f"{i}/isolated", pair, other, masked=i in masked)
     ordered = in_order(measures.nodes, nodes)
-    inputs = [*a.graph.input, *(i for i in given if i.name not in {j.name for j in a.graph.input})]
+    inputs_a = {i.name for i in a.graph.input}
+    inputs = [*a.graph.input, *(i for i in candidate.fed if i.name not in inputs_a)]
     initializers = [*a.graph.initializer, *_prefixed(b, shared)]
     graph = helper.make_graph(ordered, "compare", inputs, measures.outputs, initializers)
     graph.sparse_initializer.extend(a.graph.sparse_initializer)
@@ -74,14 +77,21 @@ def joint(
     return Light(model, reference.weights | {B + n: w for n, w in candidate.weights.items() if n not in shared})
 
 
+def _computed(graph: onnx.GraphProto) -> set[str]:
+    names = set[str]()
+    for node in graph.node:
+        names.update(node.output)
+    return names
+
+
 def _unreserved(reference: Light, pairs: list[Pair]) -> tuple[Light, list[Pair]]:
-    """The reference with other names for what it computes under a name that the joint graph gives out itself."""
-    graphs = onnx_files.graphs(reference.model)
-    computed = {o for g in graphs for n in g.node for o in n.output}
-    taken = sorted(name for name in computed if _OWN.match(name))
+    """Renames the reference's values whose names the joint graph uses itself."""
+    taken = set[str]()
+    for graph in onnx_files.graphs(reference.model):
+        taken.update(name for name in _computed(graph) if _RESERVED.match(name))
     if not taken:
         return reference, pairs
-    names = {name: f"reference//{name}" for name in taken}
+    names = {name: f"reference//{name}" for name in sorted(taken)}
     renamed = reference.copy()
     rename(renamed.model.graph, names)
     return renamed, [_renamed_pair(pair, names) for pair in pairs]
@@ -99,33 +109,35 @@ def isolated_model(candidate: Light, pairs: Iterable[Pair]) -> Light:
 
     Values of types without a code here, text among them, are computed by the candidate itself.
     """
-    pairs, b = [p for p in pairs if p.dtype_a and p.dtype_b], candidate.model
-    fed, casts = feeds_of(pairs, "a//")
-    same = {n: n for n in (*(i.name for i in b.graph.input), *candidate.stored)}
+    pairs = [p for p in pairs if p.dtype_a and p.dtype_b]
+    graph = candidate.model.graph
+    reference_values, casts = feeds_of(pairs, "a//")
+    outer = {i.name: i.name for i in graph.input}
+    outer.update({name: name for name in candidate.stored})
     taps = [helper.make_tensor_value_info("a//" + p.a, p.dtype_a, None) for p in pairs]
-    made = {o for n in b.graph.node for o in n.output}
-    outputs = [helper.make_empty_tensor_value_info(ISOLATED + p.b) for p in pairs if p.b in made]
-    apart = candidate.copy()
-    model = apart.model
-    del model.graph.node[:], model.graph.output[:], model.graph.value_info[:]
-    model.graph.node.extend([*casts, *copied(b.graph.node, ISOLATED, same | fed, set())])
-    model.graph.input.extend(taps)
-    model.graph.output.extend(outputs)
-    return apart
+    computed = _computed(graph)
+    outputs = [helper.make_empty_tensor_value_info(ISOLATED + p.b) for p in pairs if p.b in computed]
+    isolated = candidate.copy()
+    target = isolated.model.graph
+    del target.node[:], target.output[:], target.value_info[:]
+    target.node.extend([*casts, *copied(graph.node, ISOLATED, outer | reference_values, set())])
+    target.input.extend(taps)
+    target.output.extend(outputs)
+    return isolated
 
 
 def feeds_of(pairs: Iterable[Pair], prefix: str = "") -> tuple[dict[str, str], list[onnx.NodeProto]]:
-    """What stands for each candidate value when it is fed by the reference: names, and casts where the types differ."""
-    fed: dict[str, str] = {}
+    """The reference's value that replaces each value of the candidate, and Cast nodes where the types differ."""
+    names: dict[str, str] = {}
     casts: list[onnx.NodeProto] = []
     for pair in pairs:
-        if pair.b in fed:
+        if pair.b in names:
             continue
-        fed[pair.b] = prefix + pair.a
+        names[pair.b] = prefix + pair.a
         if pair.dtype_a != pair.dtype_b:
-            fed[pair.b] = f"cast//{pair.a}"
-            casts.append(helper.make_node("Cast", [prefix + pair.a], [fed[pair.b]], to=pair.dtype_b))
-    return fed, casts
+            names[pair.b] = f"cast//{pair.a}"
+            casts.append(helper.make_node("Cast", [prefix + pair.a], [names[pair.b]], to=pair.dtype_b))
+    return names, casts
 
 
 def copied(
@@ -157,7 +169,9 @@ def _copied_node(
         inner = [_copied_node(n, read, write, functions) for n in graph.node]
         for item in (*graph.input, *graph.initializer):
             item.name = write(item.name)
-        defined = {o for n in inner for o in n.output} | {i.name for i in (*graph.input, *graph.initializer)}
+        defined = {i.name for i in (*graph.input, *graph.initializer)}
+        for copy in inner:
+            defined.update(copy.output)
         for item in graph.output:
             # A branch may also return a value of the outer scope as it is.
             item.name = write(item.name) if write(item.name) in defined else read(item.name)
@@ -180,9 +194,10 @@ def _renamed_functions(b: onnx.ModelProto, functions: set[tuple[str, str]]) -> l
 
 def _shared(a: Light, b: Light) -> set[str]:
     """Stored tensors that both have under one name with the same content."""
-    known = {t.name: t for t in a.model.graph.initializer}
-    small = {t.name for t in b.model.graph.initializer if t.name in known and _equal(known[t.name], t)}
-    return small | {n for n, w in b.weights.items() if n in a.weights and w.same(a.weights[n])}
+    tensors_a = {t.name: t for t in a.model.graph.initializer}
+    shared = {t.name for t in b.model.graph.initializer if t.name in tensors_a and _equal(tensors_a[t.name], t)}
+    shared.update(name for name, w in b.weights.items() if name in a.weights and w.same(a.weights[name]))
+    return shared
 
 
 def _equal(a: onnx.TensorProto, b: onnx.TensorProto) -> bool:

@@ -125,7 +125,7 @@ class Tally:
     def _values_read_by_others(self) -> set[str]:
         """Values that the comparison of another value reads: data of indices, operands of steps."""
         read = {pointer.data for pointer in self._pointers.values()}
-        for step in self._steps.known:
+        for step in self._steps.by_value:
             read |= self._steps.operands(step)
         return read
 
@@ -176,7 +176,7 @@ class Tally:
         kept = {name: onnx_values[name] for name in (value, *self._steps.operands(value)) if name in onnx_values}
         if self.rounded.steps:
             return Apart(lambda: self._apart(value, self.rounded.moved(value, reference, feed), kept))
-        if value in self._steps.known:
+        if value in self._steps.by_value:
             return Apart(lambda: self._apart(value, reference, kept))
         measured = self._apart(value, reference, onnx_values)
         return Apart(lambda: measured)

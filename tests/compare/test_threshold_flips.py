@@ -174,7 +174,7 @@ def test_only_what_jumps_is_a_step() -> None:
     ]
     one = onnx.numpy_helper.from_array(np.float32(1), "one")
     found = steps(helper.make_graph(nodes, "g", [], [], [one]))
-    assert [*found.known] == ["whole", "more", "again", "flat"]
+    assert [*found.by_value] == ["whole", "more", "again", "flat"]
     assert found.operands("flat") == {"again", "more", "x", "one"}
     assert found.constants.keys() == {"one"}
     loose = found.loose(
