@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import onnx
 from onnx import numpy_helper
 
 from layerline.backends.light import Light
+from layerline.graph.analysis.proto_queries import stored
 
 # The numbers stay the same through these.
 _PASSING = frozenset(
@@ -18,25 +19,35 @@ _COMPARING = frozenset({"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqu
 
 def rows(light: Light, name: str) -> int | None:
     """Rows of the smallest stored table that an integer input picks from; None where it picks from none."""
-    graph, found = light.model.graph, list[int]()
-    shapes = {n: t.dims for n, t in _stored(graph).items()} | {n: w.shape for n, w in light.weights.items()}
+    graph = light.model.graph
+    shapes: dict[str, Sequence[int]] = {tensor_name: tensor.dims for tensor_name, tensor in stored(graph)}
+    shapes.update((weight_name, weight.shape) for weight_name, weight in light.weights.items())
+    row_counts: list[int] = []
     for node, place in _readers(graph, name):
-        if node.op_type == "Gather" and place == 1 and (table := shapes.get(node.input[0])) is not None:
-            axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
-            found.append(table[axis])
-    return min(found, default=None)
+        if node.op_type == "Gather" and place == 1 and node.input[0] in shapes:
+            row_counts.append(shapes[node.input[0]][_axis(node)])
+    return min(row_counts, default=None)
+
+
+def _axis(node: onnx.NodeProto) -> int:
+    for attribute in node.attribute:
+        if attribute.name == "axis":
+            return int(attribute.i)
+    return 0
 
 
 def compared(light: Light, name: str) -> tuple[int, ...]:
     """Stored single numbers that an integer input is compared with: each may lead into another branch."""
-    graph, found = light.model.graph, dict[int, None]()
-    stored = _stored(graph)
+    graph = light.model.graph
+    tensors = dict(stored(graph))
+    numbers: dict[int, None] = {}
     for node, place in _readers(graph, name):
-        if node.op_type in _COMPARING and (other := stored.get(node.input[1 - place])) is not None:
-            array = numpy_helper.to_array(other)
-            if array.size == 1 and array.dtype.kind in "iu":
-                found[int(array.reshape(-1)[0])] = None
-    return tuple(found)
+        if node.op_type not in _COMPARING or node.input[1 - place] not in tensors:
+            continue
+        array = numpy_helper.to_array(tensors[node.input[1 - place]])
+        if array.size == 1 and array.dtype.kind in "iu":
+            numbers[int(array.reshape(-1)[0])] = None
+    return tuple(numbers)
 
 
 def _readers(graph: onnx.GraphProto, name: str) -> Iterator[tuple[onnx.NodeProto, int]]:
@@ -48,11 +59,3 @@ def _readers(graph: onnx.GraphProto, name: str) -> Iterator[tuple[onnx.NodeProto
                 yield node, place
                 if place == 0 and node.op_type in _PASSING:
                     same.add(node.output[0])
-
-
-def _stored(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    found = {t.name: t for t in graph.initializer}
-    for node in graph.node:
-        if node.op_type == "Constant":
-            found.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
-    return found

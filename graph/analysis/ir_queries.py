@@ -57,13 +57,15 @@ def trains(dropout: ir.Node) -> bool:
 
 def subgraphs(node: ir.Node) -> list[ir.Graph]:
     """The bodies of a control-flow node, in order of its attributes."""
-    found: list[ir.Graph] = []
+    bodies: list[ir.Graph] = []
     for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
-            found.append(attribute.as_graph())
-        elif attribute.type == ir.AttributeType.GRAPHS and not attribute.is_ref():
-            found += attribute.as_graphs()
-    return found
+        if attribute.is_ref():
+            continue
+        if attribute.type == ir.AttributeType.GRAPH:
+            bodies.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            bodies += attribute.as_graphs()
+    return bodies
 
 
 def captures(node: ir.Node) -> list[ir.Value]:
@@ -71,11 +73,12 @@ def captures(node: ir.Node) -> list[ir.Value]:
     inner: set[ir.Value] = set()
     read: dict[ir.Value, None] = {}
     for graph in subgraphs(node):
-        for each in _graphs(graph):
-            inner.update(each.inputs, each.initializers.values(), (o for n in each for o in n.outputs))
-            read.update(dict.fromkeys(v for n in each for v in n.inputs if v is not None))
-            read.update(dict.fromkeys(each.outputs))
-    return [v for v in read if v not in inner]
+        for body in _graphs(graph):
+            inner.update(graph_values(body))
+            for reader in body:
+                read.update((value, None) for value in reader.inputs if value is not None)
+            read.update(dict.fromkeys(body.outputs))
+    return [value for value in read if value not in inner]
 
 
 def graph_values(graph: ir.Graph) -> Iterator[ir.Value]:
@@ -102,7 +105,9 @@ def constant(value: ir.Value | None) -> Array | None:
         return None
     if node.op_type == "Constant":
         tensor = constant_tensor(node)
-        return None if tensor is None else tensor.numpy()
+        if tensor is None:
+            return None
+        return tensor.numpy()
     if node.op_type == "Identity":
         return constant(node.inputs[0])
     if node.op_type == "Cast":
@@ -112,8 +117,10 @@ def constant(value: ir.Value | None) -> Array | None:
 
 def constant_tensor(node: ir.Node) -> ir.TensorProtocol | None:
     """What a Constant node holds; None for strings, sparse tensors and attributes of a function."""
-    [attribute] = node.attributes.values() if len(node.attributes) == 1 else [None]
-    if attribute is None or attribute.is_ref():
+    if len(node.attributes) != 1:
+        return None
+    [attribute] = node.attributes.values()
+    if attribute.is_ref():
         return None
     if attribute.name == "value":
         return attribute.as_tensor()
@@ -126,8 +133,10 @@ def constant_tensor(node: ir.Node) -> ir.TensorProtocol | None:
 
 def parent(value: ir.Value | None, *ops: str) -> ir.Node | None:
     """The node that computes a value (as its first output), where it is one of the given operators."""
-    node = value.producer() if value is not None else None
-    if value is None or node is None or node.domain != "" or node.op_type not in ops or node.outputs[0] is not value:
+    if value is None:
+        return None
+    node = value.producer()
+    if node is None or node.domain != "" or node.op_type not in ops or node.outputs[0] is not value:
         return None
     return node
 
@@ -148,18 +157,24 @@ def name_of(value: ir.Value | None) -> str | None:
 
 def other(node: ir.Node, value: ir.Value | None) -> ir.Value | None:
     """The other input of a node with two."""
-    return node.inputs[1] if node.inputs[0] is value else node.inputs[0]
+    if node.inputs[0] is value:
+        return node.inputs[1]
+    return node.inputs[0]
 
 
 def scalar(value: ir.Value | None) -> float | None:
     """The one number of a constant that holds just one."""
     array = constant(value)
-    return float(array.reshape(-1)[0]) if array is not None and array.size == 1 and array.dtype.kind in "fiuV" else None
+    if array is None or array.size != 1 or array.dtype.kind not in "fiuV":
+        return None
+    return float(array.reshape(-1)[0])
 
 
 def rank(value: ir.Value | None) -> int | None:
     """Number of dimensions, where known."""
-    return None if value is None or value.shape is None else len(value.shape)
+    if value is None or value.shape is None:
+        return None
+    return len(value.shape)
 
 
 def dim(value: ir.Value | None, axis: int) -> int | str | None:
@@ -167,7 +182,9 @@ def dim(value: ir.Value | None, axis: int) -> int | str | None:
     if value is None or value.shape is None or not -len(value.shape) <= axis < len(value.shape):
         return None
     size = value.shape[axis]
-    return size if isinstance(size, int) else size.value
+    if isinstance(size, int):
+        return size
+    return size.value
 
 
 def static(value: ir.Value | None) -> tuple[int, ...] | None:
@@ -179,10 +196,10 @@ def static(value: ir.Value | None) -> tuple[int, ...] | None:
 
 def _cast(array: Array | None, node: ir.Node) -> Array | None:
     # Only floating-point widening is exact in every runtime; anything else is left to constant folding.
-    to = ir.DataType(node.attributes.get_int("to", 0)).numpy()
-    if array is None or array.dtype.kind != "f" or np.dtype(to).kind != "f" or np.dtype(to).itemsize < array.itemsize:
+    target = np.dtype(ir.DataType(node.attributes.get_int("to", 0)).numpy())
+    if array is None or array.dtype.kind != "f" or target.kind != "f" or target.itemsize < array.itemsize:
         return None
-    return array.astype(to)
+    return array.astype(target)
 
 
 def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:

@@ -21,28 +21,38 @@ Shapes = dict[ir.Value, "ir.Shape | None"]
 def infer_bodies(node: ir.Node, infer: Callable[[ir.Graph], None]) -> None:
     """Works out the shapes inside every body of a node, and leaves on the bodies' inputs only shapes that hold."""
     for body in subgraphs(node):
-        given, carried = _given(node, body), _carried(node, body)
+        fixed = _fixed_shapes(node, body)
+        carried = _carried(node, body)
         assumed: Shapes = {inner: _copied(outer) for outer, inner, _ in carried}
+        # Each round gives up at least one size, so the loop ends.
         while True:
             for value in body.inputs:
-                value.shape = assumed.get(value, given.get(value))
+                value.shape = assumed.get(value, fixed.get(value))
             infer(body)
-            kept = {inner: _kept(assumed[inner], end) for _, inner, end in carried}
-            if kept == assumed:
+            confirmed = {inner: _confirmed(assumed[inner], end) for _, inner, end in carried}
+            if confirmed == assumed:
                 break
-            assumed = kept
+            assumed = confirmed
 
 
-def _kept(shape: ir.Shape | None, end: ir.Value) -> ir.Shape | None:
+def _confirmed(shape: ir.Shape | None, end: ir.Value) -> ir.Shape | None:
     """What of an assumed shape a turn gives back."""
     named = sizes(end)
     if shape is None or named is None or len(named) != len(shape):
         return None
-    before = [d if isinstance(d, int) else d.value for d in shape]
-    return ir.Shape([d if d == e else None for d, e in zip(before, named, strict=True)])
+    dims: list[int | str | None] = []
+    for dim, size in zip(shape, named, strict=True):
+        if isinstance(dim, int):
+            assumed_size: int | str | None = dim
+        else:
+            assumed_size = dim.value
+        if assumed_size != size:
+            assumed_size = None
+        dims.append(assumed_size)
+    return ir.Shape(dims)
 
 
-def _given(node: ir.Node, body: ir.Graph) -> Shapes:
+def _fixed_shapes(node: ir.Node, body: ir.Graph) -> Shapes:
     """Inputs whose shape the operator itself says."""
     if node.domain == "" and node.op_type == "Loop":
         return {value: ir.Shape(()) for value in body.inputs[:2]}
@@ -51,28 +61,33 @@ def _given(node: ir.Node, body: ir.Graph) -> Shapes:
     count: int = node.attributes.get_int("num_scan_inputs", 0)
     first = len(node.inputs) - count
     axes: Sequence[int] = node.attributes.get_ints("scan_input_axes") or [0] * count
-    return {body.inputs[first + i]: _without(node.inputs[first + i], axis) for i, axis in enumerate(axes[:count])}
+    shapes: Shapes = {}
+    for index, axis in enumerate(axes[:count], start=first):
+        shapes[body.inputs[index]] = _without(node.inputs[index], axis)
+    return shapes
 
 
 def _carried(node: ir.Node, body: ir.Graph) -> list[tuple[ir.Value | None, ir.Value, ir.Value]]:
     """What is carried from turn to turn: its first value, the input that holds it, the output that gives the next."""
     if node.domain == "" and node.op_type == "Loop":
-        inner, ends, first = body.inputs[2:], body.outputs[1:], node.inputs[2:]
-    elif node.domain == "" and node.op_type == "Scan" and len(node.inputs) == len(body.inputs):
+        # A Loop's body takes the turn and the condition first, and gives the condition first.
+        return list(zip(node.inputs[2:], body.inputs[2:], body.outputs[1:], strict=False))
+    if node.domain == "" and node.op_type == "Scan" and len(node.inputs) == len(body.inputs):
         count = len(node.inputs) - node.attributes.get_int("num_scan_inputs", 0)
-        inner, ends, first = body.inputs[:count], body.outputs[:count], node.inputs[:count]
-    else:
-        return []
-    return list(zip(first, inner, ends, strict=False))
+        return list(zip(node.inputs[:count], body.inputs[:count], body.outputs[:count], strict=False))
+    return []
 
 
 def _copied(value: ir.Value | None) -> ir.Shape | None:
     named = sizes(value)
-    return None if named is None else ir.Shape(named)
+    if named is None:
+        return None
+    return ir.Shape(named)
 
 
 def _without(value: ir.Value | None, axis: int) -> ir.Shape | None:
     named = sizes(value)
     if named is None or not -len(named) <= axis < len(named):
         return None
-    return ir.Shape([size for i, size in enumerate(named) if i != axis % len(named)])
+    axis %= len(named)
+    return ir.Shape(named[:axis] + named[axis + 1 :])

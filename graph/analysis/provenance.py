@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -18,7 +18,7 @@ SOURCES = "layerline.sources"
 
 def modules(node: ir.Node) -> tuple[str, ...]:
     """Module paths of a node, the main one first."""
-    return tuple(filter(None, node.metadata_props.get(MODULE, "").split(", ")))
+    return _listed(node, MODULE)
 
 
 def sources(node: ir.Node) -> tuple[str, ...]:
@@ -32,25 +32,34 @@ def stamp(made: Sequence[ir.Node], gone: Sequence[ir.Node], rule: str) -> tuple[
     The main source is the one of the same operator (the Conv of a Conv with its BatchNormalization), else the first
     that belongs to a module. Whatever the exporter wrote on it is carried over.
     """
-    told = [n for n in gone if n.op_type != "Constant"]
-    wanted = {n.op_type for n in made}
-    main = min(told, key=lambda n: (n.op_type not in wanted, not modules(n)), default=None)
-    ordered = [*([main] if main is not None else []), *told]
-    paths = _unique(m for n in ordered for m in modules(n))
-    replaced = _unique(v for n in told for v in (*sources(n), *(o.name for o in n.outputs if o.name)))
-    rules = _unique(r for n in told for r in n.metadata_props.get(RULE, "").split(", ") if r)
+    replaced = [node for node in gone if node.op_type != "Constant"]
+    made_ops = {node.op_type for node in made}
+    main = min(replaced, key=lambda node: (node.op_type not in made_ops, not modules(node)), default=None)
+    # Dictionaries keep each once, in order.
+    paths: dict[str, None] = {}
+    values: dict[str, None] = {}
+    rules: dict[str, None] = {}
+    if main is not None:
+        paths.update(dict.fromkeys(modules(main)))
+    for node in replaced:
+        paths.update(dict.fromkeys(modules(node)))
+        values.update(dict.fromkeys(sources(node)))
+        values.update((output.name, None) for output in node.outputs if output.name)
+        rules.update(dict.fromkeys(_listed(node, RULE)))
     for node in made:
-        told_itself = dict(node.metadata_props)
-        node.metadata_props.update(main.metadata_props if main is not None else {})
+        metadata_before = dict(node.metadata_props)
+        if main is not None:
+            node.metadata_props.update(main.metadata_props)
         node.metadata_props[MODULE] = ", ".join(paths)
-        node.metadata_props[SOURCES] = json.dumps(replaced, ensure_ascii=False)
-        # Nodes that come out of a branch know whose they are.
-        node.metadata_props.update(told_itself)
+        node.metadata_props[SOURCES] = json.dumps(list(values), ensure_ascii=False)
+        # A node that comes out of a branch keeps its own module and sources.
+        node.metadata_props.update(metadata_before)
         node.metadata_props[RULE] = ", ".join((*rules, rule))
         if not node.metadata_props[MODULE]:
             del node.metadata_props[MODULE]
-    return paths
+    return tuple(paths)
 
 
-def _unique(items: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(items))
+def _listed(node: ir.Node, key: str) -> tuple[str, ...]:
+    """The parts of a metadata entry that holds a list."""
+    return tuple(filter(None, node.metadata_props.get(key, "").split(", ")))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -12,6 +12,7 @@ from onnx import helper, numpy_helper
 from layerline.backends.base import Array
 from layerline.backends.light import Light, Model, Weight, bodies, split
 from layerline.graph.analysis.ir_queries import RANDOM
+from layerline.graph.analysis.proto_queries import stored
 
 # Operators whose stored floats are weights. Elsewhere a float may be a size (Resize scales), a bound or a switch, where
 # one rounding step more is another program and not noise.
@@ -40,16 +41,18 @@ def perturbed(model: Model, seed: int = 0) -> Light:
 
     What a value of the copy differs by is what rounding may do to it, to within a small factor: its noise floor.
     """
-    out, rng = split(model).copy(), np.random.default_rng(seed)
+    out = split(model).copy()
     graph = out.model.graph
+    rng = np.random.default_rng(seed)
     readers: dict[str, set[str]] = {}
     for node in graph.node:
         for name in node.input:
             readers.setdefault(name, set()).add(node.op_type)
     for name, tensor in stored(graph):
         if tensor.data_type in _FLOATS and readers.get(name, set()) <= _WEIGHTED:
-            keep = tensor.name
-            tensor.CopyFrom(numpy_helper.from_array(_step(numpy_helper.to_array(tensor), rng), keep))
+            # The name of a Constant's tensor is not that of its value.
+            tensor_name = tensor.name
+            tensor.CopyFrom(numpy_helper.from_array(_step(numpy_helper.to_array(tensor), rng), tensor_name))
     for index, (name, weight) in enumerate(out.weights.items()):
         if weight.kind in _FLOATS and readers.get(name, set()) <= _WEIGHTED:
             out.weights[name] = Weight(weight.kind, weight.shape, partial(_moved, weight, (seed, index)))
@@ -59,13 +62,15 @@ def perturbed(model: Model, seed: int = 0) -> Light:
 
 def drawn(model: onnx.ModelProto) -> dict[str, str]:
     """Values of the main graph that depend on a random operator, each with that operator's name."""
-    found: dict[str, str] = {}
-    never = _false(model.graph)
+    operators: dict[str, str] = {}
+    off_switches = _false_tensors(model.graph)
     for node in model.graph.node:
-        random = _random_inside(node, never) or next((found[v] for v in node.input if v in found), None)
-        if random is not None:
-            found.update(dict.fromkeys(node.output, random))
-    return found
+        operator = _random_inside(node, off_switches)
+        for name in node.input:
+            operator = operator or operators.get(name)
+        if operator is not None:
+            operators.update(dict.fromkeys(node.output, operator))
+    return operators
 
 
 def unjudged(graph: onnx.GraphProto, random: Mapping[str, str]) -> dict[str, str]:
@@ -74,11 +79,16 @@ def unjudged(graph: onnx.GraphProto, random: Mapping[str, str]) -> dict[str, str
     Args:
         random: values that are drawn, each with the operator, as `drawn` finds them.
     """
-    outputs = [o.name for o in graph.output if o.name in random]
     if not random:
         return {}
-    which = f"output {', '.join(outputs)}" if outputs else f"{len(random)} inner values"
-    return {"not_judged": f"{which}: random ({random[next(iter(outputs or random))]})"}
+    outputs = [output.name for output in graph.output if output.name in random]
+    if outputs:
+        which = f"output {', '.join(outputs)}"
+        operator = random[outputs[0]]
+    else:
+        which = f"{len(random)} inner values"
+        operator = next(iter(random.values()))
+    return {"not_judged": f"{which}: random ({operator})"}
 
 
 def _moved(weight: Weight, seed: tuple[int, int]) -> Array:
@@ -88,43 +98,50 @@ def _moved(weight: Weight, seed: tuple[int, int]) -> Array:
 
 def _step(array: Array, rng: np.random.Generator) -> Array:
     up = array.dtype.type(np.inf)
+    # One draw an element, in order: the seed gives the same copy in every version.
     towards = np.where(rng.integers(0, 2, array.shape, dtype=np.bool_), up, -up)
     with np.errstate(over="ignore"):
         moved = np.nextafter(array, towards)
     # Zeros are structure, and the greatest finite number is a mask: neither is rounded.
-    return np.where((array == 0) | ~(np.abs(array) < np.finfo(array.dtype).max), array, moved)
-
-
-def stored(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
-    """Name and tensor of everything stored in one graph, Constant nodes included."""
-    yield from ((t.name, t) for t in graph.initializer)
-    for node in graph.node:
-        if node.op_type == "Constant":
-            yield from ((node.output[0], a.t) for a in node.attribute if a.name == "value")
+    is_exact = (array == 0) | ~(np.abs(array) < np.finfo(array.dtype).max)
+    return np.where(is_exact, array, moved)
 
 
 def _shift_inputs(light: Light) -> None:
     graph = light.model.graph
-    for given in light.fed:
-        kind = given.type.tensor_type.elem_type
+    for fed in light.fed:
+        kind = fed.type.tensor_type.elem_type
         if kind not in _FLOATS:
             continue
-        dtype, shifted = helper.tensor_dtype_to_np_dtype(kind), _SHIFTED + given.name
+        dtype = helper.tensor_dtype_to_np_dtype(kind)
+        shifted = _SHIFTED + fed.name
         for node in graph.node:
-            node.input[:] = [shifted if v == given.name else v for v in node.input]
+            for index, name in enumerate(node.input):
+                if name == fed.name:
+                    node.input[index] = shifted
         factor = np.array(1 + np.finfo(dtype).eps, dtype)
         graph.initializer.append(numpy_helper.from_array(factor, f"{shifted} factor"))
-        graph.node.insert(0, helper.make_node("Mul", [given.name, f"{shifted} factor"], [shifted]))
+        graph.node.insert(0, helper.make_node("Mul", [fed.name, f"{shifted} factor"], [shifted]))
 
 
-def _false(graph: onnx.GraphProto) -> set[str]:
-    """Stored tensors that say no: the training_mode of a Dropout that never drops."""
-    switches = {name: t for name, t in stored(graph) if t.data_type == onnx.TensorProto.BOOL}
-    return {name for name, tensor in switches.items() if not numpy_helper.to_array(tensor).any()}
+def _false_tensors(graph: onnx.GraphProto) -> set[str]:
+    """Stored tensors that are false throughout: as the training_mode of a Dropout, such a one never drops."""
+    names: set[str] = set()
+    for name, tensor in stored(graph):
+        if tensor.data_type == onnx.TensorProto.BOOL and not numpy_helper.to_array(tensor).any():
+            names.add(name)
+    return names
 
 
-def _random_inside(node: onnx.NodeProto, never: set[str]) -> str | None:
-    trains = node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] and node.input[2] not in never
-    if node.op_type in RANDOM or trains:
+def _random_inside(node: onnx.NodeProto, off_switches: set[str]) -> str | None:
+    """The random operator that a node is, or holds in a body; None where there is none."""
+    if node.op_type in RANDOM:
         return str(node.op_type)
-    return next((r for b in bodies(node) for n in b.node if (r := _random_inside(n, never))), None)
+    if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] and node.input[2] not in off_switches:
+        return "Dropout"
+    for body in bodies(node):
+        for inner in body.node:
+            operator = _random_inside(inner, off_switches)
+            if operator:
+                return operator
+    return None

@@ -13,14 +13,20 @@ from layerline.graph.analysis.ir_queries import RANDOM
 def in_order(wanted: Iterable[onnx.NodeProto], others: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
     """The wanted nodes in their order, each with those of the others that it needs right before it."""
     stack = list(wanted)[::-1]
-    makers = {o: n for n in (*stack, *others) for o in n.output if o}
-    ordered, opened, done = list[onnx.NodeProto](), set[int](), set[int]()
+    makers: dict[str, onnx.NodeProto] = {}
+    for node in (*stack, *others):
+        makers.update((name, node) for name in node.output if name)
+    ordered: list[onnx.NodeProto] = []
+    # Depth first without recursion: a node stays on the stack until all that it reads is in order. Messages have no
+    # hash, so nodes are told apart by their ids.
+    opened: set[int] = set()
+    done: set[int] = set()
     while stack:
         node = stack[-1]
         if id(node) not in opened:
             opened.add(id(node))
-            needed = [makers[v] for v in reads(node) if v in makers]
-            stack += [n for n in reversed(needed) if id(n) not in opened]
+            needed = [makers[name] for name in reads(node) if name in makers]
+            stack += [maker for maker in reversed(needed) if id(maker) not in opened]
             continue
         stack.pop()
         if id(node) not in done:
@@ -33,16 +39,22 @@ def reads(node: onnx.NodeProto) -> Iterator[str]:
     """Names a node reads, those that its bodies take from outside among them."""
     yield from node.input
     for graph in bodies(node):
-        made = {o for n in graph.node for o in n.output} | {v.name for v in (*graph.input, *graph.initializer)}
-        outside = [*(v for n in graph.node for v in reads(n)), *(o.name for o in graph.output)]
-        yield from (v for v in outside if v not in made)
+        inside = {item.name for item in (*graph.input, *graph.initializer)}
+        read: list[str] = []
+        for inner in graph.node:
+            inside.update(inner.output)
+            read += reads(inner)
+        read += [output.name for output in graph.output]
+        yield from (name for name in read if name not in inside)
 
 
 def moving(graph: onnx.GraphProto) -> set[str]:
     """Values that may differ from run to run: what is computed from inputs, or drawn at random."""
-    stored = {t.name for t in graph.initializer}
-    found = {i.name for i in graph.input if i.name not in stored}
+    stored = {tensor.name for tensor in graph.initializer}
+    changing = {item.name for item in graph.input if item.name not in stored}
     for node in graph.node:
-        if node.op_type in RANDOM | {"Dropout"} or bodies(node) or not found.isdisjoint(reads(node)):
-            found.update(node.output)
-    return found
+        # A body may draw at random as well, so no control flow counts as constant.
+        is_random = node.op_type in RANDOM | {"Dropout"} or bool(bodies(node))
+        if is_random or not changing.isdisjoint(reads(node)):
+            changing.update(node.output)
+    return changing
