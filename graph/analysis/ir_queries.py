@@ -155,13 +155,6 @@ def name_of(value: ir.Value | None) -> str | None:
     return value.name
 
 
-def other(node: ir.Node, value: ir.Value | None) -> ir.Value | None:
-    """The other input of a node with two."""
-    if node.inputs[0] is value:
-        return node.inputs[1]
-    return node.inputs[0]
-
-
 def scalar(value: ir.Value | None) -> float | None:
     """The one number of a constant that holds just one."""
     array = constant(value)

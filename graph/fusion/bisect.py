@@ -34,8 +34,15 @@ def guilty(
     whole = after(None)
     if good(whole):
         return None
-    low, high = 0, len(whole.firings)
+    if not whole.firings:
+        return None
+    # Good after `low` firings, no longer good after `high`.
+    low = 0
+    high = len(whole.firings)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if good(after(middle)) else (low, middle)
-    return whole.firings[high - 1] if high else None
+        if good(after(middle)):
+            low = middle
+        else:
+            high = middle
+    return whole.firings[high - 1]

@@ -40,25 +40,32 @@ def product(value: ir.Value | None) -> Product:
     if node is None:
         return Product(1.0, (value,), ())
     if node.op_type == "Div":
-        by = scalar(node.inputs[1])
-        if by is None or by == 0:
+        divisor = scalar(node.inputs[1])
+        if divisor is None or divisor == 0:
             return Product(1.0, (value,), ())
         inner = product(node.inputs[0])
-        return Product(inner.number / by, inner.values, (*inner.nodes, node))
-    a, b = product(node.inputs[0]), product(node.inputs[1])
+        return Product(inner.number / divisor, inner.values, (*inner.nodes, node))
+    a = product(node.inputs[0])
+    b = product(node.inputs[1])
     return Product(a.number * b.number, a.values + b.values, (*a.nodes, *b.nodes, node))
 
 
 def close(a: float | None, b: float, of: ir.Value | None) -> bool:
     """Whether two constants are the same in the precision of a value's type."""
-    tolerance = _CLOSE.get(of.dtype, 0.0) if of is not None and of.dtype is not None else 0.0
-    return a is not None and bool(np.isclose(a, b, rtol=tolerance, atol=0.0))
+    if a is None:
+        return False
+    tolerance = 0.0
+    if of is not None and of.dtype is not None:
+        tolerance = _CLOSE.get(of.dtype, 0.0)
+    return bool(np.isclose(a, b, rtol=tolerance, atol=0.0))
 
 
 def plus(value: ir.Value | None, amount: float) -> ir.Value | None:
     """x, where `value` is x + amount."""
     node = parent(value, "Add")
+    if node is None:
+        return None
     for side in (0, 1):
-        if node is not None and close(scalar(node.inputs[1 - side]), amount, value):
+        if close(scalar(node.inputs[1 - side]), amount, value):
             return node.inputs[side]
     return None

@@ -53,7 +53,7 @@ def fuse(
     if not feeds:
         raise StageError("there is no feed to prove rewrites on", where="feeds")
 
-    given = split(model)
+    original = split(model)
 
     def proofs_of(some: Rewritten) -> list[Proof]:
         return prove(some.unfused, some.types, some.firings, feeds, floors or {})
@@ -61,25 +61,38 @@ def fuse(
     denied: frozenset[Site] = frozenset()
     undone: list[Proof] = []
     while True:
-        done = rewrite(given, rules, denied=denied, fold_limit=fold_limit)
+        done = rewrite(original, rules, denied=denied, fold_limit=fold_limit)
         proofs = proofs_of(done)
-        failed = next((p for p in proofs if not p.passed), None)
-        fault, told = _examine(done.light, given) if failed is None else (None, [])
-        if failed is None and fault is None:
-            record = {f.name: getattr(done, f.name) for f in fields(done)} | {"notes": (*done.notes, *told)}
-            return Fused(**record, proofs=tuple(proofs), undone=tuple(undone))
+        failed = _first_failed(proofs)
+        fault: str | None = None
+        if failed is None:
+            fault, notes = _examine(done.light, original)
+            if fault is None:
+                record = {field.name: getattr(done, field.name) for field in fields(done)}
+                record["notes"] = (*done.notes, *notes)
+                return Fused(**record, proofs=tuple(proofs), undone=tuple(undone))
         if failed is None or _is_shared(failed, proofs):
             # One of many: the first k firings are right, the next one isn't.
             def good(some: Rewritten) -> bool:
-                return all(p.passed for p in proofs_of(some)) and _examine(some.light, given)[0] is None
+                return _first_failed(proofs_of(some)) is None and _examine(some.light, original)[0] is None
 
-            firing = guilty(given, good, rules, denied=denied, fold_limit=fold_limit)
+            firing = guilty(original, good, rules, denied=denied, fold_limit=fold_limit)
             if firing is None:
                 raise StageError(fault or "no single rewrite is to blame", where="fuse")
-            failed = Proof(firing, math.inf, 0.0, 0, fault or "") if failed is None else replace(failed, firing=firing)
+            if failed is None:
+                failed = Proof(firing, math.inf, 0.0, 0, fault or "")
+            else:
+                failed = replace(failed, firing=firing)
         # A later firing can fail through an earlier one it builds on, so only the first of each round is undone.
         undone.append(failed)
         denied |= {failed.firing.site}
+
+
+def _first_failed(proofs: Sequence[Proof]) -> Proof | None:
+    for proof in proofs:
+        if not proof.passed:
+            return proof
+    return None
 
 
 def _is_shared(failed: Proof, proofs: Sequence[Proof]) -> bool:
@@ -88,11 +101,11 @@ def _is_shared(failed: Proof, proofs: Sequence[Proof]) -> bool:
 
 
 def _examine(model: Light, original: Light) -> tuple[str | None, list[str]]:
-    """Why a result can't be used (None where it can), and what should be told of it.
+    """Why a result can't be used (None where it can), and notes for the report.
 
     It can't be used when onnxruntime doesn't load it, or when onnx's plain check refuses it and passes the original. A
-    complaint of onnx's shape check alone is told: a file may hide a fault from that check behind shapes that can't be
-    inferred, folding makes them known, and runtimes take the model as before.
+    complaint of onnx's shape check alone becomes a note: a file may hide a fault from that check behind shapes that
+    can't be inferred, folding makes them known, and runtimes take the model as before.
     """
     try:
         OnnxRuntime(few_runs=True).open(model)
@@ -106,11 +119,14 @@ def _examine(model: Light, original: Light) -> tuple[str | None, list[str]]:
     plain = _complaint(source, full=False)
     if plain and not _complaint(before, full=False):
         return plain, []
-    told = f"onnx's shape check, which onnxruntime doesn't share, finds fault with the model: {full}"
-    return None, [] if _complaint(before, full=True) else [told]
+    # A fault that the original has as well says nothing about the rewriting.
+    if _complaint(before, full=True):
+        return None, []
+    return None, [f"onnx's shape check, which onnxruntime doesn't share, finds fault with the model: {full}"]
 
 
 def _complaint(source: bytes, full: bool) -> str | None:
+    """What onnx's checker finds wrong with a serialized model; None where it passes."""
     try:
         onnx.checker.check_model(source, full_check=full)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:

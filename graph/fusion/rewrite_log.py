@@ -34,19 +34,26 @@ def save(folder: Path, fused: Fused) -> None:
 
 def fired(proofs: Iterable[Proof]) -> list[Row]:
     """One row per firing for a report's table."""
-    return [{k: ", ".join(v) if isinstance(v, list) else v for k, v in _entry(p).items()} for p in proofs]
+    rows: list[Row] = []
+    for proof in proofs:
+        row = _entry(proof)
+        for key in ("inside", "module", "sources"):
+            row[key] = ", ".join(row[key])
+        rows.append(row)
+    return rows
 
 
 def declined(declines: Sequence[Decline]) -> list[Row]:
     """One row per rule and reason, at most `PER_RULE` a rule."""
-    reasons = {(d.site.rule, d.reason): d.site.value for d in reversed(declines)}
-    total = Counter(rule for rule, _ in reasons)
+    # Of one reason given at several values the first value is shown, in the place of the last.
+    value_by_reason = {(d.site.rule, d.reason): d.site.value for d in reversed(declines)}
+    total = Counter(rule for rule, _ in value_by_reason)
     shown: Counter[str] = Counter()
     rows: list[Row] = []
-    for rule, reason in reversed(reasons):
+    for rule, reason in reversed(value_by_reason):
         shown[rule] += 1
         if shown[rule] <= PER_RULE:
-            rows.append({"rule": rule, "value": reasons[rule, reason], "reason": reason})
+            rows.append({"rule": rule, "value": value_by_reason[rule, reason], "reason": reason})
         elif shown[rule] == total[rule]:
             rows.append({"rule": rule, "value": "", "reason": f"and {total[rule] - PER_RULE} more"})
     return rows
@@ -55,21 +62,26 @@ def declined(declines: Sequence[Decline]) -> list[Row]:
 def undone(proof: Proof) -> str:
     """A sentence for the report's notes."""
     site = proof.firing.site
-    moved = f"it moved the value by {proof.error:.2e}, whose floor allows {proof.tolerance:.2e}"
-    if math.isinf(proof.error):
-        moved = "onnxruntime refuses the model with it, or the value gets another shape, or NaN or Inf on one side"
-    return f"undone: rule {site.rule} at {site.value} ({proof.why or moved})"
+    reason = proof.why
+    if not reason and math.isinf(proof.error):
+        reason = "onnxruntime refuses the model with it, or the value gets another shape, or NaN or Inf on one side"
+    elif not reason:
+        reason = f"it moved the value by {proof.error:.2e}, whose floor allows {proof.tolerance:.2e}"
+    return f"undone: rule {site.rule} at {site.value} ({reason})"
 
 
 def _entry(proof: Proof) -> dict[str, Any]:
     firing = proof.firing
+    error: float | str = proof.error
+    if not math.isfinite(proof.error):
+        error = "inf"  # JSON has no infinity
     return {
         "rule": firing.site.rule,
         "value": firing.site.value,
         "inside": list(firing.site.inside),
         "module": list(firing.modules),
         "sources": list(firing.sources),
-        "error": proof.error if math.isfinite(proof.error) else "inf",
+        "error": error,
         "tolerance": proof.tolerance,
         "feeds": proof.feeds,
     }

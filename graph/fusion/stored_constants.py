@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import onnx
 import onnx_ir as ir
 
 from layerline.backends.light import Light
@@ -18,17 +19,21 @@ from layerline.graph.io.ir_convert import store
 
 def constant_of(after: After) -> ir.TensorProtocol | None:
     """The tensor that a value has become; None where it is computed."""
-    return None if after.nodes else after.tensors.get(after.result)
+    if after.nodes:
+        return None
+    return after.tensors.get(after.result)
 
 
 def with_constants(light: Light, constants: Mapping[str, ir.TensorProtocol]) -> Light:
     """The model with these values stored in place of the nodes that compute them from nothing but constants."""
     out = light.copy()
-    graph, changing, kept = out.model.graph, moving(out.model.graph), []
+    graph = out.model.graph
+    replaceable = constants.keys() - moving(graph)
+    kept: list[onnx.NodeProto] = []
     for node in graph.node:
-        made = {o for o in node.output if o}
-        if made <= constants.keys() - changing:
-            for name in sorted(made):
+        outputs = set(filter(None, node.output))
+        if outputs <= replaceable:
+            for name in sorted(outputs):
                 store(out, name, constants[name])
         else:
             kept.append(node)

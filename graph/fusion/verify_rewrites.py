@@ -36,7 +36,10 @@ LEAST = 4.0
 REDUCES = 8
 """The first opset for which onnxruntime has all the operators that reduce a pair."""
 _WIDE = (TensorProto.FLOAT, TensorProto.DOUBLE)
+# The distance from 1 to the next number, by element type.
 _STEP = {int(kind): epsilon for kind, (_, epsilon) in LIMITS.items()}
+
+_Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,8 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class _Pair:
-    """One value of the unfused model and what computes it now.
+class _Comparison:
+    """One value of the unfused model beside what computes it now.
 
     Attributes:
         whole: leaves both sides to numpy.
@@ -97,49 +100,66 @@ def prove(
         StageError: onnxruntime refuses the unfused model, or can't run it on a feed.
     """
     opset = opset_of(unfused.model)
-    # Firings inside one body share the node around it: it is proved once.
-    wanted = {(name, id(after)): (name, after) for firing in firings for name, after in firing.after.items()}
     changing = moving(unfused.model.graph)
-    pairs = {
-        key: _pair(name, after, types.get(name, 0), opset, constant=name not in changing)
-        for key, (name, after) in wanted.items()
-    }
+    # Keyed by the object too: firings inside one body share what came of the node around it, which is proved once.
+    constants: dict[_Key, _Comparison] = {}
+    computed: dict[_Key, _Comparison] = {}
+    for firing in firings:
+        for name, after in firing.after.items():
+            is_constant = name not in changing
+            comparison = _comparison(name, after, types.get(name, 0), opset, constant=is_constant)
+            if is_constant:
+                constants[name, id(after)] = comparison
+            else:
+                computed[name, id(after)] = comparison
     # What is computed from constants alone is the same on every feed.
-    fixed = {key: pair for key, pair in pairs.items() if pair.name not in changing}
-    errors = dict(zip(fixed, _errors(unfused, list(fixed.values()), feeds[:1]), strict=True))
-    others = {key: pair for key, pair in pairs.items() if key not in fixed}
-    light = with_constants(unfused, _constants(wanted[key] for key, error in errors.items() if error == 0.0))
-    errors |= zip(others, _errors(light, list(others.values()), feeds), strict=True)
+    errors = dict(zip(constants, _errors(unfused, list(constants.values()), feeds[:1]), strict=True))
+    equal = [(pair.name, pair.after) for key, pair in constants.items() if errors[key] == 0.0]
+    light = with_constants(unfused, _proved_constants(equal))
+    errors |= zip(computed, _errors(light, list(computed.values()), feeds), strict=True)
     return [_proof(firing, errors, types, floors, len(feeds)) for firing in firings]
 
 
 def reference(unfused: Light, proofs: Iterable[Proof]) -> Light:
     """The unfused model with every constant stored that was proved to be equal: the same values, sooner."""
-    return with_constants(unfused, _constants(pair for p in proofs if p.equal for pair in p.firing.after.items()))
+    equal: list[tuple[str, After]] = []
+    for proof in proofs:
+        if proof.equal:
+            equal += proof.firing.after.items()
+    return with_constants(unfused, _proved_constants(equal))
 
 
-def _constants(equal: Iterable[tuple[str, After]]) -> dict[str, ir.TensorProtocol]:
-    """Those among values that were proved to be equal; none with a zero, whose sign no proof looks at."""
-    found = ((name, constant_of(after)) for name, after in equal)
-    return {name: tensor for name, tensor in found if tensor is not None and tensor.numpy().all()}
+def _proved_constants(equal: Iterable[tuple[str, After]]) -> dict[str, ir.TensorProtocol]:
+    """The constants among values that were proved to be equal; none with a zero, whose sign no proof looks at."""
+    constants: dict[str, ir.TensorProtocol] = {}
+    for name, after in equal:
+        tensor = constant_of(after)
+        if tensor is not None and tensor.numpy().all():
+            constants[name] = tensor
+    return constants
 
 
-def _pair(name: str, after: After, kind: int, opset: int, *, constant: bool) -> _Pair:
+def _comparison(name: str, after: After, kind: int, opset: int, *, constant: bool) -> _Comparison:
     whole = kind not in _STEP or opset < REDUCES
-    return _Pair(name, after, kind, whole, equal=constant and not whole and kind in _WIDE)
+    return _Comparison(name, after, kind, whole, equal=constant and not whole and kind in _WIDE)
 
 
 def _proof(
     firing: Firing,
-    errors: Mapping[tuple[str, int], float],
+    errors: Mapping[_Key, float],
     types: Mapping[str, int],
     floors: Mapping[str, float],
     feeds: int,
 ) -> Proof:
     """The value that is furthest beyond its tolerance speaks for the firing."""
-    found = [(errors[name, id(after)], tolerance(name, types, floors)) for name, after in firing.after.items()]
-    error, allowed = max(found, key=lambda pair: pair[0] - pair[1], default=(0.0, 0.0))
-    return Proof(firing, error, allowed, feeds if found else 0, equal=all(e == 0.0 for e, _ in found))
+    # The bytes are the same by construction.
+    if not firing.after:
+        return Proof(firing, 0.0, 0.0, 0, equal=True)
+    measured: list[tuple[float, float]] = []
+    for name, after in firing.after.items():
+        measured.append((errors[name, id(after)], tolerance(name, types, floors)))
+    error, allowed = max(measured, key=lambda row: row[0] - row[1])
+    return Proof(firing, error, allowed, feeds, equal=all(row[0] == 0.0 for row in measured))
 
 
 def tolerance(name: str, types: Mapping[str, int], floors: Mapping[str, float]) -> float:
@@ -147,61 +167,77 @@ def tolerance(name: str, types: Mapping[str, int], floors: Mapping[str, float]) 
     return MULTIPLE * max(floors.get(name, 0.0), LEAST * _STEP.get(types.get(name, 0), 0.0))
 
 
-def _errors(unfused: Light, pairs: list[_Pair], feeds: Sequence[Feed]) -> list[float]:
+def _errors(unfused: Light, pairs: list[_Comparison], feeds: Sequence[Feed]) -> list[float]:
     """The worst error of each pair over the feeds; inf for one that the runtime can't run or whose shapes clash."""
     if not pairs:
         return []
     try:
         errors = _run(unfused, pairs, feeds)
     except StageError:
-        _run(unfused, [], feeds)  # when the unfused model is what can't run, this says so
+        # When the unfused model is what can't run, this says so.
+        _run(unfused, [], feeds)
+        # Otherwise one of the comparisons can't: halving finds it.
         if len(pairs) == 1:
             return [math.inf]
         half = len(pairs) // 2
         return _errors(unfused, pairs[:half], feeds) + _errors(unfused, pairs[half:], feeds)
     # Sums that are not finite say nothing about which side has the NaN, and a difference nothing about its size; those
     # few values are looked at whole.
-    unclear = [i for i, e in enumerate(errors) if math.isnan(e)]
-    again = _errors(unfused, [replace(pairs[i], whole=True, equal=False) for i in unclear], feeds)
+    unclear = [index for index, error in enumerate(errors) if math.isnan(error)]
+    again = _errors(unfused, [replace(pairs[index], whole=True, equal=False) for index in unclear], feeds)
     for index, error in zip(unclear, again, strict=True):
         errors[index] = error
     return errors
 
 
-def _run(unfused: Light, pairs: list[_Pair], feeds: Sequence[Feed]) -> list[float]:
+def _run(unfused: Light, pairs: list[_Comparison], feeds: Sequence[Feed]) -> list[float]:
     session = OnnxRuntime(few_runs=True).open(_proof_model(unfused, pairs))
     errors = [0.0] * len(pairs)
     for feed in feeds:
-        found = session.run(feed)
+        outputs = session.run(feed)
         for index, pair in enumerate(pairs):
-            error_here = _error(found, index, pair)
-            errors[index] = error_here if math.isnan(error_here) else max(errors[index], error_here)
+            error = _error(outputs, index, pair)
+            # max() would pass over a NaN.
+            if math.isnan(error) or error > errors[index]:
+                errors[index] = error
     return errors
 
 
-def _error(found: Mapping[str, Any], index: int, pair: _Pair) -> float:
+def _error(outputs: Mapping[str, Any], index: int, pair: _Comparison) -> float:
     """The error of one pair on one feed; NaN when its sums are not finite."""
     if pair.whole:
-        return _whole_error(*(found[side] for side in _sides(index, pair)))
-    if found[_key(index, "sa")].tolist() != found[_key(index, "sb")].tolist():
+        before, after = _sides(index, pair)
+        return _whole_error(outputs[before], outputs[after])
+    if outputs[_key(index, "sa")].tolist() != outputs[_key(index, "sb")].tolist():
         return math.inf
     if pair.equal:
-        return 0.0 if found[_key(index, "l1")] == 0 else math.nan
-    square, difference = float(found[_key(index, "aa")]), float(found[_key(index, "ee")])
+        if outputs[_key(index, "l1")] == 0:
+            return 0.0
+        return math.nan
+    square = float(outputs[_key(index, "aa")])
+    difference = float(outputs[_key(index, "ee")])
     if not (math.isfinite(square) and math.isfinite(difference)):
         return math.nan
-    return math.sqrt(difference / square) if square > 0 else math.sqrt(difference)
+    # Relative to what it should be; of zeros the error is taken as it is.
+    if square > 0:
+        return math.sqrt(difference / square)
+    return math.sqrt(difference)
 
 
 def _whole_error(a: Any, b: Any) -> float:
+    """The error of two values of any type: exact for what is not floating point, the worst element of a sequence."""
     if isinstance(a, list):
-        same = isinstance(b, list) and len(a) == len(b)
-        return max((_whole_error(x, y) for x, y in zip(a, b, strict=True)), default=0.0) if same else math.inf
-    if a is None or b is None or np.shape(a) != np.shape(b):
-        return 0.0 if a is b else math.inf
+        if not isinstance(b, list) or len(a) != len(b):
+            return math.inf
+        return max(map(_whole_error, a, b), default=0.0)
+    if a is None or b is None:
+        return _zero_if(a is b)
+    if np.shape(a) != np.shape(b):
+        return math.inf
     if np.asarray(a).dtype.kind != "f":
-        return 0.0 if np.array_equal(a, b) else math.inf
-    x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        return _zero_if(np.array_equal(a, b))
+    x = np.asarray(a, np.float64)
+    y = np.asarray(b, np.float64)
     finite = np.isfinite(x)
     if not np.array_equal(x[~finite], y[~finite], equal_nan=True) or not np.isfinite(y[finite]).all():
         return math.inf
@@ -209,65 +245,83 @@ def _whole_error(a: Any, b: Any) -> float:
     return float(np.linalg.norm(x[finite] - y[finite])) / (norm or 1.0)
 
 
-def _proof_model(unfused: Light, pairs: Sequence[_Pair]) -> Light:
+def _zero_if(same: bool) -> float:
+    if same:
+        return 0.0
+    return math.inf
+
+
+def _proof_model(unfused: Light, pairs: Sequence[_Comparison]) -> Light:
+    """The unfused model with what computes each value now beside it, and the comparisons as outputs."""
     light = unfused.copy()
-    graph, added, outputs = light.model.graph, list[onnx.NodeProto](), dict[str, None]()
+    graph = light.model.graph
+    added: list[onnx.NodeProto] = []
+    outputs: dict[str, None] = {}
     for index, pair in enumerate(pairs):
         names = _own_names(pair.after, index)
         added += _renamed(pair.after.nodes, names)
         for name, tensor in pair.after.tensors.items():
             store(light, names[name], tensor)
-        nodes, ends = _ends(index, pair)
-        added += nodes
+        comparing_nodes, ends = _ends(index, pair)
+        added += comparing_nodes
         outputs |= dict.fromkeys(ends)
-    if pairs:
-        # Of a pair that is read whole the old side is an output that nothing added reads.
-        nodes = unfused.model.graph.node
-        added += (n for n in nodes if not outputs.keys().isdisjoint(n.output))
-        ordered = in_order(added, nodes)
-        del graph.node[:], graph.output[:]
-        graph.node.extend(ordered)
-        graph.output.extend(helper.make_empty_tensor_value_info(o) for o in outputs)
+    if not pairs:
+        return light
+    # Of a pair that is read whole the old side is an output that nothing added reads.
+    unfused_nodes = unfused.model.graph.node
+    added += [node for node in unfused_nodes if not outputs.keys().isdisjoint(node.output)]
+    ordered = in_order(added, unfused_nodes)
+    del graph.node[:], graph.output[:]
+    graph.node.extend(ordered)
+    graph.output.extend(map(helper.make_empty_tensor_value_info, outputs))
     return light
 
 
-def _sides(index: int, pair: _Pair) -> tuple[str, str]:
+def _sides(index: int, pair: _Comparison) -> tuple[str, str]:
     """Where both values are read: where they are copied or widened to, or directly."""
-    return (_key(index, "a"), _key(index, "b")) if pair.type and not pair.equal else _given(index, pair)
+    if pair.type and not pair.equal:
+        return _key(index, "a"), _key(index, "b")
+    return _compared(index, pair)
 
 
-def _given(index: int, pair: _Pair) -> tuple[str, str]:
+def _compared(index: int, pair: _Comparison) -> tuple[str, str]:
+    """Names of the old and the new value in the proof's model."""
     return pair.name, _own_names(pair.after, index).get(pair.after.result, pair.after.result)
 
 
-def _ends(index: int, pair: _Pair) -> tuple[list[onnx.NodeProto], list[str]]:
+def _ends(index: int, pair: _Comparison) -> tuple[list[onnx.NodeProto], list[str]]:
     """The nodes that turn a pair into what Python reads, and the outputs they fill."""
-    key, nodes = partial(_key, index), []
+    key = partial(_key, index)
     a, b = _sides(index, pair)
+    nodes: list[onnx.NodeProto] = []
     if pair.equal:
+        nodes.append(helper.make_node("Sub", [a, b], [key("e")]))
         # Not the greatest: onnxruntime's ReduceMax passes over a NaN.
-        nodes = [helper.make_node("Sub", [a, b], [key("e")]),
-                 helper.make_node("ReduceL1", [key("e")], [key("l1")], keepdims=0)]  # fmt: skip
-        return nodes + _shapes(key, a, b), [key(k) for k in ("l1", "sa", "sb")]
+        nodes.append(helper.make_node("ReduceL1", [key("e")], [key("l1")], keepdims=0))
+        return nodes + _shapes(key, a, b), [key("l1"), key("sa"), key("sb")]
     if pair.type:
-        # Squares of float32 overflow and vanish long before the values do.
-        op, to = ("Cast", {"to": TensorProto.DOUBLE}) if pair.type in _STEP else ("Identity", {})
-        both = zip(_given(index, pair), (a, b), strict=True)
-        nodes = [helper.make_node(op, [value], [side], **to) for value, side in both]
+        for value, side in zip(_compared(index, pair), (a, b), strict=True):
+            if pair.type in _STEP:
+                # Squares of float32 overflow and vanish long before the values do.
+                nodes.append(helper.make_node("Cast", [value], [side], to=TensorProto.DOUBLE))
+            else:
+                nodes.append(helper.make_node("Identity", [value], [side]))
     if pair.whole:
         return nodes, [a, b]
     nodes.append(helper.make_node("Sub", [a, b], [key("e")]))
     nodes.append(helper.make_node("ReduceSumSquare", [key("e")], [key("ee")], keepdims=0))
     nodes.append(helper.make_node("ReduceSumSquare", [a], [key("aa")], keepdims=0))
-    return nodes + _shapes(key, a, b), [key(k) for k in ("ee", "aa", "sa", "sb")]
+    return nodes + _shapes(key, a, b), [key("ee"), key("aa"), key("sa"), key("sb")]
 
 
 def _shapes(key: Callable[[str], str], a: str, b: str) -> list[onnx.NodeProto]:
-    return [helper.make_node("Shape", [value], [key(f"s{side}")]) for side, value in (("a", a), ("b", b))]
+    return [helper.make_node("Shape", [a], [key("sa")]), helper.make_node("Shape", [b], [key("sb")])]
 
 
 def _own_names(after: After, index: int) -> dict[str, str]:
-    made = {o for n in after.nodes for o in n.output if o} | set(after.tensors)
+    made = set(after.tensors)
+    for node in after.nodes:
+        made.update(filter(None, node.output))
     return {name: _key(index, f"of {name}") for name in made}
 
 
