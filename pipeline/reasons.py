@@ -1,4 +1,8 @@
-"""Why a stage would run again, in few words: each field once, by the name it has in pipe.yaml."""
+"""Why a stage would run again, in a short phrase: what changed between the parts of two keys.
+
+A key has a part per leaf of the configuration (`config.schedule.warmup`). Where a whole section was added or removed,
+the phrase names the section once instead of each leaf.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Mapping
 Parts = Mapping[str, str]
 
 _LONGEST = 24
-"""Characters of a value that is told; of a longer one only that it changed."""
+"""Characters of a value that is shown; a longer one is only said to have changed."""
 
 
 def label(name: str) -> str:
@@ -28,19 +32,24 @@ def awaited(old: Parts, new: Parts, key: str | None) -> set[str]:
 
 def describe(old: Parts, new: Parts) -> str:
     """What differs between two stages' key parts in one short phrase, the first two in full."""
-    told = phrases(old, new)
-    more = f" and {len(told) - 2} more" if len(told) > 2 else ""
-    return ", ".join(told[:2]) + more
+    all_phrases = phrases(old, new)
+    text = ", ".join(all_phrases[:2])
+    if len(all_phrases) > 2:
+        text += f" and {len(all_phrases) - 2} more"
+    return text
 
 
 def phrases(old: Parts, new: Parts) -> list[str]:
     """What differs between two stages' key parts, a phrase for each field."""
-    fields = dict.fromkeys(_field(n, old, new) for n in changes(old, new) if not _told_below(n, old, new))
+    fields: dict[str, None] = {}
+    for name in changes(old, new):
+        if not _shown_by_entries(name, old, new):
+            fields[_field(name, old, new)] = None
     return [_phrase(name, old, new) for name in fields]
 
 
-def _told_below(name: str, old: Parts, new: Parts) -> bool:
-    """Whether an empty mapping became a full one, or the other way round: its entries say so."""
+def _shown_by_entries(name: str, old: Parts, new: Parts) -> bool:
+    """Whether an empty mapping became a full one, or the other way round: then its entries are the change."""
     return any(name not in side and _below(side, name) for side in (old, new))
 
 
@@ -49,12 +58,17 @@ def _field(name: str, old: Parts, new: Parts) -> str:
     pieces = name.split(".")
     if pieces[0] != "config":
         return name
-    lacking = next((side for side in (old, new) if name not in side), None)
-    if lacking is None:
+    if name in old and name in new:
         outer = name.rpartition(".")[0]
-        return outer if len(pieces) > 2 and _is_short(outer, old) and _is_short(outer, new) else name
-    entries = (".".join(pieces[:n]) for n in range(2, len(pieces)))
-    return next((entry for entry in entries if entry not in lacking and not _below(lacking, entry)), name)
+        if len(pieces) > 2 and _is_short(outer, old) and _is_short(outer, new):
+            return outer
+        return name
+    lacking = new if name in old else old
+    for length in range(2, len(pieces)):
+        entry = ".".join(pieces[:length])
+        if entry not in lacking and not _below(lacking, entry):
+            return entry
+    return name
 
 
 def _is_short(name: str, side: Parts) -> bool:
@@ -72,14 +86,20 @@ def _phrase(name: str, old: Parts, new: Parts) -> str:
     called = rest if kind in ("env", "config") else label(name)
     if before != after and None not in (before, after):
         return f"{called} {before} -> {after}"
-    return f"{called} {'added' if before == 'unset' else 'removed' if after == 'unset' else 'changed'}"
+    if before == "unset":
+        return f"{called} added"
+    if after == "unset":
+        return f"{called} removed"
+    return f"{called} changed"
 
 
 def _value(name: str, side: Parts) -> str | None:
-    """What a field holds, as one writes it; None where that is too much for a phrase."""
-    held = _set(side, name)
-    text = "unset" if not held else held[0] if len(held) == 1 else "{"
-    if len(text) > _LONGEST or "{" in text:
+    """What a field holds, as pipe.yaml has it; "unset", or None where that is too long for a phrase."""
+    values = _set(side, name)
+    if not values:
+        return "unset"
+    text = values[0]
+    if len(values) > 1 or len(text) > _LONGEST or "{" in text:
         return None
     return _written(text) if name.startswith("config.") else text
 
@@ -92,8 +112,11 @@ def _written(text: str) -> str:
 
 
 def _set(side: Parts, name: str) -> list[str]:
-    """The values at and below a name, without those left open."""
-    return [v for v in (*((side[name],) if name in side else ()), *_below(side, name)) if v not in ("None", "")]
+    """The values at and below a name, without those that hold nothing."""
+    values = _below(side, name)
+    if name in side:
+        values.insert(0, side[name])
+    return [value for value in values if value not in ("None", "")]
 
 
 def _below(side: Parts, name: str) -> list[str]:

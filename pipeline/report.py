@@ -68,30 +68,42 @@ class LayerDiff:
             return False
         if self.tolerance is None:
             return True
-        seen = getattr(self, self.judged)
+        measured = getattr(self, self.judged)
         # A gated value that could not be measured, or measured as NaN, has not passed.
-        return seen is not None and seen <= self.tolerance
+        return measured is not None and measured <= self.tolerance
 
     @property
     def severity(self) -> tuple[bool, float, float]:
         """Sorts worst first: failed, then how far beyond tolerance (NaN is beyond any), then lowest SQNR (or what the
         relative L2 error comes to in dB, where there is none)."""
-        seen = getattr(self, self.judged)
-        unknown = seen is None or math.isnan(seen)
-        ratio = math.inf if self.one_sided or (unknown and not self.passed) else 0.0
-        if self.tolerance is not None and not ratio and not unknown:
-            ratio = seen / self.tolerance if self.tolerance > 0 else (math.inf if seen > 0 else 0.0)
         sqnr = self.sqnr_db
         if sqnr is None:
             sqnr = -20.0 * math.log10(self.rel_l2) if self.rel_l2 else math.inf
-        return self.passed, -ratio, sqnr if not math.isnan(sqnr) else -math.inf
+        if math.isnan(sqnr):
+            sqnr = -math.inf
+        return self.passed, -self._excess(), sqnr
+
+    def _excess(self) -> float:
+        """How many times its tolerance the judged measure is; 0 where nothing is gated."""
+        measured = getattr(self, self.judged)
+        if self.one_sided:
+            return math.inf
+        if measured is None or math.isnan(measured):
+            return 0.0 if self.passed else math.inf
+        if self.tolerance is None:
+            return 0.0
+        if self.tolerance > 0:
+            return float(measured / self.tolerance)
+        return math.inf if measured > 0 else 0.0
 
     @property
     def own_severity(self) -> tuple[bool, float, tuple[bool, float, float]]:
         """Sorts worst first: failed, then the lowest own SQNR; values without one come last, in order of `severity`."""
-        own = self.extra.get(OWN)
-        decibels = float(own) if isinstance(own, int | float) else math.inf
-        return self.passed, -math.inf if math.isnan(decibels) else decibels, self.severity
+        isolated = self.extra.get(OWN)
+        decibels = float(isolated) if isinstance(isolated, int | float) else math.inf
+        if math.isnan(decibels):
+            decibels = -math.inf
+        return self.passed, decibels, self.severity
 
     @property
     def where(self) -> str:
@@ -173,12 +185,15 @@ class Report:
         return next((r for r in self.records if not r.passed), None)
 
     def failure(self) -> StageError:
-        """Why the report did not pass, in words: its failing gates, then the first value beyond its tolerance."""
-        said = [f"{g.name}: {g.seen}, expected {g.expected}" for g in self.gates if not g.passed]
-        hints = [g.hint for g in self.gates if not g.passed and g.hint]
-        if (first := self.first_failing()) is not None:
-            said.append(_blame(first, sum(not r.passed for r in self.records)))
-        return StageError("; ".join(said), where=self.stage, hint=hints[0] if hints else f"see: pipe diff {self.stage}")
+        """Why the report did not pass: its failing gates, then the first value beyond its tolerance."""
+        failing = [gate for gate in self.gates if not gate.passed]
+        reasons = [f"{gate.name}: {gate.seen}, expected {gate.expected}" for gate in failing]
+        first = self.first_failing()
+        if first is not None:
+            reasons.append(_blame(first, sum(not r.passed for r in self.records)))
+        hints = [gate.hint for gate in failing if gate.hint]
+        hints.append(f"see: pipe diff {self.stage}")
+        return StageError("; ".join(reasons), where=self.stage, hint=hints[0])
 
     def plain_metrics(self) -> dict[str, Scalar]:
         """The metrics as JSON can hold them."""
@@ -192,8 +207,9 @@ class Report:
         raw = json.loads(text)
         records = tuple(LayerDiff(**_revive(LayerDiff, r)) for r in raw.pop("records"))
         gates = tuple(Gate(**g) for g in raw.pop("gates"))
-        metrics, notes = {k: _number(v) for k, v in raw.pop("metrics").items()}, tuple(raw.pop("notes"))
-        tables = {t: [{k: _number(v) for k, v in row.items()} for row in rows] for t, rows in raw.pop("tables").items()}
+        metrics = _numbers(raw.pop("metrics"))
+        notes = tuple(raw.pop("notes"))
+        tables = {title: list(map(_numbers, rows)) for title, rows in raw.pop("tables").items()}
         return cls(**raw, records=records, gates=gates, metrics=metrics, notes=notes, tables=tables)
 
 
@@ -201,11 +217,15 @@ def _blame(record: LayerDiff, failing: int) -> str:
     if record.one_sided:
         what = f"{record.one_sided} elements are NaN or Inf on one side only"
     else:
-        seen = getattr(record, record.judged)
-        what = f"{record.judged} {'not measured' if seen is None else f'{seen:.3g}'}, tolerance {record.tolerance:.3g}"
-    what += f"; {cause}" if (cause := record.extra.get("cause")) else ""
-    others = f" ({failing - 1} later values fail too)" if failing > 1 else ""
-    return f"{record.name} ({record.op} {record.module}): {what}{others}"
+        measured = getattr(record, record.judged)
+        value = "not measured" if measured is None else f"{measured:.3g}"
+        what = f"{record.judged} {value}, tolerance {record.tolerance:.3g}"
+    cause = record.extra.get("cause")
+    if cause:
+        what += f"; {cause}"
+    if failing > 1:
+        what += f" ({failing - 1} later values fail too)"
+    return f"{record.name} ({record.op} {record.module}): {what}"
 
 
 # JSON has no Inf and NaN; they travel as these strings so that any reader can parse the file.
@@ -220,12 +240,16 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):  # a numpy scalar
         return _plain(value.item())
     if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+        return str(value)  # "nan", "inf" or "-inf"
     return value
 
 
 def _number(value: Any) -> Any:
     return _NONFINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _number(value) for name, value in fields.items()}
 
 
 @cache
@@ -237,5 +261,5 @@ def _revive(cls: type, raw: dict[str, Any]) -> dict[str, Any]:
     floats = _float_fields(cls)
     out = {k: _number(v) if k in floats else v for k, v in raw.items()}
     out["shape"] = tuple(out.get("shape", ()))
-    out["extra"] = {k: _number(v) for k, v in out.get("extra", {}).items()}
+    out["extra"] = _numbers(out.get("extra", {}))
     return out
