@@ -1,10 +1,10 @@
-"""Brings stages up to date, one after the other, and loses nothing that was finished whatever happens in between.
+"""Brings stages up to date, one after the other. Finished work survives a kill at any point.
 
-A stage works in `work/<key>` under a lock, so eight processes on one project make each artifact once. Its output is
-sealed (hashed, synced), recorded in the ledger and then renamed into the store; a kill at any point between leaves
-something the next run picks up: a resumable scratch folder, or a sealed output that is adopted as it is.
+A stage works in `work/<key>` under a lock, so that several processes on one project make each artifact once. Its output
+is sealed (hashed and synced), recorded in the ledger, and then renamed into the store. A kill in between leaves a
+scratch folder from which the stage resumes, or a sealed output that the next run adopts.
 
-Where a launcher (torchrun) started several ranks, rank 0 does all this. The others only run the stages that are run
+Where a launcher (torchrun) started several ranks, rank 0 does all this. The other ranks run only the stages that train
 together, when rank 0 says so, and what they write is thrown away.
 """
 
@@ -52,24 +52,33 @@ class Result:
     error: PipeError | None = None
 
     @property
+    def passed(self) -> bool:
+        return self.state in ("ran", "cached")
+
+    @property
     def worked(self) -> bool:
-        """Whether the stage was at work in this run, and not found as it was left by another."""
+        """Whether the stage did work in this run: a cached stage, or one whose failure is cached, did none."""
         return self.state == "ran" or (self.state == "failed" and self.seconds > 0)
 
     def to_json(self) -> dict[str, Any]:
-        r = self.record
-        return {
+        fields: dict[str, Any] = {
             "name": self.name,
             "state": self.state,
             "reason": self.reason,
-            "key": r.key if r else None,
-            "digest": r.digest if r else None,
+            "key": None,
+            "digest": None,
             "seconds": round(self.seconds, 3),
-            "passed": self.state in ("ran", "cached"),
+            "passed": self.passed,
             "error": self.error.to_json() if self.error else None,
-            "worst": dict(r.worst) if r and r.worst else None,
-            "metrics": dict(r.metrics) if r else {},
+            "worst": None,
+            "metrics": {},
         }
+        if self.record is not None:
+            fields["key"] = self.record.key
+            fields["digest"] = self.record.digest
+            fields["worst"] = dict(self.record.worst) if self.record.worst else None
+            fields["metrics"] = dict(self.record.metrics)
+        return fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +91,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        return all(r.state in ("ran", "cached") for r in self.results)
+        return all(r.passed for r in self.results)
 
     @property
     def exit_code(self) -> int:
@@ -93,7 +102,7 @@ class Outcome:
 
     @property
     def error(self) -> PipeError | None:
-        """What the run failed of: the error of the first stage that has one."""
+        """Why the run failed: the error of the first stage that has one."""
         return next((r.error for r in self.results if r.error), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -102,7 +111,7 @@ class Outcome:
 
 
 class Listener(Log, Protocol):
-    """Told about a run as it happens."""
+    """Hears about a run as it happens."""
 
     def started(self, stage: Stage, reason: str) -> None:
         """A stage begins to work."""
@@ -117,19 +126,20 @@ class Runner:
 
     Args:
         project: what to run.
-        listener: told about each step.
+        listener: hears about each step.
     """
 
     project: Project
     listener: Listener
     planner: Planner = field(init=False)
-    _told: set[str] = field(init=False, default_factory=set)
+    _announced: set[str] = field(init=False, default_factory=set)
     _named: tuple[str, ...] = field(init=False, default=())
     _sequence: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.planner = open_planner(self.project)
-        self.store, self.ledger = self.planner.store, self.planner.ledger
+        self.store = self.planner.store
+        self.ledger = self.planner.ledger
         self._task = Task(self.project.root / self.project.task, loaded=self._same_code)
 
     def run(self, names: Sequence[str] | None = None, *, force: bool = False) -> Outcome:
@@ -146,10 +156,15 @@ class Runner:
         if rank() > 0:
             return self._follow(stages)
         self._named = tuple(s.name for s in stages)
-        forced = {s.name for s in stages if names is None or s.name in names} if force else set()
-        run_id, self._sequence = new_run_id(), self.ledger.next_sequence()
-        results = list[Result]()
-        filed, made = run_id, dict[str, Artifact | None]()
+        forced: set[str] = set()
+        if force:
+            forced = {s.name for s in stages if names is None or s.name in names}
+        run_id = new_run_id()
+        filed_id = run_id
+        self._sequence = self.ledger.next_sequence()
+        results: list[Result] = []
+        made: dict[str, Artifact | None] = {}
+        later: tuple[Step, ...] = ()
         with at_work(self.project.state):
             for name in self.ledger.set_aside():
                 self.listener.say(f"the record of run {name} is damaged and was set aside; `pipe gc` removes it")
@@ -159,11 +174,12 @@ class Runner:
                     self._announce(stage, runs=False)
                     results.append(result)
                     self.listener.finished(result)
-                    filed = self._remember(run_id, results)
-                later = () if any(r.error and not r.record for r in results) else self._later(stages, made)
+                    filed_id = self._remember(run_id, results)
+                if not any(r.error and not r.record for r in results):
+                    later = self._later(stages, made)
             finally:
                 self.planner.hasher.save()
-        return Outcome(run=filed, results=tuple(results), out_of_date=later)
+        return Outcome(run=filed_id, results=tuple(results), out_of_date=later)
 
     def _same_code(self) -> None:
         """Code just imported must be the code the keys were made from: an edit in between would file a wrong result.
@@ -178,7 +194,7 @@ class Runner:
             try:
                 same = self.planner.fingerprint(hook).digest == fresh.fingerprint(hook).digest
             except TaskError:
-                continue  # a file that doesn't parse is told by the stage that needs it
+                continue  # the stage that needs the file reports that it doesn't parse
             if not same:
                 raise TaskError(
                     f"what {hook}() reaches was edited while the run was starting",
@@ -187,10 +203,13 @@ class Runner:
                 )
 
     def _follow(self, stages: Sequence[Stage]) -> Outcome:
-        """The part of a rank that is not the first."""
+        """What a rank other than the first does."""
         results: list[Result] = []
-        for stage in (s for s in stages if s.together):
-            started, error = time.monotonic(), None
+        for stage in stages:
+            if not stage.together:
+                continue
+            started = time.monotonic()
+            error: PipeError | None = None
             try:
                 if not stage.follow():
                     continue
@@ -200,12 +219,10 @@ class Runner:
                     scratch.mkdir()
                     # Stages that run together take no input so far: what they would read lies in rank 0's store.
                     parts = shown(self.planner.step(stage, {}).parts)
-                    given = Work(
-                        inputs={}, task=self._task, out=out, scratch=scratch, log=self.listener, parts=parts
-                    )  # fmt: skip
-                    stage.run(given)
+                    task, log = self._task, self.listener
+                    stage.run(Work(inputs={}, task=task, out=out, scratch=scratch, log=log, parts=parts))
             except (PipeError, OSError, MemoryError) as raised:
-                error = raised if isinstance(raised, PipeError) else machine_lacks(raised)
+                error = _as_pipe_error(raised)
             seconds = time.monotonic() - started
             reason = f"as rank {rank()}"
             state: State = "failed" if error else "ran"
@@ -213,14 +230,16 @@ class Runner:
         return Outcome(run="", results=tuple(results))
 
     def _announce(self, stage: Stage, *, runs: bool) -> None:
-        if stage.together and stage.name not in self._told and ranks() > 1:
-            self._told.add(stage.name)
+        if stage.together and stage.name not in self._announced and ranks() > 1:
+            self._announced.add(stage.name)
             stage.announce(runs=runs)
 
     def _advance(self, stage: Stage, made: dict[str, Artifact | None], *, forced: bool, failed: str | None) -> Result:
         if failed is not None:
             return Result(name=stage.name, state="blocked", reason=f"{failed} failed")
-        started, reason, ran = time.monotonic(), "", False
+        started = time.monotonic()
+        reason = ""
+        ran = False
         try:
             step = self.planner.step(stage, made)
             reason = "forced" if forced and step.artifact else step.reason
@@ -231,27 +250,27 @@ class Runner:
                     self.ledger.restore(step.record)
         except BrokenPipeError:  # whoever read our output has gone: no fault of the stage
             raise
-        except (PipeError, OSError, MemoryError) as error:
-            told = error if isinstance(error, PipeError) else machine_lacks(error)
+        except (PipeError, OSError, MemoryError) as raised:
             seconds = time.monotonic() - started
-            return Result(name=stage.name, state="failed", reason=reason, seconds=seconds, error=told)
+            error = _as_pipe_error(raised)
+            return Result(name=stage.name, state="failed", reason=reason, seconds=seconds, error=error)
         made[stage.gives] = step.artifact
         return self._result(step, reason, ran=ran)
 
     def _result(self, step: Step, reason: str, *, ran: bool) -> Result:
         record = step.record
         assert record is not None
+        state: State = "ran" if ran else "cached"
+        error: PipeError | None = None
         if not ran:
-            reason = step.reason if record.passed else "failed before, and nothing it depends on has changed"
-        state: State = "failed" if not record.passed else ("ran" if ran else "cached")
-        return Result(
-            name=step.stage.name,
-            state=state,
-            reason=reason,
-            seconds=record.seconds if ran else 0.0,
-            record=record,
-            error=None if record.passed else self.ledger.report(record).failure(),
-        )
+            reason = step.reason
+        if not record.passed:
+            state = "failed"
+            error = self.ledger.report(record).failure()
+            if not ran:
+                reason = "failed before, and nothing it depends on has changed"
+        seconds = record.seconds if ran else 0.0
+        return Result(name=step.stage.name, state=state, reason=reason, seconds=seconds, record=record, error=error)
 
     def _make(self, step: Step, made: Mapping[str, Artifact | None], *, forced: bool, reason: str) -> tuple[Step, bool]:
         """Runs a stage under its lock, unless another process has made its artifact in the meantime; whether it ran."""
@@ -259,21 +278,22 @@ class Runner:
         works = self.project.works
         own_folder(works, self.project.state)
         work = works / step.key
-        held = lock(work.with_suffix(".lock"))
+        work_lock = lock(work.with_suffix(".lock"))
         try:
-            held.acquire(timeout=0)
+            work_lock.acquire(timeout=0)
         except Timeout:
             self.listener.say(f"{step.stage.name}: another process is working on it; waiting")
-            held.acquire()
+            work_lock.acquire()
         try:
             now = self.planner.step(step.stage, made)
             if now.artifact is not None and not forced:
                 return replace(now, reason="made by another process"), False
-            if not forced and (adopted := self._adopt(now, work)):
+            adopted = None if forced else self._adopt(now, work)
+            if adopted is not None:
                 return replace(now, artifact=adopted, reason="finished by a run that was cut short"), False
             if step.stage.long:
                 self._look_ahead()
-            # Under the lock, and not before: who held it takes the folder away when it is done.
+            # Only under the lock: the process that held it before removes the folder when it is done.
             number = 1 + max((order(p.parent) for p in works.glob(f"*/{ORDER}")), default=0)
             write_own(work / ORDER, str(number), works, durable=False)
             write_own(work / SETS, json.dumps(self.project.sets), works, durable=False)
@@ -281,15 +301,15 @@ class Runner:
             record, artifact = self._execute(step, work, made)
             return replace(step, record=record, artifact=artifact), True
         finally:
-            held.release()
+            work_lock.release()
 
     def _look_ahead(self) -> None:
-        """Before a stage that may take long: what would end this run after it ends it now.
+        """Before a stage that may take long, checks the stages of this run, so that no later stage fails after it.
 
-        What only concerns stages outside of this run, or what another machine may have, is said and goes on.
+        Findings about stages outside of this run, or about what only this machine lacks, are said and don't end it.
 
         Raises:
-            PipeError: the first thing that is wrong.
+            PipeError: the first finding that ends the run.
         """
         if not self.project.check or ranks() > 1:
             return
@@ -308,21 +328,26 @@ class Runner:
             checking.remember(self.project, key)
 
     def _stops(self, finding: Finding) -> bool:
-        """Whether this run can't end well with it: a stage of it would fail, and not for the lack of a device."""
-        first = next((s.name for s in self.project.stages if s.long), "")
-        lacks = finding.exit_code == Unavailable.exit_code and finding.stage not in ("", first)
-        return finding.stage in ("", *self._named) and not lacks
+        """Whether a finding makes a stage of this run fail. What this machine lacks matters to the long stage alone."""
+        long_stage = next((s.name for s in self.project.stages if s.long), "")
+        if finding.exit_code == Unavailable.exit_code and finding.stage not in ("", long_stage):
+            return False
+        return finding.stage in ("", *self._named)
 
     def _execute(self, step: Step, work: Path, made: Mapping[str, Artifact | None]) -> tuple[Record, Artifact]:
         out, scratch = work / "out", work / "scratch"
         remove(out)
         out.mkdir()
         own_folder(scratch, work)
-        inputs = {p: a.path for p, kind in step.stage.takes.items() if (a := made[kind]) is not None}
+        inputs = {}
+        for port, kind in step.stage.takes.items():
+            source = made[kind]
+            if source is not None:
+                inputs[port] = source.path
         copies = self._copied(step, work)
         started = time.monotonic()
         self._announce(step.stage, runs=True)
-        given = Work(
+        stage_work = Work(
             inputs=inputs,
             task=self._task,
             out=out,
@@ -332,7 +357,7 @@ class Runner:
             parts=shown(step.parts),
         )
         with self._task.border():
-            report = step.stage.run(given)
+            report = step.stage.run(stage_work)
         seconds = time.monotonic() - started
         if not isinstance(report, Report):
             raise StageError(f"stage {step.stage.name} returned {type(report).__name__}, not a Report")
@@ -358,11 +383,12 @@ class Runner:
                 digest = copied(self.project.root / name, folder / name)
             except FileNotFoundError:
                 digest = ""
-            self._refuse_changed("" if digest == step.parts[f"file.{name}"] else f"{name} was changed", step.stage)
+            if digest != step.parts[f"file.{name}"]:
+                self._refuse_changed(f"{name} was changed", step.stage)
         return folder if step.stage.files() else None
 
     def _refuse_changed(self, what: str, stage: Stage) -> None:
-        """Ends a stage whose input is not what its key says, or may not have been: nothing is filed.
+        """Ends a stage whose input may differ from what its key says, so that no wrong result is filed.
 
         Raises:
             PipeError: names the file.
@@ -406,9 +432,10 @@ class Runner:
         )
 
     def _remember(self, run_id: str, results: Sequence[Result]) -> str:
-        """Files the run and returns its id; one that ends where the newest did leaves no trace, and goes by its id.
+        """Files the run and returns its id. A run with the same end as the newest is not filed, and has that one's id.
 
-        A stage that ended in an error has no record; its run is filed as well, or the one before would pass for it.
+        A stage that ended in an error has no record. Its run is filed nevertheless: else the run before would be taken
+        for the newest.
         """
         records = tuple(r.record for r in results if r.record)
         errors = {r.name: as_told(r.error) for r in results if r.error and not r.record}
@@ -417,24 +444,28 @@ class Runner:
             return run_id
         newest = next(self.ledger.runs(), None)
         if newest is not None and newest.id != run_id:
-            as_before = not newest.passed and (newest.records, newest.errors) == (records, errors)
-            if as_before if errored else all(r in newest.records for r in records):
+            if errored:
+                is_repeated = not newest.passed and (newest.records, newest.errors) == (records, errors)
+            else:
+                is_repeated = all(record in newest.records for record in records)
+            if is_repeated:
                 return newest.id
-        # What the error was about (a full disk) may keep this from being written, too: the error is what is told.
+        # The cause of the error (a full disk) may make this fail as well; then the first error is the one to report.
         with suppress(OSError) if errored else nullcontext():
             ran = tuple(r.name for r in results if r.worked)
-            passed = all(r.state in ("ran", "cached") for r in results)
+            passed = all(r.passed for r in results)
             self.ledger.put_run(Run(run_id, passed, records, ran, self.project.sets, self._sequence, errors))
         return run_id
 
     def _later(self, ran: Sequence[Stage], made: dict[str, Artifact | None]) -> tuple[Step, ...]:
         """Stages outside this run that are not fresh any more."""
-        outside = [s for s in self.project.stages if s not in ran]
         steps = []
-        for stage in outside:
+        for stage in self.project.stages:
+            if stage in ran:
+                continue
             try:
                 step = self.planner.step(stage, made)
-            except PipeError as error:  # it would fail: to be told, but this run is done
+            except PipeError as error:  # it would fail, which is no fault of this run
                 step = Step(stage=stage, key=None, parts={}, reason=str(error).splitlines()[0])
             made[stage.gives] = step.artifact
             if step.artifact is None:
@@ -455,6 +486,10 @@ def ranks() -> int:
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     return int(text) if is_number(text) else default
+
+
+def _as_pipe_error(raised: PipeError | OSError | MemoryError) -> PipeError:
+    return raised if isinstance(raised, PipeError) else machine_lacks(raised)
 
 
 def _failed(results: Sequence[Result]) -> str | None:
