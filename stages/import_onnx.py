@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -191,11 +192,11 @@ class ImportOnnx(Stage):
                 foreign.ranges(adopted.original, inputs, {n: (r.low, r.high) for n, r in self.ranges.items()})
                 known = {n: Dim(min=d.min or 1, max=d.max, multiple=d.multiple or 1)
                          for n, d in declared.items() if d.max}  # fmt: skip
-                session = OnnxRuntime().open(adopted.light)
+                OnnxRuntime().open(adopted.light)  # says what it can't run, and runs nothing
                 look.shared["signature"] = signature(adopted.light, known)
                 look.shared["ops"] = {n.op_type for n in onnx_files.nodes(adopted.light.model)}
                 look.shared["names"] = early_checks.onnx_names(adopted.light.model)
-                look.shared["run"] = lambda feed: [session.run(feed)[o] for o in session.outputs]
+                look.shared["run"] = partial(self._try, look.root, limits)
                 look.ok("import-onnx.dims", ", ".join(f"{v.name} {v.shape}" for v in inputs) or "no inputs")
 
     def run(self, work: Work) -> Report:
@@ -205,6 +206,13 @@ class ImportOnnx(Stage):
         places = (work.root, work.sources, work.out)
         report: Report = subprocess_build.bounded(_imported, self, *places, limits, limits=limits, log=work.log)
         return report
+
+    def _try(self, root: Path, limits: Limits, feed: Mapping[str, Array]) -> list[Array]:
+        """The model's outputs for a feed, in order, from a process that is bounded as that of the import."""
+        from layerline.backends import subprocess_build
+
+        tried: list[Array] = subprocess_build.bounded(_tried, self, root, feed, limits=limits, log=_Silent())
+        return tried
 
     def _limits(self, root: Path) -> Limits:
         """What the process may take that runs the model: its weights, several times, and what it computes."""
@@ -327,6 +335,24 @@ class ImportOnnx(Stage):
             return feeder, foreign.from_samples(feeder, given, self.probes, ranges)
         work.log.say("no samples given: looking for inputs that the model takes")
         return feeder, foreign.from_nothing(feeder, ranges)
+
+
+class _Silent:
+    def say(self, text: str) -> None: ...
+
+
+def _tried(stage: ImportOnnx, root: Path, feed: Mapping[str, Array], _log: Relay) -> list[Array]:
+    """The outputs of the model that a project's file holds, in its own process."""
+    from layerline.backends.onnxruntime import OnnxRuntime
+    from layerline.onnx_import import symbolic_dims
+    from layerline.onnx_import.normalize_import import freeze, take_branches
+
+    adopted = stage._adopt(root, root, {name: array.ndim for name, array in stage._arrays(root).items()})
+    stage._declare(adopted.light, symbolic_dims.places(adopted.light))
+    freeze(adopted.light, stage.values)
+    session = OnnxRuntime().open(take_branches(adopted).light)
+    outputs = session.run(feed)
+    return [outputs[name] for name in session.outputs]
 
 
 def _imported(stage: ImportOnnx, root: Path, sources: Path, out: Path, limits: Limits, log: Relay) -> Report:

@@ -106,7 +106,9 @@ def _model(world: World, content: bytes) -> None:
             assert world.pipe(*command, "-C", "p").code == 0
         artifact = Path(world.pipe("path", "import-onnx", "-C", "p", *_LIMITS).out.strip())
         onnx.checker.check_model(str(artifact / "model.onnx"))
-        onnxruntime.InferenceSession(str(artifact / "model.onnx"))
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        onnxruntime.InferenceSession(str(artifact / "model.onnx"), options)
     assert world.pipe("gc", "-C", "p").code == 0
 
 

@@ -81,3 +81,17 @@ def test_an_interrupt_ends_a_run_at_once(tmp_path: Path) -> None:
 def test_a_model_within_its_limits_is_imported(tmp_path: Path) -> None:
     report, out = foreign.imported(tmp_path, foreign.conv(20), **_LARGE)
     assert report.passed and (out / "model.onnx").is_file()
+
+
+def test_a_check_runs_the_model_within_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Loop is endless in fact, which only the clock shows; the import itself would end the same way."""
+    from layerline.pipeline import check
+    from layerline.pipeline.config import project
+    from layerline.pipeline.init import from_files
+
+    onnx.save(_model(_LOOP.format(again="Not (no)"), "float[n]", **_STORED), str(tmp_path / "m.onnx"))
+    np.savez(tmp_path / "s.npz", x=np.ones(4, "f"), label=np.zeros(4, "i8"))
+    from_files.from_onnx(tmp_path / "p", tmp_path / "m.onnx", tmp_path / "s.npz")
+    monkeypatch.chdir(tmp_path / "p")
+    done = check.check(project.load(tmp_path / "p", ["import-onnx.max_seconds=3"]))
+    assert any("took longer than 3 s" in f.seen for f in done.errors), done.errors
