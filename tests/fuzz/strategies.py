@@ -297,6 +297,8 @@ def samples(draw: Draw) -> bytes:
             np.save(held, array * draw(st.sampled_from([1, 1, 1, np.nan, 1e30])) if name == "x" else array)
             content = draw(headers()) if draw(st.integers(0, 3)) == 0 else held.getvalue()
             named = name if draw(st.integers(0, 3)) else draw(texts)
+            if f"{named}.npy" in archive.namelist():
+                continue
             archive.writestr(f"{named}{draw(st.sampled_from(['.npy', '.npy', '']))}" or "x", content)
     content = file.getvalue()
     return draw(flipped(content)) if draw(st.integers(0, 2)) == 0 else content
