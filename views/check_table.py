@@ -6,13 +6,14 @@ from rich.table import Table
 from rich.text import Text
 
 from layerline.pipeline.check import Checked
+from layerline.views.grid import count
 from layerline.views.screen import Screen, words
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def show(out: Screen, done: Checked) -> None:
-    """One line an item, in the order of the stages, and a last line that counts."""
+    """Prints one line an item, in the order of the stages, and a last line that counts errors and warnings."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("item", ""):
         table.add_column(heading, no_wrap=True)
@@ -27,6 +28,6 @@ def show(out: Screen, done: Checked) -> None:
             words(finding.hint),
         )
     out.print(table)
-    counts = [(state, sum(f.state == state for f in done.findings)) for state in ("error", "warning")]
-    told = [f"{n} {state}{'s' * (n > 1)}" for state, n in counts if n]
-    out.print(Text(", ".join(told) or "nothing is wrong"), soft_wrap=True)
+    states = [finding.state for finding in done.findings]
+    counts = [count(states.count(state), state) for state in ("error", "warning") if state in states]
+    out.print(Text(", ".join(counts) or "nothing is wrong"), soft_wrap=True)

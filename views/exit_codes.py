@@ -1,4 +1,4 @@
-"""How a command ends: with an exit code, and where it failed with one sentence, or one JSON document under `--json`."""
+"""Ends a command: an exit code and, after a failure, one sentence, with `--json` also one JSON document."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from layerline.pipeline.errors import PipeError, machine_lacks, words
 from layerline.pipeline.errors import exit_code as own_code
 from layerline.pipeline.inputs.untrusted import printable
 
-# By its place, not its name: typer carries its own copy of click, or uses the installed one, by version.
+# click's UsageError. Depending on its version, typer bundles a copy of click or uses the installed one, so the class is
+# taken from typer instead of imported from click.
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
 
 def exit_code(command: Callable[[], int | None], *, as_json: bool, debug: bool) -> int:
-    """Runs a command: 0 done, 1 a gate failed, 2 wrong usage, 3 something this machine lacks, 130 interrupted.
+    """Runs a command and returns its exit code.
+
+    0 done, 1 a gate failed, 2 wrong usage, 3 this machine lacks something, 130 interrupted.
 
     Args:
-        command: parses and works; it prints its own result.
-        as_json: whether a failure is a JSON document on standard output, beside the sentence on standard error.
-        debug: whether errors keep their traceback.
+        command: parses the arguments, does the work and prints the result.
+        as_json: also print a failure as a JSON document on standard output.
+        debug: raise unexpected errors with their traceback.
     """
     try:
         code = command() or 0
@@ -34,47 +37,47 @@ def exit_code(command: Callable[[], int | None], *, as_json: bool, debug: bool) 
         error: PipeError = _interrupted()  # typer turns an interrupt into this code
     except (KeyboardInterrupt, typer.Abort):
         error = _interrupted()
-    except typer.Exit as done:  # what there was to say has been said
+    except typer.Exit as done:  # the command has printed everything
         return done.exit_code
     except _UsageError as wrong:
-        if not sys.argv[1:]:  # `pipe` alone: what it says is its help
+        if not sys.argv[1:]:  # `pipe` alone prints its help
             typer.echo(cast("Any", wrong).format_message(), err=True)
             return 2
-        error = _usage(wrong)
-        _tell(error)
-    except SystemExit:  # click's, where whoever read standard output has gone
+        error = _usage_error(wrong)
+        _print_error(error)
+    except SystemExit:  # raised by click when the reader of standard output has closed it
         raise
-    except BaseException as raised:  # the one boundary: a bug of ours is told as one
-        error = _told(raised)
+    except BaseException as raised:  # the program's outermost border: everything becomes a message
+        error = _as_pipe_error(raised)
         if debug:
-            _document(error, as_json=as_json)
+            _print_document(error, as_json=as_json)
             raise
-        _tell(error)
-    _document(error, as_json=as_json)
+        _print_error(error)
+    _print_document(error, as_json=as_json)
     return own_code(error)
 
 
 def say(sentence: str, *, err: bool = False) -> None:
-    """A line of text, with control characters as escapes."""
+    """Prints text, with control characters as escapes."""
     typer.echo(printable(sentence, keep="\n"), err=err)
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """The one document of a command. Its text is ASCII: no control character reaches a terminal through it."""
+    """Prints the document of a command. It is ASCII, so no control character reaches a terminal through it."""
     typer.echo(json.dumps(document, allow_nan=False), file=process_env.output())
 
 
-def _tell(error: PipeError) -> None:
-    from layerline.views import screen  # here, so that `pipe --help` doesn't wait for rich
+def _print_error(error: PipeError) -> None:
+    from layerline.views import screen  # imported late: rich would slow down `pipe --help`
 
     screen.error(error)
 
 
-def _document(error: PipeError, *, as_json: bool) -> None:
+def _print_document(error: PipeError, *, as_json: bool) -> None:
     from layerline.pipeline.runner import rank
 
-    if as_json and not rank():  # of several ranks the first one speaks
-        with suppress(OSError):  # whoever read it has gone; the sentence is on standard error
+    if as_json and not rank():  # of several ranks only the first one prints
+        with suppress(OSError):  # the reader has closed the pipe; the sentence is on standard error
             print_json(error.to_json())
 
 
@@ -96,7 +99,7 @@ class _Bug(PipeError):
     exit_code = 1
 
 
-def _told(raised: BaseException) -> PipeError:
+def _as_pipe_error(raised: BaseException) -> PipeError:
     if isinstance(raised, PipeError):
         return raised
     if isinstance(raised, OSError | MemoryError):
@@ -105,9 +108,9 @@ def _told(raised: BaseException) -> PipeError:
     return _Bug(f"internal error, {type(raised).__name__}: {words(raised)}", hint=hint)
 
 
-def _usage(wrong: Any) -> PipeError:
-    """A mistake on the command line, in typer's words, with the command it is about."""
+def _usage_error(wrong: Any) -> PipeError:
+    """A mistake on the command line: typer's message, with the usage of the command."""
     if not wrong.ctx:
         return PipeError(wrong.format_message())
-    usage = wrong.ctx.get_usage().replace("Usage: ", "usage: ")
+    usage = wrong.ctx.get_usage_error().replace("Usage: ", "usage: ")
     return PipeError(wrong.format_message(), where=wrong.ctx.command_path, hint=usage)

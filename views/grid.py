@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
@@ -39,13 +39,13 @@ class View:
 
 
 def figure(value: Scalar) -> str:
-    """Any scalar as a person reads it; what was not measured is empty."""
+    """Formats any scalar; None, which was not measured, is empty."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return _rarely(value) or f"{value:.4g}"
+        return _nonfinite(value) or f"{value:.4g}"
     return str(value)
 
 
@@ -55,36 +55,41 @@ def is_size(name: str) -> bool:
 
 
 def amount(name: str, value: Scalar) -> str:
-    """The value of a measurement as a person reads it; bytes in the largest unit that leaves a whole number."""
+    """Formats the value of a measurement; bytes in the largest unit that leaves a whole number."""
     if not is_size(name) or not isinstance(value, int | float) or isinstance(value, bool):
         return figure(value)
-    count = float(value)
+    size = float(value)
     for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
+        if size < 999.5:  # from here on three digits would round to 1000
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
 
 
 def decibels(value: float | None) -> str:
-    """A signal-to-noise ratio in dB; without any noise the two sides are equal."""
+    """A signal-to-noise ratio in dB; infinity means that both sides are equal."""
     if value is None:
         return ""
-    return "equal" if value == math.inf else _rarely(value) or f"{round(value, 1) + 0.0:.1f}"
+    if value == math.inf:
+        return "equal"
+    # Adding 0.0 turns -0.0 into 0.0.
+    return _nonfinite(value) or f"{round(value, 1) + 0.0:.1f}"
 
 
 def error(value: float | None) -> str:
     """An error of any magnitude, to three digits."""
     if value is None:
         return ""
-    return _rarely(value) or (f"{value:#.3g}".rstrip(".") if value else "0")
+    if value == 0:
+        return "0"
+    return _nonfinite(value) or f"{value:#.3g}".rstrip(".")
 
 
 def similarity(value: float | None) -> str:
-    """A cosine to six places, cut off and not rounded: only what is 1 reads 1."""
+    """A cosine to six places, truncated instead of rounded, so that only 1 reads 1."""
     if value is None:
         return ""
-    return _rarely(value) or f"{math.trunc(value * 1e6) / 1e6:.6f}"
+    return _nonfinite(value) or f"{math.trunc(value * 1e6) / 1e6:.6f}"
 
 
 def outcome(passed: bool) -> str:
@@ -93,14 +98,16 @@ def outcome(passed: bool) -> str:
 
 
 def verdict(record: LayerDiff) -> str:
-    """Whether one value passed; empty where nothing is asked of it."""
-    return "" if record.passed and record.tolerance is None else outcome(record.passed)
+    """Whether a value passed; empty where it has no tolerance."""
+    if record.passed and record.tolerance is None:
+        return ""
+    return outcome(record.passed)
 
 
 def heading(key: str) -> str:
-    """The key of a measurement as a person reads it."""
-    told = key.replace("sqnr_db", "SQNR dB").replace("samples_s", "samples/s")
-    return " ".join("size" if word == "bytes" else word for word in told.split("_"))
+    """The key of a measurement as words: `isolated_sqnr_db` reads `isolated SQNR dB`."""
+    spelled = key.replace("sqnr_db", "SQNR dB").replace("samples_s", "samples/s")
+    return " ".join("size" if word == "bytes" else word for word in spelled.split("_"))
 
 
 def count(number: int, noun: str) -> str:
@@ -109,36 +116,42 @@ def count(number: int, noun: str) -> str:
 
 
 def records_view(records: Iterable[LayerDiff], order: Order = "error") -> View:
-    """Everything measured about each value of one stage, in an order; columns without any entry are left out.
+    """All measurements of one stage, one row a value; columns without any entry are left out.
 
-    `order` is the value's place in the topological order.
+    The column `order` is the value's place in the network, whatever order the rows have.
     """
     placed = list(enumerate(records, 1))
     if order == "own":
-        placed.sort(key=lambda p: p[1].own_severity)
+        placed.sort(key=lambda pair: pair[1].own_severity)
     elif order == "error":
-        placed.sort(key=lambda p: p[1].severity)
+        placed.sort(key=lambda pair: pair[1].severity)
     rows = [record for _, record in placed]
+    measured: list[tuple[Column, Callable[[LayerDiff], str]]] = [
+        (Column("layer"), lambda r: r.where),
+        (Column("value"), lambda r: r.name),
+        (Column("op"), lambda r: r.op),
+        (Column("verdict", "verdict"), verdict),
+        (Column("SQNR dB", "low"), lambda r: decibels(r.sqnr_db)),
+        (Column(MEASURES["rel_l2"], "high"), lambda r: error(r.rel_l2)),
+        (Column(MEASURES["max_abs"], "high"), lambda r: error(r.max_abs)),
+        (Column(MEASURES["mean_abs"], "high"), lambda r: error(r.mean_abs)),
+        (Column("cosine", "low"), lambda r: similarity(r.cosine)),
+        (Column("tolerance", "number"), lambda r: error(r.tolerance)),
+        (Column("judged by"), lambda r: "" if r.tolerance is None else MEASURES[r.judged]),
+        (Column("NaN/Inf a", "high"), lambda r: str(r.nonfinite_a or "")),
+        (Column("NaN/Inf b", "high"), lambda r: str(r.nonfinite_b or "")),
+        (Column("one side only", "high"), lambda r: str(r.one_sided or "")),
+    ]
+    described: list[tuple[Column, Callable[[LayerDiff], str]]] = [
+        (Column("shape"), lambda r: shape(r.shape, " × ")),
+        (Column("dtype"), lambda r: r.dtype),
+    ]
     return filled(
         [
-            (Column("layer"), [r.where for r in rows]),
-            (Column("value"), [r.name for r in rows]),
-            (Column("op"), [r.op for r in rows]),
-            (Column("verdict", "verdict"), [verdict(r) for r in rows]),
-            (Column("SQNR dB", "low"), [decibels(r.sqnr_db) for r in rows]),
-            (Column(MEASURES["rel_l2"], "high"), [error(r.rel_l2) for r in rows]),
-            (Column(MEASURES["max_abs"], "high"), [error(r.max_abs) for r in rows]),
-            (Column(MEASURES["mean_abs"], "high"), [error(r.mean_abs) for r in rows]),
-            (Column("cosine", "low"), [similarity(r.cosine) for r in rows]),
-            (Column("tolerance", "number"), [error(r.tolerance) for r in rows]),
-            (Column("judged by"), ["" if r.tolerance is None else MEASURES[r.judged] for r in rows]),
-            (Column("NaN/Inf a", "high"), [str(r.nonfinite_a or "") for r in rows]),
-            (Column("NaN/Inf b", "high"), [str(r.nonfinite_b or "") for r in rows]),
-            (Column("one side only", "high"), [str(r.one_sided or "") for r in rows]),
-            *_free_columns([r.extra for r in rows], worse="high"),
-            (Column("shape"), [shape(r.shape, " × ") for r in rows]),
-            (Column("dtype"), [r.dtype for r in rows]),
-            (Column("order", "number"), [str(i) for i, _ in placed]),
+            *((column, list(map(text, rows))) for column, text in measured),
+            *_free_columns([record.extra for record in rows], worse="high"),
+            *((column, list(map(text, rows))) for column, text in described),
+            (Column("order", "number"), [str(place) for place, _ in placed]),
         ]
     )
 
@@ -150,12 +163,13 @@ def free_view(rows: Sequence[Mapping[str, Scalar]]) -> View:
 
 def filled(columns: Sequence[tuple[Column, Sequence[str]]]) -> View:
     """A view of the columns that have any entry."""
-    kept = [(column, cells) for column, cells in columns if any(cells)]
-    return View("", tuple(column for column, _ in kept), list(zip(*(cells for _, cells in kept), strict=True)))
+    kept = [pair for pair in columns if any(pair[1])]
+    rows = list(zip(*(cells for _, cells in kept), strict=True))
+    return View("", tuple(column for column, _ in kept), rows)
 
 
 def grid(views: Sequence[View], caption: str, *, stage: str = "", follow: bool = False) -> str:
-    """A table that is read as it is, and that page.js makes searchable, sortable and complete.
+    """A plain table, which page.js turns into a searchable and sortable one with all rows.
 
     Args:
         views: the first one is shown; the others can be chosen.
@@ -164,17 +178,19 @@ def grid(views: Sequence[View], caption: str, *, stage: str = "", follow: bool =
         follow: rows open into what every stage measured.
     """
     first = views[0]
-    of = f' data-stage="{escape(stage)}"' if stage else ""
+    classes = "grid follow" if follow else "grid"
+    stage_attribute = f' data-stage="{escape(stage)}"' if stage else ""
     shown, total = first.rows[:ROWS_AT_FIRST], len(first.rows)
-    cut = "" if len(shown) == total else f"{len(shown)} of {total} rows"
-    data = [
-        {"label": v.label, "heads": [c.label for c in v.columns], "kinds": [c.kind for c in v.columns], "rows": v.rows}
-        for v in views
-    ]
+    row_count = f"{len(shown)} of {total} rows" if len(shown) < total else ""
+    data = []
+    for view in views:
+        heads = [column.label for column in view.columns]
+        kinds = [column.kind for column in view.columns]
+        data.append({"label": view.label, "heads": heads, "kinds": kinds, "rows": view.rows})
     return (
-        f'<div class="grid{" follow" if follow else ""}"{of}>'
+        f'<div class="{classes}"{stage_attribute}>'
         f'<div class="tools"></div>{scrolling(table(View("", first.columns, shown), caption), caption)}'
-        f'<p class="count">{cut}</p>'
+        f'<p class="count">{row_count}</p>'
         f'<script type="application/json">{_embedded({"first": ROWS_AT_FIRST, "views": data})}</script></div>'
     )
 
@@ -187,44 +203,61 @@ def table(view: View, caption: str) -> str:
 
 
 def scrolling(inner: str, label: str) -> str:
-    """What may be wider than the window scrolls by itself, also by keyboard."""
+    """A region that scrolls by itself, also by keyboard, where its content is wider than the window."""
     return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">{inner}</div>'
 
 
 def _row(columns: Sequence[Column], row: Sequence[str]) -> str:
-    cells = [f'<th scope="row"><span>{escape(row[0])}</span></th>'] if row else []
+    if not row:
+        return ""
+    cells = [f'<th scope="row"><span>{escape(row[0])}</span></th>']
     for column, text in zip(columns[1:], row[1:], strict=True):
         cells.append(f'<td class="{column.kind}{_look(column.kind, text)}">{escape(text)}</td>')
     return "".join(cells)
 
 
 def _look(kind: Kind, text: str) -> str:
+    """The second class of a cell, with a space before it."""
     if kind == "text":
         return " long" if len(text) > LONG else ""
     return " bad" if text.startswith(FAILED) else ""
 
 
+def all_keys(rows: Iterable[Mapping[str, Scalar]]) -> list[str]:
+    """The keys of all rows, in order of first appearance."""
+    keys: dict[str, None] = {}
+    for row in rows:
+        keys.update(dict.fromkeys(row))
+    return list(keys)
+
+
 def _free_columns(rows: Sequence[Mapping[str, Scalar]], *, worse: Kind) -> list[tuple[Column, list[str]]]:
-    keys = dict.fromkeys(key for row in rows for key in row)
-    return [_free_column(key, [row.get(key) for row in rows], worse) for key in keys]
+    return [_free_column(key, [row.get(key) for row in rows], worse) for key in all_keys(rows)]
 
 
 def _free_column(key: str, cells: Sequence[Scalar], worse: Kind) -> tuple[Column, list[str]]:
-    numbers = [float(c) for c in cells if isinstance(c, int | float) and not isinstance(c, bool)]
-    if len(numbers) < sum(c is not None for c in cells):
-        return Column(heading(key)), [figure(c) for c in cells]
+    numbers: list[float | None] = []
+    for cell in cells:
+        if cell is None:
+            numbers.append(None)
+        elif isinstance(cell, bool | str):  # one text makes the whole column text
+            return Column(heading(key)), list(map(figure, cells))
+        else:
+            numbers.append(float(cell))
     if key.endswith("_db"):
-        return Column(heading(key), "low"), [decibels(None if c is None else float(c)) for c in cells]
+        return Column(heading(key), "low"), list(map(decibels, numbers))
     if key == SHARE:
-        return Column(f"{key} %", worse), ["" if c is None else figure(100 * float(c)) for c in cells]
-    return Column(heading(key), worse), [figure(c) for c in cells]
+        return Column(f"{key} %", worse), [figure(None if n is None else 100 * n) for n in numbers]
+    return Column(heading(key), worse), list(map(figure, cells))
 
 
-def _rarely(value: float) -> str:
-    """The words for what is no finite number; empty for every other."""
+def _nonfinite(value: float) -> str:
+    """`NaN`, `inf` or `-inf`; empty for every finite number."""
     if math.isnan(value):
         return "NaN"
-    return "" if math.isfinite(value) else ("inf" if value > 0 else "-inf")
+    if math.isfinite(value):
+        return ""
+    return "inf" if value > 0 else "-inf"
 
 
 def _embedded(data: object) -> str:

@@ -1,4 +1,4 @@
-"""What `--json` prints: one document a command, for scripts. Their fields are described in docs/cli.md."""
+"""The JSON documents that `--json` prints, one a command. docs/cli.md describes their fields."""
 
 from __future__ import annotations
 
@@ -22,27 +22,24 @@ Document = dict[str, Any]
 
 
 def status(steps: Sequence[Step], states: Mapping[str, str]) -> Document:
-    rows = [
-        {
-            "name": s.stage.name,
-            "state": states[s.stage.name],
-            "reason": s.reason,
-            "key": s.key,
-            "digest": s.artifact.digest if s.artifact else None,
-            "passed": s.record.passed if s.artifact and s.record else None,
-        }
-        for s in steps
-    ]
+    rows = []
+    for step in steps:
+        digest = passed = None
+        if step.artifact:
+            digest = step.artifact.digest
+            passed = step.record.passed if step.record else None
+        name = step.stage.name
+        row = {"name": name, "state": states[name], "reason": step.reason, "key": step.key}
+        rows.append({**row, "digest": digest, "passed": passed})
     return {"stages": rows}
 
 
-def runs(found: Iterable[Run]) -> Document:
-    """Each run with what it was set to, what differs from the run before, and its figures."""
-    ordered = list(found)
+def runs(history: Iterable[Run]) -> Document:
+    """Each run with its settings, what differs from the run before, and its figures."""
+    ordered = list(history)
     rows = []
     for run in ordered:
         before = previous(ordered, run)
-        differing = {r.stage: {s.name: s.value for s in settings(r) if s.differs} for r in run.records}
         rows.append(
             {
                 "id": run.id,
@@ -52,7 +49,7 @@ def runs(found: Iterable[Run]) -> Document:
                 "passed": run.passed,
                 "errors": {stage: asdict(error) for stage, error in run.errors.items()},
                 "sets": list(run.sets),
-                "settings": {stage: fields for stage, fields in differing.items() if fields},
+                "settings": _differing_settings(run),
                 "changed": changed(run.records, before.records) if before else [],
                 "metrics": {r.stage: dict(r.metrics) for r in run.records},
             }
@@ -60,61 +57,67 @@ def runs(found: Iterable[Run]) -> Document:
     return {"runs": rows}
 
 
+def _differing_settings(run: Run) -> Document:
+    """By stage, the fields that differ from their defaults."""
+    stages: Document = {}
+    for record in run.records:
+        fields = {field.name: field.value for field in settings(record) if field.differs}
+        if fields:
+            stages[record.stage] = fields
+    return stages
+
+
 def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fingerprint]) -> Document:
     before, new = old or {}, shown(step.parts)
     differing, waiting = changes(before, new), awaited(before, new, step.key)
-    parts = {n: {"now": v, "before": before.get(n), "changed": n in differing} for n, v in new.items()}
-    gone = {
-        n: {"now": None, "before": o, "changed": None if n in waiting else True}
-        for n, (o, v) in differing.items()
-        if v is None
-    }
-    reached = {h: {"reached": p.reached, "whole": dict(p.whole), "files": dict(p.files)} for h, p in prints.items()}
-    return {
-        "stage": step.stage.name,
-        "key": step.key,
-        "reason": step.reason,
-        "parts": parts | gone,
-        "hooks": reached,
-    }
+    parts: Document = {}
+    for name, value in new.items():
+        parts[name] = {"now": value, "before": before.get(name), "changed": name in differing}
+    for name, (old_value, new_value) in differing.items():
+        if new_value is None:
+            # A part that waits for an input's digest is not gone: whether it changes is open.
+            parts[name] = {"now": None, "before": old_value, "changed": None if name in waiting else True}
+    hooks = {}
+    for hook, fingerprint in prints.items():
+        files = dict(fingerprint.files)
+        hooks[hook] = {"reached": fingerprint.reached, "whole": dict(fingerprint.whole), "files": files}
+    return {"stage": step.stage.name, "key": step.key, "reason": step.reason, "parts": parts, "hooks": hooks}
 
 
 def diff(stage: str, report: Report, beside: Beside | None, order: Order, top: int | None = None) -> Document:
-    """Records in an order, with `top` the first so many, and the other run's records of those."""
+    """The records in an order (only the first `top` of them), and the other run's records of the same values."""
     by_place = tuple(in_network_order(report.records))
     report = replace(report, records=by_place)
     report = replace(report, records=report.sorted(order)[:top])
-    other = beside.report if beside else None
-    if other is not None and top is not None:
-        names = {r.name for r in report.records}
-        other = replace(other, records=tuple(r for r in other.records if r.name in names))
-    return {
-        "stage": stage,
-        "run": beside.run.id if beside else None,
-        "changed": list(beside.changed) if beside else [],
-        "report": plain(report),
-        "against": plain(other) if other else None,
-    }
+    document: Document = {"stage": stage, "run": None, "changed": [], "report": plain(report), "against": None}
+    if beside is None:
+        return document
+    other = beside.report
+    if top is not None:
+        names = {record.name for record in report.records}
+        other = replace(other, records=tuple(record for record in other.records if record.name in names))
+    return {**document, "run": beside.run.id, "changed": list(beside.changed), "against": plain(other)}
 
 
-def proof(stage: str, found: Report, failure: PipeError | None) -> Document:
-    """What `pipe resume --prove` found; `failure` where going on changed something."""
-    told = failure.to_json() if failure else {}
-    return {"stage": stage, "passed": found.passed, **told, "report": plain(found)}
+def proof(stage: str, report: Report, failure: PipeError | None) -> Document:
+    """The result of `pipe resume --prove`; `failure` is set where resuming changed a bit."""
+    error = failure.to_json() if failure else {}
+    return {"stage": stage, "passed": report.passed, **error, "report": plain(report)}
 
 
 def plain(report: Report) -> Document:
-    """A report as JSON holds it: figures that are not finite are words."""
+    """A report as JSON: figures that are not finite are strings."""
     document: Document = json.loads(report.to_json())
     return document
 
 
 def verify(checked: int, problems: Sequence[Problem], failure: PipeError | None) -> Document:
-    told = failure.to_json() if failure else {}
-    return {"checked": checked, **told, "problems": [{"what": p.what, "fault": p.fault} for p in problems]}
+    error = failure.to_json() if failure else {}
+    return {"checked": checked, **error, "problems": [{"what": p.what, "fault": p.fault} for p in problems]}
 
 
-def gc(found: Sequence[Garbage] | None, *, dry_run: bool) -> Document:
-    gone = found or ()
-    size = sum(g.size for g in gone)
-    return {"removed": [g.path for g in gone], "bytes": size, "dry_run": dry_run, "busy": found is None}
+def gc(garbage: Sequence[Garbage] | None, *, dry_run: bool) -> Document:
+    """The result of `pipe gc`; None means that a run was in progress."""
+    removed = garbage or ()
+    size = sum(item.size for item in removed)
+    return {"removed": [item.path for item in removed], "bytes": size, "dry_run": dry_run, "busy": garbage is None}

@@ -19,18 +19,23 @@ _EXTRAS = {
     grid.SHARE: f"{grid.SHARE} %",
     "network_layer": "engine layer",
 }
-# An engine's layer is most often its node under another name; what it computes in is why one looks.
+# An engine's layer usually has the name of its node, so it is dropped first. Its type and precision always stay.
 _FIRST_TO_GO, _STAY = "network_layer", ("type", "precision")
 _NAMES = ("layer", "value")
 _LEAST_NAME = 12
 _GAP = "  "
 _LONGEST = 60
-LEAST_SHARE = 0.01  # in percent; below it a share is only said not to be nothing
+LEAST_SHARE = 0.01  # per cent; a smaller share that is not zero is shown as `~0`
 
 
 @dataclass(frozen=True)
-class Column:
-    """A heading and its cells. `drop` orders what a narrow terminal goes without; None always stays."""
+class DiffColumn:
+    """A heading and its cells.
+
+    Attributes:
+        drop: a narrow terminal drops the column with the smallest number first; None always stays.
+        right: whether cells are aligned to the right.
+    """
 
     label: str
     cells: Sequence[Text]
@@ -39,18 +44,18 @@ class Column:
 
     @property
     def width(self) -> int:
-        return max(cell_len(self.label), *(cell.cell_len for cell in self.cells), 0)
+        return max([cell_len(self.label), *(cell.cell_len for cell in self.cells)])
 
 
-def columns(records: Sequence[LayerDiff], then: Mapping[str, LayerDiff] | None) -> list[Column]:
+def columns(records: Sequence[LayerDiff], then: Mapping[str, LayerDiff] | None) -> list[DiffColumn]:
     """Every column that has an entry, in the order shown.
 
     Args:
         records: the rows.
         then: the other run's records by value name, or None where there is no other run.
     """
-    extras = list(dict.fromkeys(name for r in records for name in r.extra))
-    found = [
+    extras = grid.all_keys([r.extra for r in records])
+    table = [
         _column("layer", records, lambda r: r.module, right=False),
         _column("value", records, lambda r: r.name, right=False),
         _column("op", records, lambda r: r.op, drop=4 + len(extras), right=False),
@@ -58,67 +63,76 @@ def columns(records: Sequence[LayerDiff], then: Mapping[str, LayerDiff] | None) 
         _column("SQNR dB" if then is None else "now dB", records, lambda r: grid.decibels(r.sqnr_db)),
     ]
     if then is not None:
-        found.append(
-            _column("then dB", records, lambda r: grid.decibels(then[r.name].sqnr_db) if r.name in then else "")
-        )
-    found += [
+        cells = []
+        for record in records:
+            earlier = then.get(record.name)
+            cells.append(Text(grid.decibels(earlier.sqnr_db)) if earlier else Text())
+        table.append(DiffColumn("then dB", cells))
+    table += [
         _column("rel L2", records, lambda r: grid.error(r.rel_l2), drop=3),
         _column("max abs", records, lambda r: grid.error(r.max_abs), drop=1),
         _column("cosine", records, lambda r: grid.similarity(r.cosine), drop=2),
     ]
-    found += [_extra(name, records, _drop(name, 4 + len(extras) - 1 - i)) for i, name in enumerate(extras)]
-    found.append(Column("", [verdict(r) for r in records], right=False))
-    return [c for c in found if any(cell.plain for cell in c.cells)]
+    # Of the extra columns the last one goes first; the first four places belong to the columns above.
+    for i, name in enumerate(extras):
+        table.append(_extra_column(name, records, drop=4 + len(extras) - 1 - i))
+    table.append(DiffColumn("", [verdict(r) for r in records], right=False))
+    return [column for column in table if any(cell.plain for cell in column.cells)]
 
 
-def fitting(found: Sequence[Column], width: int) -> list[Column]:
-    """The columns left when those that matter least make way until a row fits.
+def fitting(candidates: Sequence[DiffColumn], width: int) -> list[DiffColumn]:
+    """Drops the least important columns until a row fits.
 
-    No cell is cut, unless the columns that stay still don't fit: then of the longest names the end is shown.
+    No cell is cut, unless the columns that always stay are too wide. Then the longest names lose their beginnings.
     """
-    kept = list(found)
-    while _total(kept) > width:
-        optional = [c for c in kept if c.drop is not None]
+    shown = list(candidates)
+    while _total(shown) > width:
+        optional = [column for column in shown if column.drop is not None]
         if not optional:
-            return _with_names_cut(kept, _total(kept) - width)
-        kept.remove(min(optional, key=lambda c: c.drop or 0))
-    return kept
+            return _with_names_cut(shown, _total(shown) - width)
+        shown.remove(min(optional, key=lambda column: column.drop or 0))
+    return shown
 
 
-def _total(columns: Sequence[Column]) -> int:
-    return sum(c.width for c in columns) + len(_GAP) * (len(columns) - 1)
+def _total(shown: Sequence[DiffColumn]) -> int:
+    return sum(column.width for column in shown) + len(_GAP) * (len(shown) - 1)
 
 
-def _with_names_cut(columns: Sequence[Column], over: int) -> list[Column]:
-    """Takes `over` from the columns of names, always from the wider one."""
-    widths = {c.label: c.width for c in columns if c.label in _NAMES}
-    for _ in range(over):
+def _with_names_cut(shown: Sequence[DiffColumn], excess: int) -> list[DiffColumn]:
+    """Takes `excess` characters from the columns of names, always from the wider one."""
+    widths = {column.label: column.width for column in shown if column.label in _NAMES}
+    for _ in range(excess):
         widest = max(widths, key=lambda label: widths[label])
         widths[widest] = max(widths[widest] - 1, _LEAST_NAME)
-    return [
-        replace(c, cells=[_end(cell, widths[c.label]) for cell in c.cells]) if c.label in widths else c for c in columns
-    ]
+    cut = []
+    for column in shown:
+        if column.label in widths:
+            width = widths[column.label]
+            column = replace(column, cells=[_end(cell, width) for cell in column.cells])
+        cut.append(column)
+    return cut
 
 
 def _end(cell: Text, width: int) -> Text:
-    return cell if cell.cell_len <= width else Text(f"…{cell.plain[cell.cell_len - width + 1 :]}")
+    if cell.cell_len <= width:
+        return cell
+    return Text(f"…{cell.plain[cell.cell_len - width + 1 :]}")
 
 
-def lines(shown: Sequence[Column]) -> list[Text]:
+def lines(shown: Sequence[DiffColumn]) -> list[Text]:
     """The table as text: the headings, then a line for each record."""
-    heads = [_padded(Text(c.label, "dim"), c) for c in shown]
-    rows = [
-        [_padded(cell, c) for cell, c in zip(cells, shown, strict=True)]
-        for cells in zip(*(c.cells for c in shown), strict=True)
-    ]
-    found = [Text(_GAP).join(row) for row in [heads, *rows]]
-    for line in found:
+    rows = [[Text(column.label, "dim") for column in shown]]
+    rows += [list(cells) for cells in zip(*(column.cells for column in shown), strict=True)]
+    texts = []
+    for row in rows:
+        line = Text(_GAP).join(map(_padded, row, shown))
         line.rstrip()
-    return found
+        texts.append(line)
+    return texts
 
 
 def verdict(record: LayerDiff) -> Text:
-    """Whether a value passed, in words; empty where nothing is asked of it."""
+    """Whether a value passed, in words; empty where it has no tolerance."""
     if record.one_sided:
         return Text(f"{record.one_sided} NaN/Inf on one side", "red")
     if not record.passed:
@@ -129,13 +143,19 @@ def verdict(record: LayerDiff) -> Text:
 def short(value: Any) -> str:
     """Text of any length on one line: hashes as their beginning."""
     text = hashed(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST - 1]}…"
 
 
 def hashed(value: Any) -> str:
-    """Text, and of a hash its beginning; nothing where there is none."""
-    text = "" if value is None else str(value)
-    return text[:12] if len(text) == 64 and all(c in "0123456789abcdef" for c in text) else text
+    """The value as text, shortened to 12 characters where it is a SHA-256; empty for None."""
+    if value is None:
+        return ""
+    text = str(value)
+    if len(text) == 64 and set(text) <= set("0123456789abcdef"):
+        return text[:12]
+    return text
 
 
 def _column(
@@ -144,35 +164,43 @@ def _column(
     text: Callable[[LayerDiff], str],
     drop: int | None = None,
     right: bool = True,
-) -> Column:
-    return Column(label, [Text(text(r)) for r in records], drop, right)
+) -> DiffColumn:
+    return DiffColumn(label, [Text(text(r)) for r in records], drop, right)
 
 
-def _drop(name: str, otherwise: int) -> int | None:
-    return -1 if name == _FIRST_TO_GO else None if name in _STAY else otherwise
+def _extra_column(name: str, records: Sequence[LayerDiff], drop: int | None) -> DiffColumn:
+    values = [record.extra.get(name) for record in records]
+    if name == _FIRST_TO_GO:
+        drop = -1
+    elif name in _STAY:
+        drop = None
+    label = _EXTRAS.get(name, grid.heading(name))
+    has_text = any(isinstance(value, str) for value in values)
+    return DiffColumn(label, [Text(_extra_text(name, value)) for value in values], drop, right=not has_text)
 
 
-def _extra(name: str, records: Sequence[LayerDiff], drop: int | None) -> Column:
-    return _column(
-        _EXTRAS.get(name, grid.heading(name)),
-        records,
-        lambda r: _cell(name, r.extra.get(name)),
-        drop,
-        right=not any(isinstance(r.extra.get(name), str) for r in records),
-    )
-
-
-def _cell(name: str, value: Any) -> str:
+def _extra_text(name: str, value: Any) -> str:
     if value is None:
         return ""
     if name == grid.SHARE and isinstance(value, float | int):
-        percent = 100 * value
-        return "0" if not percent else "~0" if percent < LEAST_SHARE else f"{percent:.2f}"
+        return _percent(100 * value)
     if name.endswith("_db"):
         return grid.decibels(float(value))
-    return short(value) if isinstance(value, str) else grid.figure(value)
+    if isinstance(value, str):
+        return short(value)
+    return grid.figure(value)
 
 
-def _padded(cell: Text, column: Column) -> Text:
+def _percent(percent: float) -> str:
+    if not percent:
+        return "0"
+    if percent < LEAST_SHARE:
+        return "~0"
+    return f"{percent:.2f}"
+
+
+def _padded(cell: Text, column: DiffColumn) -> Text:
     space = " " * (column.width - cell.cell_len)
-    return Text.assemble(space, cell) if column.right else Text.assemble(cell, space)
+    if column.right:
+        return Text.assemble(space, cell)
+    return Text.assemble(cell, space)

@@ -1,4 +1,4 @@
-"""What a stage was made with, as the page shows it: settings beside their defaults, and the versions that ran it."""
+"""The settings and versions that a stage ran with, as the page shows them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,29 @@ from layerline.views.grid import Column, View
 
 
 def made_with(record: Record) -> dict[str, str]:
-    """The settings that differ from their defaults and the versions, each as one line."""
-    differing = ", ".join(f"{s.name}: {s.value}" for s in settings(record) if s.differs)
-    told = {"settings": differing or "the defaults"} if settings(record) else {}
-    computed = ", ".join(f"{name} {version}" for name, version in versions(record).items())
-    return told | ({"versions": computed} if computed else {})
+    """The settings that differ from their defaults, and the versions, each as one line."""
+    lines = {}
+    fields = settings(record)
+    if fields:
+        differing = ", ".join(f"{field.name}: {field.value}" for field in fields if field.differs)
+        lines["settings"] = differing or "the defaults"
+    computed_by = ", ".join(f"{name} {version}" for name, version in versions(record).items())
+    if computed_by:
+        lines["versions"] = computed_by
+    return lines
 
 
 def settings_view(record: Record) -> View:
     """Every field of the stage, those that differ from their defaults first."""
     columns = (Column("field"), Column("value"), Column("default"))
-    rows = [[s.name, _written(s.value), "" if not s.differs else _written(s.default)] for s in settings(record)]
+    rows = []
+    for field in settings(record):
+        default = _written(field.default) if field.differs else ""
+        rows.append([field.name, _written(field.value), default])
     return View("Settings", columns, rows)
 
 
 def _written(value: str | None) -> str:
-    return "not set" if value is None or value in UNSET else value
+    if value is None or value in UNSET:
+        return "not set"
+    return value

@@ -1,7 +1,7 @@
-"""The terminal's one door: text is shown as it is, and nothing in it is a command, neither to rich nor to the terminal.
+"""All output to the terminal goes through here, so that no text acts as a command to rich or to the terminal.
 
-Names of modules, tensors, files and metrics come from elsewhere. Markup (`[red]`) and emoji codes (`:bug:`) in them are
-plain characters, and control characters become escapes (`\\x1b`).
+Names of modules, tensors, files and metrics are untrusted. Markup (`[red]`) and emoji codes (`:bug:`) in them are
+printed as they are, and control characters become escapes (`\\x1b`).
 """
 
 from __future__ import annotations
@@ -19,44 +19,50 @@ from layerline.pipeline.errors import PipeError
 from layerline.pipeline.inputs.untrusted import printable
 
 PIPE_WIDTH = 160
-"""Columns where no terminal says how many: enough for tables not to wrap in a pipe."""
+"""Columns where the width is unknown: enough for tables not to wrap in a pipe."""
 _Value = TypeVar("_Value")
 
 
 class Screen(Console):
-    """A console whose every segment is printable, whatever it was made from."""
+    """A console that prints control characters as escapes, whatever the output was made from."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=printable(segment.text, keep="\n"))
+            if segment.control:  # rich's own cursor movements
+                yield segment
+            else:
+                yield segment._replace(text=printable(segment.text, keep="\n"))
 
 
 def console() -> Screen:
-    """Standard output, as wide as the terminal or as COLUMNS says, or wide enough for a pipe not to wrap tables."""
+    """Standard output, with the width of the terminal, else that of COLUMNS, else PIPE_WIDTH."""
     screen = Screen()
-    has_width = screen.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
-    return screen if has_width else Screen(width=PIPE_WIDTH)
+    if screen.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
+        return screen
+    return Screen(width=PIPE_WIDTH)
 
 
 def words(value: str, style: str = "") -> Text:
-    """Text from elsewhere: escaped before it is measured, so that columns keep their width."""
+    """Untrusted text, escaped before it is measured, so that columns keep their width."""
     return Text(printable(value, keep="\n"), style)
 
 
 def error(problem: PipeError) -> None:
-    """What went wrong, on standard error: where, what, and what to do."""
+    """Prints an error on standard error: where it is, what failed, and what to do."""
     out = Screen(stderr=True, soft_wrap=True)
-    place = Text.assemble(words(problem.where, "bold"), ": ") if problem.where else Text()
+    place = Text()
+    if problem.where:
+        place = Text.assemble(words(problem.where, "bold"), ": ")
     out.print(Text.assemble(("error", "red"), " ", place, words(problem.what)))
     if problem.hint:
         out.print(Text.assemble("  ", words(problem.hint, "dim")))
 
 
 def cleaned(value: _Value) -> _Value:
-    """A report, a record or any part of one with every text in it escaped, line breaks too: a name is one line."""
+    """A copy of a report, a record or a part of one, with every text in it escaped, line breaks included."""
     return _cleaned(value)  # type: ignore[no-any-return]
 
 
@@ -67,9 +73,8 @@ def _cleaned(value: Any) -> Any:
         fields = {f.name: _cleaned(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
     if isinstance(value, Mapping):
-        return {_cleaned(k): _cleaned(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_cleaned(v) for v in value]
-    if isinstance(value, tuple):
-        return tuple(_cleaned(v) for v in value)
+        return {_cleaned(key): _cleaned(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = map(_cleaned, value)
+        return list(items) if isinstance(value, list) else tuple(items)
     return value

@@ -1,4 +1,4 @@
-"""The terminal: one line a stage, a progress bar while it works, tables for status, explain and diff."""
+"""Terminal output: one line a stage, a progress bar while it works, tables for status, explain and diff."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column, Table
+from rich.table import Column as BarLayout
+from rich.table import Table
 from rich.text import Text
 
 from layerline.pipeline.config.project import as_options
@@ -42,7 +43,7 @@ FIGURES = 2  # of a stage, in the list of runs
 
 
 class Silent:
-    """A listener for `--json`: says nothing."""
+    """A listener for `--json`: prints nothing."""
 
     def say(self, text: str) -> None: ...
 
@@ -56,10 +57,11 @@ class Silent:
 
 
 class Live:
-    """A listener that draws: a bar for the stage at work, a line for each stage that is done."""
+    """A listener that draws a bar for the stage at work, and a line for each stage that is done."""
 
     def __init__(self, out: Console, width: int) -> None:
-        self._out, self._width = out, width
+        self._out = out
+        self._width = width
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
@@ -70,82 +72,103 @@ class Live:
         if not self._out.is_terminal:
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(24), MofNCompleteColumn())
-        # The last column takes what the others leave: no text pushes the bar out.
-        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-        told = TextColumn("{task.fields[told]}", style="dim", markup=False, table_column=rest)
-        self._bar = Progress(*columns, TimeRemainingColumn(), told, console=self._out, transient=True, expand=True)
+        # The last column takes the width that the others leave, so that no text pushes the bar out.
+        rest = BarLayout(ratio=1, no_wrap=True, overflow="ellipsis")
+        detail = TextColumn("{task.fields[detail]}", style="dim", markup=False, table_column=rest)
+        self._bar = Progress(*columns, TimeRemainingColumn(), detail, console=self._out, transient=True, expand=True)
         self._bar.start()
-        self._task = self._bar.add_task(f"{stage.name:{self._width}}", total=None, told=printable(reason))
+        self._task = self._bar.add_task(f"{stage.name:{self._width}}", total=None, detail=printable(reason))
 
     def progress(self, done: int, total: int, **fields: float | str) -> None:
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, total=total)
-            if fields:
-                figures = "  ".join(f"{grid.heading(k)} {grid.figure(v)}" for k, v in fields.items())
-                self._bar.update(self._task, told=printable(figures))
+        if self._bar is None or self._task is None:
+            return
+        self._bar.update(self._task, completed=done, total=total)
+        if fields:
+            figures = "  ".join(f"{grid.heading(name)} {grid.figure(value)}" for name, value in fields.items())
+            self._bar.update(self._task, detail=printable(figures))
 
     def finished(self, result: Result) -> None:
         self.close()
         self._out.print(stage_line(result, self._width, self._out.width), soft_wrap=True)
 
     def close(self) -> None:
-        """Takes the bar away, also after an interrupt."""
+        """Removes the bar, also after an interrupt."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
 def listener(stages: Sequence[Stage], *, silent: bool) -> Live | Silent:
-    """What draws the work on these stages, or says nothing of it."""
-    return Silent() if silent else Live(console(), width=max(len(s.name) for s in stages))
+    """The listener that draws the work on these stages, or prints nothing."""
+    if silent:
+        return Silent()
+    return Live(console(), width=max(len(stage.name) for stage in stages))
 
 
 def outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = ()) -> None:
-    """What a run leaves to say: stages now out of date, and the next useful command, if there is one.
+    """Prints the stages that are now out of date and, where there is one, the next useful command.
 
     Args:
-        out: where to.
+        out: where to print.
         done: the run.
-        where: ` -C DIR`, or nothing in the project's own folder.
-        sets: the overrides that the run was given; another run means the same only with them.
+        where: ` -C DIR`, or empty in the project's own folder.
+        sets: the `--set` overrides of the run; the next command repeats them, for without them it means other settings.
     """
     for step in done.out_of_date:
-        line = (("out of date", "yellow"), f" {step.stage.name} ", words(f"({step.reason})", "dim"))
-        out.print(Text.assemble(*line), soft_wrap=True)
-    failed = next((r for r in done.results if r.state == "failed"), None)
-    if failed is not None:
-        hint = f"pipe diff {failed.name}" if failed.record else ""
-    elif done.out_of_date:
-        hint = f"pipe run all {as_options(sets)}".rstrip()
-    else:
-        hint = "pipe report"
+        reason = words(f"({step.reason})", "dim")
+        out.print(Text.assemble(("out of date", "yellow"), f" {step.stage.name} ", reason), soft_wrap=True)
+    hint = _next_command(done, sets)
     if hint:
         out.print(Text.assemble(("next:", "dim"), " ", words(hint + where)), soft_wrap=True)
 
 
+def _next_command(done: Outcome, sets: Sequence[str]) -> str:
+    for result in done.results:
+        if result.state == "failed":
+            return f"pipe diff {result.name}" if result.record else ""
+    if done.out_of_date:
+        return f"pipe run all {as_options(sets)}".rstrip()
+    return "pipe report"
+
+
 def status(out: Console, steps: Sequence[Step], states: Mapping[str, str]) -> None:
-    """What is fresh, what would or may run, and why; `states` by stage. A column that says nothing is left out."""
-    rows = [_status(step, states[step.stage.name]) for step in steps]
+    """Prints which stages are fresh and which would run, and why. Empty columns are left out.
+
+    Args:
+        out: where to print.
+        steps: the stages, planned.
+        states: the state of each stage, by its name.
+    """
+    rows = [_status_row(step, states[step.stage.name]) for step in steps]
     widths = {heading: max(row[heading].cell_len for row in rows) for heading in rows[0]}
-    told = [heading for heading, width in widths.items() if width]
-    if sum(max(widths[heading], cell_len(heading)) + 2 for heading in told) > out.width + 2:
-        told.remove("made")  # a reason is worth more
-    table = _table({heading: heading != "why" for heading in told})
+    headings = [heading for heading, width in widths.items() if width]
+    total = sum(max(widths[heading], cell_len(heading)) + 2 for heading in headings)
+    if total > out.width + 2:  # the last column needs no gap behind it
+        headings.remove("made")  # the reason tells more
+    table = _table({heading: heading != "why" for heading in headings})
     for row in rows:
-        table.add_row(*(row[heading] for heading in told))
+        table.add_row(*(row[heading] for heading in headings))
     out.print(table)
 
 
-def _status(step: Step, state: str) -> dict[str, Text]:
-    artifact, record = step.artifact, step.record if step.artifact else None
-    return {
+def _status_row(step: Step, state: str) -> dict[str, Text]:
+    artifact = step.artifact
+    row = {
         "stage": Text(step.stage.name),
         "state": Text(state, "green" if artifact else "yellow"),
-        "why": words("" if artifact else step.reason),
-        "digest": Text(artifact.digest[:12] if artifact else ""),
-        "made": words(record.created if record else ""),
-        "verdict": _verdict(record.passed) if record else Text(),
+        "why": Text(),
+        "digest": Text(),
+        "made": Text(),
+        "verdict": Text(),
     }
+    if artifact is None:
+        row["why"] = words(step.reason)
+        return row
+    row["digest"] = Text(artifact.digest[:12])
+    if step.record:
+        row["made"] = words(step.record.created)
+        row["verdict"] = _verdict(step.record.passed)
+    return row
 
 
 def _verdict(passed: bool) -> Text:
@@ -153,21 +176,24 @@ def _verdict(passed: bool) -> Text:
 
 
 def _table(headings: Mapping[str, bool]) -> Table:
-    """Columns by heading, and whether they keep their width: only the others are wrapped where there is no room."""
+    """A table of these columns; the value tells whether a column keeps its width. Only the others wrap."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading, kept in headings.items():
-        table.add_column(heading, no_wrap=kept, overflow="fold")
+    for heading, fixed in headings.items():
+        table.add_column(heading, no_wrap=fixed, overflow="fold")
     return table
 
 
 def explain(out: Console, step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fingerprint]) -> None:
-    """Each part of a stage's key: same or changed, old and new value, and what its hooks reach."""
+    """Prints each part of a stage's key, same or changed, with old and new value, and what its hooks reach."""
     key = step.key[:12] if step.key else "not known yet"
-    head = Text.assemble(words(f"{step.reason}  "), (f"key {key}", "dim"))
-    _hanging(out, Text(f"{step.stage.name}  ", "bold"), head)
+    summary = Text.assemble(words(f"{step.reason}  "), (f"key {key}", "dim"))
+    _hanging(out, Text(f"{step.stage.name}  ", "bold"), summary)
     out.print(_parts(step, old))
-    for hook, seen in prints.items():
-        names = [*seen.whole, *seen.reached] if seen.whole else [r for r in seen.reached if ":import " not in r]
+    for hook, fingerprint in prints.items():
+        names = [*fingerprint.whole, *fingerprint.reached]
+        # Where a file counts whole, its imports are what explains it; else they are noise.
+        if not fingerprint.whole:
+            names = [name for name in names if ":import " not in name]
         _hanging(out, Text(f"{hook}() ", "dim"), _reached(", ".join(names)))
     for note in step.notes:
         _hanging(out, Text("note ", "yellow"), words(note))
@@ -176,91 +202,131 @@ def explain(out: Console, step: Step, old: Mapping[str, str] | None, prints: Map
 def _parts(step: Step, old: Mapping[str, str] | None) -> Table:
     new, before = shown(step.parts), old or {}
     changed, waiting = changes(before, new), awaited(before, new, step.key)
+    removed = [name for name in changed if name not in new]
     table = _table({"part": False, "": True, "last run": False, "now": False})
-    for name in [*new, *(n for n in changed if n not in new)]:
-        whole = name in changed
-        state = "new" if old is None else "may change" if name in waiting else "changed" if whole else "same"
+    for name in [*new, *removed]:
+        is_changed = name in changed
+        if old is None:
+            state = "new"
+        elif name in waiting:
+            state = "may change"
+        elif is_changed:
+            state = "changed"
+        else:
+            state = "same"
         now = "not known yet" if name in waiting else new.get(name)
-        then = _value(before.get(name) if whole else None, whole=whole)
-        style = "yellow" if whole and before else "dim"
-        table.add_row(words(label(name)), Text(state, style), then, _value(now, whole=whole))
+        # An unchanged value is shown once, under `now`.
+        then = before.get(name) if is_changed else None
+        style = "yellow" if is_changed and before else "dim"
+        values = (_value(then, whole=is_changed), _value(now, whole=is_changed))
+        table.add_row(words(label(name)), Text(state, style), *values)
     return table
 
 
 def _value(value: str | None, *, whole: bool) -> Text:
-    """A part's value: on one line, but all of what changed, for two long values may differ at their ends."""
+    """A part's value: cut to one line, or `whole` where it changed, because long values may differ at their ends."""
     if whole:
         return words(layers.hashed(value))
     return Text(printable(layers.short(value)), no_wrap=True, overflow="ellipsis")
 
 
 def _reached(names: str) -> Text:
-    return Text.assemble(("reaches ", "dim"), words(names)) if names else Text("is not defined in the task", "dim")
+    if not names:
+        return Text("is not defined in the task", "dim")
+    return Text.assemble(("reaches ", "dim"), words(names))
 
 
 def diff(out: Console, report: Report, top: int, order: Order, beside: Beside | None = None) -> None:
-    """The per-layer table in an order; beside another run's report, its figures too, and what was changed since."""
+    """Prints the per-layer table in an order; with `beside`, another run's figures and what changed since then."""
     report, beside = cleaned(report), cleaned(beside)
-    sides = f"{report.reference} against {report.candidate}" if report.reference or report.candidate else ""
-    past = f"; then: run {beside.run.id}" if beside else ""
-    _hanging(out, Text(f"{report.stage}  ", "bold"), Text(sides + past))
+    sides = ""
+    if report.reference or report.candidate:
+        sides = f"{report.reference} against {report.candidate}"
     if beside:
-        _hanging(
-            out, Text("changed since then  ", "dim"), Text("; ".join(beside.changed) or "nothing that is on record")
-        )
+        sides += f"; then: run {beside.run.id}"
+    _hanging(out, Text(f"{report.stage}  ", "bold"), Text(sides))
+    earlier = None
+    if beside:
+        earlier = {record.name: record for record in beside.report.records}
+        changed = "; ".join(beside.changed) or "nothing that is on record"
+        _hanging(out, Text("changed since then  ", "dim"), Text(changed))
     records = report.sorted(order)[:top]
-    found = layers.columns(records, {r.name: r for r in beside.report.records} if beside else None)
-    shown = layers.fitting(found, out.width)
-    for line in layers.lines(shown) if records else ():
-        out.print(line, soft_wrap=True)
-    if hidden := len(found) - len(shown):
-        told = f"{grid.count(hidden, 'column')} hidden; widen the terminal or use --json"
-        out.print(Text(told, "dim"), soft_wrap=True)
+    columns = layers.columns(records, earlier)
+    visible = layers.fitting(columns, out.width)
+    if records:
+        for line in layers.lines(visible):
+            out.print(line, soft_wrap=True)
+    hidden = len(columns) - len(visible)
+    if hidden:
+        _dim(out, f"{grid.count(hidden, 'column')} hidden; widen the terminal or use --json")
     if len(report.records) > top:
-        told = f"{top} of {len(report.records)} values, {ORDERS[order]}; --top N shows more"
-        out.print(Text(told, "dim"), soft_wrap=True)
+        _dim(out, f"{top} of {len(report.records)} values, {ORDERS[order]}; --top N shows more")
     findings(out, report, beside.report if beside else None)
 
 
-def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A list of runs, newest first: what each ran and kept, what changed since the run before, and its figures.
+def _dim(out: Console, text: str) -> None:
+    out.print(words(text, "dim"), soft_wrap=True)
 
-    Settings are those that differ from their defaults, of the oldest run: behind it `changed` says what became of them.
+
+def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints a list of runs, newest first: what each ran and kept, what changed since the run before, and its figures.
+
+    Settings that differ from their defaults are shown of the oldest run alone: for the others `changed` tells what
+    became of them.
     """
     for row in rows:
-        kept = [stage for stage in row["stages"] if stage not in row["ran"]]
         out.print(Text.assemble(words(row["id"], "bold"), "  ", words(row["time"]), "  ", _verdict(row["passed"])))
-        settings = [f"{stage}.{name}={v}" for stage, fields in row["settings"].items() for name, v in fields.items()]
-        figures = {stage: lines.figures(m)[:FIGURES] for stage, m in row["metrics"].items() if stage in row["ran"]}
+        kept = [stage for stage in row["stages"] if stage not in row["ran"]]
         facts = {
             "ran": [" ".join(row["ran"])],
             "kept": [" ".join(kept)],
-            "error": [": ".join(filter(None, (stage, e["where"], e["error"]))) for stage, e in row["errors"].items()],
+            "error": [_error(stage, error) for stage, error in row["errors"].items()],
             "--set": row["sets"],
             "changed": row["changed"],
-            "settings": settings if row is rows[-1] else [],
-            "figures": [f"{stage}: {', '.join(found)}" for stage, found in figures.items() if found],
+            "settings": _settings(row) if row is rows[-1] else [],
+            "figures": _figures_of_run(row),
         }
         for name, items in facts.items():
             if any(items):
                 _hanging(out, Text(f"  {name:8}  ", "dim"), words("; ".join(items)))
 
 
+def _error(stage: str, error: Mapping[str, Any]) -> str:
+    return ": ".join(part for part in (stage, error["where"], error["error"]) if part)
+
+
+def _settings(row: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for stage, fields in row["settings"].items():
+        lines += [f"{stage}.{name}={value}" for name, value in fields.items()]
+    return lines
+
+
+def _figures_of_run(row: Mapping[str, Any]) -> list[str]:
+    texts = []
+    for stage, metrics in row["metrics"].items():
+        figures = lines.figures(metrics)[:FIGURES]
+        if figures and stage in row["ran"]:
+            texts.append(f"{stage}: {', '.join(figures)}")
+    return texts
+
+
 def findings(out: Console, report: Report, then: Report | None = None) -> None:
-    """A report's gates, figures and notes; the figures beside those of another run."""
+    """Prints a report's gates, figures and notes; with `then`, the figures of another run beside."""
     for gate in report.gates:
         mark = Text("✓ ", "green") if gate.passed else Text("✗ ", "red")
         _hanging(out, mark, words(f"{gate.name}: {gate.seen}, expected {gate.expected}"))
     if then is not None:
-        out.print(_figures(report.metrics, then.metrics))
+        out.print(_figures_beside(report.metrics, then.metrics))
     else:
-        for line in _filled([f"{grid.heading(k)} {grid.amount(k, v)}" for k, v in report.metrics.items()], out.width):
-            out.print(words(line, "dim"), soft_wrap=True)
+        figures = [f"{grid.heading(name)} {grid.amount(name, value)}" for name, value in report.metrics.items()]
+        for line in _filled(figures, out.width):
+            _dim(out, line)
     for note in report.notes:
         _hanging(out, Text("note ", "yellow"), words(note))
 
 
-def _figures(now: Mapping[str, Scalar], then: Mapping[str, Scalar]) -> Table:
+def _figures_beside(now: Mapping[str, Scalar], then: Mapping[str, Scalar]) -> Table:
     table = _table({"figure": False, "now": False, "then": False})
     for name in {**now, **then}:
         cells = (grid.heading(name), grid.amount(name, now.get(name)), grid.amount(name, then.get(name)))
@@ -269,17 +335,21 @@ def _figures(now: Mapping[str, Scalar], then: Mapping[str, Scalar]) -> Table:
 
 
 def _filled(items: Sequence[str], width: int) -> list[str]:
-    """Lines of as many items as fit; none is broken in two."""
+    """Packs items into lines that fit the width; no item is broken in two."""
     full: list[str] = []
     for item in items:
-        longer = f"{full[-1]}  {item}" if full else item
-        full[-1:] = [longer] if cell_len(longer) <= width else [*full[-1:], item]
+        if full and cell_len(f"{full[-1]}  {item}") <= width:
+            full[-1] = f"{full[-1]}  {item}"
+        else:
+            full.append(item)
     return full
 
 
 def _hanging(out: Console, head: Text, body: Text) -> None:
-    """A paragraph whose further lines start where its first words do."""
+    """Prints a paragraph whose further lines are indented to where its first words begin."""
     indent = head.cell_len
-    for i, line in enumerate(body.wrap(out, max(out.width - indent, 20))):
+    first: Text | str = head
+    for line in body.wrap(out, max(out.width - indent, 20)):
         line.rstrip()
-        out.print(Text.assemble(head if i == 0 else " " * indent, line), soft_wrap=True)
+        out.print(Text.assemble(first, line), soft_wrap=True)
+        first = " " * indent

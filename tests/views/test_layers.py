@@ -19,7 +19,7 @@ FULL = diff(
 )
 
 
-def labels(columns: Sequence[layers.Column]) -> list[str]:
+def labels(columns: Sequence[layers.DiffColumn]) -> list[str]:
     return [c.label for c in columns]
 
 
