@@ -1,4 +1,4 @@
-"""`pipe resume`: the training that was cut short, what it was asked for, and the proof that going on changes no bit."""
+"""`pipe resume`: which training to resume, with which `--set` values, and the proof that resuming changes no bit."""
 
 from __future__ import annotations
 
@@ -33,26 +33,29 @@ def resumable(project: Project) -> Stage:
     Raises:
         ConfigError: it has none: it begins behind its training.
     """
-    found = next((s for s in project.stages if isinstance(s, Resumes)), None)
-    if found is None:
-        names = ", ".join(s.name for s in project.stages)
-        raise ConfigError(f"nothing is trained in this project; its stages are {names}", hint="pipe run all")
-    return found
+    for stage in project.stages:
+        if isinstance(stage, Resumes):
+            return stage
+    names = ", ".join(s.name for s in project.stages)
+    raise ConfigError(f"nothing is trained in this project; its stages are {names}", hint="pipe run all")
 
 
 def going_on(project: Project, stage: Stage) -> tuple[tuple[str, ...], str]:
-    """The `--set` values with which the stage goes on, and what is to be said of that.
+    """The `--set` values with which the stage resumes, and a message about them (empty where there is none).
 
-    Those that the project was read with; without any, those of the training that was cut short last.
+    These are the values that the project was read with, or else those of the most recent interrupted training.
     """
     lost = ""
-    for nth, (work, sets) in enumerate(() if project.sets else _unfinished(project)):
-        own = as_options(sets)
+    for index, (work, sets) in enumerate(() if project.sets else _unfinished(project)):
+        options = as_options(sets)
         if has_checkpoint(work):
-            return sets, "\n".join(filter(None, (lost, f"going on with {own}" if sets else "")))
-        if nth == 0 and sets:
-            again = f"pipe run {stage.name} {own}"
-            lost = f"the training begun last, with {own}, left no checkpoint: {again} begins it anew"
+            lines = [lost] if lost else []
+            if sets:
+                lines.append(f"going on with {options}")
+            return sets, "\n".join(lines)
+        if index == 0 and sets:
+            again = f"pipe run {stage.name} {options}"
+            lost = f"the training begun last, with {options}, left no checkpoint: {again} begins it anew"
     step = open_planner(project).step(stage, {})
     if lost or step.artifact or has_checkpoint(project.works / str(step.key)):
         return project.sets, lost
@@ -60,17 +63,20 @@ def going_on(project: Project, stage: Stage) -> tuple[tuple[str, ...], str]:
 
 
 def cut_short(project: Project) -> tuple[Path, tuple[str, ...]] | None:
-    """The training that `pipe resume` goes on with: its working folder, and the overrides it had.
+    """The training that `pipe resume` resumes: its working folder, and its `--set` values.
 
-    The newest of those that left a checkpoint and would, with those overrides, still be the same training.
+    It is the newest that left a checkpoint and that would, with these values, still be the same training.
     """
-    return next((found for found in _unfinished(project) if has_checkpoint(found[0])), None)
+    for work, sets in _unfinished(project):
+        if has_checkpoint(work):
+            return work, sets
+    return None
 
 
 def to_prove(project: Project) -> tuple[Project, Stage, str]:
-    """The project whose training is proved, its stage, and what is to be said of that.
+    """The project whose training is proved, its stage, and a message about its `--set` values.
 
-    Without overrides those of the training that was cut short last hold.
+    Without `--set` values, those of the most recent interrupted training are used.
     """
     last = None if project.sets else cut_short(project)
     if last is None or not last[1]:
@@ -80,8 +86,7 @@ def to_prove(project: Project) -> tuple[Project, Stage, str]:
 
 
 def _unfinished(project: Project) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Working folder and overrides of each training that would, with those overrides, still be the same; the one begun
-    last first."""
+    """Working folder and `--set` values of each training that could still be resumed, the newest first."""
     begun = [path for path in entries(project.works, f"*/{SETS}") if path.is_file()]
     for path in sorted(begun, key=lambda p: (order(p.parent), p.stat().st_mtime_ns), reverse=True):
         sets = asked(path.parent)
@@ -93,9 +98,7 @@ def _unfinished(project: Project) -> Iterator[tuple[Path, tuple[str, ...]]]:
 
 
 def prove(project: Project, steps: int, listener: Listener) -> Report:
-    """The proof for the project as it stands; it changes nothing in it.
-
-    It begins where interrupted work stands, where there is some.
+    """Proves it for the project as it is, and changes nothing in it. Starts at an interrupted training, where one is.
 
     Raises:
         ConfigError: nothing is trained here, or a launcher started several processes.
@@ -109,5 +112,5 @@ def prove(project: Project, steps: int, listener: Listener) -> Report:
         out = temporary / "out"
         out.mkdir()
         task = Task(project.root / project.task)
-        given = Work(inputs={}, task=task, out=out, scratch=work / "scratch", log=listener)
-        return cast("Resumes", stage).prove_resume(given, steps)
+        stage_work = Work(inputs={}, task=task, out=out, scratch=work / "scratch", log=listener)
+        return cast("Resumes", stage).prove_resume(stage_work, steps)

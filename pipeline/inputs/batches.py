@@ -8,7 +8,7 @@ A source has one of three forms:
 
 A batch, and a sample, is an array, a tuple with the target last, or a dict by input name with the target under one of
 LABELS. Inputs may be nested: `((a, b), y)` has the inputs a and b. A list of numbers inside a batch is an array.
-Tensors are told by their `detach` or by shape and dtype; torch is not imported.
+torch is not imported: a tensor is recognised by its `detach`, an array by its shape and dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from layerline.pipeline.errors import TaskError
 LABELS = ("label", "labels", "target", "targets")
 Form = Literal["columns", "samples", "batches"]
 _LOOKED_AT = 64
-"""Elements of a list that are looked at to tell what it is."""
+"""So many items of a list are compared to decide whether they are batches."""
 _COLUMNS = "columns are a tuple (x, y), ((a, b), y) or a dict by input name; batches are a list [(x, y), …]"
 
 
@@ -85,7 +85,10 @@ def split(batch: Any, forward: Callable[..., Any] | None = None) -> tuple[tuple[
     readings = list(_readings(list(batch)))
     if forward is None:
         return readings[0]
-    return next((r for r in readings if _fits(forward, r)), readings[0])
+    for reading in readings:
+        if _fits(forward, reading):
+            return reading
+    return readings[0]
 
 
 def described(batch: Any) -> str:
@@ -94,8 +97,12 @@ def described(batch: Any) -> str:
         args, kwargs, target = split(batch)
     except TaskError:
         return f"a batch {_kind(batch)}"
-    names = ["x"] if len(args) == 1 else [f"x{i}" for i in range(len(args))]
-    parts = [*zip(names, args, strict=True), *kwargs.items(), *([] if target is None else [("y", target)])]
+    parts = [(f"x{i}", value) for i, value in enumerate(args)]
+    if len(args) == 1:
+        parts = [("x", args[0])]
+    parts += kwargs.items()
+    if target is not None:
+        parts.append(("y", target))
     return "a batch " + ", ".join(f"{name} {_kind(value)}" for name, value in parts)
 
 
@@ -104,10 +111,13 @@ def outlined(value: Any) -> str:
     if is_array(value):
         return f"{_dtype(value)} {tuple(value.shape)}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{k}: {outlined(v)}' for k, v in value.items())}}}"
+        entries = [f"{key}: {outlined(entry)}" for key, entry in value.items()]
+        return "{" + ", ".join(entries) + "}"
     if isinstance(value, tuple | list):
-        shown = [outlined(v) for v in value[:8]]
-        return f"({', '.join(shown)}{', …' if len(value) > len(shown) else ''})"
+        items = [outlined(item) for item in value[:8]]
+        if len(value) > len(items):
+            items.append("…")
+        return "(" + ", ".join(items) + ")"
     return type(value).__name__
 
 
@@ -136,7 +146,9 @@ def with_arrays(batch: Any) -> Any:
     """A batch, a sample or columns, where each list of numbers inside is an array."""
     if isinstance(batch, Mapping):
         return {k: _numbers(v) for k, v in batch.items()}
-    return tuple(_numbers(v) for v in batch) if isinstance(batch, tuple | list) else batch
+    if isinstance(batch, tuple | list):
+        return tuple(_numbers(v) for v in batch)
+    return batch
 
 
 def collate(samples: Sequence[Any], stack: Callable[[list[Any]], Any]) -> Any:
@@ -155,12 +167,18 @@ def collate(samples: Sequence[Any], stack: Callable[[list[Any]], Any]) -> Any:
 
 def answers(names: Collection[str], inputs: Collection[str] = ()) -> str:
     """The first of LABELS among the names of arrays that is none of the model's inputs; empty where there is none."""
-    return next((name for name in LABELS if name in names and name not in inputs), "")
+    for name in LABELS:
+        if name in names and name not in inputs:
+            return name
+    return ""
 
 
 def rows(tree: Any) -> int:
     """Samples in a batch or in columns: the first dimension of the first array that has one; 1 where none has."""
-    return next((int(v.shape[0]) for v in leaves(tree) if is_array(v) and len(v.shape)), 1)
+    for leaf in leaves(tree):
+        if is_array(leaf) and len(leaf.shape):
+            return int(leaf.shape[0])
+    return 1
 
 
 def is_array(value: Any) -> bool:
@@ -169,15 +187,27 @@ def is_array(value: Any) -> bool:
 
 
 def _readings(items: list[Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
-    """What a tuple may mean, the likeliest first."""
-    options = [(items, None)] if len(items) == 1 else [(items[:-1], items[-1]), (items, None)]
+    """What a tuple may mean, the most likely first: with a target or without, nested inputs spread or whole."""
+    options: list[tuple[list[Any], Any]] = [(items, None)]
+    if len(items) > 1:
+        options.insert(0, (items[:-1], items[-1]))
     for inputs, target in options:
         if len(inputs) == 1 and isinstance(inputs[0], Mapping):
             yield (), {str(k): v for k, v in inputs[0].items()}, target
         else:
-            spread = (leaf for one in inputs for leaf in (leaves(one) if isinstance(one, tuple | list) else (one,)))
-            yield tuple(spread), {}, target
+            yield _spread(inputs), {}, target
         yield tuple(inputs), {}, target
+
+
+def _spread(inputs: list[Any]) -> tuple[Any, ...]:
+    """The inputs, and what lies in tuples and lists among them, one after the other."""
+    flat: list[Any] = []
+    for value in inputs:
+        if isinstance(value, tuple | list):
+            flat += leaves(value)
+        else:
+            flat.append(value)
+    return tuple(flat)
 
 
 def _fits(forward: Callable[..., Any], reading: tuple[tuple[Any, ...], dict[str, Any], Any]) -> bool:
@@ -190,20 +220,24 @@ def _fits(forward: Callable[..., Any], reading: tuple[tuple[Any, ...], dict[str,
 
 
 def _numbers(value: Any) -> Any:
-    array = _as_numbers(value) if isinstance(value, list) else None
-    if array is not None:
-        return array
+    """A part of a batch, where each list of numbers is an array; lists become tuples, a namedtuple keeps its type."""
+    if isinstance(value, list):
+        array = _as_numbers(value)
+        if array is not None:
+            return array
     if isinstance(value, Mapping):
         return {k: _numbers(v) for k, v in value.items()}
     if isinstance(value, tuple | list):
         parts = [_numbers(v) for v in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if hasattr(value, "_fields"):
+            return type(value)(*parts)
+        return tuple(parts)
     return value
 
 
 def _as_numbers(values: list[Any]) -> Any:
     """A list of plain numbers, nested or not, as an array; None where it is something else."""
-    import numpy as np  # here: planning needs this module, and no array
+    import numpy as np  # here, since planning imports this module and needs no array
 
     first: Any = values
     while isinstance(first, list) and first:
@@ -218,33 +252,38 @@ def _as_numbers(values: list[Any]) -> Any:
 
 
 def _check_columns(source: Any, hook: str) -> None:
-    held = with_arrays(source)
-    arrays = list(leaves(held))
+    columns = with_arrays(source)
+    arrays = list(leaves(columns))
     if not arrays:
         raise _empty(hook)
-    odd = next((v for v in arrays if not is_array(v)), None)
-    if odd is not None:
-        raise TaskError(
-            f"{hook}() gave a {type(source).__name__} that holds {_article(odd)}: {outlined(source)}, expected arrays "
-            "or tensors whose first axis counts samples",
-            where=hook,
-            hint=f"{_COLUMNS}; of several loaders give one",
-        )
+    for value in arrays:
+        if not is_array(value):
+            raise TaskError(
+                f"{hook}() gave a {type(source).__name__} that holds {_article(value)}: {outlined(source)}, expected "
+                "arrays or tensors whose first axis counts samples",
+                where=hook,
+                hint=f"{_COLUMNS}; of several loaders give one",
+            )
     lengths = [int(v.shape[0]) for v in arrays if len(v.shape)]
     if not lengths:
-        raise TaskError(f"{hook}() gave numbers alone, {outlined(held)}, expected a first axis of samples", where=hook)
+        raise TaskError(
+            f"{hook}() gave numbers alone, {outlined(columns)}, expected a first axis of samples", where=hook
+        )
     if len(set(lengths)) > 1:
         raise TaskError(
-            f"the columns of {hook}() differ in length: lengths {lengths} of {outlined(held)}", where=hook,
+            f"the columns of {hook}() differ in length: lengths {lengths} of {outlined(columns)}",
+            where=hook,
             hint=f"the first axis counts samples; {_COLUMNS}",
-        )  # fmt: skip
+        )
     if not lengths[0]:
         raise _empty(hook)
-    nested = isinstance(held, tuple) and len(held) > 1 and all(isinstance(v, tuple | Mapping) for v in held)
-    if nested and len({_pattern(v, sizes=True) for v in held}) == 1:
+    # ((a, b), (c, d)) of equal shapes may be two batches, or inputs and targets: too likely a mistake to guess.
+    is_nested = isinstance(columns, tuple) and len(columns) > 1
+    is_nested = is_nested and all(isinstance(part, tuple | Mapping) for part in columns)
+    if is_nested and len({_pattern(part, sizes=True) for part in columns}) == 1:
         raise TaskError(
-            f"{hook}() gave a tuple of {len(held)} parts that look alike, {outlined(held)}: they could be batches, or "
-            "nested inputs and targets",
+            f"{hook}() gave a tuple of {len(columns)} parts that look alike, {outlined(columns)}: they could be "
+            "batches, or nested inputs and targets",
             where=hook,
             hint="batches are a list [(x, y), …]; for nested columns give a dict by input name with the targets "
             "under 'label'",
@@ -254,11 +293,12 @@ def _check_columns(source: Any, hook: str) -> None:
 def _check_list(source: list[Any], hook: str) -> None:
     if not source:
         raise _empty(hook)
-    looked_at = [with_arrays(v) for v in source[:_LOOKED_AT]]
-    first = looked_at[0]
-    other = next((v for v in looked_at if _pattern(v) != _pattern(first)), None)
-    if other is None and len(source) == 2 and _are_columns(*looked_at):
-        other = looked_at[1]
+    items = [with_arrays(item) for item in source[:_LOOKED_AT]]
+    first = items[0]
+    pattern = _pattern(first)
+    other = next((item for item in items if _pattern(item) != pattern), None)
+    if other is None and len(source) == 2 and _are_columns(*items):
+        other = items[1]
     if other is not None:
         raise TaskError(
             f"{hook}() gave a list whose items differ: {outlined(first)} and {outlined(other)}; a list counts as "
@@ -276,33 +316,39 @@ def _check_list(source: list[Any], hook: str) -> None:
 
 def _are_columns(a: Any, b: Any) -> bool:
     """Whether two items of a list are arrays of equally many rows and otherwise of different shape."""
-    arrays = all(is_array(v) and len(v.shape) for v in (a, b))
-    return arrays and bool(a.shape[0] == b.shape[0]) and bool(a.shape != b.shape)
+    if not all(is_array(v) and len(v.shape) for v in (a, b)):
+        return False
+    return bool(a.shape[0] == b.shape[0]) and bool(a.shape != b.shape)
 
 
 def _is_sample(item: Any) -> bool:
     """Whether an item of a list is one sample: arrays as inputs, and a single number as the answer."""
-    if not isinstance(item, tuple | Mapping):
+    if not isinstance(item, tuple | Mapping) or not item:
         return False
-    args, kwargs, target = split(item) if item else ((), {}, None)
+    args, kwargs, target = split(item)
     inputs = list(leaves((args, kwargs)))
-    single = is_array(target) and not len(getattr(target, "shape", ()))
-    number = single or isinstance(target, bool | int | float)
-    return number and bool(inputs) and all(is_array(v) and len(v.shape) for v in inputs)
+    is_scalar_array = is_array(target) and not len(getattr(target, "shape", ()))
+    if not (is_scalar_array or isinstance(target, bool | int | float)):
+        return False
+    return bool(inputs) and all(is_array(v) and len(v.shape) for v in inputs)
 
 
 def _pattern(tree: Any, *, sizes: bool = False) -> Any:
     """Structure, kinds of numbers and ranks of a tree; with `sizes` also keys, and all dimensions but the first."""
     if isinstance(tree, Mapping):
-        return ("dict", tuple((k, _pattern(v, sizes=sizes)) for k, v in tree.items())) if sizes else "dict"
+        if not sizes:
+            return "dict"
+        return "dict", tuple((k, _pattern(v, sizes=sizes)) for k, v in tree.items())
     if isinstance(tree, tuple | list):
         return ("tuple", *(_pattern(v, sizes=sizes) for v in tree))
     if is_array(tree):
-        return _family(tree), tuple(tree.shape[1:]) if sizes else len(tree.shape)
+        shape = tuple(tree.shape[1:]) if sizes else len(tree.shape)
+        return _number_kind(tree), shape
     return type(tree).__name__
 
 
-def _family(array: Any) -> str:
+def _number_kind(array: Any) -> str:
+    """float, int or complex, whatever its width: batches may differ in that."""
     return "".join(c for c in _dtype(array) if c.isalpha()).removeprefix("u").removeprefix("b")
 
 
@@ -313,7 +359,9 @@ def _dtype(array: Any) -> str:
 def _kind(value: Any) -> str:
     if is_array(value):
         return f"{tuple(value.shape)} {_dtype(value)}"
-    return outlined(value) if isinstance(value, tuple | Mapping) else f"of type {type(value).__name__}"
+    if isinstance(value, tuple | Mapping):
+        return outlined(value)
+    return f"of type {type(value).__name__}"
 
 
 def _article(value: Any) -> str:
