@@ -24,7 +24,7 @@ from tests.fuzz import strategies
 from tests.fuzz.world import World
 from tests.fuzz.zygote import Zygote
 
-_FAST, _SLOW = 2, 300
+_FAST, _SLOW = 2, 60
 _LIMITS = ("--set", "import-onnx.max_seconds=20", "--set", "import-onnx.max_memory_gb=0.5")
 _READ = [
     ("status",), ("status", "--json"), ("runs",), ("runs", "--json"), ("explain", "import-onnx"),
