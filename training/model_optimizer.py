@@ -23,7 +23,7 @@ from layerline.training.loop.best_checkpoints import FOLDER, Best
 from layerline.training.loop.masks import Gradual, Masks, configured
 from layerline.training.loop.memory_report import LayerMemory
 from layerline.training.loop.step_engine import Lane
-from layerline.training.loop.step_result import StepResult
+from layerline.training.loop.step_result import StepResult, step_result
 from layerline.training.model import precision
 from layerline.training.model.canonical_names import check_apart, unwrap
 from layerline.training.optimizers import registry
@@ -165,7 +165,7 @@ class ModelOptimizer:
             moved, loss = lane.step_closure(closure)
         else:
             moved = lane.step(loss, weight, samples)
-        return StepResult(self._after(moved), loss, weight)
+        return step_result(self._after(moved), loss, weight)
 
     def flush(self) -> bool:
         """Ends an epoch: a short last window steps, divided by what it holds."""
@@ -521,6 +521,8 @@ class ModelOptimizer:
                 stack.enter_context(ema_swap.online(lane))
             models = copy.deepcopy({n: lane.model for n, lane in self.lanes.items()}, memo)
             own = {n: registry.copied(lane.optimizer, memo) for n, lane in self.lanes.items() if lane.custom}
+            for name, optimizer in own.items():
+                self.lanes[name].rate.rewind(optimizer)
             twin = ModelOptimizer(models.get("", models), self.config, optimizer=own or None)
             twin.extras = copy.deepcopy(self.extras, memo)
             tensors, meta = checkpoint.state(self)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import json
 import math
+import pickle
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +182,64 @@ def test_state_dict_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert torch.equal(net.weight, straight.weight)
     assert torch.equal(other.export()["weight"], mo.export()["weight"])
     assert [g["lr"] for g in other.param_groups] == [1e-3, 1e-3]
+
+
+def test_a_step_is_a_float_for_arrays_json_and_statistics() -> None:
+    net = _net()
+    result = ModelOptimizer(net, SGD).step(_loss(net))
+    value = result.loss
+    assert isinstance(result, float) and type(value) is float
+    assert np.array([result, result]).tolist() == [value, value] and not np.isnan(result)
+    assert torch.tensor([result]).item() == pytest.approx(value)
+    assert statistics.mean([result, result]) == value and round(result, 3) == round(value, 3)
+    assert json.dumps({"loss": result}) == json.dumps({"loss": value})
+    assert (result == True) and (result != False) and result != value + 1  # noqa: E712  # compared as step()'s bool was
+    assert pickle.loads(pickle.dumps(result)) == value and copy.deepcopy(result).moved
+    waiting = ModelOptimizer(net, {**SGD, "training": {"accumulate_steps": 2}}).step(_loss(net))
+    assert not waiting and waiting == False and waiting > 0  # noqa: E712
+
+
+@pytest.mark.parametrize(("change", "weight"), [(1024, 1024), (2048, None), (65536.0, None)])
+def test_a_number_that_multiplies_the_loss_is_no_grad_scaler(change: float, weight: int | None) -> None:
+    assert _trained({}, lambda x: x * change, steps=1, weight=weight) == []
+
+
+@pytest.mark.parametrize("change", [lambda x: 0.5 * x, lambda x: (x + 0.1) / 2])
+def test_a_half_of_the_loss_itself_is_not_the_division_of_two_micro_batches(change: Any) -> None:
+    assert _trained({"training": {"accumulate_steps": 2}}, change) == []
+    assert len(_trained({"training": {"accumulate_steps": 2}}, lambda x: x / 2)) == 1
+
+
+def test_a_half_model_and_a_look_without_gradients_need_no_autocast() -> None:
+    half = _net().bfloat16()
+    mo = ModelOptimizer(half, {**SGD, "precision": {"amp": "bf16"}})
+    mo.step(F.cross_entropy(half(torch.eye(3).bfloat16()).float(), torch.tensor([0, 1, 1])))
+    assert mo.warnings == []
+    net = _net()
+    mo = ModelOptimizer(net, {**SGD, "precision": {"amp": "bf16"}})
+    with torch.no_grad():
+        net(torch.eye(3))
+    with mo.autocast():
+        loss = _loss(net)
+    mo.step(loss)
+    assert mo.warnings == []
+
+
+def test_a_copy_goes_on_with_the_schedule_of_the_base_rates() -> None:
+    def make() -> tuple[nn.Linear, ModelOptimizer]:
+        net = _net()
+        groups = [{"params": [net.weight], "lr": 0.1}, {"params": [net.bias], "lr": torch.tensor(0.01)}]
+        own = torch.optim.Adam(groups, foreach=False)
+        return net, ModelOptimizer(net, optimizer=own, scheduler={"name": "cosine", "total_steps": 10})
+
+    net, mo = make()
+    for _ in range(5):
+        mo.step(_loss(net))
+    twin = copy.deepcopy(mo)
+    assert [float(g["lr"]) for g in twin.param_groups] == [float(g["lr"]) for g in mo.param_groups]
+    assert mo.current_lr == pytest.approx(0.05)
+    for _ in range(3):
+        mo.step(_loss(net))
+        twin.step(_loss(twin.model))
+    assert torch.equal(net.weight, twin.model.get_parameter("weight"))
+    assert twin.current_lr == mo.current_lr

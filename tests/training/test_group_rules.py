@@ -131,3 +131,37 @@ def test_clipping_by_value_is_torchs() -> None:
 def test_clipping_by_norm_and_by_value_contradict_each_other() -> None:
     with pytest.raises(ConfigError, match="not both"):
         ModelOptimizer(_net(), {"clip": {"max_norm": 1, "value": 1}})
+
+
+def test_a_rule_matches_a_tied_parameter_by_any_of_its_names() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 4)
+            self.head = nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    config = {"optimizer": {"lr": 1e-2, "groups": [{"match": "head.*", "lr": 1e-3}]}}
+    (group,) = ModelOptimizer(Tied(), config).param_groups
+    assert group["lr"] == 1e-3
+
+
+class _Both(nn.Module):
+    def __init__(self, encoder_layers: int) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(encoder_layers))
+        self.decoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+
+def test_layer_decay_refuses_an_encoder_beside_a_decoder() -> None:
+    config = {"optimizer": {"lr": 1.0, "layer_decay": 0.5}}
+    with pytest.raises(ConfigError, match=r"decoder and encoder"):
+        ModelOptimizer(_Both(3), config)
+    (lane,) = ModelOptimizer(_Both(2), config).lanes.values()
+    assert lane.members[0].lr_scale == 2**-5  # the smaller stack comes before the blocks
+
+
+def test_layer_decay_of_a_model_that_is_its_own_stack() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mo = ModelOptimizer(net, {"optimizer": {"lr": 1.0, "layer_decay": 0.5}})
+    assert sorted({g["lr"] for g in mo.param_groups}) == [0.25, 0.5]

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from layerline.training.config.sections import Config
 from layerline.training.model.hooks import Attached
+from layerline.training.model.precision import HALF
 
 if TYPE_CHECKING:
     from layerline.training.loop.monitors import Monitor
 
 # torch's code for reduction="mean" in the losses that save it for their backward pass.
 _MEAN = 1
-# A GradScaler starts at 65536 and moves by powers of two; a weight between losses is hardly ever that large.
+# A GradScaler starts at 65536 and moves by powers of two.
 _LEAST_SCALE = 1024.0
 # Share of the initial weights in an average at the end of a run, from which on it is too slow for the run.
 _INITIAL_SHARE = 0.1
@@ -31,13 +32,13 @@ def look_at_loss(monitor: Monitor, loss: Tensor, weight: float | None, accumulat
         accumulated: micro-batches a window.
     """
     factor = _last_factor(loss)
-    if accumulated > 1 and weight is None and _is(factor, 1 / accumulated):
+    if accumulated > 1 and weight is None and _is(factor, 1 / accumulated) and not _may_be_half(loss, accumulated):
         monitor.warn(
             "divided",
             f"the loss is divided by {accumulated}, the number of accumulated micro-batches, and ModelOptimizer "
             "divides once more: write mo.step(loss) instead of mo.step(loss / accumulation_steps)",
         )
-    if factor is not None and factor >= _LEAST_SCALE and math.log2(factor).is_integer():
+    if _is_scaled(loss, factor):
         monitor.warn(
             "scaled",
             f"the loss is multiplied by {factor:g}, as a GradScaler does: leave GradScaler out, "
@@ -52,12 +53,15 @@ def look_at_loss(monitor: Monitor, loss: Tensor, weight: float | None, accumulat
 
 
 def watch_autocast(model: nn.Module, monitor: Monitor, config: Config, device: torch.device) -> None:
-    """Warns when the first forward pass in training mode runs without the autocast that `precision.amp` asks for."""
-    if config.precision.amp == "fp32":
+    """Warns when the first forward pass that trains runs without the autocast that `precision.amp` asks for.
+
+    A model whose parameters are all half computes in half precision without it.
+    """
+    if config.precision.amp == "fp32" or all(p.dtype in HALF for p in model.parameters() if p.is_floating_point()):
         return
 
     def look(_args: Any) -> None:
-        if not model.training:
+        if not (model.training and torch.is_grad_enabled()):
             return
         handle.remove()
         if not torch.is_autocast_enabled(device.type):
@@ -99,6 +103,23 @@ def _last_factor(loss: Tensor) -> float | None:
     if name == "MulBackward0":
         return value
     return 1 / value if value else None
+
+
+def _is_scaled(loss: Tensor, factor: float | None) -> bool:
+    """Whether a GradScaler multiplied the loss. Its scale is a float32 tensor; a number in the loop, such as the size
+    of the batch, is saved as int64 or float64."""
+    if factor is None or factor < _LEAST_SCALE or not math.log2(factor).is_integer():
+        return False
+    node: Any = loss.grad_fn
+    return bool(node._saved_other.dtype == torch.float32)
+
+
+def _may_be_half(loss: Tensor, accumulated: int) -> bool:
+    """Whether a factor of 1/2 may belong to the loss itself: `0.5 * mse`, or `(a + b) / 2`."""
+    if accumulated != 2:
+        return False
+    node: Any = loss.grad_fn
+    return type(node).__name__ == "MulBackward0" or type(node.next_functions[0][0]).__name__ == "AddBackward0"
 
 
 def _is(value: float | None, expected: float) -> bool:

@@ -15,25 +15,33 @@ from layerline.training.config.sections import GroupRule, OptimizerConfig
 from layerline.training.model.canonical_names import Named, unwrap
 from layerline.training.optimizers.param_groups import Member, members
 
+# A second stack of blocks with more than this share of the first one's parameters is part of the network's depth: an
+# encoder beside a decoder, two towers.
+_SECOND_STACK = 0.5
+
 
 def placed(model: nn.Module, named: Named, config: OptimizerConfig) -> tuple[Member, ...]:
     """Every trained parameter with its weight decay and its share of the rate.
 
-    The first rule of `optimizer.groups` that matches a parameter decides. An explicit `lr` holds alone; `lr_scale` is
-    multiplied by the share that `optimizer.layer_decay` gives.
+    The first rule of `optimizer.groups` that matches one of a parameter's names decides. An explicit `lr` holds alone;
+    `lr_scale` is multiplied by the share that `optimizer.layer_decay` gives.
 
     Raises:
         ConfigError: a pattern matches no parameter, or `layer_decay` finds no blocks.
     """
     out = members(named, config.no_decay)
-    _check_patterns(config.groups, [m.name for m in out])
+    names = {m.name: [m.name] for m in out}  # a tied parameter has several
+    for alias, kept in named.aliases.items():
+        if kept in names:
+            names[kept].append(alias)
+    _check_patterns(config.groups, [name for tied in names.values() for name in tied])
     shares = {}
     if config.layer_decay is not None:
         shares = layer_shares(model, [m.name for m in out], config.layer_decay)
     result = []
     for member in out:
         share = shares.get(member.name, 1.0)
-        rule = _rule_for(member.name, config.groups)
+        rule = _rule_for(names[member.name], config.groups)
         if rule is None:
             result.append(replace(member, lr_scale=share))
             continue
@@ -66,10 +74,10 @@ def layer_shares(model: nn.Module, names: Sequence[str], decay: float) -> dict[s
     follows them 1.
 
     Raises:
-        ConfigError: the model has no such container.
+        ConfigError: the model has no such container, or two of similar size beside each other.
     """
     path, count = _blocks(unwrap(model))
-    prefix = f"{path}."
+    prefix = f"{path}." if path else ""
     first = next(i for i, name in enumerate(names) if name.startswith(prefix))
     shares = {}
     for index, name in enumerate(names):
@@ -85,28 +93,42 @@ def layer_shares(model: nn.Module, names: Sequence[str], decay: float) -> dict[s
 
 
 def _blocks(model: nn.Module) -> tuple[str, int]:
-    best, size, count = "", 0, 0
+    sizes: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for name, module in model.named_modules():
         children = list(module.children())
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(children) < 2:
             continue
         if len({type(child) for child in children}) > 1:
             continue
-        parameters = sum(p.numel() for p in module.parameters())
-        if parameters > size:
-            best, size, count = name, parameters, len(children)
-    if not best:
+        sizes[name] = sum(p.numel() for p in module.parameters())
+        counts[name] = len(children)
+    if not sizes:
         raise ConfigError(
             "the model has no ModuleList or Sequential of equal blocks",
             where="optimizer.layer_decay",
             hint="leave it out and write optimizer.groups with lr_scale",
         )
-    return best, count
+    best = max(sizes, key=sizes.__getitem__)
+    for name, size in sizes.items():
+        if size > _SECOND_STACK * sizes[best] and not _nested(name, best):
+            raise ConfigError(
+                f"the model has two stacks of blocks, {best} and {name}, and layer_decay follows one",
+                where="optimizer.layer_decay",
+                hint="leave it out and write optimizer.groups with lr_scale",
+            )
+    return best, counts[best]
 
 
-def _rule_for(name: str, rules: Sequence[GroupRule]) -> GroupRule | None:
+def _nested(one: str, other: str) -> bool:
+    """Whether one module is the other or lies inside of it; the whole model has the empty name."""
+    inside = f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+    return inside or not (one and other)
+
+
+def _rule_for(names: Sequence[str], rules: Sequence[GroupRule]) -> GroupRule | None:
     for rule in rules:
-        if fnmatchcase(name, rule.match):
+        if any(fnmatchcase(name, rule.match) for name in names):
             return rule
     return None
 

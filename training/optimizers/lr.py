@@ -44,7 +44,7 @@ class Rate:
     @property
     def _groups(self) -> list[dict[str, Any]]:
         # Asked for each time: loading a state replaces an optimizer's groups.
-        return [g for g in getattr(self._optimizer, "param_groups", ()) if isinstance(g, dict) and "lr" in g]
+        return _with_rates(self._optimizer)
 
     def set(self, step: int) -> None:
         """Sets the rates for the update after `step` accepted ones."""
@@ -87,11 +87,11 @@ class Rate:
         )
 
     def _write(self, rates: Sequence[float]) -> None:
-        for group, rate in zip(self._groups, rates, strict=False):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        _write(self._groups, rates)
+
+    def rewind(self, copied: Any) -> None:
+        """Sets a copy of the optimizer to the base rates, which a new schedule over it is multiplied with."""
+        _write(_with_rates(copied), self._bases)
 
     def adopt(self, group: dict[str, Any]) -> None:
         """Takes in a group that was added later, at its full rate."""
@@ -125,3 +125,15 @@ class Rate:
             return
         self._multiplier = math.nan
         self.set(step)
+
+
+def _with_rates(optimizer: Any) -> list[dict[str, Any]]:
+    return [g for g in getattr(optimizer, "param_groups", ()) if isinstance(g, dict) and "lr" in g]
+
+
+def _write(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+    for group, rate in zip(groups, rates, strict=False):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
