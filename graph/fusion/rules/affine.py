@@ -21,18 +21,25 @@ MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
 
 def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     for side in (0, 1):
-        value, other = node.inputs[side], node.inputs[1 - side]
+        value = node.inputs[side]
+        other = node.inputs[1 - side]
         amount = constant(other)
         if amount is None or value is None or other is None:
             continue
-        single = amount.size == 1 and amount.ndim <= min(rank(value) or 0, 1)
-        moves = _moves(value) if single and node.op_type in ("Mul", "Div") else []
-        before = affine_ops.behind(moves[-1].inputs[0] if moves else value)
+        # Only one number for all elements stays the same wherever they are moved.
+        is_single = amount.size == 1 and amount.ndim <= min(rank(value) or 0, 1)
+        moves: list[ir.Node] = []
+        if is_single and node.op_type in ("Mul", "Div"):
+            moves = _moves(value)
+        # The values between the linear op and this node, last first, each with its reader.
+        path: list[tuple[ir.Value | None, ir.Node]] = [(value, node)]
+        path += [(move.inputs[0], move) for move in moves]
+        before = affine_ops.behind(path[-1][0])
         if before is None:
             continue
         if node.op_type == "Div" and side == 1:
             raise Declined(f"{node.outputs[0].name} divides a constant by {before.node.op_type} output {value.name}")
-        for reader, read in zip((node, *moves), (value, *(m.inputs[0] for m in moves)), strict=True):
+        for read, reader in path:
             sole(read, reader)
         each = before.per_channel(amount, f"constant {other.name}")
         scale, shift = _affine(node.op_type, side, each)
@@ -45,16 +52,18 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # n
 
 def _moves(value: ir.Value) -> list[ir.Node]:
     """The nodes before `value`, last first, that only move elements about."""
-    found: list[ir.Node] = []
-    while (node := parent(value, *MOVES)) is not None and node.inputs[0] is not None:
-        found.append(node)
-        value = node.inputs[0]
-    return found
+    moves: list[ir.Node] = []
+    node = parent(value, *MOVES)
+    while node is not None and node.inputs[0] is not None:
+        moves.append(node)
+        node = parent(node.inputs[0], *MOVES)
+    return moves
 
 
 def _affine(op: str, side: int, amount: Array) -> tuple[Array, Array]:
     """scale and shift of `y op amount` (side 0) or `amount op y` (side 1)."""
-    one, zero = np.ones_like(amount), np.zeros_like(amount)
+    one = np.ones_like(amount)
+    zero = np.zeros_like(amount)
     if op == "Mul":
         return amount, zero
     if op == "Div":
@@ -63,7 +72,9 @@ def _affine(op: str, side: int, amount: Array) -> tuple[Array, Array]:
         return 1.0 / amount, zero
     if op == "Add":
         return one, amount
-    return (one, -amount) if side == 0 else (-one, amount)
+    if side == 0:
+        return one, -amount
+    return -one, amount
 
 
 RULE = on(

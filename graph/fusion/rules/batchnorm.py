@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import constant
+from layerline.graph.analysis.ir_queries import Array, constant, name_of
 from layerline.graph.fusion import affine_ops
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
@@ -30,13 +30,15 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     if before.axis != 1:
         name = before.node.outputs[0].name
         raise Declined(f"{where} normalises axis 1, the channels of {name} lie on axis {before.axis}")
-    parameters = [constant(v) for v in node.inputs[1:5]]
-    for given, value in zip(parameters, node.inputs[1:5], strict=True):
-        if given is None:
-            raise Declined(f"{value.name if value else 'a parameter'} of {where} is computed")
-        if given.shape != (before.channels,):
-            raise Declined(f"{value.name if value else ''} of {where} has shape {given.shape}, not {before.channels}")
-    gamma, beta, mean, var = (p.astype(np.float64) for p in parameters if p is not None)
+    parameters: list[Array] = []
+    for value in node.inputs[1:5]:
+        parameter = constant(value)
+        if parameter is None:
+            raise Declined(f"{name_of(value) or 'a parameter'} of {where} is computed")
+        if parameter.shape != (before.channels,):
+            raise Declined(f"{name_of(value)} of {where} has shape {parameter.shape}, not {before.channels}")
+        parameters.append(parameter.astype(np.float64))
+    gamma, beta, mean, var = parameters
     spread = var + node.attributes.get_float("epsilon", DEFAULT_EPSILON)
     if not (spread > 0).all():
         raise Declined(f"{where} divides by the root of a variance that is not above 0 ({spread.min()})")
@@ -46,6 +48,7 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
 
 def _refuse_training(node: ir.Node, opset: int, where: str) -> None:
     attributes = node.attributes
+    # Up to opset 6 training is the default.
     if attributes.get_int("training_mode", 0) or (opset < 7 and not attributes.get_int("is_test", 0)):
         raise Declined(f"{where} is in training mode")
     if any(o.name for o in node.outputs[1:]):

@@ -23,7 +23,9 @@ class _Moved:
 def run(work: Rewriting) -> None:
     for graph in work.graphs():
         for node in graph:
-            condition = constant(node.inputs[0]) if node.op_type == "If" and node.domain == "" else None
+            if node.op_type != "If" or node.domain != "":
+                continue
+            condition = constant(node.inputs[0])
             if condition is not None and condition.size == 1:
                 try:
                     _inline(node, bool(condition.item()), work)
@@ -32,13 +34,17 @@ def run(work: Rewriting) -> None:
 
 
 def _inline(node: ir.Node, taken: bool, work: Rewriting) -> None:
-    body = node.attributes["then_branch" if taken else "else_branch"].as_graph()
+    branch_name = "else_branch"
+    if taken:
+        branch_name = "then_branch"
+    body = node.attributes[branch_name].as_graph()
     ends = list(body.outputs)
-    own = {o for n in body for o in n.outputs}
     for old, end in zip(node.outputs, ends, strict=True):
-        if end not in own or ends.count(end) > 1:
+        producer = end.producer()
+        is_computed = producer is not None and producer.graph is body
+        if not is_computed or ends.count(end) > 1:
             raise Declined(f"branch output {end.name} of If {old.name} is not computed in the branch, or given twice")
-    if not all(work.permits(RULE.name, o) for o in node.outputs[:1]):
+    if node.outputs and not work.permits(RULE.name, node.outputs[0]):
         return
     moved = _Moved(list(body), list(body.initializers.values()))
     body.outputs.clear()

@@ -25,25 +25,33 @@ _HOLDS[_D.DOUBLE] |= {_D.BFLOAT16, *_INTEGERS[:3], *_UNSIGNED[:3]}
 
 
 def noop(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
-    value, to = node.inputs[0], _target(node)
+    value = node.inputs[0]
+    to = _target(node)
     if value is None or value.dtype is None or to is None:
         return None
     if value.dtype == to:
         return value
-    return tape.op("Cast", [value], _to(node, to)) if node.op_type == "CastLike" else None
+    if node.op_type == "CastLike":
+        return tape.op("Cast", [value], _to(node, to))
+    return None
 
 
 def chain(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     inner = parent(node.inputs[0], "Cast")
-    value = inner.inputs[0] if inner is not None else None
-    if inner is None or value is None or value.dtype is None:
+    if inner is None:
         return None
-    middle, last = _target(inner), _target(node)
+    value = inner.inputs[0]
+    if value is None or value.dtype is None:
+        return None
+    middle = _target(inner)
+    last = _target(node)
     if last == _D.STRING:
         raise Declined(f"{node.outputs[0].name} writes numbers out, which reads otherwise in another type")
     if middle is None or value.dtype not in _HOLDS.get(middle, ()):
         raise Declined(f"Cast {inner.outputs[0].name} to {middle} may change {value.name} of type {value.dtype}")
-    return tape.op("Cast", [value], _to(node, last)) if last is not None else None
+    if last is None:
+        return None
+    return tape.op("Cast", [value], _to(node, last))
 
 
 def _to(node: ir.Node, to: ir.DataType) -> dict[str, ir.Attr | int]:
@@ -54,7 +62,10 @@ def _to(node: ir.Node, to: ir.DataType) -> dict[str, ir.Attr | int]:
 def _target(node: ir.Node) -> ir.DataType | None:
     if node.op_type == "Cast":
         return ir.DataType(node.attributes.get_int("to", 0))
-    return node.inputs[1].dtype if node.inputs[1] is not None else None
+    like = node.inputs[1]
+    if like is None:
+        return None
+    return like.dtype
 
 
 NOOP = on("noop-cast", "Cast to the type a value has; CastLike where the type is known", ["Cast", "CastLike"], noop)

@@ -6,12 +6,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import Array, constant, parent, rank
+from layerline.graph.analysis.ir_queries import Array, constant, optional_input, parent, rank
 from layerline.graph.analysis.size_algebra import sizes
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, sole
 from layerline.graph.fusion.rules.noop import permutation
+from layerline.graph.fusion.rules.shape_arithmetic import reshape_target
 
 
 def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
@@ -19,27 +20,33 @@ def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     inner = parent(node.inputs[0], "Reshape", "Flatten", "Squeeze", "Unsqueeze")
     if inner is None or work.opset < 5:
         return None
-    of, wanted = sizes(inner.inputs[0]), sizes(node.outputs[0])
-    if of is not None and of == wanted:
+    before = sizes(inner.inputs[0])
+    after = sizes(node.outputs[0])
+    if before is not None and before == after:
         return inner.inputs[0]
     sole(node.inputs[0], node)
-    asked = constant(node.inputs[1]) if node.op_type == "Reshape" else None
-    if asked is not None and (asked > 0).all():
-        shape = [int(a) for a in asked]
-    elif of is None or wanted is None or 0 in wanted:
+    stored_shape: Array | None = None
+    if node.op_type == "Reshape":
+        stored_shape = constant(node.inputs[1])
+    if stored_shape is not None and (stored_shape > 0).all():
+        shape = [int(size) for size in stored_shape]
+    elif before is None or after is None or 0 in after:
         raise Declined(f"the shape of {node.outputs[0].name} is not known")
     else:
-        shape = [w if isinstance(w, int) else 0 if i < len(of) and w == of[i] else -1 for i, w in enumerate(wanted)]
+        shape = reshape_target(before, after)
     if shape.count(-1) > 1:
-        raise Declined(f"shape {list(wanted or ())} of {node.outputs[0].name} leaves more than one size open")
+        raise Declined(f"shape {list(after or ())} of {node.outputs[0].name} leaves more than one size open")
     target = tape.initializer(ir.tensor(np.array(shape, np.int64)), f"{node.outputs[0].name}/shape")
     return tape.op("Reshape", [inner.inputs[0], target])
 
 
 def transpose(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     inner = parent(node.inputs[0], "Transpose")
-    first, second = permutation(inner) if inner is not None else None, permutation(node)
-    if inner is None or first is None or second is None:
+    if inner is None:
+        return None
+    first = permutation(inner)
+    second = permutation(node)
+    if first is None or second is None:
         return None
     both = [first[axis] for axis in second]
     if both == list(range(len(both))):
@@ -54,29 +61,36 @@ def slices(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     if inner is None or work.opset < 10:
         return None
     sole(node.inputs[0], node)
-    first, second = _bounds(inner), _bounds(node)
+    first = _bounds(inner)
+    second = _bounds(node)
     if first is None or second is None:
         raise Declined(f"the bounds of {node.outputs[0].name} or of the Slice before it are computed")
     if set(first[2].tolist()) & set(second[2].tolist()):
         raise Declined(f"{node.outputs[0].name} and the Slice before it cut the same axis")
-    both = [np.concatenate(pair) for pair in zip(first, second, strict=True)]
-    names = ("starts", "ends", "axes", "steps")
-    given = [tape.initializer(ir.tensor(b), f"{node.outputs[0].name}/{n}") for b, n in zip(both, names, strict=True)]
-    return tape.op("Slice", [inner.inputs[0], *given])
+    inputs = [inner.inputs[0]]
+    for name, inner_bound, outer_bound in zip(("starts", "ends", "axes", "steps"), first, second, strict=True):
+        joined = ir.tensor(np.concatenate([inner_bound, outer_bound]))
+        inputs.append(tape.initializer(joined, f"{node.outputs[0].name}/{name}"))
+    return tape.op("Slice", inputs)
 
 
 def _bounds(node: ir.Node) -> list[Array] | None:
     """starts, ends, axes (not negative) and steps as int64 vectors of one length."""
-    starts, ends = (constant(v) for v in node.inputs[1:3])
+    starts = constant(node.inputs[1])
+    ends = constant(node.inputs[2])
     count = rank(node.inputs[0])
     if starts is None or ends is None or count is None:
         return None
-    rest = [*node.inputs[3:5], None, None][:2]
-    axes = constant(rest[0]) if rest[0] is not None else np.arange(starts.size)
-    steps = constant(rest[1]) if rest[1] is not None else np.ones(starts.size)
+    axes: Array | None = np.arange(starts.size)
+    if optional_input(node, 3) is not None:
+        axes = constant(node.inputs[3])
+    steps: Array | None = np.ones(starts.size)
+    if optional_input(node, 4) is not None:
+        steps = constant(node.inputs[4])
     if axes is None or steps is None:
         return None
-    return [np.asarray(a, np.int64).reshape(-1) for a in (starts, ends, np.where(axes < 0, axes + count, axes), steps)]
+    axes = np.where(axes < 0, axes + count, axes)
+    return [np.asarray(bound, np.int64).reshape(-1) for bound in (starts, ends, axes, steps)]
 
 
 RESHAPE = on(

@@ -27,13 +27,20 @@ def initializers(work: Rewriting) -> None:
                 alike.setdefault(_look(value), []).append(value)
         for value in list(graph.initializers.values()):
             group = alike.setdefault(_look(value), [])
-            first = next((v for v in group if _digest(v) == _digest(value)), value)
-            if first is value:
+            first = _equal_tensor(value, group)
+            if first is None:
                 group.append(value)
             elif value.is_graph_output():
                 work.decline(INITIALIZERS.name, value, f"stored tensor {value.name} is a graph output")
             else:
                 work.merge(INITIALIZERS.name, value, first)
+
+
+def _equal_tensor(value: ir.Value, group: list[ir.Value]) -> ir.Value | None:
+    for other in group:
+        if _digest(other) == _digest(value):
+            return other
+    return None
 
 
 def _look(value: ir.Value) -> Hashable:
@@ -46,7 +53,10 @@ def _look(value: ir.Value) -> Hashable:
 
 def _head(tensor: ir.TensorProtocol) -> bytes:
     array = tensor.numpy()
-    return array.ravel()[:16].tobytes() if array.flags.c_contiguous else array.tobytes()[:64]
+    if array.flags.c_contiguous:
+        return array.ravel()[:16].tobytes()
+    # ravel() would copy all of it as well.
+    return array.tobytes()[:64]
 
 
 def _digest(value: ir.Value) -> Hashable:
@@ -55,42 +65,48 @@ def _digest(value: ir.Value) -> Hashable:
     return _once(value, "digest", lambda: hashlib.blake2b(tensor.tobytes(), digest_size=16).digest())
 
 
-def _once(value: ir.Value, key: str, found: Callable[[], Hashable]) -> Hashable:
+def _once(value: ir.Value, key: str, read: Callable[[], Hashable]) -> Hashable:
     """A value keeps its tensor for life, so what is read of it is read once."""
     if key not in value.meta:
-        value.meta[key] = found()
-    known: Hashable = value.meta[key]
-    return known
+        value.meta[key] = read()
+    result: Hashable = value.meta[key]
+    return result
 
 
 def nodes(work: Rewriting) -> None:
     """What reads the later of two equal nodes of a graph reads the earlier; never random ones, nor foreign domains."""
     for graph in work.graphs():
-        seen: dict[Hashable, ir.Node] = {}
+        first_by_meaning: dict[Hashable, ir.Node] = {}
         for node in graph:
             if node.domain != "" or is_random(node) or subgraphs(node) or node.op_type == "Constant":
                 continue
-            first = seen.setdefault(_meaning(node), node)
+            first = first_by_meaning.setdefault(_meaning(node), node)
             if first is not node:
                 _merge(work, node, first)
 
 
 def _meaning(node: ir.Node) -> Hashable:
+    """What two nodes share that compute the same: operator, inputs, attributes and which outputs they have."""
     attributes = tuple(sorted((a.name, a.type, _exact(a)) for a in node.attributes.values()))
-    present = tuple(bool(o.name) for o in node.outputs)
-    return node.op_identifier(), tuple(id(v) for v in node.inputs), attributes, present
+    present = tuple(bool(output.name) for output in node.outputs)
+    return node.op_identifier(), tuple(map(id, node.inputs)), attributes, present
 
 
 def _exact(attribute: ir.Attr) -> str:
     """What an attribute holds, to the last bit: tensors print a few digits only."""
     if attribute.is_ref() or attribute.type not in (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS):
         return repr((attribute.ref_attr_name, attribute.value))
-    tensors = [attribute.as_tensor()] if attribute.type == ir.AttributeType.TENSOR else attribute.as_tensors()
-    return repr([(t.dtype, tuple(t.shape), _content(t)) for t in tensors])
+    if attribute.type == ir.AttributeType.TENSOR:
+        tensors = [attribute.as_tensor()]
+    else:
+        tensors = list(attribute.as_tensors())
+    return repr([(tensor.dtype, tuple(tensor.shape), _content(tensor)) for tensor in tensors])
 
 
 def _content(tensor: ir.TensorProtocol) -> object:
-    return tensor.numpy().tolist() if tensor.dtype == ir.DataType.STRING else tensor.tobytes()
+    if tensor.dtype == ir.DataType.STRING:
+        return tensor.numpy().tolist()
+    return tensor.tobytes()
 
 
 def _merge(work: Rewriting, node: ir.Node, first: ir.Node) -> None:

@@ -6,49 +6,66 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import BROADCASTING, constant, parent, rank
-from layerline.graph.analysis.size_algebra import Sizes, sizes
+from layerline.graph.analysis.size_algebra import Size, Sizes, sizes
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, sole
 
 
 def drop(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """The others broadcast to the same shape without it."""
-    wanted = sizes(node.outputs[0])
+    result = sizes(node.outputs[0])
     for index, value in enumerate(node.inputs):
         expand = parent(value, "Expand")
-        if expand is None or wanted is None:
+        if expand is None or result is None:
             continue
-        given = [*node.inputs[:index], expand.inputs[0], *node.inputs[index + 1 :]]
-        if _broadcast([sizes(v) for v in given]) == wanted:
-            return tape.op(node.op_type, given, node.attributes)
+        inputs = list(node.inputs)
+        inputs[index] = expand.inputs[0]
+        if _broadcast([sizes(each) for each in inputs]) == result:
+            return tape.op(node.op_type, inputs, node.attributes)
     return None
 
 
 def sink(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Expand behind an operator that only joins it with scalars: one step nearer to being dropped."""
-    expands = [v for v in node.inputs if parent(v, "Expand") is not None]
-    others = [v for v in node.inputs if v not in expands]
-    if len(expands) != 1 or any(v is None or constant(v) is None or rank(v) != 0 for v in others):
+    expand: ir.Node | None = None
+    inputs: list[ir.Value | None] = []
+    for value in node.inputs:
+        producer = parent(value, "Expand")
+        if producer is not None:
+            if expand is not None:
+                return None
+            expand = producer
+            inputs.append(expand.inputs[0])
+        elif constant(value) is not None and rank(value) == 0:
+            inputs.append(value)
+        else:
+            return None
+    if expand is None:
         return None
-    expand = parent(expands[0], "Expand")
-    assert expand is not None
     sole(expand.outputs[0], node)
-    small = tape.op(node.op_type, [expand.inputs[0] if v in expands else v for v in node.inputs], node.attributes)
+    small = tape.op(node.op_type, inputs, node.attributes)
     return tape.op("Expand", [small, expand.inputs[1]])
 
 
 def _broadcast(shapes: list[Sizes | None]) -> Sizes | None:
-    known = [s for s in shapes if s is not None]
-    if len(known) < len(shapes):
-        return None
-    length = max(map(len, known))
-    out = []
-    for axis in zip(*((1,) * (length - len(s)) + s for s in known), strict=True):
-        wide = {size for size in axis if size != 1}
-        if len(wide) > 1:
+    """The common shape; None where one is not known or two sizes other than 1 meet."""
+    result: Sizes = ()
+    for shape in shapes:
+        if shape is None:
             return None
-        out.append(wide.pop() if wide else 1)
-    return tuple(out)
+        length = max(len(result), len(shape))
+        aligned_result = (1,) * (length - len(result)) + result
+        aligned_shape = (1,) * (length - len(shape)) + shape
+        joined: list[Size] = []
+        for a, b in zip(aligned_result, aligned_shape, strict=True):
+            if a != b and 1 not in (a, b):
+                return None
+            if a == 1:
+                joined.append(b)
+            else:
+                joined.append(a)
+        result = tuple(joined)
+    return result
 
 
 DROP = on("expand-broadcast", "Expand that broadcasting makes needless", BROADCASTING, drop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import onnx_ir as ir
 from onnx_ir.tape import Tape
@@ -19,10 +20,13 @@ CUBIC = 0.044715
 
 
 def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
-    found = _by(node, "Erf") or _by(node, "Tanh")
-    if found is None:
+    approximate = "none"
+    x = _argument(node, "Erf", _is_erf)
+    if x is None:
+        approximate = "tanh"
+        x = _argument(node, "Tanh", _is_tanh)
+    if x is None:
         return None
-    x, approximate = found
     if work.opset < SINCE:
         raise Declined(
             f"{node.outputs[0].name} is a GELU, which opset {work.opset} doesn't have (it comes with {SINCE})"
@@ -31,15 +35,15 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     return tape.op("Gelu", [x], {"approximate": approximate})
 
 
-def _by(node: ir.Node, op: str) -> tuple[ir.Value, str] | None:
-    """x and the kind, where the node is x/2 (1 + op(…))."""
+def _argument(node: ir.Node, op: str, is_inner: Callable[[ir.Value | None, ir.Value], bool]) -> ir.Value | None:
+    """x, where the node is x/2 (1 + op(…)) and `is_inner` holds for what stands in the brackets."""
     whole = product(node.outputs[0])
     if len(whole.values) != 2 or not close(whole.number, 0.5, node.outputs[0]):
         return None
     for x, rest in (whole.values, whole.values[::-1]):
         squashed = parent(plus(rest, 1.0), op)
-        if squashed is not None and (_is_erf if op == "Erf" else _is_tanh)(squashed.inputs[0], x):
-            return x, "none" if op == "Erf" else "tanh"
+        if squashed is not None and is_inner(squashed.inputs[0], x):
+            return x
     return None
 
 
@@ -55,21 +59,28 @@ def _is_tanh(inner: ir.Value | None, x: ir.Value) -> bool:
         return False
     if len(scaled.values) == 1:
         total = parent(scaled.values[0], "Add")
-        return total is not None and any(
-            total.inputs[side] is x and _is_power(total.inputs[1 - side], x, 3) for side in (0, 1)
-        )
-    return len(scaled.values) == 2 and any(
-        a is x and _is_power(plus(b, 1.0), x, 2) for a, b in (scaled.values, scaled.values[::-1])
-    )
+        if total is None:
+            return False
+        a, b = total.inputs
+        return (a is x and _is_power(b, x, 3)) or (b is x and _is_power(a, x, 3))
+    if len(scaled.values) == 2:
+        first, second = scaled.values
+        if first is x and _is_power(plus(second, 1.0), x, 2):
+            return True
+        return second is x and _is_power(plus(first, 1.0), x, 2)
+    return False
 
 
 def _is_power(value: ir.Value | None, x: ir.Value, exponent: int) -> bool:
-    cube = product(value)
-    if not close(cube.number, CUBIC, x):
+    """Whether `value` is 0.044715 times a power of x, as a product or by Pow."""
+    scaled = product(value)
+    if not close(scaled.number, CUBIC, x):
         return False
-    if len(cube.values) == exponent:
-        return all(v is x for v in cube.values)
-    power = parent(cube.values[0], "Pow") if len(cube.values) == 1 else None
+    if len(scaled.values) == exponent:
+        return all(factor is x for factor in scaled.values)
+    if len(scaled.values) != 1:
+        return False
+    power = parent(scaled.values[0], "Pow")
     return power is not None and power.inputs[0] is x and scalar(power.inputs[1]) == exponent
 
 

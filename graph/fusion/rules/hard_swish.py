@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import constant, parent
+from layerline.graph.analysis.ir_queries import optional_input, parent, scalar
 from layerline.graph.fusion.factors import Product, close, plus, product
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, only_within
@@ -15,9 +15,10 @@ SINCE = 14
 
 def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     whole = product(node.outputs[0])
-    if work.opset >= SINCE and (x := _gated(whole)) is not None:
-        only_within(node, x)
-        return tape.op("HardSwish", [x])
+    gated = _gated(whole)
+    if work.opset >= SINCE and gated is not None:
+        only_within(node, gated)
+        return tape.op("HardSwish", [gated])
     if not close(whole.number, 1 / 6, node.outputs[0]) or len(whole.values) not in (1, 2):
         return None
     for index, clipped in enumerate(whole.values):
@@ -29,7 +30,9 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
         if rest and work.opset >= SINCE:
             return tape.op("HardSwish", [x])
         gate = tape.op("HardSigmoid", [x], {"alpha": 1 / 6, "beta": 0.5})
-        return tape.op("Mul", [x, gate]) if rest else gate
+        if rest:
+            return tape.op("Mul", [x, gate])
+        return gate
     return None
 
 
@@ -39,10 +42,11 @@ def _gated(whole: Product) -> ir.Value | None:
         return None
     for x, gate in (whole.values, whole.values[::-1]):
         node = parent(gate, "HardSigmoid")
-        slope, middle = (
-            (node.attributes.get_float(k, 0.0) for k in ("alpha", "beta")) if node is not None else (0.0, 0.0)
-        )
-        if node is not None and node.inputs[0] is x and close(slope, 1 / 6, x) and middle == 0.5:
+        if node is None or node.inputs[0] is not x:
+            continue
+        slope: float = node.attributes.get_float("alpha", 0.0)
+        middle: float = node.attributes.get_float("beta", 0.0)
+        if close(slope, 1 / 6, x) and middle == 0.5:
             return x
     return None
 
@@ -52,11 +56,15 @@ def _unclipped(value: ir.Value) -> ir.Value | None:
     clip = parent(value, "Clip")
     if clip is None:
         return None
-    bounds = [constant(v) for v in (*clip.inputs[1:], None, None)[:2]]
-    ends = [float(b) if b is not None and b.size == 1 else None for b in bounds]
+    low = scalar(optional_input(clip, 1))
+    high = scalar(optional_input(clip, 2))
     if len(clip.inputs) == 1:
-        ends = [clip.attributes.get_float("min"), clip.attributes.get_float("max")]
-    return plus(clip.inputs[0], 3.0) if ends == [0.0, 6.0] else None
+        # Up to opset 10 the bounds are attributes.
+        low = clip.attributes.get_float("min")
+        high = clip.attributes.get_float("max")
+    if (low, high) != (0.0, 6.0):
+        return None
+    return plus(clip.inputs[0], 3.0)
 
 
 RULE = on("hard-swish", "hard sigmoid and hard swish written out to the single operators", ["Mul", "Div"], rewrite)

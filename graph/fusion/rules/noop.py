@@ -6,64 +6,89 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import constant, rank
-from layerline.graph.analysis.size_algebra import sizes
+from layerline.graph.analysis.ir_queries import Array, constant, optional_input, rank
+from layerline.graph.analysis.size_algebra import Size, sizes
 from layerline.graph.analysis.symbolic_shapes import Symbols
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on
 
+# Exporters write INT32_MAX or INT64_MAX as the end of a Slice that takes the rest.
 _END = 2**31 - 1
 
 
 def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Reshape, Flatten, Squeeze, Unsqueeze and Expand to the shape a value has."""
-    before, after = sizes(node.inputs[0]), sizes(node.outputs[0])
-    return node.inputs[0] if before is not None and before == after else None
+    before = sizes(node.inputs[0])
+    if before is not None and before == sizes(node.outputs[0]):
+        return node.inputs[0]
+    return None
 
 
 def transpose(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     perm = permutation(node)
-    return node.inputs[0] if perm is not None and perm == tuple(range(len(perm))) else None
+    if perm is not None and perm == tuple(range(len(perm))):
+        return node.inputs[0]
+    return None
 
 
 def slice_all(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     if work.opset < 10:
         return None
-    symbols, of = Symbols(), sizes(node.inputs[0])
-    starts, ends, axes, steps = (symbols.of(v) for v in (*node.inputs[1:], None, None)[:4])
-    if of is None or starts is None or ends is None or (len(node.inputs) > 4 and steps is None):
+    shape = sizes(node.inputs[0])
+    symbols = Symbols()
+    starts, ends, axes, steps = (symbols.of(optional_input(node, index)) for index in range(1, 5))
+    if shape is None or starts is None or ends is None or (len(node.inputs) > 4 and steps is None):
         return None
-    if len(node.inputs) > 3 and node.inputs[3] is not None and axes is None:
-        return None
-    axes = axes if axes is not None else tuple(range(len(starts)))
-    whole = all(
-        start == 0 and step == 1 and isinstance(axis, int) and (end == of[axis] or _beyond(end, of[axis]))
-        for start, end, axis, step in zip(starts, ends, axes, steps or (1,) * len(axes), strict=True)
-    )
-    return node.inputs[0] if whole else None
+    if axes is None:
+        if optional_input(node, 3) is not None:
+            return None
+        axes = tuple(range(len(starts)))
+    for start, end, axis, step in zip(starts, ends, axes, steps or (1,) * len(axes), strict=True):
+        if start != 0 or step != 1 or not isinstance(axis, int) or not _takes_rest(end, shape[axis]):
+            return None
+    return node.inputs[0]
 
 
-def _beyond(end: int | str, size: int | str) -> bool:
-    return isinstance(end, int) and end >= (size if isinstance(size, int) else _END)
+def _takes_rest(end: Size, size: Size) -> bool:
+    """Whether a Slice that starts with the first element and ends at `end` takes all of an axis."""
+    if end == size:
+        return True
+    if not isinstance(end, int):
+        return False
+    if isinstance(size, int):
+        return end >= size
+    return end >= _END
 
 
 def pad(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
-    given = node.attributes.get_ints("pads")
-    amounts = np.array(given) if given is not None else constant(node.inputs[1]) if len(node.inputs) > 1 else None
-    return node.inputs[0] if amounts is not None and not amounts.any() else None
+    # Up to opset 10 the amounts are an attribute.
+    if "pads" in node.attributes:
+        amounts: Array | None = np.array(node.attributes.get_ints("pads"))
+    else:
+        amounts = constant(optional_input(node, 1))
+    if amounts is None or amounts.any():
+        return None
+    return node.inputs[0]
 
 
 def single(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Concat, Sum, Max, Min and Mean of one value."""
-    return node.inputs[0] if len(node.inputs) == 1 else None
+    if len(node.inputs) == 1:
+        return node.inputs[0]
+    return None
 
 
 def arithmetic(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """x * 1, x / 1, x + 0, x - 0 and x ** 1, where the constant doesn't broadcast x to another shape."""
-    sides = (0, 1) if node.op_type in ("Add", "Mul") else (0,)
+    sides: tuple[int, ...] = (0,)
+    if node.op_type in ("Add", "Mul"):
+        sides = (0, 1)
+    neutral = 1
+    if node.op_type in ("Add", "Sub"):
+        neutral = 0
     for side in sides:
-        value, amount = node.inputs[side], constant(node.inputs[1 - side])
-        neutral = 0 if node.op_type in ("Add", "Sub") else 1
+        value = node.inputs[side]
+        amount = constant(node.inputs[1 - side])
         if value is None or amount is None or not (amount == neutral).all() or value.dtype != node.outputs[0].dtype:
             continue
         count = rank(value)
@@ -75,10 +100,13 @@ def arithmetic(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  
 
 def permutation(node: ir.Node) -> tuple[int, ...] | None:
     """What a Transpose does; its default turns the axes round, which takes the rank."""
-    if (perm := node.attributes.get("perm")) is not None:
+    perm = node.attributes.get("perm")
+    if perm is not None:
         return tuple(perm.as_ints())
     count = rank(node.inputs[0])
-    return tuple(reversed(range(count))) if count is not None else None
+    if count is None:
+        return None
+    return tuple(reversed(range(count)))
 
 
 RESHAPE = on(
