@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import Array, constant, limits, rank, smallest_normal
+from layerline.graph.analysis.ir_queries import Array, constant, limits, name_of, optional_input, rank, smallest_normal
 from layerline.graph.fusion.firing import Declined
 
 OPS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
@@ -65,37 +65,42 @@ class Linear:
         exact = np.multiply(self.weight, self._along_weight(scale), dtype=np.float64)
         weight = self._stored(exact, self.weight, "weight")
         bias = self._stored(self.bias * scale + shift, self.bias, "bias")
-        stem = node.inputs[1].name if node.inputs[1] is not None else node.outputs[0].name
+        stem = name_of(node.inputs[1])
         inputs = [node.inputs[0], tape.initializer(ir.tensor(weight), f"{stem}/{tag}")]
         attributes = dict(node.attributes)
         attributes.pop("beta", None)
         if self._has_bias() or bias.any():
             inputs.append(tape.initializer(ir.tensor(bias), f"{stem}/{tag}_bias"))
-        op = "Gemm" if node.op_type == "MatMul" and len(inputs) == 3 else node.op_type
-        return tape.op(op, inputs, attributes)
+        if node.op_type == "MatMul" and len(inputs) == 3:
+            return tape.op("Gemm", inputs, attributes)
+        return tape.op(node.op_type, inputs, attributes)
 
     def _stored(self, exact: Array, old: Array, name: str) -> Array:
         """`exact` in the weights' type."""
-        where, dtype = f"{name} of {self.node.op_type} {self.node.outputs[0].name}", self.weight.dtype
+        where = f"{name} of {self.node.op_type} {self.node.outputs[0].name}"
+        dtype = self.weight.dtype
         with np.errstate(over="ignore", invalid="ignore"):
             new = exact.astype(dtype)
-            sizes = np.abs(new)
-            finite, least = sizes.max(initial=0.0) < np.inf, sizes.min(initial=np.inf)
-        if not finite:
+            magnitudes = np.abs(new)
+            is_finite = magnitudes.max(initial=0.0) < np.inf
+            least = magnitudes.min(initial=np.inf)
+        if not is_finite:
             if np.isfinite(exact).all() or np.isfinite(old.astype(np.float64)).all():
                 raise Declined(f"{where} would overflow {dtype}")
         # Below the normal numbers of a type rounding takes more of a number, and at last all of it.
         elif least < smallest_normal(dtype):
-            off = np.linalg.norm(new.astype(np.float64) - exact)
-            if off > 4 * limits(dtype)[1] * np.linalg.norm(exact):
+            rounding = np.linalg.norm(new.astype(np.float64) - exact)
+            if rounding > 4 * limits(dtype)[1] * np.linalg.norm(exact):
                 raise Declined(f"{where} would be too small for {dtype}")
         return new
 
     def _has_bias(self) -> bool:
-        return len(self.node.inputs) > 2 and self.node.inputs[2] is not None
+        return optional_input(self.node, 2) is not None
 
     def _along_weight(self, scale: Array) -> Array:
-        weight, node = self.weight, self.node
+        """`scale` in a shape that multiplies the weight of each output channel."""
+        weight = self.weight
+        node = self.node
         if node.op_type == "Conv":
             return scale.reshape(-1, *(1,) * (weight.ndim - 1))
         if node.op_type == "ConvTranspose":
@@ -114,7 +119,9 @@ def behind(value: ir.Value | None) -> Linear | None:
     Raises:
         Declined: its bias is computed, or not one number per channel.
     """
-    node = value.producer() if value is not None else None
+    if value is None:
+        return None
+    node = value.producer()
     if node is None or node.domain != "" or node.op_type not in OPS:
         return None
     weight = constant(node.inputs[1])
@@ -123,19 +130,26 @@ def behind(value: ir.Value | None) -> Linear | None:
     out_rank, channels = _outputs(node, weight)
     if out_rank is None:
         return None
-    axis = out_rank - 1 if node.op_type == "MatMul" else 1
+    axis = 1
+    if node.op_type == "MatMul":
+        axis = out_rank - 1
     linear = Linear(node, weight, np.zeros(channels), out_rank, axis)
-    given = node.inputs[2] if len(node.inputs) > 2 else None
-    if given is None:
+    bias_value = optional_input(node, 2)
+    if bias_value is None:
         return linear
-    bias = constant(given)
+    bias = constant(bias_value)
     if bias is None:
-        raise Declined(f"bias {given.name} of {node.op_type} {node.outputs[0].name} is computed")
-    beta = node.attributes.get_float("beta", 1.0) if node.op_type == "Gemm" else 1.0
-    if beta == 0 and not np.isfinite(bias.astype(np.float64)).all():
-        raise Declined(f"bias {given.name} of Gemm {node.outputs[0].name} is not finite, and beta = 0 leaves it out")
-    shaped = bias if node.op_type == "Gemm" else bias.reshape(-1, *(1,) * (out_rank - 2))
-    return Linear(node, weight, beta * linear.per_channel(shaped, f"bias {given.name}"), out_rank, axis)
+        raise Declined(f"bias {bias_value.name} of {node.op_type} {node.outputs[0].name} is computed")
+    beta = 1.0
+    if node.op_type == "Gemm":
+        beta = node.attributes.get_float("beta", 1.0)
+        # 0 * inf would be NaN, which the runtime does not compute.
+        if beta == 0 and not np.isfinite(bias.astype(np.float64)).all():
+            name = node.outputs[0].name
+            raise Declined(f"bias {bias_value.name} of Gemm {name} is not finite, and beta = 0 leaves it out")
+    else:
+        bias = bias.reshape(-1, *(1,) * (out_rank - 2))
+    return Linear(node, weight, beta * linear.per_channel(bias, f"bias {bias_value.name}"), out_rank, axis)
 
 
 def _outputs(node: ir.Node, weight: Array) -> tuple[int | None, int]:
@@ -145,6 +159,11 @@ def _outputs(node: ir.Node, weight: Array) -> tuple[int | None, int]:
     if node.op_type == "ConvTranspose":
         return weight.ndim, weight.shape[1] * node.attributes.get_int("group", 1)
     if node.op_type == "Gemm":
-        return 2, weight.shape[0 if node.attributes.get_int("transB", 0) else 1]
-    given = rank(node.inputs[0])
-    return (given if weight.ndim == 2 and given is not None and given >= 2 else None), weight.shape[-1]
+        if node.attributes.get_int("transB", 0):
+            return 2, weight.shape[0]
+        return 2, weight.shape[1]
+    input_rank = rank(node.inputs[0])
+    # Weights of more axes differ from matrix to matrix; an input of one axis loses it.
+    if weight.ndim != 2 or input_rank is None or input_rank < 2:
+        return None, weight.shape[-1]
+    return input_rank, weight.shape[-1]

@@ -132,7 +132,7 @@ class Rewriting:
         try:
             new = rewrite(node, tape, self)
             if new is not None:
-                _refuse_other_outputs(node)
+                refuse_other_outputs(node)
                 clash = shape_inference.clash(node.outputs[0], new, tape.nodes, self.model)
                 if clash:
                     raise Declined(clash)
@@ -376,7 +376,8 @@ def _source_names(removed: Iterable[ir.Node]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _refuse_other_outputs(node: ir.Node) -> None:
+def refuse_other_outputs(node: ir.Node) -> None:
+    """Declines where anything but a node's first output is read."""
     for other in node.outputs[1:]:
         if other.uses() or other.is_graph_output():
             raise Declined(f"second output {other.name} of {node.op_type} {node.outputs[0].name} is used")

@@ -31,32 +31,51 @@ def run(work: Rewriting) -> None:
 def _wave(graph: ir.Graph, work: Rewriting) -> bool:
     chosen: dict[ir.Node, None] = {}
     for node in graph:
-        if _is_constant(node, chosen) and all(work.permits(RULE.name, o) for o in node.outputs):
-            reason = next(filter(None, (_refusal(node, o, chosen, work) for o in node.outputs)), None)
-            if reason is None:
-                chosen[node] = None
-            else:
-                work.decline(RULE.name, node.outputs[0], reason)
-    wanted = [
-        v for n in chosen for v in n.outputs if v.is_graph_output() or any(u.node not in chosen for u in v.uses())
-    ]
-    wanted = _afforded(wanted, list(chosen), work)
-    if not wanted:
+        if not _is_constant(node, chosen) or not all(work.permits(RULE.name, output) for output in node.outputs):
+            continue
+        reason = _first_refusal(node, chosen, work)
+        if reason is None:
+            chosen[node] = None
+        else:
+            work.decline(RULE.name, node.outputs[0], reason)
+    outputs = [output for node in chosen for output in node.outputs]
+    read_outside = [output for output in outputs if _is_read_outside(output, chosen)]
+    stored = _afforded(read_outside, list(chosen), work)
+    if not stored:
         return False
-    found = _evaluate(list(chosen), wanted, work)
-    return sum(_replace(value, found[value.name or ""], work) for value in wanted if value.name in found) > 0
+    arrays = _evaluate(list(chosen), stored, work)
+    folded = False
+    for value in stored:
+        if value.name in arrays and _replace(value, arrays[value.name], work):
+            folded = True
+    return folded
 
 
-def _afforded(wanted: list[ir.Value], chosen: list[ir.Node], work: Rewriting) -> list[ir.Value]:
+def _is_read_outside(value: ir.Value, chosen: dict[ir.Node, None]) -> bool:
+    return value.is_graph_output() or any(use.node not in chosen for use in value.uses())
+
+
+def _first_refusal(node: ir.Node, chosen: dict[ir.Node, None], work: Rewriting) -> str | None:
+    for output in node.outputs:
+        reason = _refusal(node, output, chosen, work)
+        if reason:
+            return reason
+    return None
+
+
+def _afforded(values: list[ir.Value], chosen: list[ir.Node], work: Rewriting) -> list[ir.Value]:
     """The values that may still be stored: together they may not add more than `fold_total` to the file."""
-    afforded, freed = [], set[ir.Value]()
-    for value in wanted:
-        size, needed = _bytes(value) or 0, _needed(value, chosen)
-        read = {v for n in needed for v in n.inputs if v is not None and v.const_value is not None} - freed
-        gone = {v for v in read if all(u.node in chosen for u in v.uses())}
-        added = max(size - sum(_bytes(v) or 0 for v in gone), 0)
-        node = value.producer()
-        if node is not None and node.op_type == "Cast" and gone:
+    afforded: list[ir.Value] = []
+    freed: set[ir.Value] = set()
+    for value in values:
+        gone: set[ir.Value] = set()
+        for node in _needed(value, chosen):
+            gone.update(read for read in _stored_inputs(node) if all(use.node in chosen for use in read.uses()))
+        gone -= freed
+        added = max((_bytes(value) or 0) - sum(_bytes(read) or 0 for read in gone), 0)
+        producer = value.producer()
+        # A weight behind a Cast must become a weight, as in `_refusal`.
+        if producer is not None and producer.op_type == "Cast" and gone:
             added = 0
         if added and work.folded + added > work.fold_total:
             work.decline(RULE.name, value, f"{value.name} would add {added} bytes to the file, and folded constants "
@@ -66,6 +85,10 @@ def _afforded(wanted: list[ir.Value], chosen: list[ir.Node], work: Rewriting) ->
         freed |= gone
         afforded.append(value)
     return afforded
+
+
+def _stored_inputs(node: ir.Node) -> list[ir.Value]:
+    return [value for value in node.inputs if value is not None and value.const_value is not None]
 
 
 def _replace(value: ir.Value, array: Array, work: Rewriting) -> bool:
@@ -79,25 +102,33 @@ def _replace(value: ir.Value, array: Array, work: Rewriting) -> bool:
 def _is_constant(node: ir.Node, chosen: dict[ir.Node, None]) -> bool:
     if node.domain != "" or node.op_type in KEPT or is_random(node) or subgraphs(node):
         return False
-    given = [v for v in node.inputs if v is not None]
-    stored = all(v.producer() in chosen or (v.producer() is None and v.const_value is not None) for v in given)
-    return stored and (bool(given) or node.op_type != "Constant")
+    for value in node.inputs:
+        if value is None:
+            continue
+        producer = value.producer()
+        is_stored = producer is None and value.const_value is not None
+        if producer not in chosen and not is_stored:
+            return False
+    return True
 
 
 def _refusal(node: ir.Node, output: ir.Value, chosen: dict[ir.Node, None], work: Rewriting) -> str | None:
     """Why a constant node stays; None when it may be folded."""
     if not isinstance(output.type, ir.TensorType) or output.dtype == ir.DataType.STRING:
         return f"{node.op_type} {output.name} gives {output.type}"
-    freed = sum(
-        _bytes(v) or 0
-        for v in node.inputs
-        if v is not None and all(u.node in chosen or u.node is node for u in v.uses())
-    )
+    freed = 0
+    for value in node.inputs:
+        if value is not None and all(use.node in chosen or use.node is node for use in value.uses()):
+            freed += _bytes(value) or 0
     size = _bytes(output)
     if size is None:
-        return None if node.op_type in DATA_SIZED else f"size of {node.op_type} {output.name} is not known beforehand"
+        if node.op_type in DATA_SIZED:
+            return None
+        return f"size of {node.op_type} {output.name} is not known beforehand"
+    added = size - freed
     # A weight behind a Cast must become a weight, though float32 takes twice the bytes of float16.
-    added = 0 if node.op_type == "Cast" and freed else size - freed
+    if node.op_type == "Cast" and freed:
+        added = 0
     if added > work.fold_limit:
         return f"{node.op_type} {output.name} would add {added} bytes to the file (fold_limit: {work.fold_limit})"
     return None
@@ -107,7 +138,10 @@ def _bytes(value: ir.Value) -> int | None:
     if value.const_value is not None:
         return value.const_value.nbytes
     shape = static(value)
-    return None if shape is None or value.dtype is None else math.ceil(math.prod(shape) * value.dtype.itemsize)
+    if shape is None or value.dtype is None:
+        return None
+    # Types of half a byte make it a fraction.
+    return math.ceil(math.prod(shape) * value.dtype.itemsize)
 
 
 def _evaluate(nodes: list[ir.Node], wanted: list[ir.Value], work: Rewriting) -> dict[str, Array]:
@@ -115,16 +149,17 @@ def _evaluate(nodes: list[ir.Node], wanted: list[ir.Value], work: Rewriting) -> 
     try:
         return evaluate(nodes, wanted, work.model)
     except StageError:
-        found: dict[str, Array] = {}
+        arrays: dict[str, Array] = {}
     for value in wanted:
         try:
-            found |= evaluate(_needed(value, nodes), [value], work.model)
+            arrays |= evaluate(_needed(value, nodes), [value], work.model)
         except StageError as error:
             work.decline(RULE.name, value, f"{value.name}: {error.what}")
-    return found
+    return arrays
 
 
 def _needed(value: ir.Value, nodes: list[ir.Node]) -> list[ir.Node]:
+    """Those of some nodes in order that a value is computed from."""
     needed: set[ir.Node | None] = {value.producer()}
     for node in reversed(nodes):
         if node in needed:

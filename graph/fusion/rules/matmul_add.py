@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import dim, rank
+from layerline.graph.analysis.ir_queries import dim, parent, rank
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, sole
@@ -16,9 +16,10 @@ FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16})
 
 def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     for side in (0, 1):
-        product, bias = node.inputs[side], node.inputs[1 - side]
-        matmul = product.producer() if product is not None else None
-        if matmul is None or bias is None or matmul.op_type != "MatMul" or matmul.domain != "":
+        product = node.inputs[side]
+        bias = node.inputs[1 - side]
+        matmul = parent(product, "MatMul")
+        if matmul is None or product is None or bias is None:
             continue
         if bias is product:
             raise Declined(f"{node.outputs[0].name} adds MatMul {product.name} to itself; both are needed")
@@ -27,10 +28,9 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # n
             raise Declined(
                 f"MatMul {matmul.outputs[0].name} multiplies ranks {rank(a)} and {rank(b)}; Gemm takes 2 and 2"
             )
-        if a is None or b is None or a.dtype not in FLOATS:
-            raise Declined(
-                f"MatMul {matmul.outputs[0].name} multiplies {a.dtype if a else None}, which Gemm doesn't take"
-            )
+        assert a is not None and b is not None  # they have a rank
+        if a.dtype not in FLOATS:
+            raise Declined(f"MatMul {matmul.outputs[0].name} multiplies {a.dtype}, which Gemm doesn't take")
         _refuse_wide_bias(bias, a, b, matmul)
         sole(product, node)
         return tape.op("Gemm", [a, b, bias])

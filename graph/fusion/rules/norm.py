@@ -6,36 +6,43 @@ is matched without its scale and bias, which `norm-affine` then takes in: that c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import Array, constant, dim, parent, rank, scalar
+from layerline.graph.analysis.ir_queries import Array, constant, dim, name_of, optional_input, parent, rank, scalar
 from layerline.graph.fusion.firing import Declined
-from layerline.graph.fusion.rewriter import Rewriting
+from layerline.graph.fusion.rewriter import Rewriting, refuse_other_outputs
 from layerline.graph.fusion.rule import on, only_within, sole
 
 NORMS = ("LayerNormalization", "RMSNormalization")
 
 
 def layer(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
-    found = _normalised(node)
-    if found is None:
+    parts = _normalised(node)
+    if parts is None:
         return None
-    deviation, square_mean, epsilon = found
+    deviation, square_mean, epsilon = parts
     sub = parent(deviation, "Sub")
-    mean = parent(sub.inputs[1], "ReduceMean") if sub is not None else None
-    if sub is None or mean is None or mean.inputs[0] is not sub.inputs[0]:
+    if sub is None:
+        return None
+    mean = parent(sub.inputs[1], "ReduceMean")
+    if mean is None or mean.inputs[0] is not sub.inputs[0]:
         return None
     axis = _tail(mean, square_mean)
     return _single("LayerNormalization", 17, node, sub.inputs[0], axis, epsilon, tape, work)
 
 
 def rms(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
-    found = _normalised(node)
-    if found is None or parent(found[0], "Sub") is not None:
+    parts = _normalised(node)
+    if parts is None:
         return None
-    x, square_mean, epsilon = found
+    x, square_mean, epsilon = parts
+    # With a mean taken off it is a layer normalisation, or none of the two.
+    if parent(x, "Sub") is not None:
+        return None
     return _single("RMSNormalization", 23, node, x, _tail(square_mean), epsilon, tape, work)
 
 
@@ -45,11 +52,13 @@ def _single(
     where = f"{node.outputs[0].name} is a {op}"
     if work.opset < since:
         raise Declined(f"{where}, which opset {work.opset} doesn't have (it comes with {since})")
-    if x is None or x.dtype != ir.DataType.FLOAT:
-        raise Declined(f"{where} of type {x.dtype if x is not None else None}; the single operator sums in float32")
+    if x is None:
+        raise Declined(f"{where} of type None; the single operator sums in float32")
+    if x.dtype != ir.DataType.FLOAT:
+        raise Declined(f"{where} of type {x.dtype}; the single operator sums in float32")
     count = rank(x) or 0
-    sizes = [dim(x, i) for i in range(axis, count)]
-    shape = [s for s in sizes if isinstance(s, int)]
+    sizes = [dim(x, index) for index in range(axis, count)]
+    shape = [size for size in sizes if isinstance(size, int)]
     if len(shape) < len(sizes):
         raise Declined(f"{where} over axes of unknown size ({sizes})")
     only_within(node, x)
@@ -60,10 +69,13 @@ def _single(
 def _normalised(node: ir.Node) -> tuple[ir.Value, ir.Node, float] | None:
     """d, ReduceMean(d²) and epsilon, where the node is d / sqrt(mean(d²) + epsilon) in one of its spellings."""
     for d, root in _by_root(node):
-        square = plus_constant(root)
-        mean = parent(square[0], "ReduceMean") if square is not None else None
-        if square is not None and mean is not None and _is_square(mean.inputs[0], d):
-            return d, mean, square[1]
+        total = _plus_constant(root)
+        if total is None:
+            continue
+        square_mean, epsilon = total
+        mean = parent(square_mean, "ReduceMean")
+        if mean is not None and _is_square(mean.inputs[0], d):
+            return d, mean, epsilon
     return None
 
 
@@ -74,31 +86,47 @@ def _by_root(node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
     if a is None or b is None:
         return pairs
     if node.op_type == "Div":
-        root = parent(b, "Sqrt")
-        return [(a, root.inputs[0])] if root is not None and root.inputs[0] is not None else pairs
+        radicand = _under_root(b)
+        if radicand is not None:
+            pairs.append((a, radicand))
+        return pairs
     for d, inverse in ((a, b), (b, a)):
-        made = parent(inverse, "Reciprocal", "Pow", "Div")
-        if made is None:
-            continue
-        if made.op_type == "Pow":
-            inner = made.inputs[0] if scalar(made.inputs[1]) == -0.5 else None
-        elif made.op_type == "Div":
-            root = parent(made.inputs[1], "Sqrt") if scalar(made.inputs[0]) == 1.0 else None
-            inner = root.inputs[0] if root is not None else None
-        else:
-            root = parent(made.inputs[0], "Sqrt")
-            inner = root.inputs[0] if root is not None else None
-        if inner is not None:
-            pairs.append((d, inner))
+        radicand = _under_inverse_root(inverse)
+        if radicand is not None:
+            pairs.append((d, radicand))
     return pairs
 
 
-def plus_constant(value: ir.Value | None) -> tuple[ir.Value, float] | None:
+def _under_root(value: ir.Value | None) -> ir.Value | None:
+    """v, where the value is sqrt(v)."""
+    root = parent(value, "Sqrt")
+    if root is None:
+        return None
+    return root.inputs[0]
+
+
+def _under_inverse_root(value: ir.Value) -> ir.Value | None:
+    """v, where the value is 1 / sqrt(v) in one of its spellings."""
+    node = parent(value, "Reciprocal", "Pow", "Div")
+    if node is None:
+        return None
+    if node.op_type == "Reciprocal":
+        return _under_root(node.inputs[0])
+    if node.op_type == "Pow" and scalar(node.inputs[1]) == -0.5:
+        return node.inputs[0]
+    if node.op_type == "Div" and scalar(node.inputs[0]) == 1.0:
+        return _under_root(node.inputs[1])
+    return None
+
+
+def _plus_constant(value: ir.Value | None) -> tuple[ir.Value, float] | None:
     """x and c, where the value is x + c."""
     node = parent(value, "Add")
+    if node is None:
+        return None
     for side in (0, 1):
-        amount = scalar(node.inputs[1 - side]) if node is not None else None
-        x = node.inputs[side] if node is not None else None
+        x = node.inputs[side]
+        amount = scalar(node.inputs[1 - side])
         if amount is not None and x is not None:
             return x, amount
     return None
@@ -108,7 +136,9 @@ def _is_square(value: ir.Value | None, d: ir.Value) -> bool:
     node = parent(value, "Mul", "Pow")
     if node is None or node.inputs[0] is not d:
         return False
-    return node.inputs[1] is d if node.op_type == "Mul" else scalar(node.inputs[1]) == 2.0
+    if node.op_type == "Mul":
+        return node.inputs[1] is d
+    return scalar(node.inputs[1]) == 2.0
 
 
 def _tail(*means: ir.Node) -> int:
@@ -116,11 +146,14 @@ def _tail(*means: ir.Node) -> int:
     first: set[int] = set()
     for mean in means:
         count = rank(mean.inputs[0])
-        given = constant(mean.inputs[1]) if len(mean.inputs) > 1 else mean.attributes.get_ints("axes")
         name = mean.outputs[0].name
-        if count is None or given is None or not mean.attributes.get_int("keepdims", 1):
+        # From opset 18 on the axes are an input.
+        reduced: Iterable[int] | None = mean.attributes.get_ints("axes")
+        if len(mean.inputs) > 1:
+            reduced = constant(mean.inputs[1])
+        if count is None or reduced is None or not mean.attributes.get_int("keepdims", 1):
             raise Declined(f"the axes of ReduceMean {name} are not known, or not kept")
-        axes = sorted(int(a) % count for a in given)
+        axes = sorted(int(axis) % count for axis in reduced)
         if not axes or axes != list(range(axes[0], count)):
             raise Declined(f"ReduceMean {name} is over axes {axes} of {count}, not over the last ones")
         first.add(axes[0])
@@ -132,25 +165,32 @@ def _tail(*means: ir.Node) -> int:
 def affine(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """A constant scale or bias after a normalisation into its own."""
     for side in (0, 1):
-        norm, amount = parent(node.inputs[side], *NORMS), constant(node.inputs[1 - side])
-        scale = constant(norm.inputs[1]) if norm is not None else None
-        if norm is None or amount is None or scale is None:
+        norm = parent(node.inputs[side], *NORMS)
+        amount = constant(node.inputs[1 - side])
+        if norm is None or amount is None:
             continue
+        scale = constant(norm.inputs[1])
+        if scale is None:
+            continue
+        # RMSNormalization has a scale and no bias.
         if node.op_type == "Add" and norm.op_type == "RMSNormalization":
             return None
         sole(node.inputs[side], node)
-        if others := [o.name for o in norm.outputs[1:] if o.uses() or o.is_graph_output()]:
-            raise Declined(f"second output {others[0]} of {norm.op_type} {norm.outputs[0].name} is used")
-        if (count := rank(norm.inputs[0])) is None or amount.ndim > count:
-            raise Declined(f"constant {_name(node.inputs[1 - side])} of shape {amount.shape} adds dimensions")
-        return _scaled(node, norm, scale, _per_element(amount, scale, _name(node.inputs[1 - side])), tape)
+        refuse_other_outputs(norm)
+        name = name_of(node.inputs[1 - side])
+        count = rank(norm.inputs[0])
+        if count is None or amount.ndim > count:
+            raise Declined(f"constant {name} of shape {amount.shape} adds dimensions")
+        return _scaled(node, norm, scale, _per_element(amount, scale, name), tape)
     return None
 
 
 def _per_element(amount: Array, scale: Array, name: str | None) -> Array:
     """`amount` in the shape of the norm's own scale."""
     extra = max(amount.ndim - scale.ndim, 0)
-    inner = amount.reshape(amount.shape[extra:]) if set(amount.shape[:extra]) <= {1} else amount
+    inner = amount
+    if set(amount.shape[:extra]) <= {1}:
+        inner = amount.reshape(amount.shape[extra:])
     try:
         return np.broadcast_to(inner, scale.shape)
     except ValueError:
@@ -160,17 +200,21 @@ def _per_element(amount: Array, scale: Array, name: str | None) -> Array:
 
 
 def _scaled(node: ir.Node, norm: ir.Node, scale: Array, amount: Array, tape: Tape) -> ir.Value | None:
-    given = norm.inputs[2] if len(norm.inputs) > 2 else None
-    bias = constant(given)
-    if given is not None and bias is None:
-        raise Declined(f"bias {given.name} of {norm.outputs[0].name} is computed")
-    finite = np.isfinite(scale).all() and (bias is None or np.isfinite(bias).all())
+    bias_value = optional_input(norm, 2)
+    bias = constant(bias_value)
+    if bias_value is not None and bias is None:
+        raise Declined(f"bias {bias_value.name} of {norm.outputs[0].name} is computed")
+    was_finite = _all_finite(scale, bias)
     with np.errstate(over="ignore", invalid="ignore"):
         if node.op_type == "Mul":
-            scale, bias = scale * amount, None if bias is None else bias * amount
+            scale = scale * amount
+            if bias is not None:
+                bias = bias * amount
+        elif bias is None:
+            bias = amount
         else:
-            bias = amount if bias is None else bias + amount
-    if finite and not (np.isfinite(scale).all() and (bias is None or np.isfinite(bias).all())):
+            bias = bias + amount
+    if was_finite and not _all_finite(scale, bias):
         raise Declined(f"scale or bias of {norm.op_type} {norm.outputs[0].name} would overflow {scale.dtype}")
     stem = node.outputs[0].name
     inputs = [norm.inputs[0], tape.initializer(ir.tensor(np.ascontiguousarray(scale)), f"{stem}/scale")]
@@ -179,8 +223,8 @@ def _scaled(node: ir.Node, norm: ir.Node, scale: Array, amount: Array, tape: Tap
     return tape.op(norm.op_type, inputs, norm.attributes)
 
 
-def _name(value: ir.Value | None) -> str | None:
-    return value.name if value is not None else None
+def _all_finite(scale: Array, bias: Array | None) -> bool:
+    return bool(np.isfinite(scale).all()) and (bias is None or bool(np.isfinite(bias).all()))
 
 
 LAYER = on("layer-norm", "layer normalisation written out to LayerNormalization (opset 17)", ["Div", "Mul"], layer)

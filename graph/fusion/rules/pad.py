@@ -7,12 +7,13 @@ only go where nothing in the window is below 0.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import constant, parent, rank, scalar
+from layerline.graph.analysis.ir_queries import constant, optional_input, parent, rank, scalar
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, sole
@@ -23,6 +24,8 @@ _KEEPS_SIGN = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "Concat"
 
 @dataclass(frozen=True)
 class _Pad:
+    """A constant Pad: what it pads and with what, and how much along each spatial axis."""
+
     x: ir.Value
     value: float
     before: list[int]
@@ -53,8 +56,8 @@ def pool(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
         return _merged(node, pad, tape, {})
     if pad.value != 0 or work.opset < 7:
         raise Declined(f"Pad {pad.name} fills with {pad.value}, and {where} must go on counting it")
-    own = any(node.attributes.get_ints("pads", ()) or ())
-    if own and not node.attributes.get_int("count_include_pad", 0):
+    pads_itself = any(node.attributes.get_ints("pads", ()) or ())
+    if pads_itself and not node.attributes.get_int("count_include_pad", 0):
         raise Declined(f"{where} has padding of its own that it doesn't count")
     return _merged(node, pad, tape, {"count_include_pad": 1})
 
@@ -62,29 +65,42 @@ def pool(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
 def _refuse_fill(node: ir.Node, pad: _Pad, where: str) -> None:
     if pad.value == -math.inf:
         return
-    plain = all(d == 1 for d in node.attributes.get_ints("dilations", ()) or ())
-    if pad.value != 0 or not plain or not _at_least_zero(pad.x):
+    # A dilated window may lie on padding alone.
+    is_dilated = any(dilation != 1 for dilation in node.attributes.get_ints("dilations", ()) or ())
+    if pad.value != 0 or is_dilated or not _at_least_zero(pad.x):
         raise Declined(f"Pad {pad.name} fills with {pad.value}, {where} with -inf, and {pad.x.name} may be below")
 
 
 def _at_least_zero(value: ir.Value | None, depth: int = 6) -> bool:
-    node = value.producer() if value is not None else None
+    """Whether nothing in a value is below 0, as far as operators say so within `depth` steps."""
+    if value is None:
+        return False
+    node = value.producer()
     if node is None or node.domain != "" or depth == 0:
         return False
     if node.op_type in _AT_LEAST_ZERO:
         return True
     if node.op_type == "Clip":
         return all(end is not None and end >= 0 for end in _ends(node))
-    tensors = node.inputs if node.op_type == "Concat" else node.inputs[:1]
-    return node.op_type in _KEEPS_SIGN and all(_at_least_zero(v, depth - 1) for v in tensors)
+    if node.op_type not in _KEEPS_SIGN:
+        return False
+    tensors = node.inputs[:1]
+    if node.op_type == "Concat":
+        tensors = node.inputs
+    return all(_at_least_zero(tensor, depth - 1) for tensor in tensors)
 
 
 def _ends(clip: ir.Node) -> tuple[float | None, float | None]:
     """Both bounds of a Clip: the upper one wins where it is below the lower one; None for one that is computed."""
     if len(clip.inputs) == 1:
         return clip.attributes.get_float("min", -math.inf), clip.attributes.get_float("max", math.inf)
-    low, high = (*clip.inputs[1:], None)[:2]
-    return -math.inf if low is None else scalar(low), math.inf if high is None else scalar(high)
+    low: float | None = -math.inf
+    high: float | None = math.inf
+    if optional_input(clip, 1) is not None:
+        low = scalar(clip.inputs[1])
+    if optional_input(clip, 2) is not None:
+        high = scalar(clip.inputs[2])
+    return low, high
 
 
 def _before(node: ir.Node, opset: int) -> _Pad | None:
@@ -96,13 +112,16 @@ def _before(node: ir.Node, opset: int) -> _Pad | None:
     pad = parent(node.inputs[0], "Pad")
     if pad is None:
         return None
-    name, count = pad.outputs[0].name, rank(pad.inputs[0])
+    name = pad.outputs[0].name
+    count = rank(pad.inputs[0])
     amounts, value = _amounts(pad, opset, count)
     if pad.attributes.get_string("mode", "constant") != "constant":
         raise Declined(f"Pad {name} doesn't fill with a constant")
     if pad.inputs[0] is None or count is None or amounts is None or value is None:
         raise Declined(f"the amounts or the value of Pad {name} are computed")
-    before, after = amounts[:count], amounts[count:]
+    # All starts first, then all ends.
+    before = amounts[:count]
+    after = amounts[count:]
     if any(before[:2]) or any(after[:2]) or min(amounts) < 0:
         raise Declined(f"Pad {name} changes batch or channels, or cuts ({amounts})")
     if node.attributes.get_string("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
@@ -112,34 +131,45 @@ def _before(node: ir.Node, opset: int) -> _Pad | None:
 
 
 def _amounts(pad: ir.Node, opset: int, count: int | None) -> tuple[list[int] | None, float | None]:
+    """What a Pad adds at the start of every axis, then at every end, and what it fills with; None where computed."""
     if opset < 11:
-        given = pad.attributes.get_ints("pads") or pad.attributes.get_ints("paddings")
-        return (list(given) if given is not None else None), pad.attributes.get_float("value", 0.0)
+        # Opset 1 calls the attribute "paddings".
+        for name in ("pads", "paddings"):
+            attribute = list(pad.attributes.get_ints(name, ()) or ())
+            if attribute:
+                return attribute, pad.attributes.get_float("value", 0.0)
+        return None, pad.attributes.get_float("value", 0.0)
     pads = constant(pad.inputs[1])
-    value = scalar(pad.inputs[2]) if len(pad.inputs) > 2 and pad.inputs[2] is not None else 0.0
+    value: float | None = 0.0
+    if optional_input(pad, 2) is not None:
+        value = scalar(pad.inputs[2])
     if pads is None or count is None:
         return None, value
-    if len(pad.inputs) < 4 or pad.inputs[3] is None:
-        return [int(p) for p in pads], value
+    if optional_input(pad, 3) is None:
+        return [int(amount) for amount in pads], value
     axes = constant(pad.inputs[3])
     if axes is None:
         return None, value
-    full = [0] * (2 * count)
-    for index, axis in enumerate(int(a) % count for a in axes):
-        full[axis], full[axis + count] = int(pads[index]), int(pads[index + len(axes)])
-    return full, value
+    amounts = [0] * (2 * count)
+    for index, axis in enumerate(axes):
+        place = int(axis) % count
+        amounts[place] = int(pads[index])
+        amounts[place + count] = int(pads[index + len(axes)])
+    return amounts, value
 
 
 def _merged(node: ir.Node, pad: _Pad, tape: Tape, more: dict[str, int]) -> ir.Value:
     spatial = len(pad.before)
-    own = list(node.attributes.get_ints("pads", ()) or [0] * (2 * spatial))
-    pads = [a + b for a, b in zip(own, pad.before + pad.after, strict=True)]
-    kernel = node.attributes.get_ints("kernel_shape")
-    if node.op_type != "Conv" and (
-        kernel is None or any(p >= k for p, k in zip(pads, (*kernel, *kernel), strict=True))
-    ):
-        raise Declined(f"Pad {pad.name} is as wide as the window of {node.op_type} {node.outputs[0].name}")
-    attributes = {k: v for k, v in node.attributes.items() if k not in ("auto_pad", "pads", *more)}
+    own_pads = list(node.attributes.get_ints("pads", ()) or [0] * (2 * spatial))
+    pads = [own + added for own, added in zip(own_pads, pad.before + pad.after, strict=True)]
+    # A pooling window must never lie on padding alone; a Conv's may.
+    if node.op_type != "Conv":
+        kernel = node.attributes.get_ints("kernel_shape")
+        if kernel is None or any(map(operator.ge, pads, (*kernel, *kernel))):
+            raise Declined(f"Pad {pad.name} is as wide as the window of {node.op_type} {node.outputs[0].name}")
+    attributes = dict(node.attributes)
+    for name in ("auto_pad", "pads", *more):
+        attributes.pop(name, None)
     return tape.op(node.op_type, [pad.x, *node.inputs[1:]], {**attributes, "pads": pads, **more})
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import constant, consumers, dim, parent, rank, scalar
+from layerline.graph.analysis.ir_queries import constant, consumers, dim, optional_input, parent, scalar
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import Rule, on
@@ -24,14 +24,23 @@ def split(work: Rewriting) -> None:
 
 
 def _split(node: ir.Node, work: Rewriting) -> None:
-    name, lengths = node.outputs[0].name, _lengths(node)
+    name = node.outputs[0].name
+    lengths = _lengths(node)
     picks = consumers(node.outputs[0])
-    indices = [scalar(p.inputs[1]) if p.op_type == "SequenceAt" else None for p in picks]
-    if node.outputs[0].is_graph_output() or not picks or None in indices:
+    indices: list[float] = []
+    for pick in picks:
+        index = None
+        if pick.op_type == "SequenceAt":
+            index = scalar(pick.inputs[1])
+        if index is not None:
+            indices.append(index)
+    if node.outputs[0].is_graph_output() or not picks or len(indices) < len(picks):
         raise Declined(f"sequence {name} is used other than by picking fixed pieces")
-    if away := next((p for p in picks if p.graph is not node.graph), None):
-        raise Declined(f"piece {away.outputs[0].name} of sequence {name} is picked in the body of another node")
-    chosen = [int(i) % len(lengths) for i in indices if i is not None and -len(lengths) <= i < len(lengths)]
+    for pick in picks:
+        if pick.graph is not node.graph:
+            raise Declined(f"piece {pick.outputs[0].name} of sequence {name} is picked in the body of another node")
+    chosen = [int(index) % len(lengths) for index in indices if -len(lengths) <= index < len(lengths)]
+    # A Split gives each piece once, under one name.
     if len(chosen) < len(picks) or len(set(chosen)) < len(chosen):
         raise Declined(f"pieces {indices} of sequence {name} are not {len(picks)} different ones of {len(lengths)}")
     tape = Tape()
@@ -42,31 +51,35 @@ def _split(node: ir.Node, work: Rewriting) -> None:
     else:
         attributes = {"axis": axis, "split": lengths}
         pieces = tape.op_multi_out("Split", [node.inputs[0]], attributes, num_outputs=len(lengths))
-    work.swap(SPLIT.name, [(p.outputs[0], pieces[i]) for p, i in zip(picks, chosen, strict=True)], tape)
+    pairs = [(pick.outputs[0], pieces[index]) for pick, index in zip(picks, chosen, strict=True)]
+    work.swap(SPLIT.name, pairs, tape)
 
 
 def _lengths(node: ir.Node) -> list[int]:
-    name, count = node.outputs[0].name, rank(node.inputs[0])
-    axis: int = node.attributes.get_int("axis", 0)
-    keeps: int = node.attributes.get_int("keepdims", 1)
-    size = dim(node.inputs[0], axis if axis >= 0 or count is None else axis + count)
-    if len(node.inputs) < 2 or node.inputs[1] is None:
-        if not isinstance(size, int) or not keeps:
+    """The size of every piece along the axis that is split."""
+    name = node.outputs[0].name
+    size = dim(node.inputs[0], node.attributes.get_int("axis", 0))
+    if optional_input(node, 1) is None:
+        # keepdims counts only where the pieces have no lengths of their own.
+        keeps_axis: int = node.attributes.get_int("keepdims", 1)
+        if not isinstance(size, int) or not keeps_axis:
             raise Declined(f"the pieces of {name} can't be counted, or lose their axis")
         return [1] * size
-    given = constant(node.inputs[1])
-    if given is None or (given.ndim == 0 and not isinstance(size, int)):
+    lengths = constant(node.inputs[1])
+    if lengths is None:
         raise Declined(f"the pieces of {name} can't be counted")
-    if given.ndim:
-        return [int(g) for g in given]
-    assert isinstance(size, int)
-    step = int(given)
+    if lengths.ndim:
+        return [int(length) for length in lengths]
+    if not isinstance(size, int):
+        raise Declined(f"the pieces of {name} can't be counted")
+    step = int(lengths)
     return [min(step, size - start) for start in range(0, size, step)]
 
 
 def at(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """SequenceAt of a sequence that was just put together."""
-    made, index = parent(node.inputs[0], "SequenceConstruct"), scalar(node.inputs[1])
+    made = parent(node.inputs[0], "SequenceConstruct")
+    index = scalar(node.inputs[1])
     if made is None or index is None or not -len(made.inputs) <= index < len(made.inputs):
         return None
     return made.inputs[int(index)]

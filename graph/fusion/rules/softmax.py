@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import constant, parent, rank, scalar
+from layerline.graph.analysis.ir_queries import constant, name_of, parent, rank, scalar
 from layerline.graph.analysis.value_bounds import Bounds, bounds, of
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
@@ -20,11 +20,14 @@ SINCE = 13
 
 def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     """exp(x - max x) / sum exp(x - max x)."""
-    exp, total = parent(node.inputs[0], "Exp"), parent(node.inputs[1], "ReduceSum")
+    exp = parent(node.inputs[0], "Exp")
+    total = parent(node.inputs[1], "ReduceSum")
     if exp is None or total is None or total.inputs[0] is not exp.outputs[0]:
         return None
     shifted = parent(exp.inputs[0], "Sub")
-    top = parent(shifted.inputs[1], "ReduceMax") if shifted is not None else None
+    top: ir.Node | None = None
+    if shifted is not None:
+        top = parent(shifted.inputs[1], "ReduceMax")
     if shifted is None or top is None or top.inputs[0] is not shifted.inputs[0]:
         raise Declined(
             f"{node.outputs[0].name} doesn't take off the maximum, so Softmax would differ where exp overflows"
@@ -37,11 +40,15 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
 
 
 def _axis(node: ir.Node) -> int | None:
+    """The one axis that a reduction is over, from the front; None where it isn't one, or isn't kept."""
     count = rank(node.inputs[0])
-    given = constant(node.inputs[1]) if len(node.inputs) > 1 else np.array(node.attributes.get_ints("axes") or ())
-    if count is None or given is None or given.size != 1 or not node.attributes.get_int("keepdims", 1):
+    if len(node.inputs) > 1:
+        axes = constant(node.inputs[1])
+    else:
+        axes = np.array(node.attributes.get_ints("axes") or ())
+    if count is None or axes is None or axes.size != 1 or not node.attributes.get_int("keepdims", 1):
         return None
-    return int(given.item()) % count
+    return int(axes.item()) % count
 
 
 def guard(work: Rewriting) -> None:
@@ -51,15 +58,23 @@ def guard(work: Rewriting) -> None:
     NaN too when a score is NaN or a product has overflowed, so it goes only where neither can be (value_bounds.py).
     """
     for graph in work.graphs():
-        found: Bounds | None = None
+        magnitudes: Bounds | None = None
         for node in graph:
-            if node.op_type == "Where" and node.domain == "" and (softmax := _guarded(node)) is not None:
-                found = bounds(graph) if found is None else found
-                work.attempt(GUARD.name, node, partial(_unguarded, scores=softmax.inputs[0], found=found))
+            if node.op_type != "Where" or node.domain != "":
+                continue
+            softmax = _guarded(node)
+            if softmax is None:
+                continue
+            # Worked out at the first guard only: most graphs have none.
+            if magnitudes is None:
+                magnitudes = bounds(graph)
+            work.attempt(GUARD.name, node, partial(_unguarded, scores=softmax.inputs[0], magnitudes=magnitudes))
 
 
 def _guarded(node: ir.Node) -> ir.Node | None:
-    test, softmax = parent(node.inputs[0], "IsNaN"), parent(node.inputs[2], "Softmax")
+    """The Softmax, where the node replaces its NaN by 0."""
+    test = parent(node.inputs[0], "IsNaN")
+    softmax = parent(node.inputs[2], "Softmax")
     if test is None or softmax is None or test.inputs[0] is not node.inputs[2] or scalar(node.inputs[1]) != 0.0:
         return None
     return softmax
@@ -71,22 +86,24 @@ def _unguarded(
     work: Rewriting,  # noqa: ARG001
     *,
     scores: ir.Value | None,
-    found: Bounds,
+    magnitudes: Bounds,
 ) -> ir.Value | None:
-    if not math.isfinite(of(scores, found)):
-        name = scores.name if scores is not None else ""
-        raise Declined(f"scores {name} of {node.outputs[0].name} may be NaN or infinite: {_cause(scores, found)}")
+    if not math.isfinite(of(scores, magnitudes)):
+        name = name_of(scores) or ""
+        raise Declined(f"scores {name} of {node.outputs[0].name} may be NaN or infinite: {_cause(scores, magnitudes)}")
     return node.inputs[2]
 
 
-def _cause(value: ir.Value | None, found: Bounds) -> str:
+def _cause(value: ir.Value | None, magnitudes: Bounds) -> str:
     """The first value upwards that nothing bounds while all it is computed from is bounded; or an input."""
-    while value is not None and (node := value.producer()) is not None:
-        open_ = [v for v in node.inputs if v is not None and not math.isfinite(of(v, found))]
-        if not open_:
-            return f"{node.op_type} {value.name} is not bounded"
-        value = open_[0]
-    return f"{value.name if value is not None else 'a value'} can hold anything"
+    producer = value.producer() if value is not None else None
+    while value is not None and producer is not None:
+        unbounded = [v for v in producer.inputs if v is not None and not math.isfinite(of(v, magnitudes))]
+        if not unbounded:
+            return f"{producer.op_type} {value.name} is not bounded"
+        value = unbounded[0]
+        producer = value.producer()
+    return f"{name_of(value) or 'a value'} can hold anything"
 
 
 RULE = on("softmax", "softmax written out to Softmax (opset 13)", ["Div"], rewrite)

@@ -19,22 +19,30 @@ UNARY = frozenset(
     | {"LeakyRelu", "Log", "Mish", "Neg", "Not", "Reciprocal", "Relu", "Round", "Selu", "Sigmoid", "Sign", "Softplus"}
     | {"Softsign", "Sqrt", "Swish", "Tanh", "ThresholdedRelu"}
 )
+# How many operators up a Transpose is followed, which bounds the time of graphs that branch at each.
 DEPTH = 12
 
 
 def between(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Reshape, Transpose, Reshape: axes joined, moved and split again is a Transpose of the single axes."""
     middle = parent(node.inputs[0], "Transpose")
-    first = parent(middle.inputs[0], "Reshape") if middle is not None else None
-    perm = permutation(middle) if middle is not None else None
-    if middle is None or first is None or perm is None:
+    if middle is None:
         return None
-    before, joined, after = (sizes(v) for v in (first.inputs[0], first.outputs[0], node.outputs[0]))
-    groups = _groups(before, joined) if before is not None and joined is not None else None
-    if before is None or groups is None:
+    first = parent(middle.inputs[0], "Reshape")
+    perm = permutation(middle)
+    if first is None or perm is None:
         return None
-    order = [axis for group in perm for axis in groups[group]]
-    if tuple(before[axis] for axis in order) != after:
+    before = sizes(first.inputs[0])
+    joined = sizes(first.outputs[0])
+    if before is None or joined is None:
+        return None
+    groups = _groups(before, joined)
+    if groups is None:
+        return None
+    order: list[int] = []
+    for group in perm:
+        order += groups[group]
+    if tuple(before[axis] for axis in order) != sizes(node.outputs[0]):
         return None
     sole(node.inputs[0], node)
     sole(middle.inputs[0], middle)
@@ -47,13 +55,19 @@ def _groups(single: Sequence[Size], joined: Sequence[Size]) -> list[list[int]] |
     axis = 0
     for size in joined:
         group: list[int] = []
-        while axis < len(single) and (not group or product(single[a] for a in group) != size):
+        while axis < len(single) and (not group or _joined_size(single, group) != size):
             group.append(axis)
             axis += 1
-        if product(single[a] for a in group) != size:
+        if _joined_size(single, group) != size:
             return None
         groups.append(group)
-    return groups if axis == len(single) else None
+    if axis < len(single):
+        return None
+    return groups
+
+
+def _joined_size(single: Sequence[Size], group: Sequence[int]) -> Size:
+    return product(single[axis] for axis in group)
 
 
 def cancel(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
@@ -86,11 +100,23 @@ def _gain(value: ir.Value, perm: tuple[int, ...], reader: ir.Node, depth: int) -
         return None
     if node.op_type == "Transpose" and node.domain == "":
         first = permutation(node)
-        return 1 if first is not None and [first[p] for p in perm] == list(range(len(perm))) else None
+        if first is None or [first[axis] for axis in perm] != list(range(len(perm))):
+            return None
+        return 1
     if not _is_elementwise(node):
         return None
-    gains = [_gain(v, perm, node, depth - 1) for v in _tensors(node) if v is not None]
-    return None if None in gains or not any(gains) else sum(g for g in gains if g is not None)
+    total = 0
+    for tensor in _tensors(node):
+        if tensor is None:
+            continue
+        gain = _gain(tensor, perm, node, depth - 1)
+        if gain is None:
+            return None
+        total += gain
+    # Of constants alone nothing cancels.
+    if total == 0:
+        return None
+    return total
 
 
 def _is_small(value: ir.Value, perm: tuple[int, ...]) -> bool:
@@ -100,8 +126,10 @@ def _is_small(value: ir.Value, perm: tuple[int, ...]) -> bool:
 
 
 def _tensors(node: ir.Node) -> Sequence[ir.Value | None]:
-    # The bounds of Clip are scalars beside the point.
-    return node.inputs[:1] if node.op_type == "Clip" else node.inputs
+    # The bounds of Clip are scalars, which have no axes to move.
+    if node.op_type == "Clip":
+        return node.inputs[:1]
+    return node.inputs
 
 
 def _pulled(value: ir.Value, perm: tuple[int, ...], tape: Tape, work: Rewriting) -> ir.Value:
@@ -116,19 +144,27 @@ def _pulled(value: ir.Value, perm: tuple[int, ...], tape: Tape, work: Rewriting)
     if node.op_type == "Transpose":
         assert node.inputs[0] is not None
         return node.inputs[0]
-    turned = [_pulled(v, perm, tape, work) if v is not None else None for v in _tensors(node)]
-    return tape.op(node.op_type, [*turned, *node.inputs[len(turned) :]], node.attributes)
+    inputs = list(node.inputs)
+    for index, tensor in enumerate(_tensors(node)):
+        if tensor is not None:
+            inputs[index] = _pulled(tensor, perm, tape, work)
+    return tape.op(node.op_type, inputs, node.attributes)
 
 
 def into_gemm(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Gemm transposes its factors itself."""
     flags = {"transA": node.attributes.get_int("transA", 0), "transB": node.attributes.get_int("transB", 0)}
-    inputs, changed = list(node.inputs), False
+    inputs = list(node.inputs)
+    changed = False
     for index, flag in enumerate(flags):
-        turned = parent(node.inputs[index], "Transpose")
-        if turned is not None and permutation(turned) == (1, 0):
-            inputs[index], flags[flag], changed = turned.inputs[0], 1 - flags[flag], True
-    return tape.op("Gemm", inputs, {**node.attributes, **flags}) if changed else None
+        transpose = parent(node.inputs[index], "Transpose")
+        if transpose is not None and permutation(transpose) == (1, 0):
+            inputs[index] = transpose.inputs[0]
+            flags[flag] = 1 - flags[flag]
+            changed = True
+    if not changed:
+        return None
+    return tape.op("Gemm", inputs, {**node.attributes, **flags})
 
 
 BETWEEN = on("reshape-transpose", "Reshape, Transpose, Reshape to one Transpose", ["Reshape"], between)
