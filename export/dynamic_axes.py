@@ -12,18 +12,10 @@ import torch
 
 from layerline.backends.base import Array, Feed
 from layerline.export.probe_files import resized
+from layerline.export.signature import DeclaredDim
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.inputs.untrusted import is_number
 from layerline.pipeline.nearest import did_you_mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """Sizes that a dynamic axis takes, both ends included, multiples of `multiple`; None where not declared."""
-
-    min: int | None = None
-    max: int | None = None
-    multiple: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,60 +28,65 @@ class Axes:
     """
 
     names: Mapping[tuple[str, int], str]
-    bounds: Mapping[str, Bounds]
+    bounds: Mapping[str, DeclaredDim]
 
     def places(self, name: str) -> list[tuple[str, int]]:
         """Where the axis of that name is: (input, axis)."""
-        return [place for place, known in self.names.items() if known == name]
+        return [place for place, axis_name in self.names.items() if axis_name == name]
 
     def size(self, feed: Feed, name: str) -> int:
         """Its size in a feed."""
-        given, axis = self.places(name)[0]
-        return int(feed[given].shape[axis])
+        input_name, axis = self.places(name)[0]
+        return int(feed[input_name].shape[axis])
 
     def resized(self, feed: Feed, sizes: Mapping[str, int]) -> dict[str, Array]:
         """The feed with other sizes of the named axes."""
         out = dict(feed)
-        for (given, axis), name in self.names.items():
-            if name in sizes and out[given].shape[axis] != sizes[name]:
-                out[given] = resized(out[given], axis, sizes[name])
+        for (input_name, axis), name in self.names.items():
+            if name in sizes and out[input_name].shape[axis] != sizes[name]:
+                out[input_name] = resized(out[input_name], axis, sizes[name])
         return out
 
     def grown(self, feed: Feed) -> dict[str, Array]:
         """The feed with at least two steps along every dynamic axis: tracing takes a size of one for a constant."""
-        small = {n: 2 * b.multiple for n, b in self.bounds.items() if self.size(feed, n) < 2 * b.multiple}
-        return self.resized(feed, small)
+        larger: dict[str, int] = {}
+        for name, bound in self.bounds.items():
+            if self.size(feed, name) < 2 * bound.step:
+                larger[name] = 2 * bound.step
+        return self.resized(feed, larger)
 
     def specs(self) -> dict[str, dict[int, Any]]:
         """What the exporter is told, by input name and axis."""
-        steps = {n: torch.export.Dim(f"_{n}") for n, b in self.bounds.items() if b.multiple > 1}
-        out: dict[str, dict[int, Any]] = {}
-        for (given, axis), name in self.names.items():
-            step = steps.get(name)
-            out.setdefault(given, {})[axis] = (
-                torch.export.Dim.DYNAMIC if step is None else self.bounds[name].multiple * step
-            )
-        return out
+        by_name: dict[str, Any] = {}
+        for name, bound in self.bounds.items():
+            by_name[name] = torch.export.Dim.DYNAMIC
+            if bound.step > 1:
+                # A derived dimension: torch's own symbol counts the steps.
+                by_name[name] = bound.step * torch.export.Dim(f"_{name}")
+        specs: dict[str, dict[int, Any]] = {}
+        for (input_name, axis), name in self.names.items():
+            specs.setdefault(input_name, {})[axis] = by_name[name]
+        return specs
 
 
-def declare(feed: Feed, declared: Mapping[str, Mapping[int, tuple[str, Bounds]]]) -> Axes:
+def declare(feed: Feed, declared: Mapping[str, Mapping[int, tuple[str, DeclaredDim]]]) -> Axes:
     """Checks a declaration (by input name, axis: name and bounds) against the example.
 
     Raises:
         ConfigError: an unknown input, an axis that the input has not, bounds that contradict each other or the example.
     """
     names: dict[tuple[str, int], str] = {}
-    bounds: dict[str, Bounds] = {}
-    for given, axes in declared.items():
-        if given not in feed:
-            hint = f"{did_you_mean(given, feed)} the model takes {', '.join(feed)}"
-            raise ConfigError(f"unknown input {given!r}", where=f"dynamic.{given}", hint=hint.lstrip())
-        rank = feed[given].ndim
+    bounds: dict[str, DeclaredDim] = {}
+    for input_name, axes in declared.items():
+        if input_name not in feed:
+            hint = f"{did_you_mean(input_name, feed)} the model takes {', '.join(feed)}"
+            raise ConfigError(f"unknown input {input_name!r}", where=f"dynamic.{input_name}", hint=hint.lstrip())
+        rank = feed[input_name].ndim
         for axis, (name, bound) in axes.items():
-            where = f"dynamic.{given}.{axis}"
+            where = f"dynamic.{input_name}.{axis}"
             if not -rank <= axis < rank:
-                raise ConfigError(f"input {given!r} has {rank} axes, there is no axis {axis}", where=where)
-            names[given, axis % rank] = name
+                raise ConfigError(f"input {input_name!r} has {rank} axes, there is no axis {axis}", where=where)
+            names[input_name, axis % rank] = name
             bounds[name] = _merged(bounds.get(name), bound, where)
     out = Axes(names=names, bounds=bounds)
     for name, bound in bounds.items():
@@ -97,35 +94,39 @@ def declare(feed: Feed, declared: Mapping[str, Mapping[int, tuple[str, Bounds]]]
     return out
 
 
-def _merged(known: Bounds | None, new: Bounds, where: str) -> Bounds:
-    """The bounds of a tied axis may be told at any of its places, but not in two ways."""
-    if known is None or known == Bounds():
+def _merged(previous: DeclaredDim | None, new: DeclaredDim, where: str) -> DeclaredDim:
+    """The bounds of a tied axis. They may be declared at any of its places, but not in two ways."""
+    if previous is None or previous.is_open:
         return new
-    if new not in (known, Bounds()):
-        raise ConfigError(f"the axis is tied to another with other bounds: {known} and {new}", where=where)
-    return known
+    if not new.is_open and new != previous:
+        raise ConfigError(f"the axis is tied to another with other bounds: {previous} and {new}", where=where)
+    return previous
 
 
-def _check(axes: Axes, feed: Feed, name: str, bound: Bounds) -> None:
-    place = axes.places(name)[0]
-    where = f"dynamic.{place[0]}.{place[1]}"
-    seen = {feed[given].shape[axis] for given, axis in axes.places(name)}
-    if len(seen) > 1:
-        raise ConfigError(f"{name!r} ties axes whose sizes in the example differ: {sorted(seen)}", where=where)
-    size, low, high = seen.pop(), bound.min, bound.max
-    if (
-        bound.multiple < 1
-        or (low is not None and low < 1)
-        or (high is not None and high < max(low or 1, 2 * bound.multiple))
-    ):
+def _check(axes: Axes, feed: Feed, name: str, bound: DeclaredDim) -> None:
+    input_name, first_axis = axes.places(name)[0]
+    where = f"dynamic.{input_name}.{first_axis}"
+    sizes = {feed[place].shape[axis] for place, axis in axes.places(name)}
+    if len(sizes) > 1:
+        raise ConfigError(f"{name!r} ties axes whose sizes in the example differ: {sorted(sizes)}", where=where)
+    size = sizes.pop()
+    low = 1 if bound.min is None else bound.min
+    multiple = 1 if bound.multiple is None else bound.multiple
+    # Two multiples at least: an axis with one size is fixed.
+    leaves_nothing = bound.max is not None and bound.max < max(low, 2 * multiple)
+    if low < 1 or multiple < 1 or leaves_nothing:
         raise ConfigError(
-            f"bounds of {name!r} leave nothing to vary: min {low}, max {high}, multiple {bound.multiple}",
+            f"bounds of {name!r} leave nothing to vary: min {bound.min}, max {bound.max}, multiple {multiple}",
             where=where,
             hint="a dynamic axis needs 1 <= min <= max and room for two multiples; leave a fixed axis out",
         )
-    if size % bound.multiple or size < (low or 1) or (high is not None and size > high):
-        told = ", ".join(f"{k} {v}" for k, v in (("min", low), ("max", high), ("multiple", bound.multiple)) if v)
-        raise ConfigError(f"the example's size {size} of {name!r} is outside of what is declared: {told}", where=where)
+    above = bound.max is not None and size > bound.max
+    if size % multiple or size < low or above:
+        limits = {"min": bound.min, "max": bound.max, "multiple": multiple}
+        declared = ", ".join(f"{key} {limit}" for key, limit in limits.items() if limit)
+        raise ConfigError(
+            f"the example's size {size} of {name!r} is outside its declared bounds: {declared}", where=where
+        )
 
 
 def write(model: onnx.ModelProto, axes: Axes) -> None:
@@ -135,21 +136,21 @@ def write(model: onnx.ModelProto, axes: Axes) -> None:
         StageError: an axis that was declared dynamic is fixed in the graph, or two names are one size in it.
     """
     symbols: dict[str, str] = {}
-    for given in model.graph.input:
-        for axis, dim in enumerate(given.type.tensor_type.shape.dim):
-            name = axes.names.get((given.name, axis))
+    for value in model.graph.input:
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            name = axes.names.get((value.name, axis))
             if name is None:
                 continue
             symbol = dim.dim_param
             if not symbol or is_number(symbol):
-                raise baked(given.name, axis, name, symbol or str(dim.dim_value))
+                raise baked(value.name, axis, name, symbol or str(dim.dim_value))
             if symbols.setdefault(symbol, name) != name:
                 raise StageError(
                     f"the model needs {symbols[symbol]!r} and {name!r} to be the same size",
-                    where=f"input {given.name}, axis {axis}",
+                    where=f"input {value.name}, axis {axis}",
                     hint="give both the same name in `dynamic`",
                 )
-            symbols |= _step(symbol, name, axes.bounds[name].multiple)
+            symbols |= _step(symbol, name, axes.bounds[name].step)
     for item in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         for dim in item.type.tensor_type.shape.dim:
             _rename(dim, symbols)
@@ -162,26 +163,39 @@ def settle(model: onnx.ModelProto, axes: Axes, runs: Iterable[tuple[Feed, Feed]]
         runs: (feed, outputs by name), the axes varied.
     """
     runs = list(runs)
-    sizes = {name: [axes.size(feed, name) for feed, _ in runs] for name in axes.bounds}
+    sizes_by_name = {name: [axes.size(feed, name) for feed, _ in runs] for name in axes.bounds}
     for output in model.graph.output:
         shape = output.type.tensor_type.shape
-        seen = [found[output.name].shape for _, found in runs]
-        if len(shape.dim) != len(seen[0]):
+        shapes = [outputs[output.name].shape for _, outputs in runs]
+        if len(shape.dim) != len(shapes[0]):
             del shape.dim[:]
-            shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in seen[0])
+            shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in shapes[0])
         for axis, dim in enumerate(shape.dim):
-            column = [s[axis] for s in seen]
-            if len(set(column)) > 1 and not dim.dim_param:
-                dim.dim_param = next((n for n, known in sizes.items() if known == column), f"{output.name}_{axis}")
-            elif len(set(column)) == 1 and not dim.dim_param:
-                dim.dim_value = column[0]
+            if dim.dim_param:
+                continue
+            sizes = [shape[axis] for shape in shapes]
+            if len(set(sizes)) == 1:
+                dim.dim_value = sizes[0]
+            else:
+                dim.dim_param = _axis_of_sizes(sizes_by_name, sizes) or f"{output.name}_{axis}"
 
 
-def baked(given: str, axis: int, name: str, size: str, line: str = "") -> StageError:
-    """The error for a declared axis that tracing has fixed, at `line` where that is known."""
+def _axis_of_sizes(sizes_by_name: Mapping[str, list[int]], sizes: list[int]) -> str:
+    """The axis that had these sizes over the runs; empty where none did."""
+    for name, axis_sizes in sizes_by_name.items():
+        if axis_sizes == sizes:
+            return name
+    return ""
+
+
+def baked(input_name: str, axis: int, name: str, size: str, line: str = "") -> StageError:
+    """The error for a declared axis that tracing has fixed, at `line` if that is known."""
+    where = f"input {input_name}, axis {axis}"
+    if line:
+        where += f" ({line})"
     return StageError(
         f"the axis was declared dynamic ({name}), but the traced model has it fixed at {size}",
-        where=f"input {given}, axis {axis}" + (f" ({line})" if line else ""),
+        where=where,
         hint="something in forward() turns this size into a plain number (int(x.shape[…]), a buffer or state of that "
         "size, a Python loop over it); take it from the input's shape, or leave the axis out of `dynamic`",
     )
@@ -190,7 +204,9 @@ def baked(given: str, axis: int, name: str, size: str, line: str = "") -> StageE
 def _step(symbol: str, name: str, multiple: int) -> dict[str, str]:
     """With `4*_h` called h, what the graph calls `_h` is h/4."""
     inner = re.fullmatch(rf"{multiple}\*(\w+)", symbol)
-    return {inner[1]: f"{name}//{multiple}"} if inner and multiple > 1 else {}
+    if inner is None or multiple == 1:
+        return {}
+    return {inner[1]: f"{name}//{multiple}"}
 
 
 def _rename(dim: onnx.TensorShapeProto.Dimension, symbols: Mapping[str, str]) -> None:
@@ -200,4 +216,5 @@ def _rename(dim: onnx.TensorShapeProto.Dimension, symbols: Mapping[str, str]) ->
     elif text in symbols:
         dim.dim_param = symbols[text]
     elif text:
-        dim.dim_param = re.sub(r"[A-Za-z_]\w*", lambda m: symbols.get(m[0], m[0]), text)
+        # A formula over the names, such as `2*s3 + 1`.
+        dim.dim_param = re.sub(r"[A-Za-z_]\w*", lambda name: symbols.get(name[0], name[0]), text)

@@ -1,4 +1,4 @@
-"""What an exporter's exception means: which module, which line, which construct, and what to change."""
+"""Explains an exception of torch's exporter: the module, the line, the construct, and what to change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import onnx
 from torch import fx, nn
@@ -23,12 +23,12 @@ from layerline.graph.io.module_identity import innermost, source
 from layerline.pipeline.errors import StageError
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# How the various checks of torch.export name an axis.
+# The two ways in which torch.export names an axis: L['x'].size()[0] and inputs['x'].shape[0].
 _AXIS = re.compile(r"(?:L\['(\w+)'\]((?:\[[^\]]+\])*)\.size\(\)\[(\d+)\]|inputs((?:\['?\w+'?\])+)\.shape\[(\d+)\])")
 _FIXED = re.compile(r"(?:to be a constant|a static shape of) \(?(\d+)\)?")
 
 _VALUE = "make it a tensor operation (torch.where, masking, torch.cond), or compute it outside of the model"
-# What the exception says -> (construct, what to change). First match wins.
+# (pattern in the exception's text, construct, what to change); the first match wins.
 _CONSTRUCTS = (
     (r"data-dependent|specialized integer|GuardOnDataDependentSymNode",
      "Python control flow (if, while, assert) depends on a tensor's value", _VALUE),
@@ -37,6 +37,7 @@ _CONSTRUCTS = (
     (r"attributes? .*(?:assigned|mutated)|was assigned during export",
      "forward() assigns a tensor to an attribute of the module", "keep no state: make it an input and an output"),
 )  # fmt: skip
+_UNEXPLAINED = "change what forward() does there; --debug shows the whole traceback"
 _NUMPY = re.compile(r"\.numpy\(|\b(?:np|numpy)\.\w+(?:\.\w+)*\(")
 _TO_NUMBER = re.compile(r"\.item\(|\.tolist\(|\b(?:int|float|bool|range)\(")
 
@@ -44,67 +45,92 @@ _TO_NUMBER = re.compile(r"\.item\(|\.tolist\(|\b(?:int|float|bool|range)\(")
 def blame(error: BaseException, call: Call, axes: Axes, root: Path) -> StageError:
     """The exporter's exception as one that names module, line and construct."""
     chain = list(_chain(error))
-    text = _COLOURS.sub("", "\n".join(f"{type(e).__name__}: {e}" for e in chain))
-    frames = [f for e in chain for f in traceback.walk_tb(e.__traceback__)]
-    if fixed := _fixed_axis(text, axes, _fixing_line([f for f, _ in frames], root)):
+    text = _COLOURS.sub("", "\n".join(f"{type(link).__name__}: {link}" for link in chain))
+    frames: list[tuple[FrameType, int]] = []
+    for link in chain:
+        frames += traceback.walk_tb(link.__traceback__)
+    fixed = _fixed_axis(text, axes, _fixing_line([frame for frame, _ in frames], root))
+    if fixed is not None:
         return fixed
-    node = next((v for f, _ in reversed(frames) if isinstance(v := f.f_locals.get("node"), fx.Node)), None)
+    node = _node_in_conversion([frame for frame, _ in frames])
     if "ConversionError" in text and node is not None:
         return _no_operator(node, chain, root)
+    # The text names the user's stack where torch traced; the traceback only where forward() itself ran.
     places = _user_frames(text)
-    places = places if innermost(places) else [(f.f_code.co_filename, n) for f, n in frames]
+    if not innermost(places):
+        places = [(frame.f_code.co_filename, line) for frame, line in frames]
     where = _where(_innermost(call.module, error), source(places, root))
     for pattern, construct, change in _CONSTRUCTS:
         if re.search(pattern, text, re.IGNORECASE):
-            if change is _VALUE and _TO_NUMBER.search(linecache.getline(*(innermost(places) or ("", 0)))):
+            file, line = innermost(places) or ("", 0)
+            if change is _VALUE and _TO_NUMBER.search(linecache.getline(file, line)):
                 construct = "a tensor's value becomes a Python number (.item(), int(), float(), .tolist())"
             return StageError(f"the exporter can't follow this: {construct}", where=where, hint=change)
-    last = chain[-1]
-    first = next((t for t in _COLOURS.sub("", str(last)).splitlines() if t.strip()), "no message")
     return StageError(
-        f"the exporter failed: {type(last).__name__}: {first}",
-        where=where,
-        hint="change what forward() does there; --debug shows the whole traceback",
+        f"the exporter failed: {type(chain[-1]).__name__}: {_first_line(chain[-1])}", where=where, hint=_UNEXPLAINED
     )
+
+
+def _node_in_conversion(frames: Sequence[FrameType]) -> fx.Node | None:
+    """The node of the program that the exporter was converting, from its innermost frame that has one."""
+    for frame in reversed(frames):
+        node = frame.f_locals.get("node")
+        if isinstance(node, fx.Node):
+            return node
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    for line in _COLOURS.sub("", str(error)).splitlines():
+        if line.strip():
+            return line
+    return "no message"
 
 
 def refused(model: onnx.ModelProto, error: StageError) -> StageError:
     """onnxruntime's complaint about an exported model, with the module and line of the node that it names."""
     words = set(re.findall(r"[\w./-]+", error.what))
-    node = next((n for g in onnx_files.graphs(model) for n in g.node if n.name and n.name in words), None)
-    if node is None:
-        return error
-    known = {p.key: p.value for p in node.metadata_props}
-    where, hint = _where(known.get(MODULE, ""), known.get(SOURCE, "")), error.hint
+    for graph in onnx_files.graphs(model):
+        for node in graph.node:
+            if node.name and node.name in words:
+                return _refused_at(node, error)
+    return error
+
+
+def _refused_at(node: onnx.NodeProto, error: StageError) -> StageError:
+    metadata = {prop.key: prop.value for prop in node.metadata_props}
+    hint = error.hint
     if "Could not find an implementation" in error.what:
         hint = (
             f"onnxruntime has no {node.op_type} for these types: compute in float32 there (.float()); half precision "
+            "is for quantize to choose"
         )
-        hint += "is for quantize to choose"
-    return StageError(error.what, where=where, hint=hint)
+    return StageError(error.what, where=_where(metadata.get(MODULE, ""), metadata.get(SOURCE, "")), hint=hint)
 
 
 def dropped(program: ExportedProgram, root: Path) -> StageError | None:
     """The error for an operator that still drops values at random (Dropout in training mode); None where none does."""
-    found = dropout(program)
-    return found and StageError(
-        f"{found[0].target} drops values at random (p={found[1]}): it is in training mode",
-        where=_origin(found[0], root),
+    node_and_share = dropout(program)
+    if node_and_share is None:
+        return None
+    node, share = node_and_share
+    return StageError(
+        f"{node.target} drops values at random (p={share}): it is in training mode",
+        where=_origin(node, root),
         hint="use nn.Dropout, which eval() switches off, or pass training=self.training",
     )
 
 
 def unrolled(error: StageError, module: nn.Module) -> StageError:
     """An axis that came out fixed where the module has an nn.RNN: the exporter writes one step after the other."""
-    path = next((n for n, m in module.named_modules() if type(m) is nn.RNN), None)
-    if path is None or "has it fixed at" not in error.what:
+    if "has it fixed at" not in error.what:
         return error
-    return StageError(
-        error.what,
-        where=error.where,
-        hint=f"torch's exporter unrolls nn.RNN (module {path or 'model'}) over the example's length: take nn.LSTM or "
-        "nn.GRU, which it keeps as one operator, or leave that axis out of `dynamic`",
-    )
+    for path, inner in module.named_modules():
+        if type(inner) is nn.RNN:
+            hint = f"torch's exporter unrolls nn.RNN (module {path or 'model'}) over the example's length: use nn.LSTM "
+            hint += "or nn.GRU, which it keeps as one operator, or leave that axis out of `dynamic`"
+            return StageError(error.what, where=error.where, hint=hint)
+    return error
 
 
 def _fixed_axis(text: str, axes: Axes, line: str) -> StageError | None:
@@ -112,90 +138,107 @@ def _fixed_axis(text: str, axes: Axes, line: str) -> StageError | None:
     if not re.search("specialized it|static shape|Constraints violated", text):
         return None
     size = _FIXED.search(text)
-    places = {_place(found) for found in _AXIS.finditer(text)}
-    # A derived axis (4*_h) is told by its own name.
-    places |= {axes.places(n)[0] for n, b in axes.bounds.items() if b.multiple > 1 and re.search(rf"\b_{n}\b", text)}
-    for given, axis in sorted(places & axes.names.keys()):
-        return axis_names.baked(given, axis, axes.names[given, axis], size[1] if size else "one size", line)
+    size_text = size[1] if size else "one size"
+    places = {_place(match) for match in _AXIS.finditer(text)}
+    for name, bound in axes.bounds.items():
+        # A derived axis (4*_h) is named by its own symbol.
+        if bound.step > 1 and re.search(rf"\b_{name}\b", text):
+            places.add(axes.places(name)[0])
+    for input_name, axis in sorted(places & axes.names.keys()):
+        return axis_names.baked(input_name, axis, axes.names[input_name, axis], size_text, line)
     return None
 
 
 def place(source: str) -> tuple[str, int] | None:
-    """Input and axis of a size as torch.export tells it: `L['x'].size()[1]`."""
-    found = _AXIS.search(source)
-    return _place(found) if found else None
+    """Input and axis of a size as torch.export names it: `L['x'].size()[1]`."""
+    match = _AXIS.search(source)
+    if match is None:
+        return None
+    return _place(match)
 
 
-def _place(found: re.Match[str]) -> tuple[str, int]:
-    path = f"['{found[1]}']{found[2]}" if found[1] else found[4]
-    return "_".join(re.findall(r"\w+", path)), int(found[3] or found[5])
+def _place(match: re.Match[str]) -> tuple[str, int]:
+    local, local_keys, local_axis, input_path, input_axis = match.groups()
+    path = f"['{local}']{local_keys}" if local else input_path
+    return "_".join(re.findall(r"\w+", path)), int(local_axis or input_axis)
 
 
 def _fixing_line(frames: Sequence[FrameType], root: Path) -> str:
-    """Where a size became a constant, from the notes of torch's shape environment; empty where that is inside torch."""
-    environment = next((e for f in frames if (e := f.f_locals.get("shape_env")) is not None), None)
-    for symbol, told in getattr(environment, "var_to_range_sloc", {}).items():
-        known = environment.var_to_range.get(symbol) if environment is not None else None
-        frame = getattr(told.upper, "framework_loc", None)
-        if known is not None and known.lower == known.upper and frame is not None:
-            return source([(frame.filename, frame.lineno)], root)
+    """Where a size became a constant, from the notes of torch's shape environment; empty if that is inside torch."""
+    environment = None
+    for frame in frames:
+        environment = frame.f_locals.get("shape_env")
+        if environment is not None:
+            break
+    for symbol, locations in getattr(environment, "var_to_range_sloc", {}).items():
+        bounds = environment.var_to_range.get(symbol) if environment is not None else None
+        location = getattr(locations.upper, "framework_loc", None)
+        if bounds is not None and bounds.lower == bounds.upper and location is not None:
+            return source([(location.filename, location.lineno)], root)
     return ""
 
 
 def _no_operator(node: fx.Node, chain: Sequence[BaseException], root: Path) -> StageError:
-    numpy = next((n for n in _behind(node) if _NUMPY.search(str(n.meta.get("stack_trace") or ""))), None)
-    if numpy is not None:
-        # What torch makes of numpy's functions is what the exporter stumbles over; nobody wrote it.
+    """The error for a node that the exporter can't convert."""
+    for source_node in _behind(node):
+        if _NUMPY.search(str(source_node.meta.get("stack_trace") or "")):
+            # torch turns numpy's functions into operators that the user never wrote.
+            return StageError(
+                f"the exporter can't follow this: a tensor is turned into a numpy array, and {node.target} of that has "
+                "no counterpart in ONNX",
+                where=_origin(source_node, root),
+                hint="stay in torch: numpy is not traced",
+            )
+    if not any("No ONNX function found" in str(link) for link in chain):
+        # There is a counterpart, and writing it failed: torch's own words explain it best.
         return StageError(
-            f"the exporter can't follow this: a tensor is turned into a numpy array, and {node.target} of that has no "
-            "counterpart in ONNX", where=_origin(numpy, root), hint="stay in torch: numpy is not traced",
-        )  # fmt: skip
-    if not any("No ONNX function found" in str(e) for e in chain):
-        # There is a counterpart, and writing it failed: in torch's own words.
-        first = next((t for t in _COLOURS.sub("", str(chain[-1])).splitlines() if t.strip()), "no message")
-        return StageError(
-            f"the exporter could not convert {node.target}: {type(chain[-1]).__name__}: {first}",
-            where=_origin(node, root), hint="change what forward() does there; --debug shows the whole traceback",
-        )  # fmt: skip
+            f"the exporter could not convert {node.target}: {type(chain[-1]).__name__}: {_first_line(chain[-1])}",
+            where=_origin(node, root),
+            hint=_UNEXPLAINED,
+        )
     return StageError(
-        f"{node.target} has no counterpart in ONNX", where=_origin(node, root),
+        f"{node.target} has no counterpart in ONNX",
+        where=_origin(node, root),
         hint="write it with operators that ONNX has, or compute it outside of the model",
-    )  # fmt: skip
+    )
 
 
 def _behind(node: fx.Node) -> list[fx.Node]:
     """The node and all that it is computed from, in the graph's order."""
-    found = {node}
-    for n in reversed(node.graph.nodes):
-        if n in found:
-            found.update(n.all_input_nodes)
-    return [n for n in node.graph.nodes if n in found]
+    needed = {node}
+    for candidate in reversed(node.graph.nodes):
+        if candidate in needed:
+            needed.update(candidate.all_input_nodes)
+    return [candidate for candidate in node.graph.nodes if candidate in needed]
 
 
 def _origin(node: fx.Node, root: Path) -> str:
     stack = node.meta.get("nn_module_stack") or {}
-    module = next(reversed(stack.values()))[0] if stack else ""
+    module = ""
+    if stack:
+        module, _ = next(reversed(stack.values()))
     return _where(str(module), source(_user_frames(node.meta.get("stack_trace") or ""), root))
 
 
 def _where(module: str, line: str) -> str:
-    known = f"module {module}" if module else "model"
-    return f"{known} ({line})" if line else known
+    place = f"module {module}" if module else "model"
+    if line:
+        return f"{place} ({line})"
+    return place
 
 
 def _innermost(model: nn.Module, error: BaseException) -> str:
     """Path of the module whose forward() was running, from the frames' own `self`."""
-    paths = {id(m): n for n, m in model.named_modules()}
-    owners = [id(f.f_locals.get("self")) for e in _chain(error) for f in _frames(e.__traceback__)]
-    return next((paths[o] for o in reversed(owners) if o in paths), "")
-
-
-def _frames(tb: TracebackType | None) -> Iterator[FrameType]:
-    return (frame for frame, _ in traceback.walk_tb(tb))
+    paths = {id(module): path for path, module in model.named_modules()}
+    innermost_path = ""
+    for link in _chain(error):
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            innermost_path = paths.get(id(frame.f_locals.get("self")), innermost_path)
+    return innermost_path
 
 
 def _user_frames(text: str) -> list[tuple[str, int]]:
-    return [(f, int(n)) for f, n in re.findall(r'File "(.+?)", line (\d+)', text)]
+    return [(file, int(line)) for file, line in re.findall(r'File "(.+?)", line (\d+)', text)]
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,46 @@ class Dim:
         return range(first, self.max + 1, self.multiple)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeclaredDim:
+    """What a configuration says about a dimension; None where it says nothing. Bounds are inclusive."""
+
+    min: int | None = None
+    max: int | None = None
+    multiple: int | None = None
+
+    @property
+    def step(self) -> int:
+        """Every size is a multiple of this."""
+        return self.multiple or 1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any size is allowed."""
+        return self.min is None and self.max is None and self.step == 1
+
+    def fit(self, size: int) -> int:
+        """The nearest size that is allowed."""
+        low = -(-(self.min or 1) // self.step) * self.step
+        high = (self.max or max(size, self.step)) // self.step * self.step
+        nearest = max(size // self.step * self.step, self.step)
+        return max(low, min(nearest, high))
+
+
 def bounds(dims: Mapping[str, Dim], fixed: Mapping[str, int] | None = None) -> dict[str, str]:
-    """Which sizes a model can be deployed at, as the figure of a report; empty where none varies.
+    """The sizes that a model can be deployed at, as a metric of a report; empty if none varies.
 
     Args:
-        dims: of each symbolic dimension.
-        fixed: sizes of dimensions that look symbolic, and can't vary.
+        dims: bounds of each symbolic dimension.
+        fixed: sizes of dimensions that are symbolic in the file, but can't vary.
     """
     parts = [f"{name} fixed at {size}" for name, size in (fixed or {}).items()]
     for name, dim in dims.items():
         step = f" in steps of {dim.multiple}" if dim.multiple > 1 else ""
         parts.append(f"{name} {dim.min} to {dim.max}{step}")
-    return {"axes": ", ".join(parts)} if parts else {}
+    if not parts:
+        return {}
+    return {"axes": ", ".join(parts)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +102,9 @@ class Signature:
     @classmethod
     def load(cls, folder: Path) -> Signature:
         raw: dict[str, Any] = json.loads((folder / FILE).read_text("utf-8"))
-        inputs, outputs = (
-            tuple(Value(**{**v, "shape": tuple(v["shape"])}) for v in raw[k]) for k in ("inputs", "outputs")
-        )
-        return cls(inputs=inputs, outputs=outputs, dims={k: Dim(**v) for k, v in raw["dims"].items()})
+        dims = {name: Dim(**dim) for name, dim in raw["dims"].items()}
+        return cls(inputs=_values(raw["inputs"]), outputs=_values(raw["outputs"]), dims=dims)
+
+
+def _values(raw: Sequence[Mapping[str, Any]]) -> tuple[Value, ...]:
+    return tuple(Value(**{**value, "shape": tuple(value["shape"])}) for value in raw)

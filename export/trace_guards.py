@@ -186,7 +186,7 @@ def symbols(taken: Taken, call: Call, axes: Axes) -> Symbols:
             size_name = getattr(size, "name", "")
             if size_name in meanings and len(steps.free_symbols) == 1:
                 name, _ = meanings[size_name]
-                meanings.setdefault(next(iter(steps.free_symbols)).name, (name, axes.bounds[name].multiple))
+                meanings.setdefault(next(iter(steps.free_symbols)).name, (name, axes.bounds[name].step))
     return meanings
 
 

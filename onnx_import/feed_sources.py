@@ -1,4 +1,4 @@
-"""Where the feeds of a foreign model come from: arrays that somebody gave, or numbers drawn with a fixed seed.
+"""Sources of feeds for an imported model: samples from a file, or numbers drawn with a fixed seed.
 
 Both make a feed for any sizes of the symbolic dimensions, the same feed each time.
 """
@@ -19,7 +19,7 @@ from layerline.pipeline.inputs.batches import LABELS, answers
 from layerline.pipeline.inputs.input_checks import check_answers, check_samples, checked_cast
 
 WIDE = 8
-"""Integers of which nothing is known are drawn up to this, and down to its negative where their type has negatives."""
+"""Integers without a known range are drawn up to this number, and down to its negative if their type is signed."""
 
 
 class Source(Protocol):
@@ -31,7 +31,7 @@ class Source(Protocol):
 
 def shape(value: Value, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of an input at the given sizes."""
-    return tuple(d if isinstance(d, int) else sizes[d] for d in value.shape)
+    return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in value.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,15 @@ class Drawn:
     special: Mapping[str, tuple[int, ...]]
 
     def feed(self, sizes: Mapping[str, int], turn: int = 0) -> Feed:
-        return {v.name: self._array(v, shape(v, sizes), turn, i) for i, v in enumerate(self.inputs)}
+        arrays: dict[str, Array] = {}
+        for index, value in enumerate(self.inputs):
+            # Seeded by turn and input, so that one input's numbers do not depend on the sizes of another.
+            rng = np.random.default_rng((turn, index))
+            arrays[value.name] = self._array(value, shape(value, sizes), turn, rng)
+        return arrays
 
-    def _array(self, value: Value, size: tuple[int, ...], turn: int, place: int) -> Array:
-        rng, dtype = np.random.default_rng((turn, place)), np.dtype(value.dtype)
+    def _array(self, value: Value, size: tuple[int, ...], turn: int, rng: np.random.Generator) -> Array:
+        dtype = np.dtype(value.dtype)
         if dtype.kind == "b":
             return np.asarray(rng.random(size) < 0.5)
         if dtype.kind in "iu":
@@ -61,24 +66,26 @@ class Drawn:
 
 
 def _with(array: Array, special: tuple[int, ...], turn: int) -> Array:
-    """A lone number is a special one, the next each turn, while there are any; larger arrays have them mixed in."""
+    """Puts special numbers into an array. A single element takes one of them each turn, while there are any."""
     if array.size == 1:
-        return np.full_like(array, special[turn]) if turn < len(special) else array
+        if turn < len(special):
+            return np.full_like(array, special[turn])
+        return array
     room = max(array.size - 2, 0)  # both ends of the range stay
     array.reshape(-1)[1 : 1 + min(len(special), room)] = special[:room]
     return array
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class Samples:
     """Arrays by input name, whose first axis counts samples.
 
     Attributes:
-        inputs: the model's.
-        arrays: in the model's types. Of the input's own rank where its first axis counts samples too; of one rank more
-            where a sample is a whole input.
-        whole: names of the latter. With one of them, or with a fixed first axis of size 1, a feed is one sample.
-        count: samples.
+        inputs: inputs of the model.
+        arrays: in the model's types. An array has the input's rank if the input's first axis counts samples too, and
+            one more if a sample is a whole input.
+        whole: names of inputs of the second kind. With one of them, a feed is one sample.
+        count: number of samples.
         numbers: inputs of rank 0 that are the same in every sample, with that number.
     """
 
@@ -98,19 +105,24 @@ class Given:
         Raises:
             ConfigError: two arrays give one dimension different sizes.
         """
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for value in self.inputs:
-            own = self.arrays[value.name].shape[value.name in self.whole :]
+            array = self.arrays[value.name]
+            sample_shape = array.shape
+            if value.name in self.whole:
+                sample_shape = array.shape[1:]
             for axis, dim in enumerate(value.shape):
-                if isinstance(dim, str):
-                    rows = axis == 0 and self.stacked(value)
-                    size = (1 if self.whole else batch) if rows else own[axis]
-                    if found.setdefault(dim, size) != size:
-                        raise ConfigError(
-                            f"the array gives the dimension {dim!r} the size {size}, another gives it {found[dim]}",
-                            where=f"data: {value.name}",
-                        )
-        return found
+                if not isinstance(dim, str):
+                    continue
+                size = sample_shape[axis]
+                if axis == 0 and self.stacked(value):
+                    size = 1 if self.whole else batch
+                if sizes.setdefault(dim, size) != size:
+                    raise ConfigError(
+                        f"the array gives the dimension {dim!r} the size {size}, another gives it {sizes[dim]}",
+                        where=f"data: {value.name}",
+                    )
+        return sizes
 
     def batches(self) -> set[str]:
         """Dimensions that count samples."""
@@ -124,58 +136,78 @@ class Given:
         array = self.arrays[value.name]
         if value.name in self.whole:
             array = array[turn % self.count]
-        elif self.stacked(value):
-            array = np.roll(array, -turn, 0) if turn else array
-        for axis, wanted in enumerate(size):
-            if array.shape[axis] != wanted:
-                array = resized(array, axis, wanted)
+        elif self.stacked(value) and turn:
+            array = np.roll(array, -turn, 0)
+        for axis, length in enumerate(size):
+            if array.shape[axis] != length:
+                array = resized(array, axis, length)
         return np.asarray(array, order="C")
 
 
-def given(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> Given:
-    """Arrays checked against the model's inputs and cast to their types; the answers are left out.
+def samples(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> Samples:
+    """Checks arrays against the model's inputs and casts them to their types. The answers are left out.
 
     Raises:
         ConfigError: an unknown or missing name, another rank, a size that the model fixes otherwise, a type that can't
             be cast, a number beyond that type, NaN or Inf, arrays (answers included) of different length, no sample.
     """
-    inputs, names = tuple(inputs), [v.name for v in inputs]
+    names = [value.name for value in inputs]
     label = answers(arrays, names)
-    held = [k for k in arrays if k != label]
+    array_names = [name for name in arrays if name != label]
     takes = f"the model takes {', '.join(names)}; the answers go under {' or '.join(LABELS)}"
-    if unknown := [k for k in held if k not in names]:
-        raise ConfigError(f"there is no input {unknown[0]!r}", where=where, hint=takes)
-    if missing := [n for n in names if n not in arrays]:
-        raise ConfigError(
-            f"there is no array {missing[0]!r}; found {', '.join(held) or 'none'}", where=where, hint=takes
-        )
+    for name in array_names:
+        if name not in names:
+            raise ConfigError(f"there is no input {name!r}", where=where, hint=takes)
+    for name in names:
+        if name not in arrays:
+            present = ", ".join(array_names) or "none"
+            raise ConfigError(f"there is no array {name!r}; found {present}", where=where, hint=takes)
     check_samples(arrays, where)
     if label:
         check_answers(arrays[label], where, label)
-    counts = {k: len(arrays[k]) for k in held if arrays[k].ndim}
-    cast = {v.name: _cast(arrays[v.name], v, where) for v in inputs}
-    # A number that never changes need not part the samples.
-    numbers = {v.name: a[0] for v in inputs if not v.shape and (a := cast[v.name]).ndim and (a == a[0]).all()}
-    cast |= numbers
-    whole = frozenset(v.name for v in inputs if cast[v.name].ndim == len(v.shape) + 1)
-    return Given(inputs=inputs, arrays=cast, whole=whole, count=next(iter(counts.values()), 1), numbers=numbers)
+    cast: dict[str, Array] = {}
+    numbers: dict[str, Array] = {}
+    whole: set[str] = set()
+    for value in inputs:
+        array = _cast(arrays[value.name], value, where)
+        # A number that never changes does not force feeds of single samples.
+        if not value.shape and array.ndim and (array == array[0]).all():
+            array = array[0]
+            numbers[value.name] = array
+        if array.ndim == len(value.shape) + 1:
+            whole.add(value.name)
+        cast[value.name] = array
+    lengths = [len(arrays[name]) for name in array_names if arrays[name].ndim]
+    count = lengths[0] if lengths else 1
+    return Samples(inputs=tuple(inputs), arrays=cast, whole=frozenset(whole), count=count, numbers=numbers)
 
 
 def _cast(array: Array, value: Value, where: str) -> Array:
-    place, rank, dtype = f"{where}: {value.name}", len(value.shape), np.dtype(value.dtype)
-    own = array.shape[1:] if array.ndim == rank + 1 else array.shape
-    stacked = array.ndim == rank and rank > 0
-    fits = len(own) == rank and all(
-        isinstance(d, str) or d == n or (stacked and axis == 0)
-        for axis, (d, n) in enumerate(zip(value.shape, own, strict=True))
-    )
-    if not fits:
-        shown = ", ".join(map(str, value.shape))
+    place = f"{where}: {value.name}"
+    dtype = np.dtype(value.dtype)
+    if not _fits(array, value):
+        shape = ", ".join(map(str, value.shape))
         raise ConfigError(
-            f"the array has the shape {array.shape}, the model takes ({shown})",
+            f"the array has the shape {array.shape}, the model takes ({shape})",
             where=place,
             hint="stack samples along the first axis, or give whole inputs with one axis more in front",
         )
     if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
         raise ConfigError(f"the array holds {array.dtype}, the model takes {dtype}", where=place)
     return checked_cast(array, dtype, value.name, where)
+
+
+def _fits(array: Array, value: Value) -> bool:
+    """Whether an array is one input, samples along its first axis, or whole inputs with one axis more in front."""
+    rank = len(value.shape)
+    shape = array.shape
+    stacked = array.ndim == rank
+    if array.ndim == rank + 1:
+        shape = array.shape[1:]
+    if len(shape) != rank:
+        return False
+    for axis, (dim, size) in enumerate(zip(value.shape, shape, strict=True)):
+        counts_samples = stacked and axis == 0
+        if isinstance(dim, int) and dim != size and not counts_samples:
+            return False
+    return True

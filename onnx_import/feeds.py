@@ -10,32 +10,32 @@ import numpy as np
 from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.export.probe_files import drawn
-from layerline.export.signature import Value
+from layerline.export.signature import DeclaredDim, Value
 from layerline.graph.analysis import integer_usage
-from layerline.onnx_import.feed_sources import WIDE, Drawn, Given
-from layerline.onnx_import.size_search import BATCH, Declared, Feeder, told
+from layerline.onnx_import.feed_sources import WIDE, Drawn, Samples
+from layerline.onnx_import.size_search import BATCH, Feeder, sizes_text
 from layerline.pipeline.errors import ConfigError, StageError
 
-Span = tuple[int, int]
+Range = tuple[int, int]
 """Lowest and highest integer, both included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fed:
-    """Feeds, the first the likeliest.
+    """Feeds, the likeliest first.
 
     Attributes:
-        ranges: of integer inputs, where declared or where the graph tells.
-        values: in words, what each input was fed with.
+        ranges: of integer inputs, where declared or implied by the graph.
+        values: what each input was fed with, in words.
     """
 
     feeds: list[Feed]
-    ranges: Mapping[str, Span]
+    ranges: Mapping[str, Range]
     values: Mapping[str, str]
 
 
-def ranges(light: Light, inputs: Sequence[Value], declared: Mapping[str, Span]) -> dict[str, Span]:
-    """What integer inputs may hold: as declared, else the rows of the table that they pick from.
+def ranges(light: Light, inputs: Sequence[Value], declared: Mapping[str, Range]) -> dict[str, Range]:
+    """Ranges of integer inputs: as declared, otherwise the rows of the table that they index.
 
     Raises:
         ConfigError: a range for no input, for one that holds no integers, or an empty one.
@@ -44,16 +44,20 @@ def ranges(light: Light, inputs: Sequence[Value], declared: Mapping[str, Span]) 
     for name, (low, high) in declared.items():
         where = f"ranges.{name}"
         if name not in integers:
-            known = ", ".join(sorted(integers)) or "none"
-            raise ConfigError(f"there is no integer input {name!r}", where=where, hint=f"integer inputs: {known}")
+            names = ", ".join(sorted(integers)) or "none"
+            raise ConfigError(f"there is no integer input {name!r}", where=where, hint=f"integer inputs: {names}")
         if low > high:
             raise ConfigError(f"low {low} is above high {high}", where=where)
-    tables = {n: (0, rows - 1) for n in sorted(integers) if (rows := integer_usage.rows(light, n))}
-    return tables | dict(declared)
+    ranges: dict[str, Range] = {}
+    for name in sorted(integers):
+        rows = integer_usage.rows(light, name)
+        if rows:
+            ranges[name] = (0, rows - 1)
+    return ranges | dict(declared)
 
 
-def from_samples(feeder: Feeder, given: Given, count: int, known: Mapping[str, Span]) -> Fed:
-    """Feeds of given samples: the first ones, the next ones, other sizes, and integers over their whole range.
+def from_samples(feeder: Feeder, samples: Samples, count: int, ranges: Mapping[str, Range]) -> Fed:
+    """Feeds of samples: the first ones, the next ones, other sizes, and integers over their whole range.
 
     Args:
         count: samples to take after the first ones.
@@ -62,104 +66,149 @@ def from_samples(feeder: Feeder, given: Given, count: int, known: Mapping[str, S
         StageError: the model refuses the samples.
         ConfigError: samples outside of a range.
     """
-    _check_samples(given, known)
-    batches = given.batches()
-    batch = max((feeder.declared.get(b, Declared()).fit(BATCH) for b in batches), default=BATCH)
-    first = given.sizes(batch)
-    if said := feeder.refuses(given.feed(first)):
-        raise _misfit(feeder, given, first, batches, said)
-    feeds = [given.feed(first), *_next(feeder, given, count, batch, first), *feeder.vary(given, first)]
-    for name, (low, high) in known.items():
-        array = drawn(feeds[0][name], low, high, np.random.default_rng(0))
-        if feeder.refuses(feed := {**feeds[0], name: array}) is None:
+    _check_samples(samples, ranges)
+    batches = samples.batches()
+    batch = max((feeder.declared.get(name, DeclaredDim()).fit(BATCH) for name in batches), default=BATCH)
+    first = samples.sizes(batch)
+    error = feeder.refuses(samples.feed(first))
+    if error:
+        raise _misfit(feeder, samples, first, batches, error)
+    feeds = [samples.feed(first), *_next(feeder, samples, count, batch, first), *feeder.vary(samples, first)]
+    for name, span in ranges.items():
+        feed = _over(feeds[0], {name: span})
+        if feeder.refuses(feed) is None:
             feeds.append(feed)
-    for wide in _guesses(given.inputs, known)[:1]:  # samples alone would not tell a division that rounds otherwise
-        below = {n: drawn(feeds[0][n], *span, np.random.default_rng(0)) for n, span in wide.items()}
-        if below and feeder.refuses(feed := {**feeds[0], **below}) is None:
+    # Samples are rarely negative, and would not show a division that rounds the other way below zero.
+    widest = _guesses(samples.inputs, ranges)[0]
+    if widest:
+        feed = _over(feeds[0], widest)
+        if feeder.refuses(feed) is None:
             feeder.edges.append(feed)
-    return Fed(feeds=feeds, ranges=known, values=dict.fromkeys(feeds[0], f"{given.count} samples"))
+    return Fed(feeds=feeds, ranges=ranges, values=dict.fromkeys(feeds[0], f"{samples.count} samples"))
 
 
-def _misfit(feeder: Feeder, given: Given, first: Mapping[str, int], batches: Iterable[str], said: str) -> StageError:
-    """The error for samples that the model refuses; where it runs on other numbers of them, with the number."""
-    for size in (s for s in (1, 4, 8, 16, 32, 64, 3) if s not in (first[b] for b in batches)):
-        at = dict.fromkeys(sorted(batches), size)
-        if at and feeder.refuses(given.feed({**first, **at})) is None:
-            wanted, takes = told({b: first[b] for b in at}), told(at)
+def _over(feed: Feed, ranges: Mapping[str, Range]) -> Feed:
+    """The feed with other integers, drawn over these ranges."""
+    changed = dict(feed)
+    for name, (low, high) in ranges.items():
+        changed[name] = drawn(feed[name], low, high, np.random.default_rng(0))
+    return changed
+
+
+def _misfit(
+    feeder: Feeder, samples: Samples, first: Mapping[str, int], batches: Iterable[str], error: str
+) -> StageError:
+    """The error for samples that the model refuses; if it runs on another number of them, with that number."""
+    batches = sorted(batches)
+    tried = {first[name] for name in batches}
+    for size in (1, 4, 8, 16, 32, 64, 3):
+        if not batches or size in tried:
+            continue
+        sizes = dict.fromkeys(batches, size)
+        if feeder.refuses(samples.feed({**first, **sizes})) is None:
+            wanted = sizes_text({name: first[name] for name in batches})
+            declaration = ", ".join(f"{name}: {size}" for name in batches)
             return StageError(
-                f"the model runs at {takes} alone, not at {wanted}, though its file says that this size varies: {said}",
+                f"the model runs only at {sizes_text(sizes)}, not at {wanted}, though its file says that this size "
+                f"varies: {error}",
                 where="data",
-                hint=f"that size is written into the node named: dims: {{{', '.join(f'{b}: {size}' for b in at)}}}",
+                hint=f"that size is written into the node named: dims: {{{declaration}}}",
             )
-    return StageError(f"the model does not run on the samples: {said}", where="data")
+    return StageError(f"the model does not run on the samples: {error}", where="data")
 
 
-def from_nothing(feeder: Feeder, known: Mapping[str, Span]) -> Fed:
+def from_nothing(feeder: Feeder, ranges: Mapping[str, Range]) -> Fed:
     """Feeds of numbers drawn at random, with a fixed seed, at the first sizes that the model takes and at others.
 
     Raises:
         StageError: it takes none of those that were tried.
     """
-    complaint = ""
-    for unknown in _guesses(feeder.inputs, known):
-        source = _drawn(feeder, {**unknown, **known}, known)
+    first_error = ""
+    for guess in _guesses(feeder.inputs, ranges):
+        source = _drawn(feeder, {**guess, **ranges}, ranges)
         first = feeder.search(source)
         if isinstance(first, str):
-            complaint = complaint or first
+            first_error = first_error or first
             continue
         # A second draw, and one for each number that may lead into another branch.
-        turns = range(1, 1 + max([1, *map(len, source.special.values())]))
-        others = [f for turn in turns if feeder.refuses(f := source.feed(first, turn)) is None]
+        turns = max([1, *map(len, source.special.values())])
+        others: list[Feed] = []
+        for turn in range(1, 1 + turns):
+            feed = source.feed(first, turn)
+            if feeder.refuses(feed) is None:
+                others.append(feed)
         feeds = [source.feed(first), *feeder.vary(source, first), *others]
-        return Fed(feeds=feeds, ranges=known, values={v.name: _in_words(v, source, known) for v in feeder.inputs})
+        values = {value.name: _in_words(value, source, ranges) for value in feeder.inputs}
+        return Fed(feeds=feeds, ranges=ranges, values=values)
     raise StageError(
-        f"no inputs were found that the model runs on; {complaint}",
+        f"no inputs were found that the model runs on; {first_error}",
         where="import-onnx",
         hint="give samples (`data: samples.npz`), or sizes and ranges (`dims: {name: size}`, `ranges: {input: …}`)",
     )
 
 
-def _check_samples(given: Given, known: Mapping[str, Span]) -> None:
-    for name, (low, high) in known.items():
-        array = given.arrays[name]
+def _check_samples(samples: Samples, ranges: Mapping[str, Range]) -> None:
+    for name, (low, high) in ranges.items():
+        array = samples.arrays[name]
         if array.size and (array.min() < low or array.max() > high):
-            seen = f"{array.min()} to {array.max()}"
-            raise ConfigError(f"the samples hold {seen}, the range is {low} to {high}", where=f"data: {name}")
+            values = f"{array.min()} to {array.max()}"
+            raise ConfigError(f"the samples hold {values}, the range is {low} to {high}", where=f"data: {name}")
 
 
-def _next(feeder: Feeder, given: Given, count: int, batch: int, first: Mapping[str, int]) -> list[Feed]:
-    """Samples after the first ones: all at once where the model takes any number, else in feeds of its own size."""
-    if given.batches():
-        other = {b: feeder.declared.get(b, Declared()).fit(count) for b in given.batches()}
-        feeds = [given.feed({**first, **other}, batch)] if given.count > batch else []
+def _next(feeder: Feeder, samples: Samples, count: int, batch: int, first: Mapping[str, int]) -> list[Feed]:
+    """Samples after the first ones: all at once if the model takes any number, otherwise in feeds of its own size."""
+    feeds: list[Feed] = []
+    batches = samples.batches()
+    if batches:
+        sizes = {name: feeder.declared.get(name, DeclaredDim()).fit(count) for name in batches}
+        if samples.count > batch:
+            feeds.append(samples.feed({**first, **sizes}, batch))
     else:
-        own = next((int(v.shape[0]) for v in given.inputs if given.stacked(v) and isinstance(v.shape[0], int)), 1)
-        feeds = [given.feed(first, turn) for turn in range(own, min(count + own, given.count), own)]
-    return [f for f in feeds if feeder.refuses(f) is None]
+        size = _fixed_batch(samples)
+        feeds += [samples.feed(first, turn) for turn in range(size, min(count + size, samples.count), size)]
+    return [feed for feed in feeds if feeder.refuses(feed) is None]
 
 
-def _guesses(inputs: Sequence[Value], known: Mapping[str, Span]) -> list[dict[str, Span]]:
-    """Ranges to try for integers of which nothing is known, negative ones first: a model that takes them must be proved
-    on them."""
-    unknown = [v for v in inputs if np.dtype(v.dtype).kind in "iu" and v.name not in known]
-    wide = {v.name: (-WIDE if np.dtype(v.dtype).kind == "i" else 0, WIDE) for v in unknown}
-    tries = [wide, dict.fromkeys(wide, (0, WIDE)), dict.fromkeys(wide, (0, 1))]
-    return tries if unknown else [{}]
+def _fixed_batch(samples: Samples) -> int:
+    """How many samples a model takes that takes a fixed number of them."""
+    for value in samples.inputs:
+        if samples.stacked(value) and isinstance(value.shape[0], int):
+            return value.shape[0]
+    return 1
 
 
-def _drawn(feeder: Feeder, spans: Mapping[str, Span], known: Mapping[str, Span]) -> Drawn:
-    def allowed(name: str, number: int) -> bool:
-        return name not in known or known[name][0] <= number <= known[name][1]
+def _guesses(inputs: Sequence[Value], ranges: Mapping[str, Range]) -> list[dict[str, Range]]:
+    """Ranges to try for integers without one, the widest first: a model that takes negative ones must be proved on
+    them."""
+    widest: dict[str, Range] = {}
+    for value in inputs:
+        kind = np.dtype(value.dtype).kind
+        if kind in "iu" and value.name not in ranges:
+            widest[value.name] = (-WIDE if kind == "i" else 0, WIDE)
+    if not widest:
+        return [{}]
+    return [widest, dict.fromkeys(widest, (0, WIDE)), dict.fromkeys(widest, (0, 1))]
 
-    special = {n: tuple(s for s in integer_usage.compared(feeder.model, n) if allowed(n, s)) for n in spans}
+
+def _drawn(feeder: Feeder, spans: Mapping[str, Range], ranges: Mapping[str, Range]) -> Drawn:
+    """A source of random numbers. It includes the numbers that the graph compares an input with, within its range."""
+    special: dict[str, tuple[int, ...]] = {}
+    for name in spans:
+        special[name] = integer_usage.compared(feeder.model, name)
+        if name in ranges:
+            low, high = ranges[name]
+            special[name] = tuple(number for number in special[name] if low <= number <= high)
     return Drawn(inputs=tuple(feeder.inputs), ranges=spans, special=special)
 
 
-def _in_words(value: Value, source: Drawn, known: Mapping[str, Span]) -> str:
+def _in_words(value: Value, source: Drawn, ranges: Mapping[str, Range]) -> str:
     if value.name not in source.ranges:
         return "true and false at random" if value.dtype == "bool" else "standard normal numbers"
     low, high = source.ranges[value.name]
-    told = f"integers {low} to {high}"
-    if special := source.special.get(value.name):
-        told += f" and {', '.join(map(str, special))}, which the graph compares them with"
-    return told if value.name in known else f"{told}; nothing tells their range"
+    text = f"integers {low} to {high}"
+    special = source.special.get(value.name)
+    if special:
+        text += f" and {', '.join(map(str, special))}, which the graph compares them with"
+    if value.name not in ranges:
+        text += "; nothing tells their range"
+    return text

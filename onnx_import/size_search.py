@@ -1,4 +1,4 @@
-"""Which feeds a foreign model is compared on, and which sizes it takes: nobody says, so onnxruntime is asked."""
+"""Finds feeds for an imported model and the sizes that it takes, by trial on onnxruntime."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnx import helper
 from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
-from layerline.export.signature import Dim, Value
+from layerline.export.signature import DeclaredDim, Dim, Value
 from layerline.graph.analysis.fresh_names import fresh_name
 from layerline.graph.io import onnx_files
 from layerline.onnx_import.feed_sources import Source
@@ -20,33 +20,20 @@ from layerline.pipeline.errors import ConfigError, StageError, first_line
 MEMORY = 64 << 20
 """Bytes that the inner values of one feed may take; a dimension is not run at greater sizes."""
 BATCHES = 4
-"""Where no bounds are declared, a batch is run from one sample to this many times those of the first feed, any other
+"""Without declared bounds, a batch is run from one sample to this many times those of the first feed; any other
 dimension from half to twice its size there."""
 BATCH = 2
 """Samples of the first feed, where the model takes any number."""
 TRIES = 400
 """Combinations of sizes that are tried before a model without samples and bounds is given up."""
-_FIRST, _SIZES = (BATCH, 1, 4), (64, 2, 32, 48, 16, 1, 128, 224, 256, 512, 576, 3, 80, 320, 640, 1024, 4096, 16000)
+# Sizes to try of a batch and of any other dimension, the likeliest first.
+_BATCH_SIZES = (BATCH, 1, 4)
+_SIZES = (64, 2, 32, 48, 16, 1, 128, 224, 256, 512, 576, 3, 80, 320, 640, 1024, 4096, 16000)
 _COUNT = "elements of "
 # What onnxruntime's Size takes: no sequences, no text, and none of the types that it knows but computes nothing on.
 _COUNTABLE = {f"tensor({t})" for t in ("float", "double", "float16", "bool")}
 _COUNTABLE |= {f"tensor({s}int{b})" for s in ("", "u") for b in (8, 16, 32, 64)}
 _STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Declared:
-    """What the configuration says of a dimension; None where it says nothing."""
-
-    min: int | None = None
-    max: int | None = None
-    multiple: int | None = None
-
-    def fit(self, size: int) -> int:
-        """The nearest size that is allowed."""
-        step = self.multiple or 1
-        low, high = -(-(self.min or 1) // step) * step, (self.max or max(size, step)) // step * step
-        return max(low, min(max(size // step * step, step), high))
 
 
 @dataclass(kw_only=True)
@@ -55,13 +42,13 @@ class Feeder:
 
     Args:
         model: the original.
-        inputs: what it takes; every dimension that may vary has a name.
-        declared: what is known of dimensions, by name.
+        inputs: inputs of the model; every dimension that may vary has a name.
+        declared: declared bounds of dimensions, by name.
         constants: what further inputs of the model are always fed with.
 
     Attributes:
-        dims: bounds of every dimension that varies: as declared, else as found.
-        same: dimensions that turned out to be one, each with the one it is.
+        dims: bounds of every dimension that varies: as declared, otherwise as tried.
+        same: dimensions that always have the size of another one, each with that one.
         fixed: dimensions that take a single size.
         edges: feeds to compare on and not to build for: dimensions of unknown bounds at their least size, integers
             below zero.
@@ -70,61 +57,70 @@ class Feeder:
 
     model: Light
     inputs: Sequence[Value]
-    declared: Mapping[str, Declared]
+    declared: Mapping[str, DeclaredDim]
     constants: Mapping[str, Array] = field(default_factory=dict)
     dims: dict[str, Dim] = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)
     fixed: dict[str, int] = field(default_factory=dict)
     edges: list[Feed] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    _known: dict[tuple[tuple[str, int], ...], str | None] = field(default_factory=dict)
-    _full: set[str] = field(default_factory=set)
+    # Errors by sizes, None where the model runs: one combination is asked for several times.
+    _errors: dict[tuple[tuple[str, int], ...], str | None] = field(default_factory=dict)
+    _not_empty: set[str] = field(default_factory=set)
     _counting: OrtSession | None = None
     _counts: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._session = OnnxRuntime().open(self.model)
-        self.free = list(dict.fromkeys(d for v in self.inputs for d in v.shape if isinstance(d, str)))
+        symbols = [dim for value in self.inputs for dim in value.shape if isinstance(dim, str)]
+        self.free = list(dict.fromkeys(symbols))
 
     def search(self, source: Source) -> dict[str, int] | str:
-        """The first sizes that the model runs at, or what it said to the likeliest; nothing is known but bounds."""
-        complaint = ""
-        for found in _likeliest([self._candidates(d) for d in self.free]):
-            at = dict(zip(self.free, found, strict=True))
-            feed = source.feed(at)
-            said = self.refuses(feed) or next((f"{n} is empty" for n, a in self.run(feed).items() if not a.size), None)
-            if said is None:
-                return at
-            complaint = complaint or f"at {told(at)}: {said}"
-        return complaint
+        """The first sizes that the model runs at, or its error at the likeliest ones."""
+        first_error = ""
+        for combination in _likeliest([self._candidates(name) for name in self.free]):
+            sizes = dict(zip(self.free, combination, strict=True))
+            feed = source.feed(sizes)
+            error = self.refuses(feed) or self._empty_output(feed)
+            if error is None:
+                return sizes
+            first_error = first_error or f"at {sizes_text(sizes)}: {error}"
+        return first_error
+
+    def _empty_output(self, feed: Feed) -> str | None:
+        for name, array in self.run(feed).items():
+            if not array.size:
+                return f"{name} is empty"
+        return None
 
     def vary(self, source: Source, first: Mapping[str, int]) -> list[Feed]:
-        """Feeds at other sizes of every dimension, alone or with those it is tied to; fills in what they show.
+        """Feeds at other sizes of every dimension, alone or with those it is tied to. Fills in `dims` and the like.
 
         Raises:
-            ConfigError: a declared size that the model refuses.
+            ConfigError: the model refuses a declared size.
         """
         feeds: list[Feed] = []
         if not self.free:
             return feeds
-        sizes = self.elements(source.feed(first))
-        self._full = {v for v, count in sizes.items() if count}
-        limit = MEMORY / max(4 * sum(sizes.values()), 1)
+        counts = self.elements(source.feed(first))
+        self._not_empty = {value for value, count in counts.items() if count}
+        # How many times the values of the first feed may grow; four bytes an element.
+        limit = MEMORY / max(4 * sum(counts.values()), 1)
         for name in self.free:
             if name not in self.same:
                 feeds += self._vary(name, source, first, limit)
         return feeds
 
     def whole(self, feed: Feed) -> Feed:
-        """A feed with the constants, as the model as given takes it."""
+        """A feed with the constants, as the original model takes it."""
         return {**feed, **self.constants}
 
     def run(self, feed: Feed) -> dict[str, Array]:
-        """The outputs of the model as given."""
+        """The outputs of the original model."""
         return self._session.run(self.whole(feed))
 
     def refuses(self, feed: Feed) -> str | None:
-        """What onnxruntime says against a feed; None where it runs."""
+        """onnxruntime's error on a feed; None if it runs."""
         try:
             self.run(feed)
         except StageError as error:
@@ -135,154 +131,199 @@ class Feeder:
         """Elements of every value of the main graph on this feed, counted by the graph itself."""
         if self._counting is None:
             self._counting = OnnxRuntime().open(self._counted())
-        found = self._counting.run(self.whole(feed))
-        return {self._counts[name]: int(a) for name, a in found.items() if name in self._counts}
+        outputs = self._counting.run(self.whole(feed))
+        return {self._counts[name]: int(array) for name, array in outputs.items() if name in self._counts}
 
     def _candidates(self, name: str) -> list[int]:
-        own = self.declared.get(name, Declared())
-        wanted = list(_FIRST if self._is_batch(name) else _SIZES)
-        if own.max is not None:
-            wanted += range(own.min or 1, own.max + 1, max(1, (own.max - (own.min or 1)) // len(_SIZES)))
-        return list(dict.fromkeys(own.fit(s) for s in wanted))
+        """Sizes to try of a dimension, the likeliest first, within its declared bounds."""
+        declared = self.declared.get(name, DeclaredDim())
+        sizes = list(_BATCH_SIZES if self._is_batch(name) else _SIZES)
+        if declared.max is not None:
+            low = declared.min or 1
+            spacing = max(1, (declared.max - low) // len(_SIZES))
+            sizes += range(low, declared.max + 1, spacing)
+        return list(dict.fromkeys(declared.fit(size) for size in sizes))
 
     def _is_batch(self, name: str) -> bool:
-        return any(v.shape[:1] == (name,) for v in self.inputs)
+        return any(value.shape[:1] == (name,) for value in self.inputs)
 
     def _vary(self, name: str, source: Source, first: Mapping[str, int], limit: float) -> list[Feed]:
-        own, seen = self.declared.get(name), first[name]
-        ran = self._run((name,), source, first, limit)
+        """Feeds at other sizes of one dimension; records its bounds, or that it is fixed."""
+        declared = self.declared.get(name)
+        feeds = self._run((name,), source, first, limit)
         # One sample goes with any number of others by broadcasting, which says nothing about two.
-        if own is None and ran.keys() <= {1}:
-            ran = self._together(name, source, first, limit) or ran
-        if not ran and own is None:
-            self.fixed[name] = seen
-            self.notes.append(f"{name} is fixed at {seen}: the model runs at no other size that was tried")
+        if declared is None and feeds.keys() <= {1}:
+            feeds = self._together(name, source, first, limit) or feeds
+        if declared is None and not feeds:
+            self.fixed[name] = first[name]
+            self.notes.append(f"{name} is fixed at {first[name]}: the model runs at no other size that was tried")
             return []
-        sizes, tied = [seen, *ran], (name, *(other for other, kept in self.same.items() if kept == name))
-        least = own or Declared(min=min(sizes), max=max(sizes))
-        step = least.multiple or self._step(tied, source, first)
-        self.dims[name] = Dim(min=least.min or min(sizes), max=least.max or max(sizes), multiple=step)
-        if own is not None and own.max is None:
-            found = self.dims[name]
+        sizes = [first[name], *feeds]
+        tied = (name, *(other for other, leader in self.same.items() if leader == name))
+        bounds = declared or DeclaredDim(min=min(sizes), max=max(sizes))
+        step = bounds.multiple or self._step(tied, source, first)
+        dim = Dim(min=bounds.min or min(sizes), max=bounds.max or max(sizes), multiple=step)
+        self.dims[name] = dim
+        if declared is not None and declared.max is None:
             self.notes.append(
-                f"{name} is declared without max, and goes to {found.max}, the greatest size that was run: engines are "
-                f"built up to there; dims: {{{name}: {{min: {found.min}, max: <size>}}}} says what you need"
+                f"{name} is declared without max, and goes to {dim.max}, the greatest size that was run. Engines are "
+                f"built up to there. To set another limit: dims: {{{name}: {{min: {dim.min}, max: <size>}}}}"
             )
-        at = {**first, **dict.fromkeys(tied, step)}
-        if own is None and step < min(sizes) and self._refuses(source, at) is None:
-            self.edges.append(source.feed(at))
-        return list(ran.values())
+        least = {**first, **dict.fromkeys(tied, step)}
+        if declared is None and step < min(sizes) and self._error_at(source, least) is None:
+            self.edges.append(source.feed(least))
+        return list(feeds.values())
 
     def _together(self, name: str, source: Source, first: Mapping[str, int], limit: float) -> dict[int, Feed]:
-        """Feeds at other sizes of a dimension and of the first others that it runs together with: one, or all."""
+        """Feeds at other sizes of a dimension and of others that must move with it: one other, or all of that size."""
         decided = {name, *self.same, *self.dims, *self.fixed, *self.declared}
-        alike = [d for d in self.free if d not in decided and first[d] == first[name]]
-        for others in [*((d,) for d in alike), *([tuple(alike)] if len(alike) > 1 else [])]:
-            ran = self._run((name, *others), source, first, limit)
-            if ran.keys() <= {1}:
+        alike = [dim for dim in self.free if dim not in decided and first[dim] == first[name]]
+        groups: list[tuple[str, ...]] = [(dim,) for dim in alike]
+        if len(alike) > 1:
+            groups.append(tuple(alike))
+        for others in groups:
+            feeds = self._run((name, *others), source, first, limit)
+            if feeds.keys() <= {1}:
                 continue
             for other in others:
                 self.same[other] = name
-                self.notes.append(f"{other} is always the size of {name}, and goes by its name")
-            return ran
+                self.notes.append(f"{other} is always the size of {name}, and gets its name")
+            return feeds
         return {}
 
     def _run(self, names: tuple[str, ...], source: Source, first: Mapping[str, int], limit: float) -> dict[int, Feed]:
-        """Feeds that the model takes with other sizes of these dimensions, which move together, by size."""
-        name, seen = names[0], first[names[0]]
-        own = self.declared.get(name, Declared())
-        step = own.multiple or self._step(names, source, first)
-        if off := [b for b in (own.min, own.max) if b is not None and b % step]:
-            raise ConfigError(
-                f"{name} is declared to take {off[0]}, the model takes multiples of {step}", where=f"dims.{name}"
-            )
-        low = own.min or (1 if self._is_batch(name) else seen // 2)
-        high = own.max or (BATCHES if self._is_batch(name) else 2) * seen
-        found: dict[int, Feed] = {}
-        for size in _others(low, high, seen, step, int(seen * max(limit, 1))):
-            at = {**first, **dict.fromkeys(names, size)}
-            said = self._refuses(source, at)
-            if said is None:
-                found[size] = source.feed(at)
-            elif size in (own.min, own.max) or (own.min is not None and own.max is not None):
+        """Feeds that the model takes with other sizes of these dimensions, which move together, by size.
+
+        Raises:
+            ConfigError: a declared bound is no multiple of the model's step, or the model refuses a declared size.
+        """
+        name = names[0]
+        declared = self.declared.get(name, DeclaredDim())
+        step = declared.multiple or self._step(names, source, first)
+        for bound in (declared.min, declared.max):
+            if bound is not None and bound % step:
                 raise ConfigError(
-                    f"{name} takes {size} by declaration, but not in the model: {said}", where=f"dims.{name}"
+                    f"{name} is declared to take {bound}, the model takes multiples of {step}", where=f"dims.{name}"
                 )
-        if own.max is not None and own.max not in (*found, seen):
-            self.notes.append(
-                f"{name} was run up to {max([*found, seen])} of {own.max}: more would take too much memory"
-            )
-        return found
+        low, high = self._range(name, first[name])
+        fully_declared = declared.min is not None and declared.max is not None
+        feeds: dict[int, Feed] = {}
+        for size in _others(low, high, first[name], step, int(first[name] * max(limit, 1))):
+            sizes = {**first, **dict.fromkeys(names, size)}
+            error = self._error_at(source, sizes)
+            if error is None:
+                feeds[size] = source.feed(sizes)
+            elif fully_declared or size in (declared.min, declared.max):
+                raise ConfigError(
+                    f"{name} is declared to take {size}, but the model does not run there: {error}",
+                    where=f"dims.{name}",
+                )
+        if declared.max is not None and declared.max not in (*feeds, first[name]):
+            reached = max([*feeds, first[name]])
+            self.notes.append(f"{name} was run up to {reached} of {declared.max}: more would take too much memory")
+        return feeds
+
+    def _range(self, name: str, size: int) -> tuple[int, int]:
+        """Least and greatest size to run: as declared, otherwise around the first feed's."""
+        declared = self.declared.get(name, DeclaredDim())
+        low, high = size // 2, 2 * size
+        if self._is_batch(name):
+            low, high = 1, BATCHES * size
+        return declared.min or low, declared.max or high
 
     def _step(self, names: tuple[str, ...], source: Source, first: Mapping[str, int]) -> int:
-        """The smallest step to a size that the model takes; 1 where none of those tried is one."""
-        seen = first[names[0]]
-        fits = (s for s in _STEPS if seen % s == 0)
-        at = ((s, {**first, **dict.fromkeys(names, seen + s)}) for s in fits)
-        return next((s for s, at_size in at if self._refuses(source, at_size) is None), 1)
+        """The smallest step to a size that the model takes; 1 if none of those tried is one."""
+        size = first[names[0]]
+        for step in _STEPS:
+            if size % step:
+                continue
+            if self._error_at(source, {**first, **dict.fromkeys(names, size + step)}) is None:
+                return step
+        return 1
 
-    def _refuses(self, source: Source, at: Mapping[str, int]) -> str | None:
-        """Also where something runs empty that does not at the first sizes: no builder takes that."""
-        key = tuple(sorted(at.items()))
-        if key not in self._known:
-            try:
-                counts = self.elements(source.feed(at))
-            except StageError as error:
-                self._known[key] = first_line(error.what)
-            else:
-                empty = next((v for v, count in counts.items() if not count and v in self._full), None)
-                self._known[key] = f"{empty} becomes empty" if empty else None
-        return self._known[key]
+    def _error_at(self, source: Source, sizes: Mapping[str, int]) -> str | None:
+        """The model's error at these sizes; None if it runs."""
+        key = tuple(sorted(sizes.items()))
+        if key not in self._errors:
+            self._errors[key] = self._try(source.feed(sizes))
+        return self._errors[key]
+
+    def _try(self, feed: Feed) -> str | None:
+        try:
+            counts = self.elements(feed)
+        except StageError as error:
+            return first_line(error.what)
+        for value, count in counts.items():
+            # TensorRT builds no engine for empty tensors.
+            if not count and value in self._not_empty:
+                return f"{value} becomes empty"
+        return None
 
     def _counted(self) -> Light:
+        """The model with the number of elements of each value as its outputs."""
         nodes = self.model.model.graph.node
-        values = [o for n in nodes if n.op_type != "Constant" for o in n.output if o]
+        values = [output for node in nodes if node.op_type != "Constant" for output in node.output if output]
         types = OnnxRuntime().open(self.model, values).types
-        kept = {v for v in values if types[v][0] in _COUNTABLE}
-        taken = {o for g in onnx_files.graphs(self.model.model) for n in g.node for o in n.output}
-        counts = {v: fresh_name(_COUNT + v, taken) for v in values if v in kept}
-        self._counts = {count: v for v, count in counts.items()}
+        countable = {value for value in values if types[value][0] in _COUNTABLE}
+        taken: set[str] = set()
+        for inner in onnx_files.graphs(self.model.model):
+            for node in inner.node:
+                taken.update(node.output)
+        counts = {value: fresh_name(_COUNT + value, taken) for value in values if value in countable}
+        self._counts = {count: value for value, count in counts.items()}
         counted = self.model.copy()
         graph = counted.model.graph
         del graph.node[:]
-        if kept:  # a graph has to give something
+        if countable:  # a graph must have an output
             del graph.output[:]
         for node in nodes:
             graph.node.append(node)
             # Counted right where it is made: at the end, every value would have to live until then.
-            made = [v for v in node.output if v in kept]
-            graph.node.extend(helper.make_node("Size", [v], [counts[v]]) for v in made)
-            graph.output.extend(helper.make_empty_tensor_value_info(counts[v]) for v in made)
+            for value in node.output:
+                if value in countable:
+                    graph.node.append(helper.make_node("Size", [value], [counts[value]]))
+                    graph.output.append(helper.make_empty_tensor_value_info(counts[value]))
         return counted
 
 
-def _others(low: int, high: int, seen: int, step: int, limit: int) -> list[int]:
-    """Both bounds, or what is worth its memory, and the sizes next to them and to `seen`; multiples of `step`."""
-    low, high = -(-max(low, 1) // step) * step, high // step * step
+def _others(low: int, high: int, first: int, step: int, limit: int) -> list[int]:
+    """Sizes to run beside the first: both bounds and the next step; more sizes if that leaves only one.
+
+    Args:
+        limit: greatest size that memory allows.
+    """
+    low = -(-max(low, 1) // step) * step
+    high = high // step * step
     top = max(low, min(high, limit // step * step))
-    for wanted in ({low, top, seen + step}, {low, top, seen + step, low + step, top - step}):
-        others = sorted(s for s in wanted if low <= s <= high and s != seen)
-        if len(others) > 1:
-            break
-    return others
+    wanted = {low, top, first + step}
+    sizes = _within(wanted, low, high, first)
+    if len(sizes) > 1:
+        return sizes
+    return _within(wanted | {low + step, top - step}, low, high, first)
 
 
-def _likeliest(lists: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Combinations of one of each, those of early entries first; at most TRIES."""
-    start = (0,) * len(lists)
-    heap, known = [(0, start)], {start}
+def _within(sizes: set[int], low: int, high: int, first: int) -> list[int]:
+    return sorted(size for size in sizes if low <= size <= high and size != first)
+
+
+def _likeliest(candidates: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Combinations of one of each, those of early candidates first; at most TRIES."""
+    start = (0,) * len(candidates)
+    # Ranked by the sum of places. The heap gives the next best without listing all combinations.
+    heap = [(0, start)]
+    visited = {start}
     for _ in range(TRIES):
         if not heap:
             return
         rank, places = heapq.heappop(heap)
-        yield tuple(values[p] for values, p in zip(lists, places, strict=True))
-        for i, values in enumerate(lists):
-            after = (*places[:i], places[i] + 1, *places[i + 1 :])
-            if after[i] < len(values) and after not in known:
-                known.add(after)
-                heapq.heappush(heap, (rank + 1, after))
+        yield tuple(sizes[place] for sizes, place in zip(candidates, places, strict=True))
+        for i, sizes in enumerate(candidates):
+            following = (*places[:i], places[i] + 1, *places[i + 1 :])
+            if following[i] < len(sizes) and following not in visited:
+                visited.add(following)
+                heapq.heappush(heap, (rank + 1, following))
 
 
-def told(at: Mapping[str, int]) -> str:
+def sizes_text(sizes: Mapping[str, int]) -> str:
     """Sizes by name, in words."""
-    return ", ".join(f"{n}={s}" for n, s in at.items()) or "its only size"
+    return ", ".join(f"{name}={size}" for name, size in sizes.items()) or "its only size"

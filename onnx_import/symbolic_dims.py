@@ -1,4 +1,4 @@
-"""The symbolic sizes of a foreign graph: every one gets a name, and what is found out about them is written back."""
+"""Names the symbolic sizes of an imported graph, and writes back what is learned about them."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.pipeline.errors import StageError
 
-# What exporters write where they know no name; two of these are not one size.
+# Exporters write these where they have no name. Two dimensions called `?` need not have one size.
 _NAMELESS = frozenset({"", "?", "*", "-1", "None", "none", "unk", "unknown"})
-# What onnx's shape inference calls a size that it can't tell.
+# The name that onnx's shape inference gives to a size that it can't tell.
 _INFERRED = re.compile(r"unk__\d+")
 
 Places = dict[str, list[tuple[str, int]]]
-"""Name of a dimension to where it is: input and axis."""
+"""Where each dimension is, by name: (input, axis)."""
 
 
 def name(light: Light, ranks: Mapping[str, int]) -> Places:
-    """Gives the sizes of the inputs that have none a name, `<input>_dim<axis>`, in place; all that vary, by name.
+    """Names the unnamed sizes of the inputs `<input>_dim<axis>`, in place. Returns all dimensions that vary.
 
     Args:
-        ranks: of inputs whose shape the file leaves out.
+        ranks: ranks of inputs whose shape the file leaves out.
 
     Raises:
-        StageError: an input without a shape that `ranks` doesn't tell; one that is text.
+        StageError: an input holds text, or has no shape and is not in `ranks`.
     """
-    for given in light.fed:
-        kind = given.type.tensor_type
-        if kind.elem_type == onnx.TensorProto.STRING:
-            raise StageError("the input is text", where=given.name, hint="cut the tokeniser off: feed numbers")
-        if given.type.HasField("tensor_type") and not kind.HasField("shape"):
-            if given.name not in ranks:
+    for value in light.fed:
+        tensor_type = value.type.tensor_type
+        if tensor_type.elem_type == onnx.TensorProto.STRING:
+            raise StageError("the input is text", where=value.name, hint="cut the tokeniser off: feed numbers")
+        if value.type.HasField("tensor_type") and not tensor_type.HasField("shape"):
+            if value.name not in ranks:
                 raise StageError(
                     "the file does not say how many axes this input has",
-                    where=given.name,
+                    where=value.name,
                     hint="give samples: `data: samples.npz`, with one array per input",
                 )
-            kind.shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in range(ranks[given.name]))
-        for axis, dim in enumerate(kind.shape.dim):
+            tensor_type.shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in range(ranks[value.name]))
+        for axis, dim in enumerate(tensor_type.shape.dim):
             if _is_open(dim):
-                dim.dim_param = f"{given.name}_dim{axis}"
+                dim.dim_param = f"{value.name}_dim{axis}"
     for item in (*light.model.graph.output, *light.model.graph.value_info):
         for dim in item.type.tensor_type.shape.dim:
             if _is_open(dim):
@@ -53,17 +53,17 @@ def name(light: Light, ranks: Mapping[str, int]) -> Places:
 
 def places(light: Light) -> Places:
     """The dimensions of the inputs that vary."""
-    found = Places()
-    for given in light.fed:
-        for axis, dim in enumerate(given.type.tensor_type.shape.dim):
+    places = Places()
+    for value in light.fed:
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if dim.dim_param:
-                found.setdefault(dim.dim_param, []).append((given.name, axis))
-    return found
+                places.setdefault(dim.dim_param, []).append((value.name, axis))
+    return places
 
 
-def told(places: Iterable[tuple[str, int]]) -> str:
+def as_text(places: Iterable[tuple[str, int]]) -> str:
     """`x axis 0, mask axis 0`."""
-    return ", ".join(f"{given} axis {axis}" for given, axis in places)
+    return ", ".join(f"{name} axis {axis}" for name, axis in places)
 
 
 def write(model: onnx.ModelProto, names: Mapping[str, str], sizes: Mapping[str, int]) -> None:
@@ -84,22 +84,37 @@ def settle(model: onnx.ModelProto, places: Places, runs: Sequence[tuple[Feed, Ma
     Args:
         runs: feeds of different sizes, each with the outputs it gave.
     """
-    known = {n: [f[given].shape[axis] for f, _ in runs] for n, ((given, axis), *_) in places.items()}
-    known = {n: column for n, column in known.items() if len(set(column)) > 1}
+    varied: dict[str, list[int]] = {}
+    for dim_name, ((input_name, axis), *_) in places.items():
+        sizes = [feed[input_name].shape[axis] for feed, _ in runs]
+        if len(set(sizes)) > 1:
+            varied[dim_name] = sizes
     for output in model.graph.output:
-        kind, seen = output.type.tensor_type, [found[output.name].shape for _, found in runs]
-        if len({len(s) for s in seen}) > 1:  # out of two branches: whatever the file says of it stays
+        tensor_type = output.type.tensor_type
+        shapes = [outputs[output.name].shape for _, outputs in runs]
+        if len({len(shape) for shape in shapes}) > 1:
+            # Out of two branches of an If: what the file declares stays.
             continue
-        if not kind.HasField("shape") or len(kind.shape.dim) != len(seen[0]):
-            kind.ClearField("shape")
-            kind.shape.SetInParent()
-            kind.shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in seen[0])
-        for axis, dim in enumerate(kind.shape.dim):
-            column = [s[axis] for s in seen]
+        if not tensor_type.HasField("shape") or len(tensor_type.shape.dim) != len(shapes[0]):
+            tensor_type.ClearField("shape")
+            tensor_type.shape.SetInParent()
+            tensor_type.shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in shapes[0])
+        for axis, dim in enumerate(tensor_type.shape.dim):
             if _is_open(dim) or _INFERRED.fullmatch(dim.dim_param):
-                dim.dim_param = next((n for n, c in known.items() if c == column), f"{output.name}_dim{axis}")
+                sizes = [shape[axis] for shape in shapes]
+                dim.dim_param = _same_sizes(varied, sizes) or f"{output.name}_dim{axis}"
+
+
+def _same_sizes(varied: Mapping[str, list[int]], sizes: list[int]) -> str:
+    """The dimension that had these sizes over the runs; empty if none did."""
+    for name, sizes_of_name in varied.items():
+        if sizes_of_name == sizes:
+            return name
+    return ""
 
 
 def _is_open(dim: onnx.TensorShapeProto.Dimension) -> bool:
-    # Some exporters write 0 or -1 where others leave the size out.
-    return dim.dim_value <= 0 if dim.HasField("dim_value") else dim.dim_param.strip() in _NAMELESS
+    if dim.HasField("dim_value"):
+        # Some exporters write 0 or -1 where others leave the size out.
+        return bool(dim.dim_value <= 0)
+    return dim.dim_param.strip() in _NAMELESS

@@ -1,4 +1,4 @@
-"""What an export of the untrained model would refuse: sizes, ranges, and forward() itself, seen in one quick trace."""
+"""Checks of the untrained model before training: sizes, ranges and forward() itself, in one quick trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from layerline.pipeline.errors import ConfigError, brief
 
 LARGEST = 64 << 20
 """Bytes that the inputs may take where a declared size is tried."""
-# Part of the name of torch's operator: what it may become, of the operators that have an int8 rule.
+# Part of the name of an operator of torch: the operators with an int8 rule that it may become.
 _OPS = {
     "conv_transpose": ("ConvTranspose",),
     "aten.conv1d": ("Conv",),
@@ -42,7 +42,7 @@ _OPS = {
     "aten.mean": ("GlobalAveragePool",),
 }
 PATIENCE_S = 5.0
-"""Seconds that forward() is thought to take there, at most; the time of attention grows with the square of a size."""
+"""Greatest expected duration of forward() at a tried size, as the time of attention grows with the square of a size."""
 
 
 def refuse_ranges(call: Call, ranges: Mapping[str, tuple[int, int]]) -> None:
@@ -52,12 +52,20 @@ def refuse_ranges(call: Call, ranges: Mapping[str, tuple[int, int]]) -> None:
         ConfigError: it fails on them.
     """
     rng = np.random.default_rng(0)
-    changed = {n: drawn(call.feed[n], low, high, rng) for n, (low, high) in ranges.items() if call.feed[n].size}
-    said = _said(call, {**call.feed, **changed}) if changed else None
-    if said is not None:
-        told = ", ".join(f"{n} over [{low}, {high}]" for n, (low, high) in ranges.items())
-        raise ConfigError(f"forward() itself fails on {told}: {said}", where="ranges",
-                          hint="declare what the model really takes")  # fmt: skip
+    feed = dict(call.feed)
+    for name, (low, high) in ranges.items():
+        if feed[name].size:
+            feed[name] = drawn(feed[name], low, high, rng)
+    if all(feed[name] is array for name, array in call.feed.items()):
+        return
+    error = _error_of(call, feed)
+    if error is not None:
+        declared = ", ".join(f"{name} over [{low}, {high}]" for name, (low, high) in ranges.items())
+        raise ConfigError(
+            f"forward() itself fails on {declared}: {error}",
+            where="ranges",
+            hint="declare the integers that the model takes",
+        )
 
 
 def refuse_sizes(call: Call, axes: Axes) -> None:
@@ -68,21 +76,27 @@ def refuse_sizes(call: Call, axes: Axes) -> None:
     """
     started = time.perf_counter()
     call.run(call.feed)
-    took = time.perf_counter() - started
+    duration = time.perf_counter() - started
     for name, bounds in axes.bounds.items():
+        example = axes.size(call.feed, name)
         for size in (bounds.min, bounds.max):
-            here = axes.size(call.feed, name)
-            if size is None or size == here or took * (size / here) ** 2 > PATIENCE_S:
+            if size is None or size == example or duration * (size / example) ** 2 > PATIENCE_S:
                 continue
             feed = axes.resized(call.feed, {name: size})
-            said = _said(call, feed) if sum(a.nbytes for a in feed.values()) <= LARGEST else None
-            if said is not None:
-                given, axis = axes.places(name)[0]
-                raise ConfigError(
-                    f"{name} is declared from {bounds.min} to {bounds.max}; forward() itself fails at {size}: {said}",
-                    where=f"dynamic.{given}.{axis}",
-                    hint=f"steps of {bounds.multiple}" * (bounds.multiple > 1) or "declare the sizes that it takes",
-                )
+            if sum(array.nbytes for array in feed.values()) > LARGEST:
+                continue
+            error = _error_of(call, feed)
+            if error is None:
+                continue
+            input_name, axis = axes.places(name)[0]
+            hint = "declare the sizes that it takes"
+            if bounds.step > 1:
+                hint = f"steps of {bounds.step}"
+            raise ConfigError(
+                f"{name} is declared from {bounds.min} to {bounds.max}; forward() itself fails at {size}: {error}",
+                where=f"dynamic.{input_name}.{axis}",
+                hint=hint,
+            )
 
 
 def traced(call: Call, axes: Axes, opset: int, root: Path) -> tuple[Signature, set[str], set[str]]:
@@ -94,20 +108,34 @@ def traced(call: Call, axes: Axes, opset: int, root: Path) -> tuple[Signature, s
     args, kwargs = call.arguments(call.feed)
     if args and isinstance(args[-1], dict) and not kwargs:
         args = (*args, {})  # torch takes a dict in the last place for the keywords
-    shapes = call.shapes(axes.specs()) if axes.names else None
-    names = {n for n, _ in call.module.named_modules() if n} | {n for n, _ in call.module.named_parameters()}
-    ends: dict[str, int | None] = {}
+    shapes = None
+    if axes.names:
+        shapes = call.shapes(axes.specs())
+    names = {name for name, _ in call.module.named_modules() if name}
+    names |= {name for name, _ in call.module.named_parameters()}
+    ops: set[str] = set()
+    traced_max: dict[str, int | None] = {}
     try:
         with quiet(), call.tensors_alone():
             program = torch.export.export(call.module, args, kwargs, dynamic_shapes=shapes, strict=False)
-        names |= {n.name for n in program.graph.nodes}
-        ops = {op for n in program.graph.nodes for part, found in _OPS.items() if part in str(n.target) for op in found}
-    except Exception:  # noqa: BLE001 - the exporter has other ways, and its own words where all of them fail
+        for node in program.graph.nodes:
+            names.add(node.name)
+            ops |= _onnx_ops(str(node.target))
+    except Exception:  # noqa: BLE001 - the exporter tries other ways of tracing, and explains where all of them fail
         exported = trace(call, axes, opset, root)
         names |= onnx_names(exported.model)
-        ops = {n.op_type for n in onnx_files.nodes(exported.model)}
-        ends = {n: top for n, (_, top) in exported.ranges.items()}
-    return _signature(call, axes, ends), names | {*call.feed, *call.outputs}, ops
+        ops = {node.op_type for node in onnx_files.nodes(exported.model)}
+        traced_max = {name: greatest for name, (_, greatest) in exported.ranges.items()}
+    return _signature(call, axes, traced_max), names | {*call.feed, *call.outputs}, ops
+
+
+def _onnx_ops(target: str) -> set[str]:
+    """The operators that an operator of torch may become."""
+    ops: set[str] = set()
+    for part, candidates in _OPS.items():
+        if part in target:
+            ops.update(candidates)
+    return ops
 
 
 def all_names(call: Call, axes: Axes, opset: int, root: Path) -> Callable[[], set[str]]:
@@ -115,35 +143,33 @@ def all_names(call: Call, axes: Axes, opset: int, root: Path) -> Callable[[], se
     return lambda: onnx_names(trace(call, axes, opset, root).model)
 
 
-def _signature(call: Call, axes: Axes, ends: Mapping[str, int | None]) -> Signature:
-    inputs = tuple(
-        Value(
-            name=n,
-            dtype=a.dtype.name,
-            shape=tuple(axes.names.get((n, axis), size) for axis, size in enumerate(a.shape)),
-        )
-        for n, a in call.feed.items()
-    )
-    outputs = tuple(Value(name=n, dtype=a.dtype.name, shape=tuple(a.shape)) for n, a in call.results.items())
-    dims = {
-        n: Dim(min=b.min or 1, max=b.max or ends.get(n) or BEYOND * axes.size(call.feed, n), multiple=b.multiple)
-        for n, b in axes.bounds.items()
-    }
-    return Signature(inputs=inputs, outputs=outputs, dims=dims)
+def _signature(call: Call, axes: Axes, traced_max: Mapping[str, int | None]) -> Signature:
+    inputs = []
+    for name, array in call.feed.items():
+        shape = tuple(axes.names.get((name, axis), size) for axis, size in enumerate(array.shape))
+        inputs.append(Value(name=name, dtype=array.dtype.name, shape=shape))
+    outputs = [Value(name=name, dtype=a.dtype.name, shape=tuple(a.shape)) for name, a in call.results.items()]
+    dims: dict[str, Dim] = {}
+    for name, bounds in axes.bounds.items():
+        greatest = bounds.max or traced_max.get(name) or BEYOND * axes.size(call.feed, name)
+        dims[name] = Dim(min=bounds.min or 1, max=greatest, multiple=bounds.step)
+    return Signature(inputs=tuple(inputs), outputs=tuple(outputs), dims=dims)
 
 
 def onnx_names(model: onnx.ModelProto) -> set[str]:
     """Names of values, nodes and modules."""
-    found = {path for paths in modules(model).values() for path in paths.split(", ")}
+    names: set[str] = set()
+    for paths in modules(model).values():
+        names.update(paths.split(", "))
     for node in onnx_files.nodes(model):
-        found |= {node.name, *node.input, *node.output}
-    return found - {""}
+        names.update((node.name, *node.input, *node.output))
+    return names - {""}
 
 
-def _said(call: Call, feed: Feed) -> str | None:
+def _error_of(call: Call, feed: Feed) -> str | None:
     """What forward() raises on a feed; None where it runs."""
     try:
         call.run(feed)
-    except Exception as error:  # noqa: BLE001 - which sizes and values the user's module refuses is the question
+    except Exception as error:  # noqa: BLE001 - a user's forward() may raise anything on sizes it does not take
         return brief(error)
     return None

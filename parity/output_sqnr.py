@@ -1,4 +1,4 @@
-"""What quantisation did to a model as a whole: the SQNR of its outputs, by size, and whether that may pass."""
+"""SQNR of a quantised model's outputs, over all feeds and by size, and the gates on it and on calibration data."""
 
 from __future__ import annotations
 
@@ -20,20 +20,26 @@ FAR = 16.0
 
 
 def outputs(reference: Light, measured: Light, feeds: Sequence[Feed]) -> dict[str, float]:
-    """SQNR of each output in dB over all feeds; of none that is drawn at random, or 0 in the reference."""
-    found = {r.name: _decibels(r) for r in compare(reference, measured, feeds, pairs={})}
-    return {name: db for name, db in found.items() if db is not None}
+    """SQNR of each output in dB over all feeds, without outputs that are random, or 0 in the reference."""
+    decibels: dict[str, float] = {}
+    for record in compare(reference, measured, feeds, pairs={}):
+        db = _decibels(record)
+        if db is not None:
+            decibels[record.name] = db
+    return decibels
 
 
-def least(found: Mapping[str, float]) -> tuple[str, float] | None:
-    """The output that lost most; None where none was measured."""
-    name = min(found, key=lambda n: found[n], default=None)
-    return None if name is None else (name, found[name])
+def least(decibels: Mapping[str, float]) -> tuple[str, float] | None:
+    """The output with the lowest SQNR; None if none was measured."""
+    if not decibels:
+        return None
+    name = min(decibels, key=lambda output: decibels[output])
+    return name, decibels[name]
 
 
-def gate(found: Mapping[str, float], required: float) -> tuple[Gate, ...]:
-    """The least SQNR of an output that passes."""
-    worst = least(found)
+def gate(decibels: Mapping[str, float], required: float) -> tuple[Gate, ...]:
+    """The gate on the lowest SQNR of an output."""
+    worst = least(decibels)
     if worst is None:
         return ()
     name, db = worst
@@ -41,15 +47,14 @@ def gate(found: Mapping[str, float], required: float) -> tuple[Gate, ...]:
         "the layers with the lowest `own dB` in `pipe diff quantize` cause it: keep them float with quantize.skip, try "
         "another calibrator or mode: fp16; quantize.min_db sets the bound"
     )
-    passed = db >= required
-    return (
-        Gate("output SQNR", passed, f"{name} has {db:.1f} dB", f"at least {required:g} dB", "" if passed else hint),
-    )
+    if db >= required:
+        hint = ""
+    return (Gate("output SQNR", not hint, f"{name} has {db:.1f} dB", f"at least {required:g} dB", hint),)
 
 
-def warning(found: Mapping[str, float]) -> tuple[str, ...]:
-    """A sentence where an output lost more than a good quantisation loses."""
-    worst = least(found)
+def warning(decibels: Mapping[str, float]) -> tuple[str, ...]:
+    """A warning if an output lost more than a good quantisation loses."""
+    worst = least(decibels)
     if worst is None or worst[1] >= CLEAR_DB:
         return ()
     name, db = worst
@@ -62,79 +67,93 @@ def by_size(reference: Light, measured: Light, feeds: Sequence[Feed], signature:
     rows: list[dict[str, Scalar]] = []
     for index in _extreme(feeds, signature):
         sizes = _sizes(feeds[index], signature)
-        told = ", ".join(f"{k}={v}" for k, v in sizes.items())
+        label = ", ".join(f"{name}={size}" for name, size in sizes.items())
         for name, db in outputs(reference, measured, [feeds[index]]).items():
-            rows.append({"sizes": told, "output": name, "sqnr_db": db})
+            rows.append({"sizes": label, "output": name, "sqnr_db": db})
     return rows
 
 
 def unseen(shapes: Mapping[str, Collection[Sequence[int]]], signature: Signature) -> tuple[str, ...]:
-    """Sizes that the model admits and calibration did not meet, a sentence for each dimension; not of the batch.
+    """Sizes that the model admits and calibration did not cover, a note for each dimension except the batch.
 
     Args:
         shapes: all shapes of each input in the calibration data.
     """
-    met: dict[str, set[int]] = {}
+    covered: dict[str, set[int]] = {}
     for value in signature.inputs:
         for shape in shapes.get(value.name, ()):
-            for name, size in zip(value.shape, shape, strict=False):
-                met.setdefault(str(name), set()).add(size)
+            for dim_name, size in zip(value.shape, shape, strict=False):
+                covered.setdefault(str(dim_name), set()).add(size)
     notes = []
+    batch_axes = _batch_axes(signature)
     for name, dim in signature.dims.items():
-        if name in _batch_axes(signature) or name not in met:
+        if name in batch_axes or name not in covered:
             continue
-        low, high = min(met[name]), max(met[name])
-        if dim.min < low or dim.max > high:
-            span = f"{low} alone" if low == high else f"{low} to {high}"
-            notes.append(
-                f"{name} may be {dim.min} to {dim.max}, and calibration met {span}: "
-                "what ranges are at other sizes was not observed"
-            )
+        low, high = min(covered[name]), max(covered[name])
+        if low <= dim.min and dim.max <= high:
+            continue
+        span = f"only {low}" if low == high else f"{low} to {high}"
+        notes.append(
+            f"{name} may be {dim.min} to {dim.max}, and calibration met {span}: ranges at other sizes were not observed"
+        )
     return tuple(notes)
 
 
 def data_gate(calibration: Mapping[str, float], evaluation: Mapping[str, float]) -> tuple[Gate, ...]:
-    """Whether inputs are as large in calibration as where the model is evaluated, and not all 0.
+    """Failed gates: inputs are all 0 in calibration, or of another magnitude than where the model is evaluated.
 
     Args:
         calibration: greatest |x| of each floating-point input in the calibration data.
         evaluation: the same in eval_data(); empty where there is none.
     """
-    wrong = []
-    if calibration and not any(calibration.values()):
-        wrong.append(f"{' and '.join(calibration)} hold{'s' * (len(calibration) == 1)} zeros alone")
-    for name in calibration.keys() & evaluation.keys():
-        here, there = calibration[name], evaluation[name]
-        if not wrong and (here > there * FAR or there > here * FAR):
-            wrong.append(f"{name} reaches {here:.4g} in the calibration data and {there:.4g} in eval_data()")
+    problem = _data_problem(calibration, evaluation)
+    if not problem:
+        return ()
     hint = "calibrate on data that is prepared as the model's inputs are: the same scaling and the same kind of samples"
     expected = f"inputs of a like size, at most {FAR:g} times apart"
-    return tuple(Gate("calibration data", False, text, expected, hint) for text in wrong)
+    return (Gate("calibration data", False, problem, expected, hint),)
+
+
+def _data_problem(calibration: Mapping[str, float], evaluation: Mapping[str, float]) -> str:
+    if calibration and not any(calibration.values()):
+        verb = "holds" if len(calibration) == 1 else "hold"
+        return f"{' and '.join(calibration)} {verb} only zeros"
+    for name, here in calibration.items():
+        there = evaluation.get(name, here)
+        if here > there * FAR or there > here * FAR:
+            return f"{name} reaches {here:.4g} in the calibration data and {there:.4g} in eval_data()"
+    return ""
 
 
 def _sizes(feed: Feed, signature: Signature) -> dict[str, int]:
-    found: dict[str, int] = {}
+    """The size of each symbolic dimension in a feed."""
+    sizes: dict[str, int] = {}
     for value in signature.inputs:
         shape = np.shape(feed[value.name])
-        found |= {d: shape[i] for i, d in enumerate(value.shape) if isinstance(d, str) and i < len(shape)}
-    return found
+        sizes |= {dim: size for dim, size in zip(value.shape, shape, strict=False) if isinstance(dim, str)}
+    return sizes
 
 
 def _batch_axes(signature: Signature) -> set[str]:
     """Dimensions that only ever stand first: a sample's numbers don't depend on how many others are there."""
-    first = {v.shape[0] for v in signature.inputs if v.shape}
-    inner = {d for v in signature.inputs for d in v.shape[1:]}
-    return {d for d in first - inner if isinstance(d, str)}
+    first: set[str] = set()
+    inner: set[str] = set()
+    for value in signature.inputs:
+        for axis, dim in enumerate(value.shape):
+            if isinstance(dim, str):
+                (inner if axis else first).add(dim)
+    return first - inner
 
 
 def _extreme(feeds: Sequence[Feed], signature: Signature) -> list[int]:
-    each = [_sizes(f, signature) for f in feeds]
-    chosen = set[int]()
+    """Indices of the feeds with the smallest and the greatest size of each dimension that varies."""
+    sizes_by_feed = [_sizes(feed, signature) for feed in feeds]
+    chosen: set[int] = set()
     for name in signature.dims:
-        have = [i for i, s in enumerate(each) if name in s]
-        if have and len({each[i][name] for i in have}) > 1:
-            chosen.add(min(have, key=lambda i: each[i][name]))
-            chosen.add(max(have, key=lambda i: each[i][name]))
+        sizes = {index: sizes[name] for index, sizes in enumerate(sizes_by_feed) if name in sizes}
+        if len(set(sizes.values())) > 1:
+            chosen.add(min(sizes, key=lambda index: sizes[index]))
+            chosen.add(max(sizes, key=lambda index: sizes[index]))
     return sorted(chosen)
 
 
@@ -142,4 +161,6 @@ def _decibels(record: LayerDiff) -> float | None:
     if record.one_sided:
         return -math.inf
     # -inf without a one-sided element: the reference is 0, and no ratio says how far off a result is.
-    return None if record.sqnr_db is None or record.sqnr_db == -math.inf else record.sqnr_db
+    if record.sqnr_db == -math.inf:
+        return None
+    return record.sqnr_db

@@ -1,6 +1,6 @@
-"""torch against ONNX: every value against the float64 program, every output against the module itself.
+"""Compares the ONNX with torch: every value with the float64 program, every output with the module itself.
 
-DESIGN §6: the exported program in float64 is the truth, and torch's own float32 error against it the noise floor; a
+The exported program in float64 is the truth, and torch's own float32 error against it the noise floor; a
 value passes when the ONNX's error is within a stated multiple of that. The program shares what tracing baked in with
 the ONNX, so each probe's outputs are also compared with what the module itself gives.
 """
@@ -27,16 +27,16 @@ from layerline.pipeline.report import Gate, LayerDiff
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """What was found.
+    """The result of a comparison.
 
     Attributes:
         rows: one per value that is a node of the program, in the ONNX's topological order.
-        gates: one per probe: the module's own outputs against the ONNX's.
+        gates: one per probe, for the module's own outputs against the ONNX's.
         floors: noise floor (relative L2) by value.
         notes: what was not compared, and why.
         shapes: the feeds that ran, each with the sizes of every value on it.
-        outputs: what the ONNX gave for each feed; None for one that it can't run on.
-        random: outputs that are drawn at random.
+        outputs: outputs of the ONNX for each feed; None for a feed that it can't run on.
+        random: outputs that depend on a random operator.
     """
 
     rows: tuple[LayerDiff, ...]
@@ -52,7 +52,7 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
     """Runs the ONNX, the program and the module on every probe.
 
     Args:
-        rule: what values are judged by; None for the measured floor (`tolerance: auto`).
+        rule: the rule for values; None for the measured floor (`tolerance: auto`).
     """
     try:
         taps = traced.taps()
@@ -60,81 +60,100 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
     except StageError as error:
         raise refused(traced.model, error) from error
     tally = Tally(traced, rule)
-    seen: list[tuple[Probe, dict[str, Apart] | StageError]] = []
-    ran: list[tuple[Probe, dict[str, Array]]] = []
+    measured: list[tuple[Probe, dict[str, Apart] | StageError]] = []
+    feeds: list[Feed] = []
+    labels: list[str] = []
+    inner_values: list[dict[str, Array]] = []
     sizes: list[tuple[Feed, Shapes]] = []
     outputs: list[Mapping[str, Array] | None] = []
-    names = [o.name for o in traced.model.graph.output]
+    names = [output.name for output in traced.model.graph.output]
     for probe in probes:
         try:
             everything = session.run(probe.feed)
         except StageError as error:
-            seen.append((probe, refused(traced.model, error)))
+            measured.append((probe, refused(traced.model, error)))
             outputs.append(None)
             continue
-        found = without_shapes(everything)
+        values = without_shapes(everything)
         sizes.append((probe.feed, shapes(everything)))
-        outputs.append({n: found[n] for n in names})
-        seen.append((probe, {k: tally.apart(k, a, found, len(ran)) for k, a in probe.outputs.items()}))
-        ran.append((probe, found))
-    tally.measure([p.feed for p, _ in ran], [f for _, f in ran])
+        outputs.append({name: values[name] for name in names})
+        index = len(feeds)
+        distances = {name: tally.apart(name, output, values, index) for name, output in probe.outputs.items()}
+        measured.append((probe, distances))
+        feeds.append(probe.feed)
+        labels.append(probe.label)
+        inner_values.append(values)
+    tally.measure(feeds, inner_values)
     floors = tally.floors()
-    notes = [
-        f"{ran[i][0].label}: inner values not compared from {error.where} on; {error.what}"
-        for i, error in tally.twin.refused.items()
-    ]
-    notes += [f"{node} has no float64 form; run in float32 there: {why}" for node, why in tally.twin.notes.items()]
     rows = tally.rows(types_of(session))
+    notes = []
+    for index, refusal in tally.twin.refused.items():
+        notes.append(f"{labels[index]}: inner values not compared from {refusal.where} on; {refusal.what}")
+    for node, why in tally.twin.notes.items():
+        notes.append(f"{node} has no float64 form; run in float32 there: {why}")
+    notes += [*_random(traced, tally.random), *_nonfinite(rows)]
+    gates = [_gate(probe, distances, tally, floors) for probe, distances in measured]
     return Parity(
         rows=rows,
-        gates=(*(_gate(probe, what, tally, floors) for probe, what in seen), *_folded(traced, tally.random)),
+        gates=(*gates, *_folded(traced, tally.random)),
         floors=floors,
-        notes=(*notes, *_random(traced, tally.random), *_nonfinite(rows)),
+        notes=tuple(notes),
         shapes=sizes,
         outputs=outputs,
-        random=frozenset(n for n in names if n in tally.random),
+        random=frozenset(name for name in names if name in tally.random),
     )
 
 
-def _gate(probe: Probe, seen: dict[str, Apart] | StageError, tally: Tally, floors: Mapping[str, float]) -> Gate:
-    """Whether the ONNX does on this probe what the module itself does."""
+def _gate(probe: Probe, measured: dict[str, Apart] | StageError, tally: Tally, floors: Mapping[str, float]) -> Gate:
+    """Whether the ONNX gives on this probe what the module itself gives."""
     hint = "a size or value was fixed while tracing: take it from the input's shape, or declare min, max or multiple"
-    name = probe.gate
-    if isinstance(seen, StageError):
-        return Gate(name, False, f"the ONNX can't run: {seen.where}: {seen.what}", "runs", hint)
-    # Both sides are float32 here, each off the truth by about the floor.
-    judged = [k for k in seen if k not in tally.random]
-    allowed = {k: 1.0 if tally.rule else 2.0 * noise_floor.tolerance(floors.get(k, 0.0)) for k in judged}
-    share = {k: (seen[k].used if tally.rule else seen[k].distance.rel_l2) / allowed[k] for k in allowed}
-    worst = max(share, key=lambda k: (seen[k].distance.one_sided > 0, share[k]), default=None)
-    if worst is None:
-        return Gate(name, True, "only non-deterministic outputs", "not compared")
-    d = seen[worst].distance
-    told = d.mismatch or f"relative L2 {d.rel_l2:.1e}, {d.one_sided} one-sided NaN or Inf"
+    if isinstance(measured, StageError):
+        return Gate(probe.gate, False, f"the ONNX can't run: {measured.where}: {measured.what}", "runs", hint)
+    allowed: dict[str, float] = {}
+    share: dict[str, float] = {}
+    for name, apart in measured.items():
+        if name in tally.random:
+            continue
+        if tally.rule:
+            allowed[name] = 1.0
+            share[name] = apart.used
+        else:
+            # Both sides are float32 here, each off the truth by about the floor.
+            allowed[name] = 2.0 * noise_floor.tolerance(floors.get(name, 0.0))
+            share[name] = apart.distance.rel_l2 / allowed[name]
+    if not share:
+        return Gate(probe.gate, True, "only non-deterministic outputs", "not compared")
+    worst = max(share, key=lambda name: (measured[name].distance.one_sided > 0, share[name]))
+    distance = measured[worst].distance
+    seen = distance.mismatch or f"relative L2 {distance.rel_l2:.1e}, {distance.one_sided} one-sided NaN or Inf"
     expected = "within rtol and atol" if tally.rule else f"at most {allowed[worst]:.1e}"
-    passed = share[worst] <= 1.0 and not d.one_sided
-    return Gate(name, passed, f"{worst}: {told}", expected, "" if passed else hint)
+    if share[worst] <= 1.0 and not distance.one_sided:
+        hint = ""
+    return Gate(probe.gate, not hint, f"{worst}: {seen}", expected, hint)
 
 
 def _random(traced: Traced, random: Mapping[str, str]) -> list[str]:
-    first = next((v for n in traced.model.graph.node for v in n.output if v in random), None)
-    if first is None:
-        return []
-    where = module_identity.modules(traced.model).get(first, first)
-    return [f"non-deterministic op {random[first]} at {where}: {len(random)} values that depend on it are not compared"]
+    for node in traced.model.graph.node:
+        for value in node.output:
+            if value in random:
+                where = module_identity.modules(traced.model).get(value, value)
+                count = f"{len(random)} values that depend on it are not compared"
+                return [f"non-deterministic op {random[value]} at {where}: {count}"]
+    return []
 
 
 def _nonfinite(rows: Sequence[LayerDiff]) -> list[str]:
-    both = [r for r in rows if r.nonfinite_a and not r.one_sided]
-    told = f"{len(both)} values hold NaN or Inf in torch and in the ONNX alike, first {both[0].where}" if both else ""
-    return [told] if told else []
+    both = [row for row in rows if row.nonfinite_a and not row.one_sided]
+    if not both:
+        return []
+    return [f"{len(both)} values hold NaN or Inf in torch and in the ONNX alike, first {both[0].where}"]
 
 
 def _folded(traced: Traced, random: Mapping[str, str]) -> list[Gate]:
-    """A random operator that the exporter turned into one draw."""
+    """A failed gate for the first random operator that the exporter folded into a constant."""
     kept = rounding_noise.drawn(traced.model)
-    return [
-        Gate(f"non-deterministic op {op}", False, f"{value} is one draw, stored as a constant", "a random operator")
-        for value, op in random.items()
-        if value not in kept
-    ][:1]
+    for value, op in random.items():
+        if value not in kept:
+            seen = f"{value} is one draw, stored as a constant"
+            return [Gate(f"non-deterministic op {op}", False, seen, "a random operator")]
+    return []

@@ -11,11 +11,11 @@ import numpy as np
 
 from layerline.backends.base import Array, Feed
 from layerline.export import padded_masks, trace_guards
-from layerline.export.dynamic_axes import Axes, Bounds
+from layerline.export.dynamic_axes import Axes
 from layerline.export.example_call import Call
 from layerline.export.probe import Probe
 from layerline.export.probe_files import drawn
-from layerline.export.signature import Dim
+from layerline.export.signature import DeclaredDim, Dim
 from layerline.export.torch_export import Traced, quiet
 from layerline.export.trace_guards import Guard
 from layerline.export.trace_memory import activation_bytes
@@ -150,16 +150,16 @@ class Prober:
         for name, bounds in self.axes.bounds.items():
             # Without a declared end, guards count up to what memory allows: only the trace may end at `high`.
             end = bounds.max or max(high[name], self._affordable(name, self._example))
-            self._guarded[name] = Dim(min=low[name], max=end, multiple=bounds.multiple)
+            self._guarded[name] = Dim(min=low[name], max=end, multiple=bounds.step)
         return probes + self._breaking(self.traced.guards, probes, [])
 
     def _one_step_up(self, low: Mapping[str, int], high: Mapping[str, int]) -> dict[str, int]:
         """Sizes one step above the least, or two where one step is the example's size; within the bounds."""
         sizes: dict[str, int] = {}
         for name, bounds in self.axes.bounds.items():
-            size = low[name] + bounds.multiple
+            size = low[name] + bounds.step
             if size == self._example[name]:
-                size += bounds.multiple
+                size += bounds.step
             if size <= high[name]:
                 sizes[name] = size
         return sizes
@@ -178,7 +178,7 @@ class Prober:
                 f"{name} is declared without max. Engines are built up to {reached}, the greatest size that was run. "
                 f"To set another limit, declare it in `dynamic`: {{name: {name}, max: <size>}}"
             )
-        self.dims[name] = Dim(min=low, max=upper, multiple=bounds.multiple)
+        self.dims[name] = Dim(min=low, max=upper, multiple=bounds.step)
 
     def _breaking(
         self, guards: Sequence[Guard], known_probes: Sequence[Probe], regions: Sequence[Sequence[Guard]]
@@ -241,7 +241,7 @@ class Prober:
     def _traceable(self, sizes: Mapping[str, int]) -> bool:
         """Whether every axis has at least two steps: torch takes a size of one for a constant."""
         all_sizes = self._all_sizes(sizes)
-        return all(all_sizes[name] >= 2 * bounds.multiple for name, bounds in self.axes.bounds.items())
+        return all(all_sizes[name] >= 2 * bounds.step for name, bounds in self.axes.bounds.items())
 
     def explained(self, gates: Sequence[Gate], probes: Sequence[Probe]) -> tuple[Gate, ...]:
         """The gates. One that failed at a size that breaks a guard gets a hint that names the guard."""
@@ -285,7 +285,7 @@ class Prober:
     def _find_steps(self) -> None:
         """Tries which step forward() needs on each axis without a declared one: five halvings need 32."""
         for name, bounds in self.axes.bounds.items():
-            if bounds.multiple > 1:
+            if bounds.step > 1:
                 continue
             step = self._step(name, bounds)
             if step > 1:
@@ -294,7 +294,7 @@ class Prober:
                     f"forward() itself takes {name} in steps of {step}, found by trial: `multiple: {step}` declares it"
                 )
 
-    def _step(self, name: str, bounds: Bounds) -> int:
+    def _step(self, name: str, bounds: DeclaredDim) -> int:
         """The smallest step, up or down from the example's size, to a size that forward() takes; 1 if there is none."""
         example = self._example[name]
         for step in range(1, min(example, STEP) + 1):
@@ -309,7 +309,7 @@ class Prober:
     def _least(self, name: str) -> int:
         """The smallest size that forward() takes out of one step, two, four, and so on."""
         example = self._example[name]
-        size = self.axes.bounds[name].multiple
+        size = self.axes.bounds[name].step
         while size < example:
             probe_or_error = self._sized({name: size})
             if isinstance(probe_or_error, Probe):
@@ -320,7 +320,7 @@ class Prober:
 
     def _greatest(self, name: str, low: Mapping[str, int], high: int) -> int:
         """The greatest size that memory allows while the other axes are at their least; at least one step up."""
-        step = self.axes.bounds[name].multiple
+        step = self.axes.bounds[name].step
         limit = max(self._affordable(name, low), self._example[name] + step)
         return min(high, limit) // step * step
 
@@ -370,8 +370,8 @@ class Prober:
             self._note_refused(name, size, why)
             return
         hint = ""
-        if bounds.multiple > 1:
-            hint = f"it takes steps of {bounds.multiple}: `multiple: {bounds.multiple}`"
+        if bounds.step > 1:
+            hint = f"it takes steps of {bounds.step}: `multiple: {bounds.step}`"
         raise ConfigError(
             f"{name} is declared from {bounds.min} to {bounds.max}; forward() itself fails at {size}: {why}",
             where="dynamic.{}.{}".format(*self.axes.places(name)[0]),

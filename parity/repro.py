@@ -1,4 +1,4 @@
-"""The smallest ONNX model that shows a bad value: what to attach to a bug report, and to step through."""
+"""Cuts out the smallest ONNX model that shows a bad value, for a bug report or a debugger."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def reproduce(traced: Traced, probes: Sequence[Probe], rows: Sequence[LayerDiff]
     Returns:
         The row of that value; None where every value passed.
     """
-    bad = next((r for r in rows if not r.passed), None)
-    if bad is None:
+    failed = [row for row in rows if not row.passed]
+    if not failed:
         return None
-    good = {r.name for r in rows if r.passed} | {i.name for i in traced.model.graph.input}
+    bad = failed[0]
+    good = {row.name for row in rows if row.passed} | {value.name for value in traced.model.graph.input}
     session = OnnxRuntime(few_runs=True).open(traced.light, traced.taps())
     cut = region(traced.light, bad.name, good, types_of(session))
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,18 +48,25 @@ def reproduce(traced: Traced, probes: Sequence[Probe], rows: Sequence[LayerDiff]
     return bad
 
 
-def region(light: Light, value: str, known: set[str], types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> Light:
-    """The part of a model that computes `value` from values in `known`, as a model of its own."""
+def region(light: Light, value: str, ends: set[str], types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> Light:
+    """The part of a model that computes `value`, as a model of its own; values in `ends` become its inputs."""
     model = light.model
-    makers = {o: n for n in model.graph.node for o in n.output}
-    stored = {t.name: t for t in model.graph.initializer}
-    pending, nodes, inputs, read = [value], set[int](), dict[str, None](), dict[str, None]()
+    makers: dict[str, onnx.NodeProto] = {}
+    for node in model.graph.node:
+        for output in node.output:
+            makers[output] = node
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    pending = [value]
+    nodes: set[int] = set()
+    inputs: set[str] = set()
+    # A dict for its order, which the file keeps.
+    read: dict[str, None] = {}
     while pending:
         name = pending.pop()
         if name in stored or name in light.weights:
             read[name] = None
-        elif name in known and name != value:
-            inputs[name] = None
+        elif name in ends and name != value:
+            inputs.add(name)
         elif name in makers and id(makers[name]) not in nodes:
             nodes.add(id(makers[name]))
             pending += reads(makers[name])
@@ -66,11 +74,11 @@ def region(light: Light, value: str, known: set[str], types: Mapping[str, tuple[
     out.CopyFrom(model)
     out.graph.Clear()
     out.graph.name = "region"
-    out.graph.node.extend(n for n in model.graph.node if id(n) in nodes)
-    out.graph.initializer.extend(stored[n] for n in sorted(read) if n in stored)
-    out.graph.input.extend(_info(i, types) for i in sorted(inputs))
+    out.graph.node.extend(node for node in model.graph.node if id(node) in nodes)
+    out.graph.initializer.extend(stored[name] for name in sorted(read) if name in stored)
+    out.graph.input.extend(_info(name, types) for name in sorted(inputs))
     out.graph.output.append(_info(value, types))
-    return Light(out, {n: light.weights[n] for n in read if n in light.weights})
+    return Light(out, {name: light.weights[name] for name in read if name in light.weights})
 
 
 def _info(name: str, types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> onnx.ValueInfoProto:
@@ -80,25 +88,30 @@ def _info(name: str, types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> 
 
 def _worst(traced: Traced, probes: Sequence[Probe], value: str, cut: Light) -> dict[str, Array]:
     """Inputs, expected and seen values on the probe that shows the difference best."""
-    session, names = OnnxRuntime(few_runs=True).open(cut), [i.name for i in cut.model.graph.input]
-    best, most = dict[str, Array](), -1.0
-    for feed, torchs in zip(probes, _torch_values(traced, probes, {*names, value}), strict=True):
-        known = dict(feed.feed) | torchs
-        if not known.keys() >= {*names, value}:
+    session = OnnxRuntime(few_runs=True).open(cut)
+    names = [info.name for info in cut.model.graph.input]
+    best: dict[str, Array] = {}
+    greatest = -1.0
+    for probe, torch_values in zip(probes, _torch_values(traced, probes, {*names, value}), strict=True):
+        values = {**probe.feed, **torch_values}
+        if not values.keys() >= {*names, value}:
             continue  # the program can't run on this feed
-        given = {n: known[n] for n in names}
-        seen, expected = session.run(given)[value], known[value]
-        error = diff_arrays(expected, seen)
-        if error.rel_l2 + error.one_sided > most:
-            most = error.rel_l2 + error.one_sided
-            best = {f"inputs/{n}": a for n, a in given.items()} | {"expected": expected, "seen": seen}
-    return {k: np.asarray(a, order="C") for k, a in best.items()}
+        inputs = {name: values[name] for name in names}
+        seen = session.run(inputs)[value]
+        error = diff_arrays(values[value], seen)
+        if error.rel_l2 + error.one_sided > greatest:
+            greatest = error.rel_l2 + error.one_sided
+            best = {f"inputs/{name}": array for name, array in inputs.items()}
+            best |= {"expected": values[value], "seen": seen}
+    return {name: np.asarray(array, order="C") for name, array in best.items()}
 
 
 def _torch_values(traced: Traced, probes: Sequence[Probe], wanted: set[str]) -> list[dict[str, Array]]:
-    values = {traced.nodes[v]: v for v in wanted if v in traced.nodes}
-    found: list[dict[str, Array]] = [{} for _ in probes]
-    for node, twins in Twin(traced.program).values([p.feed for p in probes]):
-        for t in twins if node in values else ():
-            found[t.feed][values[node]] = array(t.single)
-    return found
+    """Float32 values of the program by ONNX name, for each probe."""
+    value_of_node = {traced.nodes[value]: value for value in wanted if value in traced.nodes}
+    values: list[dict[str, Array]] = [{} for _ in probes]
+    for node, twins in Twin(traced.program).values([probe.feed for probe in probes]):
+        if node in value_of_node:
+            for twin in twins:
+                values[twin.feed][value_of_node[node]] = array(twin.single)
+    return values

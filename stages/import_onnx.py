@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.init.from_files import Look
 from layerline.pipeline.inspection import Inspection
-from layerline.pipeline.report import LayerDiff, Report, Scalar
+from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Stage, Work
 
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from layerline.backends.light import Light
     from layerline.backends.process_limits import Limits
     from layerline.backends.subprocess_build import Relay
+    from layerline.export.signature import DeclaredDim
     from layerline.onnx_import.feeds import Fed
     from layerline.onnx_import.normalize_import import Adopted
-    from layerline.onnx_import.size_search import Declared, Feeder
+    from layerline.onnx_import.size_search import Feeder
     from layerline.onnx_import.symbolic_dims import Places
 
 
 _MOST_MEMORY = 8.0  # GB
-# What onnxruntime, the C++ library and numpy say of memory that they don't get.
+# Messages of onnxruntime, the C++ library and numpy when an allocation fails.
 _NO_MEMORY = ("Failed to allocate memory", "bad_alloc", "bad allocation", "Unable to allocate")
-_UNHEARD = ("BFLOAT16", "INT4", "UINT4", "FLOAT4", "INT2", "UINT2")
 
 
 class _Field(BaseModel):
@@ -45,7 +45,7 @@ class Dimension(_Field):
     name: str | None = None
     """Renames it; dimensions of one name are one size."""
     min: PositiveInt | None = None
-    """Smallest size; found out where it is left open."""
+    """Smallest size; found by trial if left out."""
     max: PositiveInt | None = None
     """Greatest size, which becomes the upper bound of the engine's profiles."""
     multiple: PositiveInt | None = None
@@ -54,7 +54,11 @@ class Dimension(_Field):
     @model_validator(mode="before")
     @classmethod
     def _short(cls, raw: Any) -> Any:
-        return {"name": raw} if isinstance(raw, str) else {"size": raw} if isinstance(raw, int) else raw
+        if isinstance(raw, str):
+            return {"name": raw}
+        if isinstance(raw, int):
+            return {"size": raw}
+        return raw
 
     @model_validator(mode="after")
     def _bounds(self) -> Dimension:
@@ -137,23 +141,28 @@ class ImportOnnx(Stage):
         from layerline.export.onnx_signature import signature
         from layerline.graph.io import onnx_files
         from layerline.graph.io.wellformed import refuse_broken
-        from layerline.onnx_import import feed_sources, symbolic_dims
+        from layerline.onnx_import import feed_sources, file_checks, symbolic_dims
         from layerline.pipeline.inputs import npz
 
-        light, arrays = onnx_files.read(path), npz.read(data) if data else {}
+        light = onnx_files.read(path)
+        arrays = npz.read(data) if data else {}
         refuse_broken(light)
-        _refuse_types(light)
-        ranks = {k: a.ndim for k, a in arrays.items()}
-        places = symbolic_dims.name(light, ranks)
+        file_checks.refuse_types(light)
+        places = symbolic_dims.name(light, {name: array.ndim for name, array in arrays.items()})
         inputs = signature(light).inputs
-        given = feed_sources.given(arrays, inputs, data.name) if data else None
+        whole: tuple[str, ...] = ()
+        numbers: dict[str, float] = {}
+        if data:
+            samples = feed_sources.samples(arrays, inputs, data.name)
+            whole = tuple(sorted(samples.whole))
+            numbers = {name: number.item() for name, number in sorted(samples.numbers.items())}
         return Look(
             beside=onnx_files.external_files(light, path),
-            inputs=tuple(v.name for v in inputs),
-            dims={n: symbolic_dims.told(p) for n, p in places.items()},
+            inputs=tuple(value.name for value in inputs),
+            dims={name: symbolic_dims.as_text(where) for name, where in places.items()},
             outputs=len(light.model.graph.output),
-            whole=tuple(sorted(given.whole)) if given else (),
-            numbers={n: a.item() for n, a in sorted(given.numbers.items())} if given else {},
+            whole=whole,
+            numbers=numbers,
         )
 
     @classmethod
@@ -165,7 +174,10 @@ class ImportOnnx(Stage):
 
     def files(self) -> tuple[str, ...]:
         """The model, its weights and the samples: their content is part of the key."""
-        return (self.file, *self.external, *([self.data] if self.data else []))
+        files = (self.file, *self.external)
+        if self.data:
+            files += (self.data,)
+        return files
 
     def check(self, look: Inspection) -> None:
         from layerline.backends.onnxruntime import OnnxRuntime
@@ -189,15 +201,18 @@ class ImportOnnx(Stage):
                 allocation_sizes.refuse_endless(adopted.light)
                 allocation_sizes.refuse_large(adopted.light, limits.memory, limits.hint)
                 inputs = signature(adopted.light).inputs
-                foreign.ranges(adopted.original, inputs, {n: (r.low, r.high) for n, r in self.ranges.items()})
-                known = {n: Dim(min=d.min or 1, max=d.max, multiple=d.multiple or 1)
-                         for n, d in declared.items() if d.max}  # fmt: skip
-                OnnxRuntime().open(adopted.light)  # says what it can't run, and runs nothing
-                look.shared["signature"] = signature(adopted.light, known)
-                look.shared["ops"] = {n.op_type for n in onnx_files.nodes(adopted.light.model)}
+                foreign.ranges(adopted.original, inputs, self._declared_ranges())
+                dims: dict[str, Dim] = {}
+                for name, dim in declared.items():
+                    if dim.max:
+                        dims[name] = Dim(min=dim.min or 1, max=dim.max, multiple=dim.step)
+                OnnxRuntime().open(adopted.light)  # raises on what it can't run; runs nothing
+                look.shared["signature"] = signature(adopted.light, dims)
+                look.shared["ops"] = {node.op_type for node in onnx_files.nodes(adopted.light.model)}
                 look.shared["names"] = early_checks.onnx_names(adopted.light.model)
                 look.shared["run"] = partial(self._try, look.root, limits)
-                look.ok("import-onnx.dims", ", ".join(f"{v.name} {v.shape}" for v in inputs) or "no inputs")
+                shapes = [f"{value.name} {value.shape}" for value in inputs]
+                look.ok("import-onnx.dims", ", ".join(shapes) or "no inputs")
 
     def run(self, work: Work) -> Report:
         from layerline.backends import subprocess_build
@@ -215,15 +230,18 @@ class ImportOnnx(Stage):
         return tried
 
     def _limits(self, root: Path) -> Limits:
-        """What the process may take that runs the model: its weights, several times, and what it computes."""
+        """Memory and time of the process that runs the model: its weights several times, and what it computes."""
         from layerline.backends.process_limits import GB, Limits, machine_memory
 
-        stored = sum(path.stat().st_size for name in self.files() if (path := root / name).is_file())
-        own = _MOST_MEMORY * GB if self.max_memory_gb is None else self.max_memory_gb * GB
+        files = [root / name for name in self.files()]
+        stored = sum(path.stat().st_size for path in files if path.is_file())
         if self.max_memory_gb is None:
-            own = min(own, machine_memory() / 2)
+            computed = min(_MOST_MEMORY * GB, machine_memory() / 2)
+        else:
+            computed = self.max_memory_gb * GB
         return Limits(
-            memory=int(own) + 4 * stored,
+            # The weights several times: read, parsed, optimised and in both models that are compared.
+            memory=int(computed) + 4 * stored,
             seconds=self.max_seconds,
             what=f"trying {self.file}",
             hint="import-onnx.max_memory_gb and import-onnx.max_seconds set what it may take",
@@ -233,23 +251,25 @@ class ImportOnnx(Stage):
         from layerline.export import probe_files
         from layerline.export.onnx_signature import signature
         from layerline.export.signature import bounds
-        from layerline.onnx_import import normalize_import, symbolic_dims
+        from layerline.onnx_import import file_checks, import_report, normalize_import, symbolic_dims
         from layerline.onnx_import.compare_in_parts import unchanged
 
         arrays = self._arrays(work.sources)
         adopted = self._adopt(work.root, work.sources, {name: a.ndim for name, a in arrays.items()})
         declared = self._declare(adopted.light, symbolic_dims.places(adopted.light))
         constants = normalize_import.freeze(adopted.light, self.values)
-        if self.values or any(d.size for d in self.dims.values()):
+        # A number in place of a size or an input may decide which branch of an If runs.
+        if self.values or any(dim.size for dim in self.dims.values()):
             adopted = normalize_import.take_branches(adopted)
         light = adopted.light
         feeder, fed = self._feed(work, adopted, declared, arrays, constants)
         symbolic_dims.write(light.model, feeder.same, feeder.fixed)
         feeds = [*fed.feeds, *feeder.edges]
-        symbolic_dims.settle(light.model, symbolic_dims.places(light), [(f, feeder.run(f)) for f in feeds])
+        runs = [(feed, feeder.run(feed)) for feed in feeds]
+        symbolic_dims.settle(light.model, symbolic_dims.places(light), runs)
         work.log.say(f"{len(light.model.graph.node)} nodes; comparing every value on {len(feeds)} feeds")
-        rows, notes = unchanged(adopted, [feeder.whole(f) for f in feeds], feeder.elements, self.tolerance)
-        complaint = _write(light, work.out)
+        rows, notes = unchanged(adopted, [feeder.whole(feed) for feed in feeds], feeder.elements, self.tolerance)
+        objections = file_checks.save_checked(light, work.out)
         probe_files.save(work.out, fed.feeds)
         signature(light, feeder.dims, fed.ranges).save(work.out)
         return Report(
@@ -257,82 +277,98 @@ class ImportOnnx(Stage):
             reference=f"{self.file} on onnxruntime",
             candidate="imported onnx on onnxruntime",
             records=rows,
-            notes=(*adopted.notes, *feeder.notes, *_by_trial(feeder), *notes, *_nonfinite(rows), *complaint),
-            metrics={**_metrics(adopted, rows, len(feeds)), **bounds(feeder.dims, feeder.fixed)},
-            tables=_tables(light, feeder, fed),
+            notes=(
+                *adopted.notes,
+                *feeder.notes,
+                *import_report.tried_sizes(feeder),
+                *notes,
+                *import_report.nonfinite(rows),
+                *objections,
+            ),
+            metrics={**import_report.metrics(adopted, rows, len(feeds)), **bounds(feeder.dims, feeder.fixed)},
+            tables=import_report.tables(light, feeder, fed),
         )
 
     def _adopt(self, root: Path, sources: Path, ranks: Mapping[str, int]) -> Adopted:
         """The model with names for everything, as it is and as the pipeline goes on with it; read from `sources`."""
         from layerline.graph.io import module_identity, onnx_files
         from layerline.graph.io.wellformed import refuse_broken
-        from layerline.onnx_import import normalize_import, symbolic_dims
+        from layerline.onnx_import import file_checks, normalize_import, symbolic_dims
 
-        original, path = root / self.file, sources / self.file
-        stored = onnx_files.external_files(onnx_files.read(path), original)
-        inside = [(original.parent / name).relative_to(root).as_posix() for name in stored]
-        if missing := [name for name in inside if name not in self.external]:
-            raise ConfigError(
-                f"{self.file} stores weights in {missing[0]}, whose content would be no part of the key",
-                where="import-onnx.external",
-                hint=f"list it: external: [{', '.join(inside)}]",
-            )
-        given = onnx_files.parts(path)
-        refuse_broken(given)
-        _refuse_types(given)
-        symbolic_dims.name(given, ranks)
-        module_identity.stamp(given.model, root)
-        return normalize_import.adopt(given, self.opset)
+        original = root / self.file
+        path = sources / self.file
+        weight_files = onnx_files.external_files(onnx_files.read(path), original)
+        inside = [(original.parent / name).relative_to(root).as_posix() for name in weight_files]
+        for name in inside:
+            if name not in self.external:
+                raise ConfigError(
+                    f"{self.file} stores weights in {name}, whose content would be no part of the key",
+                    where="import-onnx.external",
+                    hint=f"list it: external: [{', '.join(inside)}]",
+                )
+        light = onnx_files.parts(path)
+        refuse_broken(light)
+        file_checks.refuse_types(light)
+        symbolic_dims.name(light, ranks)
+        module_identity.stamp(light.model, root)
+        return normalize_import.adopt(light, self.opset)
 
     def _arrays(self, sources: Path) -> Mapping[str, Any]:
         from layerline.pipeline.inputs import npz
 
-        return npz.read(sources / self.data) if self.data else {}
+        if not self.data:
+            return {}
+        return npz.read(sources / self.data)
 
-    def _declare(self, light: Light, places: Places) -> dict[str, Declared]:
+    def _declared_ranges(self) -> dict[str, tuple[int, int]]:
+        return {name: (values.low, values.high) for name, values in self.ranges.items()}
+
+    def _declare(self, light: Light, places: Places) -> dict[str, DeclaredDim]:
         """Applies `dims` to the model, in place; the bounds that are left, by final name."""
+        from layerline.export.signature import DeclaredDim
         from layerline.onnx_import import symbolic_dims
-        from layerline.onnx_import.size_search import Declared
 
-        for unknown in self.dims.keys() - places.keys():
-            there = "; ".join(f"{n} ({symbolic_dims.told(p)})" for n, p in places.items()) or "none"
-            raise ConfigError(f"there is no dimension {unknown!r}", where=f"dims.{unknown}", hint=f"there are: {there}")
-        symbolic_dims.write(
-            light.model,
-            {n: d.name for n, d in self.dims.items() if d.name},
-            {n: d.size for n, d in self.dims.items() if d.size},
-        )
-        found: dict[str, Declared] = {}
-        for name, d in self.dims.items():
-            bounds = Declared(min=d.min, max=d.max, multiple=d.multiple)
-            if bounds != Declared() and found.setdefault(d.name or name, bounds) != bounds:
-                raise ConfigError(f"two dimensions named {d.name!r} have other bounds", where=f"dims.{name}")
-        return found
+        for name in self.dims:
+            if name not in places:
+                listed = [f"{dim} ({symbolic_dims.as_text(where)})" for dim, where in places.items()]
+                hint = f"there are: {'; '.join(listed) or 'none'}"
+                raise ConfigError(f"there is no dimension {name!r}", where=f"dims.{name}", hint=hint)
+        new_names = {name: dim.name for name, dim in self.dims.items() if dim.name}
+        sizes = {name: dim.size for name, dim in self.dims.items() if dim.size}
+        symbolic_dims.write(light.model, new_names, sizes)
+        declared: dict[str, DeclaredDim] = {}
+        for name, dim in self.dims.items():
+            bounds = DeclaredDim(min=dim.min, max=dim.max, multiple=dim.multiple)
+            if bounds != DeclaredDim() and declared.setdefault(dim.name or name, bounds) != bounds:
+                raise ConfigError(f"two dimensions named {dim.name!r} have other bounds", where=f"dims.{name}")
+        return declared
 
     def _feed(
         self,
         work: _Place,
         adopted: Adopted,
-        declared: Mapping[str, Declared],
+        declared: Mapping[str, DeclaredDim],
         arrays: Mapping[str, Any],
         constants: Mapping[str, Array],
     ) -> tuple[Feeder, Fed]:
         from layerline.backends.tensorrt.checks import refuse_training
         from layerline.export.onnx_signature import signature
-        from layerline.onnx_import import feed_sources
+        from layerline.onnx_import import feed_sources, file_checks
         from layerline.onnx_import import feeds as foreign
         from layerline.onnx_import.size_search import Feeder
 
-        _refuse_beyond(work, adopted.light)
+        for loop in file_checks.refuse_oversized(adopted.light, work.limits.memory, work.limits.hint):
+            work.log.suspect(loop)
         refuse_training(adopted.light)
         inputs = signature(adopted.light).inputs
         if not inputs:
             raise StageError("the model takes no inputs, so there is nothing to speed up", where=self.file)
         feeder = Feeder(model=adopted.original, inputs=inputs, declared=declared, constants=constants)
-        ranges = foreign.ranges(adopted.original, inputs, {n: (r.low, r.high) for n, r in self.ranges.items()})
+        ranges = foreign.ranges(adopted.original, inputs, self._declared_ranges())
         if self.data:
-            given = feed_sources.given({n: a for n, a in arrays.items() if n not in constants}, inputs, self.data)
-            return feeder, foreign.from_samples(feeder, given, self.probes, ranges)
+            fed_arrays = {name: array for name, array in arrays.items() if name not in constants}
+            samples = feed_sources.samples(fed_arrays, inputs, self.data)
+            return feeder, foreign.from_samples(feeder, samples, self.probes, ranges)
         work.log.say("no samples given: looking for inputs that the model takes")
         return feeder, foreign.from_nothing(feeder, ranges)
 
@@ -367,115 +403,3 @@ def _imported(stage: ImportOnnx, root: Path, sources: Path, out: Path, limits: L
         if any(words in error.what for words in _NO_MEMORY):
             raise StageError(error.what, where=error.where, hint=limits.hint) from error
         raise
-
-
-def _refuse_beyond(work: _Place, light: Light) -> None:
-    """Refuses what can't be run within the limits, whatever it is fed with; notes the loops down, for the error of a
-    run that has to be ended.
-
-    Raises:
-        StageError: names the node.
-    """
-    from layerline.onnx_import import allocation_sizes
-
-    allocation_sizes.refuse_endless(light)
-    allocation_sizes.refuse_large(light, work.limits.memory, work.limits.hint)
-    for node, rounds in list(allocation_sizes.loops(light.model))[:3]:
-        told = "an unknown number of" if rounds is None else f"up to {rounds}"
-        work.log.suspect(f"its Loop node {node.name or node.output[0]} runs {told} rounds")
-
-
-def _refuse_types(light: Light) -> None:
-    """Refuses inputs and outputs of types that numpy has not and onnxruntime passes to nobody.
-
-    Raises:
-        StageError: names the first.
-    """
-    import onnx
-
-    for what, values in (("input", light.fed), ("output", light.model.graph.output)):
-        for value in values:
-            code = value.type.tensor_type.elem_type
-            if code not in onnx.TensorProto.DataType.values():
-                raise StageError(f"the {what} is of element type {code}, which ONNX has not", where=value.name)
-            kind = onnx.TensorProto.DataType.Name(code)
-            if kind.startswith(_UNHEARD if what == "output" else (*_UNHEARD, "FLOAT8")):
-                raise StageError(
-                    f"the {what} is {kind.lower()}, which numpy has not, so that nobody can feed or read it",
-                    where=value.name,
-                    hint="put a Cast to float32 behind that input, or before that output",
-                )
-
-
-def _by_trial(feeder: Feeder) -> list[str]:
-    found = [f"{n} {d.min} to {d.max}" for n, d in feeder.dims.items() if n not in feeder.declared]
-    return [f"sizes found by trial on onnxruntime: {', '.join(found)}; `dims` sets those you need"] if found else []
-
-
-def _nonfinite(rows: Sequence[LayerDiff]) -> list[str]:
-    """Equal is not right: what holds NaN or Inf in the file as well says so."""
-    both = [r for r in rows if r.nonfinite_a]
-    return [f"{len(both)} values hold NaN or Inf in the file as given, first {both[0].name}"] if both else []
-
-
-def _write(light: Light, folder: Path) -> list[str]:
-    """Saves the model and checks the file; in words, what onnx has against it that onnxruntime has not.
-
-    Raises:
-        StageError: it is not valid ONNX.
-    """
-    import onnx
-
-    from layerline.graph.io import onnx_files
-
-    path = onnx_files.save(light, folder)
-    if open_ranks := [o.name for o in light.model.graph.output if not o.type.tensor_type.HasField("shape")]:
-        return [f"output {open_ranks[0]} has no one rank, so onnx's checker refuses the file; onnxruntime runs it"]
-    for full in (False, True):
-        try:
-            onnx.checker.check_model(str(path), full_check=full)
-        except Exception as error:
-            text = " ".join(str(error).split())
-            if full:
-                return [f"onnx's shape inference objects, onnxruntime does not: {text:.300}"]
-            raise StageError(f"not valid ONNX: {text:.500}", where="model.onnx") from error
-    return []
-
-
-def _metrics(adopted: Adopted, rows: Sequence[LayerDiff], feeds: int) -> dict[str, Scalar]:
-    from layerline.graph.analysis.rounding_noise import drawn, unjudged
-    from layerline.graph.io.opset import opset_of
-
-    model = adopted.light.model
-    random = drawn(model)
-    return {
-        **unjudged(model.graph, random),
-        "nodes": len(model.graph.node),
-        "values_compared": sum(r.name not in random for r in rows),
-        "feeds": feeds,
-        "opset_before": opset_of(adopted.original.model),
-        "opset": opset_of(model),
-    }
-
-
-def _tables(light: Light, feeder: Feeder, fed: Fed) -> dict[str, list[dict[str, Scalar]]]:
-    """What each input was fed with, and the sizes that the model is known to take."""
-    from layerline.export.onnx_signature import signature
-    from layerline.onnx_import import symbolic_dims
-
-    shown: list[dict[str, Scalar]] = [
-        {"input": v.name, "type": v.dtype, "shape": ", ".join(map(str, v.shape)), "fed with": fed.values[v.name]}
-        for v in signature(light).inputs
-    ]
-    sizes: list[dict[str, Scalar]] = [
-        {
-            "dimension": name,
-            "where": symbolic_dims.told(places),
-            "min": feeder.dims[name].min,
-            "max": feeder.dims[name].max,
-            "multiple": feeder.dims[name].multiple,
-            "told by": "dims" if name in feeder.declared else "trial",
-        }
-        for name, places in symbolic_dims.places(light).items()
-    ]
-    return {"inputs": shown, "dimensions": sizes} if sizes else {"inputs": shown}

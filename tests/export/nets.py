@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerline.export.dynamic_axes import Axes, Bounds, declare
+from layerline.export.dynamic_axes import Axes, declare
 from layerline.export.example_call import Call, call
 from layerline.export.probe import Probe
+from layerline.export.signature import DeclaredDim
 from layerline.export.torch_export import Traced, trace
 
 
@@ -65,7 +66,7 @@ def exported(
 ) -> tuple[Call, Axes, Traced]:
     """Traces a module at opset 20; sources are relative to this folder."""
     first = call(module.eval(), args, {})
-    axes = declare(first.feed, {k: {i: (n, Bounds()) for i, n in d.items()} for k, d in (dynamic or {}).items()})
+    axes = declare(first.feed, {k: {i: (n, DeclaredDim()) for i, n in d.items()} for k, d in (dynamic or {}).items()})
     grown = call(module, *first.arguments(axes.grown(first.feed)))
     return grown, axes, trace(grown, axes, 20, Path(__file__).parent)
 

@@ -9,19 +9,20 @@ import onnx
 import pytest
 from onnx import parser
 
-from layerline.export.dynamic_axes import Axes, Bounds, declare, settle, write
+from layerline.export.dynamic_axes import Axes, declare, settle, write
+from layerline.export.signature import DeclaredDim
 from layerline.pipeline.errors import ConfigError, StageError
 
 FEED = {"x": np.zeros((2, 3, 8)), "y": np.zeros((2, 5)), "n": np.array(3)}
 
 
-def axes(**declared: dict[int, str | tuple[str, Bounds]]) -> Axes:
-    spelt = {k: {i: (v, Bounds()) if isinstance(v, str) else v for i, v in d.items()} for k, d in declared.items()}
+def axes(**declared: dict[int, str | tuple[str, DeclaredDim]]) -> Axes:
+    spelt = {k: {i: (v, DeclaredDim()) if isinstance(v, str) else v for i, v in d.items()} for k, d in declared.items()}
     return declare(FEED, spelt)
 
 
 def test_places_sizes_and_growth() -> None:
-    found = axes(x={0: "batch", -1: ("w", Bounds(multiple=8))}, y={0: "batch"})
+    found = axes(x={0: "batch", -1: ("w", DeclaredDim(multiple=8))}, y={0: "batch"})
     assert found.places("batch") == [("x", 0), ("y", 0)]
     assert found.places("w") == [("x", 2)]
     grown = found.grown(FEED)
@@ -39,13 +40,17 @@ def test_places_sizes_and_growth() -> None:
         ({"x": {-4: "n"}}, "no axis -4", ""),
         ({"n": {0: "n"}}, "has 0 axes", ""),
         ({"x": {0: "n", 1: "n"}}, "ties axes whose sizes in the example differ", ""),
-        ({"x": {0: ("n", Bounds(min=0, max=4))}}, "leave nothing to vary", ""),
-        ({"x": {0: ("n", Bounds(min=4, max=3))}}, "leave nothing to vary", ""),
-        ({"x": {0: ("n", Bounds(max=1))}}, "leave nothing to vary", "leave a fixed axis out"),
-        ({"x": {0: ("n", Bounds(min=3))}}, "size 2 of 'n' is outside", ""),
-        ({"x": {1: ("n", Bounds(max=2))}}, "size 3 of 'n' is outside", ""),
-        ({"x": {1: ("n", Bounds(multiple=2))}}, "size 3 of 'n' is outside", ""),
-        ({"x": {0: ("n", Bounds(max=4))}, "y": {0: ("n", Bounds(max=8))}}, "tied to another with other bounds", ""),
+        ({"x": {0: ("n", DeclaredDim(min=0, max=4))}}, "leave nothing to vary", ""),
+        ({"x": {0: ("n", DeclaredDim(min=4, max=3))}}, "leave nothing to vary", ""),
+        ({"x": {0: ("n", DeclaredDim(max=1))}}, "leave nothing to vary", "leave a fixed axis out"),
+        ({"x": {0: ("n", DeclaredDim(min=3))}}, "size 2 of 'n' is outside", ""),
+        ({"x": {1: ("n", DeclaredDim(max=2))}}, "size 3 of 'n' is outside", ""),
+        ({"x": {1: ("n", DeclaredDim(multiple=2))}}, "size 3 of 'n' is outside", ""),
+        (
+            {"x": {0: ("n", DeclaredDim(max=4))}, "y": {0: ("n", DeclaredDim(max=8))}},
+            "tied to another with other bounds",
+            "",
+        ),
     ],
 )
 def test_mistakes_are_named(declared: dict[str, Any], told: str, hint: str) -> None:
@@ -79,7 +84,7 @@ def test_multiples_name_the_step_too() -> None:
     model = graph("float[n, 3, w] x", "float[n, w] o")
     model.graph.input[0].type.tensor_type.shape.dim[2].dim_param = "8*_w"
     model.graph.output[0].type.tensor_type.shape.dim[1].dim_param = "_w"
-    write(model, axes(x={2: ("w", Bounds(multiple=8))}))
+    write(model, axes(x={2: ("w", DeclaredDim(multiple=8))}))
     assert shapes(model.graph.input) == [["n", 3, "w"]]
     assert shapes(model.graph.output) == [["n", "w//8"]]
 

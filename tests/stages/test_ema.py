@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from layerline.export.example_call import call
+from layerline.parity import golden_outputs
 from layerline.pipeline.errors import StageError, TaskError
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from layerline.stages.ema import Ema
-from layerline.stages.export import Export, _golden
+from layerline.stages.export import Export
 from layerline.stages.train import Train
 from layerline.training.state import safetensors_io
 
@@ -230,8 +231,8 @@ def model(): return Net()
 """
     work = _work(tmp_path, "export", text, weights=tmp_path)
     x = torch.arange(16.0).reshape(2, 8)
-    safetensors_io.save(tmp_path / "golden.safetensors", {"inputs/x": x, "outputs/output": x})
-    (gate,) = _golden(work, call(work.task.call("model"), (x,), {}))
+    recorded = {"inputs/x": x.numpy(), "outputs/output": x.numpy()}
+    (gate,) = golden_outputs.gates(recorded, call(work.task.call("model"), (x,), {}))
     assert not gate.passed and gate.hint.startswith("non-deterministic op" if random else "was model() changed?")
 
 

@@ -241,7 +241,7 @@ def test_a_destroyed_output_fails_where_there_is_no_metric_and_warns_where_there
     [
         ("X * 255", r"x reaches [\d.]+ in the calibration data and [\d.]+ in eval_data\(\)"),
         ("X / 255", r"x reaches 0.0\d+ in the calibration data and [\d.]+ in eval_data\(\)"),
-        ("X * 0", "x holds zeros alone"),
+        ("X * 0", "x holds only zeros"),
         ("X * 4", ""),
     ],
 )
@@ -264,7 +264,7 @@ def test_sizes_that_calibration_never_met_are_told_and_the_extremes_have_rows(wo
     dataclasses.replace(signature, dims=dims).save(task.inputs["model"])
     report = Quantize().run(task)
     assert [n for n in report.notes if "calibration met" in n] == [
-        "s may be 1 to 9, and calibration met 3 to 5: what ranges are at other sizes was not observed"
+        "s may be 1 to 9, and calibration met 3 to 5: ranges at other sizes were not observed"
     ]
     assert [row["sizes"] for row in report.tables["outputs by size"]] == ["n=2, s=1", "n=2, s=9"]
 
