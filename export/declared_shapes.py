@@ -1,7 +1,7 @@
-"""The shapes that a graph declares for its inner values, put right by what they are on real feeds.
+"""Corrects the declared shapes of inner values by their shapes on real feeds.
 
-A runtime plans its memory by them: two values that are declared to have one size share a buffer. Where a shape is
-wrong, the model fails at some sizes, or at all but one.
+A runtime plans its memory by declared shapes: two values that are declared to have one size share a buffer. If a shape
+is wrong, the model fails at some sizes, or at all but one.
 """
 
 from __future__ import annotations
@@ -32,22 +32,28 @@ def watching(light: Light, taps: Iterable[str]) -> Light:
     del graph.node[:]
     for node in nodes:
         graph.node.append(node)
-        for value in (o for o in node.output if o in declared):
-            # Taken right where it is made: at the end, every value would have to live until then.
-            graph.node.append(helper.make_node("Shape", [value], [_SHAPE + value]))
-            graph.output.append(helper.make_empty_tensor_value_info(_SHAPE + value))
+        for value in node.output:
+            if value in declared:
+                # Taken right where it is made: at the end, every value would have to live until then.
+                graph.node.append(helper.make_node("Shape", [value], [_SHAPE + value]))
+                graph.output.append(helper.make_empty_tensor_value_info(_SHAPE + value))
     return watched
 
 
-def shapes(found: Mapping[str, Array]) -> dict[str, Sequence[int]]:
+def shapes(outputs: Mapping[str, Array]) -> dict[str, Sequence[int]]:
     """Sizes of every value among the outputs of such a model."""
-    told = {n.removeprefix(_SHAPE): a.tolist() for n, a in found.items() if n.startswith(_SHAPE)}
-    return {n: a.shape for n, a in found.items() if not n.startswith(_SHAPE) and hasattr(a, "shape")} | told
+    sizes: dict[str, Sequence[int]] = {}
+    for name, array in outputs.items():
+        if name.startswith(_SHAPE):
+            sizes[name.removeprefix(_SHAPE)] = array.tolist()
+        elif hasattr(array, "shape"):  # a sequence has none
+            sizes[name] = array.shape
+    return sizes
 
 
-def without_shapes(found: Mapping[str, Array]) -> dict[str, Array]:
+def without_shapes(outputs: Mapping[str, Array]) -> dict[str, Array]:
     """The outputs of such a model that the model itself has."""
-    return {n: a for n, a in found.items() if not n.startswith(_SHAPE)}
+    return {name: array for name, array in outputs.items() if not name.startswith(_SHAPE)}
 
 
 def measured(light: Light, feeds: Iterable[Feed]) -> list[tuple[Feed, Shapes]]:
@@ -57,10 +63,10 @@ def measured(light: Light, feeds: Iterable[Feed]) -> list[tuple[Feed, Shapes]]:
 
 
 def correct(model: onnx.ModelProto, runs: Sequence[tuple[Feed, Shapes]]) -> list[str]:
-    """Gives every declared size of an inner value that is another on a feed a name of its own, in place.
+    """Gives every wrongly declared size of an inner value a name of its own, in place.
 
-    A name that no other size has lets a runtime assume nothing; leaving the size out would let it infer one, and its
-    inference may be what was wrong in the first place.
+    A unique name lets a runtime assume nothing. Without a name it would infer the size, and its inference may be what
+    was wrong in the first place.
 
     Returns:
         The values whose shape was wrong.
@@ -68,46 +74,55 @@ def correct(model: onnx.ModelProto, runs: Sequence[tuple[Feed, Shapes]]) -> list
     symbols = [_symbols(model, feed) for feed, _ in runs]
     wrong: list[str] = []
     for info in model.graph.value_info:
-        seen = [(known, list(found[info.name])) for known, (_, found) in zip(symbols, runs, strict=True)
-                if info.name in found]  # fmt: skip
+        measured: list[tuple[dict[str, int], Sequence[int]]] = []
+        for feed_symbols, (_, sizes_by_value) in zip(symbols, runs, strict=True):
+            if info.name in sizes_by_value:
+                measured.append((feed_symbols, sizes_by_value[info.name]))
         shape = info.type.tensor_type.shape
-        if not seen or not info.type.tensor_type.HasField("shape"):
+        if not measured or not info.type.tensor_type.HasField("shape"):
             continue
-        if any(len(sizes) != len(shape.dim) for _, sizes in seen):
+        if any(len(sizes) != len(shape.dim) for _, sizes in measured):
             info.type.tensor_type.ClearField("shape")
             wrong.append(info.name)
             continue
-        off = [a for a, dim in enumerate(shape.dim) if any(not _may_be(dim, s[a], known) for known, s in seen)]
-        for axis in off:
+        wrong_axes: list[int] = []
+        for axis, dim in enumerate(shape.dim):
+            if not all(_may_be(dim, sizes[axis], feed_symbols) for feed_symbols, sizes in measured):
+                wrong_axes.append(axis)
+        for axis in wrong_axes:
             shape.dim[axis].dim_param = f"{info.name}#{axis}"
-        wrong += [info.name] * bool(off)
+        if wrong_axes:
+            wrong.append(info.name)
     return wrong
 
 
 def _symbols(model: onnx.ModelProto, feed: Feed) -> dict[str, int]:
     """The size of every named dimension of the inputs."""
-    named: dict[str, int] = {}
-    for given in model.graph.input:
-        dims = given.type.tensor_type.shape.dim
-        if given.name in feed and len(dims) == feed[given.name].ndim:
-            named |= {d.dim_param: s for d, s in zip(dims, feed[given.name].shape, strict=True) if d.dim_param}
-    return named
+    symbols: dict[str, int] = {}
+    for value in model.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        if value.name not in feed or len(dims) != feed[value.name].ndim:
+            continue
+        for dim, size in zip(dims, feed[value.name].shape, strict=True):
+            if dim.dim_param:
+                symbols[dim.dim_param] = size
+    return symbols
 
 
 def _may_be(dim: onnx.TensorShapeProto.Dimension, size: int, symbols: dict[str, int]) -> bool:
-    """Whether a declared size can be this one; a name that nothing is known of is what its first value says."""
+    """Whether a declared size can be this one. A name without a size gets the first size it is compared with."""
     if dim.HasField("dim_value"):
         return bool(dim.dim_value == size)
     if not dim.dim_param:
         return True
     if dim.dim_param not in symbols:
-        worked_out = _evaluate(dim.dim_param, symbols)
-        symbols[dim.dim_param] = size if worked_out is None else worked_out
+        computed = _evaluate(dim.dim_param, symbols)
+        symbols[dim.dim_param] = size if computed is None else computed
     return symbols[dim.dim_param] == size
 
 
 def _evaluate(text: str, symbols: Mapping[str, int]) -> int | None:
-    """What a size such as `2*t + 1` is; None where it is no such sum. Nothing of it is run as code."""
+    """The value of a size such as `2*t + 1`; None for anything else. Nothing of the text is run as code."""
     try:
         return _value(ast.parse(text, mode="eval").body, symbols)
     except (SyntaxError, KeyError, ValueError, RecursionError, ZeroDivisionError):

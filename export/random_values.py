@@ -1,4 +1,4 @@
-"""Which values of an exported program are drawn at random: two runs differ there, and no comparison means anything."""
+"""Finds the values of an exported program that are random: two runs differ there, so they can't be compared."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch.export import ExportedProgram
 
 def drawn(program: ExportedProgram) -> dict[str, str]:
     """Every node that depends on a random operator, with the first such operator's name."""
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        source = next((found[n.name] for n in node.all_input_nodes if n.name in found), None)
-        if source or _draws(node):
-            found[node.name] = source or str(node.target)
-    return found
+        inherited = [sources[operand.name] for operand in node.all_input_nodes if operand.name in sources]
+        if inherited:
+            sources[node.name] = inherited[0]
+        elif _draws(node):
+            sources[node.name] = str(node.target)
+    return sources
 
 
 def first(program: ExportedProgram, nodes: Mapping[str, str], lines: Mapping[str, str]) -> str:
@@ -30,16 +32,19 @@ def first(program: ExportedProgram, nodes: Mapping[str, str], lines: Mapping[str
         lines: line of each value, in topological order.
     """
     random = drawn(program)
-    at = next((v for v in lines if nodes.get(v) in random), None)
-    return f"{random[nodes[at]]} ({lines[at]})" if at else next(iter(random.values()), "")
+    for value, line in lines.items():
+        if nodes.get(value) in random:
+            return f"{random[nodes[value]]} ({line})"
+    return next(iter(random.values()), "")
 
 
 def dropout(program: ExportedProgram) -> tuple[fx.Node, float] | None:
     """The first operator that drops values in training mode, and its rate; None where all are switched off."""
     for node in program.graph.nodes:
-        given = _arguments(node)
-        rate = given.get("p", given.get("dropout"))
-        if given.get("train", given.get("training")) is True and isinstance(rate, float) and rate > 0.0:
+        arguments = _arguments(node)
+        rate = arguments.get("p", arguments.get("dropout"))
+        training = arguments.get("train", arguments.get("training"))
+        if training is True and isinstance(rate, float) and rate > 0.0:
             return node, rate
     return None
 
@@ -47,9 +52,11 @@ def dropout(program: ExportedProgram) -> tuple[fx.Node, float] | None:
 def _draws(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    given = _arguments(node)
-    # Dropout and attention carry the tag even where they are told to drop nothing.
-    return given.get("train", given.get("training")) is not False and given.get("dropout_p", given.get("p")) != 0.0
+    # Dropout and attention carry the tag even if they drop nothing.
+    arguments = _arguments(node)
+    training = arguments.get("train", arguments.get("training"))
+    rate = arguments.get("dropout_p", arguments.get("p"))
+    return training is not False and rate != 0.0
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
@@ -57,5 +64,10 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None:
         return {}
-    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    return defaults | dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    arguments: dict[str, Any] = {}
+    for index, argument in enumerate(schema.arguments):
+        if index < len(node.args):
+            arguments[argument.name] = node.args[index]
+        elif argument.has_default_value():
+            arguments[argument.name] = argument.default_value
+    return arguments | dict(node.kwargs)

@@ -1,4 +1,4 @@
-"""torch.onnx.export, with names that stay, axes that are what was declared, and errors that say what to change."""
+"""Runs torch.onnx.export; keeps names and declared axes, and explains errors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -33,6 +34,7 @@ from layerline.export.trace_guards import Guard, Symbols, guards, noting, symbol
 from layerline.graph.analysis.ir_queries import RANDOM
 from layerline.graph.io import module_identity
 from layerline.graph.io.ir_convert import from_ir
+from layerline.graph.io.opset import opset_of
 from layerline.pipeline.errors import ConfigError, StageError
 
 
@@ -42,14 +44,14 @@ class Traced:
 
     Attributes:
         program: after decomposition; its nodes have the names of the ONNX values.
-        model: the ONNX model without its weights; inputs, outputs and axes carry their own names, nodes their module
-            and source.
-        weights: those, by name.
+        model: the ONNX model without its weights. Inputs, outputs and axes have their declared names, nodes their
+            module and source line.
+        weights: by name.
         nodes: program node of each ONNX value that is one, by value name.
         owners: program node that each ONNX value is, or lies inside of.
-        ranges: sizes the program holds for, by axis name; None where there is no upper end.
+        ranges: least and greatest size that the program holds for, by axis name; None where there is no upper end.
         symbols: the axis that each of torch's symbols stands for.
-        guards: conditions on sizes under which the program is what the module does.
+        guards: conditions on sizes under which the program computes what the module does.
     """
 
     program: ExportedProgram
@@ -68,8 +70,10 @@ class Traced:
 
     def taps(self) -> list[str]:
         """Every value of the program that numpy has a type for."""
-        meta = {n.name: n.meta.get("val") for n in self.program.graph.nodes}
-        return [v for v, n in self.nodes.items() if getattr(meta[n], "dtype", None) not in NOT_IN_NUMPY]
+        dtypes: dict[str, Any] = {}
+        for node in self.program.graph.nodes:
+            dtypes[node.name] = getattr(node.meta.get("val"), "dtype", None)
+        return [value for value, node in self.nodes.items() if dtypes[node] not in NOT_IN_NUMPY]
 
 
 def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
@@ -82,15 +86,17 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
         root: the project's folder, for source lines.
 
     Raises:
-        StageError: the exporter can't; names module, source line and construct, and says what to change. Or an axis
-            came out fixed, or the model keeps state between calls.
+        StageError: the exporter fails; names module, source line and construct, and what to change. Or an axis came
+            out fixed, or the model changes its buffers.
     """
     refuse_opset(opset)
     args, kwargs = call.arguments(call.feed)
     if args and isinstance(args[-1], dict) and not kwargs:
-        # torch takes a dict in the last place for the keywords, unless there is another behind it.
+        # torch takes a dict in the last place for keyword arguments, unless another dict follows.
         args = (*args, {})
-    shapes = call.shapes(axes.specs())
+    shapes = None
+    if axes.names:
+        shapes = call.shapes(axes.specs())
     forget_decompositions()
     try:
         with (
@@ -102,7 +108,7 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
             noting(root) as taken,
         ):
             exported = torch.onnx.export(
-                call.module, args, kwargs=kwargs, dynamic_shapes=shapes if axes.names else None, dynamo=True,
+                call.module, args, kwargs=kwargs, dynamic_shapes=shapes, dynamo=True,
                 opset_version=opset, optimize=False, verbose=False, custom_translation_table=fake_quant_ops.table(),
             )  # fmt: skip
             assert exported is not None and exported.exported_program is not None
@@ -115,15 +121,15 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
         traced = _named(exported.exported_program, from_ir(exported.model), call, axes, opset, root)
     except StageError as error:
         raise unrolled(error, call.module) from error
-    known = symbols(taken, call, axes)
-    return replace(traced, symbols=known, guards=guards(taken, known))
+    meanings = symbols(taken, call, axes)
+    return replace(traced, symbols=meanings, guards=guards(taken, meanings))
 
 
 def refuse_opset(opset: int) -> None:
-    """Refuses a version of the operators that the installed onnx has not.
+    """Refuses a version of the operators that the installed onnx lacks.
 
     Raises:
-        ConfigError: it is newer.
+        ConfigError: the version is newer.
     """
     newest = onnx.defs.onnx_opset_version()
     if opset > newest:
@@ -132,7 +138,7 @@ def refuse_opset(opset: int) -> None:
 
 @contextmanager
 def _frozen(module: nn.Module) -> Iterator[None]:
-    """Inside, no parameter wants a gradient: torch's exporter lays attention out by strides where a mask has one."""
+    """Inside, no parameter requires a gradient: if a mask does, torch's exporter lays attention out by its strides."""
     trained = [p for p in module.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -145,7 +151,7 @@ def _frozen(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps the exporter's warnings and prints off the screen: what matters of them is in the error."""
+    """Suppresses the exporter's warnings and prints; the error repeats what matters of them."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -162,9 +168,12 @@ def _fold(model: ir.Model, program: ExportedProgram) -> None:
 
     def should_fold(node: ir.Node) -> bool | None:
         # onnxscript's own list of random operators lacks some: a Bernoulli of a constant would become one draw.
+        if node.op_type in RANDOM:
+            return False
         # A transposed copy of a weight would store a tied one twice.
-        copied = node.op_type == "Transpose" and any(v is not None and v.name in weights for v in node.inputs)
-        return False if copied or node.op_type in RANDOM else None
+        if node.op_type == "Transpose" and any(value is not None and value.name in weights for value in node.inputs):
+            return False
+        return None  # the optimizer decides
 
     common.InlinePass()(model)
     hide_rows(model, program)
@@ -183,56 +192,76 @@ def _fold(model: ir.Model, program: ExportedProgram) -> None:
 
 
 def _forget_recurrent_shapes(model: ir.Model) -> None:
-    # torch traces a recurrent layer through a loop that notes the example's sequence length down as a fixed size.
+    # torch traces a recurrent layer through a loop that records the example's sequence length as a fixed size.
     doubted: set[ir.Value] = set()
     for node in model.graph:
-        if node.op_type in {"LSTM", "GRU", "RNN"} or not doubted.isdisjoint(v for v in node.inputs if v is not None):
+        reads_doubted = any(value in doubted for value in node.inputs)
+        if reads_doubted or node.op_type in {"LSTM", "GRU", "RNN"}:
             doubted.update(node.outputs)
     for value in doubted:
         value.shape = None
 
 
 def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset: int, root: Path) -> Traced:
+    """Gives inputs, outputs, axes and nodes their names, and relates ONNX values to nodes of the program."""
     model = light.model
     _refuse_state(program)
-    if error := dropped(program, root):
+    error = dropped(program, root)
+    if error is not None:
         raise error
-    version = next(o.version for o in model.opset_import if o.domain in {"", "ai.onnx"})
+    version = opset_of(model)
     if version != opset:
         raise StageError(f"the exporter can't write it: it left the model at opset {version}", where=f"opset {opset}")
-    inputs, outputs = [i.name for i in model.graph.input], [o.name for o in model.graph.output]
-    results = [
-        s.arg.name
-        for s in program.graph_signature.output_specs
-        if s.kind is OutputKind.USER_OUTPUT and isinstance(s.arg, TensorArgument)
-    ]
+    inputs = [value.name for value in model.graph.input]
+    outputs = [value.name for value in model.graph.output]
+    results = _result_nodes(program)
     if len(inputs) != len(call.feed) or not len(outputs) == len(results) == len(call.outputs):
         raise StageError(
             f"the exported model takes {inputs} and gives {outputs}; the module takes {[*call.feed]} and gives "
-            f"{[*call.outputs]}", where="export",
-        )  # fmt: skip
-    inside = module_identity.owners(model)
-    renamed = _make_room(dict(zip((*inputs, *outputs), (*call.feed, *call.outputs), strict=True)), light)
-    # As they are now: the module goes on living, and may change its tensors.
-    weights = {renamed.get(n, n): w.apart() for n, w in light.weights.items()}
-    back = {new: old for old, new in renamed.items()}
+            f"{[*call.outputs]}",
+            where="export",
+        )
+    owners_before = module_identity.owners(model)
+    new_names = dict(zip((*inputs, *outputs), (*call.feed, *call.outputs), strict=True))
+    renamed = _make_room(new_names, light)
+    # Copied now: the module lives on and may change its tensors.
+    weights = {renamed.get(name, name): weight.apart() for name, weight in light.weights.items()}
     rename(model.graph, renamed)
     axis_names.write(model, axes)
     module_identity.stamp(model, root)
-    known = {
-        n.name for n in program.graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor)
-    }
-    nodes = {v: back.get(v, v) for n in model.graph.node for v in n.output if back.get(v, v) in known}
-    nodes |= {new: node for new, node in zip(call.outputs, results, strict=True) if node in known}
-    owners = {renamed.get(v, v): node for v, node in inside.items()} | nodes
+    tensor_nodes: set[str] = set()
+    for node in program.graph.nodes:
+        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor):
+            tensor_nodes.add(node.name)
+    exporter_names = {new: old for old, new in renamed.items()}
+    nodes: dict[str, str] = {}
+    for onnx_node in model.graph.node:
+        for value in onnx_node.output:
+            # The exporter names values after the program's nodes.
+            program_node = exporter_names.get(value, value)
+            if program_node in tensor_nodes:
+                nodes[value] = program_node
+    nodes |= {output: node for output, node in zip(call.outputs, results, strict=True) if node in tensor_nodes}
+    owners = {renamed.get(value, value): owner for value, owner in owners_before.items()} | nodes
     ranges = _ranges(program, call, axes)
     return Traced(program=program, model=model, weights=weights, nodes=nodes, owners=owners, ranges=ranges)
 
 
+def _result_nodes(program: ExportedProgram) -> list[str]:
+    """Nodes that the program returns."""
+    results = []
+    for spec in program.graph_signature.output_specs:
+        if spec.kind is OutputKind.USER_OUTPUT and isinstance(spec.arg, TensorArgument):
+            results.append(spec.arg.name)  # noqa: PERF401 - a type check is no part of a comprehension
+    return results
+
+
 def _make_room(renamed: dict[str, str], light: Light) -> dict[str, str]:
-    """The renaming, with values that hold one of the new names moved out of the way."""
-    held = light.stored.union(*(n.output for n in light.model.graph.node))
-    moved = {v: f"{v}_inner" for v in set(renamed.values()) & held if v not in renamed}
+    """The renaming; values that already have one of the new names are renamed as well."""
+    existing = set(light.stored)
+    for node in light.model.graph.node:
+        existing.update(node.output)
+    moved = {name: f"{name}_inner" for name in set(renamed.values()) & existing if name not in renamed}
     return {old: new for old, new in (renamed | moved).items() if old != new}
 
 
@@ -249,16 +278,22 @@ def _refuse_state(program: ExportedProgram) -> None:
 
 
 def _ranges(program: ExportedProgram, call: Call, axes: Axes) -> dict[str, tuple[int, int | None]]:
-    """What the program's own constraints allow each named axis."""
-    found: dict[str, tuple[int, int | None]] = {}
-    values = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
-    users = [values[n] for n in program.graph_signature.user_inputs if isinstance(n, str)]
-    shapes = dict(zip(call.feed, (v.shape for v in users if isinstance(v, torch.Tensor)), strict=True))
-    for (given, axis), name in axes.names.items():
-        size = getattr(shapes[given][axis], "node", None)
-        ranges = program.range_constraints.get(size.expr) if size is not None else None
-        if ranges is not None:
-            low, high = found.get(name, (0, None))
-            top = int(ranges.upper) if ranges.upper.is_Integer and ranges.upper < 2**31 else None
-            found[name] = max(low, int(ranges.lower)), min((e for e in (high, top) if e is not None), default=None)
-    return found
+    """The sizes that the program's own constraints allow each named axis."""
+    values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+    user_inputs = [values[name] for name in program.graph_signature.user_inputs if isinstance(name, str)]
+    tensor_shapes = [value.shape for value in user_inputs if isinstance(value, torch.Tensor)]
+    shapes = dict(zip(call.feed, tensor_shapes, strict=True))
+    ranges: dict[str, tuple[int, int | None]] = {}
+    for (input_name, axis), name in axes.names.items():
+        size = getattr(shapes[input_name][axis], "node", None)
+        if size is None or size.expr not in program.range_constraints:
+            continue
+        constraint = program.range_constraints[size.expr]
+        low, high = ranges.get(name, (0, None))
+        low = max(low, int(constraint.lower))
+        # Greater ends are torch's way to write that there is none.
+        if constraint.upper.is_Integer and constraint.upper < 2**31:
+            upper = int(constraint.upper)
+            high = upper if high is None else min(high, upper)
+        ranges[name] = (low, high)
+    return ranges

@@ -1,4 +1,4 @@
-"""Every value of an exported program in float32 and in float64, node by node: what is not needed again is let go."""
+"""Runs an exported program in float32 and in float64, node by node, and frees values that are not needed again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Twin:
         graph = self.program.graph_module
         runs = {i: (_Plain(graph), _Double(graph)) for i in range(len(feeds))}
         constants = stored(self.program)
-        given = {i: iter(feed.values()) for i, feed in enumerate(feeds)}
+        inputs = {i: iter(feed.values()) for i, feed in enumerate(feeds)}
         for node in self.program.graph.nodes:
             if node.op == "output":
                 return
@@ -63,22 +63,30 @@ class Twin:
                 meta = node.meta.get("val")
                 pairs = isinstance(meta, Tensor) and meta.is_complex()
                 for i, (single, _) in runs.items():
-                    known = node.name in constants
-                    single.env[node] = constants[node.name] if known else tensor(next(given[i]), complex_pairs=pairs)
+                    if node.name in constants:
+                        single.env[node] = constants[node.name]
+                    else:
+                        single.env[node] = tensor(next(inputs[i]), complex_pairs=pairs)
                 continue
             self._widen(node, runs, constants)
-            yield node.name, [t for i in list(runs) if (t := self._run(node, i, runs)) is not None]
-            for used in (n for n in node.all_input_nodes if self._last[n] is node):
-                for single, double in runs.values():
-                    del single.env[used], double.env[used]
+            results = [self._run(node, i, runs) for i in list(runs)]
+            yield node.name, [twins for twins in results if twins is not None]
+            for operand in node.all_input_nodes:
+                if self._last[operand] is node:
+                    for single, double in runs.values():
+                        del single.env[operand], double.env[operand]
 
     def _widen(self, node: fx.Node, runs: Mapping[int, Any], constants: Mapping[str, Any]) -> None:
-        """Float64 forms of the placeholders that the node is the first to read; all feeds share those of a weight."""
-        for n in node.all_input_nodes:
-            lacking = [(single, double) for single, double in runs.values() if n not in double.env]
-            shared = _widened(constants[n.name]) if lacking and n.name in constants else None
-            for single, double in lacking:
-                double.env[n] = shared if n.name in constants else _widened(single.env[n])
+        """Adds float64 forms of the placeholders that the node is the first to read. All feeds share a weight's."""
+        for operand in node.all_input_nodes:
+            lacking = [(single, double) for single, double in runs.values() if operand not in double.env]
+            if lacking and operand.name in constants:
+                shared = _widened(constants[operand.name])
+                for _, double in lacking:
+                    double.env[operand] = shared
+            else:
+                for single, double in lacking:
+                    double.env[operand] = _widened(single.env[operand])
 
     def _run(self, node: fx.Node, feed: int, runs: dict[int, Any]) -> Twins | None:
         single, double = runs[feed]
@@ -98,14 +106,15 @@ class Twin:
             return _run(double, node)
         except StageError as error:
             self.notes.setdefault(node.name, error.what)
+            # The float32 operator on the float64 operands: its own rounding is the only one.
             narrow = _Plain(self.program.graph_module)
-            like = {n: single.env[n] for n in node.all_input_nodes}
-            narrow.env = {n: pytree.tree_map(_as, double.env[n], like[n]) for n in like}
+            for operand in node.all_input_nodes:
+                narrow.env[operand] = pytree.tree_map(_as, double.env[operand], single.env[operand])
             return _widened(_run(narrow, node))
 
 
 class _Plain(fx.Interpreter):
-    """torch's interpreter without its retelling of every error."""
+    """torch's interpreter without its additions to the text of every error."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -129,12 +138,22 @@ def _run(interpreter: fx.Interpreter, node: fx.Node) -> Any:
 
 
 def _widened(value: Any) -> Any:
-    return pytree.tree_map(lambda v: v.to(_WIDE.get(v.dtype, v.dtype)) if isinstance(v, Tensor) else v, value)
+    def wide(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(_WIDE.get(leaf.dtype, leaf.dtype))
+        return leaf
+
+    return pytree.tree_map(wide, value)
 
 
 def _wide_type(value: Any) -> Any:
-    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+    if isinstance(value, torch.dtype):
+        return _WIDE.get(value, value)
+    return value
 
 
 def _as(value: Any, like: Any) -> Any:
-    return value.to(like.dtype) if isinstance(value, Tensor) and isinstance(like, Tensor) else value
+    """The value in the type of another."""
+    if isinstance(value, Tensor) and isinstance(like, Tensor):
+        return value.to(like.dtype)
+    return value
