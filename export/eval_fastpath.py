@@ -1,4 +1,4 @@
-"""torch's eval fast path of nn.TransformerEncoder, which is not the function of its layers: it writes 0 at padding."""
+"""torch's eval fast path of nn.TransformerEncoder, which differs from its layers: it writes 0 at padding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT = 1e-3
 
 @contextmanager
 def switched(*, on: bool) -> Iterator[bool]:
-    """Inside, the fast path may be taken, or not; gives whether it may outside."""
+    """Inside, the fast path is on or off. Yields whether it was on before."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(on)
     try:
@@ -39,13 +39,13 @@ def notes(call: Call, probes: Sequence[Probe]) -> list[str]:
     with switched(on=True):
         for probe in probes:
             fast = call.run(probe.feed)
-            apart = max(diff_arrays(fast[n], a).rel_l2 for n, a in probe.outputs.items())
+            apart = max(diff_arrays(fast[name], output).rel_l2 for name, output in probe.outputs.items())
             if apart > LIMIT:
-                told = (
+                note = (
                     "the module is exported and compared without torch's eval fast path, which writes 0 where "
                     f"src_key_padding_mask hides a position: with it the outputs differ by {apart:.1e} "
                     f"({probe.label}). In torch, torch.backends.mha.set_fastpath_enabled(False) gives what the ONNX "
                     "gives"
                 )
-                return [told]
+                return [note]
     return []

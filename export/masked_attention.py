@@ -1,8 +1,8 @@
-"""Attention over rows that a mask hides as a whole: torch gives 0 there, what the exporter writes doesn't.
+"""Sets attention to 0 in rows whose mask hides every key, as torch does; what the exporter writes doesn't.
 
-The exporter hides a key by adding float32's lowest number to its score. Where a row has no other keys, Softmax of that
-is uniform and the row becomes the mean of v; with a mask of -inf it becomes NaN. So such rows are set to 0 behind the
-product, which leaves product, Softmax and product side by side: runtimes look for these three.
+The exporter hides a key by adding float32's lowest number to its score. If a row has no other keys, Softmax of that is
+uniform and the row becomes the mean of v; with a mask of -inf it becomes NaN. Such rows are set to 0 behind the second
+product, so that product, Softmax and product stay adjacent: runtimes look for these three.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ def hide_rows(model: ir.Model, program: ExportedProgram) -> None:
     values = _values(model.graph)
     open_rows: dict[str, ir.Value] = {}
     for node, mask in _masked(program):
-        attended, of = values.get(node.name), values.get(mask.name)
-        producer = attended.producer() if attended is not None else None
-        if attended is None or of is None or producer is None:
+        attended = values.get(node.name)
+        mask_value = values.get(mask.name)
+        if attended is None or mask_value is None:
+            continue
+        producer = attended.producer()
+        if producer is None:
             continue
         if mask.name not in open_rows:
-            open_rows[mask.name] = _open_rows(of, mask.meta["val"], producer)
+            open_rows[mask.name] = _open_rows(mask_value, mask.meta["val"], producer)
         _keep(attended, open_rows[mask.name], producer, node.meta["val"].dtype)
 
 
@@ -46,8 +49,10 @@ def _masked(program: ExportedProgram) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def _values(graph: ir.Graph) -> Mapping[str, ir.Value]:
     """Values of the main graph by name."""
-    made = [v for node in graph for v in node.outputs]
-    return {v.name: v for v in (*graph.inputs, *graph.initializers.values(), *made) if v.name}
+    values = [*graph.inputs, *graph.initializers.values()]
+    for node in graph:
+        values += node.outputs
+    return {value.name: value for value in values if value.name}
 
 
 def _open_rows(mask: ir.Value, meta: Tensor, before: ir.Node) -> ir.Value:
@@ -65,8 +70,10 @@ def _open_rows(mask: ir.Value, meta: Tensor, before: ir.Node) -> ir.Value:
 
 def _keep(attended: ir.Value, rows: ir.Value, producer: ir.Node, dtype: torch.dtype) -> None:
     """The attended values where a row is open, 0 elsewhere, under the name of the former."""
-    name, following = attended.name or "", attended.uses()
-    uses, graph = list(following), producer.graph
+    name = attended.name or ""
+    # Taken before the new node becomes a use as well.
+    uses = list(attended.uses())
+    graph = producer.graph
     assert graph is not None
     zero = _constant(np.zeros((), str(dtype).removeprefix("torch.")), f"{name}/zero", producer)
     kept = ir.Node("", "Where", [rows, attended, zero], metadata_props=dict(producer.metadata_props))

@@ -35,19 +35,21 @@ def feeds(feed: Feed, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[s
     masks = {n: a for n, a in feed.items() if is_mask(n, a) and ranges.get(n, (0, 1)) == (0, 1)}
     if not masks:
         return
-    told = ", ".join(masks)
+    names = ", ".join(masks)
     batch = max(len(a) for a in masks.values())
-    wholes = ("right", "left") if batch > 1 else ("right",)
-    yield f"{told} padded on the {' and the '.join(wholes)}", _padded(feed, masks, wholes)
-    if batch == 1:
-        yield f"{told} padded on the left", _padded(feed, masks, ("left",))
+    if batch > 1:
+        # Samples take turns, so one feed shows both sides.
+        yield f"{names} padded on the right and the left", _padded(feed, masks, ("right", "left"))
+    else:
+        yield f"{names} padded on the right", _padded(feed, masks, ("right",))
+        yield f"{names} padded on the left", _padded(feed, masks, ("left",))
     full = _padded(feed, masks, ("",))
     if any((full[n] != feed[n]).any() for n in masks):
-        yield f"{told} without padding", full
+        yield f"{names} without padding", full
 
 
 def _padded(feed: Feed, masks: Mapping[str, Array], sides: tuple[str, ...]) -> dict[str, Array]:
-    return {**feed, **{n: _pad(n, a, sides) for n, a in masks.items()}}
+    return dict(feed) | {name: _pad(name, mask, sides) for name, mask in masks.items()}
 
 
 def _pad(name: str, array: Array, sides: tuple[str, ...]) -> Array:

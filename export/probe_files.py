@@ -21,7 +21,10 @@ FILE = "probes.safetensors"
 
 def save(folder: Path, feeds: Iterable[Feed]) -> None:
     """Writes the feeds, the same bytes for the same content."""
-    tensors = {f"{i}/{name}": np.asarray(a, order="C") for i, feed in enumerate(feeds) for name, a in feed.items()}
+    tensors: dict[str, Array] = {}
+    for index, feed in enumerate(feeds):
+        for name, array in feed.items():
+            tensors[f"{index}/{name}"] = np.asarray(array, order="C")
     save_file(tensors, str(folder / FILE))
 
 
@@ -40,7 +43,7 @@ def load(folder: Path) -> list[Feed]:
     for key in tensors:
         index, _, name = key.partition("/")
         feeds.setdefault(int(index), {})[name] = tensors[key]
-    return [feeds[i] for i in sorted(feeds)]
+    return [feeds[index] for index in sorted(feeds)]
 
 
 def resized(array: Array, axis: int, size: int) -> Array:
@@ -55,21 +58,3 @@ def drawn(array: Array, low: int, high: int, rng: np.random.Generator) -> Array:
     if values.size > 1:
         values.flat[0], values.flat[-1] = low, high
     return values.astype(array.dtype)
-
-
-def sizes(low: int, high: int, seen: int, multiple: int = 1, limit: int | None = None) -> list[int]:
-    """At least two sizes of a dynamic axis other than `seen`, where its bounds leave any: both bounds, and one between.
-
-    Args:
-        low: smallest size allowed.
-        high: greatest size allowed.
-        seen: the example's size.
-        multiple: every size is a multiple of this.
-        limit: greatest size that is worth its memory; the ones next to `seen` always are.
-    """
-    top = min(high, limit) if limit is not None else high
-    here, least, top = seen // multiple, -(-low // multiple), top // multiple
-    wanted = {least, min(least + 1, max(top, least)), max(top, least), here + 1}
-    # At least two beside the example's, also where memory allows no more than the next ones up.
-    wanted |= {here + 2} if len(wanted - {here}) < 2 else set()
-    return [s * multiple for s in sorted(wanted) if s != here and s * multiple <= high]

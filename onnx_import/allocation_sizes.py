@@ -1,7 +1,7 @@
-"""What a foreign graph will take before it is run: bytes of values whose sizes are written in it, loops without an end.
+"""Estimates what an imported graph takes before it runs: bytes of values with static sizes, and endless loops.
 
-A file of a few hundred bytes can ask for any amount of memory or time. What depends on inputs shows at run time alone,
-which has limits of its own; here only what holds for every input is counted, so that nothing is refused wrongly.
+A file of a few hundred bytes can ask for any amount of memory or time. Only what holds for every input is counted here,
+so that nothing is refused wrongly; a run has limits of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from layerline.graph.io import onnx_files
 from layerline.pipeline.errors import StageError
 
 MOST_ROUNDS = 10**9
-"""Rounds of a Loop that nothing ends before: at a microsecond each, a quarter of an hour."""
+"""Most rounds of a Loop whose condition never ends it: at a microsecond each, a quarter of an hour."""
 _FAILS = (RuntimeError, ValueError, TypeError, onnx.shape_inference.InferenceError, onnx.checker.ValidationError)
 
 
@@ -36,19 +36,19 @@ def refuse_large(light: Light, limit: int, hint: str) -> None:
         # Not with data propagation: that writes the values of a ConstantOfShape out, 2^31 of them in hours.
         inferred = onnx.shape_inference.infer_shapes(weightless(light))
     except _FAILS:
-        return  # the runtime says what it has against the model, and runs it within the same limit
+        return  # the runtime explains what is wrong with the model, and runs it within the same limit
     for graph in onnx_files.graphs(inferred):
         sizes = _sizes(graph)
         alive, total = _most(graph, sizes)
         if total <= limit:
             continue
         largest = sorted(alive, key=sizes.__getitem__, reverse=True)[:3]
-        makers = {o: n for n in graph.node for o in n.output}
-        told = ", ".join(f"{makers[v].op_type} {v} of {_gigabytes(sizes[v])}" for v in largest)
-        more = f" and {len(alive) - 3} more" if len(alive) > 3 else ""
+        makers = _makers(graph)
+        listed = ", ".join(f"{makers[value].op_type} {value} of {_gigabytes(sizes[value])}" for value in largest)
+        if len(alive) > 3:
+            listed += f" and {len(alive) - 3} more"
         raise StageError(
-            f"it holds {_gigabytes(total)} at once, whatever it is fed with, and may take {_gigabytes(limit)}: "
-            f"{told}{more}",
+            f"it holds {_gigabytes(total)} at once for any input, and may take {_gigabytes(limit)}: {listed}",
             where=f"node {makers[largest[0]].name or makers[largest[0]].op_type}",
             hint=hint,
         )
@@ -62,9 +62,9 @@ def refuse_endless(light: Light) -> None:
     """
     for node, rounds in loops(light.model):
         if (rounds is None or rounds > MOST_ROUNDS) and _never_ends(node, light.model.graph):
-            told = "without an end" if rounds is None else f"{rounds} rounds"
+            count = "without an end" if rounds is None else f"{rounds} rounds"
             raise StageError(
-                f"it runs {told}: its condition is always true", where=f"node {node.name or node.output[0]}",
+                f"it runs {count}: its condition is always true", where=f"node {node.name or node.output[0]}",
                 hint=f"{MOST_ROUNDS} rounds are the most that a Loop without a condition may have",
             )  # fmt: skip
 
@@ -74,13 +74,25 @@ def loops(model: onnx.ModelProto) -> Iterator[tuple[onnx.NodeProto, int | None]]
     for graph in onnx_files.graphs(model):
         constants = {**dict(stored(model.graph)), **dict(stored(graph))}
         for node in graph.node:
-            if node.op_type == "Loop":
-                tensor = constants.get(node.input[0]) if node.input and node.input[0] else None
-                yield node, None if tensor is None else _number(tensor)
+            if node.op_type != "Loop":
+                continue
+            rounds = None
+            if node.input and node.input[0] in constants:
+                rounds = _number(constants[node.input[0]])
+            yield node, rounds
+
+
+def _makers(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
+    """The node that computes each value."""
+    makers: dict[str, onnx.NodeProto] = {}
+    for node in graph.node:
+        for output in node.output:
+            makers[output] = node
+    return makers
 
 
 def _never_ends(node: onnx.NodeProto, outer: onnx.GraphProto) -> bool:
-    """Whether the condition of a Loop is true from the start on, and what its body gives for it as well."""
+    """Whether the condition of a Loop is true at the start, and its body always leaves it true."""
     body = next(iter(bodies(node)), None)
     if body is None or not body.output:
         return False
@@ -90,11 +102,13 @@ def _never_ends(node: onnx.NodeProto, outer: onnx.GraphProto) -> bool:
         return False
     if len(node.input) > 0 and node.input[0] and node.input[0] not in constants:
         return False  # the number of rounds is computed
-    makers = {o: n for n in body.node for o in n.output}
+    makers = _makers(body)
     name = body.output[0].name
     while name in makers and makers[name].op_type in ("Identity", "Cast"):
         name = makers[name].input[0]
-    return (len(body.input) > 1 and name == body.input[1].name) or _is_true(constants.get(name))
+    # The body's second input is the condition of the round before.
+    passed_on = len(body.input) > 1 and name == body.input[1].name
+    return passed_on or _is_true(constants.get(name))
 
 
 def _is_true(tensor: TensorProto | None) -> bool:
@@ -109,8 +123,11 @@ def _number(tensor: TensorProto) -> int | None:
 
 def _sizes(graph: onnx.GraphProto) -> dict[str, int]:
     """Least bytes of every value that a node of this graph computes, by its static type."""
-    computed = {o for n in graph.node if n.op_type != "Constant" for o in n.output}
-    return {v.name: _bytes(v) for v in (*graph.value_info, *graph.output) if v.name in computed}
+    computed: set[str] = set()
+    for node in graph.node:
+        if node.op_type != "Constant":
+            computed.update(node.output)
+    return {info.name: _bytes(info) for info in (*graph.value_info, *graph.output) if info.name in computed}
 
 
 def _bytes(value: onnx.ValueInfoProto) -> int:
@@ -121,35 +138,44 @@ def _bytes(value: onnx.ValueInfoProto) -> int:
         width: int = helper.tensor_dtype_to_np_dtype(kind.elem_type).itemsize
     except KeyError:
         return 0
-    elements: int = math.prod(d.dim_value if d.dim_value > 0 else 1 for d in kind.shape.dim)
+    # An open size has the value 0, and is at least 1.
+    elements: int = math.prod(max(dim.dim_value, 1) for dim in kind.shape.dim)
     return width * elements
 
 
 def _most(graph: onnx.GraphProto, sizes: dict[str, int]) -> tuple[list[str], int]:
-    """The values that are alive together where they take most, and their bytes; each is from its node to its last
-    reader."""
-    last = {o.name: len(graph.node) for o in graph.output}
+    """The values that are alive together where they take most, and their bytes. Each lives until its last reader."""
+    last_use = {output.name: len(graph.node) for output in graph.output}
     for index, node in enumerate(graph.node):
-        for name in (*node.input, *(r for b in bodies(node) for r in _read(b))):
-            last[name] = max(last.get(name, index), index)
-    ends: dict[int, list[str]] = {}
-    alive, total, most, at = dict[str, None](), 0, 0, list[str]()
+        read = list(node.input)
+        for body in bodies(node):
+            read += _read(body)
+        for name in read:
+            last_use[name] = max(last_use.get(name, index), index)
+    freed_after: dict[int, list[str]] = {}
+    # A dict for its order: equal sizes are listed as they were computed.
+    alive: dict[str, None] = {}
+    total = most = 0
+    alive_at_most: list[str] = []
     for index, node in enumerate(graph.node):
         for name in node.output:
             if sizes.get(name, 0):
                 alive[name] = None
                 total += sizes[name]
-                ends.setdefault(last.get(name, index), []).append(name)
+                freed_after.setdefault(last_use.get(name, index), []).append(name)
         if total > most:
-            most, at = total, list(alive)
-        for name in ends.pop(index, []):
+            most = total
+            alive_at_most = list(alive)
+        for name in freed_after.pop(index, []):
             del alive[name]
             total -= sizes[name]
-    return at, most
+    return alive_at_most, most
 
 
 def _read(graph: onnx.GraphProto) -> Iterator[str]:
-    yield from (o.name for o in graph.output)
+    """Every value that a graph reads, in the bodies of its nodes as well."""
+    for output in graph.output:
+        yield output.name
     for node in graph.node:
         yield from node.input
         for body in bodies(node):

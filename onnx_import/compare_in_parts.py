@@ -1,4 +1,4 @@
-"""A foreign model against its file: every value, in bounded memory even where the two can't share a graph."""
+"""Compares an imported model with its file, every value, in bounded memory even if the two can't share a graph."""
 
 from __future__ import annotations
 
@@ -16,32 +16,36 @@ from layerline.onnx_import.normalize_import import Adopted
 from layerline.pipeline.report import LayerDiff
 
 HELD = 256 << 20
-"""Bytes of inner values that are held at once, both sides together."""
+"""Bytes of inner values of both sides that may be held at once."""
 
 
 def unchanged(
     adopted: Adopted, feeds: Sequence[Feed], elements: Callable[[Feed], Mapping[str, int]], tolerance: float | None
 ) -> tuple[tuple[LayerDiff, ...], list[str]]:
-    """Every value of the adopted model against the file's own; values that follow a random operator are shown alone.
+    """Compares every value of the adopted model with the file's. Values that follow a random operator aren't judged.
 
     Args:
-        elements: of every value of the original's main graph on a feed.
+        elements: gives the elements of every value of the original's main graph on a feed.
         tolerance: greatest relative L2 error; None for the noise floor, measured as the fuse stage does. No floor is
             needed where all values are equal.
 
     Returns:
         The rows, and notes.
     """
-    original, light, random = adopted.original, adopted.light, drawn(adopted.original.model)
-    said = [f"{value} and what follows is drawn at random ({op}): not judged" for value, op in random.items()][:1]
-    rows, notes = compare_in_parts(original, light, feeds, elements)
-    if all(r.max_abs == 0 and r.passed for r in rows):
-        equal = "every value is equal to the last bit"
-        return tuple(replace(r, tolerance=0.0) for r in rows), [*said, *notes, equal]
-    low = floors(original, feeds)
-    judged = {r.name: _allowed(r, low, tolerance) for r in rows if r.name not in random}
-    rows, notes = compare_in_parts(original, light, feeds, elements, judged)
-    return rows, [*said, *notes]
+    original = adopted.original
+    random = drawn(original.model)
+    random_notes = []
+    if random:
+        value, op = next(iter(random.items()))
+        random_notes.append(f"{value} and what follows is drawn at random ({op}): not judged")
+    rows, notes = compare_in_parts(original, adopted.light, feeds, elements)
+    if all(row.max_abs == 0 and row.passed for row in rows):
+        exact_rows = tuple(replace(row, tolerance=0.0) for row in rows)
+        return exact_rows, [*random_notes, *notes, "every value is equal to the last bit"]
+    noise = floors(original, feeds)
+    tolerances = {row.name: _allowed(row, noise, tolerance) for row in rows if row.name not in random}
+    rows, notes = compare_in_parts(original, adopted.light, feeds, elements, tolerances)
+    return rows, [*random_notes, *notes]
 
 
 def compare_in_parts(
@@ -51,13 +55,13 @@ def compare_in_parts(
     elements: Callable[[Feed], Mapping[str, int]],
     tolerances: Mapping[str, float] | None = None,
 ) -> tuple[tuple[LayerDiff, ...], tuple[str, ...]]:
-    """`compare`, for models that may be of different opsets, whose values have to be brought out of the runtime.
+    """`compare`, also for models of different opsets, whose inner values have to leave the runtime.
 
-    Then the outputs are compared on all feeds, and inner values on the feeds whose values can be held at once; where
-    there is none, on the smallest, in several runs.
+    For those, the outputs are compared on all feeds, and inner values on the feeds whose values can be held at once. If
+    there is no such feed, they are compared on the smallest one, in several runs.
 
     Args:
-        elements: of every value of the reference's main graph on a feed.
+        elements: gives the elements of every value of the reference's main graph on a feed.
 
     Returns:
         The rows, and notes.
@@ -65,24 +69,32 @@ def compare_in_parts(
     why = why_two_sessions(reference.model, candidate.model)
     if why is None:
         return compare(reference, candidate, feeds, tolerances=tolerances), ()
-    counted = [elements(feed) for feed in feeds]
-    sizes = [8 * sum(c.values()) for c in counted]
-    least = min(range(len(feeds)), key=sizes.__getitem__)
-    chosen = [i for i, size in enumerate(sizes) if size <= HELD] or [least]
-    most = counted[max(chosen, key=sizes.__getitem__)]
+    counts = [elements(feed) for feed in feeds]
+    # Four bytes an element, on two sides.
+    sizes = [8 * sum(counts_of_feed.values()) for counts_of_feed in counts]
+    chosen = [index for index, size in enumerate(sizes) if size <= HELD]
+    if not chosen:
+        chosen = [sizes.index(min(sizes))]
+    largest = max(chosen, key=lambda index: sizes[index])
     pairs = pair_values(reference.model, candidate.model)
-    rows = {r.name: r for r in compare(reference, candidate, feeds, pairs={}, tolerances=tolerances)}
-    point, outputs = pointers(reference.model.graph), {o.name for o in reference.model.graph.output}
-    for part in _parts([a for a in pairs if a not in rows], most):
-        # An index is judged by what it points at, which has to be there.
-        data = [point[a].data for a in part if a in point and point[a].data in pairs]
-        wanted = {a: pairs[a] for a in (*part, *data) if a not in outputs}
-        found = compare(reference, candidate, [feeds[i] for i in chosen], pairs=wanted, tolerances=tolerances)
-        rows |= {r.name: r for r in found if r.name in part}
-    notes = (
-        [why] if len(chosen) == len(feeds) else [why, f"inner values on {len(chosen)} of {len(feeds)} feeds: memory"]
-    )
-    return tuple(rows[a] for a in pairs if a in rows), tuple(notes)
+    rows = {row.name: row for row in compare(reference, candidate, feeds, pairs={}, tolerances=tolerances)}
+    index_sources = pointers(reference.model.graph)
+    outputs = {output.name for output in reference.model.graph.output}
+    chosen_feeds = [feeds[index] for index in chosen]
+    for part in _parts([value for value in pairs if value not in rows], counts[largest]):
+        wanted = set(part)
+        for value in part:
+            # An index is judged by what it points at, which has to be there.
+            if value in index_sources and index_sources[value].data in pairs:
+                wanted.add(index_sources[value].data)
+        part_pairs = {value: pairs[value] for value in pairs if value in wanted and value not in outputs}
+        for row in compare(reference, candidate, chosen_feeds, pairs=part_pairs, tolerances=tolerances):
+            if row.name in part:
+                rows[row.name] = row
+    notes = [why]
+    if len(chosen) < len(feeds):
+        notes.append(f"inner values on {len(chosen)} of {len(feeds)} feeds: memory")
+    return tuple(rows[value] for value in pairs if value in rows), tuple(notes)
 
 
 def _allowed(row: LayerDiff, floors: Mapping[str, float], tolerance: float | None) -> float:
@@ -92,13 +104,15 @@ def _allowed(row: LayerDiff, floors: Mapping[str, float], tolerance: float | Non
 
 
 def _parts(values: Sequence[str], elements: Mapping[str, int]) -> Iterator[list[str]]:
-    """The values in order, cut where twice 4 bytes an element exceed what may be held."""
-    part, held = list[str](), 0
+    """The values in order, in parts whose values on both sides, of four bytes an element, can be held at once."""
+    part: list[str] = []
+    held = 0
     for value in values:
         size = 8 * elements.get(value, 0)
         if part and held + size > HELD:
             yield part
-            part, held = [], 0
+            part = []
+            held = 0
         part.append(value)
         held += size
     if part:

@@ -1,7 +1,7 @@
-"""What ships, run as its users run it: in a default onnxruntime session, with its rewrites and its memory re-use.
+"""Runs a saved model in a default onnxruntime session, as users do, with its optimisations and memory re-use.
 
-Comparisons elsewhere run a graph as it is written, so that they see the graph and not what a runtime makes of it.
-Some models pass there and fail in a default session, or give other numbers.
+Comparisons elsewhere run a graph unoptimised, to judge the graph and not the runtime. Some models pass there, and fail
+or give other numbers in a default session.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from layerline.pipeline.report import Gate
 
 GATE = "default onnxruntime session"
 LIMIT = 1e-4
-"""Relative L2 error of an output that other kernels and another order of sums stay within."""
+"""Relative L2 error of an output that covers other kernels and another order of sums."""
 _EXPECTED = "runs every probe, and gives what the graph gives as it is written"
-# They jump where a float crosses a threshold or a tie; so few elements may do so for another rounding alone.
-FLIPS, FLIPPED_SHARE = 2, 0.01
+# Elements of a step that may jump because of rounding: at most so many, or this share of all.
+FLIPS = 2
+FLIPPED_SHARE = 0.01
+# Operators whose result jumps where a float crosses a threshold or a tie.
 _STEPS = frozenset("Round Floor Ceil Sign Greater GreaterOrEqual Less LessOrEqual Equal ArgMax ArgMin TopK".split())  # noqa: SIM905
 _NUMBERS = frozenset(CODES) - {"bfloat16"}
 _NO_INT8 = {"session.disable_quant_qdq": "1"}
@@ -38,11 +40,11 @@ _NO_INT8 = {"session.disable_quant_qdq": "1"}
 
 @dataclass(frozen=True, kw_only=True)
 class Shipped:
-    """What a default session makes of an artifact.
+    """The result of running an artifact in a default session.
 
     Attributes:
-        gates: one, which failed; none where all is well.
-        notes: how far apart the outputs were, and what was put right or is excused.
+        gates: one failed gate; none where all is well.
+        notes: how far apart the outputs were, and what was corrected or excused.
     """
 
     gates: tuple[Gate, ...] = ()
@@ -74,40 +76,48 @@ def check(
 ) -> Shipped:
     """Opens a saved model in a default session and runs it on every feed.
 
-    Where it fails because shapes of inner values are declared wrong, they are put right in the file.
+    If it fails because shapes of inner values are declared wrong, they are corrected in the file.
 
     Args:
         path: the model's file.
         feeds: arrays by input name.
         allowed: greatest relative L2 error by output; LIMIT for those left out.
-        expected: what the graph gives as it is written, for each feed; run here where it isn't at hand.
-        random: outputs that are drawn at random, which are not judged.
+        expected: outputs of the unoptimised graph for each feed; computed here if left out.
+        random: outputs that depend on a random operator, which are not judged.
     """
-    wanted = expected if expected is not None else _as_written(path, feeds)
-    fault, worst = _run(path, feeds, wanted, allowed, random)
+    if expected is None:
+        expected = _unoptimised(path, feeds)
+    fault, worst = _run(path, feeds, expected, allowed, random)
     notes: list[str] = []
-    if fault is not None and (wrong := _corrected(path, feeds)):
-        notes.append(f"the declared shape of {len(wrong)} inner values was wrong, first {wrong[0]}: put right")
-        fault, worst = _run(path, feeds, wanted, allowed, random)
+    if fault is not None:
+        corrected = _correct_shapes(path, feeds)
+        if corrected:
+            count = f"{len(corrected)} inner values"
+            notes.append(f"the declared shape of {count} was wrong, first {corrected[0]}: it was corrected")
+            fault, worst = _run(path, feeds, expected, allowed, random)
     if fault is not None and not fault.raised and int8_flag() == "":
         # Without VNNI, kernels that multiply u8 by s8 saturate: a property of this CPU, not of the model.
-        float_fault, _ = _run(path, feeds, wanted, allowed, random, _NO_INT8)
+        float_fault, _ = _run(path, feeds, expected, allowed, random, _NO_INT8)
         if float_fault is None:
-            told = f"int8 kernels of a default session saturate on this CPU, which has no VNNI: {fault.what}"
-            return Shipped(notes=(*notes, told))
+            notes.append(f"int8 kernels of a default session saturate on this CPU, which has no VNNI: {fault.what}")
+            return Shipped(notes=tuple(notes))
     if fault is None:
-        told = f"a default onnxruntime session gives the same on all {len(feeds)} feeds, within {worst:.1e}"
-        return Shipped(notes=(*notes, told))
-    where, flipped = _placed(path, feeds, fault)
+        notes.append(f"a default onnxruntime session gives the same on all {len(feeds)} feeds, within {worst:.1e}")
+        return Shipped(notes=tuple(notes))
+    where, flipped = _locate(path, feeds, fault)
     if flipped and not fault.raised:
-        told = f"a default onnxruntime session differs from {where} on, where values lie next to a threshold"
-        return Shipped(notes=(*notes, f"{told}: {fault.what}"))
-    seen = f"feed {fault.feed} ({_told(feeds[fault.feed])}): {where}: {fault.what}"
-    hint = "users who open the file without further options get this; leave the operator out, or report it to its maker"
+        begin = f"a default onnxruntime session differs from {where} on, where values lie next to a threshold"
+        return Shipped(notes=(*notes, f"{begin}: {fault.what}"))
+    shapes = ", ".join(f"{name} {tuple(array.shape)}" for name, array in feeds[fault.feed].items())
+    seen = f"feed {fault.feed} ({shapes}): {where}: {fault.what}"
+    hint = (
+        "users who open the file with onnxruntime's defaults get this; leave the operator out, or report it to "
+        "onnxruntime"
+    )
     return Shipped(gates=(Gate(GATE, False, seen, _EXPECTED, hint),), notes=tuple(notes))
 
 
-def _as_written(path: Path, feeds: Sequence[Feed]) -> list[dict[str, Array]]:
+def _unoptimised(path: Path, feeds: Sequence[Feed]) -> list[dict[str, Array]]:
     session = OnnxRuntime(few_runs=True).open(path)
     return [session.run(feed) for feed in feeds]
 
@@ -115,7 +125,7 @@ def _as_written(path: Path, feeds: Sequence[Feed]) -> list[dict[str, Array]]:
 def _run(
     path: Path,
     feeds: Sequence[Feed],
-    wanted: Sequence[Mapping[str, Array]],
+    expected: Sequence[Mapping[str, Array]],
     allowed: Mapping[str, float],
     random: Collection[str],
     config: Mapping[str, str] | None = None,
@@ -127,27 +137,30 @@ def _run(
         session = OnnxRuntime(defaults=True, config=config).open(path)
     except StageError as error:
         return _Fault(0, error.what, raised=True), worst
-    for index, (feed, right) in enumerate(zip(feeds, wanted, strict=True)):
+    for index, (feed, right) in enumerate(zip(feeds, expected, strict=True)):
         try:
-            found = session.run(feed)
+            outputs = session.run(feed)
         except StageError as error:
             return _Fault(index, error.what, raised=True), worst
-        for name in (n for n in right if n in found and n not in random):
-            apart = diff_arrays(right[name], found[name])
-            if name in indices and apart.max_abs > 0 and not apart.mismatch:
-                # Near ties may fall either way: what counts is how far the values they point at lie apart.
+        for name in right:
+            if name not in outputs or name in random:
+                continue
+            sides = (right[name], outputs[name])
+            distance = diff_arrays(*sides)
+            if name in indices and distance.max_abs > 0 and not distance.mismatch:
+                # Near ties may fall either way, so the values that the indices point at are compared.
                 source = indices[name].data
-                values = {**feed, **OnnxRuntime(few_runs=True).open(path, [source]).run(feed)}
-                apart = diff_arrays(*(pointed_at(indices[name], values[source], side[name]) for side in (right, found)))
-            if apart.mismatch or apart.one_sided or apart.rel_l2 > allowed.get(name, LIMIT):
-                what = apart.mismatch or f"relative L2 {apart.rel_l2:.1e}, {apart.one_sided} one-sided NaN or Inf"
-                return _Fault(index, f"output {name} is off by {what}", name), worst
-            worst = max(worst, apart.rel_l2)
+                data = {**feed, **OnnxRuntime(few_runs=True).open(path, [source]).run(feed)}[source]
+                distance = diff_arrays(*(pointed_at(indices[name], data, side) for side in sides))
+            if distance.mismatch or distance.one_sided or distance.rel_l2 > allowed.get(name, LIMIT):
+                error_text = f"relative L2 {distance.rel_l2:.1e}, {distance.one_sided} one-sided NaN or Inf"
+                return _Fault(index, f"output {name} is off by {distance.mismatch or error_text}", name), worst
+            worst = max(worst, distance.rel_l2)
     return None, worst
 
 
-def _corrected(path: Path, feeds: Sequence[Feed]) -> list[str]:
-    """Values whose declared shape was wrong; the file is written anew with shapes that hold on every feed."""
+def _correct_shapes(path: Path, feeds: Sequence[Feed]) -> list[str]:
+    """Rewrites the file with shapes that hold on every feed. Returns the values whose declared shape was wrong."""
     light = onnx_files.parts(path)
     wrong = declared_shapes.correct(light.model, declared_shapes.measured(light, feeds))
     if wrong:
@@ -155,60 +168,80 @@ def _corrected(path: Path, feeds: Sequence[Feed]) -> list[str]:
     return wrong
 
 
-def _placed(path: Path, feeds: Sequence[Feed], fault: _Fault) -> tuple[str, bool]:
-    """Where it goes wrong: the node that the runtime names or the first bad one; and whether values flipped there."""
+def _locate(path: Path, feeds: Sequence[Feed], fault: _Fault) -> tuple[str, bool]:
+    """The node that the runtime names, otherwise the first bad one; and whether its values only flipped."""
     light = onnx_files.parts(path)
-    makers = {o: n for n in light.model.graph.node for o in n.output if o}
-    named = next((n for n in light.model.graph.node if n.name and f"node {n.name}:" in fault.what), None)
-    value, flips = (named.output[0], 0) if named is not None else _first_bad(light, feeds[fault.feed], fault)
-    if value not in makers:
-        return value or "the model", False
-    node, module = makers[value], modules(light.model).get(value, "")
-    where = f"{node.op_type} {node.name or value}" + (f", module {module}" if module else "")
-    return where, node.op_type in _STEPS and flips > 0
+    value, flips = _named_value(light, fault), 0
+    if not value:
+        value, flips = _first_bad(light, feeds[fault.feed], fault)
+    for node in light.model.graph.node:
+        if value and value in node.output:
+            module = modules(light.model).get(value, "")
+            where = f"{node.op_type} {node.name or value}"
+            if module:
+                where += f", module {module}"
+            return where, node.op_type in _STEPS and flips > 0
+    return value or "the model", False
+
+
+def _named_value(light: Light, fault: _Fault) -> str:
+    """The first output of the node that the error names; empty where it names none."""
+    for node in light.model.graph.node:
+        if node.name and f"node {node.name}:" in fault.what:
+            value: str = node.output[0]
+            return value
+    return ""
 
 
 def _first_bad(light: Light, feed: Feed, fault: _Fault) -> tuple[str, int]:
-    """The first value, by halving, that a default session gets wrong where nothing behind it is left to compute.
+    """The first value that a default session computes wrong, by bisection.
 
-    Also the number of its elements that are others, where they are few enough to be flips; 0 where they are not.
+    Also the number of elements that differ if it is small enough for flips; otherwise 0.
     """
-    values: list[str] = [o for n in light.model.graph.node if n.op_type != "Constant" for o in n.output if o]
+    values = [output for n in light.model.graph.node if n.op_type != "Constant" for output in n.output if output]
     try:
         session = OnnxRuntime(few_runs=True).open(light, values)
     except StageError:
         return fault.where, 0
-    types, right = types_of(session), session.run(feed)
-    values = [v for v in values if types[v][0] in _NUMBERS]
+    types = types_of(session)
+    right = session.run(feed)
+    values = [value for value in values if types[value][0] in _NUMBERS]
 
     def default(value: str) -> Array | None:
-        part = region(light, value, {i.name for i in light.fed}, types)
-        made = {o for n in part.model.graph.node for o in n.output}
-        part.model.graph.value_info.extend(v for v in light.model.graph.value_info if v.name in made - {value})
+        """The value in a default session of the part of the model up to it; None if that fails."""
+        part = region(light, value, {info.name for info in light.fed}, types)
+        computed: set[str] = set()
+        for node in part.model.graph.node:
+            computed.update(node.output)
+        inner = [info for info in light.model.graph.value_info if info.name in computed - {value}]
+        part.model.graph.value_info.extend(inner)
         try:
-            return OnnxRuntime(defaults=True).open(part).run({i.name: feed[i.name] for i in part.fed})[value]
+            return OnnxRuntime(defaults=True).open(part).run({info.name: feed[info.name] for info in part.fed})[value]
         except StageError:
             return None
 
     def is_bad(value: str) -> bool:
-        found = default(value)
-        if found is None:
+        array = default(value)
+        if array is None:
             return True
-        apart = diff_arrays(right[value], found)
-        return bool(apart.mismatch or apart.one_sided or apart.rel_l2 > LIMIT)
+        distance = diff_arrays(right[value], array)
+        return bool(distance.mismatch or distance.one_sided or distance.rel_l2 > LIMIT)
 
-    good, bad = -1, len(values) - 1
-    if not values or not is_bad(values[bad]):
+    if not values or not is_bad(values[-1]):
         return fault.where, 0
+    # values[bad] is wrong; values[good] is right, or before the first.
+    good, bad = -1, len(values) - 1
     while bad - good > 1:
         middle = (good + bad) // 2
-        good, bad = (good, middle) if is_bad(values[middle]) else (middle, bad)
-    other = default(values[bad])
-    if other is None or other.shape != right[values[bad]].shape:
-        return values[bad], 0
-    changed = int((other != right[values[bad]]).sum())
-    return values[bad], changed if changed <= max(FLIPS, FLIPPED_SHARE * other.size) else 0
-
-
-def _told(feed: Feed) -> str:
-    return ", ".join(f"{n} {tuple(a.shape)}" for n, a in feed.items())
+        if is_bad(values[middle]):
+            bad = middle
+        else:
+            good = middle
+    value = values[bad]
+    array = default(value)
+    if array is None or array.shape != right[value].shape:
+        return value, 0
+    changed = int((array != right[value]).sum())
+    if changed > max(FLIPS, FLIPPED_SHARE * array.size):
+        return value, 0
+    return value, changed

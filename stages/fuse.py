@@ -1,4 +1,4 @@
-"""The fuse stage: a smaller graph with the same numbers, each rewrite proved on real inputs and listed."""
+"""fuse: merges and folds nodes; every rewrite is proved on real inputs and listed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TABLE_ROWS = 200
 
 
 def _rule_name(name: str) -> str:
-    """Refuses a name that no rule has, where pipe.yaml has its line; asked only where rules are named at all."""
+    """Refuses the name of an unknown rule, so that the error has its line in pipe.yaml."""
     from layerline.graph.fusion.apply_rules import select
 
     try:
@@ -44,7 +44,7 @@ def _rule_name(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """What goes in: the unfused model, real feeds, and how far rounding may move each value."""
+    """The input: the unfused model, real feeds, and the noise floor of each value."""
 
     unfused: Light
     feeds: Sequence[Feed]
@@ -81,33 +81,37 @@ class Fuse(Stage):
             if (work.inputs["model"] / name).is_file():
                 shutil.copyfile(work.inputs["model"] / name, work.out / name)
         work.log.say(f"{_nodes(fused.light)} nodes out; {len(fused.proofs)} rewrites proved")
-        shipped = _as_users_do(work, case, fused)
+        shipped = _in_default_session(work, case, fused)
         notes = [*case.notes, *fused.notes, *shipped.notes]
-        if not all(r.passed for r in rows):
+        if not all(row.passed for row in rows):
             notes.append(_blame(self._guilty(case, fused)))
         report = _report(case.unfused, fused, rows, notes)
         return dataclasses.replace(report, gates=(*report.gates, *shipped.gates))
 
     def debug(self, work: Work, folder: Path) -> LayerDiff | None:
-        """Finds the one rewrite that takes the whole graph beyond its floor; None where there is none.
+        """Finds the one rewrite that takes the whole graph beyond its floor.
 
-        Writes the model before and after it to `folder` (`before/model.onnx`, `after/model.onnx`); the row that comes
-        back is the first that fails, with the rule and its place in `extra`.
+        Writes the model before and after it to `folder` (`before/model.onnx`, `after/model.onnx`).
+
+        Returns:
+            The first row that fails, with the rule and its place in `extra`; None if every row passes.
         """
         from layerline.graph.fusion.apply_rules import rewrite
         from layerline.graph.io import onnx_files
 
         case, fused = self._fuse(work)
-        failing = next((r for r in _compare(case, fused) if not r.passed), None)
-        firing = self._guilty(case, fused) if failing is not None else None
-        if failing is None or firing is None:
+        failed = [row for row in _compare(case, fused) if not row.passed]
+        if not failed:
+            return None
+        failing = failed[0]
+        firing = self._guilty(case, fused)
+        if firing is None:
             return failing
-        limit = [f.site for f in fused.firings].index(firing.site)
+        limit = [each.site for each in fused.firings].index(firing.site)
         for name, count in (("before", limit), ("after", limit + 1)):
             (folder / name).mkdir(parents=True, exist_ok=True)
-            onnx_files.save(
-                rewrite(case.unfused, self._rules(), limit=count, **self._options(fused)).light, folder / name
-            )
+            rewritten = rewrite(case.unfused, self._rules(), limit=count, **self._options(fused))
+            onnx_files.save(rewritten.light, folder / name)
         place = {"rule": firing.site.rule, "place": firing.site.value}
         return dataclasses.replace(failing, extra={**failing.extra, **place})
 
@@ -129,7 +133,7 @@ class Fuse(Stage):
 
         def good(some: Rewritten) -> bool:
             candidate = dataclasses.replace(fused, light=some.light, firings=some.firings)
-            return all(r.passed for r in _compare(case, candidate))
+            return all(row.passed for row in _compare(case, candidate))
 
         return guilty(case.unfused, good, self._rules(), **self._options(fused))
 
@@ -142,76 +146,92 @@ class Fuse(Stage):
         return {"denied": frozenset(p.firing.site for p in fused.undone), "fold_limit": self.fold_limit}
 
 
-def _as_users_do(work: Work, case: _Case, fused: Fused) -> Shipped:
-    """The file in a default onnxruntime session, on every feed."""
+def _in_default_session(work: Work, case: _Case, fused: Fused) -> Shipped:
+    """Runs the saved file in a default onnxruntime session on every feed."""
     from layerline.graph.analysis.rounding_noise import drawn
     from layerline.graph.io import onnx_files
     from layerline.parity import default_session
 
-    outputs = {o.name for o in fused.light.model.graph.output}
+    outputs = {output.name for output in fused.light.model.graph.output}
     random = outputs & drawn(fused.light.model).keys()
     allowed = default_session.limits(case.floors, outputs)
     return default_session.check(work.out / onnx_files.FILE, case.feeds, allowed=allowed, random=random)
 
 
 def _floors(folder: Path, model: Light, feeds: Sequence[Feed]) -> tuple[dict[str, float], list[str]]:
-    """The noise floor of every value: torch's own, where the model came from torch, else measured here."""
+    """The noise floor of every value, and notes: torch's own if the model came from torch, otherwise measured here."""
     from layerline.compare import noise_floor
     from layerline.compare.compare_models import floors
 
-    if known := noise_floor.load(folder):
-        return known, []
-    return floors(model, feeds), [
-        "noise floors measured by moving every weight and float input by one rounding step at random"
-    ]
+    recorded = noise_floor.load(folder)
+    if recorded:
+        return recorded, []
+    note = "noise floors measured by moving every weight and float input by one rounding step at random"
+    return floors(model, feeds), [note]
 
 
 def _unlike(feeds: Sequence[Feed], count: int) -> list[Feed]:
-    """The first feed, then feeds of sizes not seen yet, then whatever comes: `count` in all."""
-    sizes: dict[tuple[object, ...], int] = {}
+    """The first feed, then feeds of sizes that differ from the earlier ones', then the others: `count` in all."""
+    by_shapes: dict[tuple[object, ...], int] = {}
+    repeated: list[int] = []
     for index, feed in enumerate(feeds):
-        sizes.setdefault(tuple((k, v.shape) for k, v in sorted(feed.items())), index)
-    order = [*sizes.values(), *(i for i in range(len(feeds)) if i not in sizes.values())]
-    return [feeds[i] for i in order[:count]]
+        shapes = tuple((name, array.shape) for name, array in sorted(feed.items()))
+        if by_shapes.setdefault(shapes, index) != index:
+            repeated.append(index)
+    order = [*by_shapes.values(), *repeated]
+    return [feeds[index] for index in order[:count]]
 
 
 def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
-    """Every value of the unfused model against what holds it in the fused one: itself, or what it was merged with.
+    """Compares every value of the unfused model with the value of the fused one that holds the same numbers.
 
-    Judged are the outputs and every value whose floor is known; an output without one gets the greatest floor there is.
-    Values that depend on a random operator are shown and not judged.
+    Outputs and values with a floor are judged; an output without a floor gets the greatest one. Values that depend on a
+    random operator are shown and not judged.
     """
     from layerline.compare.compare_models import compare
     from layerline.graph.analysis.rounding_noise import drawn
     from layerline.graph.fusion.verify_rewrites import reference, tolerance
 
     unfused = reference(case.unfused, fused.proofs)
-    graph, random, highest = unfused.model.graph, drawn(unfused.model), max(case.floors.values(), default=0.0)
-    known = dict.fromkeys((o.name for o in graph.output), highest) | dict(case.floors)
-    tolerances = {v: tolerance(v, fused.types, known) for v in known if v not in random}
+    graph = unfused.model.graph
+    random = drawn(unfused.model)
+    highest = max(case.floors.values(), default=0.0)
+    floors = dict.fromkeys([output.name for output in graph.output], highest) | dict(case.floors)
     return compare(
-        unfused, fused.light, case.feeds, pairs=_pairs(graph, fused), tolerances=tolerances,
+        unfused,
+        fused.light,
+        case.feeds,
+        pairs=_pairs(graph, fused),
+        tolerances={value: tolerance(value, fused.types, floors) for value in floors if value not in random},
         settled=_quantized(graph) & _quantized(fused.light.model.graph),
-    )  # fmt: skip
+    )
 
 
 def _quantized(graph: onnx.GraphProto) -> set[str]:
     """The outputs of QuantizeLinear: rounding may move an element that lies half-way between two steps to the other."""
-    return {n.output[0] for n in graph.node if n.op_type == "QuantizeLinear"}
+    return {node.output[0] for node in graph.node if node.op_type == "QuantizeLinear"}
 
 
 def _pairs(graph: onnx.GraphProto, fused: Fused) -> dict[str, str]:
     """Value of the unfused model to the value of the fused one that holds the same numbers."""
-    here = {o for n in fused.light.model.graph.node if n.op_type != "Constant" for o in n.output if o}
-    moved = {f.site.value: f.result for f in fused.firings if not f.site.inside and f.result != f.site.value}
+    fused_values = set(_computed(fused.light.model.graph))
+    moved: dict[str, str] = {}
+    for firing in fused.firings:
+        if not firing.site.inside and firing.result != firing.site.value:
+            moved[firing.site.value] = firing.result
     pairs: dict[str, str] = {}
-    for name in (o for n in graph.node if n.op_type != "Constant" for o in n.output if o):
-        now = name
-        while now not in here and now in moved:
-            now = moved[now]
-        if now in here:
-            pairs[name] = now
+    for name in _computed(graph):
+        holder = name
+        while holder not in fused_values and holder in moved:
+            holder = moved[holder]
+        if holder in fused_values:
+            pairs[name] = holder
     return pairs
+
+
+def _computed(graph: onnx.GraphProto) -> list[str]:
+    """Values that nodes compute, constants left out."""
+    return [output for node in graph.node if node.op_type != "Constant" for output in node.output if output]
 
 
 def _blame(firing: Firing | None) -> str:
@@ -227,15 +247,18 @@ def _report(model: Light, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequ
     from layerline.graph.analysis.rounding_noise import drawn, unjudged
     from layerline.graph.fusion import rewrite_log
 
-    found = drawn(model.model)
-    random = [f"{v} and what follows is drawn at random ({op}): not judged" for v, op in found.items()]
+    random = drawn(model.model)
+    notes = list(notes)
+    if random:
+        value, op = next(iter(random.items()))
+        notes.append(f"{value} and what follows is drawn at random ({op}): not judged")
     return Report(
         stage=Fuse.name,
         reference="unfused onnx on onnxruntime",
         candidate="fused onnx on onnxruntime",
         records=rows,
         metrics={
-            **unjudged(model.model.graph, found),
+            **unjudged(model.model.graph, random),
             "nodes_before": _nodes(model),
             "nodes_after": _nodes(fused.light),
             "initializer_bytes_before": _bytes(model),
@@ -243,7 +266,7 @@ def _report(model: Light, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequ
             "rewrites": len(fused.proofs),
             "undone": len(fused.undone),
         },
-        notes=(*notes, *random[:1], *map(rewrite_log.undone, fused.undone)),
+        notes=(*notes, *map(rewrite_log.undone, fused.undone)),
         tables={
             **_cut("rewrites", rewrite_log.fired(fused.proofs)),
             "undone": rewrite_log.fired(fused.undone),
@@ -254,17 +277,23 @@ def _report(model: Light, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequ
 
 
 def _merged(fused: Fused, rows: Sequence[LayerDiff]) -> dict[str, str]:
-    """What became of the values that have no row: the one with a row that each was merged into, in any number of steps.
+    """For each value without a row, the value with a row that it was merged into, in any number of steps.
 
-    The table of rewrites doesn't tell: it is cut.
+    The table of rewrites may be cut, so a reader can't follow the steps there.
     """
-    compared = {r.name for r in rows}
+    compared = {row.name for row in rows}
     merged: dict[str, str] = {}
-    for firing in (p.firing for p in reversed(fused.proofs)):  # where the place is gone too, a later one says where to
-        place = firing.site.value
-        if holder := place if place in compared else merged.get(place):
-            gone = [s for s in firing.sources if s not in compared and s not in merged]
-            merged |= dict.fromkeys(gone, holder)
+    # From the last rewrite back: a value that was merged twice is already mapped to where the later one put it.
+    for proof in reversed(fused.proofs):
+        firing = proof.firing
+        holder: str | None = firing.site.value
+        if holder not in compared:
+            holder = merged.get(firing.site.value)
+        if holder is None:
+            continue
+        for source in firing.sources:
+            if source not in compared:
+                merged.setdefault(source, holder)
     return merged
 
 
@@ -278,10 +307,10 @@ def _cut(title: str, rows: list[dict[str, Scalar]]) -> dict[str, list[dict[str, 
 def _nodes(light: Light) -> int:
     from layerline.graph.io import onnx_files
 
-    return sum(len(g.node) for g in onnx_files.graphs(light.model))
+    return sum(len(graph.node) for graph in onnx_files.graphs(light.model))
 
 
 def _bytes(light: Light) -> int:
     from layerline.graph.io import onnx_files
 
-    return light.nbytes + sum(len(t.raw_data) or t.ByteSize() for t in onnx_files.tensors(light.model))
+    return light.nbytes + sum(len(tensor.raw_data) or tensor.ByteSize() for tensor in onnx_files.tensors(light.model))

@@ -1,4 +1,4 @@
-"""import-weights: a checkpoint from elsewhere, found in its file, held against model(), left as weights that ship."""
+"""import-weights: finds the state dict in a checkpoint, checks it against model(), and ships its weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class ImportWeights(Stage):
-    """Finds the state dict that fits model() in a .safetensors file or a torch checkpoint, whatever it lies under.
+    """Finds the state dict that fits model() in a .safetensors file or a torch checkpoint, under any key.
 
-    Prefixes of wrappers (`module.`, `_orig_mod.`, inside too) and of outer modules come off; averages are told by their
-    key. All of the model's tensors must be there, and no others.
+    Prefixes of wrappers (`module.`, `_orig_mod.`, also inside) and of outer modules are removed. Averages are
+    recognised by their key. All of the model's tensors must be there, and no others.
     """
 
     name: ClassVar[str] = "import-weights"
@@ -35,9 +35,9 @@ class ImportWeights(Stage):
     file: str
     """The checkpoint, inside the project."""
     key: str = ""
-    """Where in the file the weights are, keys joined by dots; found where it is left out."""
+    """Where in the file the weights are, keys joined by dots; searched for if left out."""
     weights: Literal["ema", "online"] = "ema"
-    """Which ship, where the file has both."""
+    """Which weights ship if the file has both."""
     ignore: tuple[str, ...] = ()
     """Patterns of names in the file that the model need not have: `[head.*]`."""
     trust: bool = False
@@ -67,8 +67,8 @@ class ImportWeights(Stage):
         from layerline.training.run import shipping
         from layerline.training.state import state_dict_match
 
-        model, path = shipping.network(work.task), work.sources / self.file
-        tree, notes = state_dict_match.read(path, trust=self.trust)
+        model = shipping.network(work.task)
+        tree, notes = state_dict_match.read(work.sources / self.file, trust=self.trust)
         online, averages = state_dict_match.choose(tree, model, key=self.key, ignore=self.ignore)
         fit = self._chosen(online, averages)
         state_dict_match.check(fit, canonical_names.named(model))
@@ -76,45 +76,53 @@ class ImportWeights(Stage):
         example = batches.example_inputs(work.task, forward=model.forward)
         shipping.ship(model, example, fit.tensors, work.out)
         reference, pairs = _pairs(model, example, fit, online, averages)
+        weights_note = f"the weights are those of {fit.state.where}"
         return Report(
             stage=self.name,
             reference=reference,
             candidate="EMA weights" if online and averages else "model() in float32",
             records=tensor_rows.rows(pairs),
-            notes=(*notes, f"the weights are those of {fit.state.where}", *fit.notes, *_left(fit, online, averages)),
+            notes=(*notes, weights_note, *fit.notes, *_unused(fit, online, averages)),
             metrics={"tensors": len(fit.tensors), "parameters": sum(p.numel() for p in model.parameters())},
         )
 
     def _chosen(self, online: Fit | None, averages: Fit | None) -> Fit:
         if self.weights == "online" and online is None and averages is not None:
             raise StageError(
-                f"the file holds averages alone, in {averages.state.where}",
+                f"the file holds only averages, in {averages.state.where}",
                 where="import-weights.weights",
-                hint="take them: weights: ema",
+                hint="use them: weights: ema",
             )
-        chosen = averages or online if self.weights == "ema" else online
-        assert chosen is not None  # one of the two was found
+        chosen = online
+        if self.weights == "ema" and averages is not None:
+            chosen = averages
+        assert chosen is not None  # choose() raises if neither fits
         return chosen
 
 
 def _pairs(
     model: nn.Module, example: Example, fit: Fit, online: Fit | None, averages: Fit | None
 ) -> tuple[str, list[Pair]]:
-    """Online weights and averages where the file has both; else each tensor as it was stored, and as it is now."""
+    """Online weights and averages if the file has both; otherwise each tensor as stored, and as it is now."""
     from layerline.compare.arrays import NOT_IN_NUMPY
     from layerline.training.model import canonical_names
     from layerline.training.run import shipping
 
     if online and averages:
         return "online weights", shipping.compared(model, example, online.tensors, averages.tensors)
-    # float32 holds every value of the types that numpy has not.
-    stored = {n: t.float() if t.dtype in NOT_IN_NUMPY else t for n, t in fit.tensors.items()}
-    return "weights in the file", [
-        shipping.Pair(n, "parameter", n.rpartition(".")[0], stored[n], t)
-        for n, t in canonical_names.named(model).tensors.items()
-    ]
+    pairs = []
+    for name, tensor in canonical_names.named(model).tensors.items():
+        stored = fit.tensors[name]
+        # float32 holds every value of the types that numpy lacks.
+        if stored.dtype in NOT_IN_NUMPY:
+            stored = stored.float()
+        pairs.append(shipping.Pair(name, "parameter", name.rpartition(".")[0], stored, tensor))
+    return "weights in the file", pairs
 
 
-def _left(fit: Fit, online: Fit | None, averages: Fit | None) -> list[str]:
-    other = next((f for f in (online, averages) if f is not None and f is not fit), None)
-    return [f"{other.state.where} fits as well, and does not ship"] if other else []
+def _unused(fit: Fit, online: Fit | None, averages: Fit | None) -> list[str]:
+    """A note on the other state dict that fits."""
+    for other in (online, averages):
+        if other is not None and other is not fit:
+            return [f"{other.state.where} fits as well, and does not ship"]
+    return []

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from layerline.compare import noise_floor
 from layerline.export import probe_files
@@ -41,20 +39,6 @@ def test_a_missing_or_damaged_file_is_named(tmp_path: Path, content: bytes | Non
         (tmp_path / probe_files.FILE).write_bytes(content)
     with pytest.raises(StageError, match="cannot read the probe feeds"):
         probe_files.load(tmp_path)
-
-
-@given(st.integers(1, 20), st.integers(0, 40), st.integers(0, 20), st.integers(1, 8), st.none() | st.integers(1, 60))
-def test_sizes(low: int, more: int, steps: int, multiple: int, limit: int | None) -> None:
-    high = low + more
-    seen = -(-low // multiple) * multiple + steps % max(more // multiple, 1) * multiple
-    found = probe_files.sizes(low, high, seen, multiple, limit)
-    allowed = [s for s in range(low, high + 1) if s % multiple == 0 and s != seen]
-    assert set(found) <= set(allowed)
-    assert len(found) == len(set(found)) >= min(2 if seen < high // multiple * multiple else 1, len(allowed))
-    if allowed:
-        assert min(allowed) in found
-    if allowed and limit is None and max(allowed) > seen:
-        assert max(allowed) in found
 
 
 def test_drawn_integers_reach_both_ends() -> None:

@@ -170,7 +170,7 @@ def test_averages_alone(tmp_path: Path) -> None:
     torch.save({"ema_state_dict": _average(state)}, tmp_path / "w.pt")
     report, shipped = _import(tmp_path)
     assert torch.equal(shipped["emb.weight"], state["emb.weight"] * 2) and report.reference == "weights in the file"
-    with pytest.raises(StageError, match="holds averages alone, in ema_state_dict"):
+    with pytest.raises(StageError, match="holds only averages, in ema_state_dict"):
         _import(tmp_path, weights="online")
 
 
