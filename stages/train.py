@@ -1,4 +1,4 @@
-"""train: from the task's model and data to a checkpoint, resumable at any moment, the same bytes whatever happened."""
+"""train: trains the task's model to a checkpoint. A resumed training gives the same bytes as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -73,22 +73,24 @@ class Train(Stage):
     @model_validator(mode="before")
     @classmethod
     def _one_form(cls, raw: Any) -> Any:
-        return _gather(raw, cls.model_fields) if isinstance(raw, Mapping) else raw
+        if not isinstance(raw, Mapping):
+            return raw
+        return _gather(raw, cls.model_fields)
 
     @model_validator(mode="after")
     def _recipe_holds(self) -> Train:
         config = self.config()
-        if config.scheduler.name == "plateau" and not config.monitor.valid_interval:
-            error = ConfigError(
-                "plateau follows validation, which is off",
-                where="training.valid_interval",
-                hint="set it, in optimizer steps",
-            )
-            raise _placed(error, {})
-        for field in ("keep_best", "early_stop"):
-            if getattr(config.monitor, field) and not config.monitor.valid_interval:
+        if config.monitor.valid_interval:
+            return self
+        needs_validation = {
+            "plateau": config.scheduler.name == "plateau",
+            "keep_best": config.monitor.keep_best,
+            "early_stop": config.monitor.early_stop,
+        }
+        for name, is_set in needs_validation.items():
+            if is_set:
                 error = ConfigError(
-                    f"{field} follows validation, which is off",
+                    f"{name} follows validation, which is off",
                     where="training.valid_interval",
                     hint="set it, in optimizer steps",
                 )
@@ -99,14 +101,13 @@ class Train(Stage):
     def written(cls) -> list[tuple[str, ...]]:
         from layerline.training.config import aliases
 
-        names = (
-            {n for n in cls.model_fields if n != "recipe"} | aliases.SECTIONS | aliases.FIELDS | aliases.MOVES.keys()
-        )
+        own_fields = cls.model_fields.keys() - {"recipe"}
+        names = own_fields | aliases.SECTIONS | aliases.FIELDS | aliases.MOVES.keys()
         return [tuple(name.split(".")) for name in sorted(names)]
 
     def hooks(self) -> tuple[str, ...]:
-        """The task's hooks it calls: the evaluation's only where training validates, so that editing metric() never
-        retrains otherwise."""
+        """The task's hooks that it calls. Those of the evaluation count only if training validates, so that otherwise
+        editing metric() does not retrain."""
         config = self.config()
         hooks = self.uses
         if config.distillation.alpha:
@@ -161,10 +162,10 @@ class Train(Stage):
                                seed=self.seed, device=self._device)  # fmt: skip
 
     def prove_resume(self, work: Work, steps: int) -> Report:
-        """Whether this training goes on bit for bit after a kill: `steps` optimizer steps before a checkpoint and as
-        many after it, in one process and in two.
+        """Checks that this training continues bit for bit after a kill.
 
-        It begins where an interrupted training stands, or else from the start: a finished one has no step left to take.
+        Compares `steps` optimizer steps before a checkpoint and as many after it, in one process and in two. Begins at
+        the newest checkpoint of an interrupted training, otherwise at the start: a finished one has no steps left.
         """
         from layerline.training.proof import prove_resume as prove
         from layerline.training.state import checkpoint
@@ -189,24 +190,27 @@ class Train(Stage):
                 where="train.device",
                 hint="set it to auto or cpu, or mend the driver",
             )
-        return "cuda" if cuda else "cpu"
+        if cuda:
+            return "cuda"
+        return "cpu"
 
 
 def _proved(proof: Proof, *, asked: int, interrupted: bool) -> Report:
-    found = proof.difference
     notes: list[str] = []
-    if interrupted:
-        where = f"{proof.begun_from}, the newest checkpoint of the training that was cut short"
-        notes.append(
-            f"began from {where}" if proof.begun_from else "too little is left of the training that was cut short"
-        )
+    if interrupted and proof.begun_from:
+        notes.append(f"began from {proof.begun_from}, the newest checkpoint of the interrupted training")
+    elif interrupted:
+        notes.append("too few steps are left of the interrupted training")
     if proof.steps < asked:
         notes.append(f"{asked} steps were asked for; each half of what the training has left is {proof.steps}")
+    tables: dict[str, list[dict[str, Any]]] = {}
+    if proof.difference:
+        tables["First difference"] = [dataclasses.asdict(proof.difference)]
     return Report(
         stage="train", reference="straight", candidate="resumed in a fresh process",
         metrics={"began_at_step": proof.first, "steps": proof.steps, "compared": proof.compared}, notes=tuple(notes),
         gates=(Gate("goes on bit for bit", proof.passed, str(proof), "no difference", proof.hint),),
-        tables={"First difference": [dataclasses.asdict(found)]} if found else {},
+        tables=tables,
     )  # fmt: skip
 
 
@@ -214,20 +218,29 @@ def _gather(raw: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
     from layerline.training.config import aliases
 
     _refuse_unknown(raw, fields)
-    sections = {k: v for k, v in raw.items() if k in aliases.SECTIONS or k == "preset"}
-    own = {k: v for k, v in raw.items() if k not in sections}
+    sections: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key in aliases.SECTIONS or key == "preset":
+            sections[key] = value
+        else:
+            own[key] = value
     try:
         recipe = _dotted(own.get("recipe"))
     except ConfigError as error:
         raise _placed(error, raw) from error
+    defaults = dict(_DEFAULTS)
     scheduler = sections.get("scheduler")
-    name = recipe.get("scheduler.name", "cosine")
-    name = scheduler.get("name", name) if isinstance(scheduler, Mapping) else name
-    # A warm-up of our own choice belongs to a schedule of our own choice.
-    defaults = {k: v for k, v in _DEFAULTS.items() if k != "scheduler.warmup_ratio" or name == "cosine"}
+    scheduler_name = recipe.get("scheduler.name", "cosine")
+    if isinstance(scheduler, Mapping):
+        scheduler_name = scheduler.get("name", scheduler_name)
+    if scheduler_name != "cosine":
+        # The default warm-up belongs to the default schedule.
+        del defaults["scheduler.warmup_ratio"]
     swa = sections.get("swa")
     if "swa.share" in recipe or (isinstance(swa, Mapping) and "share" in swa):
-        defaults = {k: v for k, v in defaults.items() if not k.startswith("ema.")}  # SWA's mean ships instead
+        # SWA's mean ships instead of the EMA.
+        defaults = {key: value for key, value in defaults.items() if not key.startswith("ema.")}
     try:
         return {**own, "recipe": aliases.normal_form({**sections, **recipe}, defaults)}
     except ConfigError as error:
@@ -235,24 +248,25 @@ def _gather(raw: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
 
 
 def _dotted(recipe: Any) -> dict[str, Any]:
-    """A recipe by field (`clip.max_norm`), whether it was written so or in sections: what the sections beside it say
-    otherwise is then a contradiction."""
+    """A recipe by field (`clip.max_norm`), whether it was written by field or in sections."""
     if recipe is None:
         return {}
     if not isinstance(recipe, Mapping):
         raise ConfigError(f"expected a mapping, for example {{clip.max_norm: 1}}; saw {recipe!r}", where="recipe")
-    return {
-        f"{section}.{name}" if name else section: value
-        for section, fields in recipe.items()
-        for name, value in (fields.items() if isinstance(fields, Mapping) else [("", fields)])
-    }
+    dotted: dict[str, Any] = {}
+    for section, fields in recipe.items():
+        if isinstance(fields, Mapping):
+            dotted |= {f"{section}.{name}" if name else section: value for name, value in fields.items()}
+        else:
+            dotted[section] = fields
+    return dotted
 
 
 def _refuse_unknown(raw: Mapping[str, Any], fields: Collection[str]) -> None:
     from layerline.training.config import aliases
 
-    # What is shown are the names people write; the sections of the one form are taken too.
-    valid = [*(n for n in fields if n != "recipe"), *_SHOWN]
+    # Errors list the names that people write. The normal form's own sections are valid too.
+    valid = [name for name in fields if name != "recipe"] + list(_SHOWN)
     for name in map(str, raw):
         if name not in fields and name not in aliases.SECTIONS and name not in valid:
             hint = aliases.guess(closest(name, [*valid, *aliases.SECTIONS]), valid)
@@ -260,15 +274,20 @@ def _refuse_unknown(raw: Mapping[str, Any], fields: Collection[str]) -> None:
 
 
 def _placed(error: ConfigError, raw: Any) -> ValidationError:
-    """The same error at the place of its field, so that pipe.yaml's line and column can be named."""
-    text = f"{error.what}; {error.hint}" if error.hint else error.what
+    """The same error at the place of its field, so that it names the line and column in pipe.yaml."""
+    text = error.what
+    if error.hint:
+        text += f"; {error.hint}"
     kind = PydanticCustomError("told", "{text}", {"text": text, "what": error.what, "hint": error.hint})
     place = tuple(error.where.split("."))
     recipe = raw.get("recipe") if isinstance(raw, Mapping) else None
-    if isinstance(recipe, Mapping) and place[0] not in raw:  # there a field may be one key
-        place = ("recipe", *((error.where,) if error.where in recipe else place))
-    for step in place:
-        raw = raw.get(step) if isinstance(raw, Mapping) else None
+    if isinstance(recipe, Mapping) and place[0] not in raw:
+        # In `recipe`, a field may be one key: `clip.max_norm`.
+        if error.where in recipe:
+            place = (error.where,)
+        place = ("recipe", *place)
+    for key in place:
+        raw = raw.get(key) if isinstance(raw, Mapping) else None
     details: InitErrorDetails = {"type": kind, "loc": place, "input": raw}
     return ValidationError.from_exception_data("Train", [details])
 
@@ -277,8 +296,8 @@ def _report(run: Run, best: str) -> Report:
     from layerline.training.model.split_tensors import whole
 
     (lane,) = run.mo.lanes.values()
-    records = tuple(_record(run, n, whole(p.detach())) for n, p in lane.named.params.items())
-    bad = [r.name for r in records if r.nonfinite_b]
+    records = tuple(_record(run, name, whole(tensor.detach())) for name, tensor in lane.named.params.items())
+    bad = [record.name for record in records if record.nonfinite_b]
     notes = [*run.mo.warnings]
     if best:
         notes.append(best)
@@ -286,7 +305,7 @@ def _report(run: Run, best: str) -> Report:
         notes.append(f"resumed at step {run.resumed}")
     if lane.skipped:
         notes.append(_rejected(lane))
-    dead = sum(bool(r.extra["dead"]) for r in records)
+    dead = sum(bool(record.extra["dead"]) for record in records)
     if dead:
         notes.append(f"{dead} trained parameters never changed")
     return Report(
@@ -298,7 +317,7 @@ def _report(run: Run, best: str) -> Report:
 
 
 def _accepted(lane: Lane) -> Gate:
-    """Whether the run got somewhere and ended there; a step that a smaller fp16 loss scale answers is no bad end."""
+    """Steps were accepted, the last one among them. A step that only lowered the fp16 loss scale does not count."""
     seen = f"{lane.steps} accepted, {lane.skipped} rejected"
     if lane.skipped_in_a_row:
         seen += f", the last {lane.skipped_in_a_row} in a row"
@@ -315,14 +334,16 @@ def _rejected(lane: Lane) -> str:
 
 
 def _record(run: Run, name: str, now: Tensor) -> LayerDiff:
-    before = run.before_last.get(name)
     # No SQNR against the initial value: training is meant to leave it behind.
-    found = {**_measures(run.initial[name], now), "sqnr_db": None, "cosine": None}
-    ratio = None if before is None else _measures(before, now)["rel_l2"]
-    dead = name in run.trained and found["rel_l2"] == 0.0
+    measures = {**_measures(run.initial[name], now), "sqnr_db": None, "cosine": None}
+    update_ratio = None
+    before = run.before_last.get(name)
+    if before is not None:
+        update_ratio = _measures(before, now)["rel_l2"]
+    dead = name in run.trained and measures["rel_l2"] == 0.0
     return LayerDiff(name=name, op="parameter", module=name.rpartition(".")[0], shape=tuple(now.shape),
-                     dtype=str(now.dtype).removeprefix("torch."), **found,
-                     extra={"update_ratio": ratio, "dead": dead})  # fmt: skip
+                     dtype=str(now.dtype).removeprefix("torch."), **measures,
+                     extra={"update_ratio": update_ratio, "dead": dead})  # fmt: skip
 
 
 def _measures(a: Tensor, b: Tensor) -> dict[str, Any]:

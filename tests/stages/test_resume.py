@@ -169,7 +169,7 @@ def test_it_begins_where_a_training_was_cut_short(tmp_path: Path, monkeypatch: p
     assert report.metrics["steps"] == 2, "5 steps are left of 8, so each half has 2"
     note, cut = report.notes
     assert cut == "9 steps were asked for; each half of what the training has left is 2"
-    assert note == "began from step-00000003.safetensors, the newest checkpoint of the training that was cut short"
+    assert note == "began from step-00000003.safetensors, the newest checkpoint of the interrupted training"
     assert kept == {p: p.read_bytes() for p in (tmp_path / "scratch").rglob("*") if p.is_file()}
     (newest,) = [p for p in kept if p.name == "step-00000003.safetensors"]
     newest.write_bytes(newest.read_bytes()[:-3])
@@ -182,7 +182,7 @@ def test_too_little_left_of_it_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     stage = cut_short(tmp_path, monkeypatch, "int:23")
     report = stage.prove_resume(_work(tmp_path), 2)
     assert report.passed and report.metrics["began_at_step"] == 0
-    assert report.notes == ("too little is left of the training that was cut short",)
+    assert report.notes == ("too few steps are left of the interrupted training",)
 
 
 @pytest.mark.usefixtures("near")
