@@ -109,12 +109,12 @@ def check(
         begin = f"a default onnxruntime session differs from {where} on, where values lie next to a threshold"
         return Shipped(notes=(*notes, f"{begin}: {fault.what}"))
     shapes = ", ".join(f"{name} {tuple(array.shape)}" for name, array in feeds[fault.feed].items())
-    seen = f"feed {fault.feed} ({shapes}): {where}: {fault.what}"
+    actual = f"feed {fault.feed} ({shapes}): {where}: {fault.what}"
     hint = (
         "users who open the file with onnxruntime's defaults get this; leave the operator out, or report it to "
         "onnxruntime"
     )
-    return Shipped(gates=(Gate(GATE, False, seen, _EXPECTED, hint),), notes=tuple(notes))
+    return Shipped(gates=(Gate(GATE, False, actual, _EXPECTED, hint),), notes=tuple(notes))
 
 
 def _unoptimised(path: Path, feeds: Sequence[Feed]) -> list[dict[str, Array]]:

@@ -27,8 +27,8 @@ def gates(stored: Mapping[str, Array], call: Call, random_op: str = "", *, fast:
         return []
     recorded = [key.removeprefix("inputs/") for key in stored if key.startswith("inputs/")]
     if set(recorded) != call.feed.keys():
-        seen = f"recorded for the inputs {', '.join(recorded)}; forward() takes {', '.join(call.feed)}"
-        return [Gate("golden outputs", False, seen, "the same inputs", "was model() or the example changed?")]
+        actual = f"recorded for the inputs {', '.join(recorded)}; forward() takes {', '.join(call.feed)}"
+        return [Gate("golden outputs", False, actual, "the same inputs", "was model() or the example changed?")]
     feed = {name: stored[f"inputs/{name}"] for name in call.feed}
     fast = fast and eval_fastpath.taken(call.module)
     with eval_fastpath.switched(on=fast):

@@ -125,11 +125,11 @@ def _gate(probe: Probe, measured: dict[str, Apart] | StageError, tally: Tally, f
         return Gate(probe.gate, True, "only non-deterministic outputs", "not compared")
     worst = max(share, key=lambda name: (measured[name].distance.one_sided > 0, share[name]))
     distance = measured[worst].distance
-    seen = distance.mismatch or f"relative L2 {distance.rel_l2:.1e}, {distance.one_sided} one-sided NaN or Inf"
+    actual = distance.mismatch or f"relative L2 {distance.rel_l2:.1e}, {distance.one_sided} one-sided NaN or Inf"
     expected = "within rtol and atol" if tally.rule else f"at most {allowed[worst]:.1e}"
     if share[worst] <= 1.0 and not distance.one_sided:
         hint = ""
-    return Gate(probe.gate, not hint, f"{worst}: {seen}", expected, hint)
+    return Gate(probe.gate, not hint, f"{worst}: {actual}", expected, hint)
 
 
 def _random(traced: Traced, random: Mapping[str, str]) -> list[str]:
@@ -154,6 +154,6 @@ def _folded(traced: Traced, random: Mapping[str, str]) -> list[Gate]:
     kept = rounding_noise.drawn(traced.model)
     for value, op in random.items():
         if value not in kept:
-            seen = f"{value} is one draw, stored as a constant"
-            return [Gate(f"non-deterministic op {op}", False, seen, "a random operator")]
+            actual = f"{value} is one draw, stored as a constant"
+            return [Gate(f"non-deterministic op {op}", False, actual, "a random operator")]
     return []

@@ -97,12 +97,12 @@ def _worst(traced: Traced, probes: Sequence[Probe], value: str, cut: Light) -> d
         if not values.keys() >= {*names, value}:
             continue  # the program can't run on this feed
         inputs = {name: values[name] for name in names}
-        seen = session.run(inputs)[value]
-        error = diff_arrays(values[value], seen)
+        onnx_value = session.run(inputs)[value]
+        error = diff_arrays(values[value], onnx_value)
         if error.rel_l2 + error.one_sided > greatest:
             greatest = error.rel_l2 + error.one_sided
             best = {f"inputs/{name}": array for name, array in inputs.items()}
-            best |= {"expected": values[value], "seen": seen}
+            best |= {"expected": values[value], "seen": onnx_value}
     return {name: np.asarray(array, order="C") for name, array in best.items()}
 
 

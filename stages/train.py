@@ -318,14 +318,14 @@ def _report(run: Run, best: str) -> Report:
 
 def _accepted(lane: Lane) -> Gate:
     """Steps were accepted, the last one among them. A step that only lowered the fp16 loss scale does not count."""
-    seen = f"{lane.steps} accepted, {lane.skipped} rejected"
+    actual = f"{lane.steps} accepted, {lane.skipped} rejected"
     if lane.skipped_in_a_row:
-        seen += f", the last {lane.skipped_in_a_row} in a row"
+        actual += f", the last {lane.skipped_in_a_row} in a row"
     good = lane.steps > 0 and not lane.skipped_in_a_row and math.isfinite(lane.loss)
     hint = f"the first rejected step is {lane.first_rejected}: look for a division or log of 0, or lower the rate"
     if not lane.config.nonfinite.triage:
         hint += "; `nonfinite: {triage: true}` under train names the operator and the samples"
-    return Gate("steps accepted", good, seen, "some, and the last one", "" if good else hint)
+    return Gate("steps accepted", good, actual, "some, and the last one", "" if good else hint)
 
 
 def _rejected(lane: Lane) -> str:
