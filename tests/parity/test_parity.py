@@ -66,7 +66,7 @@ def test_a_true_export_passes_with_floors_and_paths(net: Exported) -> None:
     assert [r.name for r in found.rows] == [v for n in net[2].model.graph.node for v in n.output if v in net[2].nodes]
     linear = next(r for r in found.rows if r.name == "linear_1")
     assert (linear.module, linear.op, linear.shape, linear.dtype) == ("blocks.1.linear", "Gemm", ("n", 8), "float32")
-    assert linear.extra["source"] == "nets.py:25"
+    assert linear.extra["source"] == "nets.py:26"
     assert 0 < linear.extra["floor"] < 1e-6
     assert linear.tolerance == noise_floor.tolerance(linear.extra["floor"])
     assert found.floors.keys() >= {r.name for r in found.rows}
@@ -220,7 +220,7 @@ def test_identity_survives_saving_and_no_path_does(net: Exported, tmp_path: Path
     onnx_files.save(net[2].model, tmp_path)
     saved = onnx_files.load(tmp_path / onnx_files.FILE)
     assert module_identity.modules(saved)["layer_norm"] == "blocks.0.norm"
-    assert module_identity.sources(net[2].model)["layer_norm"] == "nets.py:25" and not module_identity.sources(saved)
+    assert module_identity.sources(net[2].model)["layer_norm"] == "nets.py:26" and not module_identity.sources(saved)
     blob = (tmp_path / onnx_files.FILE).read_bytes()
     assert str(Path(__file__).parent).encode() not in blob and b"site-packages" not in blob
 
