@@ -1,9 +1,13 @@
-"""What is wrong with a stage's fields, in one sentence: which field, what was expected, what was seen."""
+"""What is wrong with a stage's fields, in one sentence: which field, what was expected, and what was written.
+
+pydantic reports one error per form of a union and places that name the forms. Here they become one sentence about one
+place in pipe.yaml.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
@@ -14,8 +18,8 @@ from layerline.pipeline.nearest import closest, hint
 
 Place = tuple[str | int, ...]
 
-# So many places are told where a field of that name is, and so deep is looked for one.
-_TOLD = 3
+# A hint names at most so many places of a field, and looks for them at most so deep.
+_PLACES_SHOWN = 3
 _DEEPEST = 4
 
 # By the first word of a pydantic error's kind, and by the name of a type.
@@ -59,9 +63,10 @@ class _Fault:
 
 
 def mistake(cls: type[BaseModel], raw: Mapping[Any, Any], error: ValidationError) -> Mistake:
-    """The first mistake. Of a field that takes several forms: in the form that what was written comes closest to."""
+    """The first mistake. Where a field takes several forms, it is about the form closest to what was written."""
     faults = [_located(cls, raw, e) for e in error.errors(include_url=False)]
-    faults.sort(key=lambda f: f.kind == "missing")  # the unknown name is most often the one that is missed
+    # Missing fields last: an unknown name is most often a misspelling of the missing one, and says more.
+    faults.sort(key=lambda fault: fault.kind == "missing")
     first = faults[0]
     if first.union is None:
         return _in_words(cls, [first])
@@ -71,11 +76,11 @@ def mistake(cls: type[BaseModel], raw: Mapping[Any, Any], error: ValidationError
 
 
 def numbers_in_disguise(raw: Any, taken: Any, place: Place = ()) -> Iterator[Mistake]:
-    """Where `true` or `false` was taken for a number, in the order written: pydantic takes true for 1.
+    """Where `true` or `false` was written for a number, in the order written. pydantic accepts true as 1.
 
     Args:
         raw: what was written.
-        taken: what it was understood as, dumped.
+        taken: the dump of what pydantic made of it.
         place: where both are.
     """
     if isinstance(raw, bool):
@@ -91,7 +96,7 @@ def numbers_in_disguise(raw: Any, taken: Any, place: Place = ()) -> Iterator[Mis
 
 
 def beyond_64_bits(raw: Any, place: Place = ()) -> Iterator[Mistake]:
-    """Integers that no field, array or file holds, in the order written."""
+    """Integers beyond 64 bits, which no field, array or file holds, in the order written."""
     if isinstance(raw, int) and not -(2**63) <= raw < 2**64:
         yield Mistake(place, f"expected an integer of 64 bits, saw {raw}")
     elif isinstance(raw, Mapping):
@@ -103,7 +108,7 @@ def beyond_64_bits(raw: Any, place: Place = ()) -> Iterator[Mistake]:
 
 
 def elsewhere(name: str, fields: Sequence[Sequence[str]]) -> str:
-    """A hint for a field that is at another place, or nearly so; empty where there is none.
+    """A hint with the places where a field of this name, or of one close to it, can be written; else empty.
 
     Args:
         name: what was written.
@@ -111,7 +116,9 @@ def elsewhere(name: str, fields: Sequence[Sequence[str]]) -> str:
     """
     name = closest(name, [f[-1] for f in fields])
     paths = sorted({".".join(f) for f in fields if f[-1] == name}, key=lambda path: (path.count("."), path))
-    return f"did you mean {' or '.join(paths[:_TOLD])}?" if paths else ""
+    if not paths:
+        return ""
+    return f"did you mean {' or '.join(paths[:_PLACES_SHOWN])}?"
 
 
 def field_paths(cls: type[BaseModel], place: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -127,7 +134,8 @@ def _models_below(annotation: Any) -> Iterator[tuple[type[BaseModel], tuple[str,
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, ()
     step: tuple[str, ...] = ()
-    if isinstance(origin := get_origin(annotation), type):
+    origin = get_origin(annotation)
+    if isinstance(origin, type):
         if issubclass(origin, Mapping):
             step = ("NAME",)
         elif issubclass(origin, Sequence):
@@ -138,19 +146,32 @@ def _models_below(annotation: Any) -> Iterator[tuple[type[BaseModel], tuple[str,
 
 
 def _located(cls: type[BaseModel], raw: Any, error: ErrorDetails) -> _Fault:
-    """Where the error is in what was written: pydantic's own place also names a union's members and short forms."""
-    models, node, place, union = [cls], raw, list[str | int](), None
+    """Where the error is in what was written. pydantic's own place also names the members of unions."""
+    models = [cls]
+    node = raw
+    place: list[str | int] = []
+    union: Place | None = None
     for part in error["loc"]:
-        if _fields(models, part) and not isinstance(node, Mapping):
-            union = tuple(place) if union is None else union  # a short form, and what it stands for
+        annotations = _fields(models, part)
+        if annotations and not isinstance(node, Mapping):
+            # A short form, such as `lr` for {name: lr}: what was written has no such field.
+            if union is None:
+                union = tuple(place)
             break
-        if _fields(models, part) or _has(node, part):
-            models = [m for a in _fields(models, part) for m in _models_in(a)] or models
+        if annotations or _has(node, part):
+            models = _models_of(annotations) or models
             node = node[part] if _has(node, part) else None
             place.append(part)
-        elif part != "[key]":  # how pydantic marks a mapping's own key
-            union = tuple(place) if union is None else union
+        elif part != "[key]" and union is None:  # "[key]" is pydantic's mark for a mapping's key
+            union = tuple(place)
     return _Fault(tuple(place), union, error)
+
+
+def _models_of(annotations: Iterable[Any]) -> list[type[BaseModel]]:
+    models: list[type[BaseModel]] = []
+    for annotation in annotations:
+        models += _models_in(annotation)
+    return models
 
 
 def _has(node: Any, part: str | int) -> bool:
@@ -160,41 +181,51 @@ def _has(node: Any, part: str | int) -> bool:
 
 
 def _in_words(cls: type[BaseModel], faults: Sequence[_Fault]) -> Mistake:
-    """One sentence for faults of one place; several are the forms that it takes."""
+    """One sentence for the faults of one place. Several faults are the several forms that the field takes."""
     first = faults[0]
-    place, seen = first.place, first.error["input"]
-    if first.kind == "told":  # by a stage, in whole sentences
+    place = first.place
+    written = first.error["input"]
+    if first.kind == "told":  # a stage's own error, already in sentences
         return Mistake(place, first.error["ctx"]["what"], first.error["ctx"]["hint"])
     if first.kind == "missing":
         return Mistake(place, "it is required, and missing")
     if first.kind == "extra_forbidden":
         return Mistake(place, "unknown field", _nearest_field(cls, place))
-    if first.kind == "literal_error" and isinstance(seen, str) and len(faults) == 1:
+    if first.kind == "literal_error" and isinstance(written, str) and len(faults) == 1:
         valid = [v.strip("'") for v in re.split(", | or ", first.error["ctx"]["expected"])]
-        return Mistake(place, f"unknown value {seen!r}", hint(seen, valid))
-    told = [f for f in faults if f.kind not in ("missing", "extra_forbidden")]
-    first_form, *others = dict.fromkeys(_expected(cls, f) for f in told)
-    wanted = " or ".join([first_form, *(o.removeprefix("expected ") for o in others)])
-    alone = wanted == "expected a list" and isinstance(seen, str | int | float)
-    return Mistake(place, f"{wanted}, saw {seen!r:.80}", f"a list of one: [{seen}]" if alone else "")
+        return Mistake(place, f"unknown value {written!r}", hint(written, valid))
+    about_types = [fault for fault in faults if fault.kind not in ("missing", "extra_forbidden")]
+    first_form, *other_forms = dict.fromkeys(_expected(cls, fault) for fault in about_types)
+    wanted = " or ".join([first_form, *(form.removeprefix("expected ") for form in other_forms)])
+    advice = ""
+    if wanted == "expected a list" and isinstance(written, str | int | float):
+        advice = f"a list of one: [{written}]"
+    return Mistake(place, f"{wanted}, saw {written!r:.80}", advice)
 
 
 def _nearest_field(cls: type[BaseModel], place: Place) -> str:
-    name, valid = str(place[-1]), _names(cls, place[:-1])
+    name = str(place[-1])
+    valid = _names(cls, place[:-1])
+    paths = list(field_paths(cls))
     stage = getattr(cls, "name", "")
-    own = [(stage, *path) if isinstance(stage, str) and stage else path for path in field_paths(cls)]
-    exact = [path for path in own if path[-1] == name]
-    if exact or not closest(name, valid):
-        return elsewhere(name, own) or hint(name, valid)
+    if isinstance(stage, str) and stage:
+        paths = [(stage, *path) for path in paths]
+    is_elsewhere = any(path[-1] == name for path in paths)
+    if is_elsewhere or not closest(name, valid):
+        return elsewhere(name, paths) or hint(name, valid)
     return hint(name, valid)
 
 
 def _expected(cls: type[BaseModel], fault: _Fault) -> str:
-    """What pydantic asks for, in the words of every other message."""
-    kind, message = fault.kind, fault.error["msg"]
-    if kind == "model_type" and (names := _names(cls, fault.place)):
-        return f"expected the field{'s' * (len(names) > 1)} {', '.join(names)}"
-    if (wanted := _WANTED.get(kind.partition("_")[0])) and kind.endswith(("_type", "_parsing", "_from_float")):
+    """What pydantic expected, in the words of our other messages."""
+    kind = fault.kind
+    message = fault.error["msg"]
+    names = _names(cls, fault.place) if kind == "model_type" else []
+    if names:
+        noun = "field" if len(names) == 1 else "fields"
+        return f"expected the {noun} {', '.join(names)}"
+    wanted = _WANTED.get(kind.partition("_")[0])
+    if wanted and kind.endswith(("_type", "_parsing", "_from_float")):
         return f"expected {wanted}"
     return message.removeprefix("Value error, ").replace("Input should be", "expected", 1)
 
@@ -203,16 +234,24 @@ def _names(cls: type[BaseModel], place: Place) -> list[str]:
     """Valid field names at a place; an index or a mapping's key names no field: there it is what they hold."""
     models: list[type[BaseModel]] = [cls]
     for part in place:
-        models = [m for a in _fields(models, part) for m in _models_in(a)] or models
-    return [n for m in models for n in m.model_fields]
+        models = _models_of(_fields(models, part)) or models
+    names: list[str] = []
+    for model in models:
+        names += model.model_fields
+    return names
 
 
 def _fields(models: Sequence[type[BaseModel]], part: str | int) -> list[Any]:
-    """What the models' fields of that name take."""
-    return [f.annotation for m in models for n, f in m.model_fields.items() if part in (n, f.alias)]
+    """The types of the models' fields of that name."""
+    annotations = []
+    for model in models:
+        for name, field in model.model_fields.items():
+            if part in (name, field.alias):
+                annotations.append(field.annotation)
+    return annotations
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [m for a in get_args(annotation) for m in _models_in(a)]
+    return _models_of(get_args(annotation))
