@@ -112,5 +112,5 @@ def _usage_error(wrong: Any) -> PipeError:
     """A mistake on the command line: typer's message, with the usage of the command."""
     if not wrong.ctx:
         return PipeError(wrong.format_message())
-    usage = wrong.ctx.get_usage_error().replace("Usage: ", "usage: ")
+    usage = wrong.ctx.get_usage().replace("Usage: ", "usage: ")
     return PipeError(wrong.format_message(), where=wrong.ctx.command_path, hint=usage)
