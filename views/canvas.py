@@ -1,7 +1,7 @@
-"""Where a figure fits: it is drawn for four widths, and page.css shows the one the window has room for.
+"""Draws a figure for four widths; page.css shows the one that the window has room for.
 
-A picture that shrinks takes its letters along. These are laid out anew instead, so that letters stay readable and no
-label meets the border or another one.
+Scaling one picture would shrink its letters too. Laying it out for each width keeps letters readable, and keeps labels
+off the border and off each other.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from itertools import groupby
 WIDTHS = (1160, 840, 600, 440)
 """User units; page.css keeps a unit between 0.83 and 1.17 pixels in windows of 400 pixels and more."""
 LEFT, RIGHT = 80, 12  # beside the strips; the left margin holds the figures of the scale
-TOP, HEAD, STRIP, GAP = 2, 24, 96, 12  # HEAD is above each strip and holds its title
+TOP, HEAD, STRIP, GAP = 2, 24, 96, 12  # heights; HEAD is above each strip and holds its title
 TITLE = 10  # from the baseline of a title down to its strip
 DOT = 4.5  # a dot's width in page.css; where they would touch, the line alone is drawn
 
-_CHARACTER, _WIDE = 6.9, 11.5  # of a label: in the mean, and of the widest ones
+_CHARACTER, _WIDE = 6.9, 11.5  # user units of a label's character: of a usual one, and of the widest ones
 
 
 def at_each_width(draw: Callable[[int], str]) -> str:
-    """What `draw` makes of each of WIDTHS, one after the other."""
+    """The pictures that `draw` makes for each of WIDTHS, one after the other."""
     return "".join(map(draw, WIDTHS))
 
 
 def svg(width: int, height: float, label: str, body: str, /, **data: float) -> str:
-    """A picture with a label for whoever can't see it, and figures for page.js."""
-    told = "".join(f' data-{name}="{value:g}"' for name, value in data.items())
+    """A picture with a label for screen readers, and figures for page.js as data attributes."""
+    attributes = "".join(f' data-{name}="{value:g}"' for name, value in data.items())
     size = f'class="w{width}" viewBox="0 0 {width} {height:g}"'
-    return f'<svg {size} role="img" aria-label="{escape(label)}"{told}>{body}</svg>'
+    return f'<svg {size} role="img" aria-label="{escape(label)}"{attributes}>{body}</svg>'
 
 
 def title(text: str, top: float) -> str:
@@ -38,7 +38,7 @@ def title(text: str, top: float) -> str:
 
 
 def tick(text: str, y: float, width: int) -> str:
-    """A line across a strip, and what it stands for."""
+    """A line across a strip with its label."""
     return (
         f'<path class="tick" d="M{LEFT} {y:g}H{width - RIGHT}"/>'
         f'<text class="tick" x="{LEFT - 6}" y="{y + 4:g}">{text}</text>'
@@ -46,7 +46,7 @@ def tick(text: str, y: float, width: int) -> str:
 
 
 def has_room_for_dots(count: int, width: int) -> bool:
-    """Whether so many dots side by side are seen as dots."""
+    """Whether so many dots side by side stay apart."""
     return count * DOT <= width - LEFT - RIGHT
 
 
@@ -57,24 +57,28 @@ def span(text: str) -> float:
 
 
 def shortened(path: str, room: float) -> str:
-    """Of a module path too long for its room the end, which tells it from its likes: whole parts, if one fits."""
-    cut = path
+    """The end of a module path that is too long for its room: whole parts where one fits, else single characters.
+
+    The end is kept because it tells a module from its neighbours.
+    """
+    rest = cut = path
     while span(cut) > room and len(cut) > 2:
-        rest = cut.removeprefix("…")
-        cut = f"…{rest.partition('.')[2] or rest[1:]}"
+        rest = rest.partition(".")[2] or rest[1:]
+        cut = f"…{rest}"
     return cut
 
 
 def thinned(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Points of a line as they lie: of those in one column of the picture the lowest and the highest, so that no spike
-    is lost."""
+    """The lowest and the highest point of each column of the picture, so that no spike is lost."""
     kept: list[tuple[float, float]] = []
     for _, column in groupby(line, key=lambda point: round(point[0])):
         inside = list(column)
-        kept += sorted({min(inside, key=lambda point: point[1]), max(inside, key=lambda point: point[1])})
+        lowest = min(inside, key=lambda point: point[1])
+        highest = max(inside, key=lambda point: point[1])
+        kept += sorted({lowest, highest})
     return kept
 
 
 def joined(points: Sequence[tuple[float, float]]) -> str:
-    """Points as they stand in a path."""
+    """Points in the syntax of an SVG path."""
     return "L".join(f"{x:g} {y:g}" for x, y in points)

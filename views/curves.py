@@ -1,7 +1,7 @@
-"""What training looked like, step by step, as one SVG: the deploy gap above all, then loss and learning rate.
+"""Training step by step as one SVG: metric and deploy gap, then loss and learning rate.
 
-The deploy gap is the metric of the weights that are trained less that of the weights that would ship. A strip is drawn
-for what was measured, and for nothing else.
+The deploy gap is the metric of the trained weights minus that of the weights that would ship. Only strips with
+measurements are drawn.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ STRIPS = (
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Where a step and a value lie, in user units."""
+class StepScale:
+    """Places a step and a value, in user units."""
 
     width: int
     first: float
@@ -75,7 +75,8 @@ class Scale:
     top: float = 0.0
 
     def x(self, step: float) -> float:
-        share = (step - self.first) / ((self.last - self.first) or 1)
+        steps = (self.last - self.first) or 1  # one step alone is drawn at the left
+        share = (step - self.first) / steps
         return round(LEFT + share * (self.width - RIGHT - LEFT), 1)
 
     def y(self, value: float) -> float:
@@ -93,52 +94,70 @@ class Scale:
 def curves(log: str) -> str:
     """The figure of a training log (the text of metrics.csv) at each width, or nothing where it holds no step."""
     rows = list(csv.DictReader(log.splitlines()))
-    found = {s: [(line, points) for line in s.lines if (points := _points(rows, line.column))] for s in STRIPS}
-    strips = {strip: lines for strip, lines in found.items() if lines}
-    return canvas.at_each_width(partial(_figure, strips)) if strips else ""
+    strips = {}
+    for strip in STRIPS:
+        lines = [(line, _points(rows, line.column)) for line in strip.lines]
+        measured = [(line, points) for line, points in lines if points]
+        if measured:
+            strips[strip] = measured
+    if not strips:
+        return ""
+    return canvas.at_each_width(partial(_figure, strips))
 
 
 def _figure(strips: Mapping[Strip, Lines], width: int) -> str:
-    steps = [step for lines in strips.values() for _, points in lines for step, _ in points]
-    axis = Scale(width, min(steps), max(steps))
+    steps: list[float] = []
+    last_values: list[str] = []
+    for strip, lines in strips.items():
+        for line, points in lines:
+            steps += [step for step, _ in points]
+            name = f"{strip.title} {line.label}".strip()
+            last_values.append(f"{name} {figure(points[-1][1])}")
+    axis = StepScale(width, min(steps), max(steps))
     bottom = TOP + len(strips) * (HEAD + STRIP + GAP)
     body = [_axis(axis, bottom)]
-    for i, (strip, lines) in enumerate(strips.items()):
-        values = [v for _, points in lines for _, v in points] + [0.0] * strip.zero
-        top = TOP + i * (HEAD + STRIP + GAP) + HEAD
+    top = TOP + HEAD
+    for strip, lines in strips.items():
+        values = [0.0] if strip.zero else []
+        for _, points in lines:
+            values += [value for _, value in points]
         body.append(_strip(strip, lines, replace(axis, low=min(values), high=max(values), top=top)))
-    ends = ", ".join(
-        f"{strip.title} {line.label} {figure(points[-1][1])}".replace("  ", " ")
-        for strip, lines in strips.items()
-        for line, points in lines
-    )
-    label = f"{', '.join(s.title for s in strips)} over steps {axis.first:g} to {axis.last:g}; in the end {ends}"
+        top += HEAD + STRIP + GAP
+    titles = ", ".join(strip.title for strip in strips)
+    label = f"{titles} over steps {axis.first:g} to {axis.last:g}; in the end {', '.join(last_values)}"
     return canvas.svg(width, bottom + AXIS, label, "".join(body))
 
 
 def validated(log: str) -> bool:
-    """Whether the metric of what would ship was ever taken."""
+    """Whether the metric of the weights that would ship was ever measured."""
     return any(row.get("metric_deploy") for row in csv.DictReader(log.splitlines()))
 
 
 def _points(rows: Sequence[Mapping[str, str]], column: str) -> Points:
-    """What was measured; a value that is not finite has no place on a scale."""
-    found = [(float(row.get("step") or "nan"), float(row.get(column) or "nan")) for row in rows]
-    return [point for point in found if all(map(math.isfinite, point))]
+    """The measurements of a column. Values that are not finite are left out: they have no place on a scale."""
+    points = []
+    for row in rows:
+        point = (float(row.get("step") or "nan"), float(row.get(column) or "nan"))
+        if all(map(math.isfinite, point)):
+            points.append(point)
+    return points
 
 
-def _strip(strip: Strip, lines: Lines, scale: Scale) -> str:
+def _strip(strip: Strip, lines: Lines, scale: StepScale) -> str:
     marks = {scale.low, scale.high}
-    if strip.zero:  # which stands for what is too near it to be written beside it
-        marks = {0.0} | {v for v in marks if abs(scale.y(v) - scale.y(0.0)) >= APART}
-    ticks = "".join(canvas.tick(figure(v), scale.y(v), scale.width) for v in sorted(marks))
+    if strip.zero:
+        # Zero is always marked; another mark so near that the labels would overlap is left out.
+        marks = {0.0, *(value for value in marks if abs(scale.y(value) - scale.y(0.0)) >= APART)}
+    ticks = "".join(canvas.tick(figure(value), scale.y(value), scale.width) for value in sorted(marks))
     drawn = "".join(_line(line, points, scale, dotted=strip.filled) for line, points in lines)
-    area = _area(lines, scale) if strip.filled and len(lines) == len(strip.lines) else ""
+    area = ""
+    if strip.filled and len(lines) == len(strip.lines):
+        area = _area(lines, scale)
     return f"<g>{ticks}{area}{drawn}{canvas.title(strip.title, scale.top)}{_ends(lines, scale)}</g>"
 
 
-def _area(lines: Lines, scale: Scale) -> str:
-    """Between two lines, or from one to zero."""
+def _area(lines: Lines, scale: StepScale) -> str:
+    """The area between two lines, or from one line to zero."""
     upper = scale.path(lines[0][1])
     if len(lines) == 2:
         lower = scale.path(lines[1][1])
@@ -147,38 +166,50 @@ def _area(lines: Lines, scale: Scale) -> str:
     return f'<path class="area" d="M{canvas.joined([*upper, *reversed(lower)])}Z"/>'
 
 
-def _line(line: Line, points: Points, scale: Scale, *, dotted: bool) -> str:
-    path = f'<path class="line {line.kind}" d="M{canvas.joined(scale.path(points))}"/>'
-    if len(points) > 1 and not (dotted and canvas.has_room_for_dots(len(points), scale.width)):
-        return path
-    dots = (
-        f'<path class="dots {line.kind}" d="M{canvas.joined([scale.at(point)])}h0">'
-        f"<title>step {point[0]:g}: {line.label} {figure(point[1])}</title></path>"
-        for point in points
-    )
-    return path + "".join(dots)
+def _line(line: Line, points: Points, scale: StepScale, *, dotted: bool) -> str:
+    """A line. With `dotted`, each point is a dot with a tooltip where there is room; a single point always is."""
+    parts = [f'<path class="line {line.kind}" d="M{canvas.joined(scale.path(points))}"/>']
+    roomy = dotted and canvas.has_room_for_dots(len(points), scale.width)
+    if roomy or len(points) == 1:
+        for step, value in points:
+            place = canvas.joined([scale.at((step, value))])
+            tooltip = f"<title>step {step:g}: {line.label} {figure(value)}</title>"
+            parts.append(f'<path class="dots {line.kind}" d="M{place}h0">{tooltip}</path>')
+    return "".join(parts)
 
 
-def _ends(lines: Lines, scale: Scale) -> str:
+def _ends(lines: Lines, scale: StepScale) -> str:
     """The last value of each line, above the end of the strip."""
-    told = [(line.kind, f"{line.label} {figure(p[-1][1])}".strip()) for line, p in lines if line.kind != "raw"]
-    spans = (f'<tspan class="{kind}" dx="{12 if i else 0}">{text}</tspan>' for i, (kind, text) in enumerate(told))
-    return f'<text class="end" x="{scale.width - RIGHT}" y="{scale.top - TITLE:g}">{"".join(spans)}</text>'
+    spans = ""
+    for line, points in lines:
+        if line.kind != "raw":
+            text = f"{line.label} {figure(points[-1][1])}".strip()
+            spans += f'<tspan class="{line.kind}" dx="{12 if spans else 0}">{text}</tspan>'
+    return f'<text class="end" x="{scale.width - RIGHT}" y="{scale.top - TITLE:g}">{spans}</text>'
 
 
-def _axis(scale: Scale, bottom: float) -> str:
+def _axis(scale: StepScale, bottom: float) -> str:
     """Round step numbers, as many as there is room for, and lines up through all strips."""
     widest = canvas.span(f"{scale.last:.0f}")
     most = min(max(int((scale.width - RIGHT - LEFT) / (widest + 8)), 1), STEPS_MARKED)
-    rough = max((scale.last - scale.first) / most, 1)
-    power = 10 ** math.floor(math.log10(rough))
-    size = next(power * n for n in (1, 2, 5, 10) if power * n >= rough)
-    parts, written = [f'<text x="0" y="{bottom + 12}">step</text>'], 0.0
-    for step in range(math.ceil(scale.first / size) * size, math.floor(scale.last) + 1, size):
-        x, half = scale.x(step), canvas.span(str(step)) / 2
+    interval = _round_interval(max((scale.last - scale.first) / most, 1))
+    parts = [f'<text x="0" y="{bottom + 12}">step</text>']
+    written = 0.0  # the end of the last label
+    for step in range(math.ceil(scale.first / interval) * interval, math.floor(scale.last) + 1, interval):
+        x = scale.x(step)
+        half = canvas.span(str(step)) / 2
         middle = min(x, scale.width - half)  # the last one stays inside
         parts.append(f'<path class="border" d="M{x:g} {TOP + HEAD}V{bottom - GAP}"/>')
         if middle - half >= written:
             parts.append(f'<text class="group" x="{middle:g}" y="{bottom + 12}">{step}</text>')
             written = middle + half
     return "".join(parts)
+
+
+def _round_interval(least: float) -> int:
+    """The smallest of 1, 2, 5, 10, 20, 50, … that is at least `least`, which is 1 or more."""
+    power: int = 10 ** math.floor(math.log10(least))
+    for factor in (1, 2, 5):
+        if power * factor >= least:
+            return power * factor
+    return power * 10

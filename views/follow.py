@@ -1,4 +1,4 @@
-"""One layer through all stages: the reports joined on the value's name, in topological order."""
+"""Follows a layer through all stages: joins the reports on the names of values, in topological order."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from layerline.views.grid import FAILED, MEASURES, Column, View, decibels, error
 
 PARAMETER = "parameter"
 MERGED = "merged into"
-Measured = Callable[[LayerDiff], str]
+CellText = Callable[[LayerDiff], str]
 
 
 @dataclass(frozen=True)
 class Followed:
     """A value (or a module, with the worst of its values) and its record in each stage that measured it.
 
-    `rank` sorts worst first: what failed, then the lowest SQNR. Training and averaging change weights on purpose, so
-    what the stages that report on parameters found comes after all others. `into` names what holds it from the
-    stage on that merged it into something else; empty where nothing did.
+    Attributes:
+        rank: sorts worst first: failed ones, then the lowest SQNR. Training and averaging change weights on purpose, so
+            rows that only stages with parameters made bad come after all others.
+        into: the layer that it was merged into; empty where it was not.
     """
 
     layer: str
@@ -33,16 +34,20 @@ class Followed:
 
 def follow(reports: Mapping[str, Report]) -> list[Followed]:
     """One row per value name over all reports, in topological order."""
-    found: dict[str, dict[str, LayerDiff]] = {}
+    by_name: dict[str, dict[str, LayerDiff]] = {}
+    merged: dict[str, str] = {}
+    about_parameters: set[str] = set()
     for stage, report in reports.items():
+        merged.update(report.merged)
         for record in report.records:
-            of_stage = found.setdefault(record.name, {})
-            of_stage[stage] = min(of_stage.get(stage, record), record, key=_badness)
-    learned = {stage for stage, report in reports.items() if any(r.op == PARAMETER for r in report.records)}
-    places = _places([r.records for r in reports.values()])
-    into = {value: holder for report in reports.values() for value, holder in report.merged.items()}
-    ordered = sorted(found, key=places.__getitem__)
-    return [_followed(name, found[name], learned, into.get(name, "")) for name in ordered]
+            if record.op == PARAMETER:
+                about_parameters.add(stage)
+            # A stage may list a value twice: the worse record counts.
+            records = by_name.setdefault(record.name, {})
+            records[stage] = min(records.get(stage, record), record, key=_badness)
+    places = _places([report.records for report in reports.values()])
+    names = sorted(by_name, key=places.__getitem__)
+    return [_followed(name, by_name[name], about_parameters, merged.get(name, "")) for name in names]
 
 
 def by_module(rows: Sequence[Followed]) -> list[Followed]:
@@ -50,113 +55,130 @@ def by_module(rows: Sequence[Followed]) -> list[Followed]:
     grouped: dict[str, list[Followed]] = {}
     for row in rows:
         grouped.setdefault(row.layer, []).append(row)
-    layers = {row.value: row.layer for row in rows}
-    return [_gathered(layer, members, layers) for layer, members in grouped.items()]
+    layer_of = {row.value: row.layer for row in rows}
+    return [_module(layer, members, layer_of) for layer, members in grouped.items()]
 
 
 def follow_views(rows: Sequence[Followed], stages: Sequence[str]) -> list[View]:
-    """The tables of "follow a layer", worst first: of values and of modules, in decibels and as relative error."""
-    shown = {
+    """The tables of "follow a layer", worst first: of modules and of values, in decibels and as relative error."""
+    tables = {
         "worst of each module": (by_module(rows), Column("values", "number")),
         "each value": (rows, Column("value")),
     }
-    measures: dict[Column, Measured] = {
+    measures: dict[Column, CellText] = {
         Column("SQNR in dB", "low"): lambda r: decibels(r.sqnr_db),
         Column(MEASURES["rel_l2"], "high"): lambda r: error(r.rel_l2),
     }
-    return [
-        _view(f"{measure.label}, {whose}", some, second, [Column(s, measure.kind) for s in stages], text)
-        for whose, (some, second) in shown.items()
-        for measure, text in measures.items()
-    ]
+    views = []
+    for title, (table_rows, second) in tables.items():
+        for measure, text in measures.items():
+            columns = [Column(stage, measure.kind) for stage in stages]
+            views.append(_view(f"{measure.label}, {title}", table_rows, second, columns, text))
+    return views
 
 
-def _view(label: str, rows: Sequence[Followed], second: Column, stages: Sequence[Column], text: Measured) -> View:
-    measured = [s for s in stages if any(_cell(row.records.get(s.label), text) for row in rows)]
+def _view(label: str, rows: Sequence[Followed], second: Column, stages: Sequence[Column], text: CellText) -> View:
+    filled = {stage for row in rows for stage, record in row.records.items() if _cell(record, text)}
+    measured = [stage for stage in stages if stage.label in filled]
     merged = [Column(MERGED)] if any(row.into for row in rows) else []
     columns = (Column("layer"), second, *measured, *merged, Column("op"), Column("order", "number"))
-    cells = [
-        [
-            row.layer,
-            row.value,
-            *(_cell(row.records.get(s.label), text) for s in measured),
-            *([row.into] if merged else []),
-            row.op,
-            str(order),
-        ]
-        for order, row in sorted(enumerate(rows, 1), key=lambda placed: placed[1].rank)
-    ]
-    return View(label, columns, cells)
+    table = []
+    for place, row in sorted(enumerate(rows, 1), key=lambda pair: pair[1].rank):
+        cells = [row.layer, row.value]
+        cells += [_cell(row.records.get(stage.label), text) for stage in measured]
+        if merged:
+            cells.append(row.into)
+        table.append([*cells, row.op, str(place)])
+    return View(label, columns, table)
 
 
-def _cell(record: LayerDiff | None, text: Measured) -> str:
+def _cell(record: LayerDiff | None, text: CellText) -> str:
     if record is None:
         return ""
     if record.one_sided:
         return f"{FAILED} {record.one_sided} NaN/Inf"
-    return text(record) if record.passed else f"{FAILED} {text(record)}".rstrip()
+    if record.passed:
+        return text(record)
+    return f"{FAILED} {text(record)}".rstrip()
 
 
-def _followed(name: str, records: Mapping[str, LayerDiff], learned: Set[str], into: str) -> Followed:
-    layer = next((r.module for r in records.values() if r.module), name)
-    ranks = [(r.passed, stage in learned, *_badness(r)[1:]) for stage, r in records.items()]
-    return Followed(layer, name, next(iter(records.values())).op, records, min(ranks), into)
+def _followed(name: str, records: Mapping[str, LayerDiff], about_parameters: Set[str], into: str) -> Followed:
+    modules = [record.module for record in records.values() if record.module]
+    layer = modules[0] if modules else name
+    ops = [record.op for record in records.values()]
+    ranks = []
+    for stage, record in records.items():
+        passed, sqnr, relative = _badness(record)
+        ranks.append((passed, stage in about_parameters, sqnr, relative))
+    return Followed(layer, name, ops[0], records, min(ranks), into)
 
 
-def _gathered(layer: str, members: Sequence[Followed], layers: Mapping[str, str]) -> Followed:
-    stages = dict.fromkeys(s for m in members for s in m.records)
-    worst = {s: min((m.records[s] for m in members if s in m.records), key=_badness) for s in stages}
-    ops = dict.fromkeys(m.op for m in members if m.op != PARAMETER)
-    into = dict.fromkeys(layers[m.into] for m in members if m.into and layers[m.into] != layer)
-    rank = min(m.rank for m in members)
-    return Followed(layer, str(len(members)), ", ".join(ops) or PARAMETER, worst, rank, ", ".join(into))
+def _module(layer: str, members: Sequence[Followed], layer_of: Mapping[str, str]) -> Followed:
+    """The row of a module, from the rows of its values."""
+    worst: dict[str, LayerDiff] = {}
+    ops: dict[str, None] = {}  # as ordered sets
+    holders: dict[str, None] = {}
+    for member in members:
+        for stage, record in member.records.items():
+            worst[stage] = min(worst.get(stage, record), record, key=_badness)
+        if member.op != PARAMETER:
+            ops[member.op] = None
+        if member.into and layer_of[member.into] != layer:
+            holders[layer_of[member.into]] = None
+    rank = min(member.rank for member in members)
+    return Followed(layer, str(len(members)), ", ".join(ops) or PARAMETER, worst, rank, ", ".join(holders))
 
 
 def _badness(record: LayerDiff) -> tuple[bool, float, float]:
     """Sorts worst first. NaN is as bad as it gets; what was not measured comes last."""
     sqnr = math.inf if record.sqnr_db is None else record.sqnr_db
-    relative = 0.0 if record.rel_l2 is None else record.rel_l2
-    lost = record.one_sided or math.isnan(sqnr)
-    return record.passed, -math.inf if lost else sqnr, -math.inf if math.isnan(relative) else -relative
+    if record.one_sided or math.isnan(sqnr):
+        sqnr = -math.inf
+    relative = -(record.rel_l2 or 0.0)
+    if math.isnan(relative):
+        relative = -math.inf
+    return record.passed, sqnr, relative
 
 
 def _extent(records: Sequence[LayerDiff]) -> tuple[int, int]:
     """How many values were measured, and how many there are."""
-    values = [r for r in records if r.op != PARAMETER]
-    return sum(r.rel_l2 is not None for r in values), len(values)
+    values = [record for record in records if record.op != PARAMETER]
+    measured = [record for record in values if record.rel_l2 is not None]
+    return len(measured), len(values)
 
 
 def in_network_order(records: Sequence[LayerDiff]) -> list[LayerDiff]:
-    """The records of one report with each parameter before its module's first value, and not before all of them."""
+    """The records of one report, with each parameter before the first value of its module."""
     places = _places([records])
     return sorted(records, key=lambda record: places[record.name])
 
 
 def _places(reports: Sequence[Sequence[LayerDiff]]) -> dict[str, tuple[float, int, int]]:
-    """Where each name stands. The report that measured most values gives the order; what it lacks is put in between.
+    """The sort key of each name: (place in the base report, number of the report, place in that report).
 
-    An engine may list more values, but measures fewer, and has no place for the modules that fuse joined to others.
-    A parameter goes before the first value of its module; any other value behind the one it follows in its own report,
-    as long as that is inside its module.
+    The base is the report that measured most values. An engine may list more of them, but it measures fewer, and it has
+    no place for modules that fuse merged into others. What the base lacks is placed in between: a parameter before the
+    first value of its module, any other value behind the one it follows in its own report, within its module's bounds.
     """
     base = max(reports, key=_extent, default=())
     places: dict[str, tuple[float, int, int]] = {}
-    inside: dict[str, tuple[int, int]] = {}
+    bounds: dict[str, tuple[int, int]] = {}  # first and last value of each module
     for i, record in enumerate(base):
         if record.op == PARAMETER:
             continue
         places.setdefault(record.name, (i, 0, 0))
         if record.module:
-            inside[record.module] = (inside.get(record.module, (i, i))[0], i)
-    for n, report in enumerate(reports, 1):
-        at = -1.0
+            first, _ = bounds.get(record.module, (i, i))
+            bounds[record.module] = (first, i)
+    for number, report in enumerate(reports, 1):
+        place = -1.0
         for i, record in enumerate(report):
-            first, last = inside.get(record.module, (at, at))
+            first_place, last_place = bounds.get(record.module, (place, place))
             if record.name in places:
-                at = places[record.name][0]
-            elif record.op == PARAMETER and record.module in inside:
-                at = first - 0.5
+                place = places[record.name][0]
+            elif record.op == PARAMETER and record.module in bounds:
+                place = first_place - 0.5
             else:
-                at = min(max(at, first), last)
-            places.setdefault(record.name, (at, n, i))
+                place = min(max(place, first_place), last_place)
+            places.setdefault(record.name, (place, number, i))
     return places

@@ -1,4 +1,4 @@
-"""`pipe report`: one run as one HTML file that needs nothing else, now or in ten years."""
+"""`pipe report`: one run as one HTML file that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from layerline.pipeline.config.project import as_options
 from layerline.pipeline.records.ledger import Record, Run
-from layerline.pipeline.report import Gate, Report, Scalar
+from layerline.pipeline.report import Gate, LayerDiff, Report, Scalar
 from layerline.views import glossary
 from layerline.views.chart import chart
 from layerline.views.curves import curves, validated
@@ -59,7 +59,7 @@ def page(
 ) -> str:
     """The run as a self-contained page; the same input gives the same text.
 
-    Control characters in names become escapes here, before anything is built on them; `escape` keeps the rest text.
+    Control characters in names become escapes before anything else is done with them; every text is HTML-escaped.
 
     Args:
         title: the project's name.
@@ -69,21 +69,17 @@ def page(
         logs: by stage, the text of the metrics.csv that a training left.
     """
     title, run, reports, missing = cleaned((title, run, reports, missing))
-    known = {r.stage: reports[r.stage] for r in run.records if r.stage in reports}
-    style, script = (
-        resources.files("layerline.views").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js")
-    )
-    rows = follow(known)
-    body = [
-        _header(title, run, known, missing),
-        _stages(run, known, {row.value: row.layer for row in rows}),
-        _layers(known, rows),
-        *(
-            _stage(i, r, known.get(r.stage), (logs or {}).get(r.stage, ""), earlier=r.stage not in run.ran)
-            for i, r in enumerate(run.records)
-        ),
-        f"<section>{_folded('What the columns mean', _columns(), len(glossary.TERMS))}</section>",
-    ]
+    of_run = {record.stage: reports[record.stage] for record in run.records if record.stage in reports}
+    rows = follow(of_run)
+    layer_of = {row.value: row.layer for row in rows}
+    body = [_header(title, run, of_run, missing), _stages(run, of_run, layer_of), _layers(of_run, rows)]
+    for i, record in enumerate(run.records):
+        log = (logs or {}).get(record.stage, "")
+        body.append(_stage(i, record, of_run.get(record.stage), log, earlier=record.stage not in run.ran))
+    body.append(f"<section>{_folded('What the columns mean', _columns(), len(glossary.TERMS))}</section>")
+    files = resources.files("layerline.views")
+    style = files.joinpath("page.css").read_text("utf-8")
+    script = files.joinpath("page.js").read_text("utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">\n'
@@ -96,89 +92,125 @@ def page(
 
 
 def _columns() -> str:
-    told = '<p class="lead">a is the reference and b the candidate of a stage: what stands above its tables.</p>'
-    return told + scrolling(table(glossary.view(), "What the columns mean"), "What the columns mean")
+    lead = _lead("a is the reference and b the candidate of a stage. The line above its tables names both.")
+    return lead + _scrolling_table(glossary.view(), "What the columns mean")
+
+
+def _lead(inner: str) -> str:
+    """A paragraph that introduces what follows; `inner` is HTML."""
+    return f'<p class="lead">{inner}</p>'
+
+
+def _scrolling_table(view: View, caption: str) -> str:
+    return scrolling(table(view, caption), caption)
 
 
 def _policy(style: str, script: str) -> str:
-    """Only our own style and script run and nothing is fetched, whatever a name in a report may hold."""
-    ours = {"style-src": style, "script-src": script}
-    digests = {part: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for part, text in ours.items()}
-    allowed = [f"{part} 'sha256-{digest}'" for part, digest in digests.items()]
-    return "; ".join(["default-src 'none'", "base-uri 'none'", "form-action 'none'", *allowed])
+    """Allows the page's own style and script alone, by hash, whatever a name in a report may hold."""
+    allowed = ["default-src 'none'", "base-uri 'none'", "form-action 'none'"]
+    for directive, text in (("style-src", style), ("script-src", script)):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        allowed.append(f"{directive} 'sha256-{digest}'")
+    return "; ".join(allowed)
 
 
 def _header(title: str, run: Run, reports: Mapping[str, Report], missing: Sequence[str]) -> str:
-    records = [record for report in reports.values() for record in report.records]
+    records: list[LayerDiff] = []
+    gates: list[Gate] = []
+    for report in reports.values():
+        records += report.records
+        gates += report.gates
+    ran = [record for record in run.records if record.stage in run.ran]
+    kept = len(run.records) - len(ran)
+    failed_gates = sum(not gate.passed for gate in gates)
     facts = [
         count(len(run.records), "stage"),
-        f"{sum(r.seconds for r in run.records if r.stage in run.ran):.1f} s of work",
+        f"{sum(record.seconds for record in ran):.1f} s of work",
         count(len(records), "comparison"),
-        f"{sum(not r.passed for r in records)} beyond tolerance",
+        f"{sum(not record.passed for record in records)} beyond tolerance",
     ]
-    if kept := sum(r.stage not in run.ran for r in run.records):
+    if kept:
         facts.append(f"{count(kept, 'stage')} from an earlier run")
-    if failing := sum(not gate.passed for report in reports.values() for gate in report.gates):
-        facts.append(f"{count(failing, 'gate')} failed")
+    if failed_gates:
+        facts.append(f"{count(failed_gates, 'gate')} failed")
     if missing:
         facts.append(f"without a result: {escape(', '.join(missing))}")
-    return (
-        f'<header><p class="lead">Layerline run <code>{escape(run.id)}</code></p>'
-        f"<h1>{escape(title)} {_badge(run.passed)}</h1>"
-        f'<p class="lead">{" · ".join(facts)}</p>{_sets(run)}{_failures(run, reports)}</header>'
-    )
+    run_id = _lead(f"Layerline run <code>{escape(run.id)}</code>")
+    heading_line = f"<h1>{escape(title)} {_badge(run.passed)}</h1>"
+    return f"<header>{run_id}{heading_line}{_lead(' · '.join(facts))}{_sets(run)}{_failures(run, reports)}</header>"
 
 
 def _sets(run: Run) -> str:
-    return f'<p class="lead">run with <code>{escape(as_options(run.sets))}</code></p>' if run.sets else ""
+    if not run.sets:
+        return ""
+    return _lead(f"run with <code>{escape(as_options(run.sets))}</code>")
 
 
 def _failures(run: Run, reports: Mapping[str, Report]) -> str:
-    """What went wrong, in the words the command line uses."""
-    errors = {stage: report.failure() for stage, report in reports.items() if not report.passed}
-    items = [
-        f"<li><b>{escape(stage)}</b> {escape(e.what)}<br><span>{escape(e.hint)}</span></li>"
-        for stage, e in errors.items()
-    ]
+    """What went wrong, in the words of the command line."""
+    items = []
+    explained = set()
+    for stage, report in reports.items():
+        if not report.passed:
+            failure = report.failure()
+            items.append(_failure(stage, failure.what, failure.hint))
+            explained.add(stage)
     for stage, error in run.errors.items():
         what = f"{error.where}: {error.error}" if error.where else error.error
-        items.append(f"<li><b>{escape(stage)}</b> {escape(what)}<br><span>{escape(error.hint or '')}</span></li>")
-    unexplained = [r.stage for r in run.records if not r.passed and r.stage not in errors]
+        items.append(_failure(stage, what, error.hint))
+    unexplained = [r.stage for r in run.records if not r.passed and r.stage not in explained]
     items += [f"<li><b>{escape(stage)}</b> did not pass</li>" for stage in unexplained]
-    if not (run.passed or items):
-        items = ["<li>A stage stopped before it left a record.</li>"]
-    return f'<ul class="failures">{"".join(items)}</ul>' if items else ""
+    if not items and not run.passed:
+        items.append("<li>A stage stopped before it left a record.</li>")
+    if not items:
+        return ""
+    return f'<ul class="failures">{"".join(items)}</ul>'
 
 
-def _stages(run: Run, reports: Mapping[str, Report], layers: Mapping[str, str]) -> str:
+def _failure(stage: str, what: str, hint: str | None) -> str:
+    return f"<li><b>{escape(stage)}</b> {escape(what)}<br><span>{escape(hint or '')}</span></li>"
+
+
+def _stages(run: Run, reports: Mapping[str, Report], layer_of: Mapping[str, str]) -> str:
     heads = "".join(f'<th scope="col" class="{c.kind}">{c.label}</th>' for c in SUMMARY)
-    rows = "".join(_stage_row(i, record, reports.get(record.stage), layers) for i, record in enumerate(run.records))
-    whole = f'<table class="stages"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
-    return f"<section><h2>Stages</h2>{scrolling(whole, 'Stages')}</section>"
+    rows = ""
+    for i, record in enumerate(run.records):
+        rows += _stage_row(i, record, reports.get(record.stage), layer_of)
+    summary = f'<table class="stages"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
+    return f"<section><h2>Stages</h2>{scrolling(summary, 'Stages')}</section>"
 
 
-def _stage_row(i: int, record: Record, report: Report | None, layers: Mapping[str, str]) -> str:
-    """`layers` has the one name that a value's layer goes by on this page; fusing gives it others."""
+def _stage_row(i: int, record: Record, report: Report | None, layer_of: Mapping[str, str]) -> str:
+    """A row of the summary.
+
+    Args:
+        layer_of: the layer under which a value stands on this page; the record has the name after fusion.
+    """
     worst = record.worst or {}
-    records = report.records if report else ()
-    layer, sqnr = layers.get(str(worst.get("value")), str(worst.get("layer", ""))), worst.get("sqnr_db")
-    told = {name: value for name, value in record.metrics.items() if value is not None}
-    first = sorted(told, key=lambda name: name not in DEPLOYED)  # these are never cut
-    metrics = [_metric(name, told[name]) for name in first]
+    layer = layer_of.get(str(worst.get("value")), str(worst.get("layer", "")))
+    link = f'<a href="#layer={quote(layer, safe="")}">{escape(layer)}</a>' if layer else ""
+    sqnr = worst.get("sqnr_db")
+    # Figures in DEPLOYED come first, so that the limit never cuts them.
+    names = sorted(record.metrics, key=lambda name: name not in DEPLOYED)
+    metrics = [_metric(name, record.metrics[name]) for name in names if record.metrics[name] is not None]
+    compared = failed = ""
+    if report and report.records:
+        compared = str(len(report.records))
+        failed = str(sum(not r.passed for r in report.records))
     cells = [
         _badge(record.passed),
-        f'<a href="#layer={quote(layer, safe="")}">{escape(layer)}</a>' if layer else "",
+        link,
         decibels(None if sqnr is None else float(sqnr)),
         " ".join(metrics[:MAIN_METRICS]),
-        str(len(records) or ""),
-        str(sum(not r.passed for r in records)) if records else "",
+        compared,
+        failed,
         f"{record.seconds:.1f}",
         f"<code>{escape(record.digest[:12])}</code>",
     ]
-    row = "".join(
-        f'<td class="{c.kind}" data-label="{c.label}">{cell}</td>' for c, cell in zip(SUMMARY[1:], cells, strict=True)
-    )
-    return f'<tr><th scope="row"><a href="#stage-{i}">{escape(record.stage)}</a></th>{row}</tr>'
+    row = f'<th scope="row"><a href="#stage-{i}">{escape(record.stage)}</a></th>'
+    for column, cell in zip(SUMMARY[1:], cells, strict=True):
+        row += f'<td class="{column.kind}" data-label="{column.label}">{cell}</td>'
+    return f"<tr>{row}</tr>"
 
 
 def _metric(name: str, value: Scalar) -> str:
@@ -189,47 +221,50 @@ def _layers(reports: Mapping[str, Report], rows: Sequence[Followed]) -> str:
     if not rows:
         return ""
     views = follow_views(rows, list(reports))
-    told = ""
-    if any(row.into for row in rows):
-        told = (
-            " What was merged into another layer has its figures there from then on: "
-            f"<i>{MERGED}</i> names it, and the opened row goes on with it."
-        )
-    return (
-        f'{_figure(chart(rows, list(reports)))}<section id="follow"><h2>Follow a layer</h2>'
-        '<p class="lead">One row is one module, or one value under the name it keeps from PyTorch to the engine. Each '
-        "stage says how far the row is from what that stage started from. What was not measured is empty; a stage that "
-        f"measured nothing of the kind has no column.{told}</p>"
-        f"{grid(views, 'Every layer in every stage, worst first', follow=True)}</section>"
+    lead = (
+        "One row is one module, or one value under the name it keeps from PyTorch to the engine. Each stage says how "
+        "far the row is from the stage's own reference. Empty cells were not measured; a stage without any measurement "
+        "has no column."
     )
+    if any(row.into for row in rows):
+        lead += (
+            " A layer that was merged into another one has its figures there from then on: "
+            f"<i>{MERGED}</i> names it, and the opened row continues with it."
+        )
+    follow_grid = grid(views, "Every layer in every stage, worst first", follow=True)
+    title = '<section id="follow"><h2>Follow a layer</h2>'
+    return f"{_figure(chart(rows, list(reports)))}{title}{_lead(lead)}{follow_grid}</section>"
 
 
 def _figure(drawn: str) -> str:
     if not drawn:
         return ""
-    return (
-        '<section id="chart"><h2>SQNR by layer</h2><p class="lead">In topological order. Every stage has its own '
-        f'scale; {FAILED} marks what is beyond its tolerance.</p>{drawn}<output class="reading"></output></section>'
-    )
+    lead = _lead(f"In topological order. Every stage has its own scale; {FAILED} marks layers beyond their tolerance.")
+    return f'<section id="chart"><h2>SQNR by layer</h2>{lead}{drawn}<output class="reading"></output></section>'
 
 
 def _stage(i: int, record: Record, report: Report | None, log: str, *, earlier: bool) -> str:
-    """A stage in full; `earlier` says that this run found it as an earlier one had left it."""
-    whose = ", in an earlier run" if earlier else ""
+    """A stage in full; `earlier` says that its artifact comes from an earlier run."""
+    origin = ", in an earlier run" if earlier else ""
     facts = {
         "artifact": f"{escape(record.kind)} <code>{escape(record.digest)}</code>",
         "key": f"<code>{escape(record.key)}</code>",
-        "finished": f"{escape(record.created)}, after {record.seconds:.1f} s{whose}",
-        **{name: escape(text) for name, text in made_with(record).items()},
+        "finished": f"{escape(record.created)}, after {record.seconds:.1f} s{origin}",
     }
-    listed = "".join(f"<dt>{name}</dt><dd>{fact}</dd>" for name, fact in facts.items())
-    said = _said(report) if report else '<p class="lead">The report of this stage is missing.</p>'
+    for name, text in made_with(record).items():
+        facts[name] = escape(text)
+    fact_list = "".join(f"<dt>{name}</dt><dd>{fact}</dd>" for name, fact in facts.items())
     title = f"<h2>{escape(record.stage)} {_badge(record.passed)}</h2>"
+    if report:
+        findings = _findings(report)
+    else:
+        findings = _lead("The report of this stage is missing.")
     fields = settings_view(record)
-    every = (
-        _folded("Settings", scrolling(table(fields, "Settings"), "Settings"), len(fields.rows)) if fields.rows else ""
-    )
-    return f'<section id="stage-{i}">{title}{_training(log)}{said}{every}<dl class="facts">{listed}</dl></section>'
+    settings = ""
+    if fields.rows:
+        settings = _folded("Settings", _scrolling_table(fields, "Settings"), len(fields.rows))
+    parts = f'{title}{_training(log)}{findings}{settings}<dl class="facts">{fact_list}</dl>'
+    return f'<section id="stage-{i}">{parts}</section>'
 
 
 def _training(log: str) -> str:
@@ -237,34 +272,38 @@ def _training(log: str) -> str:
     if not drawn:
         return ""
     if validated(log):
-        told = (
-            "The deploy gap is the metric of the weights that are trained less that of what would ship: their average, "
-            "masked and fake-quantised where that is asked for. Above zero, what ships is behind."
+        lead = (
+            "The deploy gap is the metric of the trained weights minus that of the weights that would ship: their "
+            "average, masked and fake-quantised where that is configured. Above zero, the weights that ship are behind."
         )
     else:
-        told = "No metric was taken on the way: <code>train.training.valid_interval</code> adds the deploy gap."
-    return f'<p class="lead">{told}</p>{drawn}'
+        lead = "No metric was measured during training: <code>train.training.valid_interval</code> adds the deploy gap."
+    return _lead(lead) + drawn
 
 
-def _said(report: Report) -> str:
+def _findings(report: Report) -> str:
     """A report in full: notes, gates, figures, the stage's own tables and every record."""
-    sides = " → ".join(escape(side) for side in (report.reference, report.candidate) if side)
-    parts = [f'<p class="lead">{sides}</p>'] if sides else []
+    parts = []
+    sides = [escape(side) for side in (report.reference, report.candidate) if side]
+    if sides:
+        parts.append(_lead(" → ".join(sides)))
     if report.notes:
-        parts.append(f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in report.notes)}</ul>')
+        notes = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
+        parts.append(f'<ul class="notes">{notes}</ul>')
     if report.gates:
-        parts.append(scrolling(table(_gates(report.gates), "Gates"), "Gates"))
+        parts.append(_scrolling_table(_gates(report.gates), "Gates"))
     if report.metrics:
-        figures = (f"<dt>{escape(heading(k))}</dt><dd>{escape(amount(k, v))}</dd>" for k, v in report.metrics.items())
-        parts.append(f'<dl class="figures"><div>{"</div><div>".join(figures)}</div></dl>')
-    parts += [
-        _folded(title, grid([free_view(rows)], title), len(rows)) for title, rows in report.tables.items() if rows
-    ]
+        figures = ""
+        for name, value in report.metrics.items():
+            figures += f"<div><dt>{escape(heading(name))}</dt><dd>{escape(amount(name, value))}</dd></div>"
+        parts.append(f'<dl class="figures">{figures}</dl>')
+    for title, rows in report.tables.items():
+        if rows:
+            parts.append(_folded(title, grid([free_view(rows)], title), len(rows)))
     if report.records:
-        every = grid(
-            [records_view(in_network_order(report.records))], f"{report.stage}, worst first", stage=report.stage
-        )
-        parts.append(_folded("Every layer", every, len(report.records), unfolded=not report.passed))
+        view = records_view(in_network_order(report.records))
+        every_layer = grid([view], f"{report.stage}, worst first", stage=report.stage)
+        parts.append(_folded("Every layer", every_layer, len(report.records), unfolded=not report.passed))
     return "".join(parts)
 
 
@@ -286,4 +325,5 @@ def _folded(title: str, inner: str, count: int, *, unfolded: bool = False) -> st
 
 
 def _badge(passed: bool) -> str:
-    return f'<span class="badge {"good" if passed else "bad"}">{outcome(passed)}</span>'
+    kind = "good" if passed else "bad"
+    return f'<span class="badge {kind}">{outcome(passed)}</span>'

@@ -143,7 +143,7 @@ def test_the_page_shows_them_and_still_needs_nothing_from_elsewhere(rows: list[d
     text = page("mnist", run_of(reports), reports, logs={"train": log(rows)})
     train = text[text.index('id="stage-0"') : text.index('id="stage-1"')]
     assert re.findall(r'<svg class="(\w+)"', train) == [f"w{width}" for width in WIDTHS]
-    assert ("valid_interval" in train) == (rows is not TRAINED) and ("what ships is behind" in train) == (
+    assert ("valid_interval" in train) == (rows is not TRAINED) and ("weights that ship are behind" in train) == (
         rows is TRAINED
     )
     assert not re.search(r"https?:|@import|url\(| style=", text)
