@@ -23,7 +23,8 @@ def prepare(model: Model) -> tuple[Light, list[str]]:
     Raises:
         StageError: a sparse initializer, which neither the runtime's optimiser nor TensorRT reads.
     """
-    light, notes = split(model).copy(), []
+    light = split(model).copy()
+    notes: list[str] = []
     out = light.model
     # Before version 4 of the format every initializer had to be an input.
     out.ir_version = max(out.ir_version, 4)
@@ -31,24 +32,31 @@ def prepare(model: Model) -> tuple[Light, list[str]]:
         if graph.sparse_initializer:
             name = graph.sparse_initializer[0].values.name
             raise StageError("sparse initializers are not supported", where=name, hint="store the tensor densely")
-        stored = light.stored if graph is out.graph else {t.name for t in graph.initializer}
-        if doubled := [i.name for i in graph.input if i.name in stored]:
-            kept = [i for i in graph.input if i.name not in stored]
+        stored = {tensor.name for tensor in graph.initializer}
+        if graph is out.graph:
+            stored = light.stored
+        doubled = [item.name for item in graph.input if item.name in stored]
+        if doubled:
+            fed = [item for item in graph.input if item.name not in stored]
             del graph.input[:]
-            graph.input.extend(kept)
+            graph.input.extend(fed)
             notes.append(f"{len(doubled)} initializers were also inputs ({doubled[0]}, …); they are constants now")
     _one_domain(out)
     if out.functions:
         inlined, note = inline_functions.inline(light.whole())
         light = split(inlined)
         notes.append(note)
-    if shadowing := _unshadow(light):
+    shadowing = _unshadow(light)
+    if shadowing:
         notes.append(f"{len(shadowing)} values in bodies were called like others around them ({shadowing[0]}, …)")
     return light, notes
 
 
 def _one_domain(model: onnx.ModelProto) -> None:
-    for item in (*onnx_files.nodes(model), *model.opset_import, *(o for f in model.functions for o in f.opset_import)):
+    named: list[onnx.NodeProto | onnx.OperatorSetIdProto] = [*onnx_files.nodes(model), *model.opset_import]
+    for function in model.functions:
+        named += function.opset_import
+    for item in named:
         if item.domain == "ai.onnx":
             item.domain = ""
 
@@ -60,13 +68,16 @@ def _unshadow(light: Light) -> list[str]:
     would read something else.
     """
     model = light.model
-    taken = {n for g in onnx_files.graphs(model) for n in _defined(g)} | light.weights.keys()
-    found: list[str] = []
+    taken = set(light.weights)
+    for each in onnx_files.graphs(model):
+        taken |= _defined(each)
+    shadowing: list[str] = []
 
     def visit(graph: onnx.GraphProto, around: frozenset[str], renamed: Mapping[str, str]) -> None:
-        own = {n: fresh_name(n, taken) for n in sorted(_defined(graph) & around)}
-        found.extend(own)
-        renamed = {**renamed, **own}
+        # Sorted, so that the same file always gets the same new names.
+        new_names = {name: fresh_name(name, taken) for name in sorted(_defined(graph) & around)}
+        shadowing.extend(new_names)
+        renamed = {**renamed, **new_names}
         if renamed:
             rename(graph, renamed, nested=False)
         within = around | _defined(graph)
@@ -75,9 +86,12 @@ def _unshadow(light: Light) -> list[str]:
                 visit(body, within, renamed)
 
     visit(model.graph, frozenset(light.weights), {})
-    return found
+    return shadowing
 
 
 def _defined(graph: onnx.GraphProto) -> set[str]:
-    stored = {t.name for t in graph.initializer}
-    return stored | {i.name for i in graph.input} | {o for n in graph.node for o in n.output if o}
+    """Names of the values that a graph itself defines."""
+    names = {item.name for item in (*graph.initializer, *graph.input)}
+    for node in graph.node:
+        names.update(filter(None, node.output))
+    return names

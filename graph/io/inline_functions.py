@@ -21,29 +21,40 @@ MOST_NODES = 1_000_000
 """Nodes that a model may come to when its functions are written out in place of each call, as every runtime does."""
 # Read otherwise in later versions under an unchanged signature.
 _CHANGED = frozenset({"GroupNormalization", "Softmax", "LogSoftmax", "Hardmax", "BatchNormalization", "Split"})
-_FAILS = (RuntimeError, ValueError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
+_INLINER_ERRORS = (RuntimeError, ValueError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
 
 
 def inline(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     """The model with its functions' nodes in place of calls to them, and what was done; else as it was, and why."""
-    names = ", ".join(sorted({f.name for f in model.functions}))
+    names = _function_names(model)
     versions = _versions(model.opset_import)
-    same = all(_versions(f.opset_import).items() <= versions.items() for f in model.functions)
+    is_one_version = all(_versions(function.opset_import).items() <= versions.items() for function in model.functions)
+    source = model
+    if not is_one_version:
+        source = _typed(model)
+    inlined = model
     refusal = ""
     try:
-        inlined = _sound(onnx.inliner.inline_local_functions(model if same else _typed(model), convert_version=True))
+        inlined = _sound(onnx.inliner.inline_local_functions(source, convert_version=True))
         _untyped(model, inlined)
-    except _FAILS as error:
-        inlined, refusal = model, str(error)
-    if refusal and not same and all(_means_the_same(f, versions) for f in model.functions):
+    except _INLINER_ERRORS as error:
+        refusal = str(error)
+    if refusal and not is_one_version and all(_means_the_same(function, versions) for function in model.functions):
         try:
-            inlined, refusal = _sound(onnx.inliner.inline_local_functions(_retagged(model), convert_version=False)), ""
-        except _FAILS as error:
+            inlined = _sound(onnx.inliner.inline_local_functions(_retagged(model), convert_version=False))
+            refusal = ""
+        except _INLINER_ERRORS as error:
             refusal = str(error)
     if refusal:
         return model, f"functions {names} are left as they are: onnx can't inline them ({refusal})"
-    left = ", ".join(sorted({f.name for f in inlined.functions}))
-    return inlined, f"inlined the model's functions: {names}" + (f"; left as they are: {left}" if left else "")
+    note = f"inlined the model's functions: {names}"
+    if inlined.functions:
+        note += f"; left as they are: {_function_names(inlined)}"
+    return inlined, note
+
+
+def _function_names(model: onnx.ModelProto) -> str:
+    return ", ".join(sorted({function.name for function in model.functions}))
 
 
 def refuse_endless(model: onnx.ModelProto) -> None:
@@ -54,22 +65,26 @@ def refuse_endless(model: onnx.ModelProto) -> None:
     Raises:
         StageError: names the function.
     """
-    functions = {(f.domain, f.name): f for f in model.functions}
+    functions = {(function.domain, function.name): function for function in model.functions}
+    # Depth first without recursion: a function stays on the stack until all that it calls is counted.
     sizes: dict[tuple[str, str], int] = {}
     for start in functions:
         pending = [start]
         while pending:
             key = pending[-1]
             calls = _calls(functions[key].node, functions)
-            if open_calls := [c for c in calls if c not in sizes]:
-                if any(c in pending for c in open_calls):
+            uncounted = [call for call in calls if call not in sizes]
+            if uncounted:
+                if any(call in pending for call in uncounted):
                     raise StageError("not valid ONNX: it calls itself", where=f"function {key[1]}")
-                pending.append(open_calls[0])
+                pending.append(uncounted[0])
                 continue
-            sizes[key] = _count(functions[key].node) + sum(sizes[c] for c in calls)
+            sizes[key] = _count(functions[key].node) + sum(sizes[call] for call in calls)
             pending.pop()
-    calls = [c for g in onnx_files.graphs(model) for c in _calls(g.node, functions, nested=False)]
-    total = sum(sizes[c] for c in calls)
+    calls = []
+    for graph in onnx_files.graphs(model):
+        calls += _calls(graph.node, functions, nested=False)
+    total = sum(sizes[call] for call in calls)
     if total > MOST_NODES:
         largest = max(calls, key=sizes.__getitem__)
         raise StageError(
@@ -82,17 +97,24 @@ def _calls(
     nodes: Iterable[onnx.NodeProto], functions: Mapping[tuple[str, str], object], *, nested: bool = True
 ) -> list[tuple[str, str]]:
     """Every call of one of these functions, in bodies too."""
-    found = []
+    calls: list[tuple[str, str]] = []
     for node in nodes:
         if (node.domain, node.op_type) in functions:
-            found.append((node.domain, node.op_type))
-        for body in bodies(node) if nested else ():
-            found += _calls(body.node, functions)
-    return found
+            calls.append((node.domain, node.op_type))
+        if nested:
+            for body in bodies(node):
+                calls += _calls(body.node, functions)
+    return calls
 
 
 def _count(nodes: Iterable[onnx.NodeProto]) -> int:
-    return sum(1 + sum(_count(body.node) for body in bodies(node)) for node in nodes)
+    """Number of nodes, those in bodies included."""
+    total = 0
+    for node in nodes:
+        total += 1
+        for body in bodies(node):
+            total += _count(body.node)
+    return total
 
 
 def _sound(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -102,10 +124,12 @@ def _sound(model: onnx.ModelProto) -> onnx.ModelProto:
         ValueError: one isn't.
     """
     for graph in onnx_files.graphs(model):
-        outputs = [o for n in graph.node for o in n.output if o]
-        if len(outputs) > len(set(outputs)):
-            doubled = next(o for o in outputs if outputs.count(o) > 1)
-            raise ValueError(f"it computes {doubled} twice")
+        computed: set[str] = set()
+        for node in graph.node:
+            for name in filter(None, node.output):
+                if name in computed:
+                    raise ValueError(f"it computes {name} twice")
+                computed.add(name)
     return model
 
 
@@ -113,44 +137,59 @@ def _typed(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy that says the type of whatever can be known, stored tensors included."""
     out = onnx.shape_inference.infer_shapes(model)
     for graph in onnx_files.graphs(out):
-        known = {v.name for v in (*graph.value_info, *graph.input, *graph.output)}
-        graph.value_info.extend(
-            helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in graph.initializer if t.name not in known
-        )
+        typed = {item.name for item in (*graph.value_info, *graph.input, *graph.output)}
+        for tensor in graph.initializer:
+            if tensor.name not in typed:
+                graph.value_info.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     return out
 
 
 def _untyped(model: onnx.ModelProto, inlined: onnx.ModelProto) -> None:
     """Takes back what `_typed` said: it was for the inliner alone."""
-    said = {v.name: v for v in model.graph.value_info}
+    declared = {item.name: item for item in model.graph.value_info}
     del inlined.graph.value_info[:]
-    inlined.graph.value_info.extend(said.values())
+    inlined.graph.value_info.extend(declared.values())
 
 
 def _means_the_same(function: onnx.FunctionProto, versions: dict[str, int]) -> bool:
     """Whether every operator of a function can be read in the model's versions as it is."""
-    own = _versions(function.opset_import)
-    return not any(bodies(n) for n in function.node) and all(
-        _readable(node, own[node.domain], versions[node.domain])
-        for node in function.node
-        if own.get(node.domain) != versions.get(node.domain)
-    )
+    own_versions = _versions(function.opset_import)
+    for node in function.node:
+        if bodies(node):
+            return False
+        own = own_versions.get(node.domain)
+        other = versions.get(node.domain)
+        if own == other:
+            continue
+        if own is None or other is None or not _readable(node, own, other):
+            return False
+    return True
 
 
-def _readable(node: onnx.NodeProto, own: int, other: int) -> bool:
+def _readable(node: onnx.NodeProto, own_version: int, other_version: int) -> bool:
+    """Whether a node written in one version of its domain means the same in another, as far as schemas say it."""
     try:
-        a, b = (onnx.defs.get_schema(node.op_type, version, node.domain) for version in (own, other))
+        own = onnx.defs.get_schema(node.op_type, own_version, node.domain)
+        other = onnx.defs.get_schema(node.op_type, other_version, node.domain)
     except onnx.defs.SchemaError:
         return False
-    if a.since_version == b.since_version:
+    if own.since_version == other.since_version:
         return True
-    given = {x.name for x in node.attribute}
-    defaults = [{k: v.default_value.SerializeToString() for k, v in s.attributes.items()} for s in (a, b)]
-    shared = defaults[0].keys() & defaults[1].keys()
-    # An attribute that only one version has is neutral by default.
-    agree = all(defaults[0][k] == defaults[1][k] for k in shared - given) and given <= shared
-    fits = b.min_input <= len(node.input) <= b.max_input and b.min_output <= len(node.output) <= b.max_output
-    return agree and fits and node.op_type not in _CHANGED
+    if node.op_type in _CHANGED:
+        return False
+    # An attribute that only one version has is neutral by default, so only one that is written out is in the way.
+    shared = own.attributes.keys() & other.attributes.keys()
+    written = {attribute.name for attribute in node.attribute}
+    if not written <= shared or any(_default(own, name) != _default(other, name) for name in shared - written):
+        return False
+    takes_inputs: bool = other.min_input <= len(node.input) <= other.max_input
+    takes_outputs: bool = other.min_output <= len(node.output) <= other.max_output
+    return takes_inputs and takes_outputs
+
+
+def _default(schema: onnx.defs.OpSchema, name: str) -> bytes:
+    content: bytes = schema.attributes[name].default_value.SerializeToString()
+    return content
 
 
 def _retagged(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 import onnx
 
 from layerline.backends.base import MODULE, SOURCE
+from layerline.graph.analysis.proto_queries import metadata
 from layerline.graph.io import onnx_files
 
 _SCOPES, _TRACE = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.stack_trace"
@@ -31,7 +32,12 @@ def sources(model: onnx.ModelProto) -> dict[str, str]:
 
 def owners(model: onnx.ModelProto) -> dict[str, str]:
     """The exporter's own record of each value: the node of the exported program that it lies in; before `stamp`."""
-    return {o: scopes[-1] for n in model.graph.node if (scopes := _scopes(n)) for o in n.output if o}
+    nodes: dict[str, str] = {}
+    for node in model.graph.node:
+        scopes = _scopes(node)
+        if scopes:
+            nodes.update((name, scopes[-1]) for name in node.output if name)
+    return nodes
 
 
 def stamp(model: onnx.ModelProto, root: Path) -> None:
@@ -42,9 +48,12 @@ def stamp(model: onnx.ModelProto, root: Path) -> None:
     """
     for graph in onnx_files.graphs(model):
         for node in graph.node:
-            scopes, trace = _scopes(node), _get(node, _TRACE)
-            _set(node, MODULE, _AGAIN.sub("", scopes[-2]) if len(scopes) > 1 else "")
-            _set(node, SOURCE, source(((f, int(n)) for f, n in _FRAME.findall(trace)), root))
+            scopes = _scopes(node)
+            # The last scope is the node of the exported program itself.
+            if len(scopes) > 1:
+                _set(node, MODULE, _AGAIN.sub("", scopes[-2]))
+            frames = [(file, int(line)) for file, line in _FRAME.findall(metadata(node, _TRACE))]
+            _set(node, SOURCE, source(frames, root))
 
 
 def source(frames: Iterable[tuple[str, int]], root: Path) -> str:
@@ -54,20 +63,27 @@ def source(frames: Iterable[tuple[str, int]], root: Path) -> str:
         frames: file and line, outermost first.
         root: the project's folder; files in it are given relative to it, others from their package on.
     """
-    found = innermost(frames)
-    if found is None:
+    frame = innermost(frames)
+    if frame is None:
         return ""
-    file, package = Path(found[0]).resolve(), _package(found[0])
-    inside = not package and root.resolve() in file.parents
-    short = file.relative_to(root.resolve()) if inside else PurePath(*(package or file.parts[-1:]))
-    return f"{short.as_posix()}:{found[1]}"
+    name, line = frame
+    file = Path(name).resolve()
+    package = _package(name)
+    if package:
+        short = PurePath(*package)
+    elif root.resolve() in file.parents:
+        short = file.relative_to(root.resolve())
+    else:
+        short = PurePath(*file.parts[-1:])
+    return f"{short.as_posix()}:{line}"
 
 
 def innermost(frames: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
     """The innermost frame outside of torch and of this package."""
     for file, line in reversed(list(frames)):
-        torchs = "torch" in (*_package(file)[:1], *PurePath(file).parts[:1]) or file.startswith("<")
-        if not torchs and Path(file).resolve().parent != _OURS:
+        # torch names some of its files from the package on; "<string>" and the like are code it made.
+        is_torch = "torch" in (*_package(file)[:1], *PurePath(file).parts[:1]) or file.startswith("<")
+        if not is_torch and Path(file).resolve().parent != _OURS:
             return file, line
     return None
 
@@ -75,20 +91,25 @@ def innermost(frames: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
 def _package(file: str) -> tuple[str, ...]:
     """The parts of an installed file's path from its package on; none for any other file."""
     parts = PurePath(file).parts
-    return parts[len(parts) - parts[::-1].index("site-packages") :] if "site-packages" in parts else ()
+    if "site-packages" not in parts:
+        return ()
+    # The last one, for an environment may lie inside of another.
+    last = len(parts) - 1 - parts[::-1].index("site-packages")
+    return parts[last + 1 :]
 
 
 def _recorded(model: onnx.ModelProto, key: str) -> dict[str, str]:
-    return {o: value for n in model.graph.node if (value := _get(n, key)) for o in n.output if o}
+    entries: dict[str, str] = {}
+    for node in model.graph.node:
+        entry = metadata(node, key)
+        if entry:
+            entries.update((name, entry) for name in node.output if name)
+    return entries
 
 
 def _scopes(node: onnx.NodeProto) -> list[str]:
-    scopes: list[str] = ast.literal_eval(_get(node, _SCOPES) or "[]")
-    return [s for s in scopes if s != _NO_MODULE]
-
-
-def _get(node: onnx.NodeProto, key: str) -> str:
-    return next((p.value for p in node.metadata_props if p.key == key), "")
+    scopes: list[str] = ast.literal_eval(metadata(node, _SCOPES) or "[]")
+    return [scope for scope in scopes if scope != _NO_MODULE]
 
 
 def _set(node: onnx.NodeProto, key: str, value: str) -> None:

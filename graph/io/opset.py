@@ -17,7 +17,10 @@ _REFUSALS = (checker.ValidationError, shape_inference.InferenceError, version_co
 
 def opset_of(model: onnx.ModelProto) -> int:
     """The version of the default domain."""
-    return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+    for item in model.opset_import:
+        if item.domain in ("", "ai.onnx"):
+            return int(item.version)
+    return 1
 
 
 def raise_opset(model: Model, to: int) -> Light:
@@ -26,42 +29,45 @@ def raise_opset(model: Model, to: int) -> Light:
     Raises:
         StageError: the opset is too old, or an operator can't be raised; names both versions.
     """
-    given = split(model)
-    have = opset_of(given.model)
+    light = split(model)
+    have = opset_of(light.model)
     if have >= to:
-        return given
+        return light
     if have < OLDEST:
         raise StageError(f"the model is at opset {have}; {OLDEST} is the oldest that can be raised", where="opset")
     # To the converter weights may as well be inputs.
-    raised = weightless(given)
+    raised = weightless(light)
     raised.graph.name = raised.graph.name or "main"  # the converter takes no graph without a name
-    stand_ins = {i.name for i in raised.graph.input} - {i.name for i in given.model.graph.input}
-    tensors = {o.name for o in raised.graph.output if o.type.HasField("tensor_type")}
-    shapeless = {o.name for o in raised.graph.output if o.name in tensors and not o.type.tensor_type.HasField("shape")}
+    stand_ins = {i.name for i in raised.graph.input} - {i.name for i in light.model.graph.input}
+    shapeless: set[str] = set()
+    for output in raised.graph.output:
+        if output.type.HasField("tensor_type") and not output.type.tensor_type.HasField("shape"):
+            shapeless.add(output.name)
     try:
         raised = version_converter.convert_version(raised, to)
         # An output of two ranks, out of two branches, has no shape; onnx's checker wants one of every tensor.
-        for output in (o for o in raised.graph.output if o.type.HasField("tensor_type")):
-            output.type.tensor_type.shape.SetInParent()
+        for output in raised.graph.output:
+            if output.type.HasField("tensor_type"):
+                output.type.tensor_type.shape.SetInParent()
         checker.check_model(raised)
     except (RuntimeError, ValueError, *_REFUSALS) as error:
         raise StageError(
             f"opset {have} can't be raised to {to}: {error}", where="opset", hint=f"export the model at opset {to}"
         ) from error
-    kept = [i for i in raised.graph.input if i.name not in stand_ins]
+    inputs = [item for item in raised.graph.input if item.name not in stand_ins]
     del raised.graph.input[:]
-    raised.graph.input.extend(kept)
+    raised.graph.input.extend(inputs)
     for output in raised.graph.output:
         if output.name in shapeless:
             output.type.tensor_type.ClearField("shape")
-    _keep_metadata(given.model, raised)
-    return Light(raised, given.weights)
+    _keep_metadata(light.model, raised)
+    return Light(raised, light.weights)
 
 
 def _keep_metadata(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
     """The converter forgets each node's metadata; outputs keep their names, so it is found again by them."""
-    known = {n.output[0]: n.metadata_props for g in graphs(before) for n in g.node if n.output}
+    metadata = {node.output[0]: node.metadata_props for graph in graphs(before) for node in graph.node if node.output}
     for graph in graphs(after):
         for node in graph.node:
-            if node.output and not node.metadata_props and node.output[0] in known:
-                node.metadata_props.extend(known[node.output[0]])
+            if node.output and not node.metadata_props and node.output[0] in metadata:
+                node.metadata_props.extend(metadata[node.output[0]])

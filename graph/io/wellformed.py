@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Set
 import onnx
 
 from layerline.backends.light import Light, bodies
+from layerline.graph.analysis.proto_queries import node_label
 from layerline.graph.io import inline_functions, onnx_files
 from layerline.pipeline.errors import StageError
 
@@ -24,23 +25,27 @@ def refuse_broken(light: Light) -> None:
     Raises:
         StageError: names the node, and the value, the domain or the function.
     """
-    graph, stored = light.model.graph, frozenset(light.weights)
+    graph = light.model.graph
+    stored = frozenset(light.weights)
     _refuse_doubled(light)
     inline_functions.refuse_endless(light.model)
     imported = {o.domain for o in light.model.opset_import} | {f.domain for f in light.model.functions}
-    for some in onnx_files.graphs(light.model):
-        for node in some.node:
-            if not {node.domain, *(_OWN if node.domain in _OWN else ())} & imported:
+    # The two spellings of ONNX's own domain are one.
+    if not imported.isdisjoint(_OWN):
+        imported.update(_OWN)
+    for each in onnx_files.graphs(light.model):
+        for node in each.node:
+            if node.domain not in imported:
                 raise StageError(
                     f"not valid ONNX: {node.op_type} is of the domain {node.domain or 'ai.onnx'!r}, which the model "
                     "does not import",
-                    where=f"node {_called(node)}",
+                    where=f"node {node_label(node)}",
                     hint="add it to the model's opset_import: onnx.helper.make_opsetid(domain, version)",
                 )
     for node, name in _undefined(graph, stored):
         raise StageError(
             f"not valid ONNX: it reads {name!r}, which is no input, no weight and no node's output",
-            where=f"node {_called(node)}",
+            where=f"node {node_label(node)}",
             hint="onnx.checker.check_model(model) says the same",
         )
     made = _made(graph) | stored
@@ -56,8 +61,11 @@ def _refuse_doubled(light: Light) -> None:
         StageError: names the value, and all that define it.
     """
     for graph in onnx_files.graphs(light.model):
-        weights = list(light.weights) if graph is light.model.graph else []
-        stored = [*weights, *(t.name for t in graph.initializer), *(s.values.name for s in graph.sparse_initializer)]
+        stored: list[str] = []
+        if graph is light.model.graph:
+            stored += light.weights
+        stored += [tensor.name for tensor in graph.initializer]
+        stored += [sparse.values.name for sparse in graph.sparse_initializer]
         _refuse_twice([i.name for i in graph.input], stored, graph.node, f"graph {graph.name}")
     for function in light.model.functions:
         _refuse_twice(list(function.input), [], function.node, f"function {function.name}")
@@ -71,10 +79,13 @@ def _refuse_twice(inputs: list[str], stored: list[str], nodes: Iterable[onnx.Nod
     makers: dict[str, list[str]] = {}
     for node in nodes:
         for name in filter(None, node.output):
-            makers.setdefault(name, []).append(f"node {_called(node)}")
-    once = Counter(inputs), Counter(stored)
+            makers.setdefault(name, []).append(f"node {node_label(node)}")
+    input_counts = Counter(inputs)
+    stored_counts = Counter(stored)
     for name in dict.fromkeys([*makers, *inputs, *stored]):
-        definitions = [*["an input"] * once[0][name], *["a stored tensor"] * once[1][name], *makers.get(name, [])]
+        definitions = ["an input"] * input_counts[name] + ["a stored tensor"] * stored_counts[name]
+        definitions += makers.get(name, [])
+        # Old files list what they store among the inputs.
         if len(definitions) > 1 and definitions != ["an input", "a stored tensor"]:
             raise StageError(
                 f"not valid ONNX: {name!r} is defined {len(definitions)} times: {', '.join(definitions[:4])}",
@@ -84,19 +95,20 @@ def _refuse_twice(inputs: list[str], stored: list[str], nodes: Iterable[onnx.Nod
 
 
 def _undefined(graph: onnx.GraphProto, outer: Set[str]) -> Iterator[tuple[onnx.NodeProto, str]]:
-    known = outer | _made(graph)
+    """Nodes that read what neither their graph nor one around it defines, each with the name."""
+    defined = outer | _made(graph)
     for node in graph.node:
-        yield from ((node, name) for name in node.input if name and name not in known)
+        for name in node.input:
+            if name and name not in defined:
+                yield node, name
         for body in bodies(node):
-            yield from _undefined(body, known)
+            yield from _undefined(body, defined)
 
 
 def _made(graph: onnx.GraphProto) -> set[str]:
     """Every name that the graph itself gives a value, whatever the order of its nodes."""
-    named: Iterable[str] = (x.name for x in (*graph.input, *graph.initializer))
-    sparse = (s.values.name for s in graph.sparse_initializer)
-    return {*named, *sparse, *(name for node in graph.node for name in node.output)}
-
-
-def _called(node: onnx.NodeProto) -> str:
-    return node.name or f"{node.op_type} of {next(filter(None, node.output), 'nothing')}"
+    names = {item.name for item in (*graph.input, *graph.initializer)}
+    names.update(sparse.values.name for sparse in graph.sparse_initializer)
+    for node in graph.node:
+        names.update(node.output)
+    return names
