@@ -125,3 +125,12 @@ def test_the_stage_stops_early_and_leaves_the_best(tmp_path: Path) -> None:
     assert torch.equal(kept["ema/weight"], shipped["ema/weight"])
     steps = [line.split(",")[0] for line in (tmp_path / "out" / "metrics.csv").read_text().splitlines()[1:]]
     assert steps[-1] == "8"
+
+
+def test_two_validations_of_one_step_share_its_checkpoint(tmp_path: Path) -> None:
+    net, mo = _run({"keep_best": 1, "early_stop": 2}, [0.5], tmp_path)
+    mo.validate(lambda _: 0.6)
+    mo.validate(lambda _: 0.4)
+    assert mo.best is not None and [tuple(e) for e in mo.best.entries] == [(0.6, 1, "step-00000001.safetensors")]
+    assert not mo.should_stop
+    assert torch.equal(load_file(tmp_path / "best" / "step-00000001.safetensors")["online/weight"], net.weight)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import StageError
@@ -105,3 +105,20 @@ def test_a_buffer_that_torch_refuses_is_refused(tmp_path: Path) -> None:
     path = make(3).save_ckpt(tmp_path / "a.safetensors")
     with pytest.raises(StageError, match=r"table is \(3,\), the model has \(4,\)"):
         make(4).load_ckpt(path)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_rejected_step_leaves_the_ranges_of_fake_quantisation(steps: int) -> None:
+    torch.manual_seed(0)
+    activations = FakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=255, dtype=torch.quint8)
+    model = nn.Sequential(activations, Quantized())
+    mo = ModelOptimizer(model)
+    for _ in range(steps):
+        mo.step(model(torch.randn(5, 3)).square().mean())
+    before = copy.deepcopy(model.state_dict())
+    assert not mo.step(model(torch.full((5, 3), torch.nan)).square().mean())
+    after = model.state_dict()
+    # What has grown in the first forward pass stays, and is of the weights alone here.
+    kept = [name for name, tensor in before.items() if after[name].shape == tensor.shape]
+    assert "0.scale" in kept and all(torch.equal(after[name], before[name]) for name in kept)
+    assert mo.step(model(torch.randn(5, 3)).square().mean()) and after["0.scale"].isfinite().all()

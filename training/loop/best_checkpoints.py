@@ -44,13 +44,19 @@ class Best:
         return self._config.early_stop is not None and self.waited >= self._config.early_stop
 
     def observe(self, metric: float, step: int, save: Callable[[Path], object]) -> None:
-        """Takes in one validation; NaN is never among the best.
+        """Takes in one validation; NaN is never among the best. Of several at one step the best one counts: they share
+        a checkpoint.
 
         Args:
             metric: of what would ship.
             step: accepted steps so far.
             save: writes a checkpoint to a path; called where it is among the best.
         """
+        before = next((entry for entry in self.entries if entry.step == step), None)
+        if before is not None:
+            if not self._beats(metric, before.metric):
+                return
+            self.entries.remove(before)
         ahead = sum(not self._beats(metric, entry.metric) for entry in self.entries)
         improved = ahead == 0 and not math.isnan(metric)
         self.waited = 0 if improved else self.waited + 1

@@ -11,9 +11,9 @@ from torch import nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.loop import loop_mistakes
-from layerline.training.loop.ema import norm_buffers, statistics
+from layerline.training.loop.ema import statistics
 from layerline.training.loop.lane_state import LaneState
-from layerline.training.loop.running_stats_guard import Guard
+from layerline.training.loop.running_stats_guard import Guard, guarded
 from layerline.training.model.canonical_names import Slots, named
 from layerline.training.model.precision import masters
 from layerline.training.optimizers import group_rules, registry
@@ -82,7 +82,7 @@ def take_over(lane: LaneState) -> None:
         return
     if lane.ema is not None:
         lane.ema.follow(dict(zip(lane.names, lane.stepped, strict=True)), Slots(lane.named, statistics(lane.named)))
-    live = Slots(lane.named, norm_buffers(lane.named))
+    live = Slots(lane.named, guarded(lane.named))
     if not live.names:
         lane.guard = None
     elif lane.guard is None:

@@ -1,4 +1,5 @@
-"""Running statistics survive a bad batch: the forward pass has changed them before anyone could reject the step."""
+"""Running statistics and ranges of fake quantisation survive a bad batch: the forward pass has changed them before
+anyone could reject the step."""
 
 from __future__ import annotations
 
@@ -8,11 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerline.training.model.canonical_names import Slots
+from layerline.training.loop.ema import norm_buffers
+from layerline.training.model.canonical_names import Named, Slots
+
+# Base classes of torch's and torchao's modules that follow the range of their input, by name: importing them is slow.
+_OBSERVERS = frozenset({"ObserverBase", "FakeQuantizeBase", "AffineQuantizedObserverBase"})
+
+
+def guarded(model: Named) -> dict[str, Tensor]:
+    """The buffers that a forward pass in training mode changes: of normalisation layers, and of observers and fake
+    quantisation."""
+    observed = {n: b for n, b in model.buffers.items()
+                if not _OBSERVERS.isdisjoint(c.__name__ for c in type(model.owners[n]).__mro__)}  # fmt: skip
+    return norm_buffers(model) | observed
 
 
 class Guard:
-    """Copies of what normalisation layers keep (means, variances, counters) as the last accepted step left it.
+    """Copies of what such buffers hold (means, variances, counters, ranges) as the last accepted step left it.
 
     Args:
         live: where these buffers are; usually few and small.
@@ -32,11 +45,23 @@ class Guard:
 
     def keep(self) -> None:
         """Takes the present values as good."""
-        torch._foreach_copy_(self._kept, self._live.now())
+        live = self._live.now()
+        if self._grown(live):
+            self._kept = [t.clone() for t in live]
+        else:
+            torch._foreach_copy_(self._kept, live)
 
     def restore(self) -> None:
         """Puts the values of the last accepted step back."""
-        torch._foreach_copy_(self._live.now(), self._kept)
+        live = self._live.now()
+        if self._grown(live):
+            for tensor, kept in zip(live, self._kept, strict=True):
+                tensor.resize_(kept.shape)
+        torch._foreach_copy_(live, self._kept)
+
+    def _grown(self, live: list[Tensor]) -> bool:
+        """Whether a range of each channel has taken the place of one for all, as at the first forward pass."""
+        return any(t.shape != k.shape for t, k in zip(live, self._kept, strict=True))
 
     def hold(self) -> None:
         """Puts the counters aside, which are not averaged, while the model holds its averages."""
@@ -49,13 +74,14 @@ class Guard:
             self._aside = []
 
     def _counters(self) -> list[Tensor]:
-        return [t for t in self._live.now() if not t.is_floating_point()]
+        names = self._live.names
+        return [t for n, t in zip(names, self._live.now(), strict=True) if n.endswith("num_batches_tracked")]
 
     def state_dict(self) -> dict[str, Any]:
         return dict(zip(self._live.names, self._kept, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """What is not in `state` stays."""
-        for name, kept in zip(self._live.names, self._kept, strict=True):
+        for index, name in enumerate(self._live.names):
             if name in state:
-                kept.copy_(state[name])
+                self._kept[index] = state[name].to(self._kept[index]).clone()

@@ -22,11 +22,11 @@ from layerline.training.loop import adoption, loop_mistakes, memory_report, mode
 from layerline.training.loop import batch_norm as norms
 from layerline.training.loop import closure as closures
 from layerline.training.loop.accumulation import Window, check_loss, counted, loss_factor, witness
-from layerline.training.loop.ema import average, norm_buffers
+from layerline.training.loop.ema import average
 from layerline.training.loop.finite_weights import FiniteWeights
 from layerline.training.loop.lane_state import LaneState, RankExchange, RejectionPolicy, WeightMasks
 from layerline.training.loop.monitors import Monitor
-from layerline.training.loop.running_stats_guard import Guard
+from layerline.training.loop.running_stats_guard import Guard, guarded
 from layerline.training.model.canonical_names import Slots, named, unwrap
 from layerline.training.model.hooks import Attached
 from layerline.training.model.precision import LossScale, masters
@@ -78,7 +78,7 @@ class Lane(LaneState):
         self.window = Window()
         self.ema = average(self.named, self.masters, config)
         self.monitor = Monitor(config.monitor, self.names, self.stepped)
-        self.guard = Guard(live) if (live := Slots(self.named, norm_buffers(self.named))).names else None
+        self.guard = Guard(live) if (live := Slots(self.named, guarded(self.named))).names else None
         self._listen()
         self.peers: RankExchange | None = None
         self.masks: WeightMasks | None = None
