@@ -54,7 +54,10 @@ def parts(path: Path) -> Light:
     light = read(path)
     external_files(light, path)
     for tensor in list(light.model.graph.initializer):
-        if uses_external_data(tensor) and (weight := _beside(tensor, path)) is not None:
+        if not uses_external_data(tensor):
+            continue
+        weight = _beside(tensor, path)
+        if weight is not None:
             light.weights[tensor.name] = weight
             light.model.graph.initializer.remove(tensor)
     try:
@@ -75,20 +78,28 @@ def _beside(tensor: TensorProto, path: Path) -> Weight | None:
         raise StageError(f"tensor {tensor.name!r} stores its data at {location!r}, a link out of the model's folder",
                          where=path.name, hint="put the file itself there: runtimes follow no such link")  # fmt: skip
     weight = weight_outside(tensor, partial(_from_file, path.parent / location, offset))
-    if weight is not None and length is not None and length != (size := declared_bytes(tensor)):
-        raise StageError(f"tensor {tensor.name!r} takes {size} bytes by its type and shape, and has {length}",
-                         where=path.name)  # fmt: skip
+    if weight is None or length is None:
+        return weight
+    size = declared_bytes(tensor)
+    if length != size:
+        raise StageError(
+            f"tensor {tensor.name!r} takes {size} bytes by its type and shape, and has {length}", where=path.name
+        )
     return weight
 
 
 def _place(tensor: TensorProto, path: Path) -> tuple[str, int, int | None]:
     """File, offset and length, where one is given, of a tensor outside of a model that was read from `path`."""
-    said = {e.key: e.value for e in tensor.external_data}
-    offset, length = said.get("offset", "0"), said.get("length")
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    offset = entries.get("offset", "0")
+    length = entries.get("length")
     if not (is_number(offset) and (length is None or is_number(length))):
         place = f"{printable(offset, 40)!r}, {printable(length or 'no', 40)!r} bytes"
         raise StageError(f"tensor {tensor.name!r} lies at {place}, which are no numbers", where=path.name)
-    return said.get("location", ""), int(offset), None if length is None else int(length)
+    location = entries.get("location", "")
+    if length is None:
+        return location, int(offset), None
+    return location, int(offset), int(length)
 
 
 def read(path: Path) -> Light:
@@ -107,16 +118,21 @@ def read(path: Path) -> Light:
         raise StageError(f"not a readable ONNX file ({error})", where=path.name) from error
     if not model.HasField("graph"):
         raise StageError("not a readable ONNX file (it holds no graph)", where=path.name)
-    if (text := _undecoded(model)) is not None:
+    text = _undecoded(model)
+    if text is not None:
         raise StageError(f"not a readable ONNX file (a name or text in it is not UTF-8: {text!r:.80})", where=path.name)
     for tensor in tensors(model):
         _refuse_tensor(tensor, path)
-    names = Counter(t.name for t in model.graph.initializer)
-    if doubled := [n for n, count in names.items() if count > 1]:
-        raise StageError(f"it stores {names[doubled[0]]} tensors of the name {doubled[0]!r}", where=path.name,
-                         hint="give each tensor a name of its own")  # fmt: skip
+    for name, count in Counter(tensor.name for tensor in model.graph.initializer).items():
+        if count > 1:
+            raise StageError(
+                f"it stores {count} tensors of the name {name!r}",
+                where=path.name,
+                hint="give each tensor a name of its own",
+            )
     _store_constants(model.graph)
     light = split(model)
+    # Asking for the arrays copies them out of the message, which can go then.
     del model
     for weight in light.weights.values():
         _ = weight.array
@@ -137,26 +153,34 @@ def _undecoded(message: Any) -> bytes | None:
                     texts += [value] if isinstance(value, str | bytes) else list(value)
                 elif field.message_type is not None:
                     pending += [value] if hasattr(value, "ListFields") else list(value)
-        wrong = next((t for t in texts if isinstance(t, bytes)), None)
-        if wrong is not None:
-            return wrong
+        for text in texts:
+            if isinstance(text, bytes):
+                return text
     return None
 
 
 def _store_constants(graph: onnx.GraphProto) -> None:
     """Makes large Constant nodes of the main graph stored tensors of the same name, in place: only those lie beside the
     graph, which must stay small enough for a message."""
-    outputs, kept = {o.name for o in graph.output}, list[onnx.NodeProto]()
+    outputs = {output.name for output in graph.output}
+    remaining: list[onnx.NodeProto] = []
     for node in graph.node:
-        tensor = next((a.t for a in node.attribute if a.name == "value" and a.HasField("t")), None)
+        tensor = _value_attribute(node)
         if node.op_type != "Constant" or tensor is None or node.output[0] in outputs or not _is_large(tensor):
-            kept.append(node)
+            remaining.append(node)
             continue
         graph.initializer.append(tensor)
         graph.initializer[-1].name = node.output[0]
-    if len(kept) < len(graph.node):
+    if len(remaining) < len(graph.node):
         del graph.node[:]
-        graph.node.extend(kept)
+        graph.node.extend(remaining)
+
+
+def _value_attribute(node: onnx.NodeProto) -> TensorProto | None:
+    for attribute in node.attribute:
+        if attribute.name == "value" and attribute.HasField("t"):
+            return attribute.t
+    return None
 
 
 def _is_large(tensor: TensorProto) -> bool:
@@ -204,7 +228,7 @@ def external_files(light: Light, path: Path) -> tuple[str, ...]:
     Raises:
         StageError: a place outside of that folder, or nothing there; names the tensor.
     """
-    found: dict[str, None] = {}
+    files: dict[str, None] = {}
     for tensor in filter(uses_external_data, tensors(light.model)):
         location = _place(tensor, path)[0]
         if Path(location).is_absolute() or ".." in Path(location).parts:
@@ -218,8 +242,8 @@ def external_files(light: Light, path: Path) -> tuple[str, ...]:
                 where=path.name,
                 hint=f"copy {location} into the same folder",
             )
-        found[Path(location).as_posix()] = None
-    return tuple(found)
+        files[Path(location).as_posix()] = None
+    return tuple(files)
 
 
 def save(model: Model, folder: Path, *, external_over: int = EXTERNAL_OVER) -> Path:
@@ -241,7 +265,7 @@ def save(model: Model, folder: Path, *, external_over: int = EXTERNAL_OVER) -> P
 def _move_out(light: Light, path: Path) -> None:
     """Writes the weights and what else is large to a file, if there is any; the model says where each lies then."""
     # Of bodies, of types that share a byte, and what Constant nodes hold.
-    others = [t for t in tensors(light.model) if large(t.data_type, len(t.raw_data))]
+    others = [tensor for tensor in tensors(light.model) if large(tensor.data_type, len(tensor.raw_data))]
     if not (others or light.weights):
         return
     with path.open("wb") as file:
@@ -285,58 +309,79 @@ def canonical(model: Model) -> Light:
             _clean_metadata(node)
     for tensor in tensors(out):
         tensor.ClearField("doc_string")
-        if tensor.data_location == TensorProto.DEFAULT:  # written out or not, it is here
+        # The default may be written out or left out, which makes other bytes.
+        if tensor.data_location == TensorProto.DEFAULT:
             tensor.ClearField("data_location")
         _clean_metadata(tensor)
         if not tensor.HasField("raw_data") and tensor.data_type != TensorProto.STRING:
             name = tensor.name
             tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor), name))
     out.graph.initializer.sort(key=lambda t: t.name)
-    late = split(out)  # raw bytes since a moment ago
+    # Tensors that have become raw bytes just now are weights like the others.
+    late = split(out)
     return Light(late.model, dict(sorted((light.weights | late.weights).items())))
 
 
 def _read_opsets(model: onnx.ModelProto) -> list[onnx.OperatorSetIdProto]:
     """Opset imports of the domains that a node belongs to, each once; ONNX's own stays in any case."""
-    read = {n.domain for n in nodes(model)}
-    by_domain = {o.domain: o for o in reversed(model.opset_import) if o.domain in (read | {"", "ai.onnx"})}
+    domains = {node.domain for node in nodes(model)} | {"", "ai.onnx"}
+    by_domain: dict[str, onnx.OperatorSetIdProto] = {}
+    # Of two imports of one domain the first counts.
+    for item in reversed(model.opset_import):
+        if item.domain in domains:
+            by_domain[item.domain] = item
     return list(by_domain.values())
 
 
 def graphs(model: onnx.ModelProto) -> list[onnx.GraphProto]:
     """The main graph and every subgraph inside If, Loop, Scan and functions."""
-    found: list[onnx.GraphProto] = []
+    visited: list[onnx.GraphProto] = []
     pending: list[onnx.GraphProto] = [model.graph]
-    pending += [g for f in model.functions for n in f.node for g in bodies(n)]
+    for function in model.functions:
+        for node in function.node:
+            pending += bodies(node)
     while pending:
         graph = pending.pop()
-        found.append(graph)
-        pending += [g for n in graph.node for g in bodies(n)]
-    return found
+        visited.append(graph)
+        for node in graph.node:
+            pending += bodies(node)
+    return visited
 
 
 def nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """Every node: of the main graph, of subgraphs and of functions."""
-    return [n for g in graphs(model) for n in g.node] + [n for f in model.functions for n in f.node]
+    all_nodes: list[onnx.NodeProto] = []
+    for graph in graphs(model):
+        all_nodes += graph.node
+    for function in model.functions:
+        all_nodes += function.node
+    return all_nodes
 
 
 def tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
     """Every stored tensor: initializers and tensor attributes, in subgraphs and functions too."""
-    found = [t for g in graphs(model) for t in g.initializer]
+    all_tensors: list[onnx.TensorProto] = []
+    for graph in graphs(model):
+        all_tensors += graph.initializer
     for node in nodes(model):
         for attribute in node.attribute:
             if attribute.HasField("t"):
-                found.append(attribute.t)
-            found += attribute.tensors
-    return found
+                all_tensors.append(attribute.t)
+            all_tensors += attribute.tensors
+    return all_tensors
 
 
 def _clean_metadata(item: Any) -> None:
-    # What torch's exporter notes down holds paths of the machine it ran on.
-    kept = [p for p in item.metadata_props if not p.key.startswith("pkg.torch.") and p.key != "namespace"]
-    for prop in kept:
-        if prop.key == SOURCE:  # a comment moves lines, and must not change the file
-            prop.key, prop.value = TRACED, "torch"
-    props = sorted(kept, key=lambda p: p.key)
+    entries: list[onnx.StringStringEntryProto] = []
+    for entry in item.metadata_props:
+        # What torch's exporter notes down holds paths of the machine it ran on.
+        if entry.key.startswith("pkg.torch.") or entry.key == "namespace":
+            continue
+        if entry.key == SOURCE:
+            # A comment moves lines, and must not change the file.
+            entry.key = TRACED
+            entry.value = "torch"
+        entries.append(entry)
+    entries.sort(key=lambda entry: entry.key)
     del item.metadata_props[:]
-    item.metadata_props.extend(props)
+    item.metadata_props.extend(entries)
