@@ -266,7 +266,7 @@ def test_complex_parameters_are_stepped_as_pairs_or_refused(name: str) -> None:
     model = Complex()
     config = {"optimizer": {"name": name, "lr": 0.1, "weight_decay": 0.0}, "training": {"ema_decay": 0.9}}
     if not TABLE[name].complex:
-        with pytest.raises(ConfigError, match="not defined for complex") as caught:
+        with pytest.raises(ConfigError, match="does not support complex") as caught:
             ModelOptimizer(model, config)
         assert caught.value.where == "optimizer.name" and "adamw" in caught.value.hint
         return

@@ -25,15 +25,15 @@ _ROLL_BACKS = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """The first rejected step of a row, looked into.
+    """The diagnosis of the first of several rejected steps in a row.
 
     Attributes:
-        step: the optimizer step that was rejected; 1 is the first.
-        loss, norm: what was seen.
-        micro_batch: the micro-batch of the window it began in; 0 is the first.
-        origin: where it began; None when the same micro-batches, run again, are finite.
-        rank: whose micro-batch it was, where there are several ranks.
-        seen: whether every loss of the window came through calls of the model, so that all of it could be run again.
+        step: the rejected optimizer step; 1 is the first.
+        loss, norm: loss and gradient norm of the step.
+        micro_batch: the micro-batch of the window in which it began; 0 is the first.
+        origin: the first non-finite tensor; None when the same micro-batches, run again, are finite.
+        rank: the rank of that micro-batch, where there are several.
+        replayed: whether every loss of the window came from calls of the model, so that all of it could run again.
     """
 
     step: int
@@ -42,34 +42,40 @@ class Finding:
     micro_batch: int = 0
     origin: Origin | None = None
     rank: int | None = None
-    seen: bool = True
+    replayed: bool = True
 
     @property
     def repeats(self) -> bool:
-        """Whether running the step again gave it again."""
-        return self.origin is not None and self.seen
+        """Whether the step was not finite again when it was run again."""
+        return self.origin is not None and self.replayed
 
     def __str__(self) -> str:
-        seen = rejected.seen(self.loss, self.norm)
+        symptom = rejected.seen(self.loss, self.norm)
         rank = "" if self.rank is None else f" on rank {self.rank}"
-        if self.origin is None and not self.seen:
-            why = "the loss does not come through calls of the model alone, and nothing else can be run again"
-            return f"step {self.step}: {seen}{rank}; where it began is not known: {why}"
+        if self.origin is None and not self.replayed:
+            why = "the loss does not come from calls of the model alone, and only these can be run again"
+            return f"step {self.step}: {symptom}{rank}; where it began is not known: {why}"
         if self.origin is None:
-            return f"step {self.step}: {seen}{rank}; run again, the step is finite: it does not repeat"
-        micro = f" of micro-batch {self.micro_batch}" if self.micro_batch else ""
-        repeats = "; run again, it repeats" if self.seen else ""
-        return f"step {self.step}: {seen}; it began{rank} {self.origin}{micro}{repeats}"
+            return f"step {self.step}: {symptom}{rank}; run again, the step is finite: it does not repeat"
+        text = f"step {self.step}: {symptom}; it began{rank} {self.origin}"
+        if self.micro_batch:
+            text += f" of micro-batch {self.micro_batch}"
+        if self.replayed:
+            text += "; run again, it repeats"
+        return text
 
 
 def _advice(origin: Origin | None) -> tuple[str, str]:
-    """Where to look, and what for."""
+    """The place to look at, and what to look for."""
     if origin is None:
-        return "loss", "what isn't run again is left: the loss, or something in the loop that changes gradients"
+        return "loss", "look at the code that isn't run again: the loss, and parts of the loop that change gradients"
     if origin.phase == "input":
-        return "the batch", "look at these samples: mend them, or leave them out of the data"
+        return "the batch", "look at these samples: correct them, or leave them out of the data"
     if origin.phase == "parameter":
-        return origin.tensor, "it was spoilt before this step: start from a sound checkpoint, or see who writes to it"
+        return (
+            origin.tensor,
+            "it was not finite before this step: start from a sound checkpoint, or see who writes to it",
+        )
     if origin.phase == "loss":
         return "loss", "look for a division, log or root of 0 in the loss function"
     where = origin.module or "the model"
@@ -77,11 +83,11 @@ def _advice(origin: Origin | None) -> tuple[str, str]:
 
 
 class Recorder:
-    """Keeps what it takes to run the present window's micro-batches again: their inputs, by reference, the random state
-    (some ten microseconds each) and copies of the buffers.
+    """Records the micro-batches of the present window so that they can run again: references to their inputs, the
+    random state (about ten microseconds each) and copies of the buffers.
 
     Args:
-        lane: whose model is watched. Passes without gradients are not kept.
+        lane: the lane whose model is recorded. Passes without gradients are not.
     """
 
     def __init__(self, lane: LaneState) -> None:
@@ -95,36 +101,43 @@ class Recorder:
         ]
 
     def remove(self) -> None:
-        """Stops watching."""
+        """Stops recording."""
         for handle in self._handles:
             handle.remove()
 
     def find(self, loss: float, norm: float) -> Finding:
-        """Runs the window's passes again, first to last, until one isn't finite."""
-        # What no gradient came back to, in eval mode, is no part of the step.
-        lane, passes = self._lane, [p for p in self.passes if p.training or p.gradients]
-        step, losses = lane.steps + 1, lane.window.losses
-        self.passes = []  # the model is watched while it runs again, too
-        for index, kept in enumerate(passes):
-            if (origin := trace(lane.model, kept)) is not None:
+        """Runs the window's passes again, in their order, until one isn't finite."""
+        lane = self._lane
+        # A pass in eval mode without gradients, such as a validation, is not part of the step.
+        passes = [p for p in self.passes if p.training or p.gradients]
+        step = lane.steps + 1
+        losses = lane.window.losses
+        self.passes = []  # the hooks below record the second run, too
+        for index, recorded in enumerate(passes):
+            origin = trace(lane.model, recorded)
+            if origin is not None:
                 return Finding(step, loss, norm, index, origin)
-        if sum(bool(kept.gradients) for kept in passes) < max(lane.window.micro, len(losses)):
-            return Finding(step, loss, norm, origin=weights(lane.model), seen=False)
-        bad = next((i for i, value in enumerate(losses) if not torch.isfinite(value)), None)
-        if bad is None:
-            return Finding(step, loss, norm)
-        # The model is finite, there and back: what is left is the loss itself.
-        nan, dtype = int(torch.isnan(losses[bad])), str(losses[bad].dtype).removeprefix("torch.")
-        return Finding(step, loss, norm, bad, Origin("loss", "", "the loss", (), dtype, nan, 1 - nan))
+        with_gradients = [recorded for recorded in passes if recorded.gradients]
+        if len(with_gradients) < max(lane.window.micro, len(losses)):
+            return Finding(step, loss, norm, origin=weights(lane.model), replayed=False)
+        for index, value in enumerate(losses):
+            if not torch.isfinite(value):
+                # Outputs and gradients of the model are finite, so the loss function made it.
+                nan = int(torch.isnan(value))
+                dtype = str(value.dtype).removeprefix("torch.")
+                return Finding(step, loss, norm, index, Origin("loss", "", "the loss", (), dtype, nan, 1 - nan))
+        return Finding(step, loss, norm)
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         lane = self._lane
-        if (window := (lane.steps, lane.skipped)) != self._window:
+        window = (lane.steps, lane.skipped)
+        if window != self._window:
             self._window, self.passes = window, []
         if torch.is_grad_enabled():
-            device, start = lane.device.type, past(unwrap(lane.model).modules())
-            how = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-            self.passes.append(Pass(args, kwargs, start, how))
+            device = lane.device.type
+            start = past(unwrap(lane.model).modules())
+            autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+            self.passes.append(Pass(args, kwargs, start, autocast))
 
     def _after(self, _: Any, out: Any) -> None:
         if not torch.is_grad_enabled() or not self.passes:
@@ -135,18 +148,18 @@ class Recorder:
 
 
 class Judge:
-    """Decides what follows a rejected step: the policy of `nonfinite`.
+    """Applies the policy of `nonfinite` to rejected steps.
 
-    skip goes on, and gives up after `limit` rejected steps in a row. stop ends at the first one. rollback puts the last
-    saved weights, averages and optimizer state back after `limit` in a row and goes on with the data that come next; it
-    gives up when the same checkpoint is needed a fourth time.
+    skip goes on, and gives up after `limit` rejected steps in a row. stop ends at the first one. rollback restores the
+    last saved weights, averages and optimizer state after `limit` in a row and goes on with the next data; it gives up
+    when it would restore the same checkpoint for the fourth time.
 
     Args:
-        lane: whose steps are judged.
-        roll_back: puts the last good state back and says which; None where there is none.
+        lane: the lane whose steps are judged.
+        roll_back: restores the last saved state and returns its name; None where there is none.
 
     Attributes:
-        findings: one for each row of rejected steps, where `nonfinite.triage` is on.
+        findings: one for each sequence of rejected steps, where `nonfinite.triage` is on.
     """
 
     def __init__(self, lane: LaneState, roll_back: Callable[[], str | None]) -> None:
@@ -156,10 +169,11 @@ class Judge:
         self._where, self._times = "", 0
 
     def rejected(self, lane: LaneState, loss: float, norm: float) -> None:
-        """Called while the rejected window's gradients are still there; not for what a smaller loss scale answers.
+        """Called while the gradients of the rejected window still exist; not for an overflow that a smaller loss scale
+        answers.
 
         Raises:
-            StageError: the policy says that this is the end; with what was found.
+            StageError: the policy ends the training; holds the diagnosis.
         """
         if self.recorder is not None and lane.skipped_in_a_row == 1:
             self._look(lane, self.recorder.find(loss, norm))
@@ -167,18 +181,20 @@ class Judge:
             self.enough(lane, self._end(lane, loss, norm))
 
     def enough(self, lane: LaneState, error: StageError) -> None:
-        """Called at as many rejected steps in a row as the policy allows: goes back, or ends with `error`.
+        """Called after as many rejected steps in a row as the policy allows: rolls back, or ends with `error`.
 
         Raises:
-            StageError: the policy does not go back, or cannot, or has done so too often.
+            StageError: the policy does not roll back, or has no checkpoint, or has restored this one too often.
         """
         if self._config.policy != "rollback":
             raise error
-        if (where := self._roll_back()) is None:
+        where = self._roll_back()
+        if where is None:
             raise StageError(f"{error.what}; there is no checkpoint to roll back to", where="nonfinite.policy",
                              hint="set monitor.save_interval, or call mo.save_ckpt()")  # fmt: skip
-        self._times = self._times + 1 if where == self._where else 1
-        self._where = where
+        if where != self._where:
+            self._where, self._times = where, 0
+        self._times += 1
         if self._times > _ROLL_BACKS:
             what = f"{error.what}; rolling back to {where} {_ROLL_BACKS} times did not help"
             raise StageError(what, where=error.where, hint=error.hint)
@@ -188,16 +204,19 @@ class Judge:
 
     def _look(self, lane: LaneState, finding: Finding) -> None:
         if lane.peers is not None:
-            told = lane.peers.gather(finding)
-            first = next((r for r, f in enumerate(told) if f.origin is not None), None)
-            finding = finding if first is None else replace(told[first], rank=first)
+            for rank, of_rank in enumerate(lane.peers.gather(finding)):
+                if of_rank.origin is not None:
+                    finding = replace(of_rank, rank=rank)
+                    break
         self.findings.append(finding)
         lane.monitor.warn(f"finding {finding.step}", str(finding))
 
     def _end(self, lane: LaneState, loss: float, norm: float) -> StageError:
         if self.recorder is None or not self.findings:
             return rejected.not_finite(lane, loss, norm)
-        found, times = self.findings[-1], lane.skipped_in_a_row
-        rows = f"; {times} steps in a row were rejected" if times > 1 else ""
-        where, hint = _advice(found.origin)
-        return StageError(f"{found}{rows}", where=where, hint=hint)
+        finding = self.findings[-1]
+        where, hint = _advice(finding.origin)
+        what = str(finding)
+        if lane.skipped_in_a_row > 1:
+            what += f"; {lane.skipped_in_a_row} steps in a row were rejected"
+        return StageError(what, where=where, hint=hint)

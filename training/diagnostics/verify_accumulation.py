@@ -1,4 +1,4 @@
-"""Checks on demand that accumulation equals the big batch, on the user's own model, loss and batch."""
+"""Checks that accumulated gradients equal those of the whole batch, on the user's model, loss and batch."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True)
 class AccumulationCheck:
-    """How far the accumulated gradient is from the big batch's.
+    """The difference between the accumulated gradient and that of the whole batch.
 
     Attributes:
         deviation: ‖g_split - g_whole‖ / ‖g_whole‖ over all parameters.
         bound: the greatest deviation that rounding explains: 16 eps sqrt(samples * micro-batches).
         worst: the parameter that deviates most.
-        batch_norm: the same deviation with batch normalisation held at its running statistics, where the model has
-            any: what is left when the layers that depend on the split do not.
+        batch_norm: the deviation with BatchNorm in eval mode, where the model has any. BatchNorm in training mode
+            depends on how the batch is split.
     """
 
     deviation: float
@@ -56,16 +56,16 @@ class AccumulationCheck:
 
 
 def verify(lane: Lane, batch: Any, loss: Loss, micro: int) -> AccumulationCheck:
-    """Compares the gradient of `batch` with that of `micro` ragged parts of it, both through the lane's own backward.
+    """Compares the gradient of `batch` with that of `micro` ragged parts of it, both through the lane's backward.
 
-    Dropout layers are off meanwhile: their draws depend on the split as a matter of course. Weights, statistics and
-    random state are left as they were.
+    Dropout is off during the check, since its draws depend on the split. Weights, statistics and random state are
+    restored.
 
     Args:
-        lane: at the start of a window.
-        batch: (inputs…, target) or a dict by name, all of one first dimension.
+        lane: a lane at the start of a window.
+        batch: (inputs…, target) or a dict by name, all with the same first dimension.
         loss: mean loss of a batch.
-        micro: parts; the last ones are the shorter ones.
+        micro: number of parts; the last ones are shorter.
 
     Raises:
         ConfigError: fewer samples than parts, or a window has begun.
@@ -77,44 +77,54 @@ def verify(lane: Lane, batch: Any, loss: Loss, micro: int) -> AccumulationCheck:
     if samples < micro or micro < 2:
         raise ConfigError(f"{samples} samples cannot be split into {micro} parts", where="verify_accumulation",
                           hint="give a batch of at least two samples per micro-batch")  # fmt: skip
-    with _held(lane.model, nn.modules.dropout._DropoutNd):
+    with _in_eval_mode(lane.model, nn.modules.dropout._DropoutNd):
         deviation, worst = _deviation(lane, batch, loss, micro)
         frozen = None
         if batch_norms(lane.model):
-            with _held(lane.model, nn.modules.batchnorm._BatchNorm):
+            with _in_eval_mode(lane.model, nn.modules.batchnorm._BatchNorm):
                 frozen, _ = _deviation(lane, batch, loss, micro)
-    eps = max(torch.finfo(precision.HALF_TYPES.get(lane.config.precision.amp, p.dtype)).eps for p in lane.params)
+    half_type = precision.HALF_TYPES.get(lane.config.precision.amp)
+    eps = max(torch.finfo(half_type or p.dtype).eps for p in lane.params)
     return AccumulationCheck(deviation, 16 * eps * math.sqrt(samples * micro), worst, frozen)
 
 
 @contextmanager
-def _held(model: nn.Module, kind: type[nn.Module]) -> Iterator[None]:
-    held = [m for m in model.modules() if isinstance(m, kind) and m.training]
-    for module in held:
+def _in_eval_mode(model: nn.Module, kind: type[nn.Module]) -> Iterator[None]:
+    changed = [m for m in model.modules() if isinstance(m, kind) and m.training]
+    for module in changed:
         module.training = False
     try:
         yield
     finally:
-        for module in held:
+        for module in changed:
             module.training = True
 
 
 def _deviation(lane: Lane, batch: Any, loss: Loss, micro: int) -> tuple[float, str]:
-    samples, buffers = size(batch), {n: b.clone() for n, b in lane.model.named_buffers()}
+    samples = size(batch)
+    buffers = {n: b.clone() for n, b in lane.model.named_buffers()}
     draws = rng_state.capture()
     whole = _gradient(lane, [batch], loss)
     rng_state.restore(draws)
-    # Ragged on purpose: equal parts would hide a division by the count of parts.
+    # The parts are ragged on purpose: equal parts would hide a division by the number of parts.
     larger = samples // micro + 1
-    edges = sorted({0, samples, *(min(larger * i, samples - micro + i) for i in range(1, micro))})
-    split = _gradient(lane, [each_tensor(batch, itemgetter(slice(a, b))) for a, b in itertools.pairwise(edges)], loss)
+    edges = {0, samples}
+    for index in range(1, micro):
+        edges.add(min(larger * index, samples - micro + index))
+    parts = []
+    for start, end in itertools.pairwise(sorted(edges)):
+        parts.append(each_tensor(batch, itemgetter(slice(start, end))))
+    split = _gradient(lane, parts, loss)
     rng_state.restore(draws)
     with torch.no_grad():
         for name, buffer in lane.model.named_buffers():
             buffer.copy_(buffers[name])
-    apart = {n: float((split[n] - whole[n]).norm()) for n in lane.names}
-    total = math.hypot(*(float(g.norm()) for g in whole.values()))
-    return (math.hypot(*apart.values()) / total if total else math.inf), max(apart, key=lambda n: apart[n])
+    differences = {n: float((split[n] - whole[n]).norm()) for n in lane.names}
+    total = math.hypot(*[float(g.norm()) for g in whole.values()])
+    worst = max(differences, key=lambda n: differences[n])
+    if not total:
+        return math.inf, worst
+    return math.hypot(*differences.values()) / total, worst
 
 
 def _gradient(lane: Lane, parts: Sequence[Any], loss: Loss) -> dict[str, Tensor]:
@@ -123,7 +133,11 @@ def _gradient(lane: Lane, parts: Sequence[Any], loss: Loss) -> dict[str, Tensor]
             value = loss(lane.model, part)
         lane.backward(value * size(part), weight=size(part))
     unscale = 1.0 / (lane.window.weight * lane.window.factor)
-    held = zip(lane.names, lane.stepped, strict=True)
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.double() * unscale for n, p in held}
+    grads: dict[str, Tensor] = {}
+    for name, param in zip(lane.names, lane.stepped, strict=True):
+        if param.grad is None:
+            grads[name] = torch.zeros_like(param)
+        else:
+            grads[name] = param.grad.double() * unscale
     lane.forget()
     return grads

@@ -1,9 +1,8 @@
 """LAMB, Lion and Sophia as foreach updates.
 
-Written here, some forty lines each, not taken from the `pytorch-optimizer` package: its LAMB is not the paper's (the
-second moment is not corrected, weight norms are cut at 10), its Sophia takes the second derivatives inside step(),
-where accumulation, loss scale and clipping can no longer be accounted for, and three rules do not justify a dependency.
-The tests step both side by side where the rules are the same.
+They are not taken from the `pytorch-optimizer` package. Its LAMB differs from the paper (no bias correction of the
+second moment, weight norms clipped at 10). Its Sophia takes second derivatives inside step(), after accumulation, loss
+scale and clipping. Where the rules agree, the tests compare both implementations.
 """
 
 from __future__ import annotations
@@ -38,9 +37,13 @@ class _Foreach(Optimizer):
             for p in params:
                 if not self.state[p]:
                     self.state[p] = {name: torch.zeros_like(p) for name in self.states}
-            lists = [[self.state[p][name] for p in params] for name in self.states]
-            self._update(group, params, [p.grad for p in params if p.grad is not None], *lists)
+            grads = [p.grad for p in params if p.grad is not None]
+            states = [self._state_list(name, params) for name in self.states]
+            self._update(group, params, grads, *states)
         return loss
+
+    def _state_list(self, name: str, params: list[Tensor]) -> list[Tensor]:
+        return [self.state[p][name] for p in params]
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> None:
         raise NotImplementedError
@@ -65,7 +68,7 @@ class Lamb(_Foreach):
         torch._foreach_lerp_(mean, grads, 1 - beta1)
         torch._foreach_mul_(square, beta2)
         torch._foreach_addcmul_(square, grads, grads, 1 - beta2)
-        # m̂ / (√v̂ + eps), both corrections taken into the denominator
+        # m̂ / (√v̂ + eps), with both bias corrections moved into the denominator
         first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
         update = torch._foreach_sqrt(square)
         torch._foreach_mul_(update, first / second)
@@ -73,8 +76,9 @@ class Lamb(_Foreach):
         update = torch._foreach_div(mean, update)
         if group["weight_decay"]:
             torch._foreach_add_(update, params, alpha=group["weight_decay"])
-        size, length = (torch.stack(torch._foreach_norm(t)) for t in (params, update))
-        trust = torch.where((size > 0) & (length > 0), size / length, 1.0).unbind()
+        weight_norm = torch.stack(torch._foreach_norm(params))
+        update_norm = torch.stack(torch._foreach_norm(update))
+        trust = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0).unbind()
         torch._foreach_mul_(update, trust)
         torch._foreach_add_(params, update, alpha=-group["lr"])
 
@@ -119,36 +123,45 @@ class Sophia(_Foreach):
         return int(self.param_groups[0].get("step", 0)) % self.update_interval == 0
 
     def backward(self, loss: Tensor, params: Sequence[Tensor]) -> None:
-        """A backward pass that also estimates the curvature; both add up over calls until the next step."""
-        found = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
-        used = [(p, g) for p, g in zip(params, found, strict=True) if g is not None]
-        self._estimate([p for p, _ in used], [g for _, g in used])
-        for param, grad in used:
-            param.grad = grad.detach() if param.grad is None else param.grad + grad.detach()
+        """A backward pass that also estimates the curvature. Gradients and estimates are summed until the next step."""
+        all_grads = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+        used, grads = [], []
+        for param, grad in zip(params, all_grads, strict=True):
+            if grad is not None:
+                used.append(param)
+                grads.append(grad)
+        self._estimate(used, grads)
+        for param, grad in zip(used, grads, strict=True):
+            if param.grad is None:
+                param.grad = grad.detach()
+            else:
+                param.grad = param.grad + grad.detach()
 
     def _estimate(self, params: list[Tensor], grads: list[Tensor]) -> None:
         signs = [torch.randint_like(p, 0, 2) * 2 - 1 for p in params]
         products = torch.autograd.grad(grads, params, grad_outputs=signs, allow_unused=True, materialize_grads=True)
         for param, sign, product in zip(params, signs, products, strict=True):
-            product = product.detach() * sign
-            known = self.curvature.get(param)
-            self.curvature[param] = product if known is None else known + product
+            estimate = product.detach() * sign
+            if param in self.curvature:
+                estimate = self.curvature[param] + estimate
+            self.curvature[param] = estimate
 
     def rescale(self, factor: float) -> None:
-        """Multiplies the estimate, as the gradients were multiplied."""
+        """Multiplies the estimate by the factor that was applied to the gradients."""
         if self.curvature:
             torch._foreach_mul_(list(self.curvature.values()), factor)
 
     def forget(self) -> None:
-        """Drops an estimate that no step shall use."""
+        """Discards the estimate of a window that is not stepped on."""
         self.curvature.clear()
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> None:
         mean, hessian = states
         beta1, beta2 = group["betas"]
-        for param, known in zip(params, hessian, strict=True):
-            if (fresh := self.curvature.pop(param, None)) is not None:
-                known.lerp_(fresh, 1 - beta2)
+        for param, average in zip(params, hessian, strict=True):
+            estimate = self.curvature.pop(param, None)
+            if estimate is not None:
+                average.lerp_(estimate, 1 - beta2)
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_lerp_(mean, grads, 1 - beta1)

@@ -1,4 +1,4 @@
-"""Applies the schedule to the optimizer's groups, and nothing else: between two changes the rates are not touched."""
+"""Sets the learning rates of the optimizer's groups from the schedule; writes to them only when the rate changes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from layerline.training.optimizers import schedules
 class Rate:
     """The learning rate of one optimizer.
 
-    Where the configuration asks for a constant rate, the rates are the optimizer's own: a user's scheduler may move
-    them, and a checkpoint brings them back as they were.
+    With a constant schedule the rates belong to the optimizer: a user's scheduler may change them, and a checkpoint
+    restores them.
 
     Args:
         config: `scheduler`, and `optimizer.lr` for an optimizer without groups.
@@ -37,13 +37,13 @@ class Rate:
         self._averaged_from, self._averaged_lr = config.swa_start, config.swa.lr
         self._multiplier = 1.0
         self._momentum = schedules.momentum(config.scheduler)
-        # The update from which on the schedule has no more to say.
+        # The number of the update at which the schedule ends.
         self.end = config.scheduler.total_steps if config.scheduler.name in schedules.NEED_TOTAL else None
         self.set(0)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        # Asked for each time: loading a state replaces an optimizer's groups.
+        # Not stored: loading a state replaces an optimizer's groups.
         return _with_rates(self._optimizer)
 
     def set(self, step: int) -> None:
@@ -56,7 +56,7 @@ class Rate:
         if multiplier == self._multiplier:
             return
         self._multiplier = multiplier
-        # A group that the user has added since comes at its full rate.
+        # A group that the user added later has its full rate.
         self._bases += [float(g["lr"]) for g in self._groups[len(self._bases) :]]
         self._write([base * multiplier for base in self._bases])
 
@@ -69,7 +69,7 @@ class Rate:
         return self.schedule(self._averaged_from - 1)
 
     def _set_momentum(self, value: float) -> None:
-        """As torch's OneCycleLR: the first beta, or the momentum of a rule that uses one."""
+        """Sets the first beta, or the momentum where the optimizer uses one, as torch's OneCycleLR does."""
         for group in self._groups:
             if "betas" in group:
                 group["betas"] = (value, *group["betas"][1:])
@@ -77,14 +77,13 @@ class Rate:
                 group["momentum"] = value
 
     def moved_by_others(self) -> bool:
-        """Whether somebody else has set a rate since: a scheduler of the user's own beside the configured one."""
+        """Whether other code has changed a rate, as a scheduler of the user's beside the configured one does."""
         if self._constant:
             return False
-        expected = [base * self._multiplier for base in self._bases]
-        return any(
-            not math.isclose(float(group["lr"]), rate, rel_tol=1e-6)
-            for group, rate in zip(self._groups, expected, strict=False)
-        )
+        for group, base in zip(self._groups, self._bases, strict=False):
+            if not math.isclose(float(group["lr"]), base * self._multiplier, rel_tol=1e-6):
+                return True
+        return False
 
     def _write(self, rates: Sequence[float]) -> None:
         _write(self._groups, rates)
@@ -94,27 +93,34 @@ class Rate:
         _write(_with_rates(copied), self._bases)
 
     def adopt(self, group: dict[str, Any]) -> None:
-        """Takes in a group that was added later, at its full rate."""
+        """Adds a group that has its full rate, and applies the schedule to it."""
         self._bases.append(float(group["lr"]))
         group["lr"] *= self._multiplier
 
     def part(self, group: dict[str, Any]) -> None:
-        """A part of `group` is about to become a group of its own, the last one."""
-        at = next(i for i, known in enumerate(self._groups) if known is group)
-        self._bases.append(self._bases[at])
+        """Registers the base rate of a new last group that is split from `group`."""
+        for index, candidate in enumerate(self._groups):
+            if candidate is group:
+                self._bases.append(self._bases[index])
+                return
+        raise ValueError("not a group of this optimizer")
 
     def at(self, step: int) -> float:
-        """The rate after `step` accepted steps, as far as it is known now."""
-        return self.base * self._scheduled(step) * (self.plateau.scale if self.plateau else 1.0)
+        """The rate after `step` accepted steps, with the present plateau factor."""
+        factor = 1.0 if self.plateau is None else self.plateau.scale
+        return self.base * self._scheduled(step) * factor
 
     @property
     def current(self) -> float:
         """The rate of the coming update, of the first group: the configured rate, unless rules match all parameters."""
-        return float(self._groups[0]["lr"]) if self._groups else self.base * self._multiplier
+        if self._groups:
+            return float(self._groups[0]["lr"])
+        return self.base * self._multiplier
 
     def state_dict(self) -> dict[str, Any]:
         rates = [float(g["lr"]) for g in self._groups]
-        return {"plateau": self.plateau.state_dict() if self.plateau else None, "bases": self._bases, "rates": rates}
+        plateau = None if self.plateau is None else self.plateau.state_dict()
+        return {"plateau": plateau, "bases": self._bases, "rates": rates}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         if self.plateau is not None and state["plateau"] is not None:

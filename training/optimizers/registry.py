@@ -1,4 +1,4 @@
-"""Every optimizer by name in one explicit table: which class, which fast path it has."""
+"""The table of optimizers: class, fast paths and size of the state, by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from layerline.training.state.state_tree import is_compound, pack, unpack
 
 
 class Steps(Protocol):
-    """All that is asked of an optimizer the user brings."""
+    """The interface that a custom optimizer needs."""
 
     def step(self) -> Any: ...
     def zero_grad(self) -> Any: ...
@@ -36,10 +36,10 @@ class Rule:
 
     Attributes:
         make: the class; called with parameter groups and keyword arguments.
-        fused: torch has a fused kernel for it.
-        foreach: it takes foreach=True.
-        states: tensors of a parameter's size that it keeps for each one.
-        complex: it takes complex parameters.
+        fused: whether torch has a fused kernel for it.
+        foreach: whether it has an argument `foreach`.
+        states: number of state tensors per parameter that have the parameter's size.
+        complex: whether it supports complex parameters.
     """
 
     make: type[torch.optim.Optimizer]
@@ -62,22 +62,28 @@ TABLE: Mapping[str, Rule] = {
 
 
 def build(config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer over a group for each rate and weight decay; `stepped` are the members' parameters or masters.
+    """The optimizer, with one group for each combination of rate and weight decay.
+
+    Args:
+        stepped: the members' parameters, or their masters.
 
     Raises:
-        ConfigError: `custom` without an optimizer, a field that this optimizer has not, or complex parameters that it
-            cannot take.
+        ConfigError: `custom` without an optimizer, a field that this optimizer lacks, or complex parameters that it
+            does not support.
     """
     rule = rule_of(config)
-    complex_ones = [m.name for m, s in zip(members, stepped, strict=True) if s.is_complex()]
-    if complex_ones and not rule.complex:
-        can = ", ".join(name for name, r in TABLE.items() if r.complex)
-        raise ConfigError(f"{config.name} is not defined for complex parameters, as {complex_ones[0]} is",
-                          where="optimizer.name", hint=f"these are: {can}")  # fmt: skip
+    complex_names = [m.name for m, s in zip(members, stepped, strict=True) if s.is_complex()]
+    if complex_names and not rule.complex:
+        supporting = [name for name, r in TABLE.items() if r.complex]
+        raise ConfigError(f"{config.name} does not support complex parameters such as {complex_names[0]}",
+                          where="optimizer.name", hint=f"these do: {', '.join(supporting)}")  # fmt: skip
     arguments: dict[str, Any] = {"lr": config.scaled_lr}
-    arguments |= {name: value for name in RULE_FIELDS if (value := getattr(config, name)) is not None}
+    for name in RULE_FIELDS:
+        value = getattr(config, name)
+        if value is not None:
+            arguments[name] = value
     groups = group_rules.grouped(config, members, stepped)
-    # torch's fused SGD fails on a momentum that begins later: of a layer left out so far, of a parameter that joins.
+    # torch's fused SGD fails where a parameter's momentum begins later than that of others in its group.
     fused = rule.fused and not config.momentum
     return rule.make(groups, **arguments, **_fast_path(stepped, fused=fused, foreach=rule.foreach))
 
@@ -94,16 +100,17 @@ def rule_of(config: OptimizerConfig) -> Rule:
             where="optimizer.name",
             hint="ModelOptimizer(model, config, optimizer=…) with step() and zero_grad()",
         )
-    if name := config.ignored:
+    name = config.ignored
+    if name:
         raise ConfigError(f"{config.name} has no {name}; it takes {config.takes}", where=f"optimizer.{name}")
     return TABLE[config.name]
 
 
 def check_custom(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
-    """Refuses an object that cannot step, or not by itself, or that steps what is not the model's.
+    """Refuses an object without the needed methods, or one that steps tensors which are not the model's.
 
     Raises:
-        ConfigError: names the method that is missing, or the argument that nobody can give; else as `check_held`.
+        ConfigError: a method is missing, or step() has an argument without a default; also as `check_held`.
     """
     for method in ("step", "zero_grad"):
         if not callable(getattr(optimizer, method, None)):
@@ -112,58 +119,66 @@ def check_custom(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
                 where="optimizer",
                 hint="any object with step() and zero_grad() will do",
             )
-    # torch's schedulers replace the method on the instance: the class has the true signature.
-    step = getattr(type(optimizer), "step", None)
-    needed = [n for n in _needed(optimizer.step if step is None else step.__get__(optimizer)) if n != "closure"]
-    if needed:
+    required = [name for name in _required(_step_method(optimizer)) if name != "closure"]
+    if required:
         raise ConfigError(
-            f"{type(optimizer).__name__}.step() needs {', '.join(needed)}, which nobody can give it",
+            f"{type(optimizer).__name__}.step() needs the arguments {', '.join(required)}",
             where="optimizer",
             hint="use an optimizer whose step() takes nothing, or a closure",
         )
     check_held(optimizer, params)
 
 
-def needs_closure(optimizer: Any) -> bool:
-    """Whether step() can't be called without a closure, as that of LBFGS."""
+def _step_method(optimizer: Any) -> Any:
+    """step() with its original signature: torch's schedulers replace the method on the instance, not on the class."""
     step = getattr(type(optimizer), "step", None)
-    return "closure" in _needed(optimizer.step if step is None else step.__get__(optimizer))
+    return optimizer.step if step is None else step.__get__(optimizer)
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Whether step() requires a closure, as that of LBFGS does."""
+    return "closure" in _required(_step_method(optimizer))
 
 
 def check_held(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
-    """Refuses an optimizer with a parameter whose gradient nobody would divide, unscale, clip and save.
+    """Refuses an optimizer with a parameter that is not the model's: its gradient would not be unscaled or clipped, and
+    its value not be saved.
 
     Raises:
         ConfigError: names its place and shape.
     """
-    known = {id(p) for p in params}
-    for index, held in enumerate(_held(optimizer)):
-        if held.requires_grad and id(held) not in known:
+    model_params = {id(p) for p in params}
+    for index, param in enumerate(_params_of(optimizer)):
+        if param.requires_grad and id(param) not in model_params:
             raise ConfigError(
-                f"parameter {index} of {type(optimizer).__name__}, of shape {tuple(held.shape)}, is not the model's",
+                f"parameter {index} of {type(optimizer).__name__}, of shape {tuple(param.shape)}, is not the model's",
                 where="optimizer",
-                hint="make it a part of the model first (a loss's own too); what is one by now joins by join()",
+                hint="register it in the model first (also a loss's own parameter), then call join() if training runs",
             )
 
 
 def idle(optimizer: Any, names: Sequence[str], params: Sequence[nn.Parameter]) -> list[str]:
-    """Parameters that a custom optimizer leaves out; none where it does not say what it holds."""
-    held = {id(p) for p in _held(optimizer)}
-    return [n for n, p in zip(names, params, strict=True) if id(p) not in held] if held else []
+    """Parameters that a custom optimizer leaves out; none where it has no parameter groups."""
+    stepped = {id(p) for p in _params_of(optimizer)}
+    if not stepped:
+        return []
+    return [n for n, p in zip(names, params, strict=True) if id(p) not in stepped]
 
 
 def own_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """The parameter groups of any optimizer; none where it does not keep any."""
+    """The parameter groups of any optimizer; none where it has no `param_groups`."""
     return [g for g in getattr(optimizer, "param_groups", ()) if isinstance(g, dict) and "params" in g]
 
 
 def check_unread(config: OptimizerConfig, optimizer: Any) -> None:
-    """Refuses fields beside a custom optimizer, which has its own values; a rate is read where its groups have none.
+    """Refuses fields that a custom optimizer does not read. A rate is read where its groups have none.
 
     Raises:
         ConfigError: names the field.
     """
-    read = {"name"} if config.name == "custom" else set()
+    read: set[str] = set()
+    if config.name == "custom":
+        read.add("name")
     if not any("lr" in g for g in own_groups(optimizer)):
         read |= {"lr", "lr_scaling", "batch_size", "base_batch_size", "lr_range"}
     for field in sorted(config.model_fields_set - read, key=list(type(config).model_fields).index):
@@ -175,37 +190,53 @@ def check_unread(config: OptimizerConfig, optimizer: Any) -> None:
 
 
 def copied(optimizer: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy, also of what torch's own copy of an optimizer drops: all but its state and groups.
+    """A deep copy with all attributes; torch's own __deepcopy__ of an optimizer copies only state and groups.
 
-    A function of the instance is left out where it holds on to the original, as a scheduler's wrapper of step() does.
+    A closure on the instance is left out: it holds the original, as a scheduler's wrapper of step() does.
     """
     parts = inner(optimizer)
     for part in parts:
         memo[id(part)] = object.__new__(type(part))
-    for held in tree_leaves([list(part.state.values()) for part in parts]):
-        if is_compound(held):  # torch's copy of a tensor asks for operators that such classes often lack
+    for value in tree_leaves([list(part.state.values()) for part in parts]):
+        if is_compound(value):  # torch's deep copy of a tensor needs operators that such classes often lack
             tensors: dict[str, Tensor] = {}
-            node = pack(held, "state", tensors)
-            memo[id(held)] = unpack(node, "state", {n: t.clone() for n, t in tensors.items()})
+            node = pack(value, "state", tensors)
+            memo[id(value)] = unpack(node, "state", {n: t.clone() for n, t in tensors.items()})
     for part in parts:
-        kept = {k: v for k, v in vars(part).items() if not (isinstance(v, FunctionType) and v.__closure__)}
-        vars(memo[id(part)]).update(copy.deepcopy(kept, memo))
-    return memo[id(optimizer)] if parts and parts[-1] is optimizer else copy.deepcopy(optimizer, memo)
+        attributes = {name: value for name, value in vars(part).items() if not _is_closure(value)}
+        vars(memo[id(part)]).update(copy.deepcopy(attributes, memo))
+    if parts and parts[-1] is optimizer:
+        return memo[id(optimizer)]
+    return copy.deepcopy(optimizer, memo)
+
+
+def _is_closure(value: Any) -> bool:
+    return isinstance(value, FunctionType) and bool(value.__closure__)
 
 
 def classes(optimizer: Any) -> dict[str, type]:
-    """Classes of plain objects that an optimizer may keep in its state: those that its own package defines.
+    """Classes of plain objects that may be read as optimizer state: those that the optimizer's own package defines.
 
-    Others are not made from a file, which could otherwise name any class whose end (`__del__`) does something.
+    A checkpoint must not create objects of other classes: it could name one whose `__del__` does harm.
     """
-    bases = [cls.__module__ for part in (*inner(optimizer), optimizer) for cls in type(part).__mro__]
-    packages = {name.partition(".")[0] for name in bases} - {"builtins", "torch"}
-    modules = {name for name in bases if name.partition(".")[0] in packages}
-    used = [thing for name in modules for thing in vars(sys.modules[name]).values() if hasattr(thing, "__module__")]
-    modules |= {str(thing.__module__) for thing in used}  # a function there may make objects of its own module
-    there = [thing for name in modules & sys.modules.keys() for thing in vars(sys.modules[name]).values()]
-    own = [c for c in there if isinstance(c, type) and c.__module__.partition(".")[0] in packages and _is_plain(c)]
-    return {f"{c.__module__}:{c.__qualname__}": c for c in own}
+    base_modules: set[str] = set()
+    for part in (*inner(optimizer), optimizer):
+        base_modules |= {cls.__module__ for cls in type(part).__mro__}
+    packages = {_package(name) for name in base_modules} - {"builtins", "torch"}
+    modules = {name for name in base_modules if _package(name) in packages}
+    # A function that these modules import may create objects of the module that defines it.
+    for name in sorted(modules):
+        modules |= {str(x.__module__) for x in vars(sys.modules[name]).values() if hasattr(x, "__module__")}
+    allowed = {}
+    for name in modules & sys.modules.keys():
+        for value in vars(sys.modules[name]).values():
+            if isinstance(value, type) and _package(value.__module__) in packages and _is_plain(value):
+                allowed[f"{value.__module__}:{value.__qualname__}"] = value
+    return allowed
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _is_plain(cls: type) -> bool:
@@ -213,15 +244,18 @@ def _is_plain(cls: type) -> bool:
     return not any(special & vars(base).keys() for base in cls.__mro__[:-1])
 
 
-def _held(optimizer: Any) -> list[Tensor]:
-    return [p for g in own_groups(optimizer) for p in g["params"] if isinstance(p, Tensor)]
+def _params_of(optimizer: Any) -> list[Tensor]:
+    params: list[Tensor] = []
+    for group in own_groups(optimizer):
+        params += [p for p in group["params"] if isinstance(p, Tensor)]
+    return params
 
 
-def _needed(call: Any) -> list[str]:
+def _required(call: Any) -> list[str]:
     """The arguments without a default."""
     try:
         parameters = inspect.signature(call).parameters.values()
-    except (TypeError, ValueError):  # not written in Python: it doesn't say
+    except (TypeError, ValueError):  # not written in Python, without a signature
         return []
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
@@ -232,4 +266,6 @@ def _fast_path(params: Sequence[nn.Parameter], *, fused: bool, foreach: bool) ->
     devices = {p.device.type for p in params}
     if fused and plain and devices <= {"cpu", "cuda"} and len(devices) == 1 and fusible(params):
         return {"fused": True}
-    return {"foreach": True} if foreach and plain else {}
+    if foreach and plain:
+        return {"foreach": True}
+    return {}
