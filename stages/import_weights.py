@@ -13,7 +13,7 @@ from layerline.pipeline.stage import Stage, Work
 if TYPE_CHECKING:
     from torch import nn
 
-    from layerline.training.run.shipping import Example, Pair
+    from layerline.training.run.shipping import Example, WeightEffect
     from layerline.training.state.state_dict_match import Fit
 
 
@@ -102,7 +102,7 @@ class ImportWeights(Stage):
 
 def _pairs(
     model: nn.Module, example: Example, fit: Fit, online: Fit | None, averages: Fit | None
-) -> tuple[str, list[Pair]]:
+) -> tuple[str, list[WeightEffect]]:
     """Online weights and averages if the file has both; otherwise each tensor as stored, and as it is now."""
     from layerline.compare.arrays import NOT_IN_NUMPY
     from layerline.training.model import canonical_names
@@ -116,7 +116,7 @@ def _pairs(
         # float32 holds every value of the types that numpy lacks.
         if stored.dtype in NOT_IN_NUMPY:
             stored = stored.float()
-        pairs.append(shipping.Pair(name, "parameter", name.rpartition(".")[0], stored, tensor))
+        pairs.append(shipping.WeightEffect(name, "parameter", name.rpartition(".")[0], stored, tensor))
     return "weights in the file", pairs
 
 

@@ -1,4 +1,4 @@
-"""The ranks that train together: they join, compare notes before the first step, and pass things to each other."""
+"""The group of ranks that train together: joining, comparing models and configurations, and exchanging objects."""
 
 from __future__ import annotations
 
@@ -24,51 +24,52 @@ from layerline.training.model.canonical_names import Named
 _MEETINGS = itertools.count()
 # One per process group, however many optimizers there are.
 _JOINED: dict[Any, Ranks] = {}
-# Where each rank keeps its own files may differ.
+# Folders of a rank's own files may differ.
 _OWN = ("config monitor.save_dir", "config monitor.tensorboard")
 Line = tuple[str, str]
 T = TypeVar("T")
 
 
 class Ranks:
-    """This process among those that train together.
+    """This process and the group that it trains in.
 
     Attributes:
-        rank: of this process; 0 writes checkpoints.
-        size: how many there are.
-        device: where tensors lie while they travel.
-        serves_cpu: whether those in CPU memory can travel as well.
-        pulse: what each is at.
+        rank: of this process; rank 0 writes checkpoints.
+        size: number of ranks.
+        device: the device from which the backend sends tensors.
+        serves_cpu: whether it sends tensors in CPU memory as well.
+        pulse: heartbeats of the ranks.
     """
 
     def __init__(self, store: Any, config: DistributedConfig, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout_s = config.timeout_s
         self.store = store
-        served = dist.get_backend_config()  # as cpu:gloo,cuda:nccl; who gives no backend gets that of the accelerator
-        nccl, self.serves_cpu = "nccl" in served, "cpu:" in served
+        backends = dist.get_backend_config()  # such as cpu:gloo,cuda:nccl
+        nccl = "nccl" in backends
+        self.serves_cpu = "cpu:" in backends
         self.device = _own_gpu(device) if nccl else torch.device("cpu")
         self.pulse = Pulse(store, self.rank, self.size, 0.8 * config.timeout_s if nccl else None)
 
     def floats(self, *values: float) -> list[list[float]]:
-        """The values of every rank, in their order (one collective)."""
-        own = torch.tensor(values, dtype=torch.float64, device=self.device)
-        every = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(every, own)
-        rows: list[list[float]] = torch.stack(every).tolist()  # one read for all of them
+        """The values of all ranks, in the order of ranks, by one collective."""
+        row = torch.tensor(values, dtype=torch.float64, device=self.device)
+        gathered = [torch.empty_like(row) for _ in range(self.size)]
+        dist.all_gather(gathered, row)
+        rows: list[list[float]] = torch.stack(gathered).tolist()  # one read from the device
         return rows
 
     def gather(self, thing: Any) -> list[Any]:
-        """A small object of every rank, in their order; they are processes of one program, so it is pickled."""
+        """A small object of every rank, in the order of ranks. It is pickled: all ranks run the same program."""
         out: list[Any] = [None] * self.size
         dist.all_gather_object(out, thing)
         return out
 
     def by_first(self, action: Callable[[], T]) -> T:
-        """Rank 0 does it, the others wait and get what it gave.
+        """Runs `action` on rank 0 and returns its result on every rank.
 
         Raises:
-            PipeError: what it raised on rank 0, on every rank.
+            PipeError: on every rank, where it was raised on rank 0.
         """
         outcome: list[Any] = [None, None]
         if self.rank == 0:
@@ -83,31 +84,31 @@ class Ranks:
         return cast("T", outcome[0])
 
     def share(self, tensor: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """The tensor that rank 0 has, on the CPU of every rank."""
+        """The tensor of rank 0, on the CPU of every rank."""
         full = torch.empty(shape, dtype=dtype) if tensor is None else tensor.contiguous()
         if full.numel():
-            sent = full.reshape(-1).view(torch.uint8).to(self.device)  # as bytes: not every type travels
+            sent = full.reshape(-1).view(torch.uint8).to(self.device)  # as bytes: backends don't send every type
             dist.broadcast(sent, 0)
             full.reshape(-1).view(torch.uint8).copy_(sent)
         return full
 
     def spread(self, tensors: Sequence[torch.Tensor], size: int) -> None:
-        """Gives tensors the values they have on rank 0, in messages of at most `size` bytes."""
+        """Sets tensors to their values on rank 0, by messages of at most `size` bytes."""
         for flat, parts in flattened(tensors, size, self.device):
-            dist.broadcast(flat.view(torch.uint8), 0)  # as bytes, here too
+            dist.broadcast(flat.view(torch.uint8), 0)  # as bytes, see `share`
             unflatten(flat, parts)
 
     def compare(
         self, lines: Sequence[Line], hint: str = "build the same model with the same configuration on each rank"
     ) -> None:
-        """Ends training before it starts where ranks differ.
+        """Refuses to train where ranks differ.
 
         Args:
-            lines: what this rank has, as (what, value).
+            lines: properties of this rank as (name, value).
             hint: what to do where they differ.
 
         Raises:
-            StageError: on every rank; names the first rank that differs from rank 0, and the first line that does.
+            StageError: on every rank; names the first rank and the first line that differ from rank 0.
         """
         name = f"lines/{next(_MEETINGS)}"
         text = json.dumps(lines)
@@ -116,28 +117,31 @@ class Ranks:
         self.store.set(f"{name}/digest/{self.rank}", digest)
         meet(self.store, name, self.rank, self.size, self.timeout_s, self.pulse.ended)
         digests = [self.store.get(f"{name}/digest/{rank}") for rank in range(self.size)]
-        other = next((rank for rank, seen in enumerate(digests) if seen != digests[0]), None)
-        if other is None:
+        differing = [rank for rank, digest_of_rank in enumerate(digests) if digest_of_rank != digests[0]]
+        if not differing:
             return
-        mine, theirs = (json.loads(self.store.get(f"{name}/text/{rank}")) for rank in (0, other))
+        other = differing[0]
+        lines_of_first = json.loads(self.store.get(f"{name}/text/0"))
+        lines_of_other = json.loads(self.store.get(f"{name}/text/{other}"))
         self.leave(name)
         raise StageError(
-            f"rank {other} is not like rank 0: {_difference(mine, theirs, other)}", where=f"rank {other}",
+            f"rank {other} is not like rank 0: {_difference(lines_of_first, lines_of_other, other)}",
+            where=f"rank {other}",
             hint=hint,
-        )  # fmt: skip
+        )
 
     def leave(self, name: str) -> None:
-        """Before the end: rank 0, which may keep the store, goes last."""
+        """Called before a rank ends. Rank 0, which may keep the store, waits for the others."""
         self.store.set(f"{name}/left/here/{self.rank}", "")
         if self.rank == 0:
             meet(self.store, f"{name}/left", self.rank, self.size, self.timeout_s)
 
 
 def join(config: DistributedConfig, device: torch.device) -> Ranks | None:
-    """Takes this process into the group: the one that exists, or the one torchrun's variables describe.
+    """Joins the existing process group, or the one that torchrun's variables describe.
 
     Returns:
-        None where this process is alone.
+        None in a single process.
 
     Raises:
         StageError: a rank is missing after `timeout_s`.
@@ -152,8 +156,8 @@ def join(config: DistributedConfig, device: torch.device) -> Ranks | None:
         return None
     backend: str = config.backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and config.offload:
-        backend = "cpu:gloo,cuda:nccl"  # NCCL sends nothing that lies in CPU memory
-    # A name for each time: what the group before left in the store must not be read as this one's.
+        backend = "cpu:gloo,cuda:nccl"  # NCCL doesn't send tensors in CPU memory
+    # A new name each time: entries of an earlier group are still in the store.
     store = PrefixStore(f"group/{next(_MEETINGS)}", rendezvous(config.timeout_s))
     meet(store, "start", rank, size, config.timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size,
@@ -163,15 +167,15 @@ def join(config: DistributedConfig, device: torch.device) -> Ranks | None:
 
 
 def joined() -> bool:
-    """Whether this process is in a group already that was joined here."""
+    """Whether this process has joined a group by `join`."""
     return dist.is_available() and dist.is_initialized() and dist.group.WORLD in _JOINED
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A group that is joined inside ends with the block, so that what comes after is done by each rank alone.
+    """Ends a group that was joined inside the block. The following code runs on each rank alone.
 
-    An error becomes this rank's last word to the others, which would wait for it otherwise.
+    An error is posted to the other ranks, which would otherwise wait for this one.
     """
     try:
         yield
@@ -216,18 +220,19 @@ def flattened(
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Writes a flat bucket back into the tensors it was made of."""
+    """Copies a flat bucket back into its tensors."""
     parts = torch.split(flat, [t.numel() for t in tensors])
     torch._foreach_copy_(list(tensors), [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)])
 
 
-def lines(known: Named, config: Config) -> list[Line]:
-    """What must be the same on every rank, one line each: tensors in their order, ties, configuration, torch."""
+def lines(model: Named, config: Config) -> list[Line]:
+    """The properties that must be equal on all ranks: torch's version, tensors in their order, ties, configuration."""
     out: list[Line] = [("torch", str(torch.__version__))]
-    for name, param in known.params.items():
-        out.append((f"parameter {name}", kind(param) + ("" if param.requires_grad else ", frozen")))
-    out += [(f"buffer {name}", kind(buffer)) for name, buffer in known.buffers.items()]
-    out += [(f"tied {name}", kept) for name, kept in known.aliases.items()]
+    for name, param in model.params.items():
+        frozen = "" if param.requires_grad else ", frozen"
+        out.append((f"parameter {name}", kind(param) + frozen))
+    out += [(f"buffer {name}", kind(buffer)) for name, buffer in model.buffers.items()]
+    out += [(f"tied {alias}", name) for alias, name in model.aliases.items()]
     out += [(f"config {path}", repr(value)) for path, value in _flat(config.model_dump(mode="json"))]
     return [line for line in out if line[0] not in _OWN]
 
@@ -235,17 +240,23 @@ def lines(known: Named, config: Config) -> list[Line]:
 def _difference(mine: Sequence[Line], theirs: Sequence[Line], rank: int) -> str:
     for a, b in itertools.zip_longest(mine, theirs):
         if tuple(a or ()) != tuple(b or ()):
-            have = [f"has {x[0]}: {x[1]}" if x else "has nothing more" for x in (a, b)]
-            return f"rank 0 {have[0]}, rank {rank} {have[1]}"
+            return f"rank 0 {_line_text(a)}, rank {rank} {_line_text(b)}"
     return "nothing"
 
 
+def _line_text(line: Line | None) -> str:
+    return f"has {line[0]}: {line[1]}" if line else "has nothing more"
+
+
 def kind(tensor: torch.Tensor) -> str:
-    """Type and shape, as a line for `Ranks.compare` says them."""
+    """Type and shape, for `Ranks.compare`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _flat(node: Any, path: str = "") -> list[tuple[str, Any]]:
-    if isinstance(node, dict) and node:
-        return [pair for k, v in node.items() for pair in _flat(v, f"{path}.{k}" if path else str(k))]
-    return [(path, node)]
+    if not isinstance(node, dict) or not node:
+        return [(path, node)]
+    pairs = []
+    for key, value in node.items():
+        pairs += _flat(value, f"{path}.{key}" if path else str(key))
+    return pairs

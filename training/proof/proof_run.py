@@ -1,6 +1,6 @@
-"""The run of the `train` stage in the form that `prove` needs: built from plain data, one optimizer step a call.
+"""The run of the `train` stage in the form that `prove` needs: built from plain data, one optimizer step per call.
 
-It runs the stage's own code, so what is proved is what `pipe run train` does.
+It runs the stage's own code, so that the proof holds for `pipe run train`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Step = Callable[[], dict[str, Tensor]]
 
 def make(*, task: str, config: Mapping[str, Any], device: str, **fields: Any) -> tuple[ModelOptimizer, Step,
                                                                                        Callable[[], int]]:  # fmt: skip
-    """(ModelOptimizer, a function that makes one optimizer step, one that tells how many are left).
+    """(ModelOptimizer, a function that makes one optimizer step, one that returns how many are left).
 
-    A step returns the batches it used. It goes on to the middle of the next accumulation window, so that the proof's
-    checkpoint lies in an open window, as the stage's own may.
+    A step returns the batches it used. It ends in the middle of the next accumulation window, so that the proof's
+    checkpoint lies in an open window, as the stage's own checkpoints may.
 
     Args:
         task: path of the task file.
@@ -37,25 +37,26 @@ def make(*, task: str, config: Mapping[str, Any], device: str, **fields: Any) ->
         run = train_loop.prepare(
             Task(Path(task)), Config.model_validate(config), device=rendezvous.device(device), **fields
         )
-    stream, half = run.batches.forever(), run.mo.config.accumulate.steps // 2
+    stream = run.batches.forever()
+    half = run.mo.config.accumulate.steps // 2
 
     def left() -> int:
         return run.total - run.attempted
 
     def step() -> dict[str, Tensor]:
-        seen: dict[str, Tensor] = {}
+        inputs: dict[str, Tensor] = {}
         before = run.attempted
         with train_loop.deterministic():
             while run.attempted == before or (run.lane.window.micro < half and left() and not _ends_epoch(run)):
                 place = f"data/epoch {run.batches.epoch}/batch {run.batches.position}"
-                seen |= dict(_tensors(train_loop.one_batch(run, stream), place))
-        return seen
+                inputs |= dict(_tensors(train_loop.one_batch(run, stream), place))
+        return inputs
 
     return run.mo, step, left
 
 
 def _ends_epoch(run: train_loop.Run) -> bool:
-    """Whether the next batch may be an epoch's last, which ends a window early."""
+    """Whether the next batch may be the epoch's last one, which ends a window early."""
     return run.batches.per_epoch is None or run.batches.position + 1 == run.batches.per_epoch
 
 

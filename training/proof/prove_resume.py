@@ -1,7 +1,7 @@
-"""Proof that a resumed run goes on bit for bit: the same steps in one process, and split over two.
+"""Proves that a resumed run equals an uninterrupted one bit for bit: the same steps in one process, and split over two.
 
-Each run has a process of its own, so that nothing but the checkpoint can be carried over. After every step both report
-digests of all their state: the first difference is known by its step and its name.
+Each run has a process of its own, so that only the checkpoint is carried over. After every step both report digests of
+all their state, which give the step and the name of the first difference.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from layerline.training.state import safetensors_io
 
 _ERRORS: Mapping[str, type[PipeError]] = {e.__name__: e for e in (ConfigError, TaskError, StageError, Unavailable)}
 _ABSENT = "absent"
-# The current folder comes last: user code may lie there, and must not stand in for a module of python's own.
+# The current folder comes last on the path: a file in it must not hide a module of the standard library.
 _START = "import sys; sys.path.append(sys.path.pop(0)); from layerline.training.proof.proof_process import main; main()"
 
 
-def _untold(*_: int) -> None:
-    """The progress of a run that nobody watches."""
+def _no_progress(*_: int) -> None:
+    """Ignores the progress of a run."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that is not the same.
+    """The first difference between both runs.
 
     Attributes:
-        name: the tensor or counter, as in a checkpoint; `data/…` is what the step was given.
-        step: the run's own number of the step after which it was seen.
+        name: the tensor or counter, as in a checkpoint; `data/…` is an input of the step.
+        step: number of the step after which it was noticed, from the beginning of the training.
         after: the same, counted from the checkpoint.
-        straight, resumed: digests of a tensor, values of a counter.
-        max_abs: max |a - b| of a tensor at the end of both runs; None where there is no such figure.
-        repeats: whether resuming a second time gave what the first time gave. Where it didn't, resuming isn't at fault:
-            the steps are not deterministic.
-        optimizer: the optimizer that made the difference out of equal gradients; empty where they differ as well.
+        straight, resumed: digests of a tensor, or values of a counter.
+        max_abs: max |a - b| of a tensor at the end of both runs; None where it can't be computed.
+        repeats: whether resuming a second time gave the result of the first time. If not, the steps are not
+            deterministic, and resuming isn't at fault.
+        optimizer: the optimizer that stepped differently on equal gradients; empty where the gradients differ, too.
     """
 
     name: str
@@ -53,48 +53,50 @@ class Difference:
     optimizer: str = ""
 
     def __str__(self) -> str:
-        far = "" if self.max_abs is None else f"; at the end max |a-b| is {self.max_abs:.3g}"
-        return (
+        text = (
             f"{self.name} differs first, at step {self.step} ({self.after} after the checkpoint): "
-            f"{self.straight} straight, {self.resumed} resumed{far}"
+            f"{self.straight} straight, {self.resumed} resumed"
         )
+        if self.max_abs is not None:
+            text += f"; at the end max |a-b| is {self.max_abs:.3g}"
+        return text
 
     @property
     def hint(self) -> str:
-        """What to do about it, by what it begins with."""
+        """The likely cause and what to do about it."""
         if not self.repeats:
             return (
-                "resuming is not at fault: a second time it gave something else again. An operator is not "
-                "deterministic, of which torch warns, or a hook draws from the clock or the system"
+                "resuming is not at fault: a second resumed run differed from the first one. An operator is not "
+                "deterministic (torch warns of it), or a hook draws from the clock or the system"
             )
         if self.name.startswith("data/"):
             return (
-                "train_data() gave other samples: it draws from a generator of its own or keeps count between samples. "
+                "train_data() gave other samples: it has a random generator or a counter of its own. "
                 "Draw from random, numpy.random or torch, which are seeded for each batch"
             )
         if self.optimizer:
             return (
-                f"the gradients of that step are equal: {self.optimizer} steps differently after loading. It keeps "
-                "something outside of its state_dict(), or its load_state_dict() changes it; torch.save of that dict "
-                "would not go on exactly either"
+                f"the gradients of that step are equal: {self.optimizer} steps differently after loading. It has "
+                "state outside of its state_dict(), or its load_state_dict() changes the state; torch.save of that "
+                "dict would not resume exactly either"
             )
         return (
-            "model(), loss() or the loop keeps something that is neither parameter nor buffer (a number in Python, a "
-            "generator of its own): register_buffer() makes it part of the checkpoint, and so does mo.register()"
+            "model(), loss() or the loop has state that is neither parameter nor buffer (a Python number, a random "
+            "generator): register_buffer() makes it part of the checkpoint, and so does mo.register()"
         )
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What the comparison found.
+    """The result of the comparison.
 
     Attributes:
         first: step at which the runs began.
         begun_from: name of the checkpoint they began from; empty where they began anew.
         steps: calls of step() before the checkpoint, and after it.
-        compared: tensors and counters compared after each step.
-        accepted: optimizer steps that moved the weights, in the straight run; where there are none nothing is proved.
-        difference: where the runs part; None when all is equal after every step.
+        compared: number of tensors and counters compared after each step.
+        accepted: optimizer steps of the straight run that moved the weights; without any nothing is proved.
+        difference: the first difference; None when everything is equal after every step.
     """
 
     first: int
@@ -113,18 +115,22 @@ class Proof:
         """What to do where it failed; empty where it passed."""
         if self.difference is not None:
             return self.difference.hint
-        return "" if self.accepted else "see why steps are rejected: nonfinite.triage: true says where it begins"
+        if self.accepted:
+            return ""
+        return "see why steps are rejected: nonfinite.triage: true says where it begins"
 
     def __str__(self) -> str:
-        if self.difference is None:
-            steps = f"{self.steps} step{'' if self.steps == 1 else 's'}"
-            none = "" if self.accepted else ", but no step was accepted: nothing was trained, so nothing is proved"
-            return f"all {self.compared} tensors and counters are equal after {steps} in a fresh process{none}"
-        return str(self.difference)
+        if self.difference is not None:
+            return str(self.difference)
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        text = f"all {self.compared} tensors and counters are equal after {steps} in a fresh process"
+        if not self.accepted:
+            text += ", but no step was accepted: nothing was trained, so nothing is proved"
+        return text
 
 
 def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, start: Path | None = None,
-          progress: Callable[[int, int], object] = _untold) -> Proof:  # fmt: skip
+          progress: Callable[[int, int], object] = _no_progress) -> Proof:  # fmt: skip
     """Runs `steps` calls of step(), saves, runs as many again; then a fresh process loads and runs the second half.
 
     Args:
@@ -150,14 +156,23 @@ def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, 
         again = {**what, "steps": steps, "load": str(middle), "save": str(resumed)}
         b = _run(again, folder, lambda done: progress(2 * steps + done, 3 * steps))
         proof = Proof(first["first"], first["from"], steps, len(b[-1]["state"]), a[-1]["at"] - first["first"])
-        if (found := _parting(a, b)) is None:
+        parting = _first_difference(a, b)
+        if parting is None:
             return proof
-        far = _distance(found[1], straight, resumed)
-        repeats = _parting(b, _run(again, folder, _untold)) is None
-    i, name = found
-    one, other = (str(run[i]["state"].get(name, _ABSENT)) for run in (a, b))
-    blamed = _optimizer(name, a[i]["gradients"], b[i]["gradients"], first["optimizers"])
-    return replace(proof, difference=Difference(name, a[i]["at"], i + 1, one, other, far, repeats, blamed))
+        index, name = parting
+        max_abs = _distance(name, straight, resumed)
+        repeats = _first_difference(b, _run(again, folder, _no_progress)) is None
+    difference = Difference(
+        name=name,
+        step=a[index]["at"],
+        after=index + 1,
+        straight=str(a[index]["state"].get(name, _ABSENT)),
+        resumed=str(b[index]["state"].get(name, _ABSENT)),
+        max_abs=max_abs,
+        repeats=repeats,
+        optimizer=_optimizer(name, a[index]["gradients"], b[index]["gradients"], first["optimizers"]),
+    )
+    return replace(proof, difference=difference)
 
 
 def _optimizer(name: str, a: Mapping[str, str], b: Mapping[str, str], optimizers: Mapping[str, str]) -> str:
@@ -169,51 +184,57 @@ def _optimizer(name: str, a: Mapping[str, str], b: Mapping[str, str], optimizers
         optimizers: by what stands before the names of their model's tensors.
     """
     for prefix, optimizer in optimizers.items():
-        mine = {n for n in {**a, **b} if n.startswith(f"{prefix}online/")}
-        if mine and (name in mine or name.startswith((f"{prefix}masters/", f"{prefix}optimizer/"))):
-            return optimizer if all(a.get(n) == b.get(n) for n in mine) else ""
+        weights = {n for n in {**a, **b} if n.startswith(f"{prefix}online/")}
+        writes_it = name in weights or name.startswith((f"{prefix}masters/", f"{prefix}optimizer/"))
+        if weights and writes_it:
+            same_gradients = all(a.get(n) == b.get(n) for n in weights)
+            return optimizer if same_gradients else ""
     return ""
 
 
 def _run(job: Mapping[str, Any], folder: Path, progress: Callable[[int], object]) -> list[dict[str, Any]]:
-    """What a run in a process of its own told; of the steps before the checkpoint it tells only that they were made."""
-    told: list[dict[str, Any]] = []
+    """The reports of a run in a process of its own. Steps before the checkpoint send an empty one, for the progress."""
+    reports: list[dict[str, Any]] = []
     done = 0
     command = [sys.executable, "-c", _START, json.dumps(job)]
-    with (folder / "stderr").open("w+", encoding="utf-8", errors="replace") as said:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, encoding="utf-8") as process:  # noqa: S603  (this interpreter, our module)
+    with (folder / "stderr").open("w+", encoding="utf-8", errors="replace") as stderr:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, encoding="utf-8") as process:  # noqa: S603  (this interpreter, our module)
             assert process.stdout is not None
             try:
-                for fact in map(json.loads, process.stdout):
-                    if "error" in fact:
-                        raise _ERRORS[fact["error"]](fact["what"], where=fact["where"], hint=fact["hint"])
-                    if "steps" not in fact:
+                for line in process.stdout:
+                    report = json.loads(line)
+                    if "error" in report:
+                        raise _ERRORS[report["error"]](report["what"], where=report["where"], hint=report["hint"])
+                    if "steps" not in report:
                         done += 1
                         progress(done)
-                    if fact:
-                        told.append(fact)
-            except BaseException:  # an interrupt, too: nothing is left running
+                    if report:
+                        reports.append(report)
+            except BaseException:  # also an interrupt: the process must not stay
                 process.kill()
                 raise
         if process.returncode:
-            said.seek(0)
-            last = (said.read().strip().splitlines() or [f"it ended with code {process.returncode}"])[-1]
-            raise StageError(f"the run in a fresh process failed: {last}", where=str(job["make"]))
-    return told
+            stderr.seek(0)
+            lines = stderr.read().strip().splitlines()
+            reason = lines[-1] if lines else f"it ended with code {process.returncode}"
+            raise StageError(f"the run in a fresh process failed: {reason}", where=str(job["make"]))
+    return reports
 
 
-def _parting(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
+def _first_difference(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
     """The first step (from 0) after which two runs differ, and the name of what differs first in it."""
-    for i, (one, other) in enumerate(zip(a, b, strict=True)):
-        x, y = one["state"], other["state"]
-        names = sorted({**x, **y}, key=lambda n: not n.startswith("data/"))  # what only one was given comes early too
-        if differing := next((n for n in names if x.get(n) != y.get(n)), None):
-            return i, differing
+    for index, (report_a, report_b) in enumerate(zip(a, b, strict=True)):
+        x, y = report_a["state"], report_b["state"]
+        # Inputs come first, also those that only one run had.
+        for name in sorted({**x, **y}, key=lambda n: not n.startswith("data/")):
+            if x.get(name) != y.get(name):
+                return index, name
     return None
 
 
 def _distance(name: str, straight: Path, resumed: Path) -> float | None:
-    a, b = (safetensors_io.load(path)[0].get(name) for path in (straight, resumed))
+    a = safetensors_io.load(straight)[0].get(name)
+    b = safetensors_io.load(resumed)[0].get(name)
     if a is None or b is None or a.shape != b.shape or not a.numel() or name.startswith("rng/"):
         return None
     return float((a.double() - b.double()).abs().max())

@@ -1,4 +1,4 @@
-"""The training hooks tried once on two samples, before anything is trained: model, data, loss, its gradient."""
+"""Tries the training hooks on two samples before training: model, data, loss and its gradient."""
 
 from __future__ import annotations
 
@@ -93,24 +93,26 @@ def look_at_example(look: Inspection) -> None:
             _tell_model(look, network)
         look.shared["network"] = network
     hooks = ("example_inputs", "eval_data", "train_data", "calib_data")
-    hook = next((h for h in hooks if look.task.has(h)), hooks[0])
+    defined = [h for h in hooks if look.task.has(h)]
+    hook = defined[0] if defined else hooks[0]
     with look.item(f"{hook}()"):
         network = look.need("network")
         example = data.example_inputs(look.task, forward=network.forward)
         try:
-            found = golden_outputs.record(network, *example)
+            golden = golden_outputs.record(network, *example)
         except TaskError as error:
             if hook != hooks[0] and not error.hint:
                 error.hint = f"there is no example_inputs(), so the first samples of {hook}() are the example"
             raise
-        ins = {k.removeprefix("inputs/"): v for k, v in found.items() if k.startswith("inputs/")}
-        outs = {k.removeprefix("outputs/"): v for k, v in found.items() if k.startswith("outputs/")}
+        inputs, outputs = {}, {}
+        for name, tensor in golden.items():
+            if name.startswith("inputs/"):
+                inputs[name.removeprefix("inputs/")] = tensor
+            else:
+                outputs[name.removeprefix("outputs/")] = tensor
         look.shared["example"] = example
-        look.ok(
-            "example_inputs()" if hook == hooks[0] else f"{hook}()",
-            f"as the example: {outlined(ins)} gives {outlined(outs)}",
-        )
-        _warn_of_nonfinite(look, "model()", outs)
+        look.ok(f"{hook}()", f"as the example: {outlined(inputs)} gives {outlined(outputs)}")
+        _warn_of_nonfinite(look, "model()", outputs)
 
 
 def _model(look: Inspection) -> nn.Module:
@@ -137,17 +139,23 @@ def _batches(look: Inspection, batch_size: int) -> tuple[Any, Batches]:
     batches = Batches(source, batch_size=SAMPLES, seed=None)
     with look.task.blaming("drawing a batch of train_data()"):
         batch = next(batches.forever())
-    there = batches.samples
-    told = "" if there is None else f" of {there} samples"
-    look.ok("train_data()", f"{described(batch)}{told}")
-    look.shared["samples"] = there
+    text = described(batch)
+    if batches.samples is not None:
+        text += f" of {batches.samples} samples"
+    look.ok("train_data()", text)
+    look.shared["samples"] = batches.samples
     return batch, Batches(source, batch_size=batch_size, seed=None)
 
 
 def _try_loss(look: Inspection, mo: ModelOptimizer, where: torch.device) -> None:
-    """A loss and its gradient on two samples; on a whole batch where it fails on two, as one over pairs may."""
+    """A loss and its gradient on two samples. Where it fails, as a loss over pairs may, a whole batch is tried."""
     batch = to_device(look.need("batch"), where)
-    few = each_tensor(batch, lambda t: t[:SAMPLES] if t.ndim and len(t) == size(batch) else t)
+    samples = size(batch)
+
+    def first_rows(tensor: Tensor) -> Tensor:
+        return tensor[:SAMPLES] if tensor.ndim and len(tensor) == samples else tensor
+
+    few = each_tensor(batch, first_rows)
     try:
         loss = _loss(look, mo, few)
     except TaskError as on_few:
@@ -155,20 +163,24 @@ def _try_loss(look: Inspection, mo: ModelOptimizer, where: torch.device) -> None
             loss = _loss(look, mo, to_device(next(look.need("more").forever()), where))
         except TaskError:
             raise on_few from None
-    missing = [n for n, p in named(mo.model).params.items() if p.requires_grad and p.grad is None]
-    trained = [n for n, p in named(mo.model).params.items() if p.requires_grad]
+    params = named(mo.model).params
+    trained = [n for n, p in params.items() if p.requires_grad]
+    missing = [n for n in trained if params[n].grad is None]
     if trained and len(missing) == len(trained):
         raise TaskError("no parameter gets a gradient from it", where="loss",
-                        hint="compute it from what the model gives, without detach() or no_grad()")  # fmt: skip
+                        hint="compute it from the model's outputs, without detach() or no_grad()")  # fmt: skip
     look.ok("loss()", f"{float(loss.detach()):.4g} on {described(few).removeprefix('a batch ')}")
     if missing:
-        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        shown = ", ".join(missing[:3])
+        if len(missing) > 3:
+            shown += ", …"
         look.warn("loss()", f"{len(missing)} of {len(trained)} parameters get no gradient: {shown}",
                   "freeze them by requires_grad_(False), or use them in forward()")  # fmt: skip
-    grads = {n: p.grad for n, p in named(mo.model).params.items() if p.grad is not None}
-    _warn_of_nonfinite(
-        look, "loss()", {"the loss": loss.detach(), **{f"the gradient of {n}": g for n, g in grads.items()}}
-    )
+    tensors = {"the loss": loss.detach()}
+    for name, param in params.items():
+        if param.grad is not None:
+            tensors[f"the gradient of {name}"] = param.grad
+    _warn_of_nonfinite(look, "loss()", tensors)
 
 
 def _loss(look: Inspection, mo: ModelOptimizer, batch: Any) -> Tensor:
@@ -180,23 +192,24 @@ def _loss(look: Inspection, mo: ModelOptimizer, batch: Any) -> Tensor:
 
 
 def _try_last_batch(look: Inspection, mo: ModelOptimizer, batch_size: int, where: torch.device) -> None:
-    """A last batch of one sample, which BatchNorm may refuse after an epoch's work."""
-    there = look.shared.get("samples")
-    if there is None or there % batch_size != 1 or not any(isinstance(m, _ONE_ROW) for m in mo.model.modules()):
+    """Tries a last batch of one sample, on which BatchNorm would fail only at the end of an epoch."""
+    samples = look.shared.get("samples")
+    if samples is None or samples % batch_size != 1 or not any(isinstance(m, _ONE_ROW) for m in mo.model.modules()):
         return
     one = each_tensor(look.need("batch"), lambda t: t[:1] if t.ndim else t)
     try:
         _loss(look, mo, to_device(one, where))
     except TaskError as error:
         raise TaskError(
-            f"the last batch of an epoch has 1 of the {there} samples, and on it {error.what}",
+            f"the last batch of an epoch has 1 of the {samples} samples, and on it {error.what}",
             where="train.batch_size",
             hint=f"choose a batch_size that leaves more than one, or leave a sample out; it is {batch_size}",
         ) from error
 
 
 def _warn_of_nonfinite(look: Inspection, item: str, tensors: Mapping[str, Tensor]) -> None:
-    bad = next((n for n, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all())), None)
-    if bad is not None:
-        look.warn(item, f"{bad} is NaN or infinite on the first {SAMPLES} samples",
-                  "look for NaN in the data, a division by 0 or a log of 0")  # fmt: skip
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            look.warn(item, f"{name} is NaN or infinite on the first {SAMPLES} samples",
+                      "look for NaN in the data, a division by 0 or a log of 0")  # fmt: skip
+            return

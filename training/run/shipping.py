@@ -1,4 +1,4 @@
-"""Weights on their way out: canonical names, float32, golden answers, and what other weights would have given."""
+"""Writes the weights that ship, with golden inputs and outputs, and compares them with other weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Pair:
-    """One tensor under two sets of weights: a parameter, or what a module gave on the example."""
+class WeightEffect:
+    """One tensor under two sets of weights: a parameter, or a module's output on the example."""
 
     name: str
     op: str
@@ -32,10 +32,10 @@ class Pair:
 
 
 def network(task: Task) -> nn.Module:
-    """model() in float32 and eval mode: half precision is the quantize stage's decision, with a report of its cost.
+    """model() in float32 and eval mode. Half precision is chosen by the quantize stage, which reports its cost.
 
     Raises:
-        TaskError: it gives something else than a module.
+        TaskError: model() does not return a module.
     """
     model = task.call("model")
     if not isinstance(model, nn.Module):
@@ -52,8 +52,8 @@ def ship(model: nn.Module, example: Example, weights: Mapping[str, Tensor], out:
     """
     canonical_names.load(model, weights)
     _stop_observers(model)
-    known = canonical_names.named(model)
-    safetensors_io.save(out / "model.safetensors", known.tensors, {"aliases": known.aliases})
+    names = canonical_names.named(model)
+    safetensors_io.save(out / "model.safetensors", names.tensors, {"aliases": names.aliases})
     safetensors_io.save(out / "golden.safetensors", golden_outputs.record(model, *example))
 
 
@@ -67,15 +67,21 @@ def _stop_observers(model: nn.Module) -> None:
 
 def compared(
     model: nn.Module, example: Example, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
-) -> list[Pair]:
+) -> list[WeightEffect]:
     """Every parameter, then every module's output on the example, under both sets of weights; `after` stay loaded."""
-    (old, was), (new, now) = (_state(model, example, weights) for weights in (before, after))
-    weights = [Pair(n, "parameter", n.rpartition(".")[0], old[n], t) for n, t in new.items()]
-    return weights + [Pair(p, op, p.partition(":")[0], was[p][1], t) for p, (op, t) in now.items() if p in was]
+    old_params, old_outputs = _state(model, example, before)
+    new_params, new_outputs = _state(model, example, after)
+    effects = []
+    for name, param in new_params.items():
+        effects.append(WeightEffect(name, "parameter", name.rpartition(".")[0], old_params[name], param))
+    for path, (op, output) in new_outputs.items():
+        if path in old_outputs:
+            effects.append(WeightEffect(path, op, path.partition(":")[0], old_outputs[path][1], output))
+    return effects
 
 
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Whether every tensor of `a` is in `b`, equal."""
+    """Whether `b` has every tensor of `a`, with equal values."""
     return all(b[n] is t or torch.equal(b[n], t) for n, t in a.items())
 
 

@@ -1,4 +1,4 @@
-"""The training loop of the `train` stage: a run that can be killed at any moment and goes on bit for bit."""
+"""The training loop of the `train` stage. A run may be killed at any moment and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from layerline.training.state import checkpoint
 
 _FILL: Any = torch.utils.deterministic
 _DRAW_EVERY_S = 0.1
-# Seconds between two saves, at least: so many, and so many times what the last one took.
+# The least time between two saves: this many seconds, and this many times the duration of the last save.
 _SAVE_EVERY_S, _SAVE_SHARE = 10.0, 20
 
 
@@ -46,11 +46,11 @@ class Run:
     """One training run.
 
     Attributes:
-        initial: the weights it started from, by canonical name.
+        initial: the first weights, by canonical name.
         before_last: the weights before the last optimizer step; empty until then.
-        total: optimizer steps it will attempt.
-        resumed: the step it went on from; None when it started anew.
-        loss: of a batch: a sum with what it is a sum over, or a mean over the batch's samples with None.
+        total: optimizer steps to attempt.
+        resumed: the step at which it resumed; None for a new run.
+        loss: function that returns a sum and its weight, or a mean over the batch's samples and None.
     """
 
     task: Task
@@ -83,20 +83,23 @@ class Run:
 
 def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch_size: int, seed: int, workers: int,
             device: torch.device, parts: Mapping[str, str] | None = None) -> Run:  # fmt: skip
-    """Builds model, data and optimizer from the task's hooks, all random draws from `seed`.
+    """Builds model, data and optimizer from the task's hooks. All random draws come from `seed`.
 
     Args:
-        parts: the parts of the stage's key, of which code and data must be the same on every rank.
+        parts: the parts of the stage's key. Code and data among them must be the same on every rank.
 
     Raises:
         StageError: ranks have other code or data; names the first that differs.
-        TaskError: a hook gave the wrong thing.
+        TaskError: a hook returned a wrong type.
         ConfigError: the configuration does not fit the model.
     """
-    group = ranks.join(config.distributed, device) if rendezvous.environment()[1] > 1 else None
+    group = None
+    rank, size = 0, 1
+    if rendezvous.environment()[1] > 1:
+        group = ranks.join(config.distributed, device)
     if group is not None:
-        group.compare(_read(parts or {}), "run the same task.py and data files on each rank")
-    rank, size = (group.rank, group.size) if group else (0, 1)
+        rank, size = group.rank, group.size
+        group.compare(_code_and_data(parts or {}), "run the same task.py and data files on each rank")
     if size > 2 and "overlap" not in config.distributed.model_fields_set:
         config = config.replace(distributed={"overlap": False})  # a killed run must end in the same bytes
     if config.monitor.valid_interval and not task.has("eval_data"):
@@ -106,8 +109,8 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     model = task.call("model")
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() gave {type(model).__name__}, expected a torch.nn.Module", where="model")
-    named(model)  # refuses what has no shape yet, before it is moved
-    if group is None or config.distributed.shard == "none":  # a sharded one comes to the GPU layer by layer
+    named(model)  # refuses parameters without a shape, before the model is moved
+    if group is None or config.distributed.shard == "none":  # a sharded model is moved to the GPU layer by layer
         model.to(device)
     modes = train_mode(model)
     batches = Batches(task.call("train_data"), batch_size=batch_size, seed=seed, workers=workers, rank=rank, ranks=size)
@@ -121,16 +124,23 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     for text in modes:
         mo.lanes[""].monitor.warn("modes", text)
     loss = taught(task, model, config, device)
-    # The model's own draws (dropout) start here, whatever building it and its data took; each rank has its own.
-    rng_state.seed_all(rng_state.mix(seed, 1, *((rank,) if rank else ())))
+    # Draws of the model (dropout) don't depend on how many numbers building it took. Each rank has its own seed.
+    seed_parts = [seed, 1]
+    if rank:
+        seed_parts.append(rank)
+    rng_state.seed_all(rng_state.mix(*seed_parts))
     return Run(task, model, mo, batches, loss, device, total, initial, {})
 
 
-def _read(parts: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The code and data that a training reads, a line each for `Ranks.compare`."""
+def _code_and_data(parts: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The code and data that a training reads, with their digests, for `Ranks.compare`."""
     kinds = {"hook": "{}() and what it reaches", "file": "the file {}", "code": "code of Layerline"}
-    found = [(*name.partition(".")[::2], value) for name, value in parts.items()]
-    return [(kinds[kind].format(rest), value[:12]) for kind, rest, value in found if kind in kinds]
+    lines = []
+    for part, digest in parts.items():
+        kind, _, name = part.partition(".")
+        if kind in kinds:
+            lines.append((kinds[kind].format(name), digest[:12]))
+    return lines
 
 
 def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
@@ -147,26 +157,30 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
         mo.best.folder = scratch / "best"
     if run.lane.monitor.write is not None:
         run.lane.monitor.write = log.say
-    run.lane.monitor.speak, run.lane.monitor.loads = log.say, run.batches.form != "columns"
+    run.lane.monitor.speak = log.say
+    run.lane.monitor.loads = run.batches.form != "columns"
     if _resumable(mo, folder):
         mo.load_ckpt(folder)
         run.resumed = run.attempted
         log.say(f"resuming at step {run.resumed} of {run.total}")
-    saved_at, saving, drawn_at, saved_step = time.perf_counter(), 0.0, 0.0, run.attempted
+    saved_at = time.perf_counter()
+    saving = drawn_at = 0.0
+    saved_step = run.attempted
     with _interrupts() as interrupted:
         stream = run.batches.forever()
         while run.attempted < run.total and not mo.should_stop:
             one_batch(run, stream)
             now = time.perf_counter()
             done = run.attempted
-            due = (save_every and done - saved_step >= save_every) or now - saved_at > max(
-                _SAVE_EVERY_S, _SAVE_SHARE * saving
-            )
-            save, stop = _agreed(run, bool(due), bool(interrupted))
-            # Not after the last step: what the report says of it must be measured in the process that ends the run.
+            due = now - saved_at > max(_SAVE_EVERY_S, _SAVE_SHARE * saving)
+            if save_every and done - saved_step >= save_every:
+                due = True
+            save, stop = _agreed(run, due, bool(interrupted))
+            # Not after the last step: the process that ends the run must have measured what it reports on this step.
             if done < run.total and (save or stop):
                 checkpoint.save(mo, folder)
-                saved_at, saved_step, saving = time.perf_counter(), done, time.perf_counter() - now
+                saved_at = time.perf_counter()
+                saved_step, saving = done, saved_at - now
             if stop:
                 raise KeyboardInterrupt
             if now - drawn_at > _DRAW_EVERY_S:
@@ -176,7 +190,7 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
 
 
 def take_best(run: Run) -> str:
-    """Puts the best checkpoint's state in place of the last one's where `keep_best` asks for it; a note about it."""
+    """Loads the best checkpoint where `keep_best` keeps one, and returns a note on it."""
     best = run.mo.best
     if best is None or not best.entries:
         return ""
@@ -187,7 +201,7 @@ def take_best(run: Run) -> str:
         return f"the best metric was {metric:.6g} at step {step}; the last step is {last}{stopped}"
     if step != last:
         checkpoint.load(run.mo, best.folder / file)
-        run.before_last = {}  # of another step than the weights now
+        run.before_last = {}  # it belongs to another step than the present weights
     return f"the weights are those of step {step} with the best metric, {metric:.6g}; the last step was {last}{stopped}"
 
 
@@ -198,7 +212,7 @@ def _resumable(mo: ModelOptimizer, folder: Path) -> bool:
 
 
 def _agreed(run: Run, save: bool, stop: bool) -> tuple[bool, bool]:
-    """Whether to save and whether to stop now. All ranks must at the same step: one asks, at the next step all know."""
+    """Whether to save and to stop now. All ranks must do so at the same step: one asks, and the next step tells all."""
     peers = run.lane.peers
     if peers is None:
         return save, stop
@@ -208,7 +222,7 @@ def _agreed(run: Run, save: bool, stop: bool) -> tuple[bool, bool]:
 
 
 def one_batch(run: Run, stream: Iterator[Any]) -> Any:
-    """Trains on the next batch of `stream`, and gives it back; the last one of an epoch ends a window."""
+    """Trains on the next batch of `stream` and returns it. The last batch of an epoch ends the window."""
     mo = run.mo
     with run.task.blaming("drawing a batch of train_data()"):
         batch = to_device(next(stream), run.device)
@@ -221,7 +235,8 @@ def one_batch(run: Run, stream: Iterator[Any]) -> Any:
         loss, weight = loss * 0, 0.0
     if run.attempted == run.total - 1:
         run.before_last = _copies(run.lane.named.params)
-    run.lane.monitor.waited, run.batches.waited = run.lane.monitor.waited + run.batches.waited, 0.0
+    run.lane.monitor.waited += run.batches.waited
+    run.batches.waited = 0.0
     mo.step(loss, weight=weight, samples=samples)
     if run.batches.position == 0:
         mo.flush()
@@ -229,12 +244,12 @@ def one_batch(run: Run, stream: Iterator[Any]) -> Any:
 
 
 def _copies(params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """For the report, out of the way of what trains on the device."""
+    """Copies on the CPU, which take no memory of the device that trains."""
     return {n: whole(p.detach()).to("cpu", copy=True) for n, p in params.items()}
 
 
 def _default_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, float | None]:
-    """Batches and ranks are weighed by the labels that count, so that any split gives the mean over all labels."""
+    """Weighs batches and ranks by the labels that count, so that any split gives the mean over all labels."""
     with task.blaming("the model", on=lambda: described(batch)):
         labels = valid_labels(batch)
         if labels is None:
@@ -243,21 +258,27 @@ def _default_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, flo
 
 
 def _own_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, float | None]:
-    """What the task's loss() gives: a mean over the samples of the batch, or (sum, weight).
+    """The result of the task's loss(): a mean over the samples of the batch, or (sum, weight).
 
     Raises:
         TaskError: it is neither.
     """
-    result = task.get("loss")(model, batch)
-    loss, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    loss = task.get("loss")(model, batch)
+    weight = None
+    if isinstance(loss, tuple) and len(loss) == 2:
+        loss, weight = loss
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        returned = type(loss).__name__
+        if isinstance(loss, Tensor):
+            returned = f"a tensor of shape {tuple(loss.shape)}"
         raise TaskError(
-            f"loss() gave {shape}, expected a scalar tensor with a gradient",
+            f"loss() gave {returned}, expected a scalar tensor with a gradient",
             where="loss",
             hint="return the mean over the batch, or (sum, weight): the sum over labels or tokens, and their number",
         )
-    return loss, None if weight is None else counted(weight)
+    if weight is not None:
+        weight = counted(weight)
+    return loss, weight
 
 
 def _first(metric: dict[str, float]) -> float:
@@ -265,8 +286,10 @@ def _first(metric: dict[str, float]) -> float:
 
 
 def loss_of(task: Task) -> Callable[[nn.Module, Any], tuple[Tensor, float | None]]:
-    """The task's loss of a model on a batch, and its weight; None where the samples of the batch are that."""
-    return partial(_own_loss if task.has("loss") else _default_loss, task)
+    """A function for the task's loss of a model on a batch and its weight; None stands for the number of samples."""
+    if task.has("loss"):
+        return partial(_own_loss, task)
+    return partial(_default_loss, task)
 
 
 def taught(task: Task, model: nn.Module, config: Config, device: torch.device) -> Loss:
@@ -290,10 +313,10 @@ def taught(task: Task, model: nn.Module, config: Config, device: torch.device) -
 
 
 def steps_per_epoch(batches: Batches, accumulate: int) -> int:
-    """Optimizer steps that a pass over the data takes.
+    """Optimizer steps per epoch.
 
     Raises:
-        TaskError: the data does not tell its length.
+        TaskError: the data has no length.
     """
     if batches.per_epoch is None:
         raise TaskError(
@@ -313,9 +336,9 @@ def _draw(run: Run, log: Log) -> None:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Algorithms that give the same bits each time, where torch has them; it warns where it has none.
+    """Inside, torch uses deterministic algorithms, and warns where it has none.
 
-    The number of threads and the machine still matter: sums are split by them.
+    Results still depend on the machine and the number of threads, which decide how sums are split.
     """
     before, fill = torch.are_deterministic_algorithms_enabled(), _FILL.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's condition; it reads it when CUDA starts

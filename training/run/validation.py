@@ -1,4 +1,4 @@
-"""The task's metric of a model over its evaluation data."""
+"""Computes the task's metric of a model on its evaluation data."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from layerline.training.data.golden_outputs import named_outputs
 
 
 def metric_of(task: Task, model: nn.Module, *, batch_size: int, device: torch.device) -> dict[str, float]:
-    """The metric by name (`metric`, where the hook returns one number); `model` is used in the mode it is in.
+    """The metric by name (`metric`, where the hook returns one number). The model stays in its present mode.
 
-    The hook gets one array where the model returns one tensor, else a tuple of all of them, as with a built model.
+    The hook gets an array where the model returns one tensor, and otherwise a tuple of arrays, as for a built model.
 
     Raises:
         TaskError: no evaluation data, a batch without label, or the metric is no number.
@@ -35,9 +35,10 @@ def metric_of(task: Task, model: nn.Module, *, batch_size: int, device: torch.de
             with task.blaming("the model", on=lambda batch=batch: described(batch)):  # type: ignore[misc]
                 out = model(*args, **kwargs)
             outputs.append([_array(v) for v in named_outputs(out).values()])
-    parts = tuple(joined(list(p), "outputs") for p in zip(*outputs, strict=True))
+    parts = [joined(list(of_batches), "outputs") for of_batches in zip(*outputs, strict=True)]
     metric = task.get("metric") if task.has("metric") else accuracy
-    return score(metric, parts[0] if len(parts) == 1 else parts, joined(targets, "targets"))
+    predictions = parts[0] if len(parts) == 1 else tuple(parts)
+    return score(metric, predictions, joined(targets, "targets"))
 
 
 def _drawn(task: Task, batches: Batches) -> Iterator[Any]:
@@ -51,7 +52,7 @@ def _drawn(task: Task, batches: Batches) -> Iterator[Any]:
 
 
 def _target(target: Any) -> Any:
-    """The target as arrays, in the tuples and dicts that the data gives it in."""
+    """The target as arrays, in its tuples and dicts."""
     hint = f"give batches (x, y), or a dict with one of {', '.join(LABELS)}"
     if target is None:
         raise TaskError("a batch has no label", where="eval_data", hint=hint)
@@ -66,4 +67,6 @@ def _target(target: Any) -> Any:
 
 
 def _array(value: Tensor) -> Array:
-    return np.atleast_1d((value.float() if value.is_floating_point() else value).cpu().numpy())
+    if value.is_floating_point():
+        value = value.float()  # numpy has no bfloat16
+    return np.atleast_1d(value.cpu().numpy())

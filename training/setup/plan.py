@@ -1,10 +1,11 @@
-"""What ModelOptimizer is going to do, before it does it: groups, rates, bytes, and what it refuses."""
+"""The plan of a training: parameter groups, learning rates, bytes, notes and refused combinations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from torch import Tensor
 
@@ -51,13 +52,17 @@ class Plan:
     others: tuple[Plan, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{self.model}: {self.optimizer}" if self.model else self.optimizer, "", "groups"]
-        lines += [*_group_lines(self.groups), "", "learning rate", *_curve_lines(self.curve)]
+        title = f"{self.model}: {self.optimizer}" if self.model else self.optimizer
+        lines = [title, "", "groups", *_group_lines(self.groups)]
+        lines += ["", "learning rate", *_curve_lines(self.curve)]
         lines += ["", f"bytes per trained parameter ({self.elements:,} of them)"]
         for kind, (planned, measured) in self.bytes.items():
-            seen = "not measured yet" if measured is None else f"measured {measured / self.elements:.2f}"
-            lines.append(f"  {kind:<10}  planned {planned / self.elements:.2f}, {seen}")
-        lines += ["", "notes"] + [f"  {n}" for n in self.notes] if self.notes else []
+            measured_text = "not measured yet"
+            if measured is not None:
+                measured_text = f"measured {measured / self.elements:.2f}"
+            lines.append(f"  {kind:<10}  planned {planned / self.elements:.2f}, {measured_text}")
+        if self.notes:
+            lines += ["", "notes", *[f"  {note}" for note in self.notes]]
         refusals = [f"  {what}: {why}" for what, why in self.refused.items()]
         lines += ["", "refused beside what is configured here", *refusals[: self.near]]
         lines += ["", "refused elsewhere", *refusals[self.near :]]
@@ -108,18 +113,25 @@ def plan(lane: Lane) -> Plan:
 def _groups(lane: Lane) -> dict[str, tuple[str, str, int]]:
     if not lane.custom:
         return {m.name: (_group_name(lane.config.optimizer, m), m.reason, m.param.numel()) for m in lane.members}
-    held = own_groups(lane.optimizer)
-    index = {id(p): i for i, group in enumerate(held) for p in group["params"]}
+    groups = own_groups(lane.optimizer)
+    group_of: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for param in group["params"]:
+            group_of[id(param)] = index
     out = {}
     for name, param in zip(lane.names, lane.params, strict=True):
-        at = index.get(id(param))
-        if at is None:
-            told = ("not held", "") if held else ("unknown", "")
+        number = group_of.get(id(param))
+        if number is not None:
+            out[name] = (_decay_word(groups[number].get("weight_decay")), f"group {number}", param.numel())
         else:
-            decay = held[at].get("weight_decay")
-            told = ("unknown" if decay is None else "decay" if decay else "no decay"), f"group {at}"
-        out[name] = (*told, param.numel())
+            out[name] = ("not held" if groups else "unknown", "", param.numel())
     return out
+
+
+def _decay_word(weight_decay: float | None) -> str:
+    if weight_decay is None:
+        return "unknown"
+    return "decay" if weight_decay else "no decay"
 
 
 def _group_name(config: OptimizerConfig, member: Member) -> str:
@@ -134,22 +146,24 @@ def _group_name(config: OptimizerConfig, member: Member) -> str:
 def _headline(lane: Lane) -> str:
     name = type(lane.optimizer).__name__
     if lane.custom:
-        held = own_groups(lane.optimizer)
-        fields = [", ".join(f"{k}={g[k]}" for k in _HEAD if g.get(k) is not None) for g in held]
+        fields = [_field_list(group) for group in own_groups(lane.optimizer)]
         return f"{name}({' | '.join(fields)}) (custom)" if any(fields) else f"{name} (custom)"
-    first = {**lane.optimizer.param_groups[0], "lr": lane.rate.base}
-    return f"{name}({', '.join(f'{k}={first[k]}' for k in _HEAD if first.get(k) is not None)})"
+    return f"{name}({_field_list({**lane.optimizer.param_groups[0], 'lr': lane.rate.base})})"
+
+
+def _field_list(group: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={group[name]}" for name in _HEAD if group.get(name) is not None)
 
 
 def _bytes(lane: Lane) -> dict[str, tuple[int, int | None]]:
     started = lane.steps > 0
-    weights, gradients = _size(lane.params), _size(lane.stepped)
+    trained = [p for p in lane.named.params.values() if p.requires_grad]
     out: dict[str, tuple[int, int | None]] = {
-        "parameters": (weights, _size(p for p in lane.named.params.values() if p.requires_grad)),
-        "gradients": (gradients, lane.gradient_bytes if started else None),
+        "parameters": (_size(lane.params), _size(trained)),
+        "gradients": (_size(lane.stepped), lane.gradient_bytes if started else None),
     }
     if not lane.custom:
-        out["states"] = _planned_states(lane), _measured_states(lane) if started else None
+        out["states"] = (_planned_states(lane), _measured_states(lane) if started else None)
     if lane.masters is not None:
         out["masters"] = 2 * _size(lane.masters.half), _size(lane.masters.full)
     if lane.ema is not None:
@@ -159,13 +173,10 @@ def _bytes(lane: Lane) -> dict[str, tuple[int, int | None]]:
 
 
 def _planned_states(lane: Lane) -> int:
-    config, rule = lane.config.optimizer, TABLE[lane.config.optimizer.name]
-    if config.name == "adafactor":  # row and column means of matrices, whole vectors
-        return sum(
-            p.element_size() * (sum(p.numel() // p.shape[d] for d in (-1, -2)) if p.ndim > 1 else p.numel())
-            for p in lane.stepped
-        )
-    count = rule.states
+    config = lane.config.optimizer
+    if config.name == "adafactor":
+        return sum(_adafactor_elements(p) * p.element_size() for p in lane.stepped)
+    count = TABLE[config.name].states
     if config.name == "sgd":
         count = 1 if config.momentum else 0
     elif config.name == "rmsprop":
@@ -173,9 +184,19 @@ def _planned_states(lane: Lane) -> int:
     return count * _size(lane.stepped)
 
 
+def _adafactor_elements(param: Tensor) -> int:
+    """Elements of adafactor's statistics: the means of rows and columns of a matrix, all elements of a vector."""
+    if param.ndim < 2:
+        return param.numel()
+    return param.numel() // param.shape[-1] + param.numel() // param.shape[-2]
+
+
 def _measured_states(lane: Lane) -> int:
-    # One counter per parameter is no state of its size.
-    return _size(t for s in lane.optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.ndim)
+    total = 0
+    for state in lane.optimizer.state.values():
+        # Scalars are step counters, not state of the parameter's size.
+        total += _size(t for t in state.values() if isinstance(t, Tensor) and t.ndim)
+    return total
 
 
 def _notes(lane: Lane) -> Iterable[str]:
