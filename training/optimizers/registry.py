@@ -122,7 +122,7 @@ def check_custom(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
     required = [name for name in _required(_step_method(optimizer)) if name != "closure"]
     if required:
         raise ConfigError(
-            f"{type(optimizer).__name__}.step() needs the arguments {', '.join(required)}",
+            f"{type(optimizer).__name__}.step() needs {', '.join(required)}, which ModelOptimizer does not pass",
             where="optimizer",
             hint="use an optimizer whose step() takes nothing, or a closure",
         )
