@@ -171,7 +171,12 @@ class Train(Stage):
         from layerline.training.state import checkpoint
 
         how = self.model_dump(include={"epochs", "steps", "batch_size", "seed", "workers"})
-        arguments = {"task": str(work.task.path), "config": self.config().model_dump(mode="json"), **how}
+        # Fields that are not set stay so: some sections refuse fields without the one that turns them on.
+        arguments = {
+            "task": str(work.task.path),
+            "config": self.config().model_dump(mode="json", exclude_unset=True),
+            **how,
+        }
         kept = work.scratch / "checkpoints"
         start = kept if checkpoint.rotation(kept) else None
         proof = prove.prove(
