@@ -1,7 +1,7 @@
-"""From what people write to `Config`: two common shapes of the same decisions, presets, and errors that name the field.
+"""Reads configurations: two common shapes of the same settings, presets, and errors that name the field.
 
-Shape one keeps clipping, EMA, precision and intervals under `training`; shape two spreads them over `precision`, `gpu`
-and `distributed`. Both are brought to the sections of `Config` by one table of moves.
+Shape one has clipping, EMA, precision and intervals under `training`; shape two has them in `precision`, `gpu` and
+`distributed`. One table of moves maps both to the sections of `Config`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from layerline.pipeline.nearest import closest
 from layerline.training.config.sections import Config, OptimizerName, SchedulerName, Section
 from layerline.training.optimizers import schedules
 
-# What is written -> the one field it means.
+# Accepted field -> canonical field.
 MOVES: Mapping[str, str] = {
     "optimizer.grad_clip.max_norm": "clip.max_norm",
     "optimizer.grad_clip.value": "clip.value",
@@ -44,7 +44,7 @@ MOVES: Mapping[str, str] = {
     "distributed.overlap_communication": "distributed.overlap",
 }
 
-# Other spellings of a value.
+# Canonical field -> accepted value -> canonical value.
 SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
     "precision.amp": {
         True: "fp16", False: "fp32", None: "fp32", "no": "fp32", "none": "fp32", "off": "fp32", "float32": "fp32",
@@ -81,7 +81,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 _PAIRS = ("optimizer.betas", "optimizer.lr_range")
 FINETUNE_RATES = (1e-5, 5e-5)
 _EXCLUSIVE = (("scheduler.warmup_ratio", "scheduler.warmup_steps"), ("scheduler.min_lr", "scheduler.min_lr_ratio"))
-_RIVALS = {a: b for pair in _EXCLUSIVE for a, b in (pair, pair[::-1])}
+_RIVALS = dict(_EXCLUSIVE) | {second: first for first, second in _EXCLUSIVE}
 
 
 def load(source: Config | Mapping[str, Any] | str | Path, *, whole: bool = False) -> Config:
@@ -283,9 +283,12 @@ def _check_length(config: Config, written: Mapping[str, str]) -> None:
     try:
         schedules.check_length(config.scheduler)
     except ConfigError as error:
-        asking = (written.get(f"scheduler.{n}", "") for n in ("warmup_ratio", "warmup_steps", "name"))
-        source = next((w for w in asking if w.startswith("preset ")), "")
-        what = f"{error.what}, and the {source} asks for it" if source else error.what
+        what = error.what
+        for name in ("warmup_ratio", "warmup_steps", "name"):
+            source = written.get(f"scheduler.{name}", "")
+            if source.startswith("preset "):
+                what += f", and the {source} asks for it"
+                break
         raise ConfigError(what, where=error.where, hint=error.hint) from error
 
 
@@ -305,9 +308,9 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _names(annotation: Any) -> frozenset[str]:
-    """The words that a field takes; upper and lower case are the same there."""
+    """The words that a field accepts, in any case."""
     if get_origin(annotation) is Literal:
-        return frozenset(a for a in get_args(annotation) if isinstance(a, str))
+        return frozenset(word for word in get_args(annotation) if isinstance(word, str))
     return frozenset[str]().union(*map(_names, get_args(annotation)))
 
 
@@ -354,11 +357,14 @@ def guess(nearest: str, valid: Sequence[str]) -> str:
 
 
 def _spelling(target: str, value: Any) -> Any:
+    """The canonical value for an accepted one; other values unchanged."""
     table = SPELLINGS.get(target, {})
     key = value.lower() if isinstance(value, str) else value
     if isinstance(key, str) and key in NAMES.get(target, ()):
         return key
-    return table[key] if isinstance(key, str | bool | int | float | None) and key in table else value
+    if isinstance(key, str | bool | int | float | None) and key in table:
+        return table[key]
+    return value
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -376,7 +382,8 @@ def _preset_of(source: Mapping[str, Any]) -> Any:
 
 
 def _apply_preset(preset: Any, fields: dict[str, Any], written: dict[str, str]) -> None:
-    preset = preset.lower() if isinstance(preset, str) else preset
+    if isinstance(preset, str):
+        preset = preset.lower()
     if preset not in PRESETS:
         hint = guess(closest(str(preset), PRESETS), list(PRESETS))
         raise ConfigError(f"no preset is called {preset!r}", where="preset", hint=hint)
@@ -398,14 +405,18 @@ def _check_exclusive(fields: Mapping[str, Any], written: Mapping[str, str]) -> N
     for one, other in _EXCLUSIVE:
         if fields.get(one) is None or fields.get(other) is None:
             continue
-        scale = fields.get("optimizer.lr") if one == "scheduler.min_lr" else fields.get("scheduler.total_steps")
-        expected = _product(fields[other], scale) if one == "scheduler.min_lr" else _product(fields[one], scale)
-        said = fields[one] if one == "scheduler.min_lr" else fields[other]
-        if expected is None or not _same(expected, said):
+        # A share and an absolute value may both be there where they agree.
+        if one == "scheduler.min_lr":
+            absolute = fields[one]
+            expected = _product(fields[other], fields.get("optimizer.lr"))
+        else:
+            absolute = fields[other]
+            expected = _product(fields[one], fields.get("scheduler.total_steps"))
+        if expected is None or not _same(expected, absolute):
             raise ConfigError(
                 f"{written[one]} is {fields[one]!r} and {written[other]} is {fields[other]!r}",
                 where=written[other],
-                hint="they say the same thing twice: keep one of the two",
+                hint="both set the same thing: keep one of the two",
             )
 
 
@@ -433,8 +444,8 @@ def _validate(fields: Mapping[str, Any], written: Mapping[str, str]) -> Config:
         path = ".".join(str(p) for p in first["loc"][:2])
         message = first["msg"].removeprefix("Value error, ")
         if path in _PAIRS and first["type"] in ("missing", "too_long", "tuple_type"):
-            seen = fields.get(path)
-            raise ConfigError(f"expected two numbers, got {seen!r}", where=written.get(path, path)) from error
+            value = fields.get(path)
+            raise ConfigError(f"expected two numbers, got {value!r}", where=written.get(path, path)) from error
         if first["type"] == "literal_error" and isinstance(first["input"], str):
             valid = re.findall(r"'([^']+)'", first["ctx"]["expected"])
             raise ConfigError(
@@ -442,6 +453,6 @@ def _validate(fields: Mapping[str, Any], written: Mapping[str, str]) -> Config:
                 where=written.get(path, path),
                 hint=guess(closest(first["input"], valid), valid),
             ) from error
-        raise ConfigError(
-            f"{message}, got {first['input']!r}" if "." in path else message, where=written.get(path, path)
-        ) from error
+        if "." in path:
+            message += f", got {first['input']!r}"
+        raise ConfigError(message, where=written.get(path, path)) from error
