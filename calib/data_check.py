@@ -1,4 +1,4 @@
-"""Data that quantize will read, tried on two samples before anything is trained, and the metric with it."""
+"""Checks, before anything is trained, the data that quantize will read and the metric, on a few samples."""
 
 from __future__ import annotations
 
@@ -15,36 +15,39 @@ from layerline.pipeline.inputs.metric import accuracy, joined, score
 from layerline.pipeline.inspection import Inspection
 
 FEW, MORE = 2, 64
-"""Samples that the metric is tried on; more where it raises on few, as one over pairs or classes may."""
-Run = Callable[[Mapping[str, Array]], Sequence[Array]]
+"""Samples that the metric is tried on. Where it raises on FEW, as one over pairs or classes may, MORE are tried."""
+Predict = Callable[[Mapping[str, Array]], Sequence[Array]]
 """Outputs of the model, in order, for one feed."""
 
 
-def look_at_calibration(look: Inspection, inputs: Sequence[Input], hooks: Sequence[str], asked: int | None) -> None:
+def look_at_calibration(look: Inspection, inputs: Sequence[Input], hooks: Sequence[str], requested: int | None) -> None:
     """Reads two samples of the first of `hooks` that the task has, as the model's inputs.
 
     Args:
-        asked: how many are to be used; None where nobody said.
+        requested: number of samples that pipe.yaml asks for; None where it does not say.
     """
-    hook = next((h for h in hooks if look.task.has(h)), None)
-    if hook is None:
+    available = [hook for hook in hooks if look.task.has(hook)]
+    if not available:
         look.warn(
             "calib_data()",
             f"the task defines none of {', '.join(f'{h}()' for h in hooks)}, so nothing can be calibrated",
             "define calib_data(), or use quantize.mode: fp16, which needs no data",
         )
         return
+    hook = available[0]
     with look.item(f"{hook}()"):
         source = look.task.call(hook)
         batch = next(iter(Samples(source, inputs, hook=hook, batch_size=FEW, limit=FEW)))
-        there = Samples(source, inputs, hook=hook).count()
-        look.ok(f"{hook}()", f"calibrates with {outlined(batch.feed)}" + ("" if there is None else f" of {there}"))
-        if asked is not None and there is not None and there < asked:
-            look.warn("quantize.samples", f"{asked} are asked for, {hook}() has {there}", "all of them will be used")
+        count = Samples(source, inputs, hook=hook).count()
+        of_all = "" if count is None else f" of {count}"
+        look.ok(f"{hook}()", f"calibrates with {outlined(batch.feed)}{of_all}")
+        if requested is not None and count is not None and count < requested:
+            what = f"{requested} are asked for, {hook}() has {count}"
+            look.warn("quantize.samples", what, "all of them will be used")
 
 
-def look_at_metric(look: Inspection, inputs: Sequence[Input], run: Run, max_drop: float | None) -> None:
-    """The metric over the first samples of eval_data(), of what the untrained model gives for them."""
+def look_at_metric(look: Inspection, inputs: Sequence[Input], run: Predict, max_drop: float | None) -> None:
+    """Calls the metric on the untrained model's outputs for the first samples of eval_data()."""
     if not look.task.has("eval_data"):
         if max_drop is not None:
             with look.item("quantize.max_drop"):
@@ -55,17 +58,18 @@ def look_at_metric(look: Inspection, inputs: Sequence[Input], run: Run, max_drop
         return
     with look.item("eval_data()"):
         source = look.task.call("eval_data")
-        there = Samples(source, inputs, hook="eval_data", purpose="evaluation").count()
+        count = Samples(source, inputs, hook="eval_data", purpose="evaluation").count()
         outputs, targets = _predicted(look, source, inputs, run, FEW)
-        look.ok("eval_data()", f"targets {outlined(targets)}" + ("" if there is None else f" of {there} samples"))
+        of_all = "" if count is None else f" of {count} samples"
+        look.ok("eval_data()", f"targets {outlined(targets)}{of_all}")
         with look.item("metric()"):
             _try_metric(look, source, inputs, run, (outputs, targets), max_drop)
-        if there and max_drop is not None and max_drop < 1 / there:
-            look.warn("quantize.max_drop", *budget_below_a_sample(max_drop, there))
+        if count and max_drop is not None and max_drop < 1 / count:
+            look.warn("quantize.max_drop", *budget_below_a_sample(max_drop, count))
 
 
 def budget_below_a_sample(max_drop: float, samples: int) -> tuple[str, str]:
-    """What a budget means that a single sample of a share (accuracy) exceeds, and what to do."""
+    """The problem of a budget that is smaller than one sample's part of a share such as accuracy, and the remedy."""
     worth = f"{1 / samples:.2g}"
     return (
         f"{max_drop:g} is less than one of the {samples} samples of eval_data() is worth in a share ({worth})",
@@ -74,9 +78,14 @@ def budget_below_a_sample(max_drop: float, samples: int) -> tuple[str, str]:
 
 
 def _try_metric(
-    look: Inspection, source: Any, inputs: Sequence[Input], run: Run, seen: tuple[Any, Any], max_drop: float | None
+    look: Inspection,
+    source: Any,
+    inputs: Sequence[Input],
+    run: Predict,
+    predicted: tuple[Any, Any],
+    max_drop: float | None,
 ) -> None:
-    outputs, targets = seen
+    outputs, targets = predicted
     if targets is None:
         if look.task.has("metric") or max_drop is not None:
             raise TaskError("eval_data() gives no targets, so nothing is measured", where="eval_data",
@@ -84,7 +93,7 @@ def _try_metric(
         return
     if not look.task.has("metric"):
         try:
-            found = score(accuracy, outputs, targets)
+            scores = score(accuracy, outputs, targets)
         except TaskError as error:
             if max_drop is not None:
                 raise
@@ -93,47 +102,50 @@ def _try_metric(
     else:
         metric = look.task.get("metric")
         try:
-            found = score(metric, outputs, targets)
+            scores = score(metric, outputs, targets)
         except TaskError as on_few:
             more = _predicted(look, source, inputs, run, MORE)
             try:
-                found = score(metric, *more)
+                scores = score(metric, *more)
             except TaskError:
                 if form(source, "eval_data") != "batches" or not _of_one_class(more[1]):
                     raise on_few from None
                 look.warn("metric()", on_few.what, f"the first {MORE} samples are of one class: shuffle eval_data(), "
                           "or make sure that metric() takes all of it", on_few.where)  # fmt: skip
                 return
-    if not found and max_drop is not None:
+    if not scores and max_drop is not None:
         raise TaskError(
             "it gave no figure, and quantize.max_drop asks for one", hint="return a number, or numbers by name"
         )
-    told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-    look.ok("metric()", f"{told or 'no figure'} on outputs {outlined(outputs)}")
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in scores.items()) or "no figure"
+    look.ok("metric()", f"{figures} on outputs {outlined(outputs)}")
 
 
 def _of_one_class(targets: Any) -> bool:
-    """Whether samples drawn from the start of the data are all alike, so that a metric over classes has no value."""
+    """Whether all targets are of one class, for which a metric over classes has no value."""
     first = next(leaves(targets))
     return bool(np.unique(np.asarray(first)).size <= 1)
 
 
-def _predicted(look: Inspection, source: Any, inputs: Sequence[Input], run: Run, limit: int) -> tuple[Any, Any]:
-    """Outputs and targets of the first samples, as the metric will get them."""
+def _predicted(look: Inspection, source: Any, inputs: Sequence[Input], run: Predict, limit: int) -> tuple[Any, Any]:
+    """Outputs and targets of the first samples, as the metric gets them."""
     outputs: list[list[Array]] = []
     targets: list[Any] = []
     rows = 0
     for whole in Samples(source, inputs, hook="eval_data", purpose="evaluation", batch_size=limit, limit=limit):
         batch = _cut(whole, inputs, limit)
         with look.task.blaming("the model", on=partial(outlined, batch.feed)):
-            found = run(batch.feed)
-        outputs.append([batch.real(v) for v in found])
+            results = run(batch.feed)
+        outputs.append([batch.real(array) for array in results])
         targets.append(batch.target)
         rows += batch.rows
         if rows >= limit:
             break
-    parts = tuple(joined(list(p), "outputs") for p in zip(*outputs, strict=True))
-    return parts[0] if len(parts) == 1 else parts, None if targets[0] is None else joined(targets, "targets")
+    parts = tuple(joined(list(arrays), "outputs") for arrays in zip(*outputs, strict=True))
+    all_outputs = parts[0] if len(parts) == 1 else parts
+    if targets[0] is None:
+        return all_outputs, None
+    return all_outputs, joined(targets, "targets")
 
 
 def _cut(batch: Batch, inputs: Sequence[Input], limit: int) -> Batch:

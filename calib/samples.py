@@ -1,7 +1,7 @@
-"""What a task's data hooks return, as batches a model can be fed with, each array under its input's name.
+"""Turns what a task's data hooks return into batches for a model, each array under its input's name.
 
-pipeline/inputs/batches.py says what is accepted, and what it means. Tensors are told by their `detach`; torch is not
-imported.
+pipeline/inputs/batches.py says which forms are accepted and what they mean. Tensors are recognised by their `detach`,
+so that torch is not imported.
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ class _Named:
     feed: dict[str, Array]
     target: Any
 
-    def taken(self, chosen: npt.NDArray[np.int64]) -> _Named:
-        """Those rows; an array without axes holds for all."""
-        return _Named({k: _taken(v, chosen) for k, v in self.feed.items()}, self.target_of(chosen))
+    def select(self, rows: npt.NDArray[np.int64]) -> _Named:
+        """Some rows; an array without axes stays as it is, for all of them."""
+        return _Named({name: _select(array, rows) for name, array in self.feed.items()}, self.select_target(rows))
 
-    def target_of(self, chosen: npt.NDArray[np.int64]) -> Any:
-        """The target of those rows."""
-        return None if self.target is None else mapped(self.target, lambda v: _taken(v, chosen))
+    def select_target(self, rows: npt.NDArray[np.int64]) -> Any:
+        """The target of some rows."""
+        if self.target is None:
+            return None
+        return mapped(self.target, lambda array: _select(array, rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +68,9 @@ class Batch:
     Attributes:
         feed: arrays by input name, in the model's types.
         target: what the metric compares with: an array, or arrays in tuples and dicts; None where the data has none.
-        rows: samples in it.
-        filler: rows at the end that are no samples: where the model's batch axis is fixed, a short last batch is filled
-            up by repeating its first sample.
+        rows: number of samples in it.
+        filler: rows at the end that are no samples. Where the model's batch axis is fixed, a short last batch is filled
+            up with copies of its first sample.
     """
 
     feed: dict[str, Array]
@@ -77,9 +79,10 @@ class Batch:
     filler: int = 0
 
     def real(self, array: Array) -> Array:
-        """An array that this batch gave, without the filler."""
-        fed = self.rows + self.filler
-        return array[: self.rows] if self.filler and array.ndim and array.shape[0] == fed else array
+        """An output of the model for this batch, without the filler."""
+        if self.filler and array.ndim and array.shape[0] == self.rows + self.filler:
+            return array[: self.rows]
+        return array
 
 
 class Samples:
@@ -109,15 +112,18 @@ class Samples:
         limit: int | None = None,
         purpose: str = "calibration",
     ) -> None:
-        self._data, self._inputs, self._hook = data, tuple(inputs), hook
-        self._limit, self._purpose = limit, purpose
+        self._data = data
+        self._inputs = tuple(inputs)
+        self._hook = hook
+        self._limit = limit
+        self._purpose = purpose
         self._fixed = _fixed_batch(self._inputs)
         self._batch_size = self._fixed or batch_size
-        self._seen: int | None = None
+        self._rows_before: int | None = None  # of the last complete pass
 
     def __iter__(self) -> Iterator[Batch]:
         one_shot = isinstance(self._data, Iterator)
-        if one_shot and self._seen is not None:
+        if one_shot and self._rows_before is not None:
             raise self._cannot_replay("it is used up")
         rows = 0
         for number, raw in enumerate(self._raw_batches()):
@@ -127,31 +133,39 @@ class Samples:
             if self._limit is not None and rows >= self._limit:
                 break
         if rows == 0:
-            if self._seen:
+            if self._rows_before:
                 raise self._cannot_replay("the second pass gave nothing")
             raise TaskError(
                 f"0 {self._purpose} samples: {self._hook}() gave none",
                 where=self._hook,
                 hint="return arrays, a Dataset or batches with at least one sample",
             )
-        self._seen = rows
+        self._rows_before = rows
 
     def count(self) -> int | None:
-        """How many samples there will be, told without running through them; None where only that would tell.
+        """The number of samples, without reading them; None where only reading would tell.
 
         Raises:
             TaskError: as on iterating.
         """
-        data, total = self._data, None
+        total = self._total()
+        if total is None or self._limit is None:
+            return total
+        return min(total, self._limit)
+
+    def _total(self) -> int | None:
+        data = self._data
         if isinstance(data, list) and not data:
-            total = 0
-        elif (kind := form(data, self._hook)) == "columns":
-            total = rows(with_arrays(data))
-        elif kind == "samples":
-            total = self._users(len, data)
-        elif isinstance(data, list):
-            total = sum(self._samples_in(self._named(with_arrays(raw)).feed) for raw in data)
-        return total if total is None or self._limit is None else min(total, self._limit)
+            return 0
+        kind = form(data, self._hook)
+        if kind == "columns":
+            return rows(with_arrays(data))
+        if kind == "samples":
+            length: int = self._call_user(len, data)
+            return length
+        if isinstance(data, list):
+            return sum(self._samples_in(self._named(with_arrays(raw)).feed) for raw in data)
+        return None
 
     def _cannot_replay(self, why: str) -> TaskError:
         return TaskError(
@@ -168,12 +182,12 @@ class Samples:
         elif kind == "samples":
             yield from self._collated(data)
         else:
-            batches = self._users(iter, data)
-            while (batch := self._users(next, batches, _END)) is not _END:
+            batches = self._call_user(iter, data)
+            while (batch := self._call_user(next, batches, _END)) is not _END:
                 yield self._named(with_arrays(batch))
 
-    def _users(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls into the user's code, whose exceptions become TaskErrors that name the hook."""
+    def _call_user(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls the user's code; its exceptions become TaskErrors that name the hook."""
         try:
             return function(*args)
         except (TaskError, MemoryError):
@@ -189,23 +203,31 @@ class Samples:
         chosen = _spread(total, self._limit)
         for start in range(0, chosen.size, self._batch_size):
             numbers = chosen[start : start + self._batch_size]
-            yield self._narrow(columns.taken(numbers), numbers)
+            yield self._narrow(columns.select(numbers), numbers)
 
     def _collated(self, dataset: Any) -> Iterator[_Named]:
-        chosen = _spread(self._users(len, dataset), self._limit)
+        chosen = _spread(self._call_user(len, dataset), self._limit)
         for start in range(0, chosen.size, self._batch_size):
             numbers = [int(i) for i in chosen[start : start + self._batch_size]]
-            samples = [self._named(with_arrays(self._users(dataset.__getitem__, i))) for i in numbers]
-            feed = {k: self._stack(k, [s.feed[k] for s in samples], numbers) for k in samples[0].feed}
-            yield self._narrow(_Named(feed, self._stacked_targets([s.target for s in samples], numbers)), numbers)
+            samples = [self._named(with_arrays(self._call_user(dataset.__getitem__, i))) for i in numbers]
+            feed: dict[str, Array] = {}
+            for name in samples[0].feed:
+                feed[name] = self._stack(name, [sample.feed[name] for sample in samples], numbers)
+            target = self._stacked_targets([sample.target for sample in samples], numbers)
+            yield self._narrow(_Named(feed, target), numbers)
 
     def _narrow(self, named: _Named, numbers: Sequence[int] | npt.NDArray[np.int64]) -> _Named:
-        """The inputs in the model's types, where those hold their values; `numbers` are those of the samples."""
-        samples, feed = [int(n) for n in numbers], dict(named.feed)
-        for taken in self._inputs:
-            part = feed[taken.name]
-            if part.ndim and _castable(part, taken):
-                feed[taken.name] = checked_cast(part, _dtype(taken.dtype), taken.name, self._hook, samples)
+        """Casts the inputs to the model's types and checks that these hold their values.
+
+        Args:
+            numbers: positions of the samples in the data, for errors.
+        """
+        samples = [int(n) for n in numbers]
+        feed = dict(named.feed)
+        for declared in self._inputs:
+            array = feed[declared.name]
+            if array.ndim and _castable(array, declared):
+                feed[declared.name] = checked_cast(array, _dtype(declared.dtype), declared.name, self._hook, samples)
         return _Named(feed, named.target)
 
     def _stacked_targets(self, targets: list[Any], numbers: list[int]) -> Any:
@@ -233,19 +255,22 @@ class Samples:
     def _named(self, raw: Any) -> _Named:
         """Arrays by input name, and the target."""
         if isinstance(raw, Mapping):
-            names = {i.name for i in self._inputs}
-            label = answers([str(k) for k in raw], names)
+            label = answers([str(k) for k in raw], {i.name for i in self._inputs})
             target = _arrays(raw[label]) if label else None
             return _Named(self._by_name({k: v for k, v in raw.items() if str(k) != label}), target)
         items = list(raw) if isinstance(raw, tuple | list) else [raw]
         if items and len(items) <= 2 and isinstance(items[0], Mapping):
-            return _Named(self._by_name(items[0]), _arrays(items[1]) if len(items) == 2 else None)
+            target = _arrays(items[1]) if len(items) == 2 else None
+            return _Named(self._by_name(items[0]), target)
+        # A tuple holds the inputs alone or, where that is one array too many, the inputs and the target.
+        feed = self._in_order(items)
+        if feed is not None:
+            return _Named(feed, None)
+        feed = self._in_order(items[:-1])
+        if feed is not None:
+            target = None if items[-1] is None else _arrays(items[-1])
+            return _Named(feed, target)
         names_in_order = [i.name for i in self._inputs]
-        for inputs, target in ((items, None), (items[:-1], items[-1] if items else None)):
-            flat = list(leaves(inputs))
-            if len(flat) == len(names_in_order) > 0 or (not names_in_order and not flat):
-                feed = {n: as_array(v) for n, v in zip(names_in_order, flat, strict=True)}
-                return _Named(feed, None if target is None else _arrays(target))
         raise TaskError(
             f"{self._hook}() gives {len(list(leaves(items)))} arrays a batch, {outlined(raw)}; "
             f"the model takes {len(names_in_order)}: {', '.join(names_in_order)}",
@@ -253,39 +278,46 @@ class Samples:
             hint="give the inputs in this order, then optionally the target, or a dict by input name",
         )
 
+    def _in_order(self, items: list[Any]) -> dict[str, Array] | None:
+        """The arrays under the inputs' names, in order; None where their number differs."""
+        arrays = list(leaves(items))
+        if len(arrays) != len(self._inputs):
+            return None
+        return {i.name: as_array(array) for i, array in zip(self._inputs, arrays, strict=True)}
+
     def _by_name(self, raw: Mapping[Any, Any]) -> dict[str, Array]:
         names = [i.name for i in self._inputs]
-        held = {str(k): v for k, v in raw.items()}
-        # What a forward() that takes a whole dict is exported with: its parameter's name comes before each key.
-        prefixes = {n.removesuffix(k) for n in names for k in held if n != k and n.endswith(f"_{k}")}
-        whole = next((p for p in sorted(prefixes) if {p + k for k in held} == set(names)), "")
-        feed = {whole + k: as_array(v) for k, v in held.items()}
-        unknown, missing = sorted(set(feed) - set(names)), sorted(set(names) - set(feed))
+        items = {str(key): value for key, value in raw.items()}
+        prefix = _dict_prefix(list(items), names)
+        feed = {prefix + key: as_array(value) for key, value in items.items()}
+        unknown = sorted(set(feed) - set(names))
+        missing = sorted(set(names) - set(feed))
         if unknown or missing:
-            raise TaskError(
-                f"unknown input {unknown[0]!r}" if unknown else f"input {missing[0]!r} is missing",
-                where=self._hook,
-                hint=f"the model takes {', '.join(sorted(names))}; a target goes under 'label'",
-            )
+            what = f"unknown input {unknown[0]!r}" if unknown else f"input {missing[0]!r} is missing"
+            hint = f"the model takes {', '.join(sorted(names))}; a target goes under 'label'"
+            raise TaskError(what, where=self._hook, hint=hint)
         return feed
 
     def _rows(self, arrays: Mapping[str, Array]) -> int:
         sizes = {k: v.shape[0] for k, v in arrays.items() if v.ndim}
         if len(set(sizes.values())) > 1:
-            seen = ", ".join(f"{k or 'target'} {n}" for k, n in sizes.items())
-            raise TaskError(f"the columns of {self._hook}() differ in length: {seen}", where=self._hook)
+            lengths = ", ".join(f"{k or 'target'} {n}" for k, n in sizes.items())
+            raise TaskError(f"the columns of {self._hook}() differ in length: {lengths}", where=self._hook)
         return next(iter(sizes.values()), 1)
 
     def _samples_in(self, feed: Mapping[str, Array]) -> int:
         """Samples of a batch: the first dimension of the first input that has one."""
-        first = next((feed[i.name] for i in self._inputs if i.shape and feed[i.name].ndim), None)
-        return 1 if first is None else int(first.shape[0])
+        for declared in self._inputs:
+            array = feed[declared.name]
+            if declared.shape and array.ndim:
+                return int(array.shape[0])
+        return 1
 
     def _fit(self, named: _Named, where: str) -> Iterator[Batch]:
-        """One batch as it came, or, where the model's batch axis is fixed, as many as it takes.
+        """The batch as it came, or split into batches of the size that the model fixes.
 
         Args:
-            where: names the batch in errors.
+            where: name of the batch, for errors.
         """
         count = self._samples_in(named.feed)
         if count == 0:
@@ -297,27 +329,36 @@ class Samples:
         for start in range(0, total, self._fixed):
             numbers = np.arange(start, min(start + self._fixed, total))
             filler = self._fixed - numbers.size
-            part = named.taken(np.concatenate([numbers, np.full(filler, start)])).feed
-            yield Batch(self._typed(part, where), named.target_of(numbers), numbers.size, filler)
+            part = named.select(np.concatenate([numbers, np.full(filler, start)])).feed
+            yield Batch(self._typed(part, where), named.select_target(numbers), numbers.size, filler)
 
     def _typed(self, feed: Mapping[str, Array], where: str) -> dict[str, Array]:
         return {i.name: _checked(feed[i.name], i, self._hook, where) for i in self._inputs}
 
 
 def as_array(value: Any) -> Array:
-    """An array of whatever holds numbers; tensors are detached and brought to the CPU."""
+    """Converts numbers in any container to an array; tensors are detached and copied to the CPU."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
-        # numpy has no bfloat16; float32 holds every one of its values.
-        value = value.float().numpy() if str(value.dtype) == "torch.bfloat16" else value.numpy()
+        if str(value.dtype) == "torch.bfloat16":
+            value = value.float()  # numpy has no bfloat16; float32 holds all its values
+        value = value.numpy()
     return np.asarray(value)
 
 
+def _dict_prefix(keys: Sequence[str], names: Sequence[str]) -> str:
+    """What the exporter puts before the keys of a dict that forward() takes whole: its parameter's name."""
+    prefixes = set[str]()
+    for name in names:
+        prefixes.update(name.removesuffix(key) for key in keys if name != key and name.endswith(f"_{key}"))
+    for prefix in sorted(prefixes):
+        if {prefix + key for key in keys} == set(names):
+            return prefix
+    return ""
+
+
 def _checked(array: Array, expected: Input, hook: str, where: str) -> Array:
-    fits = array.ndim == len(expected.shape) and all(
-        isinstance(want, str) or want == have for want, have in zip(expected.shape, array.shape, strict=True)
-    )
-    if not fits:
+    if not _fits(array.shape, expected.shape):
         raise TaskError(
             f"{hook}() gives shape {array.shape}; the model takes ({', '.join(map(str, expected.shape))})",
             where=f"{hook}: {expected.name}",
@@ -329,8 +370,14 @@ def _checked(array: Array, expected: Input, hook: str, where: str) -> Array:
     return np.ascontiguousarray(checked_cast(array, _dtype(expected.dtype), expected.name, where))
 
 
+def _fits(shape: tuple[int, ...], expected: tuple[int | str, ...]) -> bool:
+    if len(shape) != len(expected):
+        return False
+    return all(isinstance(want, str) or want == size for want, size in zip(expected, shape, strict=True))
+
+
 def _castable(array: Array, expected: Input) -> bool:
-    """Whether the types are of one kind; whether each number fits is `checked_cast`'s to say."""
+    """Whether the types are of one kind. `checked_cast` checks that each number fits."""
     dtype = _dtype(expected.dtype)
     return array.dtype == dtype or bool(np.can_cast(array.dtype, dtype, "same_kind"))
 
@@ -342,7 +389,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _arrays(target: Any) -> Any:
-    """A target as arrays; tuples and dicts stay, and a list without arrays in it becomes one."""
+    """Converts a target to arrays. Tuples and dicts stay; a list of numbers becomes one array."""
     if isinstance(target, Mapping):
         return {k: _arrays(v) for k, v in target.items()}
     nested = isinstance(target, list) and any(is_array(v) or isinstance(v, Mapping | tuple) for v in target)
@@ -351,17 +398,20 @@ def _arrays(target: Any) -> Any:
     return as_array(target)
 
 
-def _taken(array: Array, chosen: npt.NDArray[np.int64]) -> Array:
-    return array[chosen] if array.ndim else array
+def _select(array: Array, rows: npt.NDArray[np.int64]) -> Array:
+    return array[rows] if array.ndim else array
 
 
 def _fixed_batch(inputs: Sequence[Input]) -> int | None:
-    """The size of the batch axis where the model fixes it: the static first dimension all inputs share."""
+    """The size of the batch axis where the model fixes it: the static first dimension that all inputs share."""
     sizes = {i.shape[0] for i in inputs if i.shape}
-    size = sizes.pop() if len(sizes) == 1 else None
+    if len(sizes) != 1:
+        return None
+    size = sizes.pop()
     return size if isinstance(size, int) else None
 
 
 def _spread(total: int, limit: int | None) -> npt.NDArray[np.int64]:
+    """Evenly spread positions of at most `limit` of `total` samples."""
     chosen = total if limit is None else min(total, limit)
     return np.arange(chosen, dtype=np.int64) * total // max(chosen, 1)

@@ -1,4 +1,4 @@
-"""Tensors as the arrays that ONNX knows: complex numbers as pairs on a last axis, wider types for what numpy lacks."""
+"""Converts tensors to the arrays that ONNX uses: complex numbers as pairs, float32 for types that numpy lacks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from layerline.backends.base import Array
 NOT_IN_NUMPY = frozenset({torch.bfloat16}) | {
     t for n, t in vars(torch).items() if n.startswith("float8_") and isinstance(t, torch.dtype)
 }
-"""Element types of torch that numpy has not; onnxruntime can't give them to Python either."""
+"""Element types of torch that numpy lacks; onnxruntime can't return them to Python either."""
 
 
 def array(tensor: Tensor) -> Array:
-    """As numpy. Complex numbers become (real, imaginary) along one axis more, as the exporter writes them; what numpy
-    has no type for becomes float32, which holds all of it."""
+    """Converts to numpy. Complex numbers become (real, imaginary) along a new last axis, as the exporter writes them.
+
+    Types that numpy lacks become float32, which holds all their values.
+    """
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    found: Array = (tensor.float() if tensor.dtype in NOT_IN_NUMPY else tensor).numpy()
-    return found
+    if tensor.dtype in NOT_IN_NUMPY:
+        tensor = tensor.float()
+    converted: Array = tensor.numpy()
+    return converted
 
 
-def tensor(given: Array, *, complex_pairs: bool = False) -> Tensor:
-    """A tensor with memory of its own; of complex numbers where the array holds pairs of them."""
-    found = torch.from_numpy(np.array(given, order="C"))
-    return torch.view_as_complex(found) if complex_pairs else found
+def tensor(array: Array, *, complex_pairs: bool = False) -> Tensor:
+    """Copies an array into a tensor; with `complex_pairs` the last axis becomes complex numbers."""
+    copy = torch.from_numpy(np.array(array, order="C"))
+    if complex_pairs:
+        return torch.view_as_complex(copy)
+    return copy

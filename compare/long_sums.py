@@ -1,7 +1,8 @@
-"""Long sums: what adding thousands of float32 numbers one after the other may cost, where torch adds them in pairs.
+"""Allowances for long sums: the rounding error of adding thousands of float32 numbers one after the other.
 
-torch's own error is no measure for a runtime there: the order of a sum is free, and the errors of n terms added in turn
-come to about sqrt(n) rounding steps (Higham, Accuracy and Stability of Numerical Algorithms, §4.2).
+torch adds in pairs, so its error is too small a measure for runtimes that add in turn. The order of a sum is free, and
+the errors of n terms added in turn come to about sqrt(n) rounding steps (Higham, Accuracy and Stability of Numerical
+Algorithms, §4.2).
 """
 
 from __future__ import annotations
@@ -23,26 +24,31 @@ _ALONG = frozenset({"cumsum", "softmax", "_softmax", "log_softmax", "_log_softma
 
 
 def allowances(program: ExportedProgram) -> dict[str, float]:
-    """Relative error of each node that long sums before and in it explain; it does not fade on the way."""
-    found: dict[str, float] = {}
+    """Relative error of each node that long sums in it and before it explain. It does not shrink on the way."""
+    errors: dict[str, float] = {}
     for node in program.graph.nodes:
+        errors[node.name] = 0.0
+        if not _is_float(node):
+            continue
+        inherited = max((errors[n.name] for n in node.all_input_nodes), default=0.0)
         terms = _terms(node) if node.op == "call_function" else 0
-        own = math.sqrt(terms) * _STEP if terms >= LONG else 0.0
-        found[node.name] = max([own, *(found[n.name] for n in node.all_input_nodes)]) if _rounds(node) else 0.0
-    return found
+        added = math.sqrt(terms) * _STEP if terms >= LONG else 0.0
+        errors[node.name] = max(added, inherited)
+    return errors
 
 
-def _rounds(node: fx.Node) -> bool:
+def _is_float(node: fx.Node) -> bool:
     """Whether any of its results is of floating point: integers add up exactly."""
     value = node.meta.get("val")
     return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in pytree.tree_leaves(value))
 
 
 def _terms(node: fx.Node) -> float:
-    """How many numbers are added for one of the results, at the example's size."""
+    """How many numbers are added for one element of the result, at the example's size."""
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    given = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    shape = _shape(given.meta.get("val")) if given is not None else ()
+    shape: tuple[int, ...] = ()
+    if node.args and isinstance(node.args[0], fx.Node):
+        shape = _shape(node.args[0].meta.get("val"))
     if name in _TO_FEWER:
         return math.prod(shape) / max(math.prod(_shape(node.meta["val"])), 1)
     if name in _ALONG and shape:
@@ -50,15 +56,24 @@ def _terms(node: fx.Node) -> float:
         return shape[axis] if isinstance(axis, int) else 0
     if name == "layer_norm":
         sizes = node.args[1]
-        return math.prod(s for s in sizes if isinstance(s, int)) if isinstance(sizes, list | tuple) else 0
+        if not isinstance(sizes, list | tuple):
+            return 0
+        return math.prod(s for s in sizes if isinstance(s, int))
     if name == "group_norm" and isinstance(node.args[1], int):
         return math.prod(shape[1:]) / node.args[1]
-    return math.prod(shape[2:]) if name == "instance_norm" else 0
+    if name == "instance_norm":
+        return math.prod(shape[2:])
+    return 0
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    value = value[0] if isinstance(value, list | tuple) and value else value
+    """The shape of a tensor, or of the first of several. Symbolic sizes take the example's size."""
+    if isinstance(value, list | tuple) and value:
+        value = value[0]
     if not isinstance(value, torch.Tensor):
         return ()
-    hints = (s if isinstance(s, int) else s.node.hint for s in value.shape)
-    return tuple(1 if h is None else int(h) for h in hints)
+    sizes: list[int] = []
+    for size in value.shape:
+        hint = size if isinstance(size, int) else size.node.hint
+        sizes.append(1 if hint is None else int(hint))
+    return tuple(sizes)

@@ -1,6 +1,6 @@
-"""Values that a mask of -Inf, or of a type's least number, is written into: known from the graph, before anything runs.
+"""Finds, in the graph, the values that may hold a mask of -Inf or of a type's lowest number.
 
-Their squares have no sum in float32, so they are measured another way, which costs more than is worth paying for all.
+Their squares have no sum in float32, so they take a measure that costs more than the plain one.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _CARRY = frozenset({"Where", "Add", "Sub", "Mul", "Cast", "Identity"}) | frozens
 
 
 def extremes(graph: onnx.GraphProto) -> set[str]:
-    """Values that a stored number of at least 1e15, NaN or Inf may reach, as far as it is stored in the graph itself.
+    """Values that a stored number of at least 1e15, NaN or Inf may reach.
 
-    What is missed (a mask among the inputs, or of more than a few hundred elements) is found when it runs.
+    A mask that is an input, or has more than a few hundred elements, is missed here and detected in the first run.
     """
-    found = {name for name, tensor in stored(graph) if tensor.data_type in _FLOATS and _great(tensor)}
+    reached = {name for name, tensor in stored(graph) if tensor.data_type in _FLOATS and _great(tensor)}
     for node in graph.node:
-        if node.op_type in _CARRY and not found.isdisjoint(node.input):
-            found.update(node.output)
-    return found
+        if node.op_type in _CARRY and not reached.isdisjoint(node.input):
+            reached.update(node.output)
+    return reached
 
 
 def _great(tensor: onnx.TensorProto) -> bool:

@@ -1,4 +1,4 @@
-"""Report rows of plain tensors: weights, and what the modules of a network give."""
+"""Report rows of plain tensors: weights, and the outputs of modules."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from layerline.pipeline.report import LayerDiff
 
 
 class Tensor(Protocol):
-    """What is needed of torch's."""
+    """The part of torch.Tensor that is used here, so that torch is not imported."""
 
     def detach(self) -> Tensor: ...
     def numpy(self) -> Array: ...
 
 
-class Pair(Protocol):
-    """One tensor of each side, and who it belongs to."""
+class TensorPair(Protocol):
+    """One tensor of each side, with the module that it belongs to."""
 
     @property
     def name(self) -> str: ...
@@ -32,12 +32,12 @@ class Pair(Protocol):
     def after(self) -> Tensor: ...
 
 
-def rows(pairs: Iterable[Pair]) -> tuple[LayerDiff, ...]:
+def rows(pairs: Iterable[TensorPair]) -> tuple[LayerDiff, ...]:
     """One row a pair, nothing gated."""
     return tuple(_row(p, p.before.detach().numpy(), p.after.detach().numpy()) for p in pairs)
 
 
-def _row(pair: Pair, a: Array, b: Array) -> LayerDiff:
+def _row(pair: TensorPair, a: Array, b: Array) -> LayerDiff:
     measures = diff_arrays(a, b).measures()
     return LayerDiff(
         name=pair.name, op=pair.op, module=pair.module, shape=tuple(b.shape), dtype=b.dtype.name, **measures

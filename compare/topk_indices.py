@@ -1,8 +1,8 @@
-"""Index outputs (ArgMax, ArgMin, TopK): who points at what, so that a near tie is judged by its values.
+"""Index outputs (ArgMax, ArgMin, TopK): the values that they point at, by which near ties are judged.
 
-Two runtimes may rank 0.00500001 and 0.00499999 either way; the positions then differ by any amount while the result is
-as good. What counts is how far the values they point at lie apart. Where the data of the two sides differ by at most d,
-a correct pair of indices points at values of the reference that lie at most 2d apart; any more is an error.
+Two runtimes may rank 0.00500001 and 0.00499999 either way. The positions then differ by any amount, and both are right.
+What counts is how far the values apart are that the indices point at. Where the data of the two sides differ by at most
+d, correct indices point at values of the reference that are at most 2d apart; a larger difference is an error.
 """
 
 from __future__ import annotations
@@ -31,19 +31,26 @@ class Pointer:
 
 def pointers(graph: onnx.GraphProto) -> dict[str, Pointer]:
     """Every value of the graph that holds indices into another one, by name."""
-    found: dict[str, Pointer] = {}
+    by_value: dict[str, Pointer] = {}
     for node in graph.node:
-        attributes = {a.name: a for a in node.attribute}
-        axis, ordered = (attributes[k].i if k in attributes else None for k in ("axis", "sorted"))
         if node.op_type in {"ArgMax", "ArgMin"}:
-            found[node.output[0]] = Pointer(data=node.input[0], axis=axis or 0)
+            axis = _integer(node, "axis", 0)
+            by_value[node.output[0]] = Pointer(data=node.input[0], axis=axis)
         elif node.op_type == "TopK" and len(node.output) > 1:
-            axis = -1 if axis is None else axis
-            found[node.output[1]] = Pointer(data=node.input[0], axis=axis, ordered=ordered != 0)
-        elif node.op_type in CARRIERS and node.input[0] in found:
-            found[node.output[0]] = found[node.input[0]]
-    found.pop("", None)
-    return found
+            axis = _integer(node, "axis", -1)
+            ordered = _integer(node, "sorted", 1) != 0
+            by_value[node.output[1]] = Pointer(data=node.input[0], axis=axis, ordered=ordered)
+        elif node.op_type in CARRIERS and node.input[0] in by_value:
+            by_value[node.output[0]] = by_value[node.input[0]]
+    by_value.pop("", None)
+    return by_value
+
+
+def _integer(node: onnx.NodeProto, name: str, default: int) -> int:
+    for attribute in node.attribute:
+        if attribute.name == name:
+            return int(attribute.i)
+    return default
 
 
 def pointed_at(pointer: Pointer, data: Array, index: Array) -> Array:
@@ -56,5 +63,8 @@ def pointed_at(pointer: Pointer, data: Array, index: Array) -> Array:
     size = data.shape[pointer.axis]
     inside = (index >= -size) & (index < size)
     values = np.take_along_axis(data, np.where(inside, index, 0), pointer.axis)
-    values = values if inside.all() else np.where(inside, values.astype(np.float64), np.nan)
-    return values if pointer.ordered else np.sort(values, axis=pointer.axis)
+    if not inside.all():
+        values = np.where(inside, values.astype(np.float64), np.nan)
+    if not pointer.ordered:
+        values = np.sort(values, axis=pointer.axis)
+    return values

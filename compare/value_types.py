@@ -1,4 +1,4 @@
-"""Element types and shapes of a model's values, from onnxruntime: it knows its own operators, which onnx does not."""
+"""Element types and shapes of a model's values, from onnxruntime, which unlike onnx knows its contrib operators."""
 
 from __future__ import annotations
 
@@ -10,20 +10,31 @@ from layerline.pipeline.errors import StageError
 
 Shape = tuple[int | str, ...]
 # Element types that a graph can cast and reduce: numpy's name, and TensorProto's code.
-CODES = {
-    name: getattr(onnx.TensorProto, code.upper())
-    for name, code in (("float32", "float"), ("float64", "double"), *((n, n) for n in ("float16", "bfloat16", "bool")))
-} | {n: getattr(onnx.TensorProto, n.upper()) for n in (f"{s}int{b}" for s in ("", "u") for b in (8, 16, 32, 64))}
+CODES: dict[str, int] = {
+    "float32": onnx.TensorProto.FLOAT,
+    "float64": onnx.TensorProto.DOUBLE,
+    "float16": onnx.TensorProto.FLOAT16,
+    "bfloat16": onnx.TensorProto.BFLOAT16,
+    "bool": onnx.TensorProto.BOOL,
+    "int8": onnx.TensorProto.INT8,
+    "int16": onnx.TensorProto.INT16,
+    "int32": onnx.TensorProto.INT32,
+    "int64": onnx.TensorProto.INT64,
+    "uint8": onnx.TensorProto.UINT8,
+    "uint16": onnx.TensorProto.UINT16,
+    "uint32": onnx.TensorProto.UINT32,
+    "uint64": onnx.TensorProto.UINT64,
+}
 
 
 def types_of(session: OrtSession) -> dict[str, tuple[str, Shape]]:
     """numpy's name of the element type (or `seq(…)`) and the shape of every input, output and tap of a session."""
-    found = {}
-    for name, (kind, shape) in session.types.items():
-        plain = kind.removeprefix("tensor(").removesuffix(")")
-        dtype = {"float": "float32", "double": "float64"}.get(plain, plain)
-        found[name] = (dtype, tuple("?" if d is None else d for d in shape))
-    return found
+    types: dict[str, tuple[str, Shape]] = {}
+    for name, (ort_type, shape) in session.types.items():
+        element_type = ort_type.removeprefix("tensor(").removesuffix(")")
+        dtype = {"float": "float32", "double": "float64"}.get(element_type, element_type)
+        types[name] = (dtype, tuple("?" if size is None else size for size in shape))
+    return types
 
 
 def infer(model: light.Model, values: list[str]) -> dict[str, tuple[str, Shape]]:

@@ -1,4 +1,4 @@
-"""The engine stage: refuses what TensorRT can't build, builds, and says what the engine really consists of."""
+"""engine: refuses what TensorRT can't build, builds the engine, and reports what it consists of."""
 
 from __future__ import annotations
 
@@ -48,11 +48,18 @@ class MinOptMax(BaseModel):
     def _in_order(self) -> MinOptMax:
         if len({isinstance(v, int) for v in (self.min, self.opt, self.max)}) > 1:
             raise ValueError("min, opt and max are three sizes of a dimension or three shapes of an input, not both")
-        shapes = ((v,) if isinstance(v, int) else v for v in (self.min, self.opt, self.max))
-        # Shapes of another rank are told where the input's is known.
-        if any(not a <= b <= c for a, b, c in zip(*shapes, strict=False)):
-            raise ValueError("expected min <= opt <= max")
+        low, opt, high = _sizes(self.min), _sizes(self.opt), _sizes(self.max)
+        # Not strict: shapes of different ranks are refused later, where the input's rank is known.
+        for a, b, c in zip(low, opt, high, strict=False):
+            if not a <= b <= c:
+                raise ValueError("expected min <= opt <= max")
         return self
+
+
+def _sizes(entry: int | tuple[int, ...]) -> tuple[int, ...]:
+    if isinstance(entry, int):
+        return (entry,)
+    return entry
 
 
 class Engine(Stage):
@@ -85,7 +92,7 @@ class Engine(Stage):
     def check(self, look: Inspection) -> None:
         with look.item("engine.profiles"):
             signature = look.need("signature")
-            if self.profiles:  # without any, one spans what the stage before finds out
+            if self.profiles:  # the default profile depends on sizes that only the stages before find out
                 look.ok("engine.profiles", f"{len(self._resolved(signature))} of sizes that the model takes")
         with look.item("engine.runtime"):
             backend, why = self._choose(())
@@ -106,18 +113,17 @@ class Engine(Stage):
         narrowed = checks.examine(model)
         backend, why = self._choose(profiles)
         work.log.say(f"building with {backend.name}: {why}")
-        known, start = build_record.names(model), time.perf_counter()
-        built = _build(backend, path, model, known.modules)
+        onnx_names = build_record.names(model)
+        start = time.perf_counter()
+        built = _build(backend, path, model, onnx_names.modules)
         seconds = time.perf_counter() - start
         facts = {**_facts(backend, why, folder), "float64_as_float32": narrowed}
-        _leave(
-            work.out,
-            built,
-            build_record.engine_json(built, profiles, **facts),
-            build_record.layers_json(built.layers, known),
-        )
-        rows, feeds = build_record.diffs(built.layers, known), probe_files.load(folder)
-        rows, notes = engine_compare.compare(backend, path, work.out / PLAN, feeds, rows, self.tolerance)
+        (work.out / PLAN).write_bytes(built.plan)
+        _write_json(work.out / RECORD, build_record.engine_json(built, profiles, **facts))
+        _write_json(work.out / LAYERS, build_record.layers_json(built.layers, onnx_names))
+        rows = build_record.diffs(built.layers, onnx_names)
+        probes = probe_files.load(folder)
+        rows, notes = engine_compare.compare(backend, path, work.out / PLAN, probes, rows, self.tolerance)
         for note in notes:
             work.log.say(note)
         return Report(
@@ -146,50 +152,57 @@ class Engine(Stage):
         def entry(value: MinOptMax) -> Sizes | ShapeRange:
             if isinstance(value.min, int) and isinstance(value.opt, int) and isinstance(value.max, int):
                 return Sizes(value.min, value.opt, value.max)
-            return ShapeRange(*(s for s in (value.min, value.opt, value.max) if not isinstance(s, int)))
+            return ShapeRange(_sizes(value.min), _sizes(value.opt), _sizes(value.max))
 
-        requested = [{name: entry(value) for name, value in profile.items()} for profile in self.profiles]
+        def entries(profile: Mapping[str, MinOptMax]) -> dict[str, Sizes | ShapeRange]:
+            return {name: entry(value) for name, value in profile.items()}
+
+        requested = [entries(profile) for profile in self.profiles]
         return resolve({v.name: v.shape for v in signature.inputs}, signature.dims, requested, "engine.profiles")
 
     def _choose(self, profiles: Sequence[Profile]) -> tuple[TensorRT, str]:
-        """The TensorRT to build with, and why it is that one."""
+        """The TensorRT to build with, and the reason for the choice."""
         from layerline.backends.tensorrt.builder import TensorRT
 
         lacking = TensorRT("tensorrt").build_reason()
         name: str = self.runtime
         if name != "auto":
-            why = "asked for by `runtime`"
+            why = "`runtime` asks for it"
         elif self.targets:
-            name, why = "tensorrt-rtx", "`targets` are given, and it alone builds for other devices"
+            name, why = "tensorrt-rtx", "`targets` are set, and only TensorRT-RTX builds for other devices"
         elif lacking is None:
             name, why = "tensorrt", "it is installed and there is a device"
         else:
             name, why = "tensorrt-rtx", f"{lacking}, and TensorRT-RTX builds ahead of time"
         if self.targets and name == "tensorrt":
-            raise ConfigError("tensorrt builds for this machine's device alone", where="targets")
+            raise ConfigError("tensorrt builds only for this machine's device", where="targets")
         backend = TensorRT(name, profiles=profiles, workspace_mb=self.workspace_mb, targets=self.targets)
-        if reason := backend.build_reason():
+        reason = backend.build_reason()
+        if reason:
             raise Unavailable(reason, where="stage engine")
         return backend, why
 
 
 def _check_signature(model: onnx.ModelProto, signature: Signature) -> None:
-    """Profiles are made from the signature, so it must speak of the same inputs as the file."""
+    """Checks that the signature, from which profiles are made, has the same inputs as the file."""
     stored = {t.name for t in model.graph.initializer}
     declared = {i.name: i.type.tensor_type.shape.dim for i in model.graph.input if i.name not in stored}
-    told = {v.name: v.shape for v in signature.inputs}
-    if set(declared) != set(told):
+    signed = {v.name: v.shape for v in signature.inputs}
+    if set(declared) != set(signed):
         raise StageError(
-            f"model.onnx takes {', '.join(sorted(declared))}, signature.json says {', '.join(sorted(told))}",
+            f"model.onnx takes {', '.join(sorted(declared))}, signature.json says {', '.join(sorted(signed))}",
             where="signature.json",
         )
     for name, dims in declared.items():
-        sizes = [d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else None for d in dims]
-        if [d if isinstance(d, int) else None for d in told[name]] != sizes:
-            seen = ", ".join("?" if s is None else str(s) for s in sizes)
-            expected = ", ".join(map(str, told[name]))
+        sizes: list[int | None] = []
+        for dim in dims:
+            is_static = dim.HasField("dim_value") and dim.dim_value >= 0
+            sizes.append(dim.dim_value if is_static else None)
+        if sizes != [size if isinstance(size, int) else None for size in signed[name]]:
+            in_file = ", ".join("?" if size is None else str(size) for size in sizes)
+            in_signature = ", ".join(map(str, signed[name]))
             raise StageError(
-                f"has the shape ({seen}) in model.onnx, ({expected}) in signature.json", where=f"input {name}"
+                f"has the shape ({in_file}) in model.onnx, ({in_signature}) in signature.json", where=f"input {name}"
             )
 
 
@@ -202,7 +215,7 @@ def _build(backend: TensorRT, path: Path, model: onnx.ModelProto, modules: Mappi
         suspects = checks.suspects(model) if error.where == "engine" else ()
         if not suspects:
             raise
-        hint = f"it names no node; what it is known to fail on here: {'; '.join(suspects[:3])}"
+        hint = f"it names no node; the model has what TensorRT is known to fail on: {'; '.join(suspects[:3])}"
         raise StageError(error.what, where=error.where, hint=hint) from error
 
 
@@ -216,10 +229,8 @@ def _facts(backend: TensorRT, why: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _leave(out: Path, built: Built, record: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> None:
-    for name, content in ((RECORD, record), (LAYERS, layers)):
-        (out / name).write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", "utf-8")
-    (out / PLAN).write_bytes(built.plan)
+def _write_json(path: Path, content: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", "utf-8")
 
 
 def _metrics(built: Built) -> dict[str, Scalar]:
@@ -230,7 +241,7 @@ def _metrics(built: Built) -> dict[str, Scalar]:
 
 
 def _axes(signature: Signature, profiles: Sequence[Profile]) -> dict[str, str]:
-    """The sizes that the profiles admit, each dimension's over all of them."""
+    """The sizes that the profiles admit: for each dimension, the bounds over all profiles."""
     from layerline.export.signature import Dim, bounds
 
     admitted: dict[str, Dim] = {}
@@ -248,12 +259,12 @@ def _gates(built: Built) -> tuple[Gate, ...]:
 
     if not any(layer.type == "QUANTIZE" for layer in built.layers):
         return ()
-    seen = ", ".join(f"{n} in {p}" for p, n in compute_precisions(built.layers).items()) or "none"
+    precisions = ", ".join(f"{n} in {p}" for p, n in compute_precisions(built.layers).items()) or "none"
     return (
         Gate(
             name="quantisation reaches the arithmetic",
             passed=not build_record.disguised(built.layers),
-            seen=f"convolutions and matrix products: {seen}",
+            seen=f"convolutions and matrix products: {precisions}",
             expected="at least one that takes both operands dequantised",
             hint="quantise the weights of the layers whose inputs are quantised",
         ),
@@ -261,10 +272,16 @@ def _gates(built: Built) -> tuple[Gate, ...]:
 
 
 def _tables(built: Built, profiles: Sequence[Profile]) -> dict[str, list[dict[str, Scalar]]]:
-    rows: list[dict[str, Scalar]] = [
-        {"profile": i, "input": name, **{k: "x".join(map(str, getattr(span, k))) for k in ("min", "opt", "max")}}
-        for i, profile in enumerate(profiles)
-        for name, span in profile.items()
-    ]
-    warnings: list[dict[str, Scalar]] = [{"warning": text, "times": n} for text, n in built.warnings.items()]
-    return {title: found for title, found in (("profiles", rows), ("builder warnings", warnings)) if found}
+    tables: dict[str, list[dict[str, Scalar]]] = {}
+    rows: list[dict[str, Scalar]] = []
+    for index, profile in enumerate(profiles):
+        for name, shapes in profile.items():
+            row: dict[str, Scalar] = {"profile": index, "input": name}
+            for label, shape in (("min", shapes.min), ("opt", shapes.opt), ("max", shapes.max)):
+                row[label] = "x".join(map(str, shape))
+            rows.append(row)
+    if rows:
+        tables["profiles"] = rows
+    if built.warnings:
+        tables["builder warnings"] = [{"warning": text, "times": n} for text, n in built.warnings.items()]
+    return tables

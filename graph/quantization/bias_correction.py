@@ -1,4 +1,4 @@
-"""Bias correction: what quantisation adds to a channel on average is taken off the layer's bias.
+"""Bias correction: subtracts the mean error that quantisation causes in a channel from the layer's bias.
 
 After M. Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (ICCV 2019), with the
 mean error measured on samples. Only stored biases change, so the result costs nothing at run time.
@@ -22,47 +22,61 @@ _WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
 
 
 def correct(model: Light, shifts: Mapping[str, npt.NDArray[np.float64]]) -> tuple[Light, int]:
-    """A copy of a quantised model with corrected biases, and how many were corrected.
+    """Corrects the biases of a quantised model.
 
     Args:
-        shifts: the mean error of each output channel, by the layer's first output. A MatMul has a bias where an Add of
-            one number for each channel follows it; without one it stays as it is.
+        shifts: the mean error of each output channel, by the layer's first output. The bias of a MatMul is an Add after
+            it, with one number per channel; without such an Add the MatMul stays as it is.
+
+    Returns:
+        A copy with corrected biases, and how many were corrected.
     """
     work = to_ir(model)
-    names, done = FreshNames(work), 0
+    names = FreshNames(work)
+    corrected = 0
     for node in list(work.graph):
         shift = shifts.get(first_output(node))
-        if shift is not None and shift.any():
-            done += _correct(work.graph, names, node, shift)
-    return from_ir(work), done
+        if shift is not None and shift.any() and _correct(work.graph, names, node, shift):
+            corrected += 1
+    return from_ir(work), corrected
 
 
 def _correct(graph: ir.Graph, names: FreshNames, node: ir.Node, shift: npt.NDArray[np.float64]) -> bool:
-    holder, place = (node, 2) if node.op_type in _WITH_BIAS else _added(node)
+    holder: ir.Node | None = node
+    place = 2
+    if node.op_type not in _WITH_BIAS:
+        holder, place = _bias_add(node)
+    # Gemm multiplies its bias by beta.
     if holder is None or (node.op_type == "Gemm" and node.attributes.get_float("beta", 1.0) != 1.0):
         return False
     old = holder.inputs[place] if len(holder.inputs) > place else None
-    bias = weight_of(old)
-    if old is not None and (bias is None or bias.reshape(-1).size != shift.size):
-        return False
-    kind = old.dtype if old is not None else node.inputs[0].dtype if node.inputs[0] is not None else None
-    dtype = np.dtype(np.float32) if kind is None else kind.numpy()
-    shape = shift.shape if bias is None else bias.shape
-    wide = np.zeros(shape) if bias is None else bias.astype(np.float64)
+    if old is None:
+        source = node.inputs[0]
+        wide = np.zeros(shift.shape)
+    else:
+        source = old
+        bias = weight_of(old)
+        if bias is None or bias.size != shift.size:
+            return False
+        wide = bias.astype(np.float64)
+    dtype = np.dtype(np.float32)
+    if source is not None and source.dtype is not None:
+        dtype = source.dtype.numpy()
+    shape = wide.shape
     name = names.fresh(f"{first_output(node)}/bias")
     tensor = ir.tensor((wide - shift.reshape(shape)).astype(dtype), name=name)
-    made = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(made)
+    new = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(new)
     if len(holder.inputs) <= place:
         holder.resize_inputs(place + 1)
-    holder.replace_input_with(place, made)
+    holder.replace_input_with(place, new)
     if old is not None:
         drop_unread(old)
     return True
 
 
-def _added(node: ir.Node) -> tuple[ir.Node | None, int]:
-    """The Add behind a product that adds a constant to each channel, and which of its inputs that is."""
+def _bias_add(node: ir.Node) -> tuple[ir.Node | None, int]:
+    """The Add after a MatMul that adds a constant to each channel, and the position of that constant."""
     output = node.outputs[0]
     uses = list(output.uses())
     if node.op_type != "MatMul" or len(uses) != 1 or output.is_graph_output() or uses[0].node.op_type != "Add":

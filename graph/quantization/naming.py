@@ -1,4 +1,4 @@
-"""Which nodes of a graph a user's patterns mean."""
+"""Names of nodes, and the nodes that a user's patterns match."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from layerline.pipeline.nearest import did_you_mean
 
 
 def first_output(node: ir.Node) -> str:
-    """What identifies a node: the name of its first output that has one."""
-    return next((o.name for o in node.outputs if o.name), "")
+    """The identity of a node: the name of its first output that has one."""
+    for output in node.outputs:
+        if output.name:
+            return output.name
+    return ""
 
 
 def module_of(node: ir.Node) -> str:
@@ -23,28 +26,28 @@ def module_of(node: ir.Node) -> str:
 
 
 def matching(model: ir.Model, patterns: Sequence[str], *, field: str) -> set[ir.Node]:
-    """The nodes, in bodies too, that any pattern means.
+    """The nodes, in subgraphs too, that any pattern matches.
 
     A pattern is the name of a value that the node reads or writes, its own name, or its module path or one above it;
     or a glob of any of these.
 
     Raises:
-        ConfigError: a pattern means nothing in this model.
+        ConfigError: a pattern matches nothing in this model.
     """
-    found: dict[str, set[ir.Node]] = {p: set() for p in patterns}
-    known: dict[str, None] = {}
+    matches: dict[str, set[ir.Node]] = {p: set() for p in patterns}
+    all_names: dict[str, None] = {}
     for node in model.graph.all_nodes():
         values = [v.name for v in (*node.inputs, *node.outputs) if v is not None and v.name]
         names = (*values, node.name or "", *modules(node))
-        known |= dict.fromkeys(filter(None, names))
+        all_names.update(dict.fromkeys(filter(None, names)))
         for pattern in patterns:
             if any(fnmatchcase(n, pattern) or n.startswith(f"{pattern}.") for n in names):
-                found[pattern].add(node)
-    for pattern, nodes in found.items():
+                matches[pattern].add(node)
+    for pattern, nodes in matches.items():
         if not nodes:
             raise ConfigError(
                 f"{pattern!r} matches no value, node or module of the model",
                 where=field,
-                hint=did_you_mean(pattern, known, 0),
+                hint=did_you_mean(pattern, all_names, 0),
             )
-    return set().union(*found.values())
+    return set().union(*matches.values())

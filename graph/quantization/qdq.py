@@ -1,7 +1,7 @@
-"""Carries a quantisation plan out: explicit QuantizeLinear and DequantizeLinear in the graph, as TensorRT reads them.
+"""Carries out a quantisation plan: adds explicit QuantizeLinear and DequantizeLinear nodes, as TensorRT reads them.
 
-Nothing is renamed and nothing is removed but float weights that nothing reads any more. The tensor called X stays the
-float value; beside it stand X/quantized and X/dequantized, and the plan's readers read the latter.
+Nothing is renamed, and only float weights without readers are removed. The tensor X stays the float value; X/quantized
+and X/dequantized are added, and the plan's readers read X/dequantized.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from layerline.backends.light import Light, Model, split
 from layerline.calib import assign
 from layerline.calib.calibrators import Calibrator
 from layerline.calib.histogram import Histogram
-from layerline.calib.plan import QuantPlan, QuantValue, Wanted
+from layerline.calib.plan import QuantPlan, QuantValue
 from layerline.calib.range_candidates import BOUND, bound_of, group_of
 from layerline.calib.scales import Int8, quantize
 from layerline.graph.analysis.element_types import infer_types
@@ -38,11 +38,14 @@ QUANTIZED, DEQUANTIZED, SCALE, ZERO_POINT = "/quantized", "/dequantized", "/scal
 
 
 def required_opset(light: Light) -> int:
-    """The opset that Q/DQ needs: 13 has per-channel axes, 19 half-precision scales."""
-    half = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
+    """The least opset for Q/DQ: 13 has per-channel axes, 19 half-precision scales."""
     graph = light.model.graph
-    types = {t.data_type for t in graph.initializer} | {w.kind for w in light.weights.values()}
-    return 19 if half & (types | {i.type.tensor_type.elem_type for i in graph.input}) else 13
+    types = {t.data_type for t in graph.initializer}
+    types.update(weight.kind for weight in light.weights.values())
+    types.update(i.type.tensor_type.elem_type for i in graph.input)
+    if types & {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}:
+        return 19
+    return 13
 
 
 def plan(
@@ -54,66 +57,76 @@ def plan(
     percentile: float = 99.99,
     chosen: Mapping[str, tuple[str, float]] | None = None,
 ) -> QuantPlan:
-    """Numbers for a placement: activations from their histograms, weights from themselves.
+    """Gives every placed value its scales: activations from their histograms, weights from their numbers.
 
     An activation that is bounded by construction takes its bound, whatever the calibrator.
 
     Args:
-        chosen: thresholds by value that were chosen already, each with the name of what it comes from.
+        chosen: thresholds that were chosen before, by value, each with the name of the calibrator it comes from.
 
     Raises:
-        StageError: an activation of which calibration saw nothing finite, or weights that are not finite.
+        StageError: calibration observed no finite number of an activation, or weights are not finite.
     """
     graph = to_ir(model).graph
-    values, limits = {v.name: v for v in graph_values(graph)}, bounds(graph)
-    ready = chosen or {}
-
-    def numbered(wanted: Wanted) -> QuantValue:
+    values = {v.name: v for v in graph_values(graph)}
+    value_bounds = bounds(graph)
+    items: list[QuantValue] = []
+    for wanted in placement.wanted:
         array = weight_of(values[wanted.name]) if wanted.role == "weight" else None
-        if array is None:
-            bound = bound_of(group_of(wanted), histograms, limits)
-            limit = None if bound is None else (BOUND, bound)
-            own = ready.get(wanted.name, limit)
-            return assign.activation(wanted, histograms, calibrator, percentile=percentile, chosen=own)
-        return assign.weight(wanted, array)
-
-    return QuantPlan(values=tuple(map(numbered, placement.wanted)), kept=placement.kept)
+        if array is not None:
+            items.append(assign.weight(wanted, array))
+            continue
+        threshold = None if chosen is None else chosen.get(wanted.name)
+        if threshold is None:
+            bound = bound_of(group_of(wanted), histograms, value_bounds)
+            if bound is not None:
+                threshold = (BOUND, bound)
+        items.append(assign.activation(wanted, histograms, calibrator, percentile=percentile, chosen=threshold))
+    return QuantPlan(values=tuple(items), kept=placement.kept)
 
 
 def bounds(graph: ir.Graph) -> dict[str, float]:
     """The greatest |x| of the values that are bounded by construction."""
-    found = {v.name or "": magnitude(interval) for v, interval in intervals(graph).items()}
-    return {name: greatest for name, greatest in found.items() if greatest is not None}
+    greatest: dict[str, float] = {}
+    for value, interval in intervals(graph).items():
+        bound = magnitude(interval)
+        if bound is not None:
+            greatest[value.name or ""] = bound
+    return greatest
 
 
 @dataclass(frozen=True)
 class WeightLoss:
-    """How well a plan keeps one weight: SQNR in dB of all of it, and of the output channel that lost most."""
+    """The SQNR of one quantised weight in dB: of the whole weight, and of the output channel that lost most."""
 
     sqnr_db: float
     worst_channel_db: float
 
 
 def weight_sqnr(model: Model, plan: QuantPlan) -> dict[str, WeightLoss]:
-    """How well the plan keeps each weight of the float model, by name; inf where nothing is lost."""
-    values, losses = {v.name: v for v in graph_values(to_ir(model).graph)}, {}
+    """The SQNR of each quantised weight of the float model, by name; inf where nothing is lost."""
+    values = {v.name: v for v in graph_values(to_ir(model).graph)}
+    losses: dict[str, WeightLoss] = {}
     for item in plan.values:
         array = weight_of(values[item.name]) if item.role == "weight" else None
-        if array is not None:
-            wide = array.astype(np.float64)
-            lost = np.square(wide - _int8(array, item).dequantized())
-            signal = np.square(wide)
-            others = None if item.axis is None else tuple(i for i in range(array.ndim) if i != item.axis)
-            channels = np.ravel(_decibels(signal.sum(axis=others), lost.sum(axis=others)))
-            whole = float(_decibels(signal.sum(), lost.sum()))
-            losses[item.name] = WeightLoss(whole, float(channels.min(initial=np.inf)))
+        if array is None:
+            continue
+        wide = array.astype(np.float64)
+        noise = np.square(wide - _int8(array, item).dequantized())
+        signal = np.square(wide)
+        other_axes = None
+        if item.axis is not None:
+            other_axes = tuple(i for i in range(array.ndim) if i != item.axis)
+        channels = np.ravel(_decibels(signal.sum(axis=other_axes), noise.sum(axis=other_axes)))
+        whole = float(_decibels(signal.sum(), noise.sum()))
+        losses[item.name] = WeightLoss(whole, float(channels.min(initial=np.inf)))
     return losses
 
 
-def _decibels(signal: npt.NDArray[np.float64], lost: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """10 log10(signal / lost); inf where there is nothing to lose."""
-    clear = (lost == 0) | (signal == 0)
-    ratio = np.where(clear, 1.0, signal) / np.where(clear, 1.0, lost)
+def _decibels(signal: npt.NDArray[np.float64], noise: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """10 log10(signal / noise); inf where either is 0."""
+    clear = (noise == 0) | (signal == 0)
+    ratio = np.where(clear, 1.0, signal) / np.where(clear, 1.0, noise)
     return np.where(clear, np.inf, 10 * np.log10(ratio))
 
 
@@ -125,19 +138,23 @@ def apply(model: Model, plan: QuantPlan) -> Light:
     """
     quantized = to_ir(raise_opset(model, required_opset(split(model))))
     infer_types(quantized)
-    values, writer = {v.name: v for v in graph_values(quantized.graph)}, _Writer(quantized)
+    values = {v.name: v for v in graph_values(quantized.graph)}
+    writer = _Writer(quantized)
     for item in plan.values:
         value = values.get(item.name)
         if value is None:
             raise StageError("the plan quantises a value that the model does not have", where=item.name)
-        made = writer.weight(value, item) if item.role == "weight" else writer.activation(value, item)
-        _rewire(value, item, made)
+        if item.role == "weight":
+            dequantized = writer.weight(value, item)
+        else:
+            dequantized = writer.activation(value, item)
+        _rewire(value, item, dequantized)
         drop_unread(value)
     return from_ir(quantized)
 
 
 class _Writer:
-    """Adds nodes and tensors to the main graph, under names that nothing in the model has yet."""
+    """Adds nodes and tensors to the main graph, under names that the model does not use."""
 
     def __init__(self, model: ir.Model) -> None:
         self.graph = model.graph
@@ -149,7 +166,7 @@ class _Writer:
                     self.first_reader.setdefault(value, node)
 
     def activation(self, value: ir.Value, item: QuantValue) -> ir.Value:
-        """Q and DQ right behind the value; returns the dequantised one."""
+        """Adds Q and DQ right after the value; returns the dequantised value."""
         dtype = value.dtype or ir.DataType.FLOAT
         scale = self.tensor(item.name + SCALE, np.array(item.scales[0], dtype.numpy()))
         zero = self.tensor(item.name + ZERO_POINT, np.array(0, np.int8))
@@ -163,17 +180,19 @@ class _Writer:
         return back.outputs[0]
 
     def weight(self, value: ir.Value, item: QuantValue) -> ir.Value:
-        """The weight stored in int8, and its DQ before the first reader; returns the dequantised weight."""
+        """Stores the weight in int8 and adds its DQ before the first reader; returns the dequantised weight."""
         array = weight_of(value)
         if array is None:
-            raise StageError("the plan takes this value for a weight, but it is not constant", where=item.name)
+            raise StageError("the plan quantises this value as a weight, but it is not constant", where=item.name)
         int8 = _int8(array, item)
         inputs = [
             self.tensor(item.name + QUANTIZED, int8.values),
             self.tensor(item.name + SCALE, int8.scales.astype(array.dtype)),
             self.tensor(item.name + ZERO_POINT, np.zeros(int8.scales.shape, np.int8)),
         ]
-        axis = {} if item.axis is None else {"axis": item.axis}
+        axis: dict[str, int] = {}
+        if item.axis is not None:
+            axis["axis"] = item.axis
         dtype, shape = ir.DataType.from_numpy(array.dtype), ir.Shape(array.shape)
         node = self.node("DequantizeLinear", inputs, item, DEQUANTIZED, dtype, shape, **axis)
         self.first_reader[value].prepend(node)
@@ -197,7 +216,7 @@ class _Writer:
         shape: ir.Shape | None,
         **attributes: int,
     ) -> ir.Node:
-        """A new node, in no graph yet, that carries the module of the plan's entry."""
+        """A new node, not in a graph yet, with the module path of the plan's entry."""
         output = ir.Value(name=self.names.fresh(item.name + suffix), shape=shape, type=ir.TensorType(dtype))
         name = self.names.fresh(f"{item.name}/{op}")
         props = {MODULE: item.module} if item.module else {}
@@ -205,8 +224,10 @@ class _Writer:
 
 
 def _int8(array: npt.NDArray[Any], item: QuantValue) -> Int8:
-    # The numbers are made with the scale as it is stored: a half-precision scale is rounded first.
-    scales = np.array(item.scales if item.axis is not None else item.scales[0], array.dtype)
+    scales = np.array(item.scales, array.dtype)
+    if item.axis is None:
+        scales = scales.reshape(())
+    # The numbers are computed with the scale as it is stored: a half-precision scale is rounded first.
     return quantize(array, scales.astype(np.float32), item.axis)
 
 

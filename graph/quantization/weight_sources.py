@@ -1,4 +1,4 @@
-"""Weights wherever a model keeps them: initializers, Constant nodes, or either behind Cast, Identity, Transpose."""
+"""Finds weights wherever a model stores them: initializers and Constants, also before Cast, Identity or Transpose."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ _THROUGH = frozenset({"Identity", "Transpose", "Cast"})
 
 
 def weight_of(value: ir.Value | None) -> npt.NDArray[Any] | None:
-    """The numbers of a floating-point value that no run can change; None for any other value."""
-    found = _resolve(value)
-    return found if found is not None and _is_float(found) else None
+    """The numbers of a constant floating-point value; None for any other value."""
+    array = _resolve(value)
+    if array is None or not _is_float(array):
+        return None
+    return array
 
 
 def drop_unread(value: ir.Value) -> None:
@@ -36,18 +38,24 @@ def drop_unread(value: ir.Value) -> None:
 
 
 def _resolve(value: ir.Value | None) -> npt.NDArray[Any] | None:
-    found = constant(value)
-    node = value.producer() if value is not None else None
-    if found is not None or node is None or node.domain != "" or node.op_type not in _THROUGH:
-        return found
+    array = constant(value)
+    if array is not None or value is None:
+        return array
+    node = value.producer()
+    if node is None or node.domain != "" or node.op_type not in _THROUGH:
+        return None
     inner = _resolve(node.inputs[0])
     if inner is None or node.op_type == "Identity":
         return inner
     if node.op_type == "Cast":
         to = ir.DataType(node.attributes.get_int("to", 0))
-        return inner.astype(to.numpy()) if _is_float(inner) and to.is_floating_point() else None
+        if not _is_float(inner) or not to.is_floating_point():
+            return None
+        return inner.astype(to.numpy())
     order = node.attributes.get("perm")
-    return np.transpose(inner, None if order is None else order.as_ints())
+    if order is None:
+        return np.transpose(inner)
+    return np.transpose(inner, order.as_ints())
 
 
 def _is_float(array: npt.NDArray[Any]) -> bool:
