@@ -1,4 +1,4 @@
-"""The task's metric of loaded models over its evaluation data: one pass over the data for all of them."""
+"""Runs several models over evaluation data in one pass, and joins their outputs for the task's metric."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layerline.pipeline.inputs.metric import joined
 
 
 class Batch(Protocol):
-    """What one run is fed with and what its outputs should be; `real` takes off the rows that are no samples."""
+    """The inputs and the target of one run; `real` removes the rows that are no samples."""
 
     @property
     def feed(self) -> Mapping[str, Array]: ...
@@ -22,7 +22,7 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What models gave for the same samples.
+    """The outputs of models for the same samples.
 
     Attributes:
         outputs: by the caller's name of the model: an array, or a tuple of arrays, joined along the first axis.
@@ -45,10 +45,16 @@ def predict(sessions: Mapping[str, Session], batches: Iterable[Batch]) -> Predic
         if batch.target is not None:
             targets.append(batch.target)
         for name, session in sessions.items():
-            found = session.run(batch.feed)
-            outputs[name].append([batch.real(found[o]) for o in session.outputs])
-    whole = {name: tuple(joined(list(p), "outputs") for p in zip(*o, strict=True)) for name, o in outputs.items()}
-    return Predictions(
-        outputs={name: parts[0] if len(parts) == 1 else parts for name, parts in whole.items()},
-        targets=joined(targets, "targets") if targets else None,
-    )
+            results = session.run(batch.feed)
+            outputs[name].append([batch.real(results[output]) for output in session.outputs])
+    all_outputs = {name: _joined_outputs(by_batch) for name, by_batch in outputs.items()}
+    all_targets = joined(targets, "targets") if targets else None
+    return Predictions(outputs=all_outputs, targets=all_targets)
+
+
+def _joined_outputs(by_batch: list[list[Array]]) -> Array | tuple[Array, ...]:
+    """Each output joined over the batches; a single output comes without a tuple."""
+    parts: list[Array] = [joined(list(arrays), "outputs") for arrays in zip(*by_batch, strict=True)]
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(parts)

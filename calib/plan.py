@@ -1,18 +1,17 @@
 """The quantisation plan: what is quantised and how, and why everything else is not.
 
-PTQ computes it, QAT trains with it, `graph.qdq` carries it out, the report shows it. It is plain data: `plan.json` is
-readable, has the same bytes for the same plan, and two plans can be compared line by line.
+Calibration computes it, training with fake quantisation uses it, `qdq.apply` carries it out, and the report shows it.
+It is plain data: `plan.json` has one line a value and the same bytes for the same plan, so that two plans can be
+compared line by line.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-
-import numpy as np
 
 FILE = "plan.json"
 
@@ -22,7 +21,7 @@ Role = Literal["activation", "weight"]
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """One value that the target's rules want in int8, before any number is known.
+    """One value to quantise, before its scales are computed.
 
     Attributes:
         name: the value's name in the float model.
@@ -90,7 +89,10 @@ class QuantPlan:
 
     def value(self, name: str) -> QuantValue | None:
         """The entry of one value; None where it stays float."""
-        return next((v for v in self.values if v.name == name), None)
+        for value in self.values:
+            if value.name == name:
+                return value
+        return None
 
     def to_json(self) -> str:
         """Canonical: the same plan gives the same text; one line a value."""
@@ -99,67 +101,24 @@ class QuantPlan:
     @classmethod
     def from_json(cls, text: str) -> QuantPlan:
         raw = json.loads(text)
-        values = tuple(QuantValue(**{k: _tuples(v) for k, v in item.items()}) for item in raw["values"])
-        return cls(values=values, kept=tuple(Kept(**item) for item in raw["kept"]))
-
-
-def diff(old: QuantPlan, new: QuantPlan) -> list[str]:
-    """What changed, a line each, in the order of the new plan; empty for equal plans."""
-    return [*_value_changes(old, new), *_kept_changes(old, new)]
-
-
-def _value_changes(old: QuantPlan, new: QuantPlan) -> Iterator[str]:
-    before = {v.name: v for v in old.values}
-    for value in new.values:
-        was = before.pop(value.name, None)
-        if was is None:
-            yield f"+ {_title(value)}: scale {_scale(value)}, {value.calibrator}"
-        elif was != value:
-            yield f"~ {_title(value)}: {', '.join(_fields(was, value))}"
-    for value in before.values():
-        reason = next((f": {k.reason}" for k in new.kept if k.name in (value.name, *(r for r, _ in value.readers))), "")
-        yield f"- {_title(value)} stays float{reason}"
-
-
-def _kept_changes(old: QuantPlan, new: QuantPlan) -> Iterator[str]:
-    before = {k.name: k for k in old.kept}
-    for kept in new.kept:
-        was = before.get(kept.name)
-        if was is not None and was.reason != kept.reason:
-            yield f"~ {kept.op} {kept.module or kept.name} stays float: {kept.reason} (was: {was.reason})"
-
-
-def _fields(was: QuantValue, now: QuantValue) -> Iterator[str]:
-    if was.scales != now.scales:
-        change = "" if len(was.scales) != len(now.scales) else f" ({_percent(was, now)})"
-        yield f"scale {_scale(was)} -> {_scale(now)}{change}"
-    for name in ("role", "axis", "calibrator", "shared", "readers", "module", "why"):
-        if getattr(was, name) != getattr(now, name):
-            yield f"{name} {getattr(was, name)} -> {getattr(now, name)}"
-    if was.seen != now.seen:
-        yield f"range {was.seen[0]:.6g}..{was.seen[1]:.6g} -> {now.seen[0]:.6g}..{now.seen[1]:.6g}"
-
-
-def _percent(was: QuantValue, now: QuantValue) -> str:
-    """The change of the scale that changed most."""
-    ratios = np.array(now.scales) / np.array(was.scales) - 1
-    return f"{ratios[np.abs(ratios).argmax()]:+.1%}"
-
-
-def _scale(value: QuantValue) -> str:
-    if len(value.scales) == 1:
-        return f"{value.scales[0]:.6g}"
-    return f"{min(value.scales):.6g}..{max(value.scales):.6g} ({len(value.scales)} channels)"
-
-
-def _title(value: QuantValue) -> str:
-    return f"{value.role} {value.name}" + (f" ({value.module})" if value.module else "")
+        values: list[QuantValue] = []
+        for item in raw["values"]:
+            fields = {name: _tuples(field) for name, field in item.items()}
+            values.append(QuantValue(**fields))
+        kept = tuple(Kept(**item) for item in raw["kept"])
+        return cls(values=tuple(values), kept=kept)
 
 
 def _lines(items: Sequence[QuantValue | Kept]) -> str:
-    lines = (json.dumps(dataclasses.asdict(i), allow_nan=False, ensure_ascii=False, sort_keys=True) for i in items)
-    return ",".join("\n" + line for line in lines)
+    lines: list[str] = []
+    for item in items:
+        fields = dataclasses.asdict(item)
+        lines.append("\n" + json.dumps(fields, allow_nan=False, ensure_ascii=False, sort_keys=True))
+    return ",".join(lines)
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+    """Lists, which JSON has for tuples, as tuples."""
+    if isinstance(value, list):
+        return tuple(_tuples(item) for item in value)
+    return value

@@ -59,8 +59,10 @@ def scale_of(amax: npt.NDArray[Any] | float) -> npt.NDArray[np.float32]:
 
 def channel_amax(weight: npt.NDArray[Any], axis: int | None) -> npt.NDArray[np.float64]:
     """max |w| of each slice along `axis`, shape (size of axis,); of everything, shape (), when axis is None."""
-    others = None if axis is None else tuple(i for i in range(weight.ndim) if i != axis)
-    amax: npt.NDArray[np.float64] = np.abs(weight.astype(np.float64)).max(axis=others, initial=0.0)
+    other_axes = None
+    if axis is not None:
+        other_axes = tuple(i for i in range(weight.ndim) if i != axis)
+    amax: npt.NDArray[np.float64] = np.abs(weight.astype(np.float64)).max(axis=other_axes, initial=0.0)
     return amax
 
 
@@ -71,4 +73,9 @@ def quantize(weight: npt.NDArray[Any], scales: npt.NDArray[np.float32], axis: in
 
 
 def _along(scales: npt.NDArray[np.float32], axis: int | None, rank: int) -> npt.NDArray[np.float32]:
-    return scales if axis is None else scales.reshape([-1 if i == axis else 1 for i in range(rank)])
+    """The scales in a shape that broadcasts along `axis` of a tensor of that rank."""
+    if axis is None:
+        return scales
+    shape = [1] * rank
+    shape[axis] = -1
+    return scales.reshape(shape)

@@ -1,4 +1,4 @@
-"""An engine beside ONNX Runtime on the same feeds. Not run on a device yet; the tests run it on stand-ins."""
+"""Compares an engine with ONNX Runtime on the same feeds. Not run on a device yet; tests run it on stand-ins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from layerline.backends.base import Feed
+from layerline.backends.base import Array, Feed
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.backends.tensorrt.builder import TensorRT
 from layerline.backends.tensorrt.engine_session import EngineSession
@@ -41,7 +41,9 @@ def compare(
     records: Sequence[LayerDiff],
     tolerance: float,
 ) -> tuple[tuple[LayerDiff, ...], list[str]]:
-    """The records with what this machine's device shows, or as they are with the reason why it shows nothing.
+    """Adds to the records what the engine computes on this machine's device.
+
+    Where it can't run here, the records stay as they are and a note gives the reason.
 
     Outputs are measured on the engine itself and gated by `tolerance`, a relative L2 error. Inner values are measured
     on a second engine that gives them as outputs too; it fuses less than the one that ships, so they are not gated.
@@ -49,7 +51,8 @@ def compare(
     Raises:
         StageError: the engine was built for this device and does not run on it.
     """
-    if reason := backend.unavailable_reason():
+    reason = backend.unavailable_reason()
+    if reason:
         return tuple(records), [f"The engine was built but not run here: {reason}."]
     try:
         engine = backend.open(plan)
@@ -61,12 +64,14 @@ def compare(
     whole = measure(model, engine, feeds)
     inner = [r.name for r in records if r.name not in engine.outputs]
     parts = measure(model, backend.open(model, inner), feeds, inner)
-    found = {**parts.distances, **whole.distances}
-    gates = dict.fromkeys(engine.outputs, tolerance)
-    rows = (
-        replace(r, **found[r.name].measures(), tolerance=gates.get(r.name)) if r.name in found else r for r in records
-    )
-    return tuple(rows), _told(whole)
+    distances = {**parts.distances, **whole.distances}
+    rows: list[LayerDiff] = []
+    for record in records:
+        if record.name in distances:
+            gate = tolerance if record.name in engine.outputs else None
+            record = replace(record, **distances[record.name].measures(), tolerance=gate)
+        rows.append(record)
+    return tuple(rows), _notes(whole)
 
 
 def measure(model: Path, engine: EngineSession, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> Measured:
@@ -79,18 +84,30 @@ def measure(model: Path, engine: EngineSession, feeds: Sequence[Feed], taps: Seq
         taps: inner values that the engine gives beside the outputs.
     """
     reference = OnnxRuntime().open(model, taps)
-    fitting = [f for f in feeds if admitting(engine.profiles, {n: a.shape for n, a in f.items()})]
     total: dict[str, Distance] = {}
-    for feed in fitting:
-        # An engine takes float32 where the model takes float64.
-        narrow = {n: a.astype(np.float32) if a.dtype == np.float64 else a for n, a in feed.items()}
-        expected, seen = reference.run(feed), engine.run(narrow)
-        for name in seen.keys() & expected.keys():
-            total[name] = total.get(name, Distance()) + diff_arrays(expected[name], seen[name])
-    return Measured(total, len(fitting), len(feeds) - len(fitting))
+    ran = 0
+    for feed in feeds:
+        shapes = {name: array.shape for name, array in feed.items()}
+        if not admitting(engine.profiles, shapes):
+            continue
+        ran += 1
+        expected = reference.run(feed)
+        actual = engine.run(_without_float64(feed))
+        for name in actual.keys() & expected.keys():
+            total[name] = total.get(name, Distance()) + diff_arrays(expected[name], actual[name])
+    return Measured(total, ran, len(feeds) - ran)
 
 
-def _told(whole: Measured) -> list[str]:
+def _without_float64(feed: Feed) -> dict[str, Array]:
+    """An engine takes float32 where the model takes float64."""
+    narrowed = dict(feed)
+    for name, array in feed.items():
+        if array.dtype == np.float64:
+            narrowed[name] = array.astype(np.float32)
+    return narrowed
+
+
+def _notes(whole: Measured) -> list[str]:
     notes = [f"{whole.ran} probes were run; inner values were measured on a second engine, which fuses less."]
     if whole.outside:
         notes.append(f"{whole.outside} probes lie outside of every profile and were not run.")

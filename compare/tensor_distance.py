@@ -73,8 +73,10 @@ class Distance:
     @property
     def rel_l2(self) -> float:
         """‖a - b‖ / ‖a‖, or ‖a - b‖ where ‖a‖ is 0."""
-        # Roots before the quotient: that of the squares overflows where the norms' does not.
-        return math.inf if self.mismatch else math.sqrt(self.ee) / (math.sqrt(self.aa) or 1.0)
+        if self.mismatch:
+            return math.inf
+        # Roots before the quotient: the quotient of the squares may overflow where that of the norms does not.
+        return math.sqrt(self.ee) / (math.sqrt(self.aa) or 1.0)
 
     @property
     def cosine(self) -> float | None:
@@ -92,10 +94,12 @@ class Distance:
 
     @property
     def flags(self) -> dict[str, Scalar]:
-        """What a person should see beside the numbers: why there are none, or that they leave something out."""
+        """Remarks beside the numbers: why there are none, or which elements they leave out."""
         if self.mismatch:
             return {"mismatch": self.mismatch}
-        flags: dict[str, Scalar] = {"masked": self.masked} if self.masked else {}
+        flags: dict[str, Scalar] = {}
+        if self.masked:
+            flags["masked"] = self.masked
         if self.nonfinite_a and not self.one_sided:
             flags["flag"] = "NaN or Inf on both sides"
         return flags
@@ -110,7 +114,9 @@ def decibels(signal: float, noise: float) -> float:
     """10 log10(signal / noise), of powers; inf where there is no noise."""
     if noise == 0.0:
         return math.inf
-    return 10.0 * (math.log10(signal) - math.log10(noise)) if signal > 0.0 else -math.inf
+    if signal <= 0.0:
+        return -math.inf
+    return 10.0 * (math.log10(signal) - math.log10(noise))
 
 
 def diff_arrays(a: Any, b: Any) -> Distance:
@@ -119,16 +125,22 @@ def diff_arrays(a: Any, b: Any) -> Distance:
     Differences are taken in float64, so that neither float32 sums nor values near 1e38 lose anything.
     Different shapes are a mismatch, never broadcast.
     """
+    if a is None and b is None:
+        return Distance()
     if a is None or b is None:
-        return Distance() if a is b else Distance(mismatch="absent on one side")
+        return Distance(mismatch="absent on one side")
     if isinstance(a, Sequence) and not isinstance(a, str):
         if not isinstance(b, Sequence) or len(a) != len(b):
             return Distance(mismatch=f"a sequence of {len(a)} against {_kind(b)}")
         return sum((diff_arrays(x, y) for x, y in zip(a, b, strict=True)), Distance())
     x, y = np.asarray(a), np.asarray(b)
     if x.dtype.kind == "c" or y.dtype.kind == "c":
-        # ONNX holds complex numbers as pairs along one axis more; a real side of the same shape has no imaginary part.
-        x, y = (_pairs(v) if v.dtype.kind == "c" or x.shape == y.shape else v for v in (x, y))
+        # ONNX holds complex numbers as pairs along a new last axis. A real side of the same shape has imaginary part 0.
+        same_shape = x.shape == y.shape
+        if x.dtype.kind == "c" or same_shape:
+            x = _pairs(x)
+        if y.dtype.kind == "c" or same_shape:
+            y = _pairs(y)
     if x.shape != y.shape:
         return Distance(mismatch=f"shape {x.shape} against {y.shape}")
     if x.dtype.kind in "OSU" or y.dtype.kind in "OSU":
@@ -141,14 +153,14 @@ def _pairs(v: Array) -> Array:
     return np.stack([v.real, v.imag], -1).astype(np.float64)
 
 
-# Elements taken at a time: their float64 copies stay in the processor's cache and cost no memory, and a sum of so few
-# does not wake the threads of the linear algebra library, which a busy machine pays for dearly.
+# Elements taken at a time. Their float64 copies stay in the processor's cache, and sums of so few elements don't start
+# the threads of the linear algebra library, which are slow on a busy machine.
 _BLOCK = 1 << 13
 
 
 # Additive masks: what frameworks and models add to scores to hide some (-1e4, -65504, -1e9, the lowest float, …).
 LEAST_MASK = 9e3
-GREAT_MASK = 1e15  # whatever is as great is no score: of smaller numbers only powers of ten and half's lowest are masks
+GREAT_MASK = 1e15  # anything as large is no score; below it, only powers of ten and half's lowest number are masks
 HALF_LOWEST = 65504.0
 HALF_MASK = 6e4  # both sides this low: one of them may be clamped to half's range
 GAP = 10.0  # times the greatest number that is not masked
@@ -158,10 +170,10 @@ LARGE = 1e4
 
 
 def hidden(x: Array, y: Array) -> npt.NDArray[np.bool_]:
-    """Elements that a mask hides on both sides. Their size says nothing, and would hide every error in the others.
+    """Elements that a mask hides on both sides. They are so large that errors of the others would not show.
 
-    An element of `x` is masked where it is a mask's number, give or take twice the greatest other one, and far beyond
-    all others. It is left out only where `y` is masked there too. `reductions` has the same rule as ONNX.
+    An element of `x` is masked where it is a mask's number, within twice the greatest other number, and far beyond all
+    others. It is left out only where `y` is masked there too. `pair_metrics` has the same rule as ONNX nodes.
     """
     a, b = x.astype(np.float64), y.astype(np.float64)
     size = np.abs(a)
@@ -177,8 +189,8 @@ def hidden(x: Array, y: Array) -> npt.NDArray[np.bool_]:
         is_mask = (size >= GREAT_MASK) | (np.abs(size - ten) <= slack) | (np.abs(size - HALF_LOWEST) <= slack)
         clamped = (size >= HALF_MASK) & (np.sign(a) * b >= HALF_MASK)
         alike = (np.abs(a - b) <= NEAR * size) | clamped
-    found: npt.NDArray[np.bool_] = finite & far & is_mask & (size >= GAP * peak) & alike
-    return found
+    masked: npt.NDArray[np.bool_] = finite & far & is_mask & (size >= GAP * peak) & alike
+    return masked
 
 
 def _numeric(x: Array, y: Array) -> Distance:
@@ -188,12 +200,17 @@ def _numeric(x: Array, y: Array) -> Distance:
     if exact or total.aa < LARGE * total.count:
         return total
     masked = hidden(x, y)
-    return _blocks(x[~masked], y[~masked], exact) + Distance(masked=int(masked.sum())) if masked.any() else total
+    if not masked.any():
+        return total
+    return _blocks(x[~masked], y[~masked], exact) + Distance(masked=int(masked.sum()))
 
 
 def _blocks(x: Array, y: Array, exact: bool) -> Distance:
-    blocks = (slice(i, i + _BLOCK) for i in range(0, x.size, _BLOCK))
-    return sum((_block(x[s], y[s], exact) for s in blocks), Distance())
+    total = Distance()
+    for start in range(0, x.size, _BLOCK):
+        stop = start + _BLOCK
+        total += _block(x[start:stop], y[start:stop], exact)
+    return total
 
 
 def _block(x: Array, y: Array, exact: bool) -> Distance:

@@ -1,4 +1,4 @@
-"""What a parsed TensorRT network consists of: each layer, what it computes in, and the ONNX node it came from."""
+"""Describes a parsed TensorRT network: each layer, the type it computes in, and the ONNX node it came from."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-# Layers whose speed is why people quantise.
+# The layers that quantisation speeds up.
 COMPUTE = frozenset({"CONVOLUTION", "DECONVOLUTION", "MATRIX_MULTIPLY", "EINSUM"})
-# They move elements without changing one, so quantisation reaches through them.
+# They move elements without changing them, so a dequantised operand may lie behind them.
 _MOVES = frozenset({"SHUFFLE", "SQUEEZE", "UNSQUEEZE", "IDENTITY"})
 _DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8e4m3fn", "FP4": "float4e2m1"}
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
@@ -32,10 +32,10 @@ class Layer:
     Attributes:
         name: TensorRT's name of it.
         type: TensorRT's name of the kind (CONVOLUTION).
-        precision: what it computes in: of a convolution or matrix product whose operands are both dequantised the
-            type they were stored in, of any other layer the type of its output.
-        reads: names of the tensors it takes.
-        outputs: what it gives.
+        precision: the type it computes in. For a convolution or matrix product whose operands are both dequantised,
+            that is the type they were stored in; for any other layer, the type of its output.
+        reads: names of its input tensors.
+        outputs: its output tensors.
         node: name of the ONNX node it came from; empty for helpers of the parser.
     """
 
@@ -48,13 +48,15 @@ class Layer:
 
 
 def describe(network: Any) -> tuple[Layer, ...]:
-    """Every layer of a parsed network in its order; nothing is asked of the builder."""
+    """Every layer of a parsed network, in its order, before the builder runs."""
     return settle([_layer(network.get_layer(i)) for i in range(network.num_layers)])
 
 
 def settle(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """The same layers, convolutions and matrix products in the precision that their operands give them."""
-    by_output = {tensor.name: layer for layer in layers for tensor in layer.outputs}
+    """Sets the precision of convolutions and matrix products to the stored type of their operands."""
+    by_output: dict[str, Layer] = {}
+    for layer in layers:
+        by_output.update(dict.fromkeys((output.name for output in layer.outputs), layer))
     return tuple(_settled(layer, by_output) for layer in layers)
 
 
@@ -70,27 +72,28 @@ def dtype_name(dtype: Any) -> str:
 
 
 def _layer(layer: Any) -> Layer:
-    given = (layer.get_output(i) for i in range(layer.num_outputs))
-    taken = (layer.get_input(i) for i in range(layer.num_inputs))
-    outputs = tuple(tensor(t) for t in given if t is not None)
+    # Optional inputs and outputs that are absent are None.
+    all_inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
+    all_outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
+    outputs = tuple(tensor(t) for t in all_outputs if t is not None)
     node = _NODE.search(layer.metadata)
     return Layer(
         name=layer.name,
         type=layer.type.name,
         precision=outputs[0].dtype if outputs else "",
-        reads=tuple(t.name for t in taken if t is not None),
+        reads=tuple(t.name for t in all_inputs if t is not None),
         outputs=outputs,
         node=node.group(1) if node else "",
     )
 
 
-def tensor(given: Any) -> Tensor:
-    """What a TensorRT ITensor is."""
+def tensor(trt_tensor: Any) -> Tensor:
+    """Name, type and shape of a TensorRT ITensor."""
     try:
-        shape = tuple(int(d) for d in given.shape)
+        shape = tuple(int(d) for d in trt_tensor.shape)
     except ValueError:  # a rank that is not known yet
         shape = ()
-    return Tensor(given.name, dtype_name(given.dtype), shape)
+    return Tensor(trt_tensor.name, dtype_name(trt_tensor.dtype), shape)
 
 
 def _settled(layer: Layer, by_output: Mapping[str, Layer]) -> Layer:
@@ -104,11 +107,11 @@ def _settled(layer: Layer, by_output: Mapping[str, Layer]) -> Layer:
 
 
 def _stored(name: str, by_output: Mapping[str, Layer]) -> str | None:
-    """The type behind the DequantizeLinear that gives this tensor, or None."""
+    """The type that the tensor is dequantised from; None where it is not dequantised."""
     for layer in _upwards(name, by_output):
         if layer.type == "DEQUANTIZE":
-            behind = by_output.get(layer.reads[0])
-            return behind.outputs[0].dtype if behind else None
+            producer = by_output.get(layer.reads[0])
+            return producer.outputs[0].dtype if producer else None
         if layer.type not in _MOVES:
             return None
     return None

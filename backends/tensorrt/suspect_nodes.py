@@ -1,4 +1,4 @@
-"""Which nodes a parser means that names none: by the importer that refused, and the attribute that it speaks of."""
+"""Finds the nodes that a parser's message may be about when it names none: by its importer and attribute."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ _IMPORTER = re.compile(r"^import(\w+)$")
 
 
 def suspects(function: str, text: str, path: Path) -> tuple[str, list[str]]:
-    """The operator that `importScatterElements` imports, and its nodes: those that have the attribute told, if any has.
+    """The operator that a function such as `importScatterElements` imports, and the nodes of that operator.
+
+    Nodes with an attribute that the message mentions come alone, if there are any.
 
     Args:
         function: the parser's function that refused.
-        text: what it says ("Unsupported reduction type").
+        text: its message ("Unsupported reduction type").
         path: the model's file.
 
     Returns:
@@ -33,8 +35,14 @@ def suspects(function: str, text: str, path: Path) -> tuple[str, list[str]]:
         return "", []
     nodes = [n for n in _nodes(onnx.load(str(path), load_external_data=False).graph) if n.op_type == named[1]]
     words = set(re.findall(r"\w+", text.lower()))
-    told = [n for n in nodes if words & {a.name.lower() for a in n.attribute}]
-    return (named[1], [_name(n) for n in told or nodes]) if nodes else ("", [])
+    if not nodes:
+        return "", []
+    with_attribute = [node for node in nodes if _has_attribute(node, words)]
+    return named[1], [_name(node) for node in with_attribute or nodes]
+
+
+def _has_attribute(node: onnx.NodeProto, lower_names: set[str]) -> bool:
+    return any(attribute.name.lower() in lower_names for attribute in node.attribute)
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
@@ -46,4 +54,9 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def _name(node: onnx.NodeProto) -> str:
-    return node.name or next((o for o in node.output if o), "")
+    if node.name:
+        return str(node.name)
+    for output in node.output:
+        if output:
+            return str(output)
+    return ""

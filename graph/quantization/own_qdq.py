@@ -35,8 +35,13 @@ def present(model: Light) -> bool:
 def read(model: Light) -> QuantPlan:
     """The plan that the Q/DQ pairs of a model carry out; every matrix product without one is listed as float."""
     graph = to_ir(model).graph
-    values = tuple(v for node in _dequantizers(graph) if (v := _value(node)) is not None)
-    readers = {reader for value in values for reader, _ in value.readers}
+    values: list[QuantValue] = []
+    readers = set[str]()
+    for node in _dequantizers(graph):
+        value = _value(node)
+        if value is not None:
+            values.append(value)
+            readers.update(reader for reader, _ in value.readers)
     nodes = {first_output(n): n for n in graph}
     kept = tuple(
         Kept(
@@ -45,7 +50,7 @@ def read(model: Light) -> QuantPlan:
         for name in products(model)
         if name not in readers and name in nodes
     )
-    return QuantPlan(values=values, kept=kept)
+    return QuantPlan(values=tuple(values), kept=kept)
 
 
 def without(model: Light) -> Light:
