@@ -1,7 +1,7 @@
-"""A graph without its weights, and the weights beside it: nothing is copied for looking at a graph or running it.
+"""A model in two parts, the graph and its weights, so that reading or running a graph copies no weights.
 
-Weights are nearly all of a model's bytes. A message that holds them is written, read and copied at every step, and ends
-at 2 GiB; the graph alone is small, and the runtime takes arrays as they lie in memory.
+Weights are nearly all of a model's bytes. A message that holds them is written, read and copied at every step, and
+can't exceed 2 GiB. The graph alone is small, and the runtime takes arrays from memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 from layerline.backends.base import Array
 
 LEAST = 1024
-"""Tensors up to this many bytes stay: shapes, axes and scales are looked at, weights are only passed on."""
+"""Tensors up to this many bytes stay in the graph: passes read shapes, axes and scales, but only pass weights on."""
 LEAST_SIZES = 1 << 20
 """The same for integers that may be sizes: shape inference reads them, and only inside of the graph; a Split can have
 hundreds."""
@@ -146,10 +146,11 @@ def split(model: Model) -> Light:
         if field.name != "initializer":
             _set(light.model.graph, field.name, value)
     for tensor in model.graph.initializer:
-        if (weight := weight_inside(tensor, len(tensor.raw_data), partial(_numbers, tensor))) is not None:
-            light.weights[tensor.name] = weight
-        else:
+        weight = weight_inside(tensor, len(tensor.raw_data), partial(_numbers, tensor))
+        if weight is None:
             light.model.graph.initializer.append(tensor)
+        else:
+            light.weights[tensor.name] = weight
     return light
 
 
@@ -157,10 +158,10 @@ def weightless(model: Model) -> onnx.ModelProto:
     """The graph with an input in place of every weight: types and shapes follow as before."""
     light = split(model).copy()
     light.model.ir_version = max(light.model.ir_version, 4)  # before 4 an initializer had to be an input as well
-    given = {i.name for i in light.model.graph.input}
-    light.model.graph.input.extend(
-        helper.make_tensor_value_info(n, w.kind, w.shape) for n, w in light.weights.items() if n not in given
-    )
+    declared = {i.name for i in light.model.graph.input}
+    for name, weight in light.weights.items():
+        if name not in declared:
+            light.model.graph.input.append(helper.make_tensor_value_info(name, weight.kind, weight.shape))
     return light.model
 
 
@@ -203,7 +204,9 @@ def weight_inside(tensor: TensorProto, size: int, read: Callable[[str, int], Arr
     """A tensor that holds so many bytes itself, as a weight; where they don't fit its shape it stays, for others to
     judge."""
     fits = tensor.data_location != TensorProto.EXTERNAL and declared_bytes(tensor) == size
-    return weight_outside(tensor, read) if fits else None
+    if not fits:
+        return None
+    return weight_outside(tensor, read)
 
 
 def message(light: Light, location: str) -> tuple[bytes, dict[str, Weight]]:
@@ -223,12 +226,12 @@ def _numbers(tensor: TensorProto, kind: str, count: int) -> Array:
 
 def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     """The graphs that a control-flow node holds."""
-    found: list[onnx.GraphProto] = []
+    graphs: list[onnx.GraphProto] = []
     for attribute in node.attribute:
         if attribute.HasField("g"):
-            found.append(attribute.g)
-        found += attribute.graphs
-    return found
+            graphs.append(attribute.g)
+        graphs += attribute.graphs
+    return graphs
 
 
 def rename(graph: onnx.GraphProto, names: Mapping[str, str], *, nested: bool = True) -> None:

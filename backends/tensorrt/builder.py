@@ -88,14 +88,19 @@ class TensorRT:
         workspace_mb: int | None = None,
         targets: Sequence[str] = (),
     ) -> None:
-        self.name, self.profiles, self.workspace_mb, self.targets = name, profiles, workspace_mb, tuple(targets)
+        self.name = name
+        self.profiles = profiles
+        self.workspace_mb = workspace_mb
+        self.targets = tuple(targets)
 
     def build_reason(self) -> str | None:
         """Why this machine can't build, in one sentence; None when it can."""
         if find_spec(MODULES[self.name]) is None:
             return f"{self.name} is not installed (pip install {self.name})"
-        if self.name == "tensorrt" and (reason := cuda.unavailable_reason()):
-            return f"tensorrt needs a device to build, and {reason}"
+        if self.name == "tensorrt":
+            reason = cuda.unavailable_reason()
+            if reason:
+                return f"tensorrt needs a device to build, and {reason}"
         return None
 
     def unavailable_reason(self) -> str | None:
@@ -111,16 +116,17 @@ class TensorRT:
 
         Raises:
             Unavailable: this machine can't build.
-            StageError: the parser or the builder refuses; names the node and module where they are told.
+            StageError: the parser or the builder refuses; names the node and module where TensorRT names the node.
         """
-        if reason := self.build_reason():
+        reason = self.build_reason()
+        if reason:
             raise Unavailable(reason)
         built: Built = subprocess_build.call(self._build, model.resolve(), taps, modules or {})
         return built
 
     def _build(self, model: Path, taps: Sequence[str], modules: Mapping[str, str]) -> Built:
         trt = _module(self.name)
-        # The parser gets the bare name: a longer path would move every address after it.
+        # The parser gets the bare file name. A longer path would shift later addresses, and so change the plan's bytes.
         os.chdir(model.parent)
         messages = _messages(trt)
         messages.clear()
@@ -132,12 +138,15 @@ class TensorRT:
         _refuse_shape_inputs(network)
         _mark(network, taps)
         _decompose_attention(trt, network)
-        layers, inputs, outputs = describe(network), *_edges(network)
+        layers = describe(network)
+        inputs = tuple(tensor(network.get_input(i)) for i in range(network.num_inputs))
+        outputs = tuple(tensor(network.get_output(i)) for i in range(network.num_outputs))
         plan = builder.build_serialized_network(network, self._config(trt, builder))
         if plan is None:
             raise build_failed(messages, layers, modules)
-        if told := inconsistent(messages, layers, modules):
-            raise told
+        error = inconsistent(messages, layers, modules)
+        if error is not None:
+            raise error
         return Built(
             plan=bytes(plan),
             version=trt.__version__,
@@ -151,11 +160,12 @@ class TensorRT:
         )
 
     def open(self, model: Path | bytes, taps: Sequence[str] = ()) -> EngineSession:
-        """Loads an engine (a file or its bytes), or builds an ONNX file and loads that. Not run on a device yet.
+        """Loads an engine (a file or its bytes), or builds an ONNX file and loads the result. Not run on a device yet.
 
-        Only an ONNX file takes taps: what an engine gives is fixed when it is built.
+        Only an ONNX file takes taps: the outputs of an engine are fixed when it is built.
         """
-        if reason := self.unavailable_reason():
+        reason = self.unavailable_reason()
+        if reason:
             raise Unavailable(reason, where=f"backend {self.name}")
         if isinstance(model, Path) and model.suffix == ".onnx":
             plan = self.build(model, taps=taps).plan
@@ -166,7 +176,7 @@ class TensorRT:
         trt = _module(self.name)
         messages = _messages(trt)
         messages.clear()
-        # Before the runtime: it uses whatever context is current.
+        # Before the runtime, which uses the CUDA context that is current.
         device = cuda.Device()
         runtime = trt.Runtime(messages.logger)
         engine = runtime.deserialize_cuda_engine(plan)
@@ -182,8 +192,8 @@ class TensorRT:
             _set_targets(trt, config, self.targets)
         for profile in self.profiles:
             shapes = builder.create_optimization_profile()
-            for name, span in profile.items():
-                shapes.set_shape(name, span.min, span.opt, span.max)
+            for name, limits in profile.items():
+                shapes.set_shape(name, limits.min, limits.opt, limits.max)
             config.add_optimization_profile(shapes)
         return config
 
@@ -205,7 +215,7 @@ def _module(name: str) -> Any:
 
 @cache
 def _messages(trt: Any) -> Messages:
-    """One per module and process: TensorRT keeps the first logger it is given, for good."""
+    """One per module and process: TensorRT keeps the first logger it gets."""
     return Messages(trt)
 
 
@@ -214,56 +224,57 @@ def _strongly_typed(trt: Any) -> int:
 
 
 def _set_targets(trt: Any, config: Any, targets: Sequence[str]) -> None:
-    known = {f"{n[2:-1]}.{n[-1]}": c for n, c in trt.ComputeCapability.__members__.items() if re.fullmatch(r"SM\d+", n)}
+    capabilities: dict[str, Any] = {}
+    for name, capability in trt.ComputeCapability.__members__.items():
+        digits = re.fullmatch(r"SM(\d+)(\d)", name)
+        if digits is not None:
+            capabilities[f"{digits[1]}.{digits[2]}"] = capability
     for target in targets:
-        if target not in known:
+        if target not in capabilities:
             raise ConfigError(
                 f"this version can't build for compute capability {target!r}",
                 where="targets",
-                hint=f"it builds for {', '.join(known)}",
+                hint=f"it builds for {', '.join(capabilities)}",
             )
     config.num_compute_capabilities = len(targets)
     for index, target in enumerate(targets):
-        config.set_compute_capability(known[target], index)
+        config.set_compute_capability(capabilities[target], index)
 
 
 def _refuse_shape_inputs(network: Any) -> None:
     for i in range(network.num_inputs):
-        given = network.get_input(i)
-        if given.is_shape_tensor:
+        network_input = network.get_input(i)
+        if network_input.is_shape_tensor:
             raise StageError(
                 "the values of this input decide sizes inside the network; TensorRT has to know them when it builds",
-                where=f"input {given.name}",
-                hint=f"make it a constant: of an ONNX file by `import-onnx: {{values: {{{given.name}: …}}}}` with the "
-                "number, or the list of numbers, that it always holds; in torch by a plain number for a tensor, or by "
-                "sizes taken from another input's shape",
+                where=f"input {network_input.name}",
+                hint=f"make it a constant: of an ONNX file by `import-onnx: {{values: {{{network_input.name}: …}}}}` "
+                "with the number, or the list of numbers, that it always holds; in torch by a plain number for a "
+                "tensor, or by sizes taken from another input's shape",
             )
 
 
 def _mark(network: Any, taps: Sequence[str]) -> None:
     if not taps:
         return
-    made = [layer.get_output(i) for layer in _each_layer(network) for i in range(layer.num_outputs)]
-    values = {t.name: t for t in made if t is not None}
+    values: dict[str, Any] = {}
+    for layer in _each_layer(network):
+        for i in range(layer.num_outputs):
+            output = layer.get_output(i)
+            if output is not None:
+                values[output.name] = output
     for name in taps:
         if name in values and not values[name].is_network_output:
             network.mark_output(values[name])
 
 
 def _decompose_attention(trt: Any, network: Any) -> None:
-    """Lets the builder take Attention apart where it has no kernel of its own (float32, small heads); else it fails."""
+    """Lets the builder decompose Attention, or it fails where it has no kernel for it (float32, small heads)."""
     kind = getattr(trt.LayerType, "ATTENTION_OUTPUT", None)
     for layer in _each_layer(network):
         if kind is not None and layer.type == kind:
-            layer.__class__ = trt.IAttentionOutputLayer  # how the bindings cast down
+            layer.__class__ = trt.IAttentionOutputLayer  # the way to downcast in TensorRT's bindings
             layer.attention.decomposable = True
-
-
-def _edges(network: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    return (
-        tuple(tensor(network.get_input(i)) for i in range(network.num_inputs)),
-        tuple(tensor(network.get_output(i)) for i in range(network.num_outputs)),
-    )
 
 
 def _each_layer(network: Any) -> Iterator[Any]:
@@ -271,10 +282,11 @@ def _each_layer(network: Any) -> Iterator[Any]:
 
 
 def _memory(messages: Messages) -> dict[str, int]:
-    """Bytes by purpose, from the sentences the builder ends with."""
-    found = {}
-    for key, phrase in _MEMORY.items():
-        sizes = [int(m.group(1)) for t in messages.of("INFO") if (m := re.search(rf"{phrase}: (\d+) bytes", t))]
-        if sizes:
-            found[key] = sizes[-1]
-    return found
+    """Bytes by purpose, from the builder's last sentences about each."""
+    sizes: dict[str, int] = {}
+    for text in messages.of("INFO"):
+        for key, phrase in _MEMORY.items():
+            match = re.search(rf"{phrase}: (\d+) bytes", text)
+            if match is not None:
+                sizes[key] = int(match[1])
+    return sizes

@@ -17,8 +17,8 @@ def quantizers(site: NodeSite) -> Iterator[Refusal]:
     node = site.node
     if not is_quantizer(node):
         return
-    data, made = node.inputs[0], node.outputs[0]
-    stored = made if node.op_type == "QuantizeLinear" else data
+    data = node.inputs[0]
+    stored = node.outputs[0] if node.op_type == "QuantizeLinear" else data
     dtype = _stored_type(node)
     if dtype == ir.DataType.INT32:
         yield site.refuse(data, "it is an int32 bias behind DequantizeLinear", "leave biases in float32")
@@ -36,8 +36,10 @@ def _zero_point(site: NodeSite, stored: ir.Value | None) -> Iterator[Refusal]:
     numbers = ir_queries.constant(point)
     if numbers is None:
         yield site.refuse(point, "the zero point is not a constant", "quantise symmetrically, zero point 0")
-    elif np.any(off := numbers.astype(np.float32) != 0):
-        first = numbers.ravel()[int(np.argmax(off))]
+        return
+    nonzero = numbers.astype(np.float32) != 0
+    if nonzero.any():
+        first = numbers.ravel()[int(np.argmax(nonzero))]
         what = f"its zero point is {first}; TensorRT takes symmetric quantisation, zero point 0"
         yield site.refuse(stored, what, "quantise symmetrically to int8")
 
@@ -58,9 +60,10 @@ def _scale(site: NodeSite, data: ir.Value | None) -> Iterator[Refusal]:
 
 
 def _stored_type(node: ir.Node) -> ir.DataType | None:
-    """The integer side of a Q or DQ; where QuantizeLinear names none, ONNX means uint8."""
+    """The quantised type of a Q or DQ. ONNX's default for QuantizeLinear is uint8."""
     if node.op_type == "DequantizeLinear":
-        return node.inputs[0].dtype if node.inputs[0] is not None else None
+        data = node.inputs[0]
+        return None if data is None else data.dtype
     point = node.inputs[2] if len(node.inputs) > 2 else None
     if point is not None:
         return point.dtype

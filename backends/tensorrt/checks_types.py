@@ -29,17 +29,23 @@ def edge(value: ir.Value) -> Iterator[Refusal]:
 
 
 def _types(site: NodeSite) -> Iterator[Refusal]:
-    """Element types: those that TensorRT lacks are printed raw or refused without a name."""
-    if not is_quantizer(site.node):
-        for value in (*_first_read(site), *(v for v in site.node.outputs if not v.is_graph_output() or site.inside)):
-            if what := _bad_type(value.dtype):
-                yield site.refuse(value, f"it {what}", _retype(value.dtype))
+    """Element types that TensorRT lacks: it prints them raw or refuses them without a name."""
+    if is_quantizer(site.node):
+        return
+    # `edge` checks the outputs of the main graph.
+    outputs = [v for v in site.node.outputs if not v.is_graph_output() or site.inside]
+    for value in (*_first_read(site), *outputs):
+        what = _bad_type(value.dtype)
+        if what:
+            yield site.refuse(value, f"it {what}", _retype(value.dtype))
 
 
 def _float64(site: NodeSite) -> Iterator[Refusal]:
-    """Constants that become infinite in float32, to which TensorRT narrows float64 without a word."""
+    """Constants that become infinite in float32, to which TensorRT narrows float64 silently."""
     for value in (*_first_read(site), *site.node.outputs):
-        wide = ir_queries.constant(value) if value.dtype == ir.DataType.DOUBLE and not cast_away(value) else None
+        if value.dtype != ir.DataType.DOUBLE or cast_away(value):
+            continue
+        wide = ir_queries.constant(value)
         if wide is None:
             continue
         lost = np.isfinite(wide) & (np.abs(wide) > np.finfo(np.float32).max)
@@ -49,14 +55,14 @@ def _float64(site: NodeSite) -> Iterator[Refusal]:
 
 
 def _first_read(site: NodeSite) -> list[ir.Value]:
-    """Stored tensors of which this node is the first reader: each is told once."""
+    """Stored tensors of which this node is the first reader, so that each is reported once."""
     return [
         v for v in site.node.inputs if v is not None and v.is_initializer() and ir_queries.consumers(v)[0] is site.node
     ]
 
 
 def cast_away(value: ir.Value) -> bool:
-    """A float64 constant that is cast at once is the same number whoever casts it."""
+    """Whether the value is a float64 constant that only Cast nodes read: folding it needs no float64 in the engine."""
     stored = value.const_value is not None or getattr(value.producer(), "op_type", "") == "Constant"
     return stored and all(n.op_type == "Cast" for n in ir_queries.consumers(value))
 
@@ -91,20 +97,23 @@ def _uint8(site: NodeSite) -> Iterator[Refusal]:
 
 
 def _indices(site: NodeSite) -> Iterator[Refusal]:
-    """Constant indices past the end, INT64 ones past 2^31 among them: read as something else, without an alarm."""
-    at = _INDEXED.get(site.node.op_type)
-    numbers = ir_queries.constant(site.node.inputs[at]) if at is not None else None
-    if at is None or numbers is None or not numbers.size:
+    """Constant indices past the end, also INT64 ones past 2^31: TensorRT silently reads another element."""
+    node = site.node
+    position = _INDEXED.get(node.op_type)
+    if position is None:
         return
-    size = None
-    if not site.node.op_type.endswith("ND"):
-        size = ir_queries.dim(site.node.inputs[0], site.node.attributes.get_int("axis", 0))
-    limit = size if isinstance(size, int) else 2**31
-    out = (numbers >= limit) | (numbers < -limit)
-    if out.any():
-        bound = f"the axis has {limit} elements" if isinstance(size, int) else "no axis has 2^31 elements"
-        what = f"the index {numbers.ravel()[int(np.argmax(out))]} is out of range: {bound}"
-        yield site.refuse(site.node.inputs[at], what, "correct the index in the model")
+    numbers = ir_queries.constant(node.inputs[position])
+    if numbers is None or not numbers.size:
+        return
+    limit, bound = 2**31, "no axis has 2^31 elements"
+    if not node.op_type.endswith("ND"):
+        size = ir_queries.dim(node.inputs[0], node.attributes.get_int("axis", 0))
+        if isinstance(size, int):
+            limit, bound = size, f"the axis has {size} elements"
+    outside = (numbers >= limit) | (numbers < -limit)
+    if outside.any():
+        what = f"the index {numbers.ravel()[int(np.argmax(outside))]} is out of range: {bound}"
+        yield site.refuse(node.inputs[position], what, "correct the index in the model")
 
 
 TYPES = (_types, _float64, _uint8, _indices)

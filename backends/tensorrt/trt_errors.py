@@ -1,4 +1,4 @@
-"""What TensorRT's parser and builder say, collected instead of printed, and told again with node and module."""
+"""Collects the messages of TensorRT's parser and builder, and turns them into errors with node and module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layerline.backends.tensorrt.network import Layer
 from layerline.backends.tensorrt.suspect_nodes import suspects
 from layerline.pipeline.errors import StageError
 
-# Said on every machine without a driver, or about the logger: nothing a person could act on.
+# Messages that come on every machine without a driver, or are about the logger: nobody can act on them.
 _NOISE = re.compile(
     r"catchCudaError|logger passed into|Thread context has not been set|HardwareCompatibilityLevel|"
     r"While parsing node number|^--- (Begin|End) node|^Node name:|Make sure (input|output) \S+ has Int64 binding"
@@ -22,38 +22,43 @@ _INCONSISTENT = re.compile(r"Profile k(MIN|OPT|MAX) values are not self-consiste
 
 
 class Messages:
-    """Everything TensorRT logs, by severity, but for its verbose chatter.
+    """Everything that TensorRT logs, except at severity VERBOSE.
 
     Args:
         trt: the module whose ILogger is implemented.
     """
 
     def __init__(self, trt: Any) -> None:
-        said: list[tuple[str, str]] = []
+        logged: list[tuple[str, str]] = []
 
         class Logger(trt.ILogger):  # type: ignore[misc]  # the base is only known when TensorRT is
             def log(self, severity: Any, text: str) -> None:
                 if severity.name != "VERBOSE":
-                    said.append((severity.name, text))
+                    logged.append((severity.name, text))
 
-        self._said, self.logger = said, Logger()
+        self._logged = logged
+        self.logger = Logger()
 
     def clear(self) -> None:
-        self._said.clear()
+        self._logged.clear()
 
     def of(self, *severities: str) -> Iterator[str]:
         """Texts of these severities in order, without those that say nothing about the model."""
-        return (text for severity, text in self._said if severity in severities and not _NOISE.search(text))
+        for severity, text in self._logged:
+            if severity in severities and not _NOISE.search(text):
+                yield text
 
     @property
     def errors(self) -> list[str]:
-        """The errors, or the driver's complaints where there is nothing else."""
-        told = list(self.of("ERROR", "INTERNAL_ERROR"))
-        return told or [text for severity, text in self._said if severity in ("ERROR", "INTERNAL_ERROR")]
+        """The errors about the model or, if there are none, all errors."""
+        about_model = list(self.of("ERROR", "INTERNAL_ERROR"))
+        if about_model:
+            return about_model
+        return [text for severity, text in self._logged if severity in ("ERROR", "INTERNAL_ERROR")]
 
 
 def parse_failed(errors: Sequence[Any], modules: Mapping[str, str], path: Path) -> StageError:
-    """The error about the first node that the parser refuses.
+    """An error about the first node that the parser refuses.
 
     Args:
         errors: TensorRT's ParserError objects.
@@ -68,17 +73,21 @@ def parse_failed(errors: Sequence[Any], modules: Mapping[str, str], path: Path) 
         op, named = suspects(str(first.func()), text, path)
         node = named[0] if named else ""
         if len(named) > 1:
-            text += f" (one of {len(named)} {op} nodes: {', '.join(named[:4])}{', …' if len(named) > 4 else ''})"
+            ellipsis = ", …" if len(named) > 4 else ""
+            text += f" (one of {len(named)} {op} nodes: {', '.join(named[:4])}{ellipsis})"
     if text == "false" or "Plugin not found" in text or "creator" in text:
         text = "it has no importer for this operator"
     others = sorted({e.node_name() for e in errors} - {node, ""})
     more = f"; {len(others)} more nodes, {others[0]} among them" if others else ""
-    where = _where(node, op, modules) if node or not op else f"{op} node without a name, number {first.node()}"
+    if op and not node:
+        where = f"{op} node without a name, number {first.node()}"
+    else:
+        where = _where(node, op, modules)
     return StageError(f"TensorRT's parser refuses {op or 'the graph'}: {text}{more}", where=where, hint=_hint(text))
 
 
 def build_failed(messages: Messages, layers: Sequence[Layer], modules: Mapping[str, str]) -> StageError:
-    """The builder's own reason, with the node that it names, if it names one."""
+    """An error with the builder's reason and, if it names one, the node."""
     text = reasons(messages)
     return StageError(
         f"TensorRT's builder gives no engine: {text}", where=_find(text, layers, modules), hint=_hint(text)
@@ -87,40 +96,46 @@ def build_failed(messages: Messages, layers: Sequence[Layer], modules: Mapping[s
 
 def reasons(messages: Messages) -> str:
     """The first few errors in one line."""
-    return "; ".join(list(dict.fromkeys(map(plain, messages.errors)))[:3]) or "it gives no reason"
+    distinct = list(dict.fromkeys(plain(text) for text in messages.errors))
+    return "; ".join(distinct[:3]) or "it gives no reason"
 
 
 def inconsistent(messages: Messages, layers: Sequence[Layer], modules: Mapping[str, str]) -> StageError | None:
-    """The error about a profile whose own shapes the model can't run; the builder only warns and builds."""
+    """An error about a profile whose shapes the model can't run. The builder only warns, and builds."""
     for text in messages.of("WARNING"):
-        if found := _INCONSISTENT.search(text):
-            reason = plain(text[found.end() :].lstrip(". "))
-            return StageError(
-                f"the model can't run at the {found.group(1).lower()} shapes of a profile: {reason}",
-                where=_find(text, layers, modules),
-                hint="choose sizes the model accepts in `engine.profiles`, or where they are told (`export.dynamic`, "
-                "`import-onnx.dims`); the node named is where they stop fitting",
-            )
+        match = _INCONSISTENT.search(text)
+        if match is None:
+            continue
+        reason = plain(text[match.end() :].lstrip(". "))
+        return StageError(
+            f"the model can't run at the {match[1].lower()} shapes of a profile: {reason}",
+            where=_find(text, layers, modules),
+            hint="choose sizes the model accepts in `engine.profiles`, or where they are declared (`export.dynamic`, "
+            "`import-onnx.dims`); they stop fitting at the node that is named",
+        )
     return None
 
 
 def summarise(messages: Messages) -> dict[str, int]:
-    """Warnings without their places in TensorRT's sources, with how often each was said."""
+    """Warnings without their places in TensorRT's sources, with the number of times each came."""
     return dict(Counter(plain(text) for text in messages.of("WARNING")))
 
 
 def plain(text: str) -> str:
-    """A message without places in TensorRT's sources, assertions and error codes; the sentence that is left."""
+    """Removes places in TensorRT's sources, assertions and error codes from a message."""
     line = " ".join(part for part in text.splitlines() if part.strip() and not _NOISE.search(part))
     line = line or text.strip()
     while (shorter := _PLACE.sub("", line)) != line:
         line = shorter
-    if quoted := re.search(r'&& "(.+?)"', line):
-        return quoted.group(1)
-    if asserted := re.search(r"Assertion failed: .*?: (?=[A-Z])(.+)", line):
-        line = asserted.group(1)
-    if usage := re.search(r"(?:API Usage|Shape|Internal) Error \((.+?)\.? In \S+ at /", line):
-        return usage.group(1).rstrip(". ")
+    quoted = re.search(r'&& "(.+?)"', line)
+    if quoted is not None:
+        return quoted[1]
+    assertion = re.search(r"Assertion failed: .*?: (?=[A-Z])(.+)", line)
+    if assertion is not None:
+        line = assertion[1]
+    api_error = re.search(r"(?:API Usage|Shape|Internal) Error \((.+?)\.? In \S+ at /", line)
+    if api_error is not None:
+        return api_error[1].rstrip(". ")
     line = re.sub(r"\s*\(?\[?\(?In \w\S* at /\S+\)?", "", line)
     return re.sub(r"^(WARNING|ERROR):? ", "", line).strip()
 
@@ -133,20 +148,23 @@ def _hint(text: str) -> str:
     if "dedicated kernel" in text:
         return "export attention as MatMul and Softmax, or in float16"
     if text.startswith("Unsupported"):
-        return "TensorRT has this operator, not this form of it: write it with other operators, or cut the model there"
+        return "TensorRT has this operator but not this form: write it with other operators, or cut the model there"
     return ""
 
 
 def _find(text: str, layers: Sequence[Layer], modules: Mapping[str, str]) -> str:
-    """The longest name of a node in a message; short ones would be found in any sentence."""
+    """The node with the longest name in a message. Very short names would match in any sentence."""
     names = {layer.node for layer in layers if len(layer.node) > 2}
-    told = [n for n in names if re.search(rf"(?<![\w/.]){re.escape(n)}(?![\w/])", text)]
-    told += [n for n in names if f" {n}_" in text]  # helpers are named after their node
-    return _where(max(told, key=len), "", modules) if told else "engine"
+    named = [n for n in names if re.search(rf"(?<![\w/.]){re.escape(n)}(?![\w/])", text)]
+    named += [n for n in names if f" {n}_" in text]  # helpers are named after their node
+    if not named:
+        return "engine"
+    return _where(max(named, key=len), "", modules)
 
 
 def _where(node: str, op: str, modules: Mapping[str, str]) -> str:
     if not node:
         return "model.onnx"
     module = modules.get(node, "")
-    return f"{op or 'node'} {node}" + (f", module {module}" if module else "")
+    suffix = f", module {module}" if module else ""
+    return f"{op or 'node'} {node}{suffix}"

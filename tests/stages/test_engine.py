@@ -254,7 +254,7 @@ def test_float64_is_named_in_the_report_and_the_record(run) -> None:
         ({}, None, "tensorrt", "it is installed and there is a device"),
         ({}, "no device", "tensorrt-rtx", "no device, and TensorRT-RTX builds ahead of time"),
         ({"runtime": "tensorrt-rtx"}, None, "tensorrt-rtx", "asks for"),
-        ({"runtime": "tensorrt"}, None, "tensorrt", "asked for"),
+        ({"runtime": "tensorrt"}, None, "tensorrt", "asks for"),
         ({"targets": ("8.6",)}, None, "tensorrt-rtx", "`targets` are set"),
     ],
 )
