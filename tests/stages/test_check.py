@@ -109,7 +109,7 @@ FAST = {
         "engine.profiles", "exported for 1 to 32", yaml="engine: {profiles: [{batch: [1, 4, 64]}]}", old="engine"
     ),
     "skip": Wrong("quantize.skip", "'haed' matches no", yaml="quantize: {skip: [haed]}", old="quantize"),
-    "ops": Wrong("quantize.ops", "no int8 rule for 'Gem'", yaml="quantize: {ops: [Gem]}", old="quantize"),
+    "ops": Wrong("quantize.ops", "'Gem' has no int8 rule", yaml="quantize: {ops: [Gem]}", old="quantize"),
     "labels": Wrong("loss()", "targets go from", "Y = Y + 5\nfrom functools import partial\ndel loss"),
     "list of columns": Wrong(
         "train_data()",
