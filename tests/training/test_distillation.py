@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from layerline.pipeline.errors import ConfigError, TaskError
 from layerline.training.data.distillation import Distillation, Taught, soft_loss
+from layerline.training.data.loss import counted_labels, default_loss, valid_labels
 
 _KL = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)  # (3/4, 1/4) against (1/2, 1/2)
 
@@ -124,3 +126,23 @@ def test_a_tasks_loss_with_the_teachers_by_hand(weight: float | None) -> None:
     assert over == weight and not student._forward_hooks
     with pytest.raises(TaskError, match="never calls the model"):
         Taught(lambda model, batch: (batch.sum(), None), student, both.distillation)(student, x)
+
+
+def test_padding_is_not_distilled_and_any_split_gives_the_whole() -> None:
+    student, teacher, x = nn.Linear(3, 4), nn.Linear(3, 4), torch.randn(4, 5, 3)
+    y = torch.randint(0, 4, (4, 5))
+    y[0, 1:] = y[1, 2:] = -100
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float | None]:
+        return default_loss(model, batch, reduction="sum"), float(valid_labels(batch) or 0)
+
+    taught = Taught(loss, student, Distillation(teacher, temperature=2.0, weight=0.5), counted=counted_labels)
+    whole, labels = taught(student, (x, y))
+    real = y != -100
+    by_hand = F.cross_entropy(student(x)[real], y[real]) + soft_loss(
+        student(x)[real], teacher(x)[real], temperature=2.0
+    )
+    assert labels == 13
+    torch.testing.assert_close(whole / 13, 0.5 * by_hand)
+    parts = [taught(student, (x[:2], y[:2]))[0], taught(student, (x[2:], y[2:]))[0]]
+    torch.testing.assert_close(sum(parts), whole)

@@ -14,7 +14,9 @@ from layerline.pipeline.errors import ConfigError, TaskError
 from layerline.training.data.loss import first_output
 
 
-def soft_loss(student: Tensor, teacher: Tensor, *, temperature: float = 4.0, axis: int = -1) -> Tensor:
+def soft_loss(
+    student: Tensor, teacher: Tensor, *, temperature: float = 4.0, axis: int = -1, counted: Tensor | None = None
+) -> Tensor:
     """T² · KL(softmax(teacher / T) ‖ softmax(student / T)), averaged over all positions (Hinton et al. 2015).
 
     T² keeps the gradient's size when T changes. Computed in float32. A class that the teacher excludes (logit -inf)
@@ -25,6 +27,8 @@ def soft_loss(student: Tensor, teacher: Tensor, *, temperature: float = 4.0, axi
         teacher: logits of the same shape; no gradient flows into them.
         temperature: T > 0.
         axis: the axis of the classes.
+        counted: True at the positions to average over, in the shape of the logits without `axis`. Another shape, or
+            None: all positions.
     """
     if student.shape != teacher.shape:
         raise ConfigError(
@@ -34,7 +38,11 @@ def soft_loss(student: Tensor, teacher: Tensor, *, temperature: float = 4.0, axi
     given = F.log_softmax(student.float() / temperature, axis)
     share = wanted.exp()
     terms = torch.where(share > 0, share * (wanted - given), 0.0)
-    return temperature**2 * terms.sum(axis).mean()
+    by_position = terms.sum(axis)
+    if counted is None or counted.shape != by_position.shape:
+        return temperature**2 * by_position.mean()
+    number = counted.sum().clamp(min=1)
+    return temperature**2 * torch.where(counted, by_position, 0.0).sum() / number
 
 
 class Distillation:
@@ -67,13 +75,25 @@ class Distillation:
             loss: the student's own loss, a scalar mean.
             inputs: what the student was given.
         """
+        return self.mixed(outputs, loss, inputs, named_inputs)
+
+    def mixed(
+        self,
+        outputs: Any,
+        loss: Tensor,
+        inputs: tuple[Any, ...],
+        named_inputs: dict[str, Any],
+        counted: Tensor | None = None,
+    ) -> Tensor:
+        """The same over the positions that `counted` marks; see `soft_loss`."""
         if not self.weight:
             return loss
         if self.teacher.training:  # model.train() on a module that holds the teacher too
             self.teacher.eval()
         with torch.no_grad():
             wanted = first_output(self.teacher(*inputs, **named_inputs))
-        soft = soft_loss(first_output(outputs), wanted, temperature=self.temperature, axis=self.axis)
+        soft = soft_loss(first_output(outputs), wanted, temperature=self.temperature, axis=self.axis,
+                         counted=counted)  # fmt: skip
         return (1 - self.weight) * loss + self.weight * soft
 
 
@@ -89,6 +109,8 @@ class Taught:
         student: the module whose calls are watched.
         distillation: teacher, temperature and share.
         blaming: what the teacher runs in, which tells its errors as the user's.
+        counted: the labels of a batch that the loss averages over, where it leaves some out: the teacher's loss then
+            averages over the same ones.
     """
 
     def __init__(
@@ -97,7 +119,9 @@ class Taught:
         student: nn.Module,
         distillation: Distillation,
         blaming: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        counted: Callable[[Any], Tensor | None] = lambda _: None,
     ) -> None:
+        self.counted = counted
         self.loss, self.student, self.distillation, self.blaming = loss, student, distillation, blaming
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, float | None]:
@@ -122,6 +146,7 @@ class Taught:
         scale = 1.0 if weight is None else max(weight, 1.0)
         mean = loss / scale
         with self.blaming():
-            parts = [self.distillation(out, mean, *args, **kwargs) for args, kwargs, out in calls]
+            counted = self.counted(batch)
+            parts = [self.distillation.mixed(out, mean, args, kwargs, counted) for args, kwargs, out in calls]
         total = torch.stack(parts).mean() * scale
         return total if weight is None or weight else total * 0, weight

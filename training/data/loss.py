@@ -16,12 +16,18 @@ from layerline.pipeline.inputs.batches import described, leaves, split
 IGNORED = -100
 
 
-def valid_labels(batch: Any) -> int | None:
-    """The number of labels of a batch that cross-entropy counts; None where the targets are not class numbers."""
+def counted_labels(batch: Any) -> Tensor | None:
+    """Which labels of a batch cross-entropy counts; None where the targets are not class numbers."""
     _, _, target = split(batch)
     if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():
         return None
-    return int((target != IGNORED).sum())
+    return target != IGNORED
+
+
+def valid_labels(batch: Any) -> int | None:
+    """The number of labels of a batch that cross-entropy counts; None where the targets are not class numbers."""
+    counted = counted_labels(batch)
+    return None if counted is None else int(counted.sum())
 
 
 def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "sum"] = "mean") -> Tensor:

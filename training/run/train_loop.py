@@ -23,7 +23,7 @@ from layerline.pipeline.task import Task
 from layerline.training.config.sections import Config
 from layerline.training.data.batches import Batches, to_device
 from layerline.training.data.distillation import Distillation, Loss, Taught
-from layerline.training.data.loss import default_loss, valid_labels
+from layerline.training.data.loss import counted_labels, default_loss, valid_labels
 from layerline.training.distributed import ranks, rendezvous
 from layerline.training.loop.accumulation import counted
 from layerline.training.loop.step_engine import Lane
@@ -309,7 +309,10 @@ def taught(task: Task, model: nn.Module, config: Config, device: torch.device) -
         raise TaskError(f"teacher() gave {type(teacher).__name__}, expected a torch.nn.Module", where="teacher")
     teacher.to(device).requires_grad_(False)
     distillation = Distillation(teacher, temperature=settings.temperature, weight=settings.alpha, axis=settings.axis)
-    return Taught(loss_of(task), model, distillation, partial(task.blaming, "teacher()"))
+    blaming = partial(task.blaming, "teacher()")
+    if task.has("loss"):
+        return Taught(loss_of(task), model, distillation, blaming)
+    return Taught(loss_of(task), model, distillation, blaming, counted_labels)
 
 
 def steps_per_epoch(batches: Batches, accumulate: int) -> int:
