@@ -158,7 +158,7 @@ def _through(group: Group, node: ir.Node, value: ir.Value) -> list[tuple[ir.Valu
     if value in group.axes:
         axis, spread = group.axes[value], group.spread[value]
     if op in _FUNCTIONS or op in _ZERO_STAYS or op == "Clip" or op == "PRelu":
-        if op in ("Clip", "PRelu") and any((a := constant(v)) is None or a.size != 1 for v in node.inputs[1:] if v):
+        if op in ("Clip", "PRelu") and not all(_is_single_number(value) for value in node.inputs[1:] if value):
             raise Declined(f"{what} takes more than single numbers")
         return [(v, axis, spread) for v in (inside, out) if v is not value]
     if op in _POOLS and axis == 1:
@@ -238,13 +238,13 @@ def _flat(group: Group, node: ir.Node, value: ir.Value) -> list[tuple[ir.Value, 
 
 def constants(group: Group, order: list[ir.Node]) -> dict[ir.Value, Array]:
     """One number for each channel of each value: what it holds everywhere, or NaN."""
-    known: dict[ir.Value, Array] = {}
+    held: dict[ir.Value, Array] = {}
     for node in order:
         if node in group.producers:
-            known[node.outputs[0]] = _of_producer(group.producers[node])
+            held[node.outputs[0]] = _of_producer(group.producers[node])
         elif node in group.between:
-            known[node.outputs[0]] = _of_node(group, node, known)
-    return known
+            held[node.outputs[0]] = _of_node(group, node, held)
+    return held
 
 
 def _of_producer(linear: affine_ops.Linear) -> Array:
@@ -255,45 +255,45 @@ def _of_producer(linear: affine_ops.Linear) -> Array:
     return np.where(zero, linear.bias.astype(np.float64), np.nan)
 
 
-def _of_node(group: Group, node: ir.Node, known: Mapping[ir.Value, Array]) -> Array:
+def _of_node(group: Group, node: ir.Node, held: Mapping[ir.Value, Array]) -> Array:
     inside = node.inputs[0]
     assert inside is not None
     op, nothing = node.op_type, np.full(group.channels, np.nan)
     if op in _BINARY:
-        sides = [_side(group, node, v, known) for v in node.inputs if v is not None]
+        sides = [_side(group, node, v, held) for v in node.inputs if v is not None]
         with np.errstate(invalid="ignore"):
             if op == "Mul":
                 product = sides[0] * sides[1]
                 return np.where((sides[0] == 0) | (sides[1] == 0), 0.0, product)
             return sides[0] + sides[1] if op == "Add" else sides[0] - sides[1]
-    given = known.get(inside, nothing)
+    numbers = held.get(inside, nothing)
     if op in _FUNCTIONS:
-        return np.asarray(_FUNCTIONS[op](given))
+        return np.asarray(_FUNCTIONS[op](numbers))
     if op in _ZERO_STAYS or op == "PRelu":
-        return np.where(given == 0, 0.0, np.nan)
+        return np.where(numbers == 0, 0.0, np.nan)
     if op == "Clip":
         ends = [constant(v) for v in node.inputs[1:]]
         low = ends[0] if ends else None
         high = ends[1] if len(ends) > 1 else None
-        return np.clip(given, -np.inf if low is None else float(low), np.inf if high is None else float(high))
+        return np.clip(numbers, -np.inf if low is None else float(low), np.inf if high is None else float(high))
     if op == "BatchNormalization":
         gamma, beta, mean, var = (np.asarray(constant(v), np.float64) for v in node.inputs[1:5])
-        return (given - mean) / np.sqrt(var + node.attributes.get_float("epsilon", 1e-5)) * gamma + beta
+        return (numbers - mean) / np.sqrt(var + node.attributes.get_float("epsilon", 1e-5)) * gamma + beta
     if op == "AveragePool" and padded(node):
-        return np.where(given == 0, 0.0, np.nan)
+        return np.where(numbers == 0, 0.0, np.nan)
     if op == "Conv":
         weight = np.asarray(constant(node.inputs[1]), np.float64).reshape(group.channels, -1).sum(axis=1)
         bias = constant(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else None
         start = np.zeros(group.channels) if bias is None else bias.astype(np.float64)
-        spread = np.where(given == 0, start, start + weight * given)
-        return np.where((given != 0) & padded(node), np.nan, spread)
-    return given
+        spread = np.where(numbers == 0, start, start + weight * numbers)
+        return np.where((numbers != 0) & padded(node), np.nan, spread)
+    return numbers
 
 
-def _side(group: Group, node: ir.Node, value: ir.Value, known: Mapping[ir.Value, Array]) -> Array:
+def _side(group: Group, node: ir.Node, value: ir.Value, held: Mapping[ir.Value, Array]) -> Array:
     stored = constant(value)
     if stored is None:
-        return known.get(value, np.full(group.channels, np.nan))
+        return held.get(value, np.full(group.channels, np.nan))
     out = node.outputs[0]
     if stored.size == 1:
         return np.full(group.channels, float(stored.reshape(-1)[0]))
@@ -309,13 +309,13 @@ def padded(node: ir.Node) -> bool:
     return any(pads) or auto not in ("NOTSET", "VALID")
 
 
-def removable(group: Group, known: Mapping[ir.Value, Array]) -> Array:
+def removable(group: Group, held: Mapping[ir.Value, Array]) -> Array:
     """Which channels can go: constant wherever a layer reads them; zero where that layer pads. One at least stays."""
     gone = np.ones(group.channels, dtype=bool)
     for node in group.consumers:
         value = node.inputs[0]
         assert value is not None
-        numbers = known.get(value, np.full(group.channels, np.nan))
+        numbers = held.get(value, np.full(group.channels, np.nan))
         fits = np.isfinite(numbers)
         if node.op_type == "Conv" and padded(node):
             fits &= numbers == 0
@@ -325,3 +325,8 @@ def removable(group: Group, known: Mapping[ir.Value, Array]) -> Array:
     if gone.all():
         gone[0] = False
     return gone
+
+
+def _is_single_number(value: ir.Value) -> bool:
+    array = constant(value)
+    return array is not None and array.size == 1

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.backends.base import MODULE
-from layerline.graph.analysis.ir_queries import Array, constant, rank
+from layerline.graph.analysis.ir_queries import Array, constant, optional_input, rank
 from layerline.graph.analysis.provenance import SOURCES, sources
 from layerline.graph.fusion.channel_groups import Group, constants, gather, removable
 from layerline.graph.fusion.firing import Declined
@@ -37,14 +37,14 @@ def _attempt(node: ir.Node, work: Rewriting) -> bool:
     try:
         group = gather(node)
         order = [n for n in work.model.graph if n in group.producers or n in group.between or n in group.consumers]
-        known = constants(group, order)
-        gone = removable(group, known)
+        held = constants(group, order)
+        gone = removable(group, held)
         if not gone.any():
             raise Declined(f"no channel of {node.op_type} {node.outputs[0].name} is constant wherever it is read")
         first = next(n for n in order if n in group.consumers)
         if not work.permits(NAME, first.outputs[0]):
             return False
-        return _Cut(group, known, gone).carry_out(order, work)
+        return _Cut(group, held, gone).carry_out(order, work)
     except Declined as declined:
         work.decline(NAME, node.outputs[0], str(declined))
         return False
@@ -74,12 +74,12 @@ class _Cut:
 
     Args:
         group: the connected values.
-        known: what their channels hold.
+        held: what their channels hold.
         gone: True for each channel that goes.
     """
 
-    def __init__(self, group: Group, known: dict[ir.Value, Array], gone: Array) -> None:
-        self.group, self.known, self.gone, self.kept = group, known, gone, ~gone
+    def __init__(self, group: Group, held: dict[ir.Value, Array], gone: Array) -> None:
+        self.group, self.held, self.gone, self.kept = group, held, gone, ~gone
         self.tape = Tape()
         self.new: dict[ir.Value, ir.Value] = {}
 
@@ -104,31 +104,36 @@ class _Cut:
         weight = constant(node.inputs[1])
         assert weight is not None
         attributes = dict(node.attributes)
-        bias_value = node.inputs[2] if len(node.inputs) > 2 else None
+        bias_value = optional_input(node, 2)
         bias = constant(bias_value)
         data = node.inputs[0]
         assert data is not None
         transposed = node.op_type == "Conv" or bool(node.attributes.get_int("transB", 0))
-        outputs, inputs = (0, 1) if transposed else (weight.ndim - 1, weight.ndim - 2)
+        # A Conv's weight is (outputs, inputs, kernel…), as a transposed matrix; other matrices are (inputs, outputs).
+        output_axis = weight.ndim - 1
+        input_axis = weight.ndim - 2
+        if transposed:
+            output_axis = 0
+            input_axis = 1
         if node in self.group.consumers:
-            bias = self._absorbed(node, weight, bias, data, inputs)
-            weight = np.compress(np.repeat(self.kept, self.group.spread[data]), weight, axis=inputs)
+            bias = self._absorbed(node, weight, bias, data, input_axis)
+            weight = np.compress(np.repeat(self.kept, self.group.spread[data]), weight, axis=input_axis)
             data = self.new[data]
         if node in self.group.producers:
-            weight = np.compress(self.kept, weight, axis=outputs)
+            weight = np.compress(self.kept, weight, axis=output_axis)
             if bias is not None and bias.size > 1:
                 bias = np.compress(self.kept, bias, axis=bias.ndim - 1)
-        given = [data, self._stored(node.inputs[1], weight)]
+        inputs = [data, self._stored(node.inputs[1], weight)]
         if bias is not None:
-            given.append(self._stored(bias_value or node.inputs[1], bias, "bias" if bias_value is None else ""))
+            inputs.append(self._stored(bias_value or node.inputs[1], bias, "bias" if bias_value is None else ""))
         op = node.op_type
-        if op == "MatMul" and len(given) == 3:
+        if op == "MatMul" and len(inputs) == 3:
             op = "Gemm"
-        return self._copy(node, given, attributes, op)
+        return self._copy(node, inputs, attributes, op)
 
     def _absorbed(self, node: ir.Node, weight: Array, bias: Array | None, data: ir.Value, axis: int) -> Array | None:
         """The bias with what the channels that go add to each output."""
-        numbers = np.where(self.gone, np.nan_to_num(self.known[data]), 0.0)
+        numbers = np.where(self.gone, np.nan_to_num(self.held[data]), 0.0)
         if not numbers.any():
             return bias
         wide = np.moveaxis(weight, axis, -1).astype(np.float64)
@@ -144,28 +149,28 @@ class _Cut:
         return np.asarray(before + added, weight.dtype)
 
     def _between(self, node: ir.Node) -> ir.Value:
-        given: list[ir.Value | None] = []
+        inputs: list[ir.Value | None] = []
         attributes: dict[str, Any] = dict(node.attributes)
         channels, out = self.group.channels, node.outputs[0]
         for place, value in enumerate(node.inputs):
             stored = constant(value)
             if value is None or stored is None:
-                given.append(self.new[value] if value in self.new and value is not None else value)
+                inputs.append(self.new[value] if value in self.new and value is not None else value)
             elif node.op_type == "Reshape":
                 shape = np.array(stored)
                 if int(shape[1]) > 0:
                     shape[1] = int(self.kept.sum()) * self.group.spread[out]
-                given.append(self._stored(value, shape))
+                inputs.append(self._stored(value, shape))
             elif node.op_type == "Conv" or (node.op_type == "BatchNormalization" and place):
-                given.append(self._stored(value, np.compress(self.kept, stored, axis=0)))
+                inputs.append(self._stored(value, np.compress(self.kept, stored, axis=0)))
             elif node.op_type in ("Add", "Sub", "Mul") and stored.size > 1:
-                given.append(self._sliced(value, stored, out))
+                inputs.append(self._sliced(value, stored, out))
             else:
-                given.append(value)
+                inputs.append(value)
         if node.op_type == "Conv" and "group" in attributes:
             attributes["group"] = int(self.kept.sum())
         assert channels == len(self.kept)
-        return self._copy(node, given, attributes, node.op_type)
+        return self._copy(node, inputs, attributes, node.op_type)
 
     def _sliced(self, value: ir.Value, stored: Array, out: ir.Value) -> ir.Value:
         axis = self.group.axes[out] - ((rank(out) or 0) - stored.ndim)
@@ -178,9 +183,9 @@ class _Cut:
         return self.tape.initializer(ir.tensor(np.ascontiguousarray(array)), f"{_name(like)}{end}")
 
     def _copy(
-        self, node: ir.Node, given: list[ir.Value | None] | list[ir.Value], attributes: dict[str, Any], op: str
+        self, node: ir.Node, inputs: list[ir.Value | None] | list[ir.Value], attributes: dict[str, Any], op: str
     ) -> ir.Value:
-        made: ir.Value = self.tape.op(op, given, attributes)
+        made: ir.Value = self.tape.op(op, inputs, attributes)
         made.name = _name(node.outputs[0])
         made.type = node.outputs[0].type
         copy = made.producer()
