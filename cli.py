@@ -237,25 +237,25 @@ def resume(
     if not prove:
         if steps is not None:
             raise PipeError("--steps goes with --prove", hint="how long to train stands in pipe.yaml")
-        with_sets, told = resuming.going_on(project, stage)
-        if told:
-            say(told, err=as_json)
+        with_sets, message = resuming.going_on(project, stage)
+        if message:
+            say(message, err=as_json)
         run([stage.name], sets=list(with_sets), as_json=as_json, folder=folder)
         return
-    project, stage, told = resuming.to_prove(project)
-    if told:
-        say(told, err=as_json)
+    project, stage, message = resuming.to_prove(project)
+    if message:
+        say(message, err=as_json)
     project.require_task([stage.name])
     live = terminal.listener([stage], silent=as_json)
     with _at_work(project, as_json=as_json), contextlib.closing(live):
-        found = resuming.prove(project, steps or 10, live)
-    if found.passed and not as_json:
-        terminal.findings(screen.console(), found)
-    failure = None if found.passed else found.failure()
+        proof = resuming.prove(project, steps or 10, live)
+    if proof.passed and not as_json:
+        terminal.findings(screen.console(), proof)
+    failure = None if proof.passed else proof.failure()
     if failure and (_DEBUG or not as_json):
         raise failure
     if as_json:
-        print_json(json_output.proof(stage.name, found, failure))
+        print_json(json_output.proof(stage.name, proof, failure))
     if failure:
         screen.error(failure)
         raise typer.Exit(failure.exit_code)
@@ -281,11 +281,11 @@ def runs(as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """List the runs that changed something or failed, newest first."""
     from layerline.views import json_output, screen, terminal
 
-    found = json_output.runs(_planner(_load(folder)).ledger.runs())
+    listed = json_output.runs(_planner(_load(folder)).ledger.runs())
     if as_json:
-        print_json(found)
-    elif found["runs"]:
-        terminal.runs(screen.console(), found["runs"])
+        print_json(listed)
+    elif listed["runs"]:
+        terminal.runs(screen.console(), listed["runs"])
     else:
         say(f"there is no run yet: pipe run all{_where(folder)}")
 
@@ -367,12 +367,12 @@ def report(
         raise PipeError(f"there is no folder {output.parent}", hint="make it, or write elsewhere with -o")
     project = _load(folder, sets)
     planner = _planner(project)
-    found = lookup.find_run(planner, run_id)
-    reports = {r.stage: planner.ledger.report(r) for r in found.records}
-    missing = [] if found.passed else [s.name for s in project.stages if s.name not in reports]
-    write_atomic(output, html.page(project.name, found, reports, missing, lookup.logs(planner, found)))
+    chosen_run = lookup.find_run(planner, run_id)
+    reports = {r.stage: planner.ledger.report(r) for r in chosen_run.records}
+    missing = [] if chosen_run.passed else [s.name for s in project.stages if s.name not in reports]
+    write_atomic(output, html.page(project.name, chosen_run, reports, missing, lookup.logs(planner, chosen_run)))
     if as_json:
-        print_json({"run": found.id, "page": str(output)})
+        print_json({"run": chosen_run.id, "page": str(output)})
     else:
         say(f"wrote {output}")
 
@@ -387,13 +387,15 @@ def path(
     """
     from layerline.pipeline.records import lookup
 
-    found, doubt = lookup.artifact(_load(folder, sets), stage, run_id)
+    artifact, doubt = lookup.artifact(_load(folder, sets), stage, run_id)
     if as_json:
-        print_json({"stage": stage, "path": str(found.path.resolve()), "digest": found.digest, "note": doubt or None})
+        print_json(
+            {"stage": stage, "path": str(artifact.path.resolve()), "digest": artifact.digest, "note": doubt or None}
+        )
         return
     if doubt:
         say(f"note: {doubt}", err=True)
-    typer.echo(found.path.resolve())  # as it is: a script opens it
+    typer.echo(artifact.path.resolve())  # as it is: a script opens it
 
 
 @app.command()
@@ -453,11 +455,11 @@ def gc(
     from layerline.pipeline.records import housekeeping
     from layerline.views import json_output, maintenance
 
-    found = housekeeping.collect(_load(folder), keep, dry_run=dry_run)
+    removed = housekeeping.collect(_load(folder), keep, dry_run=dry_run)
     if as_json:
-        print_json(json_output.gc(found, dry_run=dry_run))
+        print_json(json_output.gc(removed, dry_run=dry_run))
     else:
-        say("\n".join(maintenance.collected(found, dry_run=dry_run, verbose=verbose)))
+        say("\n".join(maintenance.collected(removed, dry_run=dry_run, verbose=verbose)))
 
 
 def _load(folder: Path, sets: Sequence[str] | None = None) -> Project:

@@ -120,11 +120,13 @@ class Planner:
         parts["code"] = self._code(type(stage))
         notes: list[str] = []
         for hook in self.hooks(stage):
-            seen = self.fingerprint(hook)
-            parts[f"hook.{hook}"] = seen.digest
-            parts |= {f"file.{n}": d for n, d in seen.files.items()}
-            notes += self._notes(hook, seen)
-        files = stage.files() + (self.project.data if _DATA_HOOKS & set(self.hooks(stage)) else ())
+            fingerprint = self.fingerprint(hook)
+            parts[f"hook.{hook}"] = fingerprint.digest
+            parts |= {f"file.{n}": d for n, d in fingerprint.files.items()}
+            notes += self._notes(hook, fingerprint)
+        files = stage.files()
+        if _DATA_HOOKS & set(self.hooks(stage)):
+            files += self.project.data
         parts |= {f"file.{storable(name)}": self._file(stage, name) for name in files}
         return parts, tuple(dict.fromkeys(notes))
 
@@ -175,11 +177,13 @@ class Planner:
             self._facts[name] = env.fact(name)
         return self._facts[name]
 
-    def _notes(self, hook: str, seen: Fingerprint) -> list[str]:
-        """Where the text of a hook doesn't say what it reads."""
-        whole = [f"{hook}(): {file} counts whole: {why}" for file, why in seen.whole.items()]
-        unlisted = [f for f in seen.folders if not any(d.startswith(f"{f}/") for d in self.project.data)]
-        return whole + [f"{hook}() names the folder {f}: what is in it counts only under `data:`" for f in unlisted]
+    def _notes(self, hook: str, fingerprint: Fingerprint) -> list[str]:
+        """Where the text of a hook doesn't show what it reads."""
+        notes = [f"{hook}(): {file} counts whole: {why}" for file, why in fingerprint.whole.items()]
+        for folder in fingerprint.folders:
+            if not any(file.startswith(f"{folder}/") for file in self.project.data):
+                notes.append(f"{hook}() names the folder {folder}: what is in it counts only under `data:`")
+        return notes
 
     def _file(self, stage: Stage, name: str) -> str:
         path = self.project.root / name

@@ -159,8 +159,8 @@ def _stage_names(raw: Mapping[str, Any], document: Document) -> list[str]:
         raise document.error((imports[1],), f"the project already starts at {imports[0]}", "keep one of the two")
     standard = [n for n in stage_table.BUILT_IN if not n.startswith("import-")]
     if imports:
-        given = stage_table.stage_class(imports[0]).gives
-        producer = next(i for i, n in enumerate(standard) if stage_table.stage_class(n).gives == given)
+        kind = stage_table.stage_class(imports[0]).gives
+        producer = [stage_table.stage_class(n).gives for n in standard].index(kind)
         for name in standard[: producer + 1]:
             if name in raw:
                 raise document.error(
@@ -181,14 +181,13 @@ def _build_stage(name: str, raw: Any, document: Document) -> Stage:
     try:
         stage = cls.model_validate(raw or {})
     except ValidationError as error:
-        told = mistake(cls, raw or {}, error)
-        hint = told.hint
-        if told.what in _UNKNOWN and told.place:  # a field whose name is no text has no place
-            hint = _hint(str(told.place[-1]), hint)
-        raise document.error((name, *told.place), told.what, hint) from None
-    for wrong in (numbers_in_disguise(raw or {}, stage.model_dump()), beyond_64_bits(raw or {})):
-        if first := next(wrong, None):
-            raise document.error((name, *first.place), first.what)
+        first = mistake(cls, raw or {}, error)
+        hint = first.hint
+        if first.what in _UNKNOWN and first.place:  # a field whose name is no text has no place
+            hint = _hint(str(first.place[-1]), hint)
+        raise document.error((name, *first.place), first.what, hint) from None
+    for wrong in (*numbers_in_disguise(raw or {}, stage.model_dump()), *beyond_64_bits(raw or {})):
+        raise document.error((name, *wrong.place), wrong.what)
     for field, value in stage:
         _check_key(document, (name, field), value)
     return stage
@@ -215,11 +214,11 @@ def _check_key(document: Document, loc: tuple[str | int, ...], value: Any) -> No
 
 
 def _ordered(stages: list[Stage]) -> tuple[Stage, ...]:
-    """Topological order by kinds; among equals, as given."""
+    """Topological order by kinds; among equals, the order of `stages`."""
     done: list[Stage] = []
-    given = [s.gives for s in stages]
-    for kind in given:
-        if given.count(kind) > 1:
+    kinds = [s.gives for s in stages]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
             twins = [s.name for s in stages if s.gives == kind]
             raise ConfigError(f"stages {' and '.join(twins)} both give {kind!r}", where=FILE)
     while len(done) < len(stages):
@@ -255,7 +254,7 @@ def _data_files(document: Document, folder: Path) -> tuple[str, ...]:
     patterns = document.content.get("data") or []
     if not isinstance(patterns, list) or not all(isinstance(p, str) and p for p in patterns):
         raise document.error(("data",), f"expected a list of file patterns, saw {patterns!r}")
-    found: list[str] = []
+    files: list[str] = []
     for index, pattern in enumerate(patterns):
         if is_outside(pattern) or not Path(pattern).parts:
             raise document.error(("data", index), f"expected a path inside the project, saw {pattern!r}")
@@ -265,8 +264,8 @@ def _data_files(document: Document, folder: Path) -> tuple[str, ...]:
             raise document.error(("data", index), f"{error}, saw {pattern!r:.80}") from None
         if not matches:
             raise document.error(("data", index), f"no file matches {pattern!r}")
-        found += matches
-    return tuple(dict.fromkeys(found))
+        files += matches
+    return tuple(dict.fromkeys(files))
 
 
 def is_outside(path: str) -> bool:

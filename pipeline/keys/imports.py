@@ -49,15 +49,22 @@ class Finder:
     def find(self, module: str) -> Path | None:
         """The file of a module of the project, None for one that is installed."""
         for root in self._roots:
-            if (found := _below(root, module)) is not None:
-                return found
-        return self.find(module) if self._widen(module.partition(".")[0]) else None
+            path = _below(root, module)
+            if path is not None:
+                return path
+        if self._widen(module.partition(".")[0]):
+            return self.find(module)
+        return None
 
     def compiled(self, module: str) -> Path | None:
         """The binary of an extension module that lies in the project."""
-        bases = (root.joinpath(*module.split(".")) for root in self._roots)
-        files = (base.with_name(base.name + suffix) for base in bases for suffix in EXTENSION_SUFFIXES)
-        return next((f for f in files if f.is_file()), None)
+        for root in self._roots:
+            base = root.joinpath(*module.split("."))
+            for suffix in EXTENSION_SUFFIXES:
+                file = base.with_name(base.name + suffix)
+                if file.is_file():
+                    return file
+        return None
 
     def origins(self, statement: ast.Import | ast.ImportFrom, package: str) -> list[tuple[str, Origin]]:
         """Each name that an import statement binds in a module of `package`, with where it can come from."""
@@ -66,8 +73,10 @@ class Finder:
         base = statement.module or ""
         if statement.level:
             parts = package.split(".") if package else []
-            kept = parts[: len(parts) - statement.level + 1]
-            base = ".".join([*kept, *([base] if base else [])])
+            parts = parts[: len(parts) - statement.level + 1]  # one level is the package itself
+            if base:
+                parts.append(base)
+            base = ".".join(parts)
         return [pair for alias in statement.names for pair in self._of_attribute(base, alias)]
 
     def submodule(self, path: Path, name: str) -> Path | None:
@@ -120,7 +129,9 @@ class Finder:
             return False
         if spec is None or not (spec.has_location or spec.submodule_search_locations):
             return False
-        places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location else [])]
+        places = list(spec.submodule_search_locations or ())
+        if spec.has_location and spec.origin:
+            places.append(spec.origin)
         roots = [Path(p).resolve().parent for p in places if p]
         new = [r for r in roots if is_own_folder(r, self.project) and r not in self._roots and _below(r, top)]
         self._roots += new
@@ -138,7 +149,10 @@ def _below(root: Path, module: str) -> Path | None:
     base = root.joinpath(*module.split("."))
     # In the interpreter's order: a package hides a module of the same name.
     candidates = (base / "__init__.py", base.with_name(f"{base.name}.py"))
-    return next((c for c in candidates if c.is_file()), None)
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    return None
 
 
 def _is_namespace(roots: list[Path], base: str) -> bool:

@@ -61,9 +61,9 @@ def dump(node: ast.AST) -> str:
 
 def uses(tree: ast.AST) -> Uses:
     """What a tree refers to, nested functions included; names that are local to a function are no references."""
-    found = Uses()
-    _collect(tree, found, frozenset())
-    return found
+    result = Uses()
+    _collect(tree, result, frozenset())
+    return result
 
 
 def registers_subclasses(tree: ast.AST) -> bool:
@@ -125,16 +125,18 @@ def bound_names(statement: ast.stmt) -> set[str]:
     return names
 
 
-def changed_by_functions(node: ast.AST, known: set[str], local: frozenset[str] = frozenset()) -> set[str]:
+def changed_by_functions(node: ast.AST, module_names: set[str], local: frozenset[str] = frozenset()) -> set[str]:
     """Top-level names that a function rebinds, or whose value it changes, whenever it is called."""
     if isinstance(node, _SCOPES):
         local = _local_in(node, local)
-    name = _changed_value(node)  # looked up, not intersected: `known` may hold 100,000 names
-    changed = {name} if name in known and name not in local else set[str]()
+    changed: set[str] = set()
+    name = _changed_value(node)
+    if name in module_names and name not in local:  # a look-up, for a module may have 100,000 names
+        changed.add(name)
     if isinstance(node, ast.Global):
         changed = set(node.names)
     for child in ast.iter_child_nodes(node):
-        changed |= changed_by_functions(child, known, local)
+        changed |= changed_by_functions(child, module_names, local)
     return changed
 
 
@@ -174,9 +176,9 @@ def _own_names(scope: ast.AST) -> frozenset[str]:
 
 
 def _arguments(scope: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> frozenset[str]:
-    found = scope.args
-    rest = [a for a in (found.vararg, found.kwarg) if a]
-    return frozenset(a.arg for a in [*found.posonlyargs, *found.args, *found.kwonlyargs, *rest])
+    args = scope.args
+    variadic = [arg for arg in (args.vararg, args.kwarg) if arg]
+    return frozenset(arg.arg for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs, *variadic])
 
 
 def root(node: ast.AST) -> str:
@@ -210,18 +212,19 @@ def is_never_run(statement: ast.stmt) -> bool:
     )
 
 
-def _collect(node: ast.AST, found: Uses, local: frozenset[str]) -> None:
+def _collect(node: ast.AST, result: Uses, local: frozenset[str]) -> None:
+    """Adds what a tree refers to; `local` are the names that don't mean the module's here."""
     if isinstance(node, ast.Name) and node.id not in local:
-        found.bare.add(node.id)
+        result.bare.add(node.id)
     elif isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
-        found.strings.add(os.fsdecode(node.value))
+        result.strings.add(os.fsdecode(node.value))
     elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
-        found.members.add(f"{node.arg}={node.value.value!r}")
+        result.members.add(f"{node.arg}={node.value.value!r}")
     elif isinstance(node, ast.Attribute):
-        found.members.add(node.attr)
+        result.members.add(node.attr)
         if isinstance(node.value, ast.Name):
             if node.value.id not in local:
-                found.attributes.add((node.value.id, node.attr))
+                result.attributes.add((node.value.id, node.attr))
             return
     elif isinstance(node, ast.ClassDef):  # a name that its body binds is looked up there, then among the module's
         local -= _own_names(node)
@@ -232,7 +235,7 @@ def _collect(node: ast.AST, found: Uses, local: frozenset[str]) -> None:
             children = value[1:]
         for child in children:
             if isinstance(child, ast.AST):
-                _collect(child, found, inside if name == "body" else local)
+                _collect(child, result, inside if name == "body" else local)
 
 
 def _dump_field(value: object) -> str:

@@ -259,16 +259,21 @@ class Ledger:
         if stage and run_id in ("last", "previous"):
             runs = _of_results(runs, stage)
         position = {"last": 0, "previous": 1}.get(run_id)
-        found = runs[position : position + 1] if position is not None else [r for r in runs if r.id.startswith(run_id)]
-        if len(found) == 1:
-            return found[0]
+        if position is not None:
+            matching_runs = runs[position : position + 1]
+        else:
+            matching_runs = [run for run in runs if run.id.startswith(run_id)]
+        if len(matching_runs) == 1:
+            return matching_runs[0]
         if not runs and not stage:
             raise PipeError("there is no run yet", hint="pipe run all")
         if run_id == "previous" and len(runs) == 1:
-            only = f"stage {stage} has had one result so far" if stage else "there is only one run"
-            raise PipeError(only, hint=f"the newest run with it is {runs[0].id}" if stage else f"it is {runs[0].id}")
-        if found:
-            several = ", ".join(r.id for r in found[:5])
+            if stage:
+                what = f"stage {stage} has had one result so far"
+                raise PipeError(what, hint=f"the newest run with it is {runs[0].id}")
+            raise PipeError("there is only one run", hint=f"it is {runs[0].id}")
+        if matching_runs:
+            several = ", ".join(run.id for run in matching_runs[:5])
             raise PipeError(f"more than one run matches {run_id!r}", hint=f"give more of its id: {several}")
         meant = did_you_mean(run_id, ["last", "previous", *(r.id for r in runs)])
         newest = ", ".join(r.id for r in runs[:5]) or "none"

@@ -40,11 +40,15 @@ def explained(planner: Planner, stage: str) -> tuple[Step, Mapping[str, str] | N
 
 def states(planner: Planner, steps: list[Step]) -> dict[str, str]:
     """`fresh`, `would run` or `may run` by stage; behind one that has to run again, the input may turn out the same."""
-    found = {}
+    by_stage = {}
     for step in steps:
-        may = step.key is None and planner.ledger.head(step.stage.name)
-        found[step.stage.name] = "fresh" if step.artifact else ("may run" if may else "would run")
-    return found
+        state = "would run"
+        if step.artifact:
+            state = "fresh"
+        elif step.key is None and planner.ledger.head(step.stage.name):
+            state = "may run"
+        by_stage[step.stage.name] = state
+    return by_stage
 
 
 def asked_for(project: Project, names: Sequence[str]) -> list[str] | None:
@@ -82,12 +86,15 @@ def choose(planner: Planner, stage: str, run_id: str | None = None) -> Chosen:
     _one_choice(project, run_id)
     if run_id is None and project.sets:
         past = _run_with_settings(planner, [s.name for s in project.needed_for([stage])])
-        return Chosen(_record_in(past, stage), past) if past else Chosen(_from_key(planner, stage), None)
+        if past is None:
+            return Chosen(_from_key(planner, stage), None)
+        return Chosen(_record_in(past, stage), past)
     if run_id is not None:
         past = planner.ledger.find_run(run_id, stage)
         return Chosen(_record_in(past, stage), past)
     record = planner.ledger.head(stage) or _from_key(planner, stage)
-    return Chosen(record, next((run for run in planner.ledger.runs() if record in run.records), None))
+    newest = next((run for run in planner.ledger.runs() if record in run.records), None)
+    return Chosen(record, newest)
 
 
 def find_run(planner: Planner, run_id: str | None) -> Run:
@@ -146,12 +153,12 @@ def artifact(project: Project, stage: str, run_id: str | None = None) -> tuple[A
     again = f"make it again with: pipe run {stage} {as_options(project.sets)}".rstrip()
     record = choose(planner, project.stage(stage).name, run_id).record
     try:
-        found = planner.store.get(record.digest)
+        stored = planner.store.get(record.digest)
     except DamagedError as error:
         raise DamagedError(error.what, where=f"{stage} {record.digest[:12]}", hint=again) from None
-    if found is None:
+    if stored is None:
         raise PipeError(f"the artifact of {stage} is gone from the store", hint=again)
-    return found, _doubt(planner, record, stage, asked=run_id is not None or bool(project.sets))
+    return stored, _doubt(planner, record, stage, asked=run_id is not None or bool(project.sets))
 
 
 def _doubt(planner: Planner, record: Record, stage: str, *, asked: bool) -> str:
@@ -198,10 +205,15 @@ def _record_in(run: Run, stage: str) -> Record:
 
 def logs(planner: Planner, run: Run) -> dict[str, str]:
     """The training log (metrics.csv) beside each checkpoint of a run, by stage; none where the artifact is gone."""
-    found = {}
-    for record in (r for r in run.records if r.kind == "checkpoint"):
-        with suppress(DamagedError):  # `pipe verify` tells; a report of the run can do without
+    texts = {}
+    for record in run.records:
+        if record.kind != "checkpoint":
+            continue
+        with suppress(DamagedError):  # the page leaves the log out, and `pipe verify` reports the damage
             artifact = planner.store.get(record.digest)
-            if artifact is not None and (file := artifact.path / "metrics.csv").is_file():
-                found[record.stage] = file.read_text("utf-8")
-    return found
+            if artifact is None:
+                continue
+            file = artifact.path / "metrics.csv"
+            if file.is_file():
+                texts[record.stage] = file.read_text("utf-8")
+    return texts
