@@ -180,10 +180,9 @@ class Planner:
     def _notes(self, hook: str, fingerprint: Fingerprint) -> list[str]:
         """Where the text of a hook doesn't show what it reads."""
         notes = [f"{hook}(): {file} counts whole: {why}" for file, why in fingerprint.whole.items()]
-        for folder in fingerprint.folders:
-            if not any(file.startswith(f"{folder}/") for file in self.project.data):
-                notes.append(f"{hook}() names the folder {folder}: what is in it counts only under `data:`")
-        return notes
+        data = self.project.data
+        unlisted = [f for f in fingerprint.folders if not any(file.startswith(f"{f}/") for file in data)]
+        return notes + [f"{hook}() names the folder {f}: what is in it counts only under `data:`" for f in unlisted]
 
     def _file(self, stage: Stage, name: str) -> str:
         path = self.project.root / name
