@@ -232,10 +232,11 @@ def all_keys(rows: Iterable[Mapping[str, Scalar]]) -> list[str]:
 
 
 def _free_columns(rows: Sequence[Mapping[str, Scalar]], *, worse: Kind) -> list[tuple[Column, list[str]]]:
-    return [_free_column(key, [row.get(key) for row in rows], worse) for key in all_keys(rows)]
+    return [_free_column(key, rows, worse) for key in all_keys(rows)]
 
 
-def _free_column(key: str, cells: Sequence[Scalar], worse: Kind) -> tuple[Column, list[str]]:
+def _free_column(key: str, rows: Sequence[Mapping[str, Scalar]], worse: Kind) -> tuple[Column, list[str]]:
+    cells = [row.get(key) for row in rows]
     numbers: list[float | None] = []
     for cell in cells:
         if cell is None:

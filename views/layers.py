@@ -43,6 +43,10 @@ class DiffColumn:
     right: bool = True
 
     @property
+    def has_entry(self) -> bool:
+        return any(cell.plain for cell in self.cells)
+
+    @property
     def width(self) -> int:
         return max([cell_len(self.label), *(cell.cell_len for cell in self.cells)])
 
@@ -77,7 +81,7 @@ def columns(records: Sequence[LayerDiff], then: Mapping[str, LayerDiff] | None) 
     for i, name in enumerate(extras):
         table.append(_extra_column(name, records, drop=4 + len(extras) - 1 - i))
     table.append(DiffColumn("", [verdict(r) for r in records], right=False))
-    return [column for column in table if any(cell.plain for cell in column.cells)]
+    return [column for column in table if column.has_entry]
 
 
 def fitting(candidates: Sequence[DiffColumn], width: int) -> list[DiffColumn]:
@@ -122,7 +126,8 @@ def _end(cell: Text, width: int) -> Text:
 def lines(shown: Sequence[DiffColumn]) -> list[Text]:
     """The table as text: the headings, then a line for each record."""
     rows = [[Text(column.label, "dim") for column in shown]]
-    rows += [list(cells) for cells in zip(*(column.cells for column in shown), strict=True)]
+    all_cells = [column.cells for column in shown]
+    rows += map(list, zip(*all_cells, strict=True))
     texts = []
     for row in rows:
         line = Text(_GAP).join(map(_padded, row, shown))

@@ -140,7 +140,10 @@ def status(out: Console, steps: Sequence[Step], states: Mapping[str, str]) -> No
         states: the state of each stage, by its name.
     """
     rows = [_status_row(step, states[step.stage.name]) for step in steps]
-    widths = {heading: max(row[heading].cell_len for row in rows) for heading in rows[0]}
+    widths = dict.fromkeys(rows[0], 0)
+    for row in rows:
+        for heading, cell in row.items():
+            widths[heading] = max(widths[heading], cell.cell_len)
     headings = [heading for heading, width in widths.items() if width]
     total = sum(max(widths[heading], cell_len(heading)) + 2 for heading in headings)
     if total > out.width + 2:  # the last column needs no gap behind it
