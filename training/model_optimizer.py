@@ -419,7 +419,7 @@ class ModelOptimizer:
             ConfigError: the metric is no number.
         """
         figures = ema_swap.validate(self._lane(only, "validate"), metric)
-        if self.best is not None:
+        if self.best is not None and self.global_step >= self._first_complete_step():
             deployed = figures["deploy"]
             if self.ranks is not None:  # all ranks must decide alike
                 deployed = self.ranks.by_first(lambda: figures["deploy"])
@@ -427,6 +427,17 @@ class ModelOptimizer:
         if self._saved_at == self.global_step:
             self.save_ckpt(self.config.monitor.save_dir)
         return figures
+
+    def _first_complete_step(self) -> int:
+        """The step from which on what ships is what was asked for: pruned to its share, averaged by SWA.
+
+        A validation before it is measured on another kind of model, and can't be the best.
+        """
+        first = self.config.swa_start
+        for lane in self.lanes.values():
+            if lane.masks is not None and lane.masks.gradual is not None:
+                first = max(first, lane.masks.gradual.end)
+        return first
 
     def _save_best(self, path: Path) -> None:
         newest = self.saved

@@ -134,3 +134,19 @@ def test_two_validations_of_one_step_share_its_checkpoint(tmp_path: Path) -> Non
     assert mo.best is not None and [tuple(e) for e in mo.best.entries] == [(0.6, 1, "step-00000001.safetensors")]
     assert not mo.should_stop
     assert torch.equal(load_file(tmp_path / "best" / "step-00000001.safetensors")["online/weight"], net.weight)
+
+
+@pytest.mark.parametrize("section", [
+    {"pruning": {"method": "magnitude", "share": 0.5, "end_step": 4, "every": 1}},
+    {"swa": {"share": 0.4}, "scheduler": {"name": "constant", "total_steps": 5}},
+], ids=["pruning", "swa"])  # fmt: skip
+def test_the_best_is_looked_for_once_pruning_or_averaging_is_complete(section: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    mo = ModelOptimizer(net, {"monitor": {"keep_best": 1, "early_stop": 2, "save_dir": str(tmp_path)}, **section})
+    for metric in (0.9, 0.8, 0.7, 0.2, 0.3):
+        mo.step(net(torch.ones(2, 3)).square().mean())
+        mo.validate(lambda _, metric=metric: metric)  # type: ignore[misc]
+    assert mo.best is not None
+    assert [(e.metric, e.step) for e in mo.best.entries] == [(0.3, 5)]
+    assert not mo.should_stop
