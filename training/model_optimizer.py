@@ -435,8 +435,8 @@ class ModelOptimizer:
         """
         first = self.config.swa_start
         for lane in self.lanes.values():
-            if lane.masks is not None and lane.masks.gradual is not None:
-                first = max(first, lane.masks.gradual.end)
+            if lane.masks is not None:
+                first = max(first, lane.masks.complete_at)
         return first
 
     def _save_best(self, path: Path) -> None:

@@ -238,6 +238,11 @@ class Masks:
         self.masks = {names.get(n, n): m for n, m in self.masks.items()}
 
     @property
+    def complete_at(self) -> int:
+        """The step at which a gradual schedule reaches its share; 0 without one."""
+        return 0 if self.gradual is None else self.gradual.end
+
+    @property
     def sparsity(self) -> float:
         """Share of zeros over the masked parameters."""
         total = sum(m.numel() for m in self.masks.values())
