@@ -63,7 +63,7 @@ def test_spoilt_weights_are_not_saved_over_a_sound_checkpoint(tmp_path: Path) ->
     path = mo.save_ckpt(tmp_path / "a.safetensors")
     before = path.read_bytes()
     mo.step(_loss(model))
-    with pytest.raises(StageError, match="nothing was written"):
+    with pytest.raises(StageError, match="no checkpoint was written"):
         mo.save_ckpt(path)
     assert path.read_bytes() == before
 

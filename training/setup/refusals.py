@@ -85,5 +85,7 @@ REFUSED: Mapping[str, tuple[str, Concerns]] = {
     "ranks with different masks or joining parameters": (
         "they would train different models", lambda lane: lane.peers is not None),
     "the saved state of another optimizer": (
-        "it means something else there; training.checkpoint.load_weights takes the weights alone", lambda _: True),
+        "it means something else there; layerline.training.state.checkpoint.load_weights takes weights alone",
+        lambda _: True,
+    ),
 }  # fmt: skip
