@@ -185,7 +185,7 @@ def metric(outputs, targets):
     ("code", "told"),
     [
         ("def eval_data(): return [{'x': torch.ones(2, 5)}]", "a batch has no label"),
-        ("def eval_data(): return [{'x': torch.ones(2, 5), 'label': ['a', 'b']}]", "the label of a batch is not a tensor"),
+        ("def eval_data(): return [{'x': torch.ones(2, 5), 'label': ['a', 'b']}]", "the label of a batch is no tensor"),
         ("def eval_data(): return np.ones((3, 4, 5)), np.ones(4)", "lengths"),
         ("def eval_data(): return [(torch.ones(2, 5), torch.ones(2)), (torch.ones(2, 4), torch.ones(2))]",
          "the outputs of different batches cannot be joined"),
