@@ -46,25 +46,25 @@ def traceable(module: nn.Module) -> Iterator[None]:
     _give_shapes()
     changed: list[Any] = []
     attributes: list[tuple[Any, dict[str, Any]]] = []
-    for path, inner in module.named_modules():
-        if "forward" in vars(inner):
-            continue
-        if _is_intx(inner):
-            attributes.append((inner, {name: getattr(inner, name) for name in ("scale", "zero_point")}))
-            changed.append(inner)
-            changed[-1].forward = partial(_intx_forward, inner)
-            continue
-        if not isinstance(inner, FakeQuantize):
-            continue
-        if int(inner.observer_enabled[0]):
-            raise StageError(
-                "the observer of this FakeQuantize is on, so each call changes its scale",
-                where=f"module {path}" if path else "model",
-                hint="model().apply(torch.ao.quantization.disable_observer) keeps the scales as they are",
-            )
-        changed.append(inner)
-        changed[-1].forward = partial(_forward, inner, quantizes=bool(inner.fake_quant_enabled[0]))
     try:
+        for path, inner in module.named_modules():
+            if "forward" in vars(inner):
+                continue
+            if _is_intx(inner):
+                attributes.append((inner, {name: getattr(inner, name) for name in ("scale", "zero_point")}))
+                changed.append(inner)
+                changed[-1].forward = partial(_intx_forward, inner)
+                continue
+            if not isinstance(inner, FakeQuantize):
+                continue
+            if int(inner.observer_enabled[0]):
+                raise StageError(
+                    "the observer of this FakeQuantize is on, so each call changes its scale",
+                    where=f"module {path}" if path else "model",
+                    hint="model().apply(torch.ao.quantization.disable_observer) keeps the scales as they are",
+                )
+            changed.append(inner)
+            changed[-1].forward = partial(_forward, inner, quantizes=bool(inner.fake_quant_enabled[0]))
         yield
     finally:
         for inner in changed:

@@ -103,7 +103,7 @@ class ModelOptimizer:
             self.register("best", self.best)
         self._metric: Callable[[nn.Module], float] | None = None
         self._validated: str | None = None
-        self._saved_at = -1
+        self._saved_at = self._served = -1
         self._timed = bool(self.config.monitor.valid_interval or self.config.monitor.save_interval)
         self._autocast = precision.autocast(self.config.precision, self._main.device)
 
@@ -173,8 +173,10 @@ class ModelOptimizer:
         return self._after(any(moved))
 
     def _after(self, moved: bool) -> bool:
-        if moved and self._timed:
-            step, config = self.global_step, self.config.monitor
+        step, config = self.global_step, self.config.monitor
+        # Several models step one after the other: each interval is served once.
+        if moved and self._timed and step != self._served:
+            self._served = step
             if config.valid_interval and step % config.valid_interval == 0:
                 self._validate_now()
             if config.save_interval and step % config.save_interval == 0:
@@ -400,7 +402,7 @@ class ModelOptimizer:
         """Calls `validate(metric)` every `monitor.valid_interval` steps from now on, before a checkpoint is written.
 
         Args:
-            metric: gets the model, in eval mode; higher is better.
+            metric: gets the model, in eval mode; higher is better, unless `monitor.better` says otherwise.
             only: the model, where there are several.
         """
         self._lane(only, "validate_with")
@@ -535,7 +537,7 @@ class ModelOptimizer:
             for name, optimizer in own.items():
                 self.lanes[name].rate.rewind(optimizer)
             twin = ModelOptimizer(models.get("", models), self.config, optimizer=own or None)
-            twin.extras = copy.deepcopy(self.extras, memo)
+            twin.extras |= copy.deepcopy({n: x for n, x in self.extras.items() if x is not self.best}, memo)
             tensors, meta = checkpoint.state(self)
             checkpoint.restore(twin, {n: t.clone() for n, t in tensors.items()}, meta)
         twin._metric, twin._validated, twin.saved = self._metric, self._validated, self.saved

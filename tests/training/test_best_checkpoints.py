@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,11 @@ def test_the_best_is_looked_for_once_pruning_or_averaging_is_complete(section: d
     assert mo.best is not None
     assert [(e.metric, e.step) for e in mo.best.entries] == [(0.3, 5)]
     assert not mo.should_stop
+
+
+def test_a_copy_follows_its_own_best(tmp_path: Path) -> None:
+    _, mo = _run({"keep_best": 1, "early_stop": 3}, [0.5, 0.4], tmp_path)
+    twin = copy.deepcopy(mo)
+    assert twin.best is not None and mo.best is not None
+    assert twin.best is twin.extras["best"] and twin.best is not mo.best
+    assert twin.best.entries == mo.best.entries and twin.best.waited == 1

@@ -122,3 +122,13 @@ def test_a_rejected_step_leaves_the_ranges_of_fake_quantisation(steps: int) -> N
     kept = [name for name, tensor in before.items() if after[name].shape == tensor.shape]
     assert "0.scale" in kept and all(torch.equal(after[name], before[name]) for name in kept)
     assert mo.step(model(torch.randn(5, 3)).square().mean()) and after["0.scale"].isfinite().all()
+
+
+def test_a_rejected_step_leaves_the_switches_of_fake_quantisation() -> None:
+    activations = FakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=255, dtype=torch.quint8)
+    model = nn.Sequential(activations, Quantized())
+    mo = ModelOptimizer(model)
+    mo.step(model(torch.randn(5, 3)).square().mean())
+    activations.disable_observer()
+    assert not mo.step(model(torch.randn(5, 3)).square().mean() * torch.nan)
+    assert int(activations.observer_enabled[0]) == 0

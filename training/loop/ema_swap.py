@@ -68,6 +68,9 @@ def validate(lane: LaneState, metric: Callable[[nn.Module], float]) -> dict[str,
             switch(lane, ema=True)
             deploy = plain if same else _number(metric(lane.model))
             switch(lane, ema=False)
+    if lane.peers is not None and lane.rate.plateau is not None:
+        # Ranks may measure differently (other samples, rounding), and must train at one rate: all follow rank 0.
+        plain, deploy = lane.peers.gather((plain, deploy))[0]
     if lane.rate.plateau is not None:
         lane.rate.plateau.observe(deploy)
         lane.rate.set(lane.steps)

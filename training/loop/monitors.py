@@ -47,7 +47,8 @@ class Monitor:
     """Collects one row every `log_interval` accepted steps.
 
     `samples_s` counts weights where losses come with one, micro-batches else. `update_ratio` is ‖Δw‖ / ‖w‖ of the step
-    that is logged, over the first elements of every parameter, 2 MB in all. Cells that were not measured are empty.
+    that is logged, over the first elements of up to 64 parameters, 64 KiB in all. A cell that was not measured is
+    empty.
 
     Attributes:
         rows: one array of float64 per row, in the order of `columns`.

@@ -19,8 +19,12 @@ _OBSERVERS = frozenset({"ObserverBase", "FakeQuantizeBase", "AffineQuantizedObse
 def guarded(model: Named) -> dict[str, Tensor]:
     """The buffers that a forward pass in training mode changes: of normalisation layers, and of observers and fake
     quantisation."""
-    observed = {n: b for n, b in model.buffers.items()
-                if not _OBSERVERS.isdisjoint(c.__name__ for c in type(model.owners[n]).__mro__)}  # fmt: skip
+    observed = {}
+    for name, buffer in model.buffers.items():
+        classes = {cls.__name__ for cls in type(model.owners[name]).__mro__}
+        # The switches (`observer_enabled`, `fake_quant_enabled`) are the user's: a rejected step leaves them alone.
+        if not _OBSERVERS.isdisjoint(classes) and not name.endswith("_enabled"):
+            observed[name] = buffer
     return norm_buffers(model) | observed
 
 

@@ -184,12 +184,12 @@ class Lane(LaneState):
         """Ends a micro-batch; the last one of a window steps the optimizer. True when the weights moved."""
         if self.needs_closure:
             raise loop_mistakes.no_closure(self.optimizer)
-        if samples is not None:
-            self.window.samples += samples
         if loss is not None:
             self._add(loss, weight)
         else:
             loop_mistakes.check_begun(self)
+        if samples is not None:  # a loss that was refused leaves the window as it was
+            self.window.samples += samples
         wanted = self._window_size
         if self.window.close() >= wanted:
             moved = self._update(synced=True)
@@ -237,7 +237,7 @@ class Lane(LaneState):
         return model_sync.join(self)
 
     def refresh(self, *, warn: bool = True) -> None:
-        """Follows what was done to the model since; see `follow.refresh`.
+        """Follows what was done to the model since; see `model_sync.refresh`.
 
         Raises:
             ConfigError: a trained parameter is gone, or is another tensor, or of another type or device.
@@ -301,6 +301,10 @@ class Lane(LaneState):
             return False
         # Gradients of the loop's own backward pass come without a loss: none is logged.
         return self._accept(grads, norm, loss if has_loss else math.nan, unscale)
+
+    def state_was_loaded(self) -> None:
+        """The model is looked at before the next step, whatever the step number was before."""
+        self._look_at = self.steps
 
     def _went_back(self) -> bool:
         """Looks at the model now and then. True when its weights were spoilt and the last checkpoint was put back."""

@@ -170,6 +170,7 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
         stream = run.batches.forever()
         while run.attempted < run.total and not mo.should_stop:
             one_batch(run, stream)
+            _check_progress(run)
             now = time.perf_counter()
             done = run.attempted
             due = now - saved_at > max(_SAVE_EVERY_S, _SAVE_SHARE * saving)
@@ -187,6 +188,20 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
                 drawn_at = now
                 _draw(run, log)
         _draw(run, log)
+
+
+def _check_progress(run: Run) -> None:
+    """Ends a training whose data hold nothing to train on: windows of weight 0 are neither accepted nor rejected.
+
+    Raises:
+        TaskError: a whole epoch went by without a step.
+    """
+    if run.attempted == 0 and run.batches.epoch > 1 and run.mo.lanes[""].window.untouched:
+        raise TaskError(
+            "a whole epoch of train_data() holds no label that counts, so nothing can be trained",
+            where="train_data",
+            hint="labels of -100 are left out of the loss; loss() may also have given a weight of 0 each time",
+        )
 
 
 def take_best(run: Run) -> str:

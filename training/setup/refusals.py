@@ -69,8 +69,8 @@ REFUSED: Mapping[str, tuple[str, Concerns]] = {
         "their gradients have no common divisor", lambda lane: lane.config.accumulate.steps > 1),
     "sparse gradients": (
         "norms, clipping and averaging are defined on dense ones; use Embedding(sparse=False)", _embeds),
-    "cosine, polynomial and one_cycle without total_steps": (
-        "they are functions of the length of the run", _scheduler("cosine", "polynomial", "one_cycle")),
+    "cosine, polynomial, one_cycle and wsd without total_steps": (
+        "they are functions of the length of the run", _scheduler("cosine", "polynomial", "one_cycle", "wsd")),
     "a warm-up as long as the run": ("the peak rate would never be reached", _warms_up),
     "one parameter in two models": (
         "its gradients would mix, and two optimizers would step it", lambda lane: lane.shared),

@@ -8,6 +8,7 @@ counters, schedule, loss scale, random state, data positions. Nothing is pickled
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -301,10 +302,16 @@ def _lane_state(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> 
     if timings:
         parts["monitor"] = lane.monitor.state_dict()
     counters = {"steps": lane.steps, "skipped": lane.skipped, "in_a_row": lane.skipped_in_a_row,
-                "first_rejected": lane.first_rejected, "ema_updates": lane.ema.updates if lane.ema else 0}  # fmt: skip
+                "first_rejected": lane.first_rejected, "ema_updates": lane.ema.updates if lane.ema else 0,
+                "loss": _finite(lane.loss), "grad_norm": _finite(lane.grad_norm)}  # fmt: skip
     classes = optimizers.classes(lane.optimizer)
     packed = {name: pack(part, f"{prefix}{name}", tensors, classes) for name, part in parts.items()}
     return {"counters": counters, "aliases": lane.named.aliases, **packed}
+
+
+def _finite(number: float) -> float | None:
+    """The number, or None for NaN and Inf, which JSON has not."""
+    return number if math.isfinite(number) else None
 
 
 def _load_others(mo: Training, optimizers: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
@@ -344,6 +351,8 @@ def _restore_lane(lane: Lane, state: checkpoint_reader.Saved) -> None:
     lane.skipped = counters["skipped"]
     lane.skipped_in_a_row = counters["in_a_row"]
     lane.first_rejected = counters.get("first_rejected", 0)
+    lane.loss, lane.grad_norm = counters.get("loss") or math.nan, counters.get("grad_norm") or math.nan
+    lane.state_was_loaded()
     if lane.ema is not None:
         lane.ema.load(weights["ema"], counters["ema_updates"])
     if not lane.custom:
