@@ -25,7 +25,7 @@ LEAST_SIZES = 1 << 20
 hundreds."""
 _SIZES = (TensorProto.INT64, TensorProto.INT32)
 _STAYS = ("UNDEFINED", "STRING", "COMPLEX64", "COMPLEX128", "INT2", "UINT2", "INT4", "UINT4", "FLOAT4", "FLOAT6")
-_WIDTHS = {
+WIDTHS = {
     code: helper.tensor_dtype_to_np_dtype(code).itemsize
     for name, code in TensorProto.DataType.items()
     if not name.startswith(_STAYS)
@@ -172,12 +172,12 @@ def large(kind: int, size: int) -> bool:
 
 def travels(kind: int, size: int) -> bool:
     """Whether it goes beside the graph."""
-    return large(kind, size) and kind in _WIDTHS
+    return large(kind, size) and kind in WIDTHS
 
 
 def declared_bytes(tensor: TensorProto) -> int:
     """How many bytes a tensor takes, by its type and shape; 0 for a type that doesn't travel."""
-    size: int = math.prod(tensor.dims) * _WIDTHS.get(tensor.data_type, 0)
+    size: int = math.prod(tensor.dims) * WIDTHS.get(tensor.data_type, 0)
     return size
 
 
@@ -196,7 +196,7 @@ def weight_outside(tensor: TensorProto, read: Callable[[str, int], Array]) -> We
     """
     if not travels(tensor.data_type, declared_bytes(tensor)):
         return None
-    kind = f"u{_WIDTHS[tensor.data_type]}"
+    kind = f"u{WIDTHS[tensor.data_type]}"
     return Weight(tensor.data_type, tensor.dims, partial(read, kind, math.prod(tensor.dims)))
 
 

@@ -22,7 +22,7 @@ from layerline.pipeline.inputs.hook_names import near_misses
 from layerline.pipeline.inputs.untrusted import read_json
 from layerline.pipeline.inspection import CalledOnce, Finding, Inspection
 from layerline.pipeline.keys import canonical
-from layerline.pipeline.plan import Planner, open_planner
+from layerline.pipeline.plan import Planner, check_file, open_planner
 from layerline.pipeline.task import HOOKS
 
 ROOM = 200 << 20
@@ -62,6 +62,8 @@ def check(project: Project) -> Checked:
             for stage in project.stages:
                 look.stage = stage.name
                 with look.item(stage.name):
+                    for name in stage.files():
+                        check_file(project.root, stage, name)
                     stage.check(look)
             look.stage = ""
         _look_at_disk(look)

@@ -51,6 +51,16 @@ class Step:
     reason: str = ""
 
 
+def check_file(root: Path, stage: Stage, name: str) -> None:
+    """Refuses a file that a stage names and that is no file of the project: a device or a pipe would never end.
+
+    Raises:
+        ConfigError: names the stage and the file.
+    """
+    if is_outside(name) or not (root / name).is_file():
+        raise ConfigError(f"stage {stage.name} reads {name}, which is not in the project", where="pipe.yaml")
+
+
 @dataclass
 class Planner:
     """Reads a project's state; writes nothing."""
@@ -185,10 +195,8 @@ class Planner:
         return notes + [f"{hook}() names the folder {f}: what is in it counts only under `data:`" for f in unlisted]
 
     def _file(self, stage: Stage, name: str) -> str:
-        path = self.project.root / name
-        if not path.is_file() or is_outside(name):
-            raise ConfigError(f"stage {stage.name} reads {name}, which is not in the project", where="pipe.yaml")
-        return self.hasher.file(path)
+        check_file(self.project.root, stage, name)
+        return self.hasher.file(self.project.root / name)
 
     def _why(self, stage: Stage, parts: Mapping[str, Any], key: str) -> str:
         before = self.ledger.head(stage.name)

@@ -220,7 +220,8 @@ class Runner:
                     # Stages that run together take no input so far: what they would read lies in rank 0's store.
                     parts = shown(self.planner.step(stage, {}).parts)
                     task, log = self._task, self.listener
-                    stage.run(Work(inputs={}, task=task, out=out, scratch=scratch, log=log, parts=parts))
+                    with task.border():
+                        stage.run(Work(inputs={}, task=task, out=out, scratch=scratch, log=log, parts=parts))
             except (PipeError, OSError, MemoryError) as raised:
                 error = _as_pipe_error(raised)
             seconds = time.monotonic() - started
@@ -339,6 +340,10 @@ class Runner:
         remove(out)
         out.mkdir()
         own_folder(scratch, work)
+        for path in scratch.rglob("*"):
+            # What a stage writes into its scratch folder must not land where a link leads.
+            if path.is_symlink():
+                remove(path)
         inputs = {}
         for port, kind in step.stage.takes.items():
             source = made[kind]
@@ -384,10 +389,10 @@ class Runner:
             except FileNotFoundError:
                 digest = ""
             if digest != step.parts[f"file.{name}"]:
-                self._refuse_changed(f"{name} was changed", step.stage)
+                self._refuse_changed(f"{name} was changed", step.stage, name)
         return folder if step.stage.files() else None
 
-    def _refuse_changed(self, what: str, stage: Stage) -> None:
+    def _refuse_changed(self, what: str, stage: Stage, name: str = "") -> None:
         """Ends a stage whose input may differ from what its key says, so that no wrong result is filed.
 
         Raises:
@@ -396,7 +401,7 @@ class Runner:
         if what:
             raise PipeError(
                 f"{what} while stage {stage.name} was reading it; nothing was filed",
-                where=what.split(" ")[0],
+                where=name or what.split(" ")[0],
                 hint="run again when nothing writes it; a hook may write a file that it reads only where it is missing",
             )
 

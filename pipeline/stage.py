@@ -71,7 +71,7 @@ class Stage(BaseModel):
         gives: kind of the artifact it leaves.
         uses: hooks of the user's task that it calls.
         first_of: rows of those hooks; of each row the stage calls the first that the task defines, and no other.
-        env: facts about this machine that change the result, as named in `pipeline.env`.
+        env: facts about this machine that change the result, as named in `pipeline.keys.env`.
         unkeyed: fields that change how fast the result comes, never what it is: they are no part of the key.
         side: files left in the artifact that are no part of its digest (timings).
         long: whether it may take hours, so that all stages are checked before it starts.

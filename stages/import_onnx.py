@@ -196,10 +196,13 @@ class ImportOnnx(Stage):
             with look.item("import-onnx.dims"):
                 declared = self._declare(adopted.light, symbolic_dims.places(adopted.light))
                 freeze(adopted.light, self.values)
-                adopted = take_branches(adopted)
                 limits = self._limits(look.root)
+                # Before anything of the file is computed, and again once branches are decided.
                 allocation_sizes.refuse_endless(adopted.light)
                 allocation_sizes.refuse_large(adopted.light, limits.memory, limits.hint)
+                if self.values or any(dim.size for dim in self.dims.values()):
+                    adopted = take_branches(adopted)
+                    allocation_sizes.refuse_large(adopted.light, limits.memory, limits.hint)
                 inputs = signature(adopted.light).inputs
                 foreign.ranges(adopted.original, inputs, self._declared_ranges())
                 dims: dict[str, Dim] = {}

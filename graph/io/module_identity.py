@@ -14,8 +14,9 @@ from layerline.graph.analysis.proto_queries import metadata
 from layerline.graph.io import onnx_files
 
 _SCOPES, _TRACE = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.stack_trace"
-_OURS = Path(__file__).resolve().parent
-_FRAME = re.compile(r'File "(.+?)", line (\d+)')
+# The packages whose frames call the user's module while it is traced; they are never the place of a fault in it.
+_TRACING = tuple(Path(__file__).resolve().parents[2] / name for name in ("export", "parity"))
+_FRAME = re.compile(r'File "(.+?)", line ([0-9]{1,9})')
 # What torch calls the scope of a node that belongs to no module, and how it marks a module's second call.
 _NO_MODULE, _AGAIN = "_empty_nn_module_stack_from_metadata_hook", re.compile(r"@\d+")
 
@@ -83,7 +84,7 @@ def innermost(frames: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
     for file, line in reversed(list(frames)):
         # torch names some of its files from the package on; "<string>" and the like are code it made.
         is_torch = "torch" in (*_package(file)[:1], *PurePath(file).parts[:1]) or file.startswith("<")
-        if not is_torch and Path(file).resolve().parent != _OURS:
+        if not is_torch and Path(file).resolve().parent not in _TRACING:
             return file, line
     return None
 
@@ -108,8 +109,13 @@ def _recorded(model: onnx.ModelProto, key: str) -> dict[str, str]:
 
 
 def _scopes(node: onnx.NodeProto) -> list[str]:
-    scopes: list[str] = ast.literal_eval(metadata(node, _SCOPES) or "[]")
-    return [scope for scope in scopes if scope != _NO_MODULE]
+    try:
+        scopes = ast.literal_eval(metadata(node, _SCOPES) or "[]")
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # a file from elsewhere may hold any text here
+        return []
+    if not isinstance(scopes, list):
+        return []
+    return [scope for scope in scopes if isinstance(scope, str) and scope != _NO_MODULE]
 
 
 def _set(node: onnx.NodeProto, key: str, value: str) -> None:

@@ -16,6 +16,7 @@ from onnx.external_data_helper import uses_external_data
 from layerline.backends.base import SOURCE, TRACED, Array
 from layerline.backends.light import (
     LEAST_SIZES,
+    WIDTHS,
     Light,
     Model,
     Weight,
@@ -203,8 +204,26 @@ def _refuse_tensor(tensor: TensorProto, path: Path) -> None:
         what = f"has a size of {min(tensor.dims)}"
     elif math.prod(tensor.dims) > _MOST_ELEMENTS:
         what = f"has {' x '.join(map(str, tensor.dims))} elements, more than fit into any memory"
+    else:
+        what = _misfit(tensor)
     if what:
         raise StageError(f"tensor {tensor.name!r} {what}", where=path.name)
+
+
+def _misfit(tensor: TensorProto) -> str:
+    """What is wrong between the numbers that a tensor stores in the file and its sizes; empty where they fit."""
+    if tensor.data_location == TensorProto.EXTERNAL or tensor.data_type not in WIDTHS:
+        return ""  # the length of external data is checked where it is read; other types share bytes
+    count = math.prod(tensor.dims)
+    if tensor.HasField("raw_data"):
+        expected = count * WIDTHS[tensor.data_type]
+        if len(tensor.raw_data) != expected:
+            return f"stores {len(tensor.raw_data)} bytes, and its type and sizes take {expected}"
+        return ""
+    stored = len(getattr(tensor, onnx.helper.tensor_dtype_to_field(tensor.data_type)))
+    if stored != count:
+        return f"stores {stored} numbers, and its sizes take {count}"
+    return ""
 
 
 def _from_file(path: Path, offset: int, kind: str, count: int) -> Array:

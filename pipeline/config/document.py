@@ -9,7 +9,7 @@ from typing import Any
 from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.init.generated_files import plain
-from layerline.pipeline.inputs.untrusted import is_number, printable
+from layerline.pipeline.inputs.untrusted import is_number, printable, storable
 
 Place = tuple[str | int, ...]
 
@@ -23,7 +23,7 @@ class Document:
         content: its content as plain values, overrides applied.
 
     Raises:
-        ConfigError: there is no such file, it is no YAML, or it is beyond the bounds of `yamltext`.
+        ConfigError: there is no such file, it is no YAML, or it is beyond the bounds of `bounded_yaml`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,6 +50,8 @@ class Document:
                 f"expected key=value, saw {text!r:.80}", where="--set", hint="for example: --set train.epochs=2"
             )
         where = _option(text)
+        if storable(text) != text:
+            raise ConfigError("it holds bytes that are not UTF-8", where=printable(where), hint="type it again")
         try:
             parsed = plain(bounded_yaml.parse(value, where)) if value.strip() else None
         except bounded_yaml.NotYamlError:

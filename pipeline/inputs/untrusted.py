@@ -2,7 +2,7 @@
 
 Names of an ONNX file, keys of a checkpoint, records under the state folder, fields of pipe.yaml and environment
 variables are only data: none of them may become code, a path outside of the project, or a command to the terminal.
-YAML is read by `yamltext`, arrays by `npz`.
+YAML is read by `bounded_yaml`, arrays by `npz`.
 """
 
 from __future__ import annotations
@@ -160,12 +160,17 @@ def parse_json(text: str | bytes, *, size: int = JSON_BYTES, depth: int = JSON_D
     if len(text) > size:
         raise ValueError(f"it is larger than {size} bytes")
     try:
-        document = json.loads(text, parse_int=_json_integer)
+        document = json.loads(text, parse_int=_json_integer, parse_constant=_json_constant)
     except RecursionError:
         raise ValueError(f"it is nested more than {depth} levels deep") from None
     if _is_deeper(document, depth):
         raise ValueError(f"it is nested more than {depth} levels deep")
     return document
+
+
+def _json_constant(text: str) -> float:
+    """NaN and Infinity are no JSON, although Python reads them."""
+    raise ValueError(f"it holds {text}")
 
 
 def _json_integer(text: str) -> int:

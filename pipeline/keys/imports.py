@@ -12,7 +12,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
 
-_LAYERLINE = Path(__file__).parents[1]
+# The package itself: what lies in it is never the user's own code.
+_LAYERLINE = Path(__file__).parents[2]
 _FOREIGN = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
 
 

@@ -16,7 +16,7 @@ def main() -> NoReturn:
 
 
 def _interrupted(_number: int, _frame: object) -> NoReturn:
-    # The sentence of `pipeline.surroundings`, which is not imported yet; nothing has begun, so nothing is cleaned up.
+    # The sentence of `pipeline.process_env`, which is not imported yet; nothing has begun, so nothing is cleaned up.
     os.write(2, b"\ninterrupted; what was finished is kept, and the same command goes on from there\n")
     os._exit(130)
 

@@ -138,7 +138,7 @@ def _weights(world: World, name: str, content: bytes) -> dict[str, Any] | None:
     if code or world.pipe("run", "import-weights", "-C", "p").code:
         return None
     artifact = Path(world.pipe("path", "import-weights", "-C", "p").out.strip())
-    return load(next(artifact.glob("*.safetensors")).read_bytes())
+    return load((artifact / "model.safetensors").read_bytes())
 
 
 def _arrays(**arrays: Any) -> bytes:

@@ -48,6 +48,7 @@ def dies_at(event: int, folder: Folder) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_any_point_the_next_run_ends_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env, "fact", lambda name: "1")
@@ -100,6 +101,7 @@ def test_killed_or_interrupted_a_stage_goes_on_where_it_was(how: signal.Signals,
     assert done.results[-1].record.metrics["resumed_at"] >= 2
 
 
+@pytest.mark.slow
 def test_eight_processes_make_each_artifact_once(folder: Folder) -> None:
     folder.write("pipe.yaml", "slow: {steps: 2, seconds: 0.1}\n")
     processes = [driver.start(folder.root, "run", "all", "--json") for _ in range(8)]

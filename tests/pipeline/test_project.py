@@ -333,6 +333,12 @@ SET_ERRORS = {
 }
 
 
+def test_bytes_of_a_set_that_are_no_utf8_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "pipe.yaml").write_text("train: {epochs: 1}\n")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(tmp_path, ["name=a\udcff"])
+
+
 @pytest.mark.parametrize("text", SET_ERRORS)
 def test_a_mistake_in_set_is_told_as_one(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from layerline import ModelOptimizer
+from layerline.pipeline.errors import StageError
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from layerline.stages.train import Train
@@ -159,3 +160,11 @@ def test_a_copy_follows_its_own_best(tmp_path: Path) -> None:
     assert twin.best is not None and mo.best is not None
     assert twin.best is twin.extras["best"] and twin.best is not mo.best
     assert twin.best.entries == mo.best.entries and twin.best.waited == 1
+
+
+@pytest.mark.parametrize("name", ["../victim.safetensors", "/etc/hosts", "a/b.safetensors", ".."])
+def test_a_checkpoint_names_no_file_outside_of_its_folder(name: str, tmp_path: Path) -> None:
+    best = Best(MonitorConfig(keep_best=1), tmp_path)
+    with pytest.raises(StageError):
+        best.load_state_dict({"entries": [[0.5, 1, name]], "waited": 0})
+    assert best.entries == []

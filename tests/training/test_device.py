@@ -249,7 +249,7 @@ def test_models_on_gpus_train_and_go_on_in_a_group_of_the_users(library: Path, t
 
 
 def _single(_: int) -> dict[str, Any]:
-    import layerline.training.fit as fit
+    from layerline.training.run import train_loop as fit
 
     pretended: Any = sys.modules["pretend"]
     out = dict[str, Any]()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from layerline.pipeline.errors import StageError
+from layerline.pipeline.inputs.untrusted import is_file_name, printable
 from layerline.training.config.sections import MonitorConfig
 
 FOLDER = "best"
@@ -82,5 +84,10 @@ class Best:
         return {"entries": [list(entry) for entry in self.entries], "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.entries = [Entry(float(metric), int(step), str(file)) for metric, step, file in state["entries"]]
-        self.waited = state["waited"]
+        entries = [Entry(float(metric), int(step), str(file)) for metric, step, file in state["entries"]]
+        for entry in entries:
+            # The checkpoint may come from elsewhere, and these files are deleted later on.
+            if entry.file and not is_file_name(entry.file):
+                raise StageError(f"a best checkpoint is called {printable(entry.file)}", where="checkpoint",
+                                 hint="it is no name of a file in the folder of best checkpoints")  # fmt: skip
+        self.entries, self.waited = entries, int(state["waited"])
