@@ -166,7 +166,9 @@ def test_a_checkpoint_is_the_same_whoever_wrote_it(tmp_path: Path) -> None:
     for name, path in files.items():
         tensors, other = safetensors_io.load(path)
         assert [(n, t.shape, t.dtype) for n, t in tensors.items()] == [(n, t.shape, t.dtype) for n, t in one.items()]
-        assert other["lanes"][""]["counters"] == meta["lanes"][""]["counters"] and list(other) == list(meta)
+        # Loss and gradient norm are sums over ranks: equal up to rounding, as the weights are.
+        assert other["lanes"][""]["counters"] == pytest.approx(meta["lanes"][""]["counters"], rel=1e-6)
+        assert list(other) == list(meta)
         for key, tensor in tensors.items():
             if tensor.is_floating_point():
                 assert torch.allclose(tensor, one[key], atol=3e-6), (name, key)
