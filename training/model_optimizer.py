@@ -165,7 +165,8 @@ class ModelOptimizer:
             moved, loss = lane.step_closure(closure)
         else:
             moved = lane.step(loss, weight, samples)
-        return step_result(self._after(moved), loss, weight)
+        read = lane.window.last_read
+        return step_result(self._after(moved), loss, weight, read)
 
     def flush(self) -> bool:
         """Ends an epoch: a short last window steps, divided by what it holds."""

@@ -104,7 +104,9 @@ def test_two_ranks_leave_the_artifact_that_one_leaves(form: str, tmp_path: Path)
     assert len(list((two / ".layerline" / "store").iterdir())) == 1
     (tensors, meta), (expected, other) = _checkpoint(two), _checkpoint(one)
     assert [(n, t.shape, t.dtype) for n, t in tensors.items()] == [(n, t.shape, t.dtype) for n, t in expected.items()]
-    assert meta["config"] == other["config"] and meta["lanes"][""]["counters"] == other["lanes"][""]["counters"]
+    assert meta["config"] == other["config"]
+    # Loss and gradient norm are sums over ranks: equal up to rounding, as the weights are.
+    assert meta["lanes"][""]["counters"] == pytest.approx(other["lanes"][""]["counters"], rel=1e-5)
     for name, tensor in tensors.items():
         close = torch.allclose(tensor, expected[name], atol=1e-6) if tensor.is_floating_point() else True
         assert close, name

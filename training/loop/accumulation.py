@@ -89,6 +89,7 @@ class Window:
         losses: detached loss of every backward call.
         samples: how many samples its micro-batches held, as far as the loop said; speed is measured by them.
         open: backward calls since the last micro-batch was closed.
+        last_read: the last loss that was read from the device; None since a later one was added.
         witness: a gradient as the last backward call left it.
         weighted: whether weights are given in this window; None before the first loss.
         factor: what every loss of the window was multiplied by (the loss scale); the gradients still carry it.
@@ -102,6 +103,7 @@ class Window:
     carried_loss: float = 0.0
     samples: int = 0
     open: int = 0
+    last_read: float | None = None
     witness: Witness | None = None
 
     @property
@@ -131,6 +133,7 @@ class Window:
         if weight is not None:
             self.weight += weight
         self.losses.append(loss)
+        self.last_read = None
         self.open += 1
 
     def close(self) -> int:
@@ -168,7 +171,8 @@ class Window:
         """Σ loss of the window (one synchronisation)."""
         total = self.carried_loss  # added in order, so that a window resumed half-way gives the same sum
         for loss in self.losses:
-            total += loss.item()
+            self.last_read = loss.item()
+            total += self.last_read
         return total
 
     def clear(self) -> None:

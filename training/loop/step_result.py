@@ -49,14 +49,15 @@ class StepResult(float):
         return not self == other
 
 
-def step_result(moved: bool, loss: Tensor | None, weight: float | None) -> StepResult:
+def step_result(moved: bool, loss: Tensor | None, weight: float | None, read: float | None) -> StepResult:
     """The result of a step whose loss is a mean, or with `weight` a sum over so much.
 
-    Reading the loss waits for the device. A step that moves the weights has read it anyway.
+    Args:
+        read: the loss, where the step has read it from the device: reading it waits for the device.
     """
     if loss is None:
         return StepResult(math.nan, moved)
-    value = loss.item()
+    value = loss.item() if read is None else read
     if weight is not None:
         value = value / float(weight) if weight else math.nan
     return StepResult(value, moved)
