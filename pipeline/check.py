@@ -23,6 +23,7 @@ from layerline.pipeline.inputs.untrusted import read_json
 from layerline.pipeline.inspection import CalledOnce, Finding, Inspection
 from layerline.pipeline.keys import canonical
 from layerline.pipeline.plan import Planner, check_file, open_planner
+from layerline.pipeline.stage import Stage
 from layerline.pipeline.task import HOOKS
 
 ROOM = 200 << 20
@@ -62,9 +63,8 @@ def check(project: Project) -> Checked:
             for stage in project.stages:
                 look.stage = stage.name
                 with look.item(stage.name):
-                    for name in stage.files():
-                        check_file(project.root, stage, name)
-                    stage.check(look)
+                    if _has_files(look, stage):
+                        stage.check(look)
             look.stage = ""
         _look_at_disk(look)
         look.shared.clear()
@@ -72,6 +72,15 @@ def check(project: Project) -> Checked:
         del look
         gc.collect()  # what was built must not lie beside what will be trained
     return Checked(findings)
+
+
+def _has_files(look: Inspection, stage: Stage) -> bool:
+    """Whether the files that a stage names are files of the project; what is wrong becomes a finding."""
+    before = len(look.findings)
+    with look.item(f"{stage.name}.file"):
+        for name in stage.files():
+            check_file(look.root, stage, name)
+    return len(look.findings) == before
 
 
 def check_and_remember(project: Project) -> Checked:
