@@ -71,4 +71,9 @@ def _inputs(runner: Runner, name: str) -> dict[str, Path]:
         if step.artifact is None:
             raise PipeError(f"stage {upstream.name} is out of date: {step.reason}", hint=f"pipe run {upstream.name}")
         made[upstream.gives] = step.artifact
-    return {port: a.path for port, kind in stage.takes.items() if (a := made[kind]) is not None}
+    inputs = {}
+    for port, kind in stage.takes.items():
+        artifact = made[kind]
+        if artifact is not None:
+            inputs[port] = artifact.path
+    return inputs

@@ -19,10 +19,9 @@ from layerline.pipeline.errors import (
     ran_out_of_memory,
 )
 from layerline.pipeline.nearest import did_you_mean
-from layerline.pipeline.task import Task
+from layerline.pipeline.task import DATA_HOOKS, Task
 
 State = Literal["ok", "warning", "error"]
-_ONCE = frozenset({"train_data", "eval_data", "calib_data", "example_inputs"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ class CalledOnce(Task):
 
     def get(self, hook: str) -> Callable[..., Any]:
         found = super().get(hook)
-        return (lambda: self._one(hook, found)) if hook in _ONCE else found
+        return (lambda: self._one(hook, found)) if hook in DATA_HOOKS else found
 
     def _one(self, hook: str, made: Callable[[], Any]) -> Any:
         if hook not in self._made:

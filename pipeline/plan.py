@@ -18,6 +18,7 @@ from layerline.pipeline.reasons import describe
 from layerline.pipeline.records.ledger import Ledger, Record
 from layerline.pipeline.records.store import Artifact, DamagedError, Store
 from layerline.pipeline.stage import Stage
+from layerline.pipeline.task import DATA_HOOKS
 
 CHECKPOINTS = "scratch/checkpoints"
 """In a stage's working folder: what it goes on from."""
@@ -25,7 +26,6 @@ SETS = "sets.json"
 """In a stage's working folder: the overrides of the run that was last at work in it."""
 ORDER = "order"
 """In a stage's working folder: a number that grows from run to run; a clock can be set back."""
-_DATA_HOOKS = frozenset({"train_data", "eval_data", "calib_data", "example_inputs"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ class Planner:
             parts |= {f"file.{n}": d for n, d in fingerprint.files.items()}
             notes += self._notes(hook, fingerprint)
         files = stage.files()
-        if _DATA_HOOKS & set(self.hooks(stage)):
+        if DATA_HOOKS & set(self.hooks(stage)):
             files += self.project.data
         parts |= {f"file.{storable(name)}": self._file(stage, name) for name in files}
         return parts, tuple(dict.fromkeys(notes))

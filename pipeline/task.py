@@ -28,6 +28,8 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 # Names of the arguments that an error tells; the empty one is the model.
 _ARGUMENTS = {"loss": ("", "batch"), "metric": ("outputs", "targets")}
 HOOKS = ("model", "train_data", "loss", "eval_data", "metric", "calib_data", "example_inputs", "teacher")
+# Hooks that give data: they may read files of the project, and are called once where they can be.
+DATA_HOOKS = frozenset({"train_data", "eval_data", "calib_data", "example_inputs"})
 
 
 class _Source(SourceFileLoader):

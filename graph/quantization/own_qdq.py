@@ -44,9 +44,7 @@ def read(model: Light) -> QuantPlan:
             readers.update(reader for reader, _ in value.readers)
     nodes = {first_output(n): n for n in graph}
     kept = tuple(
-        Kept(
-            name=name, op=nodes[name].op_type, module=module_of(nodes[name]), reason="the model's own Q/DQ leave it out"
-        )
+        Kept(name=name, op=nodes[name].op_type, module=module_of(nodes[name]), reason=_LEFT_OUT)
         for name in products(model)
         if name not in readers and name in nodes
     )

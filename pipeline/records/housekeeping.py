@@ -114,8 +114,8 @@ def collect(project: Project, keep: int, *, dry_run: bool) -> list[Garbage] | No
 def counted(gone: Sequence[Garbage]) -> list[str]:
     """What went, in words: "3 runs", "10 artifacts"; keys and reports go with those and aren't counted."""
     places = Counter(place for g in gone for place in _COUNTED if f"/{place}/" in g.path)
-    found = [f"{n} {noun}{'' if n == 1 else 's'}" for place, noun in _COUNTED.items() if (n := places[place])]
-    return found or [f"{len(gone)} record{'' if len(gone) == 1 else 's'}"]
+    words = [f"{places[p]} {noun}{'' if places[p] == 1 else 's'}" for p, noun in _COUNTED.items() if places[p]]
+    return words or [f"{len(gone)} record{'' if len(gone) == 1 else 's'}"]
 
 
 def _unneeded(project: Project, keep: int) -> list[Path]:

@@ -203,4 +203,6 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _relative(a: Tensor, b: Tensor) -> float:
     size = float(b.norm())
-    return float((a - b).norm()) / size if size else math.inf if a.any() else 0.0
+    if size:
+        return float((a - b).norm()) / size
+    return math.inf if a.any() else 0.0

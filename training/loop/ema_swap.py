@@ -91,7 +91,8 @@ def _number(metric: object) -> float:
 
 def _fake_quants(model: nn.Module) -> list[Tensor]:
     # torch.ao and torchao keep the switch as this buffer.
-    return [s for m in model.modules() if isinstance(s := getattr(m, "fake_quant_enabled", None), Tensor)]
+    switches = [getattr(module, "fake_quant_enabled", None) for module in model.modules()]
+    return [switch for switch in switches if isinstance(switch, Tensor)]
 
 
 @contextmanager

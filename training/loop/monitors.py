@@ -213,8 +213,7 @@ class Monitor:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self.columns)
             for row in self.rows:
-                writer.writerow(["" if math.isnan(v) else int(v) if c == "step" else f"{v:.9g}"
-                                 for c, v in zip(self.columns, row, strict=True)])  # fmt: skip
+                writer.writerow([_written(column, v) for column, v in zip(self.columns, row, strict=True)])
 
     def state_dict(self) -> dict[str, Any]:
         flat = torch.tensor([list(r) for r in self.rows], dtype=torch.float64).reshape(-1, len(self.columns))
@@ -273,6 +272,13 @@ class Monitor:
         if key not in self._told:
             self._told[key] = text
             self.speak(text)
+
+
+def _written(column: str, value: float) -> str:
+    """A cell of the CSV file; one that was not measured is empty."""
+    if math.isnan(value):
+        return ""
+    return str(int(value)) if column == "step" else f"{value:.9g}"
 
 
 def _print(line: str) -> None:
