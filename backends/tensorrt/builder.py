@@ -176,13 +176,13 @@ class TensorRT:
         trt = _module(self.name)
         messages = _messages(trt)
         messages.clear()
-        # Before the runtime, which uses the CUDA context that is current.
-        device = cuda.Device()
-        runtime = trt.Runtime(messages.logger)
-        engine = runtime.deserialize_cuda_engine(plan)
-        if engine is None:
-            raise StageError(f"TensorRT does not load the engine: {reasons(messages)}", where="engine")
-        return EngineSession(engine, device, keep=runtime)
+        # The runtime uses the CUDA context that is current.
+        with cuda.Device() as device:
+            runtime = trt.Runtime(messages.logger)
+            engine = runtime.deserialize_cuda_engine(plan)
+            if engine is None:
+                raise StageError(f"TensorRT does not load the engine: {reasons(messages)}", where="engine")
+            return EngineSession(engine, device, keep=runtime)
 
     def _config(self, trt: Any, builder: Any) -> Any:
         config = builder.create_builder_config()
