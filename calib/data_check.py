@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from layerline.calib.samples import Array, Batch, Input, Samples
+from layerline.pipeline.config.budgets import MaxDrop, by_metric, least_drop
 from layerline.pipeline.errors import ConfigError, TaskError
 from layerline.pipeline.inputs.batches import form, leaves, mapped, outlined
 from layerline.pipeline.inputs.metric import accuracy, joined, score
@@ -46,7 +47,7 @@ def look_at_calibration(look: Inspection, inputs: Sequence[Input], hooks: Sequen
             look.warn("quantize.samples", what, "all of them will be used")
 
 
-def look_at_metric(look: Inspection, inputs: Sequence[Input], run: Predict, max_drop: float | None) -> None:
+def look_at_metric(look: Inspection, inputs: Sequence[Input], run: Predict, max_drop: MaxDrop | None) -> None:
     """Calls the metric on the untrained model's outputs for the first samples of eval_data()."""
     if not look.task.has("eval_data"):
         if max_drop is not None:
@@ -64,17 +65,14 @@ def look_at_metric(look: Inspection, inputs: Sequence[Input], run: Predict, max_
         look.ok("eval_data()", f"targets {outlined(targets)}{of_all}")
         with look.item("metric()"):
             _try_metric(look, source, inputs, run, (outputs, targets), max_drop)
-        if count and max_drop is not None and max_drop < 1 / count:
-            look.warn("quantize.max_drop", *budget_below_a_sample(max_drop, count))
-
-
-def budget_below_a_sample(max_drop: float, samples: int) -> tuple[str, str]:
-    """The problem of a budget that is smaller than one sample's part of a share such as accuracy, and the remedy."""
-    worth = f"{1 / samples:.2g}"
-    return (
-        f"{max_drop:g} is less than one of the {samples} samples of eval_data() is worth in a share ({worth})",
-        f"where the metric is a share, allow at least {worth}, or evaluate on more samples",
-    )
+        least = least_drop(max_drop)
+        if count and least is not None and least < 1 / count:
+            worth = f"{1 / count:.2g}"
+            look.warn(
+                "quantize.max_drop",
+                f"{least:g} is less than one of the {count} samples of eval_data() is worth in a share ({worth})",
+                f"where the metric is a share, allow at least {worth}, or evaluate on more samples",
+            )
 
 
 def _try_metric(
@@ -83,7 +81,7 @@ def _try_metric(
     inputs: Sequence[Input],
     run: Predict,
     predicted: tuple[Any, Any],
-    max_drop: float | None,
+    max_drop: MaxDrop | None,
 ) -> None:
     outputs, targets = predicted
     if targets is None:
@@ -117,6 +115,8 @@ def _try_metric(
         raise TaskError(
             "it gave no figure, and quantize.max_drop asks for one", hint="return a number, or numbers by name"
         )
+    with look.item("quantize.max_drop"):
+        by_metric(max_drop, scores)
     figures = ", ".join(f"{name} {value:.4g}" for name, value in scores.items()) or "no figure"
     look.ok("metric()", f"{figures} on outputs {outlined(outputs)}")
 

@@ -1,21 +1,35 @@
-"""The user's metric of the float and the converted model, and the gate on what it may lose."""
+"""The user's metric of the float and the converted model on the same samples, and the gate on what it may lose.
+
+The loss is judged by its point estimate on eval_data(): it must be at most the budget. Its 95 % interval stands beside
+it, so that a loss within the noise can be recognised as such.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from layerline.backends import evaluate
+from layerline.backends.evaluate import Batch, Predictions
+from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
+from layerline.parity.paired_metric import Interval, intervals
+from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.inputs.metric import accuracy, score
+from layerline.pipeline.inputs.batches import leaves
+from layerline.pipeline.inputs.metric import Metric, accuracy, score
 from layerline.pipeline.report import Gate, LayerDiff, Scalar
 
 Scores = Mapping[str, float]
+LARGE = 0.2
+"""A budget above this part of the metric is worth a note: it may be meant in per cent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,75 +39,191 @@ class Accuracy:
     Attributes:
         metrics: by name, of the converted model, and of the float model under `NAME_float`.
         gates: one a metric, where there is a budget.
-        notes: the reason why nothing was measured.
+        notes: the reason why nothing was measured; remarks about the budget.
+        tables: "metrics": the loss of each, with its interval.
     """
 
     metrics: Mapping[str, Scalar] = field(default_factory=dict)
     gates: tuple[Gate, ...] = ()
     notes: tuple[str, ...] = ()
+    tables: Mapping[str, Sequence[Mapping[str, Scalar]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """The metric of both models, and what it was computed from."""
+
+    before: Scores
+    after: Scores
+    predictions: Predictions
+
+
+class Evaluation:
+    """Measures converted models on eval_data(). The float model runs once.
+
+    Attributes:
+        runs: how many converted models ran over all of eval_data().
+        why: why there is no metric; empty where there is one.
+    """
+
+    def __init__(self, data: CalibrationData) -> None:
+        self.runs = 0
+        self.why = ""
+        self._data = data
+        self._float: Predictions | None = None
+        self._samples = b""
+        self._has_metric = data.task.has("metric")
+        self.metric: Metric = data.task.get("metric") if self._has_metric else accuracy
+        self._last: tuple[Light, Measured] | None = None
+
+    def measure(self, converted: Converted) -> Measured | None:
+        """The metric of the float and of the converted model; None where there is none, and `why` says the reason.
+
+        Raises:
+            TaskError: metric() failed, or eval_data() gives other samples than before.
+        """
+        if self._last is not None and self._last[0] is converted.measured:
+            return self._last[1]
+        predictions = self._predict(converted)
+        if predictions is None:
+            return None
+        try:
+            before = score(self.metric, predictions.outputs["float"], predictions.targets)
+            after = score(self.metric, predictions.outputs["result"], predictions.targets)
+        except TaskError as error:
+            if self._has_metric:
+                raise
+            # The default metric fits classifiers alone. Other models lose nothing by its failure.
+            self.why = f"the task has no metric(), and {error.what}"
+            return None
+        measured = Measured(before, after, predictions)
+        self._last = converted.measured, measured
+        return measured
+
+    def _predict(self, converted: Converted) -> Predictions | None:
+        samples = None if self.why else self._data.evaluation()
+        if samples is None:
+            self.why = self.why or "the task has no eval_data()"
+            return None
+        runtime = OnnxRuntime()
+        sessions = {"result": runtime.open(converted.measured)}
+        batches: Iterable[Batch] = samples
+        if self._float is None:
+            sessions = {"float": runtime.open(converted.reference), **sessions}
+            batches = self._data.evaluated.through(samples)
+        digest = hashlib.blake2b()
+        predictions = evaluate.predict(sessions, _hashed(batches, digest))
+        self.runs += 1
+        if predictions.targets is None:
+            self.why = "eval_data() gives no targets"
+            return None
+        if self._float is None:
+            self._float, self._samples = predictions, digest.digest()
+            return predictions
+        if digest.digest() != self._samples:
+            raise TaskError(
+                "it gives other samples than at its first call, so that models can't be compared on the same ones",
+                where="eval_data",
+                hint="give the same samples in the same order at each call: seed what is random, and don't shuffle",
+            )
+        outputs = {"float": self._float.outputs["float"], **predictions.outputs}
+        return Predictions(outputs=outputs, targets=predictions.targets)
+
+
+def _hashed(batches: Iterable[Batch], digest: hashlib.blake2b) -> Iterator[Batch]:
+    """Passes the batches on; their inputs and targets go into the digest."""
+    for batch in batches:
+        for array in leaves([dict(sorted(batch.feed.items())), batch.target]):
+            if array is not None:
+                digest.update(np.ascontiguousarray(array).tobytes())
+        yield batch
 
 
 def measure(
-    converted: Converted, data: CalibrationData, records: Sequence[LayerDiff], max_drop: float | None
+    converted: Converted, evaluation: Evaluation, records: Sequence[LayerDiff], max_drop: MaxDrop | None
 ) -> Accuracy:
     """Measures both models on eval_data().
 
     Args:
         records: the layers' errors, from which a failed gate suggests layers to keep float.
-        max_drop: greatest loss of any metric that passes, in the metric's units.
+        max_drop: greatest loss that passes: of any metric, or by metric.
+
+    Raises:
+        ConfigError: a budget for a metric that metric() does not give.
     """
-    scores, why = _scores(converted, data)
-    if scores is None:
-        note = f"no metric was measured: {why}"
+    measured = evaluation.measure(converted)
+    if measured is None:
+        note = f"no metric was measured: {evaluation.why}"
         if max_drop is None:
             return Accuracy(notes=(note,))
-        gate = Gate("accuracy budget", False, "not measured", f"max_drop {max_drop}", why)
+        gate = Gate("accuracy budget", False, "not measured", f"max_drop {max_drop}", evaluation.why)
         return Accuracy(gates=(gate,), notes=(note,))
-    before, after = scores
+    before, after = measured.before, measured.after
+    budgets = by_metric(max_drop, after)
+    outputs = measured.predictions.outputs
+    certainty, why = intervals(
+        evaluation.metric, outputs["float"], outputs["result"], measured.predictions.targets, (before, after)
+    )
     metrics: dict[str, Scalar] = {}
+    rows: list[dict[str, Scalar]] = []
+    gates: list[Gate] = []
+    notes = [f"no interval for the metrics: {why}"] if why else []
     for name in after:
         metrics[name] = after[name]
         metrics[f"{name}_float"] = before[name]
-    if max_drop is None:
-        return Accuracy(metrics=metrics)
-    return Accuracy(metrics=metrics, gates=_budget(before, after, records, max_drop))
+        interval = certainty.get(name)
+        rows.append(_row(name, before[name], after[name], interval, budgets.get(name)))
+        if name in budgets:
+            gates.append(_gate(name, before[name], after[name], interval, budgets[name], records))
+            notes += _remarks(name, before[name], interval, budgets[name])
+    if max_drop is not None and not after:
+        gates.append(Gate("accuracy budget", False, "metric() gave no figure", f"max_drop {max_drop}"))
+    return Accuracy(metrics=metrics, gates=tuple(gates), notes=tuple(notes), tables={"metrics": rows})
 
 
-def _scores(converted: Converted, data: CalibrationData) -> tuple[tuple[Scores, Scores] | None, str]:
-    """The metrics of the float and the converted model, or None and the reason."""
-    samples = data.evaluation()
-    if samples is None:
-        return None, "the task has no eval_data()"
-    runtime = OnnxRuntime()
-    sessions = {"float": runtime.open(converted.reference), "result": runtime.open(converted.measured)}
-    predictions = evaluate.predict(sessions, data.evaluated.through(samples))
-    if predictions.targets is None:
-        return None, "eval_data() gives no targets"
-    has_metric = data.task.has("metric")
-    metric = data.task.get("metric") if has_metric else accuracy
-    try:
-        before = score(metric, predictions.outputs["float"], predictions.targets)
-        after = score(metric, predictions.outputs["result"], predictions.targets)
-    except TaskError as error:
-        if has_metric:
-            raise
-        # The default metric fits classifiers alone. Other models lose nothing by its failure.
-        return None, f"the task has no metric(), and {error.what}"
-    return (before, after), ""
+def _row(name: str, before: float, after: float, interval: Interval | None, budget: Budget | None) -> dict[str, Scalar]:
+    row: dict[str, Scalar] = {"metric": name, "float": before, "converted": after, "change": after - before}
+    if interval is not None:
+        row |= {"low_95": -interval.high, "high_95": -interval.low, "by": interval.method, "p": interval.p_value}
+    if budget is not None:
+        row |= {"budget": f"{budget.word} {budget.shown}", "passed": budget.passes(before, after)}
+    return row
 
 
-def _budget(before: Scores, after: Scores, records: Sequence[LayerDiff], max_drop: float) -> tuple[Gate, ...]:
-    expected = f"a drop of at most {max_drop:g}"
-    if not after:
-        return (Gate("accuracy budget", False, "metric() gave no figure", expected),)
-    # One part in 10^9 of slack: a drop of exactly max_drop passes however the subtraction rounds.
-    limit = max_drop + 1e-9
-    gates: list[Gate] = []
-    for name in after:
-        passed = before[name] - after[name] <= limit
-        hint = "" if passed else _remedy(records)
-        gates.append(Gate(f"{name} budget", passed, f"{before[name]:.6g} -> {after[name]:.6g}", expected, hint))
-    return tuple(gates)
+def _gate(
+    name: str,
+    before: float,
+    after: float,
+    interval: Interval | None,
+    budget: Budget,
+    records: Sequence[LayerDiff],
+) -> Gate:
+    expected = f"a {budget.word} of at most {budget.shown}"
+    if isinstance(budget.amount, str):
+        expected += f", {budget.allowed(before):.3g}"
+    seen = f"{before:.6g} -> {after:.6g}"
+    if interval is not None:
+        ends = (interval.low, interval.high) if budget.word == "drop" else (-interval.high, -interval.low)
+        seen += f", a {budget.word} of {budget.loss(before, after):.3g} (95 % interval {ends[0]:.3g} to {ends[1]:.3g}"
+        if interval.p_value is not None:
+            seen += f", McNemar's p {interval.p_value:.2g}"
+        seen += ")"
+    passed = budget.passes(before, after)
+    return Gate(f"{name} budget", passed, seen, expected, "" if passed else _remedy(records))
+
+
+def _remarks(name: str, before: float, interval: Interval | None, budget: Budget) -> list[str]:
+    """What a reader should know of a budget: one sample is worth more, or it may be meant in per cent."""
+    allowed = budget.allowed(before)
+    if interval is not None and interval.method == "McNemar" and allowed < 1 / interval.before.size:
+        worth = f"{1 / interval.before.size:.2g}"
+        samples = f"one of the {interval.before.size} samples of eval_data()"
+        advice = f"allow at least {worth}, or evaluate on more samples"
+        return [f"max_drop {budget.shown} is less than {samples} is worth in {name} ({worth}); {advice}"]
+    if isinstance(budget.amount, float) and 0 < LARGE * abs(before) < allowed and math.isfinite(allowed):
+        part = f"{100 * allowed / abs(before):.3g} % of {before:.4g}"
+        return [f"max_drop {budget.shown} lets {name} lose {part}; for a percentage write the sign"]
+    return []
 
 
 def _remedy(records: Sequence[LayerDiff]) -> str:

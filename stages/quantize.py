@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
+from layerline.pipeline.config.budgets import MaxDrop
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Stage, Work
@@ -32,7 +33,7 @@ class Quantize(Stage):
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
     uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric")
@@ -67,8 +68,10 @@ class Quantize(Stage):
     """Operators to quantise; all that have a rule when left out."""
     skip: tuple[str, ...] = ()
     """What stays float32: value or node names, module paths with everything below them, or globs."""
-    max_drop: float | None = Field(default=None, ge=0)
-    """Greatest loss of any metric that passes, in the metric's own units."""
+    max_drop: MaxDrop | None = None
+    """Greatest loss of any metric that passes, in the metric's own units; `0.5%` is that part of the float model's
+    value. Or by metric: `{accuracy: 0.5%, mse: {rise: 5%}}`, and the others are only shown. Judged by the point
+    estimate on eval_data(), beside which its 95 % interval is shown."""
     min_db: float = Field(default=10.0)
     """Least SQNR of an output, in dB over calibration samples, that passes where no metric was measured. Below 20 dB a
     warning is given in any case."""
@@ -125,7 +128,8 @@ class Quantize(Stage):
             shutil.copyfile(folder / name, work.out / name)
         _write_plan(work.out, converted)
         report = quantization_report.layer_report(self.name, converted, probes, mode=self.mode, rest=self.rest)
-        accuracy = accuracy_budget.measure(converted, data, report.records, self.max_drop)
+        evaluation = accuracy_budget.Evaluation(data)
+        accuracy = accuracy_budget.measure(converted, evaluation, report.records, self.max_drop)
         measured = bool(accuracy.metrics)
         if self.mode != "none":
             if quantization_report.runs_on_onnxruntime(self.mode, self.rest):
@@ -138,7 +142,8 @@ class Quantize(Stage):
             report,
             metrics={**accuracy.metrics, **sizes, **report.metrics},
             gates=(*report.gates, *accuracy.gates),
-            notes=(*report.notes, *self._sample_notes(converted, data, measured=measured), *accuracy.notes),
+            notes=(*report.notes, *self._sample_notes(converted, data), *accuracy.notes),
+            tables={**accuracy.tables, **report.tables},
         )
 
     def _convert(self, model: Light, data: CalibrationData, probes: list[Feed]) -> Converted:
@@ -167,21 +172,14 @@ class Quantize(Stage):
             return converted
         return convert.to_half(converted, data, probes, self.rest, skip=self.skip)
 
-    def _sample_notes(self, converted: Converted, data: CalibrationData, *, measured: bool) -> list[str]:
-        """How many samples were used: fewer than requested, or so few that one of them exceeds the budget."""
-        from layerline.calib.data_check import budget_below_a_sample
-
-        notes: list[str] = []
-        if converted.ranges is not None:
-            note = f"calibrated on {converted.ranges.samples} samples"
-            if converted.ranges.samples < self.samples and "samples" in self.model_fields_set:
-                note += f", of {self.samples} asked for: {data.hook()}() has no more"
-            notes.append(note)
-        rows = data.evaluated.rows
-        if measured and rows and self.max_drop is not None and self.max_drop < 1 / rows:
-            what, hint = budget_below_a_sample(self.max_drop, rows)
-            notes.append(f"max_drop {what}; {hint}")
-        return notes
+    def _sample_notes(self, converted: Converted, data: CalibrationData) -> list[str]:
+        """How many samples were used, and whether that is fewer than requested."""
+        if converted.ranges is None:
+            return []
+        note = f"calibrated on {converted.ranges.samples} samples"
+        if converted.ranges.samples < self.samples and "samples" in self.model_fields_set:
+            note += f", of {self.samples} asked for: {data.hook()}() has no more"
+        return [note]
 
 
 def _write_plan(out: Path, converted: Converted) -> None:

@@ -44,6 +44,8 @@ def _inner(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _type(info: FieldInfo) -> str:
+    if "_checked_amount" in str(info.annotation):
+        return "number or percentage, or a table" if "dict" in str(info.annotation) else "number or percentage"
     text = re.sub(r"Annotated\[(\w+), [^\[\]]*(?:\[[^\]]*\])?[^\[\]]*\]", r"\1", str(info.annotation))
     text = re.sub(r"typing\.|layerline\.stages\.\w+\.|<class '|'>|NoneType", "", text)
     text = text.replace("Optional[", "").replace(" | None", "") if "None" in text or "Optional" in text else text

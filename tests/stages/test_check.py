@@ -252,6 +252,13 @@ SLOW = {
         old="quantize",
         state="warning",
     ),
+    "a budget for no metric": Wrong(
+        "quantize.max_drop",
+        "metric() gives no metric 'acuracy'",
+        "def metric(outputs, targets): return {'accuracy': 1.0}",
+        yaml="quantize: {max_drop: {acuracy: 0.5%}}",
+        old="quantize",
+    ),
     "operators that are not there": Wrong(
         "quantize.ops",
         "none of Conv is in the model",

@@ -31,6 +31,16 @@ from layerline.pipeline.errors import ConfigError
             "engine.profiles.0.x: expected min <= opt <= max, saw [[1, 4], [2, 3], [4, 3]]",
         ),
         ("quantize", "max_drop: true", "quantize.max_drop: expected a number, saw True"),
+        (
+            "quantize",
+            "max_drop: {a: {}}",
+            "quantize.max_drop.a: expected either drop (more is better) or rise (less is better), saw {}",
+        ),
+        (
+            "quantize",
+            "max_drop: {a: half}",
+            "quantize.max_drop.a: expected a number that is at least 0, or a percentage such as 0.5%, saw 'half'",
+        ),
         ("train", "epochs: true", "train.epochs: expected an integer, saw True"),
     ],
 )

@@ -164,6 +164,45 @@ def test_a_drop_of_exactly_the_budget_passes(work):
     assert Quantize(max_drop=0.005).run(work(task)).passed
 
 
+TWO = """
+def metric(outputs, targets):
+    calls = metric.calls = getattr(metric, "calls", 0) + 1
+    return {"accuracy": 0.8 - 0.004 * (calls - 1), "mse": 0.1 + 0.004 * (calls - 1)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("budget", "passed"),
+    [
+        ({"accuracy": "0.5%"}, {"accuracy": True}),  # 0.5 % of 0.8 is 0.004
+        ({"accuracy": "0.4%"}, {"accuracy": False}),
+        ({"mse": {"rise": "5%"}, "accuracy": 0.01}, {"accuracy": True, "mse": True}),
+        ({"mse": {"rise": "3%"}, "accuracy": 0.01}, {"accuracy": True, "mse": False}),
+        ({"mse": 0.0}, {"mse": True}),  # it rose, and more is better
+        ("0.5%", {"accuracy": True, "mse": True}),
+        ("0.4%", {"accuracy": False, "mse": True}),
+    ],
+)
+def test_each_metric_has_its_own_budget_and_direction(work, budget, passed):
+    report = Quantize(max_drop=budget).run(work(CALIB + LABELLED + TWO))
+    assert {g.name.removesuffix(" budget"): g.passed for g in report.gates} == passed
+    assert [row["metric"] for row in report.tables["metrics"]] == ["accuracy", "mse"]
+
+
+def test_a_budget_for_an_unknown_metric_is_refused_with_the_nearest(work):
+    with pytest.raises(ConfigError, match="no metric 'acuracy'") as caught:
+        Quantize(max_drop={"acuracy": "0.5%"}).run(work(CALIB + LABELLED + TWO))
+    assert caught.value.where == "quantize.max_drop" and caught.value.hint == "did you mean 'accuracy'?"
+
+
+def test_a_drop_stands_with_its_interval(work):
+    report = Quantize(max_drop=1.0).run(work(CALIB + LABELLED))
+    [row] = report.tables["metrics"]
+    assert row["metric"] == "accuracy" and row["by"] == "McNemar" and row["low_95"] < row["change"] < row["high_95"]
+    [gate] = report.gates
+    assert "a drop of" in gate.seen and "95 % interval" in gate.seen and "McNemar's p" in gate.seen
+
+
 @pytest.mark.parametrize(
     ("task", "why"),
     [
@@ -448,7 +487,17 @@ def test_none_passes_the_model_on(work):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"mode": "int4"}, {"calibrator": "max"}, {"percentile": 0}, {"percentile": 101}, {"samples": 0}, {"max_drop": -1}],
+    [
+        {"mode": "int4"},
+        {"calibrator": "max"},
+        {"percentile": 0},
+        {"percentile": 101},
+        {"samples": 0},
+        {"max_drop": -1},
+        {"max_drop": {}},
+        {"max_drop": "x"},
+        {"max_drop": {"a": {}}},
+    ],
 )
 def test_wrong_fields_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -481,7 +530,7 @@ def test_how_many_samples_were_used_and_what_one_is_worth_is_noted(work):
     metric = "def metric(outputs, targets): return 1.0\n"
     few = Quantize(samples=5000, max_drop=0.001).run(work(CALIB + LABELLED + metric))
     assert "calibrated on 40 samples, of 5000 asked for: calib_data() has no more" in few.notes
-    below = "max_drop 0.001 is less than one of the 40 samples of eval_data() is worth in a share (0.025)"
+    below = "max_drop 0.001 is less than one of the 40 samples of eval_data() is worth in metric (0.025)"
     assert any(note.startswith(below) for note in few.notes)
     enough = Quantize(samples=8, max_drop=0.1).run(work(CALIB + LABELLED + metric))
     assert "calibrated on 8 samples" in enough.notes and not any("max_drop" in note for note in enough.notes)

@@ -1,0 +1,123 @@
+"""Budgets of metrics: how far a metric may get worse, in its own units or as a percentage, downwards or upwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.nearest import hint
+
+SLACK = 1e-9
+"""A loss of exactly the budget passes, however the subtraction rounds."""
+
+
+def _checked_amount(value: float | str) -> float | str:
+    """A number that is not negative, or such a number with a percent sign."""
+    text = str(value).strip()
+    try:
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        number = math.nan
+    if not number >= 0:
+        raise ValueError("expected a number that is at least 0, or a percentage such as 0.5%")
+    if text.endswith("%"):
+        return f"{number:g}%"
+    return number
+
+
+Amount = Annotated[float | str, AfterValidator(_checked_amount)]
+"""A number in the metric's own units, or "0.5%": that part of the float model's value."""
+
+
+class Budget(BaseModel):
+    """How far one metric may get worse; `0.5%` alone is short for `{drop: 0.5%}`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    drop: Amount | None = None
+    """Of a metric of which more is better: greatest fall that passes."""
+    rise: Amount | None = None
+    """Of a metric of which less is better, such as an error: greatest rise that passes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, raw: Any) -> Any:
+        if isinstance(raw, int | float | str):
+            return {"drop": raw}
+        return raw
+
+    @model_validator(mode="after")
+    def _one_direction(self) -> Budget:
+        if (self.drop is None) == (self.rise is None):
+            raise ValueError("expected either drop (more is better) or rise (less is better)")
+        return self
+
+    @property
+    def word(self) -> str:
+        """The direction that is a loss: "drop" or "rise"."""
+        return "rise" if self.drop is None else "drop"
+
+    @property
+    def amount(self) -> float | str:
+        """The number, or the percentage as it is written."""
+        if self.drop is not None:
+            return self.drop
+        assert self.rise is not None
+        return self.rise
+
+    def allowed(self, before: float) -> float:
+        """The greatest loss that passes, in the metric's units, where the float model has `before`."""
+        if isinstance(self.amount, str):
+            return percentage(self.amount) / 100 * abs(before)
+        return self.amount
+
+    def loss(self, before: float, after: float) -> float:
+        """How much worse the metric became; below 0 where it became better."""
+        if self.word == "drop":
+            return before - after
+        return after - before
+
+    def passes(self, before: float, after: float) -> bool:
+        """Whether the measured loss is within the budget. NaN never is."""
+        return self.loss(before, after) <= self.allowed(before) + SLACK
+
+    @property
+    def shown(self) -> str:
+        return f"{self.amount:g}" if isinstance(self.amount, float) else f"{self.amount} of it"
+
+
+MaxDrop = Amount | Annotated[dict[str, Budget], Field(min_length=1)]
+
+
+def percentage(text: str) -> float:
+    """The number of "0.5%"."""
+    return float(text.removesuffix("%"))
+
+
+def by_metric(max_drop: MaxDrop | None, names: Iterable[str]) -> dict[str, Budget]:
+    """The budget of each metric that has one. An amount without names is the budget of every metric.
+
+    Raises:
+        ConfigError: a budget for a metric that metric() does not give; names the nearest.
+    """
+    if max_drop is None:
+        return {}
+    names = list(names)
+    if not isinstance(max_drop, Mapping):
+        return {name: Budget(drop=max_drop) for name in names}
+    for name in max_drop:
+        if name not in names:
+            raise ConfigError(
+                f"metric() gives no metric {name!r}", where="quantize.max_drop", hint=hint(name, names)
+            )  # fmt: skip
+    return dict(max_drop)
+
+
+def least_drop(max_drop: MaxDrop | None) -> float | None:
+    """The smallest drop that any budget allows a share, such as an accuracy of about 1; None where nothing does."""
+    budgets = by_metric(max_drop, max_drop if isinstance(max_drop, Mapping) else ["metric"])
+    return min((b.allowed(1.0) for b in budgets.values() if b.word == "drop"), default=None)
