@@ -8,12 +8,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, TypeAdapter
 
 from layerline.pipeline.errors import StageError
+from layerline.pipeline.inputs.untrusted import parse_json
+
+# JSON has no Inf and NaN; they travel as these strings so that any reader can parse the file.
+_NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def _number(value: Any) -> Any:
+    return _NONFINITE.get(value, value) if isinstance(value, str) else value
+
 
 Measure = Literal["max_abs", "mean_abs", "rel_l2"]
-Scalar = float | int | str | bool | None
+Scalar = Annotated[float | int | str | bool | None, BeforeValidator(_number)]
 Order = Literal["own", "error", "network"]
 """How the rows of a table are sorted: by each layer's own error, by its accumulated one, or as the network runs."""
 OWN = "isolated_sqnr_db"
@@ -203,14 +214,18 @@ class Report:
         return json.dumps(_plain(dataclasses.asdict(self)), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> Report:
-        raw = json.loads(text)
-        records = tuple(LayerDiff(**_revive(LayerDiff, r)) for r in raw.pop("records"))
-        gates = tuple(Gate(**g) for g in raw.pop("gates"))
-        metrics = _numbers(raw.pop("metrics"))
-        notes = tuple(raw.pop("notes"))
-        tables = {title: list(map(_numbers, rows)) for title, rows in raw.pop("tables").items()}
-        return cls(**raw, records=records, gates=gates, metrics=metrics, notes=notes, tables=tables)
+    def from_json(cls, text: str | bytes) -> Report:
+        """The report that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is no JSON within the bounds of `parse_json`, or holds something of another type.
+        """
+        return _reader().validate_python(parse_json(text))
+
+
+@cache
+def _reader() -> TypeAdapter[Report]:
+    return TypeAdapter(Report)
 
 
 def _blame(record: LayerDiff, failing: int) -> str:
@@ -228,10 +243,6 @@ def _blame(record: LayerDiff, failing: int) -> str:
     return f"{record.name} ({record.op} {record.module}): {what}"
 
 
-# JSON has no Inf and NaN; they travel as these strings so that any reader can parse the file.
-_NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
@@ -242,24 +253,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # "nan", "inf" or "-inf"
     return value
-
-
-def _number(value: Any) -> Any:
-    return _NONFINITE.get(value, value) if isinstance(value, str) else value
-
-
-def _numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _number(value) for name, value in fields.items()}
-
-
-@cache
-def _float_fields(cls: type) -> frozenset[str]:
-    return frozenset(k for k, t in get_type_hints(cls).items() if t == float | None)
-
-
-def _revive(cls: type, raw: dict[str, Any]) -> dict[str, Any]:
-    floats = _float_fields(cls)
-    out = {k: _number(v) if k in floats else v for k, v in raw.items()}
-    out["shape"] = tuple(out.get("shape", ()))
-    out["extra"] = _numbers(out.get("extra", {}))
-    return out

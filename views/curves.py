@@ -6,12 +6,12 @@ measurements are drawn.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from layerline.pipeline.records.lookup import Log
 from layerline.views import canvas
 from layerline.views.canvas import GAP, HEAD, LEFT, RIGHT, STRIP, TITLE, TOP
 from layerline.views.grid import figure
@@ -91,9 +91,8 @@ class StepScale:
         return canvas.thinned([self.at(point) for point in points])
 
 
-def curves(log: str) -> str:
-    """The figure of a training log (the text of metrics.csv) at each width, or nothing where it holds no step."""
-    rows = list(csv.DictReader(log.splitlines()))
+def curves(rows: Log) -> str:
+    """The figure of a training log at each width, or nothing where it holds no step."""
     strips = {}
     for strip in STRIPS:
         lines = [(line, _points(rows, line.column)) for line in strip.lines]
@@ -128,16 +127,16 @@ def _figure(strips: Mapping[Strip, Lines], width: int) -> str:
     return canvas.svg(width, bottom + AXIS, label, "".join(body))
 
 
-def validated(log: str) -> bool:
+def validated(rows: Log) -> bool:
     """Whether the metric of the weights that would ship was ever measured."""
-    return any(row.get("metric_deploy") for row in csv.DictReader(log.splitlines()))
+    return any("metric_deploy" in row for row in rows)
 
 
-def _points(rows: Sequence[Mapping[str, str]], column: str) -> Points:
+def _points(rows: Log, column: str) -> Points:
     """The measurements of a column. Values that are not finite are left out: they have no place on a scale."""
     points = []
     for row in rows:
-        point = (float(row.get("step") or "nan"), float(row.get(column) or "nan"))
+        point = (row.get("step", math.nan), row.get(column, math.nan))
         if all(map(math.isfinite, point)):
             points.append(point)
     return points

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from layerline.pipeline.config.project import as_options
 from layerline.pipeline.records.ledger import Record, Run
+from layerline.pipeline.records.lookup import Log
 from layerline.pipeline.report import Gate, LayerDiff, Report, Scalar
 from layerline.views import glossary
 from layerline.views.chart import chart
@@ -55,7 +56,7 @@ def page(
     run: Run,
     reports: Mapping[str, Report],
     missing: Sequence[str] = (),
-    logs: Mapping[str, str] | None = None,
+    logs: Mapping[str, Log] | None = None,
 ) -> str:
     """The run as a self-contained page; the same input gives the same text.
 
@@ -66,7 +67,7 @@ def page(
         run: gives the stages and their order.
         reports: by stage; a stage without one is shown with what its record holds.
         missing: stages that a failed run left without a result.
-        logs: by stage, the text of the metrics.csv that a training left.
+        logs: by stage, the rows of the metrics.csv that a training left.
     """
     title, run, reports, missing = cleaned((title, run, reports, missing))
     of_run = {record.stage: reports[record.stage] for record in run.records if record.stage in reports}
@@ -74,7 +75,7 @@ def page(
     layer_of = {row.value: row.layer for row in rows}
     body = [_header(title, run, of_run, missing), _stages(run, of_run, layer_of), _layers(of_run, rows)]
     for i, record in enumerate(run.records):
-        log = (logs or {}).get(record.stage, "")
+        log = (logs or {}).get(record.stage, [])
         body.append(_stage(i, record, of_run.get(record.stage), log, earlier=record.stage not in run.ran))
     body.append(f"<section>{_folded('What the columns mean', _columns(), len(glossary.TERMS))}</section>")
     files = resources.files("layerline.views")
@@ -243,7 +244,7 @@ def _figure(drawn: str) -> str:
     return f'<section id="chart"><h2>SQNR by layer</h2>{lead}{drawn}<output class="reading"></output></section>'
 
 
-def _stage(i: int, record: Record, report: Report | None, log: str, *, earlier: bool) -> str:
+def _stage(i: int, record: Record, report: Report | None, log: Log, *, earlier: bool) -> str:
     """A stage in full; `earlier` says that its artifact comes from an earlier run."""
     origin = ", in an earlier run" if earlier else ""
     facts = {
@@ -267,7 +268,7 @@ def _stage(i: int, record: Record, report: Report | None, log: str, *, earlier: 
     return f'<section id="stage-{i}">{parts}</section>'
 
 
-def _training(log: str) -> str:
+def _training(log: Log) -> str:
     drawn = curves(log)
     if not drawn:
         return ""

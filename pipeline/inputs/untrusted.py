@@ -134,8 +134,21 @@ def read_json(path: Path, *, size: int = JSON_BYTES, depth: int = JSON_DEPTH) ->
         OSError: it can't be read, or is a pipe or a device.
         ValueError: it is no JSON, or larger or deeper than that.
     """
+    return parse_json(read_bytes(path, size), size=size, depth=depth)
+
+
+def read_bytes(path: Path, size: int) -> bytes:
+    """A file's content.
+
+    Raises:
+        OSError: it can't be read, or is a pipe or a device.
+        ValueError: it has more than `size` bytes.
+    """
     with open(path, "rb", opener=open_file) as file:
-        return parse_json(file.read(size + 1), size=size, depth=depth)
+        content = file.read(size + 1)
+    if len(content) > size:
+        raise ValueError(f"it is larger than {size} bytes")
+    return content
 
 
 def open_file(path: str, flags: int) -> int:

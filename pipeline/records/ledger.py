@@ -24,8 +24,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, AllowInfNan, Field, StrictBool, StringConstraints, TypeAdapter, ValidationError
 
 from layerline.pipeline.errors import PipeError
-from layerline.pipeline.files import entries, sha256, write_own
-from layerline.pipeline.inputs.untrusted import parse_json, printable, read_json
+from layerline.pipeline.files import entries, write_own
+from layerline.pipeline.inputs.untrusted import printable, read_bytes, read_json
 from layerline.pipeline.nearest import did_you_mean
 from layerline.pipeline.report import Report
 
@@ -170,21 +170,29 @@ class Ledger:
         """The report of a record.
 
         Raises:
-            PipeError: it is missing or damaged.
+            PipeError: it is missing or damaged; names the file and what is wrong with it.
         """
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            if self.report_is_whole(record.report):
-                text = (self._reports / f"{record.report}.json").read_text("utf-8")
-                parse_json(text)  # bounds its depth and its numbers
-                return Report.from_json(text)
-        raise PipeError(
-            f"the report of stage {record.stage} is missing or damaged",
-            hint=f"make it again with: pipe run {record.stage} --force",
-        )
+        try:
+            return Report.from_json(self._report_text(record.report))
+        except (OSError, ValueError) as error:
+            raise PipeError(
+                f"the report of stage {record.stage} is missing or damaged: {fault(error)}",
+                where=str(self._reports / f"{record.report}.json"),
+                hint=f"make it again with: pipe run {record.stage} --force",
+            ) from None
 
     def report_is_whole(self, digest: str) -> bool:
-        path = self._reports / f"{digest}.json"
-        return path.is_file() and sha256(path) == digest
+        try:
+            self._report_text(digest)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _report_text(self, digest: str) -> bytes:
+        text = read_bytes(self._reports / f"{digest}.json", _RECORD_BYTES)
+        if hashlib.sha256(text).hexdigest() != digest:
+            raise ValueError("its content is not that of its name")
+        return text
 
     def runs(self) -> Iterator[Run]:
         """Every run, newest first; damaged files are passed over."""
@@ -316,7 +324,7 @@ def _read_record(path: Path) -> Record | str:
     try:
         return _RECORD.validate_python(read_json(path, size=_RECORD_BYTES))
     except (OSError, ValueError) as error:
-        return _fault(error)
+        return fault(error)
 
 
 def _read_run(path: Path) -> Run | str:
@@ -328,11 +336,12 @@ def _read_run(path: Path) -> Run | str:
             raw["ran"] = [r.stage for r in records]
         run = _RUN.validate_python(raw)
     except (OSError, ValueError) as error:
-        return _fault(error)
+        return fault(error)
     return run if run.id == path.stem else f"it holds the run {run.id}"
 
 
-def _fault(error: OSError | ValueError) -> str:
+def fault(error: Exception) -> str:
+    """What is wrong with a file that could not be read or is of another form, in words."""
     if isinstance(error, OSError):
         return f"it can't be read: {error.strerror}"
     if isinstance(error, ValidationError):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from layerline.pipeline import nearest
 from layerline.pipeline.config.project import Project, as_options
 from layerline.pipeline.config.settings import changed, has_settings
 from layerline.pipeline.errors import ConfigError, PipeError
+from layerline.pipeline.inputs.untrusted import read_bytes
 from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Planner, Step, fields, open_planner
-from layerline.pipeline.records.ledger import Record, Run
+from layerline.pipeline.records.ledger import Record, Run, fault
 from layerline.pipeline.records.run_lock import claim
 from layerline.pipeline.records.store import Artifact, DamagedError
 from layerline.pipeline.report import Report
@@ -203,17 +209,40 @@ def _record_in(run: Run, stage: str) -> Record:
     return record
 
 
-def logs(planner: Planner, run: Run) -> dict[str, str]:
-    """The training log (metrics.csv) beside each checkpoint of a run, by stage; none where the artifact is gone."""
-    texts = {}
+Log = list[dict[str, float]]
+"""A training log: of each row the columns in which something was measured."""
+_LOG = TypeAdapter(Log)
+_LOG_BYTES = 1 << 27
+
+
+def logs(planner: Planner, run: Run) -> dict[str, Log]:
+    """The training log (metrics.csv) beside each checkpoint of a run, by stage; none where the artifact is gone.
+
+    Raises:
+        PipeError: a log is no table of numbers, or too large; names the file.
+    """
+    by_stage = {}
     for record in run.records:
         if record.kind != "checkpoint":
             continue
         with suppress(DamagedError):  # the page leaves the log out, and `pipe verify` reports the damage
             artifact = planner.store.get(record.digest)
-            if artifact is None:
-                continue
-            file = artifact.path / "metrics.csv"
-            if file.is_file():
-                texts[record.stage] = file.read_text("utf-8")
-    return texts
+            if artifact is not None and (artifact.path / "metrics.csv").is_file():
+                by_stage[record.stage] = read_log(artifact.path / "metrics.csv")
+    return by_stage
+
+
+def read_log(path: Path) -> Log:
+    """The rows of a metrics.csv.
+
+    Raises:
+        PipeError: it is no table of numbers, or too large; names the file.
+    """
+    try:
+        reader = csv.DictReader(StringIO(read_bytes(path, _LOG_BYTES).decode()))
+        rows = [{name: cell for name, cell in row.items() if cell} for row in reader]
+        return _LOG.validate_python(rows)
+    except (OSError, ValueError, csv.Error) as error:
+        raise PipeError(
+            f"it is no table of numbers: {fault(error)}", where=str(path), hint="the stage writes it again with --force"
+        ) from None

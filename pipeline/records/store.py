@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +20,8 @@ from layerline.pipeline.keys import canonical
 from layerline.pipeline.records.ledger import Name
 
 MANIFEST = "artifact.json"
+# What file browsers leave in a folder that somebody looked into; no stage reads these.
+_OF_THE_DESKTOP = frozenset({".DS_Store", "Thumbs.db", "desktop.ini"})
 
 
 class _Entry(BaseModel):
@@ -161,17 +163,36 @@ class Store:
         sound = manifest.digest == _digest(manifest.kind, plain["files"], frozenset(manifest.side))
         if not sound or not all(map(is_inside, manifest.files)):
             raise DamagedError(f"{MANIFEST} is damaged or missing")
+        _refuse_unlisted(folder, manifest.files)
         for name, entry in manifest.files.items():
             self._check(folder / name, name, entry.sha256, entry.size)
         return _artifact(folder, plain)
 
     def _check(self, path: Path, name: str, content: str, size: int) -> None:
-        if path.is_symlink() or not path.is_file():
+        if not path.is_file():
             raise DamagedError(f"{name} is missing")
         if (seen := path.stat().st_size) != size:
             raise DamagedError(f"{name} has {seen} bytes, not {size}")
         if self._hasher.file(path) != content:
             raise DamagedError(f"{name} has changed since it was written")
+
+
+def _refuse_unlisted(folder: Path, listed: Collection[str]) -> None:
+    """Refuses what the manifest does not list: a stage would read a file that somebody added, as floor.json.
+
+    Raises:
+        DamagedError: names a file, link or device that is not listed, or a link in the place of one that is.
+    """
+    pending = [folder]
+    while pending:
+        for path in pending.pop().iterdir():
+            name = path.relative_to(folder).as_posix()
+            if path.is_symlink():
+                raise DamagedError(f"{name} is a link, expected a plain file")
+            if path.is_dir():
+                pending.append(path)
+            elif name not in listed and name != MANIFEST and path.name not in _OF_THE_DESKTOP:
+                raise DamagedError(f"{name} is not listed in its {MANIFEST}")
 
 
 def _artifact(folder: Path, manifest: dict[str, Any]) -> Artifact:

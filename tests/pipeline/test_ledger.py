@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import time
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def test_a_report_comes_back_as_it_was_and_is_checked(ledger: Ledger, tmp_path: 
     path = tmp_path / "ledger" / "reports" / f"{digest}.json"
     path.write_bytes(path.read_bytes().replace(b"relu", b"relv"))
     with pytest.raises(
-        PipeError, match=r"the report of stage train is missing or damaged\n  .* pipe run train --force"
+        PipeError, match=r"\.json: the report of stage train is missing or damaged: .*\n  .* pipe run train --force"
     ):
         ledger.report(record(report=digest))
     ledger.put_report(report)  # made again, it is whole again
@@ -233,3 +234,41 @@ def test_a_report_of_another_form_under_its_own_hash_is_damaged(ledger: Ledger, 
         path.write_bytes(data)
         with pytest.raises(PipeError, match="missing or damaged"):
             ledger.report(record(report=path.stem))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"stage": 5}, "stage"),
+        ({"records": {"a": 1}}, "records"),
+        ({"records": [{"name": "a", "op": "b", "sqnr_db": "much"}]}, "records.0.sqnr_db"),
+        ({"records": [{"name": "a", "op": "b", "shape": [[1]]}]}, "records.0.shape"),
+        ({"records": [{"name": "a", "op": "b", "judged": "__class__"}]}, "records.0.judged"),
+        ({"records": [{"name": "a", "op": "b", "extra": {"floor": [1]}}]}, "records.0.extra"),
+        ({"gates": [{"name": "g", "passed": "perhaps", "seen": "", "expected": ""}]}, "gates.0.passed"),
+        ({"metrics": {"accuracy": {}}}, "metrics.accuracy"),
+        ({"notes": "text"}, "notes"),
+        ({"tables": {"t": [1]}}, "tables.t.0"),
+        ({"merged": {"a": 1}}, "merged.a"),
+    ],
+)
+def test_a_report_with_a_field_of_another_type_is_damaged(
+    change: dict[str, object], field: str, ledger: Ledger, tmp_path: Path
+) -> None:
+    text = json.dumps({**json.loads(Report(stage="train").to_json()), **change})
+    path = tmp_path / "ledger" / "reports" / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(PipeError, match=rf"missing or damaged: {re.escape(field)}") as raised:
+        ledger.report(record(report=path.stem))
+    assert raised.value.where == str(path)
+
+
+def test_a_report_beyond_the_bound_is_damaged_and_not_read(ledger: Ledger, tmp_path: Path) -> None:
+    path = tmp_path / "ledger" / "reports" / f"{'0' * 64}.json"
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # holes take no disk
+    assert not ledger.report_is_whole("0" * 64)
+    with pytest.raises(PipeError, match=r"missing or damaged: .*larger than 67108864 bytes"):
+        ledger.report(record(report="0" * 64))

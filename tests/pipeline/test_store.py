@@ -125,6 +125,42 @@ def test_what_is_wrong_is_named(store: Store, tmp_path: Path) -> None:
         store.get(made.digest)
 
 
+@pytest.mark.parametrize(
+    "name", ["floor.json", "data/floor.json", ".hidden", "new/deep/x", "link", "data/link", "pipe"]
+)
+def test_what_the_manifest_does_not_list_is_refused(name: str, store: Store, tmp_path: Path) -> None:
+    made = store.move_in(seal(store, tmp_path, "a", model="m", data__w="1"))
+    path = made.path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if name == "pipe":
+        os.mkfifo(path)
+    elif "link" in name:
+        path.symlink_to(tmp_path)
+    else:
+        path.write_text("{}")
+    with pytest.raises(DamagedError, match=f"{name} is (a link|not listed)"):
+        store.get(made.digest)
+    assert store.sealed(made.path) is None
+    # Made again, it takes the place of the damaged one.
+    assert store.move_in(seal(store, tmp_path, "b", model="m", data__w="1")) == made == store.get(made.digest)
+
+
+@pytest.mark.parametrize("name", ["model", "data"])
+def test_a_link_in_the_place_of_a_listed_file_or_folder_is_refused(name: str, store: Store, tmp_path: Path) -> None:
+    made = store.move_in(seal(store, tmp_path, "a", model="m", data__w="1"))
+    (made.path / name).rename(tmp_path / "moved")
+    (made.path / name).symlink_to(tmp_path / "moved")  # the same bytes, and whoever owns them may change them
+    with pytest.raises(DamagedError, match=f"{name} is a link"):
+        store.get(made.digest)
+
+
+def test_what_a_file_browser_leaves_is_no_damage(store: Store, tmp_path: Path) -> None:
+    made = store.move_in(seal(store, tmp_path, "a", model="m"))
+    (made.path / ".DS_Store").write_text("x")
+    (made.path / "empty").mkdir()
+    assert store.get(made.digest) == made
+
+
 def test_an_artifact_under_another_s_name_is_refused(store: Store, tmp_path: Path) -> None:
     made = store.move_in(seal(store, tmp_path, "a", model="m"))
     made.path.rename(store.root / ("0" * 64))

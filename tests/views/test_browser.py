@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from layerline.pipeline.records.lookup import Log
 from layerline.pipeline.report import Gate, Report
 from layerline.views.canvas import WIDTHS
 from layerline.views.grid import LONG
@@ -68,11 +69,19 @@ def measured(folder: Path, text: str) -> dict[int, dict[str, Any]]:
     return dict(zip(WINDOWS, json.loads(unescape(found)), strict=True))
 
 
-def log() -> str:
-    rows = [
-        f"{2500 * i},{2 / (i + 1)},{2.1 / (i + 1)},{1e-5 / (i + 1)},0.98{i},0.97{i},-0.00012{i}" for i in range(400)
+def log() -> Log:
+    return [
+        {
+            "step": 2500.0 * i,
+            "loss": 2 / (i + 1),
+            "loss_smooth": 2.1 / (i + 1),
+            "lr": 1e-5 / (i + 1),
+            "metric_online": float(f"0.98{i}"),
+            "metric_deploy": float(f"0.97{i}"),
+            "deploy_gap": float(f"-0.00012{i}"),
+        }
+        for i in range(400)
     ]
-    return "\n".join(["step,loss,loss_smooth,lr,metric_online,metric_deploy,deploy_gap", *rows])
 
 
 def long_names() -> dict[str, Report]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerline.pipeline.records.lookup import Log
 from layerline.views.canvas import LEFT, RIGHT, WIDTHS
 from layerline.views.curves import curves, validated
 from layerline.views.html import page
@@ -20,10 +21,9 @@ HEADS = ["step", "loss", "loss_smooth", "lr", "metric_online", "metric_deploy", 
 cells = st.one_of(st.none(), st.floats(-1e30, 1e30), st.sampled_from([math.inf, -math.inf]))
 
 
-def log(rows: list[dict[str, float | None]]) -> str:
-    """The text that a Monitor writes for these rows."""
-    lines = [["" if row.get(h) is None else f"{row[h]:.9g}" for h in HEADS] for row in rows]
-    return "\n".join(",".join(line) for line in [HEADS, *lines]) + "\n"
+def log(rows: list[dict[str, float | None]]) -> Log:
+    """The rows that a Monitor writes: what was not measured is left out."""
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
 def draw(rows: list[dict[str, float | None]], width: int = WIDTHS[0]) -> ElementTree.Element:
@@ -54,7 +54,7 @@ def test_only_what_was_measured_has_a_strip() -> None:
     plain = [{k: v for k, v in row.items() if k in ("step", "loss", "loss_smooth", "lr")} for row in TRAINED]
     assert texts(draw(plain), "stage") == ["loss", "learning rate"]
     assert not validated(log(plain)) and validated(log(TRAINED))
-    assert [curves(text) for text in (log([]), "", "a,b\n1,2\n")] == [""] * 3
+    assert [curves(rows) for rows in ([], [{}], [{"a": 1.0, "b": 2.0}])] == [""] * 3
     assert curves(log([{"step": 1.0}])) == "", "a row in which nothing was measured"
 
 
