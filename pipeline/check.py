@@ -53,7 +53,7 @@ class Checked:
 
 def check(project: Project) -> Checked:
     """Looks at everything that a run of all stages needs; trains nothing and files nothing."""
-    look = Inspection(project.root, CalledOnce(project.root / project.task))
+    look = Inspection(project.root, CalledOnce(project.root / project.task, project.root))
     uses_task = any(stage.hooks() for stage in project.stages)
     with _as_before():
         if uses_task:

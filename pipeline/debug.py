@@ -56,7 +56,7 @@ def debug(project: Project, name: str, folder: Path, listener: Listener) -> Show
         out, scratch = temporary / "out", temporary / "scratch"
         out.mkdir()
         scratch.mkdir()
-        task = Task(project.root / project.task)
+        task = Task(project.root / project.task, project.root)
         bad = stage.debug(Work(inputs=inputs, task=task, out=out, scratch=scratch, log=listener), folder)
     records = () if bad is None else (bad,)
     report = Report(stage=name, reference="the reference", candidate="the first value that fails", records=records)

@@ -63,8 +63,8 @@ class Skipped(Exception):
 class CalledOnce(Task):
     """The user's task, whose data hooks are called once for all that look at what they give."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, root: Path) -> None:
+        super().__init__(path, root)
         self._made: dict[str, Any] = {}
 
     def get(self, hook: str) -> Callable[..., Any]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerline.pipeline.config.project import Project, is_outside
+from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.files import Hasher
-from layerline.pipeline.inputs.untrusted import DIGITS, integer, open_file, read_json, storable
+from layerline.pipeline.inputs.untrusted import DIGITS, integer, is_inside, open_file, read_json, storable
 from layerline.pipeline.keys import canonical, env, stage_code
 from layerline.pipeline.keys.fingerprint import Fingerprint, Reader
 from layerline.pipeline.reasons import describe
@@ -57,7 +57,7 @@ def check_file(root: Path, stage: Stage, name: str) -> None:
     Raises:
         ConfigError: names the stage and the file.
     """
-    if is_outside(name) or not (root / name).is_file():
+    if not is_inside(name) or not (root / name).is_file():
         raise ConfigError(f"stage {stage.name} reads {name}, which is not in the project", where="pipe.yaml")
 
 

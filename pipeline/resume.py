@@ -111,6 +111,6 @@ def prove(project: Project, steps: int, listener: Listener) -> Report:
     with temporary_folder() as temporary:
         out = temporary / "out"
         out.mkdir()
-        task = Task(project.root / project.task)
+        task = Task(project.root / project.task, project.root)
         stage_work = Work(inputs={}, task=task, out=out, scratch=work / "scratch", log=listener)
         return cast("Resumes", stage).prove_resume(stage_work, steps)

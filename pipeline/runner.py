@@ -11,7 +11,6 @@ together, when rank 0 says so, and what they write is thrown away.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from layerline.pipeline import check as checking
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import PipeError, StageError, TaskError, Unavailable, exit_code, machine_lacks
 from layerline.pipeline.files import copied, own_folder, remove, write_own
-from layerline.pipeline.inputs.untrusted import is_number
+from layerline.pipeline.inputs.untrusted import launched
 from layerline.pipeline.inspection import Finding
 from layerline.pipeline.keys import env
 from layerline.pipeline.plan import ORDER, SETS, Planner, Step, open_planner, order, shown
@@ -140,7 +139,7 @@ class Runner:
         self.planner = open_planner(self.project)
         self.store = self.planner.store
         self.ledger = self.planner.ledger
-        self._task = Task(self.project.root / self.project.task, loaded=self._same_code)
+        self._task = Task(self.project.root / self.project.task, self.project.root, self._same_code)
 
     def run(self, names: Sequence[str] | None = None, *, force: bool = False) -> Outcome:
         """Brings the named stages and what they need up to date; None means all.
@@ -480,17 +479,12 @@ class Runner:
 
 def rank() -> int:
     """This process's number among those a launcher started together; 0 without one."""
-    return _number("RANK", 0)
+    return launched()[0]
 
 
 def ranks() -> int:
     """How many processes a launcher started together; 1 without one."""
-    return _number("WORLD_SIZE", 1)
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if is_number(text) else default
+    return launched()[1]
 
 
 def _as_pipe_error(raised: PipeError | OSError | MemoryError) -> PipeError:

@@ -51,9 +51,8 @@ class Work:
 
     @property
     def root(self) -> Path:
-        """The project's folder: the nearest around the task file that has a pipe.yaml."""
-        around = self.task.path.parents
-        return next((p for p in around if (p / "pipe.yaml").is_file()), around[0])
+        """The project's folder."""
+        return self.task.root
 
     @property
     def sources(self) -> Path:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from functools import cache
-from importlib import import_module, metadata
+from importlib import metadata
 from types import new_class
 from typing import ClassVar, cast
 
-from layerline.pipeline.errors import ConfigError, Unavailable
+from layerline.pipeline.errors import ConfigError, Unavailable, brief
 from layerline.pipeline.nearest import hint
 from layerline.pipeline.stage import Stage
 
+GROUP = "layerline.stages"
 # In the order they run; `import-*` stages stand in for everything up to the kind they give.
 BUILT_IN = {
     "train": "layerline.stages.train:Train",
@@ -27,22 +30,39 @@ BUILT_IN = {
 @cache
 def names() -> dict[str, str]:
     """Stage name to "module:Class"; no other distribution can take the name of a built-in stage."""
-    return {e.name: e.value for e in metadata.entry_points(group="layerline.stages")} | BUILT_IN
+    return {e.name: e.value for e in metadata.entry_points(group=GROUP)} | BUILT_IN
 
 
 @cache
 def stage_class(name: str) -> type[Stage]:
-    """The class behind a stage's name, imported on use.
+    """The class behind a stage's name. A stage of another distribution is imported here, and nowhere else.
 
     Raises:
-        Unavailable: another distribution's stage can't be imported here.
+        Unavailable: another distribution's stage can't be imported here, or is no stage; names its entry point.
     """
-    module, _, attribute = names()[name].partition(":")
+    place = names()[name]
     try:
-        found: type[Stage] = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise Unavailable(f"stage {name} can't be imported: {error}", where=names()[name]) from error
-    return found
+        cls = metadata.EntryPoint(name, place, GROUP).load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # foreign code may raise anything while it is imported, SystemExit too
+        raise Unavailable(
+            f"stage {name} can't be imported: {brief(error)}", where=f"entry point {GROUP}: {name} = {place}"
+        ) from error
+    if not (isinstance(cls, type) and issubclass(cls, Stage)):
+        raise Unavailable(f"it is no subclass of Stage: {cls!r:.80}", where=f"entry point {GROUP}: {name} = {place}")
+    return cls
+
+
+def imported(name: str) -> type[Stage] | None:
+    """The class of a stage where that runs no other distribution's code: a built-in one, or one imported before."""
+    place = names().get(name, "")
+    if name in BUILT_IN:
+        return stage_class(name)
+    if place.partition(":")[0] in sys.modules:
+        with suppress(Unavailable):
+            return stage_class(name)
+    return None
 
 
 @cache

@@ -56,14 +56,17 @@ class Task:
 
     Args:
         path: the task file; its folder is put on sys.path so that it can import its neighbours.
+        root: the project's folder; that of the file where it is left out.
         loaded: called when the file has just been imported, before any hook runs.
 
     Attributes:
         imported: SHA-256 of the bytes of each module of the project that was imported for this task.
     """
 
-    def __init__(self, path: Path, loaded: Callable[[], None] = lambda: None) -> None:
-        self.path, self._loaded = path, loaded
+    def __init__(self, path: Path, root: Path | None = None, loaded: Callable[[], None] = lambda: None) -> None:
+        self.path = path
+        self.root = root or path.parent
+        self._loaded = loaded
         self.imported: dict[Path, str] = {}
         self._module: ModuleType | None = None
 

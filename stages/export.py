@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
+from layerline.pipeline.config.field_types import Fields, Range, check_sizes
 from layerline.pipeline.errors import StageError, TaskError
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Gate, LayerDiff, Report
@@ -29,11 +30,7 @@ if TYPE_CHECKING:
     from layerline.training.run.shipping import Example
 
 
-class _Field(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class Axis(_Field):
+class Axis(Fields):
     """A dynamic axis; `batch` alone is short for `{name: batch}`."""
 
     name: str
@@ -52,19 +49,17 @@ class Axis(_Field):
             return {"name": raw}
         return raw
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Axis:
+        check_sizes(self.min, self.max, self.multiple)
+        return self
 
-class Tolerance(_Field):
+
+class Tolerance(Fields):
     """|onnx - torch| <= atol + rtol |torch|, for every element of every value."""
 
     rtol: float = Field(default=1e-3, ge=0)
     atol: float = Field(default=1e-5, ge=0)
-
-
-class Range(_Field):
-    """Values that an integer input takes, both ends included."""
-
-    low: int
-    high: int
 
 
 class Export(Stage):

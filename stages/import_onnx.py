@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from layerline.pipeline.config.field_types import Fields, Range, check_sizes
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.init.from_files import Look
 from layerline.pipeline.inspection import Inspection
@@ -33,11 +34,7 @@ _MOST_MEMORY = 8.0  # GB
 _NO_MEMORY = ("Failed to allocate memory", "bad_alloc", "bad allocation", "Unable to allocate")
 
 
-class _Field(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class Dimension(_Field):
+class Dimension(Fields):
     """A symbolic size; a number alone fixes it, a word alone renames it."""
 
     size: PositiveInt | None = None
@@ -61,17 +58,13 @@ class Dimension(_Field):
         return raw
 
     @model_validator(mode="after")
-    def _bounds(self) -> Dimension:
-        if self.min is not None and self.max is not None and self.max < self.min:
-            raise ValueError(f"max {self.max} is below min {self.min}")
+    def _consistent(self) -> Dimension:
+        if self.size is not None:
+            others = [name for name in ("name", "min", "max", "multiple") if getattr(self, name) is not None]
+            if others:
+                raise ValueError(f"size {self.size} fixes it, so it has no {' and no '.join(others)}: keep one of them")
+        check_sizes(self.min, self.max, self.multiple)
         return self
-
-
-class Range(_Field):
-    """Values that an integer input takes, both ends included."""
-
-    low: int
-    high: int
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import typer
 from layerline.pipeline import process_env
 from layerline.pipeline.errors import PipeError, machine_lacks, words
 from layerline.pipeline.errors import exit_code as own_code
-from layerline.pipeline.inputs.untrusted import printable
+from layerline.pipeline.inputs.untrusted import launched, printable
 
 # click's UsageError. Depending on its version, typer bundles a copy of click or uses the installed one, so the class is
 # taken from typer instead of imported from click.
@@ -74,11 +74,17 @@ def _print_error(error: PipeError) -> None:
 
 
 def _print_document(error: PipeError, *, as_json: bool) -> None:
-    from layerline.pipeline.runner import rank
-
-    if as_json and not rank():  # of several ranks only the first one prints
+    if as_json and not _is_another_rank():
         with suppress(OSError):  # the reader has closed the pipe; the sentence is on standard error
             print_json(error.to_json())
+
+
+def _is_another_rank() -> bool:
+    """Of several ranks only the first one prints."""
+    try:
+        return launched()[0] > 0
+    except PipeError:  # the error that is printed
+        return False
 
 
 class _Interrupted(PipeError):

@@ -28,7 +28,7 @@ from layerline.backends.light import (
     weight_outside,
 )
 from layerline.pipeline.errors import StageError
-from layerline.pipeline.inputs.untrusted import is_number, printable
+from layerline.pipeline.inputs.untrusted import is_inside, is_number, printable
 
 FILE = "model.onnx"
 # Past this many bytes of tensors the weights go to a file beside the model: a message that holds them is in memory
@@ -75,7 +75,7 @@ def _beside(tensor: TensorProto, path: Path) -> Weight | None:
         StageError: its place is no place, or of another size than its shape.
     """
     location, offset, length = _place(tensor, path)
-    if not (path.parent / location).resolve().is_relative_to(path.parent.resolve()):
+    if not is_inside(location, path.parent):
         raise StageError(f"tensor {tensor.name!r} stores its data at {location!r}, a link out of the model's folder",
                          where=path.name, hint="put the file itself there: runtimes follow no such link")  # fmt: skip
     weight = weight_outside(tensor, partial(_from_file, path.parent / location, offset))
@@ -250,7 +250,7 @@ def external_files(light: Light, path: Path) -> tuple[str, ...]:
     files: dict[str, None] = {}
     for tensor in filter(uses_external_data, tensors(light.model)):
         location = _place(tensor, path)[0]
-        if Path(location).is_absolute() or ".." in Path(location).parts:
+        if not is_inside(location):
             raise StageError(
                 f"tensor {tensor.name!r} stores its data at {location!r}, outside the model's folder",
                 where=path.name,

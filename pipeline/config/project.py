@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from pydantic import ValidationError
 from layerline.pipeline import nearest, stage_table
 from layerline.pipeline.config.document import Document
 from layerline.pipeline.config.validation_errors import beyond_64_bits, elsewhere, mistake, numbers_in_disguise
-from layerline.pipeline.errors import ConfigError, PipeError, TaskError
+from layerline.pipeline.errors import ConfigError, TaskError
 from layerline.pipeline.init.pipe_yaml import project_name
 from layerline.pipeline.inputs.data_files import expand
-from layerline.pipeline.inputs.untrusted import check_utf8
+from layerline.pipeline.inputs.untrusted import check_utf8, is_inside
 from layerline.pipeline.keys import canonical
 from layerline.pipeline.stage import Stage
 
@@ -147,8 +146,9 @@ def _hint(name: str, hint: str) -> str:
         return hint
     fields: list[tuple[str, ...]] = []
     for stage in stage_table.names():
-        with suppress(PipeError):  # of another distribution that is not there
-            fields += [(stage, *path) for path in stage_table.stage_class(stage).written()]
+        cls = stage_table.imported(stage)
+        if cls is not None:
+            fields += [(stage, *path) for path in cls.written()]
     return elsewhere(name, fields) or hint
 
 
@@ -238,7 +238,7 @@ def _text(document: Document, key: str, default: str) -> str:
     value = document.content.get(key, default)
     if not isinstance(value, str) or not value:
         raise document.error((key,), f"expected text, saw {value!r}")
-    if key == "task" and is_outside(value):
+    if key == "task" and not is_inside(value):
         raise document.error((key,), f"expected a path inside the project, saw {value!r}")
     return value
 
@@ -256,7 +256,7 @@ def _data_files(document: Document, folder: Path) -> tuple[str, ...]:
         raise document.error(("data",), f"expected a list of file patterns, saw {patterns!r}")
     files: list[str] = []
     for index, pattern in enumerate(patterns):
-        if is_outside(pattern) or not Path(pattern).parts:
+        if not is_inside(pattern):
             raise document.error(("data", index), f"expected a path inside the project, saw {pattern!r}")
         try:
             matches = expand(folder, pattern)
@@ -266,8 +266,3 @@ def _data_files(document: Document, folder: Path) -> tuple[str, ...]:
             raise document.error(("data", index), f"no file matches {pattern!r}")
         files += matches
     return tuple(dict.fromkeys(files))
-
-
-def is_outside(path: str) -> bool:
-    """Whether a path of the configuration leads out of the project's folder."""
-    return Path(path).is_absolute() or ".." in Path(path).parts

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from layerline.pipeline import stage_table
-from layerline.pipeline.errors import PipeError
 from layerline.pipeline.plan import fields
 from layerline.pipeline.reasons import phrases
 from layerline.pipeline.records.ledger import Record, Run
@@ -85,10 +84,6 @@ def _versions_changed(now: Sequence[Record], before: Mapping[str, Record]) -> li
 
 
 def _defaults(stage: str) -> dict[str, str]:
-    """The fields of a stage where nothing is set; none of a stage that isn't installed any more."""
-    if stage not in stage_table.names():
-        return {}
-    try:
-        return fields(stage_table.stage_class(stage).model_construct())
-    except PipeError:  # another distribution's, which can't be imported here
-        return {}
+    """The fields of a stage where nothing is set; none of one that this project does not use."""
+    cls = stage_table.imported(stage)
+    return fields(cls.model_construct()) if cls else {}

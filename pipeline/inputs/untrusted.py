@@ -21,6 +21,7 @@ DIGITS = 40
 """The longest number that is read: enough for every 128-bit integer, in decimal or in hex."""
 JSON_BYTES = 1 << 28
 JSON_DEPTH = 64
+_RANKS = 1 << 20
 _NAME_BYTES = 255  # what common file systems take for one name
 _CODE = (".py", ".pyc", ".pyo", ".pyw", ".pyd", ".so", ".dll", ".dylib", ".pth")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -97,14 +98,24 @@ def is_file_name(text: object) -> bool:
     return not set(text) & set("/\\") and len(text.encode()) <= _NAME_BYTES
 
 
-def is_inside(text: object) -> bool:
-    """Whether it is a relative path, on every system, that leads nowhere above the folder it starts from."""
-    if not isinstance(text, str) or not is_text(text) or not text:
+def is_inside(text: object, folder: Path | None = None) -> bool:
+    """Whether it is a relative path, on every system, that leads nowhere above the folder it starts from.
+
+    Args:
+        folder: where it starts from; links on the way are followed then, and must not lead out of it either.
+    """
+    if not isinstance(text, str) or "\0" in text:
         return False
     for path in (PurePosixPath(text), PureWindowsPath(text)):
         if path.is_absolute() or path.drive or path.root or ".." in path.parts or not path.parts:
             return False
-    return True
+    if folder is None:
+        return True
+    root = os.path.realpath(folder)
+    try:
+        return os.path.commonpath([root, os.path.realpath(folder / text)]) == root
+    except ValueError:  # on another drive
+        return False
 
 
 def integer(text: str, low: int, high: int) -> int:
@@ -120,6 +131,25 @@ def integer(text: str, low: int, high: int) -> int:
         return value
     digits = f" ({len(short)} characters)" if len(short) > DIGITS else ""
     raise ValueError(f"expected an integer from {low} to {high}, saw '{printable(short, DIGITS)}'{digits}")
+
+
+def launched() -> tuple[int, int]:
+    """(rank, number of ranks) of this process as a launcher (torchrun) sets them; (0, 1) without one.
+
+    Raises:
+        ConfigError: RANK or WORLD_SIZE is no number, or the rank is not below their number.
+    """
+    rank = os.environ.get("RANK") or "0"
+    size = os.environ.get("WORLD_SIZE") or "1"
+    try:
+        ranks = integer(size, 1, _RANKS)
+        return integer(rank, 0, ranks - 1), ranks
+    except ValueError:
+        raise ConfigError(
+            f"RANK is '{printable(rank, DIGITS)}' and WORLD_SIZE '{printable(size, DIGITS)}'",
+            where="environment",
+            hint="start with torchrun, or unset both",
+        ) from None
 
 
 def is_number(text: str) -> bool:

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from layerline.pipeline.config import bounded_yaml
-from layerline.pipeline.config.project import Project
+from layerline.pipeline.config.project import STATE, Project
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.files import GONE, entries, remove
 from layerline.pipeline.init import new_files
@@ -113,7 +113,7 @@ def collect(project: Project, keep: int, *, dry_run: bool) -> list[Garbage] | No
 
 def counted(gone: Sequence[Garbage]) -> list[str]:
     """What went, in words: "3 runs", "10 artifacts"; keys and reports go with those and aren't counted."""
-    places = Counter(place for g in gone for place in _COUNTED if f"/{place}/" in g.path)
+    places = Counter(place for g in gone for place in _COUNTED if g.path.startswith(f"{STATE}/{place}/"))
     words = [f"{places[p]} {noun}{'' if places[p] == 1 else 's'}" for p, noun in _COUNTED.items() if places[p]]
     return words or [f"{len(gone)} record{'' if len(gone) == 1 else 's'}"]
 

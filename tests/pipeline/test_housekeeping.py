@@ -14,6 +14,7 @@ import yaml
 from layerline.pipeline import check
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.records import housekeeping
+from layerline.pipeline.records.housekeeping import Garbage
 from layerline.pipeline.records.run_lock import at_work, temporary_folder
 from tests.pipeline.fakes import Folder
 
@@ -165,6 +166,17 @@ def test_gc_touches_nothing_while_a_run_goes_on(folder: Folder) -> None:
 def test_gc_of_nothing(folder: Folder) -> None:
     assert collect(folder, 3) == []
     assert not folder.state.exists()
+
+
+def test_only_places_of_the_state_are_counted() -> None:
+    paths = [
+        ".layerline/store/aa",
+        ".layerline/ledger/runs/b.json",
+        "/tmp/store/work/layerline-x",
+        ".layerline/x/store/y",
+    ]
+    assert housekeeping.counted([Garbage(path, 0) for path in paths]) == ["1 run", "1 artifact"]
+    assert housekeeping.counted([Garbage("/tmp/work/layerline-x", 0)]) == ["1 record"]
 
 
 def test_gc_counts_bytes(folder: Folder) -> None:

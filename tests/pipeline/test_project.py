@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -386,13 +387,42 @@ def test_two_stages_that_give_the_same(tmp_path: Path, monkeypatch: pytest.Monke
         project(tmp_path, "twin: {}\n")
 
 
-@pytest.mark.parametrize("place", ["no_such_package.stages:Stage", "tests.pipeline.fakes:NoSuchStage"])
+@pytest.mark.parametrize(
+    "place", ["no_such_package.stages:Stage", "tests.pipeline.fakes:NoSuchStage", "tests.pipeline.fakes:", "a b:c", ""]
+)
 def test_another_distribution_s_stage_that_is_not_there(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stage_table, "names", lambda: stage_table.BUILT_IN | {"other": place})
-    with pytest.raises(Unavailable, match="stage other can't be imported"):
+    with pytest.raises(Unavailable, match=r"entry point layerline\.stages: other = .*: (stage other can't|it is no)"):
         project(tmp_path, "other: {}\n")
+
+
+@pytest.mark.parametrize(
+    "code", ["raise RuntimeError('boom')", "import sys; sys.exit(0)", "raise GeneratorExit", "1 +", "Stage = 5", "\0"]
+)
+def test_whatever_a_foreign_stage_raises_on_import_names_its_entry_point(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "foreign_stage.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "foreign_stage", raising=False)
+    monkeypatch.setattr(stage_table, "names", lambda: stage_table.BUILT_IN | {"other": "foreign_stage:Stage"})
+    with pytest.raises(Unavailable, match=r"entry point .*other = foreign_stage:Stage"):
+        project(tmp_path / "project", "other: {}\n")
+
+
+def test_a_hint_imports_no_foreign_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "foreign_stage.py").write_text(f"open({str(tmp_path / 'RAN')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "foreign_stage", raising=False)
+    monkeypatch.setattr(stage_table, "names", lambda: stage_table.BUILT_IN | {"other": "foreign_stage:Stage"})
+    with pytest.raises(ConfigError, match="unknown key"):
+        project(tmp_path / "project", "factor: 3\n")
+    assert stage_table.imported("other") is None and stage_table.imported("double") is not None
+    assert not (tmp_path / "RAN").exists()
 
 
 @pytest.mark.parametrize(

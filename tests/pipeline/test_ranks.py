@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from layerline.pipeline import runner, stage_table
-from layerline.pipeline.errors import StageError, Unavailable
+from layerline.pipeline.errors import ConfigError, StageError, Unavailable
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Work
 from tests.pipeline import fakes
@@ -104,8 +104,20 @@ def test_another_ranks_failure_is_its_own_outcome(folder: Folder, monkeypatch: p
         assert done.exit_code == code and isinstance(done.results[0].error, StageError if code == 1 else Unavailable)
 
 
-def test_numbers_that_are_none_count_as_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank, size in (("first", ""), ("²", "²"), ("9" * 5000, "9" * 5000)):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", size)
-        assert (runner.rank(), runner.ranks()) == (0, 1)
+@pytest.mark.parametrize(
+    ("rank", "size"), [("first", ""), ("²", "²"), ("9" * 5000, "9" * 5000), ("2", "2"), ("-1", "2"), ("0", "0")]
+)
+def test_a_launcher_that_makes_no_sense_ends_the_run(
+    rank: str, size: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(ConfigError, match=r"environment: RANK is '.*' and WORLD_SIZE '.*'") as raised:
+        folder.run()
+    assert len(raised.value.what) < 150 and _files(folder) == []
+
+
+def test_empty_variables_count_as_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "")
+    monkeypatch.setenv("WORLD_SIZE", "")
+    assert (runner.rank(), runner.ranks()) == (0, 1)

@@ -463,12 +463,8 @@ def test_a_declared_range_is_kept_to(tmp_path: Path) -> None:
     fed = np.concatenate([f["x"] for f in probe_files.load(out)])
     assert set(fed.tolist()) == {3, 4, 5}
     assert (Signature.load(out).inputs[0].low, Signature.load(out).inputs[0].high) == (3, 5)
-    for ranges, said in (
-        ({"z": {"low": 0, "high": 1}}, "no integer input 'z'"),
-        ({"x": {"low": 2, "high": 1}}, "above"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            imported(tmp_path / str(len(said)), given, ranges=ranges)
+    with pytest.raises(ConfigError, match="no integer input 'z'"):
+        imported(tmp_path / "b", given, ranges={"z": {"low": 0, "high": 1}})
 
 
 @pytest.mark.parametrize("number", [16000, 3, -2])

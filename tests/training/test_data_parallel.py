@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.inputs.untrusted import launched
 from layerline.training.config.sections import Config
 from layerline.training.distributed import heartbeat, rendezvous
 from layerline.training.loop.masks import Gradual
@@ -725,7 +726,7 @@ def test_an_environment_that_makes_no_sense(rank: str, size: str, monkeypatch: p
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
     with pytest.raises(ConfigError, match=f"RANK is '{rank}' and WORLD_SIZE '{size}'"):
-        rendezvous.environment()
+        launched()
 
 
 def test_numbers_of_a_launcher_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:

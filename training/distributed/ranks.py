@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from layerline.pipeline.errors import PipeError, StageError
+from layerline.pipeline.inputs.untrusted import launched
 from layerline.training.config.sections import Config, DistributedConfig
 from layerline.training.distributed import rendezvous as launch
 from layerline.training.distributed.heartbeat import Pulse
-from layerline.training.distributed.rendezvous import environment, meet, rendezvous
+from layerline.training.distributed.rendezvous import meet, rendezvous
 from layerline.training.model.canonical_names import Named
 
 _MEETINGS = itertools.count()
@@ -151,7 +152,7 @@ def join(config: DistributedConfig, device: torch.device) -> Ranks | None:
         if dist.get_world_size() > 1 and dist.group.WORLD not in _JOINED:
             _JOINED[dist.group.WORLD] = Ranks(dist.distributed_c10d._get_default_store(), config, device)
         return _JOINED.get(dist.group.WORLD)
-    rank, size = environment()
+    rank, size = launched()
     if size == 1:
         return None
     backend: str = config.backend or ("nccl" if device.type == "cuda" else "gloo")

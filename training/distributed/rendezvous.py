@@ -14,21 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from layerline.pipeline.errors import ConfigError, StageError, Unavailable
-from layerline.pipeline.inputs.untrusted import integer, is_number
-
-
-def environment() -> tuple[int, int]:
-    """(rank, number of ranks) as torchrun sets them; (0, 1) without it.
-
-    Raises:
-        ConfigError: they are not numbers, or the rank is not below their number.
-    """
-    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not (is_number(rank) and is_number(size) and int(rank) < int(size)):
-        raise ConfigError(
-            f"RANK is {rank!r:.40} and WORLD_SIZE {size!r:.40}", where="environment", hint="start with torchrun"
-        )
-    return int(rank), int(size)
+from layerline.pipeline.inputs.untrusted import integer, is_number, launched
 
 
 def device(kind: str) -> torch.device:
@@ -58,7 +44,7 @@ def rendezvous(timeout_s: float) -> Any:
         ConfigError: MASTER_PORT is no port.
         StageError: nobody answers there.
     """
-    rank, _ = environment()
+    rank, _ = launched()
     host, named = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
     try:
         port = integer(named, 0, 65535)
@@ -108,7 +94,7 @@ def meet(store: Any, place: str, rank: int, size: int, timeout_s: float,
 
 def announce(place: str, *, runs: bool, timeout_s: float) -> None:
     """Rank 0: whether all ranks are needed in `place`."""
-    rank, size = environment()
+    rank, size = launched()
     store = rendezvous(timeout_s)
     store.set(f"decision/{place}", str(int(runs)))
     if not runs:  # this process may end now, and with it the store it keeps: the others read first
@@ -121,7 +107,7 @@ def follow(place: str, *, timeout_s: float) -> bool:
     Raises:
         StageError: rank 0 is gone.
     """
-    rank, _ = environment()
+    rank, _ = launched()
     store = rendezvous(timeout_s)
     try:
         while not store.check([f"decision/{place}"]):

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import described
+from layerline.pipeline.inputs.untrusted import launched
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 from layerline.training.config.sections import Config
 from layerline.training.data.batches import Batches, to_device
 from layerline.training.data.distillation import Distillation, Loss, Taught
 from layerline.training.data.loss import counted_labels, default_loss, valid_labels
-from layerline.training.distributed import ranks, rendezvous
+from layerline.training.distributed import ranks
 from layerline.training.loop.accumulation import counted
 from layerline.training.loop.step_engine import Lane
 from layerline.training.model.canonical_names import named
@@ -95,7 +96,7 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     """
     group = None
     rank, size = 0, 1
-    if rendezvous.environment()[1] > 1:
+    if launched()[1] > 1:
         group = ranks.join(config.distributed, device)
     if group is not None:
         rank, size = group.rank, group.size
