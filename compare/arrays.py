@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from layerline.backends.base import Array
+from layerline.compare.tensor_distance import diff_arrays
+from layerline.pipeline.report import LayerDiff
 
 NOT_IN_NUMPY = frozenset({torch.bfloat16}) | {
     t for n, t in vars(torch).items() if n.startswith("float8_") and isinstance(t, torch.dtype)
@@ -34,3 +36,10 @@ def tensor(array: Array, *, complex_pairs: bool = False) -> Tensor:
     if complex_pairs:
         return torch.view_as_complex(copy)
     return copy
+
+
+def tensor_row(name: str, op: str, module: str, before: Tensor, after: Tensor) -> LayerDiff:
+    """A report's row of one tensor under two sets of weights, not gated."""
+    measures = diff_arrays(array(before), array(after)).measures()
+    dtype = str(after.dtype).removeprefix("torch.")
+    return LayerDiff(name=name, op=op, module=module, shape=tuple(after.shape), dtype=dtype, **measures)

@@ -29,6 +29,8 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _ARGUMENTS = {"loss": ("", "batch"), "metric": ("outputs", "targets")}
 HOOKS = ("model", "train_data", "loss", "eval_data", "metric", "calib_data", "example_inputs", "teacher")
 # Hooks that give data: they may read files of the project, and are called once where they can be.
+EXAMPLE_HOOKS = ("example_inputs", "eval_data", "train_data", "calib_data")
+"""Hooks that can give the model's example inputs, the preferred one first."""
 DATA_HOOKS = frozenset({"train_data", "eval_data", "calib_data", "example_inputs"})
 
 

@@ -9,6 +9,7 @@ from layerline.pipeline.errors import memory_told
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Stage, Work
+from layerline.pipeline.task import EXAMPLE_HOOKS
 
 
 class Ema(Stage):
@@ -22,8 +23,8 @@ class Ema(Stage):
     version: ClassVar[int] = 3
     takes: ClassVar[Mapping[str, str]] = {"checkpoint": "checkpoint"}
     gives: ClassVar[str] = "weights"
-    uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data", "calib_data")
-    first_of: ClassVar[tuple[tuple[str, ...], ...]] = (uses[1:],)
+    uses: ClassVar[tuple[str, ...]] = ("model", *EXAMPLE_HOOKS)
+    first_of: ClassVar[tuple[tuple[str, ...], ...]] = (EXAMPLE_HOOKS,)
     env: ClassVar[tuple[str, ...]] = ("torch",)
 
     weights: Literal["ema", "online"] = "ema"
@@ -35,7 +36,7 @@ class Ema(Stage):
         hook_trial.look_at_example(look)
 
     def run(self, work: Work) -> Report:
-        from layerline.compare import tensor_rows
+        from layerline.compare.arrays import tensor_row
         from layerline.training.data import batches
         from layerline.training.run import shipping
         from layerline.training.state import checkpoint
@@ -46,11 +47,12 @@ class Ema(Stage):
             example = batches.example_inputs(work.task, forward=model.forward)
             online, averaged = checkpoint.weights(path)
             shipping.ship(model, example, averaged if self.weights == "ema" else online, work.out)
+            effects = shipping.compared(model, example, online, averaged)
             return Report(
                 stage=self.name,
                 reference="online weights",
                 candidate="EMA weights",
-                records=tensor_rows.rows(shipping.compared(model, example, online, averaged)),
+                records=tuple(tensor_row(*effect) for effect in effects),
                 notes=_notes(self.weights, averaged=not shipping.same(online, averaged)),
             )
 

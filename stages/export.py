@@ -14,7 +14,7 @@ from layerline.pipeline.errors import StageError, TaskError
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Gate, LayerDiff, Report
 from layerline.pipeline.stage import Stage, Work
-from layerline.pipeline.task import Task
+from layerline.pipeline.task import EXAMPLE_HOOKS, Task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,8 +69,8 @@ class Export(Stage):
     version: ClassVar[int] = 5
     takes: ClassVar[Mapping[str, str]] = {"weights": "weights"}
     gives: ClassVar[str] = "onnx"
-    uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data", "calib_data")
-    first_of: ClassVar[tuple[tuple[str, ...], ...]] = (uses[1:], ("eval_data", "train_data"))
+    uses: ClassVar[tuple[str, ...]] = ("model", *EXAMPLE_HOOKS)
+    first_of: ClassVar[tuple[tuple[str, ...], ...]] = (EXAMPLE_HOOKS, ("eval_data", "train_data"))
     env: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnxscript", "onnxruntime")
 
     opset: int = Field(default=20, ge=18)

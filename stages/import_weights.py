@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.inspection import Inspection
-from layerline.pipeline.report import Report
+from layerline.pipeline.report import LayerDiff, Report
 from layerline.pipeline.stage import Stage, Work
+from layerline.pipeline.task import EXAMPLE_HOOKS
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from layerline.training.run.shipping import Example, WeightEffect
+    from layerline.training.run.shipping import Example
     from layerline.training.state.state_dict_match import Fit
 
 
@@ -28,8 +29,8 @@ class ImportWeights(Stage):
     version: ClassVar[int] = 4
     takes: ClassVar[Mapping[str, str]] = {}
     gives: ClassVar[str] = "weights"
-    uses: ClassVar[tuple[str, ...]] = ("model", "example_inputs", "eval_data", "train_data", "calib_data")
-    first_of: ClassVar[tuple[tuple[str, ...], ...]] = (uses[1:],)
+    uses: ClassVar[tuple[str, ...]] = ("model", *EXAMPLE_HOOKS)
+    first_of: ClassVar[tuple[tuple[str, ...], ...]] = (EXAMPLE_HOOKS,)
     env: ClassVar[tuple[str, ...]] = ("torch",)
 
     file: str
@@ -61,7 +62,6 @@ class ImportWeights(Stage):
             look.ok("import-weights.file", f"{len(fit.tensors)} tensors in {fit.state.where} fit the model")
 
     def run(self, work: Work) -> Report:
-        from layerline.compare import tensor_rows
         from layerline.training.data import batches
         from layerline.training.model import canonical_names
         from layerline.training.run import shipping
@@ -75,13 +75,13 @@ class ImportWeights(Stage):
         work.log.say(f"{len(fit.tensors)} tensors in {fit.state.where}")
         example = batches.example_inputs(work.task, forward=model.forward)
         shipping.ship(model, example, fit.tensors, work.out)
-        reference, pairs = _pairs(model, example, fit, online, averages)
+        reference, rows = _rows(model, example, fit, online, averages)
         weights_note = f"the weights are those of {fit.state.where}"
         return Report(
             stage=self.name,
             reference=reference,
             candidate="EMA weights" if online and averages else "model() in float32",
-            records=tensor_rows.rows(pairs),
+            records=rows,
             notes=(*notes, weights_note, *fit.notes, *_unused(fit, online, averages)),
             metrics={"tensors": len(fit.tensors), "parameters": sum(p.numel() for p in model.parameters())},
         )
@@ -100,24 +100,21 @@ class ImportWeights(Stage):
         return chosen
 
 
-def _pairs(
+def _rows(
     model: nn.Module, example: Example, fit: Fit, online: Fit | None, averages: Fit | None
-) -> tuple[str, list[WeightEffect]]:
+) -> tuple[str, tuple[LayerDiff, ...]]:
     """Online weights and averages if the file has both; otherwise each tensor as stored, and as it is now."""
-    from layerline.compare.arrays import NOT_IN_NUMPY
+    from layerline.compare.arrays import tensor_row
     from layerline.training.model import canonical_names
     from layerline.training.run import shipping
 
     if online and averages:
-        return "online weights", shipping.compared(model, example, online.tensors, averages.tensors)
-    pairs = []
+        effects = shipping.compared(model, example, online.tensors, averages.tensors)
+        return "online weights", tuple(tensor_row(*effect) for effect in effects)
+    rows = []
     for name, tensor in canonical_names.named(model).tensors.items():
-        stored = fit.tensors[name]
-        # float32 holds every value of the types that numpy lacks.
-        if stored.dtype in NOT_IN_NUMPY:
-            stored = stored.float()
-        pairs.append(shipping.WeightEffect(name, "parameter", name.rpartition(".")[0], stored, tensor))
-    return "weights in the file", pairs
+        rows.append(tensor_row(name, "parameter", name.rpartition(".")[0], fit.tensors[name], tensor))
+    return "weights in the file", tuple(rows)
 
 
 def _unused(fit: Fit, online: Fit | None, averages: Fit | None) -> list[str]:

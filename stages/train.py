@@ -180,8 +180,8 @@ class Train(Stage):
         kept = work.scratch / "checkpoints"
         start = kept if checkpoint.rotation(kept) else None
         proof = prove.prove(
-            "layerline.training.proof.proof_run:make", steps, arguments={**arguments, "device": self._device()},
-            start=start, progress=work.log.progress,
+            "layerline.training.proof.proof_process:make_stage", steps, start=start,
+            arguments={**arguments, "device": self._device()}, progress=work.log.progress,
         )  # fmt: skip
         return _proved(proof, asked=steps, interrupted=start is not None)
 

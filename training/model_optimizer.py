@@ -48,7 +48,7 @@ class ModelOptimizer:
         model: a module, wrapped (compile, DDP) or not; or modules by name, each with an optimizer of its own (GAN).
         config: a dict in either of the shapes of `layerline.training.config.aliases`, a YAML file, or a `Config`.
         optimizer: any object with step() and zero_grad() (by name for several models) instead of one from the table;
-            or the section of that name as a dict. `custom_optimizer` is the same.
+            or the section of that name as a dict.
         fields: sections (`precision={"amp": "bf16"}`) and single fields (`log_interval=10`) in place of a dict.
 
     Raises:
@@ -62,16 +62,11 @@ class ModelOptimizer:
         config: Config | Mapping[str, Any] | str | Path | None = None,
         *,
         optimizer: Any = None,
-        custom_optimizer: Any = None,
         **fields: Any,
     ) -> None:
         if isinstance(optimizer, Mapping) and "" not in optimizer and not isinstance(model, Mapping):
             # The section of the configuration: optimizers themselves are given by the names of several models.
             fields, optimizer = {"optimizer": optimizer, **fields}, None
-        if custom_optimizer is not None and optimizer is not None:
-            raise ConfigError("optimizer= and custom_optimizer= are the same", where="custom_optimizer",
-                              hint="give one of the two")  # fmt: skip
-        optimizer = custom_optimizer if optimizer is None else optimizer
         self.config = aliases.load(aliases.with_keywords(config, fields), whole=True)
         models = dict(model) if isinstance(model, Mapping) else {"": model}
         own = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(models, optimizer)

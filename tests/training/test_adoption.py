@@ -150,14 +150,14 @@ def test_sections_and_fields_by_keyword() -> None:
     merged = ModelOptimizer(_net(), {"optimizer": {"lr": 0.5}}, optimizer={"name": "sgd"}, ema_decay=0.9)
     assert merged.config.optimizer.lr == 0.5 and merged.config.ema.decay == 0.9
     own = torch.optim.SGD(net.parameters(), lr=0.1)
-    assert ModelOptimizer(net, custom_optimizer=own).optimizer is own
+    assert ModelOptimizer(net, optimizer=own).optimizer is own
     assert ModelOptimizer(net, {"mode": "nlp-finetune"}, total_steps=100).config.scheduler.name == "polynomial"
 
 
 @pytest.mark.parametrize(("arguments", "word"), [
     ({"log_intervall": 7}, "log_interval"), ({"steps": 3, "nonsense": 1}, "nonsense"),
     ({"config": {"optimizer": {"lr": 1}}, "lr": 2}, "optimizer.lr"),
-    ({"optimizer": object(), "custom_optimizer": 1}, "same"),
+    ({"custom_optimizer": object()}, "did you mean optimizer?"),
 ])  # fmt: skip
 def test_keywords_that_mean_nothing_are_refused(arguments: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError) as caught:

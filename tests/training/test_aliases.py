@@ -53,11 +53,10 @@ def test_the_second_shape_in_full() -> None:
         "scheduler": {"name": "cosine_with_warmup", "warmup_ratio": 0.1, "total_steps": 10},
         "precision": {"amp": True, "master_weights": True, "loss_scale": 1024, "dynamic_loss_scale_window": 500,
                       "min_loss_scale": 2},
-        "gpu": {"gradient_accumulation_steps": 2, "checkpointing": True, "checkpoint_interval": 3,
-                "enable_memory_compact": True},
+        "gpu": {"gradient_accumulation_steps": 2, "checkpointing": True, "checkpoint_interval": 3},
         "distributed": {"backend": "gloo", "gradient_bucket_size_mb": 10, "overlap_communication": False},
     })  # fmt: skip
-    assert config.memory.checkpointing and config.memory.checkpoint_interval == 3 and config.memory.empty_cache
+    assert config.memory.checkpointing and config.memory.checkpoint_interval == 3
     assert (config.distributed.backend, config.distributed.bucket_mb, config.distributed.overlap) == ("gloo", 10, False)
     assert (config.precision.loss_scale, config.precision.dynamic_loss_scale_window) == (1024.0, 500)
     assert config.precision.min_loss_scale == 2.0

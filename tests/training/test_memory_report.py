@@ -209,19 +209,6 @@ def test_the_configuration_switches_it_on_and_the_segments_can_be_taken_off(monk
         ModelOptimizer(nn.Linear(2, 2), {"gpu": {"checkpointing": True}})
 
 
-def test_the_cache_is_emptied_after_each_accepted_step_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    emptied: list[torch.device] = []
-    monkeypatch.setattr(memory_report, "empty_cache", emptied.append)
-    for config, expected in (({}, 0), ({"gpu": {"enable_memory_compact": True}}, 2)):
-        model = nn.Linear(2, 1)
-        mo = ModelOptimizer(model, config)
-        for factor in (1.0, float("nan"), 1.0):
-            mo.step(model(torch.ones(1, 2)).sum() * factor)
-        assert emptied == [torch.device("cpu")] * expected
-    monkeypatch.undo()
-    memory_report.empty_cache(torch.device("cpu"))  # there is none
-
-
 class Ramp(nn.Module):
     """A buffer steers the forward pass: written in place, replaced, or a number."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from layerline.pipeline.errors import ConfigError, StageError
 from layerline.training.loop.batch_norm import to_group_norm
 from layerline.training.optimizers.registry import TABLE
 from layerline.training.proof.prove_resume import prove
+from layerline.training.setup.plan import LISTED
 
 MSE = nn.functional.mse_loss
 
@@ -46,7 +48,7 @@ def test_masters_and_half_parameters_are_counted() -> None:
                                "masters": (80, 80), "EMA": (80, 80)}  # fmt: skip
 
 
-def test_the_text_says_groups_curve_bytes_and_refusals() -> None:
+def test_the_text_says_groups_curve_and_bytes() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     mo = ModelOptimizer(model, {"scheduler": {"name": "cosine", "total_steps": 101, "warmup_steps": 1},
                                 "accumulate": {"steps": 2}, "precision": {"dynamic_loss_scale_window": 9}})  # fmt: skip
@@ -54,10 +56,26 @@ def test_the_text_says_groups_curve_bytes_and_refusals() -> None:
     assert plan.groups["0.weight"] == ("decay", "weight", 4) and plan.groups["1.weight"] == ("no decay", "norm", 2)
     assert plan.curve[0] == (0, pytest.approx(1e-3)) and plan.curve[-1][0] == 100
     text = str(plan)
-    for part in ("AdamW(lr=0.001", "0.weight", "no decay", "step         0", "not measured yet", "refused", "warm-up"):
+    for part in ("AdamW(lr=0.001", "0.weight", "no decay", "step         0", "not measured yet"):
         assert part in text
     assert any("BatchNorm" in n for n in plan.notes)
     assert any("loss scale serves fp16" in n for n in plan.notes)
+
+
+def test_the_text_lists_the_first_parameters_and_counts_the_others() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(LISTED)))
+    text = str(ModelOptimizer(model, {}).plan())
+    lines = text[text.index("groups") : text.index("bytes")].splitlines()
+    assert lines[1] == "  0.weight   decay     weight               16"
+    assert len([line for line in lines if "decay" in line]) == LISTED
+    assert f"  and {LISTED} more: mo.plan().groups has all" in lines
+    assert "  step         0 to 999  1.000e-03" in lines
+
+
+def test_the_curve_has_a_line_for_each_rate() -> None:
+    scheduler = {"name": "cosine", "total_steps": 101, "warmup_steps": 1}
+    text = str(ModelOptimizer(nn.Linear(2, 2), {"scheduler": scheduler}).plan())
+    assert len(re.findall(r"^  step +\d+  \d", text, re.MULTILINE)) == 11
 
 
 def test_accumulation_is_verified_on_the_users_model() -> None:

@@ -20,7 +20,6 @@ from layerline.training.config.sections import Config, EmaConfig, OptimizerConfi
 from layerline.training.loop.masks import Gradual, magnitude
 from layerline.training.loop.step_engine import Lane
 from layerline.training.proof.prove_resume import Difference, Proof
-from layerline.training.setup.refusals import REFUSED
 
 X = torch.ones(4, 3)
 
@@ -92,25 +91,6 @@ def test_a_field_that_a_custom_optimizer_does_not_read_is_refused(section: dict[
     # Read by the other model's optimizer.
     other = {"a": model, "b": _net()}
     ModelOptimizer(other, {"optimizer": {"lr": 3}}, optimizer={"a": own})
-
-
-def _near(mo: ModelOptimizer) -> set[str]:
-    plan = mo.plan()
-    return set(list(plan.refused)[: plan.near])
-
-
-def test_what_concerns_the_configuration_comes_first_of_all_that_is_refused() -> None:
-    few = _near(_mo()[1])
-    assert not any("sharding" in w or "custom" in w or "sophia" in w or "window" in w for w in few)
-    mine = _mo({"optimizer": {"name": "sophia"}, "accumulate": {"steps": 2}, "ema": {"decay": 0.9}})[1]
-    more = _near(mine)
-    assert set(mine.plan().refused) == set(_mo()[1].plan().refused) == set(REFUSED)
-    assert more - few == {"sophia with half parameters", "lamb, lion, adafactor and sophia on complex parameters",
-                          "a step while the model holds its EMA weights",
-                          "weighted and unweighted losses in one window"}  # fmt: skip
-    model = _net()
-    own = _near(ModelOptimizer(model, {}, optimizer=torch.optim.SGD(model.parameters(), lr=1)))
-    assert any("closure" in w for w in own)
 
 
 # Rejected steps.

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
+from layerline.pipeline.config.document import Document
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.nearest import closest
 from layerline.training.config.sections import Config, OptimizerName, SchedulerName, Section
@@ -39,7 +40,6 @@ MOVES: Mapping[str, str] = {
     "gpu.gradient_accumulation_steps": "accumulate.steps",
     "gpu.checkpointing": "memory.checkpointing",
     "gpu.checkpoint_interval": "memory.checkpoint_interval",
-    "gpu.enable_memory_compact": "memory.empty_cache",
     "distributed.gradient_bucket_size_mb": "distributed.bucket_mb",
     "distributed.overlap_communication": "distributed.overlap",
 }
@@ -80,8 +80,19 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 _PAIRS = ("optimizer.betas", "optimizer.lr_range")
 FINETUNE_RATES = (1e-5, 5e-5)
-_EXCLUSIVE = (("scheduler.warmup_ratio", "scheduler.warmup_steps"), ("scheduler.min_lr", "scheduler.min_lr_ratio"))
-_RIVALS = dict(_EXCLUSIVE) | {second: first for first, second in _EXCLUSIVE}
+# (absolute value, share, what it is a share of): two ways to set one thing.
+_SHARES = (
+    ("scheduler.warmup_steps", "scheduler.warmup_ratio", "scheduler.total_steps"),
+    ("scheduler.min_lr", "scheduler.min_lr_ratio", "optimizer.lr"),
+)
+_RIVALS = {a: b for a, b, _ in _SHARES} | {b: a for a, b, _ in _SHARES}
+
+
+class _Written(dict[str, str]):
+    """The name under which each field was written; a field that nobody wrote goes by its own name."""
+
+    def __missing__(self, field: str) -> str:
+        return field
 
 
 def load(source: Config | Mapping[str, Any] | str | Path, *, whole: bool = False) -> Config:
@@ -95,21 +106,33 @@ def load(source: Config | Mapping[str, Any] | str | Path, *, whole: bool = False
         ConfigError: unknown field (with the nearest one), wrong value, or two fields that contradict each other; of a
             file with line and column.
     """
-    if isinstance(source, Config):
-        if whole:
-            _check_read(source, {})
-        return source
     if isinstance(source, str | Path):
         return _load_file(Path(source), whole=whole)
-    if not isinstance(source, Mapping):
+    written = _Written()
+    if isinstance(source, Config):
+        config = source
+    elif isinstance(source, Mapping):
+        fields, written = canonical_fields(source)
+        config = _validate(fields, written)
+    else:
         raise ConfigError(f"expected a dict, the path of a YAML file or a Config, got {type(source).__name__}",
                           where="config")  # fmt: skip
-    fields, written = canonical_fields(source)
-    config = _validate(fields, written)
     if whole:
         _check_read(config, written)
-        _check_length(config, written)
+        if config is not source:
+            _check_length(config, written)
     return config
+
+
+def _load_file(path: Path, *, whole: bool) -> Config:
+    """As `load`, its errors at the place in the file."""
+    if not path.is_file():
+        raise ConfigError("there is no such file", where=str(path))
+    document = Document(path)
+    try:
+        return load(document.content, whole=whole)
+    except ConfigError as error:
+        raise document.error(tuple(error.where.split(".")), error.what, error.hint) from error
 
 
 def with_keywords(
@@ -130,39 +153,34 @@ def with_keywords(
         raise ConfigError("keywords go with a dict, or alone", where=name, hint="write it into the configuration")
     merged = dict(config)
     for name, value in fields.items():
-        _merge(merged, name, value)
+        section = name
+        if name not in SECTIONS and name not in ("preset", "mode"):
+            section, _, field = _field_called(name).rpartition(".")
+            value = {field: value}
+        before = merged.get(section)
+        if before is None:
+            merged[section] = value
+            continue
+        twice = section
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            merged[section] = {**before, **value}
+            common = sorted(before.keys() & value.keys())
+            if not common:
+                continue
+            twice = f"{section}.{common[0]}"
+        raise ConfigError("it is in the configuration and among the keywords", where=twice, hint="keep one of the two")
     return merged
 
 
-def _merge(config: dict[str, Any], name: str, value: Any) -> None:
-    """Puts one keyword into a configuration."""
-    if name not in SECTIONS and name not in ("preset", "mode"):
-        name, field = _home(name)
-        value = {field: value}
-    before = config.get(name)
-    if before is None:
-        config[name] = value
-        return
-    if not isinstance(before, Mapping) or not isinstance(value, Mapping):
-        raise ConfigError("it is in the configuration and among the keywords", where=name, hint="keep one of the two")
-    twice = sorted(set(before) & set(value))
-    if twice:
-        raise ConfigError(
-            "it is in the configuration and among the keywords", where=f"{name}.{twice[0]}", hint="keep one of the two"
-        )
-    config[name] = {**before, **value}
-
-
-def _home(name: str) -> tuple[str, str]:
-    """Section and field of a name without its section."""
-    written = [p for p in sorted(FIELDS | set(MOVES)) if p.rpartition(".")[2] == name]
-    meant = {MOVES.get(p, p) for p in written}
-    if len(meant) == 1:
-        section, _, field = meant.pop().rpartition(".")
-        return section, field
-    if written:
+def _field_called(name: str) -> str:
+    """The field of a name without its section."""
+    written = [path for path in sorted(FIELDS | MOVES.keys()) if path.rpartition(".")[2] == name]
+    fields = {MOVES.get(path, path) for path in written}
+    if not fields:
+        raise _unknown(name)
+    if len(fields) > 1:
         raise ConfigError("several sections have such a field", where=name, hint=f"one of {', '.join(written)}")
-    raise _unknown(name)
+    return fields.pop()
 
 
 def normal_form(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,10 +193,14 @@ def normal_form(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
     fields, written = canonical_fields(source)
     for path, value in defaults.items():
         if path not in fields and fields.get(_RIVALS.get(path, "")) is None:
-            fields[path], written[path] = value, path
+            fields[path] = value
     config = _validate(fields, written)
     _check_read(config, written)
-    return {p: _plain(getattr(getattr(config, p.partition(".")[0]), p.partition(".")[2])) for p in sorted(fields)}
+    values: dict[str, Any] = {}
+    for path in sorted(fields):
+        section, _, name = path.partition(".")
+        values[path] = _plain(getattr(getattr(config, section), name))
+    return values
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -190,11 +212,13 @@ def nested(fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return out
 
 
-def canonical_fields(source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def canonical_fields(source: Mapping[str, Any]) -> tuple[dict[str, Any], _Written]:
     """Every field by its one name (`clip.max_norm`), and the name it was written under."""
     fields: dict[str, Any] = {}
-    written: dict[str, str] = {}
-    preset = _preset_of(source)
+    written = _Written()
+    preset = source.get("preset", source.get("mode"))
+    if source.get("mode", preset) != preset:
+        raise ConfigError("mode and preset are the same, and differ", where="mode", hint="keep preset")
     for path, value in _leaves({k: v for k, v in source.items() if k not in ("preset", "mode")}):
         target = MOVES.get(path, path)
         if target not in FIELDS:
@@ -206,86 +230,49 @@ def canonical_fields(source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
                 where=path,
                 hint="keep one of the two",
             )
-        fields[target], written[target] = value, path
+        fields[target] = value
+        written[target] = path
     if preset is not None:
         _apply_preset(preset, fields, written)
-    _check_exclusive(fields, written)
+    _check_shares(fields, written)
     return fields, written
 
 
-def _load_file(path: Path, *, whole: bool) -> Config:
-    """As `load`, its errors at the place in the file."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import MarkedYAMLError, YAMLError
-
-    try:
-        text = path.read_text("utf-8")
-        raw, tree = YAML(typ="safe").load(text), YAML(typ="rt").load(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration: {error.strerror}", where=str(path)) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"it is not UTF-8 text: {error}", where=path.name) from error
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        problem = str(error.problem or error.context).split("\n")[0]
-        raise ConfigError(f"not valid YAML: {problem}", where=f"{path.name}{place}") from error
-    except YAMLError as error:
-        raise ConfigError(f"not valid YAML: {str(error).splitlines()[0]}", where=path.name) from error
-    if raw is None:
-        return load({}, whole=whole)  # an empty file asks for nothing
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"holds {type(raw).__name__}, expected sections with fields", where=path.name)
-    try:
-        return load(raw, whole=whole)
-    except ConfigError as error:
-        place = f"{path.name}:{_position(tree, error.where)}"
-        raise ConfigError(f"{error.where}: {error.what}", where=place, hint=error.hint) from error
-
-
-def _position(tree: Any, field: str) -> str:
-    """Line and column of a field, or of the innermost section that is there."""
-    position = (0, 0)
-    for key in field.split("."):
-        marks = getattr(getattr(tree, "lc", None), "data", None) or {}
-        if key not in marks:
-            break
-        position, tree = tuple(marks[key][:2]), tree[key]
-    return f"{position[0] + 1}:{position[1] + 1}"
-
-
-def _check_read(config: Config, written: Mapping[str, str]) -> None:
-    """What optimizer, schedule or average would ignore is an error here already, before anything is made of it."""
+def _check_read(config: Config, written: _Written) -> None:
+    """Refuses what optimizer, schedule or average would ignore, before anything is made of the configuration."""
     rule = config.optimizer
     if rule.ignored:
-        path = f"optimizer.{rule.ignored}"
-        raise ConfigError(f"{rule.name} has no {rule.ignored}; it takes {rule.takes}", where=written.get(path, path))
+        what = f"{rule.name} has no {rule.ignored}; it takes {rule.takes}"
+        raise ConfigError(what, where=written[f"optimizer.{rule.ignored}"])
     for name in ("start_step", "warmup"):
         if "decay" not in config.ema.model_fields_set and getattr(config.ema, name):
-            raise ConfigError("there is no average: EMA is off", where=written.get(f"ema.{name}", f"ema.{name}"),
+            raise ConfigError("there is no average: EMA is off", where=written[f"ema.{name}"],
                               hint="set ema.decay, for example to 0.999")  # fmt: skip
     if config.swa.share is not None and config.ema.on:
-        path = written.get("swa.share", "swa.share")
-        raise ConfigError("SWA's average would ship, and EMA is on too", where=path, hint="set ema.decay to 0")
+        raise ConfigError("SWA's average would ship, and EMA is on too", where=written["swa.share"],
+                          hint="set ema.decay to 0")  # fmt: skip
     try:
         schedules.check_fields(config.scheduler)
     except ConfigError as error:
-        raise ConfigError(error.what, where=written.get(error.where, error.where), hint=error.hint) from error
+        raise ConfigError(error.what, where=written[error.where], hint=error.hint) from error
 
 
-def _check_length(config: Config, written: Mapping[str, str]) -> None:
-    asks = {"swa.share": config.swa.share is not None,
-            "pruning.end_step": config.pruning.method is not None and config.pruning.end_step is None}  # fmt: skip
-    for path, missing in asks.items():
-        if missing and config.scheduler.total_steps is None:
-            raise ConfigError(f"{path.partition('.')[0]} needs the length of the run", where=written.get(path, path),
+def _check_length(config: Config, written: _Written) -> None:
+    """Refuses what needs the length of the run where it is not set."""
+    needs_length = {
+        "swa.share": config.swa.share is not None,
+        "pruning.end_step": config.pruning.method is not None and config.pruning.end_step is None,
+    }
+    for path, needs in needs_length.items():
+        if needs and config.scheduler.total_steps is None:
+            raise ConfigError(f"{path.partition('.')[0]} needs the length of the run", where=written[path],
                               hint="set scheduler.total_steps")  # fmt: skip
     try:
         schedules.check_length(config.scheduler)
     except ConfigError as error:
         what = error.what
         for name in ("warmup_ratio", "warmup_steps", "name"):
-            source = written.get(f"scheduler.{name}", "")
+            source = written[f"scheduler.{name}"]
             if source.startswith("preset "):
                 what += f", and the {source} asks for it"
                 break
@@ -293,77 +280,90 @@ def _check_length(config: Config, written: Mapping[str, str]) -> None:
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field of nested sections by its path."""
     for key, value in node.items():
         path = f"{prefix}{key}"
         if isinstance(value, Section):
             value = value.model_dump(exclude_unset=True)
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{path}.")
-        elif value is None and path in SECTIONS:
-            continue  # a section left empty in YAML
-        elif path in SECTIONS:
-            raise ConfigError(f"expected a mapping, {_example(path, value)}; saw {value!r}", where=path)
-        else:
+        elif path not in SECTIONS:
             yield path, value
+        elif value is not None:  # a section left empty in YAML is None
+            raise ConfigError(f"expected a mapping, {_example(path, value)}; saw {value!r}", where=path)
 
 
-def _names(annotation: Any) -> frozenset[str]:
-    """The words that a field accepts, in any case."""
-    if get_origin(annotation) is Literal:
-        return frozenset(word for word in get_args(annotation) if isinstance(word, str))
-    return frozenset[str]().union(*map(_names, get_args(annotation)))
-
-
-def _known() -> dict[str, frozenset[str]]:
-    fields: dict[str, frozenset[str]] = {}
+def _words_by_field() -> dict[str, frozenset[str]]:
+    """The words that each field accepts, in any case; none for a field of numbers."""
+    words: dict[str, frozenset[str]] = {}
     for section, info in Config.model_fields.items():
         model = info.annotation
         assert isinstance(model, type) and issubclass(model, Section)
-        fields |= {f"{section}.{name}": _names(field.annotation) for name, field in model.model_fields.items()}
-    return fields
+        for name, field in model.model_fields.items():
+            words[f"{section}.{name}"] = _words(field.annotation)
+    return words
 
 
-NAMES = _known()
+def _words(annotation: Any) -> frozenset[str]:
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return frozenset(word for word in arguments if isinstance(word, str))
+    return frozenset[str]().union(*map(_words, arguments))
+
+
+NAMES = _words_by_field()
 FIELDS = frozenset(NAMES)
 SECTIONS = frozenset(Config.model_fields) | {p.rpartition(".")[0] for p in MOVES}
 
 
 def _example(section: str, value: Any) -> str:
     """The mapping that was probably meant by a value alone."""
-    fields = sorted(n.rpartition(".")[2] for n in FIELDS | set(MOVES) if n.rpartition(".")[0] == section)
-    known: Mapping[str, Any] = {"optimizer": get_args(OptimizerName), "scheduler": get_args(SchedulerName)}
-    if section not in known:
-        return f"for example {section}: {{{fields[0]}: …}}; its fields: {', '.join(fields)}"
-    near = closest(str(value), known[section])
-    return f"for example {section}: {{name: {near or known[section][0]}}}"
+    choices: Mapping[str, Any] = {"optimizer": get_args(OptimizerName), "scheduler": get_args(SchedulerName)}
+    if section in choices:
+        name = closest(str(value), choices[section]) or choices[section][0]
+        return f"for example {section}: {{name: {name}}}"
+    fields = sorted(_fields_of(section))
+    return f"for example {section}: {{{fields[0]}: …}}; its fields: {', '.join(fields)}"
+
+
+def _fields_of(section: str) -> dict[str, str]:
+    """The paths of a section's fields, as people write them, by their last part."""
+    fields: dict[str, str] = {}
+    for path in (*FIELDS, *MOVES, "preset"):
+        parent, _, name = path.rpartition(".")
+        if parent == section:
+            fields[name] = path
+    return fields
 
 
 def _unknown(path: str) -> ConfigError:
-    names = [*sorted(FIELDS | set(MOVES)), "preset"]
+    """The error for a field that does not exist, with the one that was probably meant."""
+    names = [*sorted(FIELDS | MOVES.keys()), "preset"]
     section, _, last = path.rpartition(".")
-    siblings = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == section}
+    siblings = _fields_of(section)
     # The same field of another section, then its like in this one; of an unknown section the whole path's like.
-    same = [n for n in names if n.rpartition(".")[2] == last]
-    nearest = closest(path, same, 0) or siblings.get(closest(last, siblings), "")
+    namesakes = [name for name in names if name.rpartition(".")[2] == last]
+    nearest = closest(path, namesakes, 0) or siblings.get(closest(last, siblings), "")
     if not nearest and section not in SECTIONS:
-        nearest = closest(path, names)
+        nearest = closest(path, [*SECTIONS, *names] if not section else names)
     valid = sorted(siblings) if section in SECTIONS else [*sorted(SECTIONS), "preset"]
     return ConfigError("no such field", where=path, hint=guess(nearest, valid))
 
 
 def guess(nearest: str, valid: Sequence[str]) -> str:
-    """The hint after a name that is not known: the one that was meant, or all there are."""
-    return f"did you mean {nearest}?" if nearest else f"valid names: {', '.join(valid)}"
+    """The hint after an unknown name: the one that was meant, or all there are."""
+    if nearest:
+        return f"did you mean {nearest}?"
+    return f"valid names: {', '.join(valid)}"
 
 
 def _spelling(target: str, value: Any) -> Any:
     """The canonical value for an accepted one; other values unchanged."""
-    table = SPELLINGS.get(target, {})
     key = value.lower() if isinstance(value, str) else value
-    if isinstance(key, str) and key in NAMES.get(target, ()):
+    if isinstance(key, str) and key in NAMES[target]:
         return key
-    if isinstance(key, str | bool | int | float | None) and key in table:
-        return table[key]
+    if isinstance(key, str | bool | int | float | None):
+        return SPELLINGS.get(target, {}).get(key, value)
     return value
 
 
@@ -374,14 +374,8 @@ def _same(a: Any, b: Any) -> bool:
         return bool(a == b)
 
 
-def _preset_of(source: Mapping[str, Any]) -> Any:
-    """`preset`, which some write as `mode`."""
-    if "mode" in source and "preset" in source and source["mode"] != source["preset"]:
-        raise ConfigError("mode and preset are the same, and differ", where="mode", hint="keep preset")
-    return source.get("preset", source.get("mode"))
-
-
-def _apply_preset(preset: Any, fields: dict[str, Any], written: dict[str, str]) -> None:
+def _apply_preset(preset: Any, fields: dict[str, Any], written: _Written) -> None:
+    """Adds the fields of a preset that nobody wrote."""
     if isinstance(preset, str):
         preset = preset.lower()
     if preset not in PRESETS:
@@ -392,30 +386,26 @@ def _apply_preset(preset: Any, fields: dict[str, Any], written: dict[str, str]) 
         # The preset's rate and momentum belong to its own optimizer; its warm-up yields to either way of saying it.
         if target in fields or _RIVALS.get(target) in fields or (own_optimizer and target.startswith("optimizer.")):
             continue
-        fields[target], written[target] = value, f"preset {preset}"
-    if preset == "nlp-finetune":  # of whatever optimizer
-        fields.setdefault("optimizer.lr_range", FINETUNE_RATES)
-        written.setdefault("optimizer.lr_range", f"preset {preset}")
+        fields[target] = value
+        written[target] = f"preset {preset}"
+    if preset == "nlp-finetune" and "optimizer.lr_range" not in fields:  # of whatever optimizer
+        fields["optimizer.lr_range"] = FINETUNE_RATES
+        written["optimizer.lr_range"] = f"preset {preset}"
         rate = _product(fields.get("optimizer.lr"), 1.0)
-        if rate is not None and fields["optimizer.lr_range"] == FINETUNE_RATES and "optimizer.lr_scaling" not in fields:
+        if rate is not None and "optimizer.lr_scaling" not in fields:
             fields["optimizer.lr"] = min(max(rate, FINETUNE_RATES[0]), FINETUNE_RATES[1])
 
 
-def _check_exclusive(fields: Mapping[str, Any], written: Mapping[str, str]) -> None:
-    for one, other in _EXCLUSIVE:
-        if fields.get(one) is None or fields.get(other) is None:
+def _check_shares(fields: Mapping[str, Any], written: _Written) -> None:
+    """Refuses an absolute value beside a share, unless they agree."""
+    for absolute, share, whole in _SHARES:
+        if fields.get(absolute) is None or fields.get(share) is None:
             continue
-        # A share and an absolute value may both be there where they agree.
-        if one == "scheduler.min_lr":
-            absolute = fields[one]
-            expected = _product(fields[other], fields.get("optimizer.lr"))
-        else:
-            absolute = fields[other]
-            expected = _product(fields[one], fields.get("scheduler.total_steps"))
-        if expected is None or not _same(expected, absolute):
+        expected = _product(fields[share], fields.get(whole))
+        if expected is None or not _same(expected, fields[absolute]):
             raise ConfigError(
-                f"{written[one]} is {fields[one]!r} and {written[other]} is {fields[other]!r}",
-                where=written[other],
+                f"{written[absolute]} is {fields[absolute]!r} and {written[share]} is {fields[share]!r}",
+                where=written[share],
                 hint="both set the same thing: keep one of the two",
             )
 
@@ -436,23 +426,21 @@ def _product(a: Any, b: Any) -> float | None:
         return None
 
 
-def _validate(fields: Mapping[str, Any], written: Mapping[str, str]) -> Config:
+def _validate(fields: Mapping[str, Any], written: _Written) -> Config:
+    """The typed configuration; pydantic's first error as one at the field's written name."""
     try:
         return Config.model_validate(nested(fields))
     except ValidationError as error:
         first = error.errors()[0]
-        path = ".".join(str(p) for p in first["loc"][:2])
-        message = first["msg"].removeprefix("Value error, ")
+        path = ".".join(str(part) for part in first["loc"][:2])
+        what = first["msg"].removeprefix("Value error, ")
+        hint = ""
         if path in _PAIRS and first["type"] in ("missing", "too_long", "tuple_type"):
-            value = fields.get(path)
-            raise ConfigError(f"expected two numbers, got {value!r}", where=written.get(path, path)) from error
-        if first["type"] == "literal_error" and isinstance(first["input"], str):
+            what = f"expected two numbers, got {fields.get(path)!r}"
+        elif first["type"] == "literal_error" and isinstance(first["input"], str):
             valid = re.findall(r"'([^']+)'", first["ctx"]["expected"])
-            raise ConfigError(
-                f"unknown value {first['input']!r}",
-                where=written.get(path, path),
-                hint=guess(closest(first["input"], valid), valid),
-            ) from error
-        if "." in path:
-            message += f", got {first['input']!r}"
-        raise ConfigError(message, where=written.get(path, path)) from error
+            what = f"unknown value {first['input']!r}"
+            hint = guess(closest(first["input"], valid), valid)
+        elif "." in path:
+            what += f", got {first['input']!r}"
+        raise ConfigError(what, where=written[path], hint=hint) from error

@@ -341,8 +341,6 @@ class MemoryConfig(Section):
     """Run the layers of nn.Sequential and nn.ModuleList again in the backward pass instead of keeping activations."""
     checkpoint_interval: PositiveInt = 4
     """Layers of a Sequential that are recomputed together."""
-    empty_cache: bool = False
-    """Give the GPU allocator's unused memory back after each step; it costs time at every step."""
 
 
 class DistributedConfig(Section):

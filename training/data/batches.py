@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import form, mapped, rows, split, with_arrays
 from layerline.pipeline.inputs.input_checks import checked_cast
-from layerline.pipeline.task import Task
+from layerline.pipeline.task import EXAMPLE_HOOKS, Task
 from layerline.training.randomness.rng_state import mix, seeded
 
 
@@ -316,17 +316,16 @@ def example_inputs(
         if not isinstance(example, tuple):
             example = (example,)
         return tuple(pytree.tree_map(_array_as_tensor, value) for value in example), {}
-    hooks = [h for h in ("eval_data", "train_data", "calib_data") if task.has(h)]
-    hook = hooks[0] if hooks else None
-    if hook is None:
+    hooks = [hook for hook in EXAMPLE_HOOKS if task.has(hook)]
+    if not hooks:
         raise TaskError(
             "there is nothing to run the model on",
             where=task.path.name,
             hint="define example_inputs(), or eval_data() or train_data()",
         )
-    source = task.call(hook)
-    with task.blaming(f"drawing a batch of {hook}()"):
-        return first_samples(source, n, hook, forward)
+    source = task.call(hooks[0])
+    with task.blaming(f"drawing a batch of {hooks[0]}()"):
+        return first_samples(source, n, hooks[0], forward)
 
 
 def first_samples(

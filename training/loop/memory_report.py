@@ -105,17 +105,6 @@ def activations(model: nn.Module, forward: Callable[[], Any]) -> dict[str, int]:
     return out
 
 
-def empty_cache(device: torch.device) -> None:
-    """Gives the allocator's unused blocks back to a GPU; other processes can have them then.
-
-    It does not lower this process's own peak. Its cost: it waits for everything the device has still to do, and the
-    next step asks the driver for the same blocks again, which waits once more. Every step it follows is slower for it,
-    so it is off unless asked for (`gpu.enable_memory_compact`). The CPU has no such cache: nothing is done there.
-    """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _unique(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     seen: set[int] = set()
     for path, module in modules(model):

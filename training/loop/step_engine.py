@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import Config
-from layerline.training.loop import adoption, loop_mistakes, memory_report, model_sync, rejected_steps
+from layerline.training.loop import adoption, loop_mistakes, model_sync, rejected_steps
 from layerline.training.loop import batch_norm as norms
 from layerline.training.loop import closure as closures
 from layerline.training.loop.accumulation import Window, check_loss, counted, loss_factor, witness
@@ -93,7 +93,7 @@ class Lane(LaneState):
         # Copied from the configuration: after a forward pass its objects are no longer in the CPU's cache.
         self._max_norm = config.clip.max_norm or math.inf
         self._max_value = config.clip.value
-        self._window_size, self._empty_cache = config.accumulate.steps, config.memory.empty_cache
+        self._window_size = config.accumulate.steps
         self._look_at = 0
         self._spent: list[Tensor] = []  # gradients of the last step, whose memory the next backward pass takes
         self._counts: set[int] = set()  # how many gradients a step had, where it was not all of them
@@ -348,8 +348,6 @@ class Lane(LaneState):
         if not math.isnan(loss) and self.device.type == "cpu" and self.peers is None:
             # Freed here, this memory would go back to the system and be fetched again, page by page, in the next step.
             self._spent = grads
-        if self._empty_cache:
-            memory_report.empty_cache(self.device)
         return True
 
     def _scale_and_clip(self, grads: list[Tensor], norm: float, unscale: float) -> None:

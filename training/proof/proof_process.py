@@ -1,4 +1,4 @@
-"""One run of a proof in a process of its own: reports a digest of every tensor and counter after each step.
+"""One run of a proof, in a process of its own: after each step it reports a digest of every tensor and counter.
 
 Reports are JSON lines on standard output. Output of the code under proof is redirected to standard error.
 """
@@ -19,12 +19,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from layerline.pipeline.errors import ConfigError, PipeError, StageError, memory_told
+from layerline.pipeline.task import Task
+from layerline.training.config.sections import Config
 from layerline.training.model.split_tensors import whole
 from layerline.training.state import checkpoint, safetensors_io
 
 if TYPE_CHECKING:
     from layerline.training.loop.step_engine import Lane
     from layerline.training.model_optimizer import ModelOptimizer
+    from layerline.training.run.train_loop import Run
 
 Report = Callable[[Mapping[str, Any]], None]
 
@@ -75,13 +78,73 @@ def _run(job: Mapping[str, Any], report: Report) -> None:
     gradients = _watched(mo)
     for _ in range(steps):
         inputs = step()
-        state = fingerprint(mo, inputs if isinstance(inputs, dict) else {})
+        state = _digests(mo, inputs if isinstance(inputs, dict) else {})
         report({"at": mo.global_step, "state": state, "gradients": dict(gradients)})
         gradients.clear()
     checkpoint.save(mo, Path(job["save"]), timings=False)
 
 
-def fingerprint(mo: ModelOptimizer, inputs: Mapping[str, Tensor]) -> dict[str, str]:
+def _build(job: Mapping[str, Any]) -> tuple[ModelOptimizer, Callable[[], object], Callable[[], float]]:
+    """Calls the job's `make`; without a third part of its result, any number of steps is left."""
+    source, _, name = job["make"].rpartition(":")
+    if source.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+        if spec is None or spec.loader is None or not Path(source).is_file():
+            raise ConfigError("there is no such file", where=source)
+        sys.path.insert(0, str(Path(source).parent))
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(source)
+    mo, step, *left = getattr(module, name)(**job["arguments"])
+    return mo, step, left[0] if left else lambda: math.inf
+
+
+def make_stage(*, task: str, config: Mapping[str, Any], device: str, **fields: Any) -> tuple[ModelOptimizer,
+                                                      Callable[[], dict[str, Tensor]], Callable[[], int]]:  # fmt: skip
+    """The `make` of the train stage: it runs the stage's own code, so that the proof holds for `pipe run train`.
+
+    A step returns the batches it used. It ends in the middle of the next accumulation window, so that the proof's
+    checkpoint lies in an open window, as the stage's own checkpoints may.
+
+    Args:
+        task: path of the task file.
+        config: ModelOptimizer's configuration.
+        device: "cpu" or "cuda".
+        fields: the stage's epochs, steps, batch_size, seed and workers.
+    """
+    from layerline.training.distributed import rendezvous
+    from layerline.training.run import train_loop
+
+    with train_loop.deterministic():
+        typed = Config.model_validate(config)
+        run = train_loop.prepare(Task(Path(task)), typed, device=rendezvous.device(device), **fields)
+    stream = run.batches.forever()
+    half = run.mo.config.accumulate.steps // 2
+
+    def left() -> int:
+        return run.total - run.attempted
+
+    def step() -> dict[str, Tensor]:
+        inputs: dict[str, Tensor] = {}
+        before = run.attempted
+        with train_loop.deterministic():
+            while run.attempted == before or (run.lane.window.micro < half and left() and not _ends_epoch(run)):
+                place = f"data/epoch {run.batches.epoch}/batch {run.batches.position}"
+                batch = train_loop.one_batch(run, stream)
+                inputs |= {name: part for name, part in _flat(batch, place) if isinstance(part, Tensor)}
+        return inputs
+
+    return run.mo, step, left
+
+
+def _ends_epoch(run: Run) -> bool:
+    """Whether the next batch may be the epoch's last one, which ends a window early."""
+    return run.batches.per_epoch is None or run.batches.position + 1 == run.batches.per_epoch
+
+
+def _digests(mo: ModelOptimizer, inputs: Mapping[str, Tensor]) -> dict[str, str]:
     """Digests of tensors and the text of counters, by name, in the order in which one can cause the next to differ:
     inputs of the step, random state, then weights, averages, optimizer and the rest.
     """
@@ -89,11 +152,20 @@ def fingerprint(mo: ModelOptimizer, inputs: Mapping[str, Tensor]) -> dict[str, s
     counters: dict[str, Any] = {"rng": meta["rng"], "extras": meta["extras"]}
     for name, lane in meta["lanes"].items():
         counters |= {name: lane} if name else lane
-    state = {name: digest(tensor) for name, tensor in tensors.items()}
-    state |= dict(_flat_counters(counters))
+    state = {name: _digest(tensor) for name, tensor in tensors.items()}
+    for name, value in _flat(counters, ""):
+        if not name.endswith("/$"):  # only marks the place of a tensor, which has a digest
+            state[name] = json.dumps(value)
     order = sorted(state, key=lambda name: not name.startswith("rng/"))
-    digests = {name: digest(tensor) for name, tensor in inputs.items()}
+    digests = {name: _digest(tensor) for name, tensor in inputs.items()}
     return digests | {name: state[name] for name in order}
+
+
+def _digest(tensor: Tensor) -> str:
+    """Twelve digits of SHA-256 over a tensor's type, shape and bytes."""
+    sha = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    sha.update(safetensors_io.raw_bytes(tensor))
+    return sha.hexdigest()[:12]
 
 
 def _watched(mo: ModelOptimizer) -> dict[str, str]:
@@ -104,7 +176,7 @@ def _watched(mo: ModelOptimizer) -> dict[str, str]:
         def watched() -> None:
             for name, param in zip(lane.names, lane.stepped, strict=True):
                 if param.grad is not None:
-                    digests[f"{prefix}online/{name}"] = digest(whole(param.grad))
+                    digests[f"{prefix}online/{name}"] = _digest(whole(param.grad))
             move()
 
         return watched
@@ -118,40 +190,14 @@ def _prefix(model_name: str) -> str:
     return f"{model_name}/" if model_name else ""
 
 
-def digest(tensor: Tensor) -> str:
-    """Twelve digits of SHA-256 over a tensor's type, shape and bytes."""
-    sha = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    sha.update(safetensors_io.raw_bytes(tensor))
-    return sha.hexdigest()[:12]
-
-
-def _flat_counters(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(node, dict | list) and node:
-        items = node.items() if isinstance(node, dict) else enumerate(node)
-        for key, value in items:
-            yield from _flat_counters(value, f"{path}/{key}" if path else str(key))
-    elif not path.endswith("/$"):  # only marks the place of a tensor, which has a digest
-        yield path, json.dumps(node)
-
-
-def _build(job: Mapping[str, Any]) -> tuple[ModelOptimizer, Callable[[], object], Callable[[], float]]:
-    mo, step, *left = _function(job["make"])(**job["arguments"])
-    if left:
-        return mo, step, left[0]
-    return mo, step, lambda: math.inf
-
-
-def _function(make: str) -> Callable[..., Any]:
-    source, _, name = make.rpartition(":")
-    if source.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(source).stem, source)
-        if spec is None or spec.loader is None or not Path(source).is_file():
-            raise ConfigError("there is no such file", where=source)
-        sys.path.insert(0, str(Path(source).parent))
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(source)
-    function: Callable[..., Any] = getattr(module, name)
-    return function
+def _flat(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dicts, lists and tuples by their path; an empty collection is a leaf."""
+    items: list[tuple[Any, Any]] = []
+    if isinstance(node, Mapping):
+        items = list(node.items())
+    elif isinstance(node, list | tuple):
+        items = list(enumerate(node))
+    if not items:
+        yield path, node
+    for key, value in items:
+        yield from _flat(value, f"{path}/{key}" if path else str(key))

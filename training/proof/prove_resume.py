@@ -19,7 +19,6 @@ from layerline.pipeline.records.run_lock import temporary_folder
 from layerline.training.state import safetensors_io
 
 _ERRORS: Mapping[str, type[PipeError]] = {e.__name__: e for e in (ConfigError, TaskError, StageError, Unavailable)}
-_ABSENT = "absent"
 # The current folder comes last on the path: a file in it must not hide a module of the standard library.
 _START = "import sys; sys.path.append(sys.path.pop(0)); from layerline.training.proof.proof_process import main; main()"
 
@@ -166,29 +165,29 @@ def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, 
         name=name,
         step=a[index]["at"],
         after=index + 1,
-        straight=str(a[index]["state"].get(name, _ABSENT)),
-        resumed=str(b[index]["state"].get(name, _ABSENT)),
+        straight=str(a[index]["state"].get(name, "absent")),
+        resumed=str(b[index]["state"].get(name, "absent")),
         max_abs=max_abs,
         repeats=repeats,
-        optimizer=_optimizer(name, a[index]["gradients"], b[index]["gradients"], first["optimizers"]),
+        optimizer=_at_fault(name, a[index], b[index], first["optimizers"]),
     )
     return replace(proof, difference=difference)
 
 
-def _optimizer(name: str, a: Mapping[str, str], b: Mapping[str, str], optimizers: Mapping[str, str]) -> str:
-    """The optimizer that writes this tensor, where it stepped on equal gradients in both runs.
+def _at_fault(name: str, a: Mapping[str, Any], b: Mapping[str, Any], optimizers: Mapping[str, str]) -> str:
+    """The optimizer that writes a tensor, where both runs gave it equal gradients; empty elsewhere.
 
     Args:
         name: the tensor that differs.
-        a, b: digests of gradients, by the name of their parameter.
+        a, b: both reports of the step.
         optimizers: by what stands before the names of their model's tensors.
     """
+    if a["gradients"] != b["gradients"]:
+        return ""
     for prefix, optimizer in optimizers.items():
-        weights = {n for n in {**a, **b} if n.startswith(f"{prefix}online/")}
-        writes_it = name in weights or name.startswith((f"{prefix}masters/", f"{prefix}optimizer/"))
-        if weights and writes_it:
-            same_gradients = all(a.get(n) == b.get(n) for n in weights)
-            return optimizer if same_gradients else ""
+        stepped = name.startswith(f"{prefix}online/") and name in a["gradients"]
+        if stepped or name.startswith((f"{prefix}masters/", f"{prefix}optimizer/")):
+            return optimizer
     return ""
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import described, outlined
 from layerline.pipeline.inspection import Inspection
+from layerline.pipeline.task import EXAMPLE_HOOKS
 from layerline.training.config.sections import Config
 from layerline.training.data import batches as data
 from layerline.training.data import golden_outputs
@@ -22,7 +23,8 @@ from layerline.training.model.modes import train_mode
 from layerline.training.model_optimizer import ModelOptimizer
 from layerline.training.randomness import rng_state
 from layerline.training.run import shipping
-from layerline.training.run.train_loop import loss_of, steps_per_epoch, taught
+from layerline.training.run.shipping import module_of
+from layerline.training.run.train_loop import check_evaluation, loss_of, steps_per_epoch
 
 SAMPLES = 2
 _ONE_ROW = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -49,17 +51,14 @@ def look_at_training(
         look.ok("train.device", str(where))
     rng_state.seed_all(seed)
     with look.item("model()"):
-        look.shared["trained"] = _model(look)
+        module = module_of(look.task)
+        _tell_model(look, module)
+        look.shared["trained"] = module
     with look.item("train_data()"):
         look.shared["batch"], look.shared["more"] = _batches(look, batch_size)
         look.shared["total"] = steps or epochs * steps_per_epoch(look.shared["more"], config.accumulate.steps)
-    if config.monitor.valid_interval:
-        with look.item("eval_data()"):
-            if not look.task.has("eval_data"):
-                raise TaskError(
-                    "there is no such hook, and training.valid_interval asks for the metric over its data",
-                    hint="define eval_data(), or leave valid_interval out",
-                )
+    with look.item("eval_data()"):
+        check_evaluation(look.task, config)
     with look.item("train"):
         model, total = look.need("trained").to(where), look.need("total")
         for text in train_mode(model):
@@ -67,15 +66,11 @@ def look_at_training(
         if config.scheduler.total_steps is None:
             config = config.replace(scheduler={"total_steps": total})
         mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
-        look.shared["loss"] = loss_of(look.task)
-        if config.distillation.alpha:
-            with look.item("teacher()"):
-                loss = taught(look.task, model, config, where)
-                look.shared["loss"] = loss
-                if isinstance(loss, Taught):
-                    teacher = loss.distillation.teacher
-                    count = sum(p.numel() for p in teacher.parameters())
-                    look.ok("teacher()", f"{type(teacher).__name__} of {count:,} parameters")
+        with look.item("teacher()"):
+            loss = loss_of(look.task, model, config, where)
+            look.shared["loss"] = loss
+            if isinstance(loss, Taught):
+                look.ok("teacher()", _outline(loss.distillation.teacher))
         with look.item("loss()"):
             _try_loss(look, mo, where)
         with look.item("train.batch_size"):
@@ -92,16 +87,15 @@ def look_at_example(look: Inspection) -> None:
         if not any(f.item == "model()" for f in look.findings):
             _tell_model(look, network)
         look.shared["network"] = network
-    hooks = ("example_inputs", "eval_data", "train_data", "calib_data")
-    defined = [h for h in hooks if look.task.has(h)]
-    hook = defined[0] if defined else hooks[0]
+    defined = [hook for hook in EXAMPLE_HOOKS if look.task.has(hook)]
+    hook = defined[0] if defined else EXAMPLE_HOOKS[0]
     with look.item(f"{hook}()"):
         network = look.need("network")
         example = data.example_inputs(look.task, forward=network.forward)
         try:
             golden = golden_outputs.record(network, *example)
         except TaskError as error:
-            if hook != hooks[0] and not error.hint:
+            if hook != EXAMPLE_HOOKS[0] and not error.hint:
                 error.hint = f"there is no example_inputs(), so the first samples of {hook}() are the example"
             raise
         inputs, outputs = {}, {}
@@ -115,20 +109,15 @@ def look_at_example(look: Inspection) -> None:
         _warn_of_nonfinite(look, "model()", outputs)
 
 
-def _model(look: Inspection) -> nn.Module:
-    model = look.task.call("model")
-    if not isinstance(model, nn.Module):
-        raise TaskError(f"it gave {type(model).__name__}, expected a torch.nn.Module", where="model",
-                        hint="return the network itself")  # fmt: skip
-    _tell_model(look, model)
-    return model
+def _outline(module: nn.Module) -> str:
+    count = sum(p.numel() for p in module.parameters())
+    return f"{type(module).__name__} of {count:,} parameters"
 
 
 def _tell_model(look: Inspection, model: nn.Module) -> None:
     params = named(model).params  # refuses what has no shape yet
     look.shared["model_bytes"] = sum(p.numel() * p.element_size() for p in params.values())
-    count = sum(p.numel() for p in params.values())
-    look.ok("model()", f"{type(model).__name__} of {count:,} parameters")
+    look.ok("model()", _outline(model))
     if not any(p.requires_grad for p in params.values()):
         look.warn("model()", "no parameter requires a gradient", "let those that are to be trained require one")
 

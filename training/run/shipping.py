@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of forward()."""
 
 
-@dataclass(frozen=True)
-class WeightEffect:
+class WeightEffect(NamedTuple):
     """One tensor under two sets of weights: a parameter, or a module's output on the example."""
 
     name: str
@@ -31,16 +29,26 @@ class WeightEffect:
     after: Tensor
 
 
+def module_of(task: Task, hook: str = "model") -> nn.Module:
+    """The module that a hook returns.
+
+    Raises:
+        TaskError: it returns something else.
+    """
+    module = task.call(hook)
+    if not isinstance(module, nn.Module):
+        raise TaskError(f"{hook}() gave {type(module).__name__}, expected a torch.nn.Module", where=hook,
+                        hint="return the network itself")  # fmt: skip
+    return module
+
+
 def network(task: Task) -> nn.Module:
     """model() in float32 and eval mode. Half precision is chosen by the quantize stage, which reports its cost.
 
     Raises:
         TaskError: model() does not return a module.
     """
-    model = task.call("model")
-    if not isinstance(model, nn.Module):
-        raise TaskError(f"model() gave {type(model).__name__}, expected a torch.nn.Module", where="model")
-    return model.float().eval()
+    return module_of(task).float().eval()
 
 
 def ship(model: nn.Module, example: Example, weights: Mapping[str, Tensor], out: Path) -> None:
@@ -51,18 +59,14 @@ def ship(model: nn.Module, example: Example, weights: Mapping[str, Tensor], out:
         TaskError: the model can't run on its example.
     """
     canonical_names.load(model, weights)
-    _stop_observers(model)
-    names = canonical_names.named(model)
-    safetensors_io.save(out / "model.safetensors", names.tensors, {"aliases": names.aliases})
-    safetensors_io.save(out / "golden.safetensors", golden_outputs.record(model, *example))
-
-
-def _stop_observers(model: nn.Module) -> None:
-    """Fake quantisation keeps the scales it has: an observer that is on changes them at each call, in eval mode too."""
     for module in model.modules():
+        # Fake quantisation keeps its scales: an observer that is on changes them at each call, in eval mode too.
         switch = getattr(module, "observer_enabled", None)
         if isinstance(switch, Tensor):
             switch.zero_()
+    names = canonical_names.named(model)
+    safetensors_io.save(out / "model.safetensors", names.tensors, {"aliases": names.aliases})
+    safetensors_io.save(out / "golden.safetensors", golden_outputs.record(model, *example))
 
 
 def compared(

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ from layerline.training.model.modes import train_mode
 from layerline.training.model.split_tensors import whole
 from layerline.training.model_optimizer import ModelOptimizer
 from layerline.training.randomness import rng_state
+from layerline.training.run.shipping import module_of
 from layerline.training.run.validation import metric_of
 from layerline.training.state import checkpoint
 
@@ -58,7 +59,7 @@ class Run:
     model: nn.Module
     mo: ModelOptimizer
     batches: Batches
-    loss: Callable[[nn.Module, Any], tuple[Tensor, float | None]]
+    loss: Loss
     device: torch.device
     total: int
     initial: dict[str, Tensor]
@@ -103,13 +104,9 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
         group.compare(_code_and_data(parts or {}), "run the same task.py and data files on each rank")
     if size > 2 and "overlap" not in config.distributed.model_fields_set:
         config = config.replace(distributed={"overlap": False})  # a killed run must end in the same bytes
-    if config.monitor.valid_interval and not task.has("eval_data"):
-        raise TaskError("there is no such hook, and training.valid_interval asks for the metric over its data",
-                        where="eval_data", hint="define eval_data(), or leave valid_interval out")  # fmt: skip
+    check_evaluation(task, config)
     rng_state.seed_all(seed)
-    model = task.call("model")
-    if not isinstance(model, nn.Module):
-        raise TaskError(f"model() gave {type(model).__name__}, expected a torch.nn.Module", where="model")
+    model = module_of(task)
     named(model)  # refuses parameters without a shape, before the model is moved
     if group is None or config.distributed.shard == "none":  # a sharded model is moved to the GPU layer by layer
         model.to(device)
@@ -120,17 +117,28 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
         config = config.replace(scheduler={"total_steps": total})
     mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
     mo.register("data", batches)
-    mo.validate_with(lambda net: _first(metric_of(task, net, batch_size=batch_size, device=device)))
+    mo.validate_with(lambda net: next(iter(metric_of(task, net, batch_size=batch_size, device=device).values())))
     initial = _copies(named(model).params)
     for text in modes:
         mo.lanes[""].monitor.warn("modes", text)
-    loss = taught(task, model, config, device)
+    loss = loss_of(task, model, config, device)
     # Draws of the model (dropout) don't depend on how many numbers building it took. Each rank has its own seed.
     seed_parts = [seed, 1]
     if rank:
         seed_parts.append(rank)
     rng_state.seed_all(rng_state.mix(*seed_parts))
     return Run(task, model, mo, batches, loss, device, total, initial, {})
+
+
+def check_evaluation(task: Task, config: Config) -> None:
+    """Refuses a validation without data.
+
+    Raises:
+        TaskError: there is no eval_data().
+    """
+    if config.monitor.valid_interval and not task.has("eval_data"):
+        raise TaskError("there is no such hook, and training.valid_interval asks for the metric over its data",
+                        where="eval_data", hint="define eval_data(), or leave valid_interval out")  # fmt: skip
 
 
 def _code_and_data(parts: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -152,6 +160,7 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
     Raises:
         KeyboardInterrupt: after the checkpoint was written.
         StageError: the loss or the gradients stopped being finite.
+        TaskError: a whole epoch held nothing to train on.
     """
     mo, folder = run.mo, scratch / "checkpoints"
     if mo.best is not None:
@@ -160,7 +169,10 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
         run.lane.monitor.write = log.say
     run.lane.monitor.speak = log.say
     run.lane.monitor.loads = run.batches.form != "columns"
-    if _resumable(mo, folder):
+    resumable = bool(checkpoint.rotation(folder))
+    if mo.ranks is not None:
+        resumable = mo.ranks.by_first(lambda: resumable)
+    if resumable:
         mo.load_ckpt(folder)
         run.resumed = run.attempted
         log.say(f"resuming at step {run.resumed} of {run.total}")
@@ -171,12 +183,17 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
         stream = run.batches.forever()
         while run.attempted < run.total and not mo.should_stop:
             one_batch(run, stream)
-            _check_progress(run)
+            if run.attempted == 0 and run.batches.epoch > 1 and run.lane.window.untouched:
+                # Windows of weight 0 are neither accepted nor rejected: this would go on forever.
+                raise TaskError(
+                    "a whole epoch of train_data() holds no label that counts, so nothing can be trained",
+                    where="train_data",
+                    hint="labels of -100 are left out of the loss; loss() may also have given a weight of 0 each time",
+                )
             now = time.perf_counter()
             done = run.attempted
             due = now - saved_at > max(_SAVE_EVERY_S, _SAVE_SHARE * saving)
-            if save_every and done - saved_step >= save_every:
-                due = True
+            due |= save_every > 0 and done - saved_step >= save_every
             save, stop = _agreed(run, due, bool(interrupted))
             # Not after the last step: the process that ends the run must have measured what it reports on this step.
             if done < run.total and (save or stop):
@@ -189,20 +206,6 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
                 drawn_at = now
                 _draw(run, log)
         _draw(run, log)
-
-
-def _check_progress(run: Run) -> None:
-    """Ends a training whose data hold nothing to train on: windows of weight 0 are neither accepted nor rejected.
-
-    Raises:
-        TaskError: a whole epoch went by without a step.
-    """
-    if run.attempted == 0 and run.batches.epoch > 1 and run.mo.lanes[""].window.untouched:
-        raise TaskError(
-            "a whole epoch of train_data() holds no label that counts, so nothing can be trained",
-            where="train_data",
-            hint="labels of -100 are left out of the loss; loss() may also have given a weight of 0 each time",
-        )
 
 
 def take_best(run: Run) -> str:
@@ -219,12 +222,6 @@ def take_best(run: Run) -> str:
         checkpoint.load(run.mo, best.folder / file)
         run.before_last = {}  # it belongs to another step than the present weights
     return f"the weights are those of step {step} with the best metric, {metric:.6g}; the last step was {last}{stopped}"
-
-
-def _resumable(mo: ModelOptimizer, folder: Path) -> bool:
-    if mo.ranks is None:
-        return bool(checkpoint.rotation(folder))
-    return mo.ranks.by_first(lambda: bool(checkpoint.rotation(folder)))
 
 
 def _agreed(run: Run, save: bool, stop: bool) -> tuple[bool, bool]:
@@ -297,38 +294,28 @@ def _own_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, float |
     return loss, weight
 
 
-def _first(metric: dict[str, float]) -> float:
-    return next(iter(metric.values()))
+def loss_of(task: Task, model: nn.Module, config: Config, device: torch.device) -> Loss:
+    """A function for the task's loss of a model on a batch and its weight; None stands for the number of samples.
 
-
-def loss_of(task: Task) -> Callable[[nn.Module, Any], tuple[Tensor, float | None]]:
-    """A function for the task's loss of a model on a batch and its weight; None stands for the number of samples."""
-    if task.has("loss"):
-        return partial(_own_loss, task)
-    return partial(_default_loss, task)
-
-
-def taught(task: Task, model: nn.Module, config: Config, device: torch.device) -> Loss:
-    """The task's loss, with that of its teacher where the section `distillation` asks for one.
+    Where the section `distillation` asks for it, the loss of the task's teacher is added.
 
     Raises:
         TaskError: there is no teacher(), or it gives no module.
     """
+    own = task.has("loss")
+    loss: Loss = partial(_own_loss if own else _default_loss, task)
     settings = config.distillation
     if not settings.alpha:
-        return loss_of(task)
+        return loss
     if not task.has("teacher"):
         raise TaskError("there is no such hook, and distillation.alpha asks for it", where="teacher",
                         hint="define teacher(): it returns the trained network, with its weights loaded")  # fmt: skip
-    teacher = task.call("teacher")
-    if not isinstance(teacher, nn.Module):
-        raise TaskError(f"teacher() gave {type(teacher).__name__}, expected a torch.nn.Module", where="teacher")
-    teacher.to(device).requires_grad_(False)
+    teacher = module_of(task, "teacher").to(device).requires_grad_(False)
     distillation = Distillation(teacher, temperature=settings.temperature, weight=settings.alpha, axis=settings.axis)
     blaming = partial(task.blaming, "teacher()")
-    if task.has("loss"):
-        return Taught(loss_of(task), model, distillation, blaming)
-    return Taught(loss_of(task), model, distillation, blaming, counted_labels)
+    if own:
+        return Taught(loss, model, distillation, blaming)
+    return Taught(loss, model, distillation, blaming, counted_labels)
 
 
 def steps_per_epoch(batches: Batches, accumulate: int) -> int:
@@ -347,9 +334,8 @@ def steps_per_epoch(batches: Batches, accumulate: int) -> int:
 
 
 def _draw(run: Run, log: Log) -> None:
-    mo = run.mo
     lane = run.lane
-    figures = {"loss": lane.loss, "lr": mo.current_lr, "grad_norm": mo.grad_norm, **lane.monitor.speed()}
+    figures = {"loss": lane.loss, "lr": run.mo.current_lr, "grad_norm": run.mo.grad_norm, **lane.monitor.speed()}
     log.progress(run.attempted, run.total, **figures)
 
 
@@ -359,7 +345,8 @@ def deterministic() -> Iterator[None]:
 
     Results still depend on the machine and the number of threads, which decide how sums are split.
     """
-    before, fill = torch.are_deterministic_algorithms_enabled(), _FILL.fill_uninitialized_memory
+    before = torch.are_deterministic_algorithms_enabled()
+    fill = _FILL.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's condition; it reads it when CUDA starts
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -374,19 +361,19 @@ def deterministic() -> Iterator[None]:
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
     """Ctrl-C fills the list instead of striking in the middle of a step; a second one strikes at once."""
-    seen: list[int] = []
+    interrupts: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield seen
+        yield interrupts
         return
     before = signal.getsignal(signal.SIGINT)
 
     def note(number: int, _frame: Any) -> None:
-        if seen:
+        if interrupts:
             raise KeyboardInterrupt
-        seen.append(number)
+        interrupts.append(number)
 
     signal.signal(signal.SIGINT, note)
     try:
-        yield seen
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)

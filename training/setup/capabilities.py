@@ -1,4 +1,4 @@
-"""What is off by default: which section of the configuration brings in which module, before and after a lane."""
+"""Features that are off by default: which section of the configuration switches on which module."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from layerline.training.config.sections import Config
 from layerline.training.model.canonical_names import unwrap
 from layerline.training.model.split_tensors import device_of, is_split
 
+# Each feature imports its module where it is switched on: most trainings need none of them.
 if TYPE_CHECKING:
-    from layerline.training.distributed.parallel_strategy import Peers
     from layerline.training.distributed.ranks import Ranks
     from layerline.training.loop.step_engine import Lane
     from layerline.training.model.recompute import Checkpointed
@@ -37,42 +37,46 @@ def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Rank
         StageError: a rank is missing, or has another model or configuration.
         ConfigError: a combination that cannot work, or nothing to train.
     """
-    models, options = list(models), config.distributed
-    wrapped = any(isinstance(m, DistributedDataParallel) for m in models)
-    split = any(is_split(m) for m in models)
-    if not (options.backend or options.shard != "none" or wrapped or split or _joined()):
+    models = list(models)
+    options = config.distributed
+    sharded = options.shard != "none"
+    wrapped = any(isinstance(model, DistributedDataParallel) for model in models)
+    split = any(is_split(model) for model in models)
+    if not (options.backend or sharded or wrapped or split or _joined()):
         return None
-    if options.shard != "none":
+    if sharded:
         _check_shard(models, config, wrapped=wrapped, custom=custom)
     from layerline.training.distributed import data_parallel, ranks, sharding
 
-    first = next((p for m in models for p in m.parameters() if p.requires_grad), None)
-    if first is None:
+    trained = [p for model in models for p in model.parameters() if p.requires_grad]
+    if not trained:
         raise ConfigError("no parameter of the model requires a gradient", where="model")
-    group = ranks.join(options, device_of(first))
-    if group is not None:
-        _check_group(group, config, first, split=split)
-    if group is None or split:
-        return group
-    for model in models:
-        data_parallel.prepare(model, config, group)
-        if options.shard != "none":
-            sharding.shard(model, config, group)
+    group = ranks.join(options, device_of(trained[0]))
+    if group is None:
+        return None
+    _check_group(group, config, trained[0], split=split)
+    if not split:
+        for model in models:
+            data_parallel.prepare(model, config, group)
+            if sharded:
+                sharding.shard(model, config, group)
     return group
 
 
 def attach(lane: Lane, ranks: Ranks | None, roll_back: Callable[[], str | None]) -> None:
-    """Gives a new lane its peers and its judge."""
+    """Gives a new lane its peers, and its judge of steps that are not finite."""
     config = lane.config
     if ranks is not None:
-        lane.peers = _peers(lane, ranks)
+        from layerline.training.distributed.data_parallel import Replicas
+        from layerline.training.distributed.sharding import Shards
+
+        lane.peers = Shards(lane, ranks) if is_split(lane.model) else Replicas(lane, ranks, config)
         if ranks.rank > 0:
             lane.monitor.hush()
     elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        alone = (
-            f"there are {dist.get_world_size()} ranks, and each trains alone: set distributed.backend to train together"
-        )
-        lane.monitor.warn("alone", alone)
+        count = dist.get_world_size()
+        text = f"there are {count} ranks, and each trains alone: set distributed.backend to train together"
+        lane.monitor.warn("alone", text)
     if config.nonfinite.triage or config.nonfinite.policy == "rollback":
         from layerline.training.diagnostics.triage import Judge
 
@@ -87,51 +91,40 @@ def _joined() -> bool:
     return ranks.joined()
 
 
-def _peers(lane: Lane, ranks: Ranks) -> Peers:
-    from layerline.training.distributed.data_parallel import Replicas
-    from layerline.training.distributed.sharding import Shards
-
-    return Shards(lane, ranks) if is_split(lane.model) else Replicas(lane, ranks, lane.config)
-
-
 def _check_group(group: Ranks, config: Config, param: nn.Parameter, *, split: bool) -> None:
-    """Refuses what cannot travel in the ranks' group."""
-    shard, place = config.distributed.shard != "none", device_of(param).type
-    if group.device.type == "cpu" and shard and place != "cpu":
-        raise ConfigError(f"the model is on {place}, where gloo splits nothing", where="distributed.shard",
-                          hint="distributed.backend: nccl")  # fmt: skip
-    if group.serves_cpu:
-        return
-    if place == "cpu" and not (shard or split):
-        raise ConfigError("the model is in CPU memory, and NCCL sends what is on a GPU", where="distributed.backend",
-                          hint='move it first, model.to("cuda"), or use gloo')  # fmt: skip
-    if config.distributed.offload if shard else place != param.device.type:
-        raise ConfigError("NCCL alone sends nothing that lies in CPU memory", where="distributed.offload",
-                          hint='init_process_group("cpu:gloo,cuda:nccl"), or leave that to ModelOptimizer')  # fmt: skip
+    """Refuses a group that cannot send from where parameters lie: gloo shards CPU memory, NCCL sends from GPUs."""
+    shard = config.distributed.shard != "none"
+    device = device_of(param).type
+    sends_from_cpu = config.distributed.offload if shard else device != param.device.type
+    _refuse([
+        (group.device.type == "cpu" and shard and device != "cpu", "shard",
+         f"the model is on {device}, where gloo splits nothing", "distributed.backend: nccl"),
+        (not group.serves_cpu and device == "cpu" and not (shard or split), "backend",
+         "the model is in CPU memory, and NCCL sends what is on a GPU", 'move it first, model.to("cuda"), or use gloo'),
+        (not group.serves_cpu and sends_from_cpu, "offload", "NCCL alone sends nothing that lies in CPU memory",
+         'init_process_group("cpu:gloo,cuda:nccl"), or leave that to ModelOptimizer'),
+    ])  # fmt: skip
 
 
 def _check_shard(models: list[nn.Module], config: Config, *, wrapped: bool, custom: bool) -> None:
-    where = "distributed.shard"
-    if wrapped:
-        raise ConfigError("the model is in DistributedDataParallel", where=where, hint="pass the plain model")
-    if custom:
-        raise ConfigError(
-            "a custom optimizer holds the whole parameters",
-            where=where,
-            hint="call fully_shard yourself, then make the optimizer",
-        )
-    if len(models) > 1:
-        raise ConfigError("several models train in one graph", where=where, hint="shard: none")
-    if config.nonfinite.triage:
-        raise ConfigError(
-            "triage replays a step on one rank, and a sharded layer needs all of them",
-            where=where,
-            hint="nonfinite.triage: false",
-        )
+    """Refuses what cannot be combined with sharding."""
+    refusals = [
+        (wrapped, "shard", "the model is in DistributedDataParallel", "pass the plain model"),
+        (custom, "shard", "a custom optimizer holds the whole parameters",
+         "call fully_shard yourself, then make the optimizer"),
+        (len(models) > 1, "shard", "several models train in one graph", "shard: none"),
+        (config.nonfinite.triage, "shard", "triage replays a step on one rank, and a sharded layer needs all of them",
+         "nonfinite.triage: false"),
+    ]  # fmt: skip
     for name, param in unwrap(models[0]).named_parameters():
-        if param.dtype.itemsize < 4 and param.is_floating_point():
-            raise ConfigError(
-                f"{name} is {param.dtype}: float32 masters are not sharded",
-                where=where,
-                hint="keep parameters in float32 and use precision.amp",
-            )
+        half = param.dtype.itemsize < 4 and param.is_floating_point()
+        refusals.append((half, "shard", f"{name} is {param.dtype}: float32 masters are not sharded",
+                         "keep parameters in float32 and use precision.amp"))  # fmt: skip
+    _refuse(refusals)
+
+
+def _refuse(refusals: Iterable[tuple[bool, str, str, str]]) -> None:
+    """Raises a ConfigError for the first row (applies, field, what, hint) that applies."""
+    for applies, field, what, hint in refusals:
+        if applies:
+            raise ConfigError(what, where=f"distributed.{field}", hint=hint)

@@ -1,4 +1,4 @@
-"""The plan of a training: parameter groups, learning rates, bytes, notes and refused combinations."""
+"""The plan of a training: parameter groups, learning rates, bytes and notes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from layerline.training.loop.step_engine import Lane
 from layerline.training.optimizers import group_rules
 from layerline.training.optimizers.param_groups import Member
 from layerline.training.optimizers.registry import TABLE, own_groups
-from layerline.training.setup.folding import folded
-from layerline.training.setup.refusals import refused
 
 LISTED = 60
-"""Parameters that are listed one by one."""
+"""Parameters that the printed plan lists."""
 _HEAD = ("lr", "betas", "eps", "momentum", "nesterov", "alpha", "rho", "weight_decay", "fused", "foreach")
 
 
@@ -34,8 +32,6 @@ class Plan:
         bytes: kind -> (planned, measured); measured is None before the first step.
         elements: trained parameters.
         notes: sentences on this configuration.
-        refused: combination -> why; first those with a part of this configuration in them.
-        near: how many those are.
         model: its name, where there are several.
         others: the plans of the further models, where there are several.
     """
@@ -46,8 +42,6 @@ class Plan:
     bytes: Mapping[str, tuple[int, int | None]]
     elements: int
     notes: tuple[str, ...]
-    refused: Mapping[str, str]
-    near: int
     model: str = ""
     others: tuple[Plan, ...] = ()
 
@@ -63,19 +57,17 @@ class Plan:
             lines.append(f"  {kind:<10}  planned {planned / self.elements:.2f}, {measured_text}")
         if self.notes:
             lines += ["", "notes", *[f"  {note}" for note in self.notes]]
-        refusals = [f"  {what}: {why}" for what, why in self.refused.items()]
-        lines += ["", "refused beside what is configured here", *refusals[: self.near]]
-        lines += ["", "refused elsewhere", *refusals[self.near :]]
         return "\n\n\n".join(["\n".join(lines), *map(str, self.others)])
 
 
 def _group_lines(groups: Mapping[str, tuple[str, str, int]]) -> Iterator[str]:
-    """A line for each parameter; of many, one for those that differ in a number of their name alone."""
-    rows = list(folded(groups)) if len(groups) > LISTED else [(name, 1, told) for name, told in groups.items()]
-    width = max(len(name) for name, _, _ in rows)
-    for name, count, (group, why, size) in rows:
-        times = f" x {count}" if count > 1 else ""
-        yield f"  {name:<{width}}  {group:<8}  {why:<10} {size:>12,}{times}"
+    """A line for each of the first parameters; a model may have thousands."""
+    listed = list(groups.items())[:LISTED]
+    width = max(len(name) for name, _ in listed)
+    for name, (group, why, size) in listed:
+        yield f"  {name:<{width}}  {group:<8}  {why:<10} {size:>12,}"
+    if len(groups) > LISTED:
+        yield f"  and {len(groups) - LISTED} more: mo.plan().groups has all"
 
 
 def _curve_lines(curve: Sequence[tuple[int, float]]) -> Iterator[str]:
@@ -97,7 +89,6 @@ def plan(lane: Lane) -> Plan:
     config = lane.config
     total = config.scheduler.total_steps or 1000
     points = sorted({round(i * (total - 1) / 10) for i in range(11)})
-    near, far = refused(lane)
     return Plan(
         optimizer=_headline(lane),
         groups=_groups(lane),
@@ -105,8 +96,6 @@ def plan(lane: Lane) -> Plan:
         bytes=_bytes(lane),
         elements=sum(p.numel() for p in lane.params),
         notes=tuple(_notes(lane)),
-        refused=near | far,
-        near=len(near),
     )
 
 
