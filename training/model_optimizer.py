@@ -368,10 +368,10 @@ class ModelOptimizer:
         lane = self._lane(only, "apply_mask")
         if lane.peers is not None:
             lane.peers.release()
-        if replace or lane.masks is None:
-            lane.masks = Masks(lane, masks)
-        else:
+        if isinstance(lane.masks, Masks) and not replace:
             lane.masks.add(masks)
+        else:
+            lane.masks = Masks(lane, masks)
 
     def layer_memory_report(self, *inputs: Any, only: str | None = None, **named_inputs: Any) -> list[LayerMemory]:
         """Bytes that each module holds: parameters, gradients, optimizer state, averages, activations.
@@ -433,7 +433,7 @@ class ModelOptimizer:
         """
         first = self.config.swa_start
         for lane in self.lanes.values():
-            if lane.masks is not None:
+            if isinstance(lane.masks, Masks):
                 first = max(first, lane.masks.complete_at)
         return first
 

@@ -118,7 +118,7 @@ def test_nothing_moves_on_a_rejected_window(bad: float, tmp_path: Path) -> None:
     applied: list[int] = []
 
     class Counting(Masks):
-        def apply(self) -> None:
+        def after_accepted(self, step: int) -> None:
             applied.append(mo.global_step)
 
     mo.lanes[""].masks = Counting(mo.lanes[""], {})

@@ -100,8 +100,9 @@ class Replicas(Peers):
             self._done, self._idle = False, _untouched(idle, before)
             self._complete()
 
-    def reduce(self, lane: LaneState, *, synced: bool) -> None:  # noqa: ARG002
+    def before_step(self) -> None:
         """Brings the window's gradients to their mean over the ranks."""
+        lane = self.lane
         with self.guarded("reducing gradients"):
             if self._before is not None:  # a forward pass without a backward pass here: the others wait for it
                 self._complete()

@@ -20,6 +20,7 @@ from layerline.training.loop.ema import statistics
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.canonical_names import Slots
 from layerline.training.model.hooks import Attached
+from layerline.training.policy import Policy
 
 if TYPE_CHECKING:
     from layerline.training.optimizers.param_groups import Member
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _REVIEW, _SLOWER, _NOISE_S = 10, 1.2, 0.005
 
 
-class Peers(ABC):
+class Peers(Policy, ABC):
     """The ranks that train one lane's model.
 
     Args:
@@ -66,8 +67,8 @@ class Peers(ABC):
         return self.guarded("the backward pass")
 
     @abstractmethod
-    def reduce(self, lane: LaneState, *, synced: bool) -> None:
-        """After the last backward pass of a window; `synced` says whether that pass was armed to reduce."""
+    def before_step(self) -> None:
+        """After the last backward pass of a window: brings its gradients to their mean over the ranks."""
 
     @abstractmethod
     def norms(self, grads: Sequence[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:

@@ -22,7 +22,6 @@ from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import Config
 from layerline.training.distributed.parallel_strategy import Peers
 from layerline.training.distributed.ranks import Ranks
-from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.canonical_names import unwrap
 from layerline.training.model.precision import HALF_TYPES
 from layerline.training.model.split_tensors import like
@@ -83,7 +82,7 @@ class Shards(Peers):
         """No: forward and backward passes gather weights and reduce gradients on their way."""
         return False
 
-    def reduce(self, lane: LaneState, *, synced: bool) -> None:  # noqa: ARG002
+    def before_step(self) -> None:
         """The backward pass has reduced the gradients; buffers are settled."""
         self.ready()
         with self.guarded("reducing gradients"):

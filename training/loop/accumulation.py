@@ -7,7 +7,7 @@ window is Σ grad(loss_i) / Σ weight_i whatever the split.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,7 +184,7 @@ class Window:
         return {"micro": self.micro, "weight": self.weight, "weighted": self.weighted, "factor": self.factor,
                 "loss": self.total_loss(), "open": self.open, "samples": self.samples}  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.losses.clear()
         self.micro, self.weight, self.weighted = state["micro"], state["weight"], state["weighted"]
         self.factor, self.carried_loss, self.open = state["factor"], state["loss"], state["open"]

@@ -16,6 +16,7 @@ from layerline.training.config.sections import Config, EmaConfig
 from layerline.training.model.canonical_names import Named, Slots
 from layerline.training.model.precision import HALF, Masters, wide
 from layerline.training.model.split_tensors import local
+from layerline.training.policy import Policy
 
 
 def decay_at(config: EmaConfig, update: int) -> float:
@@ -59,7 +60,7 @@ def average(model: Named, masters: Masters | None, config: Config) -> Ema | None
     return Ema(averaged(model, masters), settings, Slots(model, statistics(model)), mean=start > 0)
 
 
-class Ema:
+class Ema(Policy):
     """The average of a set of tensors.
 
     Args:
@@ -124,7 +125,11 @@ class Ema:
         if self.updates == 0 and self.config.start_step <= 1:
             self._copy(None if buffers else len(self._fixed))
 
-    def update(self, step: int) -> None:
+    def before_step(self) -> None:
+        if not self.updates:
+            self.begin(buffers=False)
+
+    def after_accepted(self, step: int) -> None:
         """Follows the weights after accepted step number `step` (1 is the first); copies them until `start_step`.
 
         shadow += (1 - d) (weights - shadow), d = decay_at(config, n), or 1 - 1 / n for a plain mean.

@@ -22,6 +22,7 @@ from layerline.training.loop import ema_swap
 from layerline.training.loop.lane_state import LaneState, RankExchange
 from layerline.training.model.canonical_names import named
 from layerline.training.model.split_tensors import like, whole
+from layerline.training.policy import Policy
 
 if TYPE_CHECKING:
     from layerline.training.config.sections import Config
@@ -189,13 +190,15 @@ def configured(model: nn.Module, config: Config) -> Gradual | None:
                    norms=method == "channels")  # fmt: skip
 
 
-class Masks:
+class Masks(Policy):
     """The masks of one model, and when they change. What is masked once stays so, whatever is added.
 
     Args:
         lane: model, masters and averages that are masked.
         masks: as for `add`.
     """
+
+    name = "masks"
 
     def __init__(self, lane: LaneState, masks: Mapping[str, Tensor] | Gradual) -> None:
         self._lane = lane
@@ -226,12 +229,14 @@ class Masks:
         else:
             self._set(masks)
 
-    def apply(self) -> None:
-        """Zeroes what is masked, in one foreach call, or chooses anew; called inside each accepted step."""
+    def after_accepted(self, step: int) -> None:
+        """Zeroes what is masked, in one foreach call, or chooses anew."""
         if self._targets:
             with torch.no_grad():
                 torch._foreach_mul_(self._targets, self._factors)
-        self._follow(self._lane.steps + 1)  # what the step has brought back counts as zero there
+        self._follow(step)  # what the step has brought back counts as zero there
+        if self._lane.masters is not None:
+            self._lane.masters.settled()
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Follows parameters that have other names now: old name -> new name."""
@@ -251,13 +256,12 @@ class Masks:
     def state_dict(self) -> dict[str, Any]:
         return {"masks": dict(self.masks), "gradual": asdict(self.gradual) if self.gradual else None}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Called after the lane's counters are loaded: they say where the schedule is."""
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         self.gradual = None
         if state["gradual"]:
             fields = dict(state["gradual"])
             self.gradual = Gradual(**{**fields, "skip": tuple(fields.get("skip", ()))})
-        self._chosen = self.gradual.latest(self._lane.steps) if self.gradual else None
+        self._chosen = self.gradual.latest(step) if self.gradual else None
         self.masks = {}
         self._set({n: m.clone() for n, m in state["masks"].items()})
 

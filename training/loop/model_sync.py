@@ -44,8 +44,8 @@ def refresh(lane: LaneState, *, warn: bool = True) -> None:
     if (names := [at[id(p)] for p in lane.params]) != lane.names:
         renamed = dict(zip(lane.names, names, strict=True))
         lane.monitor.rename(renamed)
-        if lane.masks is not None:
-            lane.masks.rename(renamed)
+        for policy in lane.policies():
+            policy.rename(renamed)
         lane.names[:] = names
     lane.frozen = left_out(lane)
     if warn:

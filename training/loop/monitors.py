@@ -148,9 +148,8 @@ class Monitor:
                 "scale", f"the loss scale keeps falling: {scale:g} now, {self._scale_drops} halvings in a few steps"
             )
 
-    def row(self, *, step: int, loss: float, norm: float, lr: float, scale: float, skipped: int,
-            further: Mapping[str, float]) -> None:  # fmt: skip
-        """Closes an interval with a row; `further` are cells of columns that were added."""
+    def row(self, *, step: int, loss: float, norm: float, skipped: int, further: Mapping[str, float]) -> None:
+        """Closes an interval with a row; `further` are the cells of other columns, rate and loss scale among them."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         steps = max(self._steps, 1)
@@ -158,9 +157,9 @@ class Monitor:
             self._peak, self._peak_read = peak_bytes(self._device) / 2**20, now
         values: dict[str, Any] = {
             "step": step, "loss": loss, "loss_smooth": self._smooth, "grad_norm": norm,
-            "clip_rate": self._clipped / steps, "lr": lr, "update_ratio": self._ratio(),
+            "clip_rate": self._clipped / steps, "update_ratio": self._ratio(),
             "samples_s": self._weight / seconds, "wait_rate": self.waited / seconds if self.waited else None,
-            "peak_mb": self._peak, "loss_scale": scale, "skipped": skipped,
+            "peak_mb": self._peak, "skipped": skipped,
         }  # fmt: skip
         values.update(further)
         self.rows.append(array("d", [_cell(values.get(c)) for c in self.columns]))

@@ -26,8 +26,9 @@ def reject(lane: LaneState, loss: float, norm: float) -> None:
     _count(lane, answered=answered)
     if not answered and lane.steps and weights_spoilt(lane):
         return
+    for policy in lane.policies():
+        policy.after_rejected(finite=False)
     if lane.scale.on:
-        lane.scale.overflowed()
         lane.monitor.scale_fell(lane.scale.value, at_floor=lane.scale.at_floor)
     try:
         if lane.judge is not None and not answered:
@@ -35,7 +36,7 @@ def reject(lane: LaneState, loss: float, norm: float) -> None:
         elif not answered and lane.skipped_in_a_row >= lane.config.nonfinite.patience:
             raise not_finite(lane, loss, norm)
     finally:
-        drop(lane)
+        lane.forget()
     if not answered and not lane.config.nonfinite.triage:
         lane.monitor.warn("rejected", f"step {step} was rejected, since {seen(loss, norm)}; "
                                       "nonfinite.triage: true says where such a thing begins")  # fmt: skip
@@ -76,9 +77,9 @@ def weights_spoilt(lane: LaneState) -> bool:
 
 
 def drop(lane: LaneState) -> None:
-    """Drops a window that is not stepped on, and what its forward passes did to running statistics."""
-    if lane.guard is not None:
-        lane.guard.restore()
+    """Drops a window that is not stepped on although nothing in it is Inf or NaN."""
+    for policy in lane.policies():
+        policy.after_rejected(finite=True)
     lane.forget()
 
 

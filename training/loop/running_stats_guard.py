@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layerline.training.loop.ema import norm_buffers
 from layerline.training.model.canonical_names import Named, Slots
+from layerline.training.policy import Policy
 
 # Base classes of torch's and torchao's modules that follow the range of their input, by name: importing them is slow.
 _OBSERVERS = frozenset({"ObserverBase", "FakeQuantizeBase", "AffineQuantizedObserverBase"})
@@ -28,12 +29,14 @@ def guarded(model: Named) -> dict[str, Tensor]:
     return norm_buffers(model) | observed
 
 
-class Guard:
+class Guard(Policy):
     """Copies of what such buffers hold (means, variances, counters, ranges) as the last accepted step left it.
 
     Args:
         live: where these buffers are; usually few and small.
     """
+
+    name = "guard"
 
     def __init__(self, live: Slots) -> None:
         self._live = live
@@ -46,6 +49,12 @@ class Guard:
         self._kept = [kept[n] if n in kept and kept[n].shape == t.shape else t.clone()
                       for n, t in zip(live.names, live.now(), strict=True)]  # fmt: skip
         self._live = live
+
+    def after_accepted(self, step: int) -> None:  # noqa: ARG002
+        self.keep()
+
+    def after_rejected(self, *, finite: bool) -> None:  # noqa: ARG002
+        self.restore()
 
     def keep(self) -> None:
         """Takes the present values as good."""
@@ -84,8 +93,9 @@ class Guard:
     def state_dict(self) -> dict[str, Any]:
         return dict(zip(self._live.names, self._kept, strict=True))
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """What is not in `state` stays."""
+    def load_state_dict(self, state: Mapping[str, Tensor], step: int) -> None:  # noqa: ARG002
+        """What is not in `state` is as the model holds it."""
+        self.keep()
         for index, name in enumerate(self._live.names):
             if name in state:
                 self._kept[index] = state[name].to(self._kept[index]).clone()

@@ -1,7 +1,7 @@
 """One model and the one optimizer that steps it: the order of a step, in every mode, in one place.
 
-backward, reduce, unscale, finite check, clip, step, masks, EMA, schedule. Counters, schedule, EMA and masks move on
-accepted steps only; a rejected step leaves nothing behind but a smaller loss scale.
+Backward passes, policies before the step, finite check, unscale and clip, optimizer, policies after the step. The
+order of the policies is that of `Lane.policies`. A rejected step leaves nothing behind but a smaller loss scale.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from layerline.training.loop import closure as closures
 from layerline.training.loop.accumulation import Window, check_loss, counted, loss_factor, witness
 from layerline.training.loop.ema import average
 from layerline.training.loop.finite_weights import FiniteWeights
-from layerline.training.loop.lane_state import LaneState, RankExchange, RejectionPolicy, WeightMasks
+from layerline.training.loop.lane_state import LaneState, RankExchange, RejectionPolicy
 from layerline.training.loop.monitors import Monitor
 from layerline.training.loop.running_stats_guard import Guard, guarded
 from layerline.training.model.canonical_names import Slots, named, unwrap
@@ -35,6 +35,7 @@ from layerline.training.optimizers import gradient_norm, group_rules, registry
 from layerline.training.optimizers.foreach import Sophia
 from layerline.training.optimizers.lr import Rate
 from layerline.training.optimizers.strides import Strides, fused
+from layerline.training.policy import Policy
 
 # Beyond this an unclipped gradient's square overflows float32 and would stay in the optimizer's state as Inf.
 _GREATEST_NORM = 1e18
@@ -78,10 +79,11 @@ class Lane(LaneState):
         self.window = Window()
         self.ema = average(self.named, self.masters, config)
         self.monitor = Monitor(config.monitor, self.names, self.stepped)
-        self.guard = Guard(live) if (live := Slots(self.named, guarded(self.named))).names else None
+        statistics = Slots(self.named, guarded(self.named))
+        self.guard = Guard(statistics) if statistics.names else None
         self._listen()
         self.peers: RankExchange | None = None
-        self.masks: WeightMasks | None = None
+        self.masks: Policy | None = None
         self.judge: RejectionPolicy | None = None
         self.gradient_bytes = 0
         self.steps = self.skipped = self.skipped_in_a_row = self.first_rejected = 0
@@ -101,13 +103,33 @@ class Lane(LaneState):
         if self.custom and (idle := registry.idle(optimizer, self.names, self.params)):
             self.monitor.warn("idle", f"{idle[0]} is trained by nobody: the optimizer does not hold it")
 
+    def policies(self) -> list[Policy]:
+        """The policies of this model in the order in which they act, before a step and after it."""
+        in_order: list[Policy | None] = [
+            # The parallel strategy sums gradients over the ranks: all that follows must see the same ones.
+            self.peers,
+            # Master weights take over what was written into half weights before anything steps or averages them. After
+            # a step the model has them again before masks and averages look at it.
+            self.masters,
+            # What is masked is zero again before it is averaged.
+            self.masks,
+            self.ema,
+            # Running statistics come after the average, which follows them too: a growing mask may have run the model.
+            self.guard,
+            # Loss scale and schedule set what the next step reads: the log row of this one has the values before.
+            self.scale,
+            self.rate,
+        ]
+        return [policy for policy in in_order if policy is not None]
+
     def _listen(self) -> None:
         """Has the model tell of weights that are loaded into it, without keeping an optimizer that is gone."""
         reference = WeakMethod(self._loaded)
 
         def loaded(keys: Any) -> None:
-            if (told := reference()) is not None:
-                told(keys)
+            method = reference()
+            if method is not None:
+                method(keys)
 
         unwrap(self.model).register_load_state_dict_post_hook(Attached(loaded))  # type: ignore[no-untyped-call]
 
@@ -192,7 +214,7 @@ class Lane(LaneState):
             self.window.samples += samples
         wanted = self._window_size
         if self.window.close() >= wanted:
-            moved = self._update(synced=True)
+            moved = self._update()
         else:
             moved, self.window.witness = False, witness(self.stepped)
         if self.peers is not None and wanted > 1:
@@ -211,7 +233,7 @@ class Lane(LaneState):
         self.window.add(evaluation.loss, None)
         self.window.close()
         try:
-            return self._update(synced=True), evaluation.loss
+            return self._update(), evaluation.loss
         finally:
             self._evaluation = None
 
@@ -222,7 +244,7 @@ class Lane(LaneState):
         loop_mistakes.refuse_averages(self, "flush")
         if self.window.open:
             self.window.close()
-        moved = self._update(synced=False)
+        moved = self._update()
         if self.peers is not None:
             self.peers.arm(sync=self._window_size == 1)
         return moved
@@ -254,28 +276,28 @@ class Lane(LaneState):
         elif self.sophia is not None:
             self.sophia.forget()
 
-    def _update(self, *, synced: bool) -> bool:
+    def _update(self) -> bool:
         """The step at the end of a window. Whatever it raises drops the window."""
         try:
-            return self._attempt(synced=synced)
+            return self._attempt()
         except BaseException as error:
             sparse = loop_mistakes.sparse_gradient(self)
             self.forget()
             loop_mistakes.explain_step(self, error, sparse)
             raise
 
-    def _attempt(self, *, synced: bool) -> bool:
+    def _attempt(self) -> bool:
         window, peers = self.window, self.peers
         if window.witness is not None:
             window.check_gradients(self.stepped)
         if self._went_back():
             return False
-        if peers is not None:
-            peers.reduce(self, synced=synced)
-        grads = [g for p in self.stepped if (g := p.grad) is not None]
+        for policy in self.policies():
+            policy.before_step()
+        grads = self._gradients()
         if self.strides is not None and not self.strides.settled(grads):
             self.strides.settle()
-            grads = [g for p in self.stepped if (g := p.grad) is not None]
+            grads = self._gradients()
         if len(grads) != len(self.stepped) and len(grads) not in self._counts:
             self._counts.add(len(grads))
             self.refresh()  # a parameter that was replaced has no gradient any more
@@ -284,9 +306,10 @@ class Lane(LaneState):
         # The one synchronisation of a step: everything after it is decided on the CPU.
         weight, total_loss = window.weight, window.total_loss()
         has_loss = window.has_loss
-        raw_norm = (
-            gradient_norm.norm(grads) if peers is None and self._small else gradient_norm.total_norm(self._norms(grads))
-        )
+        if peers is None and self._small:
+            raw_norm = gradient_norm.norm(grads)
+        else:
+            raw_norm = gradient_norm.total_norm(self._norms(grads))
         if peers is not None:
             weight, total_loss = peers.mean(weight, total_loss)
         if weight == 0.0:  # not one sample in the whole window
@@ -300,7 +323,11 @@ class Lane(LaneState):
             rejected_steps.reject(self, loss, norm)
             return False
         # Gradients of the loop's own backward pass come without a loss: none is logged.
-        return self._accept(grads, norm, loss if has_loss else math.nan, unscale)
+        self._accept(grads, norm, loss if has_loss else math.nan, unscale)
+        return True
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.stepped if p.grad is not None]
 
     def state_was_loaded(self) -> None:
         """The model is looked at before the next step, whatever the step number was before."""
@@ -317,38 +344,36 @@ class Lane(LaneState):
             self.refresh()
         return False
 
-    def _accept(self, grads: list[Tensor], norm: float, loss: float, unscale: float) -> bool:
-        monitor, number, clipped = self.monitor, self.steps + 1, norm > self._max_norm
-        log = monitor.due(number)
-        further = self._by_parameter(grads, unscale) if log and monitor.per_layer else {}
+    def _accept(self, grads: list[Tensor], norm: float, loss: float, unscale: float) -> None:
+        monitor, number = self.monitor, self.steps + 1
+        row: dict[str, float] = {}
+        if monitor.due(number):
+            if monitor.per_layer:
+                row = self._by_parameter(grads, unscale)
+            row |= {"lr": self.rate.current, "loss_scale": self.scale.value}
         self._scale_and_clip(grads, norm, unscale)
-        if log:
+        if row:
             monitor.before()
-        if self.ema is not None and not self.ema.updates:
-            self.ema.begin(buffers=False)
         self._move()
+        self._check_schedule(number)
+        for policy in self.policies():
+            policy.after_accepted(number)
         self.steps, self.skipped_in_a_row, self.loss, self.grad_norm = number, 0, loss, norm
-        if self.ema is not None:
-            self.ema.update(number)
-        if self.guard is not None:
-            self.guard.keep()
         # Without a count of samples the weight stands for them: micro-batches, or what the user weighs by.
         samples = self.window.samples or 1.0 / (unscale * self.window.factor)
-        monitor.accepted(loss, norm, samples * (self.peers.size if self.peers else 1), clipped=clipped)
-        if log:
-            further |= self.peers.figures() if self.peers else {}
-            monitor.row(step=number, loss=loss, norm=norm, lr=self.rate.current, scale=self.scale.value,
-                        skipped=self.skipped, further=further)  # fmt: skip
-        if self.scale.on:
-            self.scale.accepted()
-        self._follow_schedule(number)
+        if self.peers is not None:
+            samples *= self.peers.size
+        monitor.accepted(loss, norm, samples, clipped=norm > self._max_norm)
+        if row:
+            if self.peers is not None:
+                row |= self.peers.figures()
+            monitor.row(step=number, loss=loss, norm=norm, skipped=self.skipped, further=row)
         if number == 1:
             self.gradient_bytes = sum(g.numel() * g.element_size() for g in grads)
         self.forget()
         if not math.isnan(loss) and self.device.type == "cpu" and self.peers is None:
             # Freed here, this memory would go back to the system and be fetched again, page by page, in the next step.
             self._spent = grads
-        return True
 
     def _scale_and_clip(self, grads: list[Tensor], norm: float, unscale: float) -> None:
         factor = unscale
@@ -363,30 +388,19 @@ class Lane(LaneState):
             torch._foreach_clamp_max_(grads, self._max_value)
 
     def _move(self) -> None:
-        """Steps the optimizer, and puts the masks back on."""
-        masters = self.masters
-        if masters is not None:
-            masters.follow()
         if self._evaluation is None:
             self.optimizer.step()
         else:
             self.optimizer.step(self._evaluation)
-        if masters is not None:
-            masters.publish()
-        if self.masks is not None:
-            self.masks.apply()
-            if masters is not None:
-                masters.settled()
 
-    def _follow_schedule(self, number: int) -> None:
-        """Sets the rate for the step after number `number`. Warns of a second schedule, and of one that has ended."""
+    def _check_schedule(self, number: int) -> None:
+        """Warns of a second schedule, and of a step past the end of the configured one."""
         if number < _LOOK_EVERY and self.rate.moved_by_others():
             text = (
                 f"another scheduler changes the rate that the configured one ({self.config.scheduler.name}) sets at "
                 "each step: leave it out, or configure `scheduler: {name: constant}`"
             )
             self.monitor.warn("two_schedules", text)
-        self.rate.set(number)
         if self.rate.end is None or number <= self.rate.end:
             return
         text = (
@@ -399,12 +413,12 @@ class Lane(LaneState):
         """The norm of each gradient before clipping, by its column; taken apart from the norm that clips, so that
         watching changes nothing."""
         norms = gradient_norm.numbers(self._norms(grads))
-        named = (n for n, p in zip(self.names, self.stepped, strict=True) if p.grad is not None)
-        return {f"grad_norm/{n}": norm * unscale for n, norm in zip(named, norms, strict=True)}
+        names = [n for n, p in zip(self.names, self.stepped, strict=True) if p.grad is not None]
+        return {f"grad_norm/{n}": norm * unscale for n, norm in zip(names, norms, strict=True)}
 
     def _norms(self, grads: list[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
         """The norm of each gradient, summed up in `dtype`; of split ones that of the whole."""
-        norms: Sequence[Tensor] = (
-            torch._foreach_norm(grads, dtype=dtype) if self.peers is None else self.peers.norms(grads, dtype)
-        )
+        if self.peers is not None:
+            return self.peers.norms(grads, dtype)
+        norms: Sequence[Tensor] = torch._foreach_norm(grads, dtype=dtype)
         return norms

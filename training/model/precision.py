@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import Config, PrecisionConfig
+from layerline.training.policy import Policy
 
 # Half precision by the names that the configuration has for it.
 HALF_TYPES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -39,12 +40,14 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor.clone()
 
 
-class LossScale:
+class LossScale(Policy):
     """Keeps small fp16 gradients from vanishing: halves on overflow, doubles after `window` accepted steps.
 
     Args:
         config: `loss_scale`, `dynamic_loss_scale_window` and `min_loss_scale`; off (1.0, fixed) unless amp is fp16.
     """
+
+    name = "scale"
 
     def __init__(self, config: PrecisionConfig) -> None:
         self.on = config.amp == "fp16"
@@ -65,30 +68,30 @@ class LossScale:
         """Whether an overflow cannot be answered by a smaller scale."""
         return not self.dynamic or self.value <= self.floor
 
-    def accepted(self) -> None:
-        """One step was finite."""
+    def after_accepted(self, step: int) -> None:  # noqa: ARG002
+        """Doubles the scale after `window` accepted steps in a row."""
         if self.dynamic:
             self.good += 1
             if self.good >= self.window:
                 self.value = min(self.value * 2.0, GREATEST_SCALE)
                 self.good = 0
 
-    def overflowed(self) -> None:
-        """One step was not finite."""
-        if self.dynamic:
+    def after_rejected(self, *, finite: bool) -> None:
+        """Halves the scale where a step was not finite."""
+        if self.dynamic and not finite:
             self.value = max(self.value / 2.0, self.floor)
             self.good = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value, "good": self.good}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:  # noqa: ARG002
         if self.on:
             self.value = state["value"]
             self.good = state["good"]
 
 
-class Masters:
+class Masters(Policy):
     """float32 copies that the optimizer steps instead of half parameters. The model gets them rounded.
 
     Gradients are summed in float32, so that a window of many micro-batches loses no precision.
@@ -132,8 +135,14 @@ class Masters:
         """Records that each half parameter equals its master: later writes come from the user's code."""
         self._versions = [p._version for p in self.half]
 
+    def before_step(self) -> None:
+        self.follow()
+
+    def after_accepted(self, step: int) -> None:  # noqa: ARG002
+        self.publish()
+
     @torch.no_grad()
-    def follow(self) -> bool:
+    def follow(self) -> None:
         """Copies values that the user's code has written into half parameters to their masters. A master whose rounded
         value is still there keeps its further digits.
 
@@ -141,12 +150,11 @@ class Masters:
         """
         versions = [p._version for p in self.half]
         if versions == self._versions:
-            return False
+            return
         for i, (half, full) in enumerate(zip(self.half, self.full, strict=True)):
             if not self._versions or versions[i] != self._versions[i]:
                 full.copy_(torch.where(half == full.to(half.dtype), full, half.float()))
         self._versions = versions
-        return True
 
     def adopt(self, tensors: Sequence[Tensor]) -> None:
         """Sets the masters, in the order of `half`."""

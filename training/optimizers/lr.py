@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from layerline.training.config.sections import Config
 from layerline.training.optimizers import schedules
+from layerline.training.policy import Policy
 
 
-class Rate:
+class Rate(Policy):
     """The learning rate of one optimizer.
 
     With a constant schedule the rates belong to the optimizer: a user's scheduler may change them, and a checkpoint
@@ -23,6 +24,8 @@ class Rate:
         optimizer: its param_groups are set where it has any.
         custom: whether the optimizer is the user's own, with rates of its own.
     """
+
+    name = "rate"
 
     def __init__(self, config: Config, optimizer: Any, *, custom: bool = False) -> None:
         self._optimizer = optimizer
@@ -45,6 +48,9 @@ class Rate:
     def _groups(self) -> list[dict[str, Any]]:
         # Not stored: loading a state replaces an optimizer's groups.
         return _with_rates(self._optimizer)
+
+    def after_accepted(self, step: int) -> None:
+        self.set(step)
 
     def set(self, step: int) -> None:
         """Sets the rates for the update after `step` accepted ones."""
@@ -122,7 +128,7 @@ class Rate:
         plateau = None if self.plateau is None else self.plateau.state_dict()
         return {"plateau": plateau, "bases": self._bases, "rates": rates}
 
-    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         if self.plateau is not None and state["plateau"] is not None:
             self.plateau.load_state_dict(state["plateau"])
         if self._constant:

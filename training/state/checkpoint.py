@@ -284,6 +284,24 @@ def _lane_state(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> 
     if lane.ema is not None:
         for name, average in zip(lane.ema.names, lane.ema.shadow, strict=True):
             tensors[f"{prefix}ema/{name}"] = average
+    parts: dict[str, Any] = {"optimizer": optimizer_state.state(lane), "window": _window_state(lane), "guard": {}}
+    for policy in lane.policies():
+        if policy.name:
+            parts[policy.name] = policy.state_dict()
+    if timings:
+        parts["monitor"] = lane.monitor.state_dict()
+    counters = {"steps": lane.steps, "skipped": lane.skipped, "in_a_row": lane.skipped_in_a_row,
+                "first_rejected": lane.first_rejected, "ema_updates": lane.ema.updates if lane.ema else 0,
+                "loss": _finite(lane.loss), "grad_norm": _finite(lane.grad_norm)}  # fmt: skip
+    classes = optimizers.classes(lane.optimizer)
+    saved: dict[str, Any] = {"counters": counters, "aliases": lane.named.aliases}
+    for name in (*checkpoint_reader.PARTS, *checkpoint_reader.OPTIONAL_PARTS):
+        if name in parts:
+            saved[name] = pack(parts[name], f"{prefix}{name}", tensors, classes)
+    return saved
+
+
+def _window_state(lane: Lane) -> dict[str, Any]:
     grads = {}
     for name, stepped in zip(lane.names, lane.stepped, strict=True):
         if stepped.grad is not None:
@@ -292,21 +310,7 @@ def _lane_state(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> 
     if lane.peers is not None and lane.window.micro:
         grads, shared = lane.peers.window(grads)
         window |= shared
-    parts: dict[str, Any] = {
-        "optimizer": optimizer_state.state(lane), "rate": lane.rate.state_dict(), "scale": lane.scale.state_dict(),
-        "window": {**window, "grads": grads},
-        "guard": lane.guard.state_dict() if lane.guard else {},
-    }  # fmt: skip
-    if lane.masks is not None:
-        parts["masks"] = lane.masks.state_dict()
-    if timings:
-        parts["monitor"] = lane.monitor.state_dict()
-    counters = {"steps": lane.steps, "skipped": lane.skipped, "in_a_row": lane.skipped_in_a_row,
-                "first_rejected": lane.first_rejected, "ema_updates": lane.ema.updates if lane.ema else 0,
-                "loss": _finite(lane.loss), "grad_norm": _finite(lane.grad_norm)}  # fmt: skip
-    classes = optimizers.classes(lane.optimizer)
-    packed = {name: pack(part, f"{prefix}{name}", tensors, classes) for name, part in parts.items()}
-    return {"counters": counters, "aliases": lane.named.aliases, **packed}
+    return {**window, "grads": grads}
 
 
 def _finite(number: float) -> float | None:
@@ -359,26 +363,25 @@ def _restore_lane(lane: Lane, state: checkpoint_reader.Saved) -> None:
         optimizer_state.restore(lane, parts["optimizer"])
     if lane.strides is not None:
         lane.strides.renew()
-    lane.rate.load_state_dict(parts["rate"], lane.steps)
-    lane.scale.load_state_dict(parts["scale"])
-    window = parts["window"]
-    lane.window.load_state_dict(window)
-    with torch.no_grad():
-        for name, param in zip(lane.names, lane.stepped, strict=True):
-            grad = window["grads"].get(name)
-            if grad is not None:
-                grad = grad.to(param.device)
-            param.grad = grad
-    if lane.guard is not None:
-        lane.guard.keep()
-        lane.guard.load_state_dict(parts["guard"])
-    if "masks" in parts:
-        lane.masks = lane.masks or Masks(lane, {})
-        lane.masks.load_state_dict(parts["masks"])
+    _restore_window(lane, parts["window"])
+    if "masks" in parts and lane.masks is None:
+        lane.masks = Masks(lane, {})
+    for policy in lane.policies():
+        if policy.name in parts:
+            policy.load_state_dict(parts[policy.name], lane.steps)
     if "monitor" in parts:
         lane.monitor.load_state_dict(parts["monitor"])
     if lane.peers is not None:
         lane.peers.arm(sync=lane.window.micro == lane.config.accumulate.steps - 1)
+
+
+def _restore_window(lane: Lane, window: Mapping[str, Any]) -> None:
+    lane.window.load_state_dict(window)
+    for name, param in zip(lane.names, lane.stepped, strict=True):
+        grad = window["grads"].get(name)
+        if grad is not None:
+            grad = grad.to(param.device)
+        param.grad = grad
 
 
 def _changes(old: Any, new: Any, path: str = "") -> list[str]:

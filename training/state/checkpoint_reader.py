@@ -17,8 +17,9 @@ from layerline.training.state.optimizer_state import WEIGHTS_ALONE
 from layerline.training.state.state_tree import unpack
 
 _WEIGHTS = ("online", "masters", "ema")
-_PARTS = ("optimizer", "rate", "scale", "window", "guard")
-_OPTIONAL_PARTS = ("masks", "monitor")
+# In the order in which a checkpoint holds them.
+PARTS = ("optimizer", "rate", "scale", "window", "guard")
+OPTIONAL_PARTS = ("masks", "monitor")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def read(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str
     if lane.peers is not None:
         tensors = lane.peers.split(tensors, prefix)
     classes = registry.classes(lane.optimizer)
-    part_names = [*_PARTS, *(name for name in _OPTIONAL_PARTS if name in saved)]
+    part_names = [*PARTS, *(name for name in OPTIONAL_PARTS if name in saved)]
     try:
         parts = {name: unpack(saved[name], f"{prefix}{name}", tensors, classes) for name in part_names}
         weights = {kind: _under(f"{prefix}{kind}/", tensors) for kind in _WEIGHTS}
