@@ -189,7 +189,7 @@ def run(
         if result.error is not None:
             screen.error(result.error)
     if not silent:
-        terminal.outcome(screen.console(), done, _where(folder), sets or ())
+        terminal.run_outcome(screen.console(), done, _where(folder), sets or ())
     raise typer.Exit(done.exit_code)
 
 
@@ -200,7 +200,7 @@ def check(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) ->
     Calls every hook on two samples and looks up every name of pipe.yaml in the model.
     """
     from layerline.pipeline.check import check_and_remember
-    from layerline.views import check_table, screen
+    from layerline.views import screen, terminal
 
     project = _load(folder.resolve(), sets)
     project.require_task()
@@ -209,7 +209,7 @@ def check(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) ->
     if as_json:
         print_json(done.to_json())
     else:
-        check_table.show(screen.console(), done)
+        terminal.check(screen.console(), done)
     raise typer.Exit(done.exit_code)
 
 
@@ -429,14 +429,14 @@ def debug(
 def verify(as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """Hash everything in the store again, and report what is damaged."""
     from layerline.pipeline.records import housekeeping
-    from layerline.views import json_output, maintenance
+    from layerline.views import json_output, terminal
 
     checked, problems = housekeeping.verify(_load(folder))
-    damage = maintenance.damage(checked, problems)
+    damage = terminal.damage(checked, problems)
     if as_json:
         print_json(json_output.verify(checked, problems, damage))
     else:
-        say("\n".join(maintenance.verified(checked, problems)))
+        say("\n".join(terminal.verified(checked, problems)))
     raise typer.Exit(damage.exit_code if damage else 0)
 
 
@@ -453,13 +453,13 @@ def gc(
     Keeps what the newest runs, the current pipe.yaml and task.py, and `pipe resume` need.
     """
     from layerline.pipeline.records import housekeeping
-    from layerline.views import json_output, maintenance
+    from layerline.views import json_output, terminal
 
     removed = housekeeping.collect(_load(folder), keep, dry_run=dry_run)
     if as_json:
         print_json(json_output.gc(removed, dry_run=dry_run))
     else:
-        say("\n".join(maintenance.collected(removed, dry_run=dry_run, verbose=verbose)))
+        say("\n".join(terminal.collected(removed, dry_run=dry_run, verbose=verbose)))
 
 
 def _load(folder: Path, sets: Sequence[str] | None = None) -> Project:

@@ -7,8 +7,9 @@ off the border and off each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from html import escape
 from itertools import groupby
+
+from markupsafe import Markup
 
 WIDTHS = (1160, 840, 600, 440)
 """User units; page.css keeps a unit between 0.83 and 1.17 pixels in windows of 400 pixels and more."""
@@ -20,29 +21,46 @@ DOT = 4.5  # a dot's width in page.css; where they would touch, the line alone i
 _CHARACTER, _WIDE = 6.9, 11.5  # user units of a label's character: of a usual one, and of the widest ones
 
 
-def at_each_width(draw: Callable[[int], str]) -> str:
+def at_each_width(draw: Callable[[int], Markup]) -> Markup:
     """The pictures that `draw` makes for each of WIDTHS, one after the other."""
-    return "".join(map(draw, WIDTHS))
+    return Markup("").join(map(draw, WIDTHS))
 
 
-def svg(width: int, height: float, label: str, body: str, /, **data: float) -> str:
+def element(tag: str, inner: str = "", /, **attributes: str | float) -> Markup:
+    """An element of a picture. Attributes and text are escaped; `inner` may be markup that was made here.
+
+    `class_` stands for the attribute `class`, `text_anchor` for `text-anchor`.
+    """
+    written = Markup("")
+    for name, value in attributes.items():
+        text = value if isinstance(value, str) else f"{value:.9g}"
+        written += Markup(' {}="{}"').format(name.strip("_").replace("_", "-"), text)
+    return Markup("<{0}{1}>{2}</{0}>").format(tag, written, inner)
+
+
+def path(kind: str, d: str) -> Markup:
+    return element("path", class_=kind, d=d)
+
+
+def label(kind: str, x: float, y: float, text: str, /, **attributes: str) -> Markup:
+    return element("text", text, class_=kind, x=x, y=y, **attributes)
+
+
+def svg(width: int, height: float, label: str, body: Markup, /, **data: float) -> Markup:
     """A picture with a label for screen readers, and figures for page.js as data attributes."""
-    attributes = "".join(f' data-{name}="{value:g}"' for name, value in data.items())
-    size = f'class="w{width}" viewBox="0 0 {width} {height:g}"'
-    return f'<svg {size} role="img" aria-label="{escape(label)}"{attributes}>{body}</svg>'
+    attributes: dict[str, str | float] = {f"data_{name}": value for name, value in data.items()}
+    view = f"0 0 {width} {height:g}"
+    return element("svg", body, class_=f"w{width}", viewBox=view, role="img", aria_label=label, **attributes)
 
 
-def title(text: str, top: float) -> str:
+def title(text: str, top: float) -> Markup:
     """The title of the strip that begins at `top`."""
-    return f'<text class="stage" x="0" y="{top - TITLE:g}">{escape(text)}</text>'
+    return label("stage", 0, top - TITLE, text)
 
 
-def tick(text: str, y: float, width: int) -> str:
+def tick(text: str, y: float, width: int) -> Markup:
     """A line across a strip with its label."""
-    return (
-        f'<path class="tick" d="M{LEFT} {y:g}H{width - RIGHT}"/>'
-        f'<text class="tick" x="{LEFT - 6}" y="{y + 4:g}">{text}</text>'
-    )
+    return path("tick", f"M{LEFT} {y:g}H{width - RIGHT}") + label("tick", LEFT - 6, y + 4, text)
 
 
 def has_room_for_dots(count: int, width: int) -> bool:

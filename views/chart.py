@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from html import escape
 from itertools import groupby
+
+from markupsafe import Markup
 
 from layerline.pipeline.report import LayerDiff
 from layerline.views import canvas
@@ -68,15 +69,13 @@ class DecibelScale:
 
 @dataclass(frozen=True)
 class Label:
-    """A name beside its point, and where point and name together begin and end on the x axis.
-
-    `before` puts it to the left of the point, as in the right half of the strip.
-    """
+    """A name beside its point: where it is anchored, and where point and name together begin and end on the x axis."""
 
     text: str
+    x: float
+    anchor: str
     left: float
     right: float
-    before: bool
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class LayerRun:
     stop: int
 
 
-def chart(rows: Sequence[Followed], stages: Sequence[str]) -> str:
+def chart(rows: Sequence[Followed], stages: Sequence[str]) -> Markup:
     """The figure at each width, or nothing where no stage measured an SQNR.
 
     Args:
@@ -101,19 +100,19 @@ def chart(rows: Sequence[Followed], stages: Sequence[str]) -> str:
         if points:
             strips[stage] = points
     if not strips:
-        return ""
+        return Markup("")
     return canvas.at_each_width(partial(_figure, rows, strips))
 
 
-def _figure(rows: Sequence[Followed], strips: Mapping[str, Sequence[Point]], width: int) -> str:
-    drawn = []
+def _figure(rows: Sequence[Followed], strips: Mapping[str, Sequence[Point]], width: int) -> Markup:
+    drawn = Markup("")
     top = TOP
     for stage, points in strips.items():
         scale = _scale(points, top + HEAD, len(rows), width)
-        drawn.append(_strip(stage, points, rows, scale))
+        drawn += _strip(stage, points, rows, scale)
         top += HEAD + scale.height + GAP
     label = f"SQNR of {len(rows)} layers in topological order in {', '.join(strips)}; the next table has the figures"
-    body = f'{_groups(rows, top, width)}{"".join(drawn)}<path class="cursor" d=""/>'
+    body = _groups(rows, top, width) + drawn + canvas.path("cursor", "")
     return canvas.svg(width, top + BOTTOM, label, body, slots=len(rows), left=LEFT, right=width - RIGHT, height=top)
 
 
@@ -143,18 +142,20 @@ def _scale(points: Sequence[Point], top: int, slots: int, width: int) -> Decibel
     return DecibelScale(low, high, top, slots, width, FLAT if all_equal else STRIP)
 
 
-def _strip(stage: str, points: Sequence[Point], rows: Sequence[Followed], scale: DecibelScale) -> str:
+def _strip(stage: str, points: Sequence[Point], rows: Sequence[Followed], scale: DecibelScale) -> Markup:
     crosses = ""
     for point in points:
         if not point.passed:
             x, y = scale.at(point)
             crosses += f"M{x - 4:g} {y - 4:g}l8 8m0 -8l-8 8"
-    names = "".join(_name(point, label, scale) for point, label in _named(points, rows, scale))
-    return (
-        f"<g>{canvas.title(stage, scale.top)}{_ticks(points, scale)}"
-        f'<path class="line" d="{_line(points, scale)}"/>{_dots(points, scale)}'
-        f'<path class="crosses" d="{crosses}"/>{names}</g>'
-    )
+    body = canvas.title(stage, scale.top) + _ticks(points, scale)
+    body += canvas.path("line", _line(points, scale)) + _dots(points, scale) + canvas.path("crosses", crosses)
+    for point, label in _named(points, rows, scale):
+        # At the lower edge no line passes, and there is no room below.
+        baseline = scale.at(point)[1] + (4 if point.db == -math.inf else BELOW)
+        kind = "name" if point.passed else "name bad"
+        body += canvas.label(kind, label.x, baseline, label.text, text_anchor=label.anchor)
+    return canvas.element("g", body)
 
 
 def _line(points: Sequence[Point], scale: DecibelScale) -> str:
@@ -166,7 +167,7 @@ def _line(points: Sequence[Point], scale: DecibelScale) -> str:
     return path
 
 
-def _dots(points: Sequence[Point], scale: DecibelScale) -> str:
+def _dots(points: Sequence[Point], scale: DecibelScale) -> Markup:
     """A dot for each layer that passed.
 
     Where dots have no room, the line alone shows the layers. Equal layers are on no line, so neighbours become a bar.
@@ -188,7 +189,7 @@ def _dots(points: Sequence[Point], scale: DecibelScale) -> str:
     joined = ""
     for bar in bars:
         joined += f"M{canvas.joined([scale.at(bar[0])])}H{scale.at(bar[-1])[0]:g}"
-    return f'<path class="dots" d="{single}"/><path class="dots equal" d="{joined}"/>'
+    return canvas.path("dots", single) + canvas.path("dots equal", joined)
 
 
 def _named(points: Sequence[Point], rows: Sequence[Followed], scale: DecibelScale) -> list[tuple[Point, Label]]:
@@ -209,32 +210,23 @@ def _named(points: Sequence[Point], rows: Sequence[Followed], scale: DecibelScal
 
 
 def _label_of(point: Point, row: Followed, scale: DecibelScale) -> Label:
+    """The name of a point, to its left in the right half of the strip."""
     x = scale.x(point.slot + 0.5)
-    before = point.slot + 0.5 > scale.slots / 2
-    room = x - LEFT if before else scale.width - x
+    is_left = point.slot + 0.5 > scale.slots / 2
+    room = x - LEFT if is_left else scale.width - x
     text = canvas.shortened(row.layer, room - BESIDE)
     reach = BESIDE + canvas.span(text)
-    if before:
-        return Label(text, x - reach, x + 4, before)
-    return Label(text, x - 4, x + reach, before)
+    if is_left:
+        return Label(text, x - BESIDE, "end", x - reach, x + 4)
+    return Label(text, x + BESIDE, "start", x - 4, x + reach)
 
 
-def _name(point: Point, label: Label, scale: DecibelScale) -> str:
-    x, y = scale.at(point)
-    # At the lower edge no line passes, and there is no room below.
-    baseline = y + (4 if point.db == -math.inf else BELOW)
-    kind = "name" if point.passed else "name bad"
-    left = x - BESIDE if label.before else x + BESIDE
-    anchor = "end" if label.before else "start"
-    return f'<text class="{kind}" x="{left:g}" y="{baseline:g}" text-anchor="{anchor}">{escape(label.text)}</text>'
-
-
-def _ticks(points: Sequence[Point], scale: DecibelScale) -> str:
+def _ticks(points: Sequence[Point], scale: DecibelScale) -> Markup:
     levels = {point.db for point in points}
     # Figures beyond the limits are drawn at the limit, which its tick says.
     above = "≥ " if MOST_DB in levels else ""
     below = "≤ " if LEAST_DB in levels else ""
-    ticks = ""
+    ticks = Markup("")
     if math.inf in levels:
         ticks += canvas.tick("equal", scale.y(math.inf), scale.width)
     if any(map(math.isfinite, levels)):
@@ -245,9 +237,9 @@ def _ticks(points: Sequence[Point], scale: DecibelScale) -> str:
     return ticks
 
 
-def _groups(rows: Sequence[Followed], bottom: int, width: int) -> str:
+def _groups(rows: Sequence[Followed], bottom: int, width: int) -> Markup:
     """Borders and names of the runs of layers whose module paths begin alike; long runs are named first."""
-    parts: list[str] = []
+    drawn = Markup("")
     written: list[tuple[float, float]] = []
     scale = DecibelScale(0, 1, TOP, len(rows), width)
     runs = _runs([tuple(row.layer.split(".")) for row in rows], 0, len(rows), 1, scale)
@@ -256,12 +248,12 @@ def _groups(rows: Sequence[Followed], bottom: int, width: int) -> str:
         text = _label(run.path, right - left)
         middle, half = (left + right) / 2, canvas.span(text) / 2
         if run.start and right - left >= LEAST_BORDERED:
-            parts.append(f'<path class="border" d="M{left:g} {TOP}V{bottom}"/>')
+            drawn += canvas.path("border", f"M{left:g} {TOP}V{bottom}")
         is_free = all(middle + half <= begin or middle - half >= end for begin, end in written)
         if is_free and half <= middle <= width - half:
-            parts.append(f'<text class="group" x="{middle:g}" y="{bottom + 12}">{escape(text)}</text>')
+            drawn += canvas.label("group", middle, bottom + 12, text)
             written.append((middle - half, middle + half))
-    return "".join(parts)
+    return drawn
 
 
 def _runs(paths: Sequence[tuple[str, ...]], start: int, stop: int, depth: int, scale: DecibelScale) -> list[LayerRun]:

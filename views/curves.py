@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from markupsafe import Markup
+
 from layerline.pipeline.records.lookup import Log
 from layerline.views import canvas
 from layerline.views.canvas import GAP, HEAD, LEFT, RIGHT, STRIP, TITLE, TOP
-from layerline.views.grid import figure
+from layerline.views.formatting import figure
 
 EDGE = 8  # from a strip's border to its highest and lowest point
 APART = 14  # between the baselines of two labels
@@ -91,7 +93,7 @@ class StepScale:
         return canvas.thinned([self.at(point) for point in points])
 
 
-def curves(rows: Log) -> str:
+def curves(rows: Log) -> Markup:
     """The figure of a training log at each width, or nothing where it holds no step."""
     strips = {}
     for strip in STRIPS:
@@ -100,11 +102,11 @@ def curves(rows: Log) -> str:
         if measured:
             strips[strip] = measured
     if not strips:
-        return ""
+        return Markup("")
     return canvas.at_each_width(partial(_figure, strips))
 
 
-def _figure(strips: Mapping[Strip, Lines], width: int) -> str:
+def _figure(strips: Mapping[Strip, Lines], width: int) -> Markup:
     steps: list[float] = []
     last_values: list[str] = []
     for strip, lines in strips.items():
@@ -114,17 +116,17 @@ def _figure(strips: Mapping[Strip, Lines], width: int) -> str:
             last_values.append(f"{name} {figure(points[-1][1])}")
     axis = StepScale(width, min(steps), max(steps))
     bottom = TOP + len(strips) * (HEAD + STRIP + GAP)
-    body = [_axis(axis, bottom)]
+    body = _axis(axis, bottom)
     top = TOP + HEAD
     for strip, lines in strips.items():
         values = [0.0] if strip.zero else []
         for _, points in lines:
             values += [value for _, value in points]
-        body.append(_strip(strip, lines, replace(axis, low=min(values), high=max(values), top=top)))
+        body += _strip(strip, lines, replace(axis, low=min(values), high=max(values), top=top))
         top += HEAD + STRIP + GAP
     titles = ", ".join(strip.title for strip in strips)
     label = f"{titles} over steps {axis.first:g} to {axis.last:g}; in the end {', '.join(last_values)}"
-    return canvas.svg(width, bottom + AXIS, label, "".join(body))
+    return canvas.svg(width, bottom + AXIS, label, body)
 
 
 def validated(rows: Log) -> bool:
@@ -142,67 +144,69 @@ def _points(rows: Log, column: str) -> Points:
     return points
 
 
-def _strip(strip: Strip, lines: Lines, scale: StepScale) -> str:
+def _strip(strip: Strip, lines: Lines, scale: StepScale) -> Markup:
     marks = {scale.low, scale.high}
     if strip.zero:
         # Zero is always marked; another mark so near that the labels would overlap is left out.
         marks = {0.0, *(value for value in marks if abs(scale.y(value) - scale.y(0.0)) >= APART)}
-    ticks = "".join(canvas.tick(figure(value), scale.y(value), scale.width) for value in sorted(marks))
-    drawn = "".join(_line(line, points, scale, dotted=strip.filled) for line, points in lines)
-    area = ""
+    body = Markup("")
+    for value in sorted(marks):
+        body += canvas.tick(figure(value), scale.y(value), scale.width)
     if strip.filled and len(lines) == len(strip.lines):
-        area = _area(lines, scale)
-    return f"<g>{ticks}{area}{drawn}{canvas.title(strip.title, scale.top)}{_ends(lines, scale)}</g>"
+        body += _area(lines, scale)
+    for line, points in lines:
+        body += _line(line, points, scale, dotted=strip.filled)
+    return canvas.element("g", body + canvas.title(strip.title, scale.top) + _ends(lines, scale))
 
 
-def _area(lines: Lines, scale: StepScale) -> str:
+def _area(lines: Lines, scale: StepScale) -> Markup:
     """The area between two lines, or from one line to zero."""
     upper = scale.path(lines[0][1])
     if len(lines) == 2:
         lower = scale.path(lines[1][1])
     else:
         lower = [(upper[0][0], scale.y(0.0)), (upper[-1][0], scale.y(0.0))]
-    return f'<path class="area" d="M{canvas.joined([*upper, *reversed(lower)])}Z"/>'
+    return canvas.path("area", f"M{canvas.joined([*upper, *reversed(lower)])}Z")
 
 
-def _line(line: Line, points: Points, scale: StepScale, *, dotted: bool) -> str:
+def _line(line: Line, points: Points, scale: StepScale, *, dotted: bool) -> Markup:
     """A line. With `dotted`, each point is a dot with a tooltip where there is room; a single point always is."""
-    parts = [f'<path class="line {line.kind}" d="M{canvas.joined(scale.path(points))}"/>']
-    roomy = dotted and canvas.has_room_for_dots(len(points), scale.width)
-    if roomy or len(points) == 1:
+    drawn = canvas.path(f"line {line.kind}", f"M{canvas.joined(scale.path(points))}")
+    has_room = dotted and canvas.has_room_for_dots(len(points), scale.width)
+    if has_room or len(points) == 1:
         for step, value in points:
             place = canvas.joined([scale.at((step, value))])
-            tooltip = f"<title>step {step:g}: {line.label} {figure(value)}</title>"
-            parts.append(f'<path class="dots {line.kind}" d="M{place}h0">{tooltip}</path>')
-    return "".join(parts)
+            tooltip = canvas.element("title", f"step {step:g}: {line.label} {figure(value)}")
+            drawn += canvas.element("path", tooltip, class_=f"dots {line.kind}", d=f"M{place}h0")
+    return drawn
 
 
-def _ends(lines: Lines, scale: StepScale) -> str:
+def _ends(lines: Lines, scale: StepScale) -> Markup:
     """The last value of each line, above the end of the strip."""
-    spans = ""
+    spans = Markup("")
     for line, points in lines:
         if line.kind != "raw":
             text = f"{line.label} {figure(points[-1][1])}".strip()
-            spans += f'<tspan class="{line.kind}" dx="{12 if spans else 0}">{text}</tspan>'
-    return f'<text class="end" x="{scale.width - RIGHT}" y="{scale.top - TITLE:g}">{spans}</text>'
+            spans += canvas.element("tspan", text, class_=line.kind, dx=12 if spans else 0)
+    return canvas.label("end", scale.width - RIGHT, scale.top - TITLE, spans)
 
 
-def _axis(scale: StepScale, bottom: float) -> str:
+def _axis(scale: StepScale, bottom: float) -> Markup:
     """Round step numbers, as many as there is room for, and lines up through all strips."""
     widest = canvas.span(f"{scale.last:.0f}")
     most = min(max(int((scale.width - RIGHT - LEFT) / (widest + 8)), 1), STEPS_MARKED)
     interval = _round_interval(max((scale.last - scale.first) / most, 1))
-    parts = [f'<text x="0" y="{bottom + 12}">step</text>']
+    drawn = canvas.label("axis", 0, bottom + 12, "step")
     written = 0.0  # the end of the last label
     for step in range(math.ceil(scale.first / interval) * interval, math.floor(scale.last) + 1, interval):
         x = scale.x(step)
         half = canvas.span(str(step)) / 2
         middle = min(x, scale.width - half)  # the last one stays inside
-        parts.append(f'<path class="border" d="M{x:g} {TOP + HEAD}V{bottom - GAP}"/>')
+        drawn += canvas.path("border", f"M{x:g} {TOP + HEAD}V{bottom - GAP}")
         if middle - half >= written:
-            parts.append(f'<text class="group" x="{middle:g}" y="{bottom + 12}">{step}</text>')
+            drawn += canvas.label("group", middle, bottom + 12, str(step))
             written = middle + half
-    return "".join(parts)
+    return drawn
 
 
 def _round_interval(least: float) -> int:

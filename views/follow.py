@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from layerline.pipeline.report import LayerDiff, Report
-from layerline.views.grid import FAILED, MEASURES, Column, View, decibels, error
+from layerline.views.formatting import FAILED, MEASURES, decibels, error
+from layerline.views.tables import Column, TableView
 
 PARAMETER = "parameter"
 MERGED = "merged into"
@@ -59,7 +60,7 @@ def by_module(rows: Sequence[Followed]) -> list[Followed]:
     return [_module(layer, members, layer_of) for layer, members in grouped.items()]
 
 
-def follow_views(rows: Sequence[Followed], stages: Sequence[str]) -> list[View]:
+def follow_views(rows: Sequence[Followed], stages: Sequence[str]) -> list[TableView]:
     """The tables of "follow a layer", worst first: of modules and of values, in decibels and as relative error."""
     tables = {
         "worst of each module": (by_module(rows), Column("values", "number")),
@@ -77,7 +78,7 @@ def follow_views(rows: Sequence[Followed], stages: Sequence[str]) -> list[View]:
     return views
 
 
-def _view(label: str, rows: Sequence[Followed], second: Column, stages: Sequence[Column], text: CellText) -> View:
+def _view(label: str, rows: Sequence[Followed], second: Column, stages: Sequence[Column], text: CellText) -> TableView:
     filled = {stage for row in rows for stage, record in row.records.items() if _cell(record, text)}
     measured = [stage for stage in stages if stage.label in filled]
     merged = [Column(MERGED)] if any(row.into for row in rows) else []
@@ -89,7 +90,7 @@ def _view(label: str, rows: Sequence[Followed], second: Column, stages: Sequence
         if merged:
             cells.append(row.into)
         table.append([*cells, row.op, str(place)])
-    return View(label, columns, table)
+    return TableView(label, columns, table)
 
 
 def _cell(record: LayerDiff | None, text: CellText) -> str:

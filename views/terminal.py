@@ -1,9 +1,9 @@
-"""Terminal output: one line a stage, a progress bar while it works, tables for status, explain and diff."""
+"""Terminal output: a line for each stage, a progress bar while it works, and tables that rich lays out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -16,30 +16,45 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column as BarLayout
+from rich.table import Column as RichColumn
 from rich.table import Table
 from rich.text import Text
 
+from layerline.pipeline.check import Checked
 from layerline.pipeline.config.project import as_options
+from layerline.pipeline.errors import StageError
 from layerline.pipeline.inputs.untrusted import printable
 from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, shown
 from layerline.pipeline.reasons import awaited, changes, label
+from layerline.pipeline.records.housekeeping import Garbage, Problem, counted
 from layerline.pipeline.records.lookup import Beside
 from layerline.pipeline.report import Order, Report, Scalar
 from layerline.pipeline.runner import Outcome, Result
 from layerline.pipeline.stage import Stage
-from layerline.views import grid, layers, lines
-from layerline.views.lines import stage_line
+from layerline.views import formatting, lines
+from layerline.views.formatting import amount, count, heading, outcome
 from layerline.views.screen import cleaned, console, words
+from layerline.views.tables import PAGE_ONLY, Column, TableView, filled, records_table
 
 ORDERS: Mapping[Order, str] = {
     "own": "the lowest own dB first",
     "error": "the lowest SQNR first",
     "network": "in the network's order",
 }
-
 FIGURES = 2  # of a stage, in the list of runs
+_GAP = 2  # columns between two cells
+_STYLES = {
+    "passed": "green",
+    outcome(False): "red",
+    "fresh": "green",
+    "would run": "yellow",
+    "may run": "yellow",
+    "ok": "green",
+    "warning": "yellow",
+    "error": "red",
+}
+_REPAIR = "pipe run all makes them again"
 
 
 class Silent:
@@ -73,7 +88,7 @@ class Live:
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(24), MofNCompleteColumn())
         # The last column takes the width that the others leave, so that no text pushes the bar out.
-        rest = BarLayout(ratio=1, no_wrap=True, overflow="ellipsis")
+        rest = RichColumn(ratio=1, no_wrap=True, overflow="ellipsis")
         detail = TextColumn("{task.fields[detail]}", style="dim", markup=False, table_column=rest)
         self._bar = Progress(*columns, TimeRemainingColumn(), detail, console=self._out, transient=True, expand=True)
         self._bar.start()
@@ -84,12 +99,12 @@ class Live:
             return
         self._bar.update(self._task, completed=done, total=total)
         if fields:
-            figures = "  ".join(f"{grid.heading(name)} {grid.figure(value)}" for name, value in fields.items())
+            figures = "  ".join(f"{heading(name)} {formatting.figure(value)}" for name, value in fields.items())
             self._bar.update(self._task, detail=printable(figures))
 
     def finished(self, result: Result) -> None:
         self.close()
-        self._out.print(stage_line(result, self._width, self._out.width), soft_wrap=True)
+        _hanging(self._out, *lines.stage_line(result, self._width))
 
     def close(self) -> None:
         """Removes the bar, also after an interrupt."""
@@ -105,7 +120,7 @@ def listener(stages: Sequence[Stage], *, silent: bool) -> Live | Silent:
     return Live(console(), width=max(len(stage.name) for stage in stages))
 
 
-def outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = ()) -> None:
+def run_outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = ()) -> None:
     """Prints the stages that are now out of date and, where there is one, the next useful command.
 
     Args:
@@ -117,9 +132,9 @@ def outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = ()) -
     for step in done.out_of_date:
         reason = words(f"({step.reason})", "dim")
         out.print(Text.assemble(("out of date", "yellow"), f" {step.stage.name} ", reason), soft_wrap=True)
-    hint = _next_command(done, sets)
-    if hint:
-        out.print(Text.assemble(("next:", "dim"), " ", words(hint + where)), soft_wrap=True)
+    command = _next_command(done, sets)
+    if command:
+        out.print(Text.assemble(("next:", "dim"), " ", words(command + where)), soft_wrap=True)
 
 
 def _next_command(done: Outcome, sets: Sequence[str]) -> str:
@@ -131,6 +146,39 @@ def _next_command(done: Outcome, sets: Sequence[str]) -> str:
     return "pipe report"
 
 
+def table(out: Console, view: TableView) -> int:
+    """Prints a table, and returns how many columns a narrow terminal has no room for.
+
+    The least important columns are dropped until a row fits. Where the others still don't, their texts are wrapped.
+    """
+    indexes = [i for i, column in enumerate(view.columns) if column.drop != PAGE_ONLY]
+    widths = [cell_len(column.label) + _GAP for column in view.columns]
+    for row in view.rows:
+        widths = [max(width, cell_len(cell) + _GAP) for width, cell in zip(widths, row, strict=True)]
+    hidden = 0
+    # The last column needs no gap behind it.
+    while sum(widths[i] for i in indexes) > out.width + _GAP:
+        droppable = [i for i in indexes if view.columns[i].drop is not None]
+        if not droppable:
+            break
+        indexes.remove(min(droppable, key=lambda i: view.columns[i].drop or 0))
+        hidden += 1
+    drawn = Table(box=None, pad_edge=False, header_style="dim")
+    for i in indexes:
+        column = view.columns[i]
+        is_words = column.kind in ("text", "verdict")
+        justify: Literal["left", "right"] = "left" if is_words else "right"
+        drawn.add_column(Text(column.label), justify=justify, no_wrap=not column.wrap, overflow="fold")
+    for row in view.rows:
+        cells = []
+        for i in indexes:
+            style = _STYLES.get(row[i], "") if view.columns[i].kind == "verdict" else ""
+            cells.append(words(row[i], style))
+        drawn.add_row(*cells)
+    out.print(drawn)
+    return hidden
+
+
 def status(out: Console, steps: Sequence[Step], states: Mapping[str, str]) -> None:
     """Prints which stages are fresh and which would run, and why. Empty columns are left out.
 
@@ -139,51 +187,36 @@ def status(out: Console, steps: Sequence[Step], states: Mapping[str, str]) -> No
         steps: the stages, planned.
         states: the state of each stage, by its name.
     """
-    rows = [_status_row(step, states[step.stage.name]) for step in steps]
-    widths = dict.fromkeys(rows[0], 0)
-    for row in rows:
-        for heading, cell in row.items():
-            widths[heading] = max(widths[heading], cell.cell_len)
-    headings = [heading for heading, width in widths.items() if width]
-    total = sum(max(widths[heading], cell_len(heading)) + 2 for heading in headings)
-    if total > out.width + 2:  # the last column needs no gap behind it
-        headings.remove("made")  # the reason tells more
-    table = _table({heading: heading != "why" for heading in headings})
-    for row in rows:
-        table.add_row(*(row[heading] for heading in headings))
-    out.print(table)
+    why, digests, made, verdicts = [], [], [], []
+    for step in steps:
+        record = step.record if step.artifact else None
+        why.append("" if step.artifact else step.reason)
+        digests.append(step.artifact.digest[:12] if step.artifact else "")
+        made.append(record.created if record else "")
+        verdicts.append(outcome(record.passed) if record else "")
+    names = [step.stage.name for step in steps]
+    columns = [
+        (Column("stage"), names),
+        (Column("state", "verdict"), [states[name] for name in names]),
+        (Column("why", wrap=True), why),
+        (Column("digest"), digests),
+        (Column("made", drop=0), made),  # the reason tells more
+        (Column("verdict", "verdict"), verdicts),
+    ]
+    table(out, filled(columns))
 
 
-def _status_row(step: Step, state: str) -> dict[str, Text]:
-    artifact = step.artifact
-    row = {
-        "stage": Text(step.stage.name),
-        "state": Text(state, "green" if artifact else "yellow"),
-        "why": Text(),
-        "digest": Text(),
-        "made": Text(),
-        "verdict": Text(),
-    }
-    if artifact is None:
-        row["why"] = words(step.reason)
-        return row
-    row["digest"] = Text(artifact.digest[:12])
-    if step.record:
-        row["made"] = words(step.record.created)
-        row["verdict"] = _verdict(step.record.passed)
-    return row
-
-
-def _verdict(passed: bool) -> Text:
-    return Text("passed", "green") if passed else Text("failed", "red")
-
-
-def _table(headings: Mapping[str, bool]) -> Table:
-    """A table of these columns; the value tells whether a column keeps its width. Only the others wrap."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading, fixed in headings.items():
-        table.add_column(heading, no_wrap=fixed, overflow="fold")
-    return table
+def check(out: Console, done: Checked) -> None:
+    """Prints the findings of `pipe check` in the order of the stages, and how many are errors and warnings."""
+    columns = (Column("item"), Column("", "verdict"), Column("seen", wrap=True), Column("what to do", wrap=True))
+    rows = []
+    for finding in done.findings:
+        place = f"{finding.where}: " if finding.where else ""
+        rows.append([finding.item, finding.state, f"{place}{finding.seen}", finding.hint])
+    table(out, TableView("", columns, rows))
+    states = [row[1] for row in rows]
+    counts = [count(states.count(state), state) for state in ("error", "warning") if state in states]
+    out.print(Text(", ".join(counts) or "nothing is wrong"), soft_wrap=True)
 
 
 def explain(out: Console, step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fingerprint]) -> None:
@@ -197,7 +230,10 @@ def explain(out: Console, step: Step, old: Mapping[str, str] | None, prints: Map
         # Where a file counts whole, its imports are what explains it; else they are noise.
         if not fingerprint.whole:
             names = [name for name in names if ":import " not in name]
-        _hanging(out, Text(f"{hook}() ", "dim"), _reached(", ".join(names)))
+        reached = Text("is not defined in the task", "dim")
+        if names:
+            reached = Text.assemble(("reaches ", "dim"), words(", ".join(names)))
+        _hanging(out, Text(f"{hook}() ", "dim"), reached)
     for note in step.notes:
         _hanging(out, Text("note ", "yellow"), words(note))
 
@@ -206,7 +242,9 @@ def _parts(step: Step, old: Mapping[str, str] | None) -> Table:
     new, before = shown(step.parts), old or {}
     changed, waiting = changes(before, new), awaited(before, new, step.key)
     removed = [name for name in changed if name not in new]
-    table = _table({"part": False, "": True, "last run": False, "now": False})
+    drawn = Table("part", "", "last run", "now", box=None, pad_edge=False, header_style="dim")
+    for column in drawn.columns:
+        column.overflow = "fold"
     for name in [*new, *removed]:
         is_changed = name in changed
         if old is None:
@@ -218,25 +256,13 @@ def _parts(step: Step, old: Mapping[str, str] | None) -> Table:
         else:
             state = "same"
         now = "not known yet" if name in waiting else new.get(name)
-        # An unchanged value is shown once, under `now`.
-        then = before.get(name) if is_changed else None
         style = "yellow" if is_changed and before else "dim"
-        values = (_value(then, whole=is_changed), _value(now, whole=is_changed))
-        table.add_row(words(label(name)), Text(state, style), *values)
-    return table
-
-
-def _value(value: str | None, *, whole: bool) -> Text:
-    """A part's value: cut to one line, or `whole` where it changed, because long values may differ at their ends."""
-    if whole:
-        return words(layers.hashed(value))
-    return Text(printable(layers.short(value)), no_wrap=True, overflow="ellipsis")
-
-
-def _reached(names: str) -> Text:
-    if not names:
-        return Text("is not defined in the task", "dim")
-    return Text.assemble(("reaches ", "dim"), words(names))
+        if is_changed:  # long values may differ at their ends
+            cells = [words(formatting.hashed(before.get(name))), words(formatting.hashed(now))]
+        else:  # shown once, on one line
+            cells = [Text(), Text(printable(formatting.short(now)), no_wrap=True, overflow="ellipsis")]
+        drawn.add_row(words(label(name)), Text(state, style, no_wrap=True), *cells)
+    return drawn
 
 
 def diff(out: Console, report: Report, top: int, order: Order, beside: Beside | None = None) -> None:
@@ -253,22 +279,13 @@ def diff(out: Console, report: Report, top: int, order: Order, beside: Beside | 
         earlier = {record.name: record for record in beside.report.records}
         changed = "; ".join(beside.changed) or "nothing that is on record"
         _hanging(out, Text("changed since then  ", "dim"), Text(changed))
-    records = report.sorted(order)[:top]
-    columns = layers.columns(records, earlier)
-    visible = layers.fitting(columns, out.width)
-    if records:
-        for line in layers.lines(visible):
-            out.print(line, soft_wrap=True)
-    hidden = len(columns) - len(visible)
-    if hidden:
-        _dim(out, f"{grid.count(hidden, 'column')} hidden; widen the terminal or use --json")
+    if report.records:
+        hidden = table(out, records_table(report.records, order, earlier, top))
+        if hidden:
+            _dim(out, f"{count(hidden, 'column')} hidden; widen the terminal or use --json")
     if len(report.records) > top:
         _dim(out, f"{top} of {len(report.records)} values, {ORDERS[order]}; --top N shows more")
     findings(out, report, beside.report if beside else None)
-
-
-def _dim(out: Console, text: str) -> None:
-    out.print(words(text, "dim"), soft_wrap=True)
 
 
 def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -278,7 +295,9 @@ def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     became of them.
     """
     for row in rows:
-        out.print(Text.assemble(words(row["id"], "bold"), "  ", words(row["time"]), "  ", _verdict(row["passed"])))
+        verdict = outcome(row["passed"])
+        time = words(f"  {row['time']}  ")
+        out.print(Text.assemble(words(row["id"], "bold"), time, Text(verdict, _STYLES[verdict])))
         kept = [stage for stage in row["stages"] if stage not in row["ran"]]
         facts = {
             "ran": [" ".join(row["ran"])],
@@ -299,10 +318,10 @@ def _error(stage: str, error: Mapping[str, Any]) -> str:
 
 
 def _settings(row: Mapping[str, Any]) -> list[str]:
-    lines = []
+    settings = []
     for stage, fields in row["settings"].items():
-        lines += [f"{stage}.{name}={value}" for name, value in fields.items()]
-    return lines
+        settings += [f"{stage}.{name}={value}" for name, value in fields.items()]
+    return settings
 
 
 def _figures_of_run(row: Mapping[str, Any]) -> list[str]:
@@ -320,32 +339,53 @@ def findings(out: Console, report: Report, then: Report | None = None) -> None:
         mark = Text("✓ ", "green") if gate.passed else Text("✗ ", "red")
         _hanging(out, mark, words(f"{gate.name}: {gate.seen}, expected {gate.expected}"))
     if then is not None:
-        out.print(_figures_beside(report.metrics, then.metrics))
-    else:
-        figures = [f"{grid.heading(name)} {grid.amount(name, value)}" for name, value in report.metrics.items()]
-        for line in _filled(figures, out.width):
-            _dim(out, line)
+        table(out, _figures_beside(report.metrics, then.metrics))
+    elif report.metrics:
+        figures = [f"{heading(name)} {amount(name, value)}" for name, value in report.metrics.items()]
+        _hanging(out, Text(), words("  ".join(figures), "dim"))
     for note in report.notes:
         _hanging(out, Text("note ", "yellow"), words(note))
 
 
-def _figures_beside(now: Mapping[str, Scalar], then: Mapping[str, Scalar]) -> Table:
-    table = _table({"figure": False, "now": False, "then": False})
-    for name in {**now, **then}:
-        cells = (grid.heading(name), grid.amount(name, now.get(name)), grid.amount(name, then.get(name)))
-        table.add_row(*map(words, cells))
-    return table
+def _figures_beside(now: Mapping[str, Scalar], then: Mapping[str, Scalar]) -> TableView:
+    names = {**now, **then}
+    rows = [[heading(name), amount(name, now.get(name)), amount(name, then.get(name))] for name in names]
+    return TableView("", (Column("figure"), Column("now"), Column("then")), rows)
 
 
-def _filled(items: Sequence[str], width: int) -> list[str]:
-    """Packs items into lines that fit the width; no item is broken in two."""
-    full: list[str] = []
-    for item in items:
-        if full and cell_len(f"{full[-1]}  {item}") <= width:
-            full[-1] = f"{full[-1]}  {item}"
-        else:
-            full.append(item)
-    return full
+def damage(checked: int, problems: Sequence[Problem]) -> StageError | None:
+    """The error that `pipe verify` ends with; None where nothing is damaged."""
+    if not problems:
+        return None
+    return StageError(f"{len(problems)} of {checked} are damaged", hint=_REPAIR)
+
+
+def verified(checked: int, problems: Sequence[Problem]) -> Iterator[str]:
+    """The lines of `pipe verify`."""
+    for problem in problems:
+        yield f"{problem.what}: {problem.fault}"
+    repair = f"; {_REPAIR}" if problems else ""
+    yield f"{checked} checked, {len(problems)} damaged{repair}"
+
+
+def collected(garbage: Sequence[Garbage] | None, *, dry_run: bool, verbose: bool) -> Iterator[str]:
+    """The lines of `pipe gc`: what was removed, or would be. None means that a run was in progress."""
+    if garbage is None:
+        yield "a run is in progress in this project: nothing was removed; try again when it is done"
+        return
+    if not garbage:
+        yield "nothing to remove"
+        return
+    verb = "would remove" if dry_run else "removed"
+    if verbose:
+        for item in garbage:
+            yield f"{verb} {item.path}"
+    megabytes = sum(item.size for item in garbage) / 1e6
+    yield f"{verb} {', '.join(counted(garbage))}, {megabytes:.1f} MB"
+
+
+def _dim(out: Console, text: str) -> None:
+    out.print(words(text, "dim"), soft_wrap=True)
 
 
 def _hanging(out: Console, head: Text, body: Text) -> None:

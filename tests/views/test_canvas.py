@@ -8,8 +8,20 @@ from importlib import resources
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from markupsafe import Markup
 
-from layerline.views.canvas import LEFT, RIGHT, WIDTHS, at_each_width, has_room_for_dots, shortened, span, svg, thinned
+from layerline.views.canvas import (
+    LEFT,
+    RIGHT,
+    WIDTHS,
+    at_each_width,
+    element,
+    has_room_for_dots,
+    shortened,
+    span,
+    svg,
+    thinned,
+)
 
 STYLE = resources.files("layerline.views").joinpath("page.css").read_text("utf-8")
 PRINTED = "  .w1160, .w600, .w440 { display: none; }\n  .w840 { display: block; }\n"
@@ -47,9 +59,9 @@ def test_on_paper_one_picture_is_shown() -> None:
 
 
 def test_a_figure_is_drawn_for_each_width() -> None:
-    assert at_each_width(lambda width: f"<{width}>") == "".join(f"<{width}>" for width in WIDTHS)
-    assert svg(600, 84.5, "a < b", "<g/>", slots=7) == (
-        '<svg class="w600" viewBox="0 0 600 84.5" role="img" aria-label="a &lt; b" data-slots="7"><g/></svg>'
+    assert at_each_width(lambda width: Markup("<{}>").format(width)) == "".join(f"<{width}>" for width in WIDTHS)
+    assert svg(600, 84.5, "a < b", element("g", "&"), slots=7) == (
+        '<svg class="w600" viewBox="0 0 600 84.5" role="img" aria-label="a &lt; b" data-slots="7"><g>&amp;</g></svg>'
     )
 
 

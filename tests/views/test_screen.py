@@ -16,7 +16,6 @@ from layerline.pipeline.report import Gate, Report
 from layerline.pipeline.runner import Result
 from layerline.views import screen, terminal
 from layerline.views.html import page
-from layerline.views.lines import stage_line
 from tests.views.samples import diff, record, run_of
 
 ODD = "conv\x1b[31m\x9b2J\x07\r\u202e\u2028:bug:[bold]"
@@ -75,8 +74,9 @@ def test_the_table_of_a_report_keeps_its_columns() -> None:
 def test_the_line_of_a_stage_is_plain_and_no_wider() -> None:
     result = Result(name="quantize", state="ran", reason=ODD, seconds=1.0, record=record(odd_report()))
     for width in (80, 100, 140):
-        for line in stage_line(result, 8, width).plain.splitlines():
-            assert len(line) <= width and is_plain(line)
+        file = io.StringIO()
+        terminal.Live(screen.Screen(file=file, width=width), 8).finished(result)
+        assert all(len(line) <= width for line in file.getvalue().splitlines()) and is_plain(file.getvalue())
 
 
 def test_an_error_is_plain(capfd: pytest.CaptureFixture[str]) -> None:

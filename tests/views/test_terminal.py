@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,8 +14,9 @@ from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step
 from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.records.lookup import Beside
-from layerline.pipeline.report import Report
+from layerline.pipeline.report import LayerDiff, Report
 from layerline.views import json_output, screen, terminal
+from layerline.views.tables import records_table
 from tests.views.samples import diff, record
 
 PROFILES = "[{'batch': {'min': 1, 'opt': 1, 'max': 8}}, {'batch': {'min': 8, 'opt': 64, 'max': "
@@ -60,6 +62,39 @@ def test_a_reason_takes_the_place_of_the_time_where_both_do_not_fit(width: int) 
     assert found[1].endswith("passed") and fresh("train").artifact.digest[:12] in found[1]  # type: ignore[union-attr]
     words = " ".join(" ".join(line[21:40].split()) for line in found[2:]) if width == 60 else reason
     assert words == reason, "wrapped between words"
+
+
+LONG = "model.layers.31.self_attn.projection"
+EXTRA = {"isolated_sqnr_db": 31.0, "clipped": 0.00001, "weight_sqnr_db": math.inf, "network_layer": "fused_gemm"}
+FULL = diff(
+    "linear_31", LONG, "MatMul", 40.0, shape=("batch", 16, 14, 14), max_abs=0.5, cosine=0.99, tolerance=1.0, extra=EXTRA
+)
+DROPPED = ["engine layer", "shape", "max abs", "cosine", "rel L2", "weight dB", "clipped %", "own dB", "op"]
+
+
+def test_columns_go_one_by_one_and_the_names_stay() -> None:
+    view = records_table([FULL])
+    gone: list[str] = []
+    for width in range(300, 20, -1):
+        head = lines(width, terminal.table, view)[0]
+        gone += [label for label in DROPPED if label not in head and label not in gone]
+        if width > 80:
+            assert LONG in lines(width, terminal.table, view)[1], "no name is wrapped where it has room"
+    assert gone == DROPPED
+    assert lines(60, terminal.table, view)[0].split() == ["layer", "value", "verdict", "SQNR", "dB"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_an_engine_computes_in_is_shown_at_any_width(width: int) -> None:
+    extra = {"network_layer": f"{LONG}/Conv", "type": "CONVOLUTION", "precision": "int8"}
+    names = "If_0_then_branch__Inline_0__/stft/Unsqueeze", "If_0_then_branch__Inline_0__/stft/Unsqueeze_output_0"
+    record = LayerDiff(name=names[1], module=names[0], op="Conv", shape=("batch", 16), extra=extra)
+    head, *rows = lines(width, terminal.table, records_table([record]))
+    assert head.split()[:2] == ["layer", "value"] and max(map(len, rows)) <= width
+    assert "CONVOLUTION" in rows[0] and "int8" in rows[0]
+    columns = [row[:row_end] for row in rows for row_end in [head.index("type")]]
+    for start, end, name in ((0, head.index("value"), names[0]), (head.index("value"), None, names[1])):
+        assert "".join(column[start:end].strip() for column in columns) == name, "wrapped, and not cut"
 
 
 def explained(width: int, now: Step, old: dict[str, str] | None, reached: tuple[str, ...] = ()) -> list[str]:

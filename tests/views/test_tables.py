@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerline.views.grid import Column, amount, decibels, error, figure, free_view, heading, records_view, similarity
+from layerline.views.formatting import amount, decibels, error, figure, heading, percent, similarity
+from layerline.views.tables import free_table, records_table
 from tests.views.samples import diff
 
 positive = st.floats(min_value=1e-30, max_value=1e30)
@@ -66,7 +67,7 @@ def test_bytes_have_a_unit(name: str, value: float | None, told: str) -> None:
 
 
 def test_records_are_worst_first_and_keep_their_order_in_a_column() -> None:
-    view = records_view([diff("a", db=50.0), diff("b", db=8.0, tolerance=0.1), diff("c", db=math.inf)])
+    view = records_table([diff("a", db=50.0), diff("b", db=8.0, tolerance=0.1), diff("c", db=math.inf)])
     named = {c.label: [row[i] for row in view.rows] for i, c in enumerate(view.columns)}
     assert named["value"] == ["b", "a", "c"]
     assert named["order"] == ["2", "1", "3"]
@@ -76,26 +77,38 @@ def test_records_are_worst_first_and_keep_their_order_in_a_column() -> None:
 
 
 def test_what_a_tolerance_bounds_is_named_as_its_column_is() -> None:
-    view = records_view(
+    view = records_table(
         [diff("a", db=50.0, tolerance=0.1), diff("b", db=8.0, max_abs=1.0, mean_abs=0.5, tolerance=1.0)]
     )
     labels = [c.label for c in view.columns]
-    assert {row[labels.index("judged by")] for row in view.rows} == {"relative L2"} and "relative L2" in labels
-    for judged, label in (("max_abs", "max |a-b|"), ("mean_abs", "mean |a-b|")):
-        view = records_view([diff("b", db=8.0, max_abs=1.0, mean_abs=0.5, tolerance=1.0, judged=judged)])
+    assert {row[labels.index("judged by")] for row in view.rows} == {"rel L2"} and "rel L2" in labels
+    for judged, label in (("max_abs", "max abs"), ("mean_abs", "mean abs")):
+        view = records_table([diff("b", db=8.0, max_abs=1.0, mean_abs=0.5, tolerance=1.0, judged=judged)])
         labels = [c.label for c in view.columns]
         assert view.rows[0][labels.index("judged by")] == label and label in labels
 
 
 def test_extra_columns_by_what_they_hold() -> None:
     rows = [{"isolated_sqnr_db": 31.04, "clipped": 0.25}, {"isolated_sqnr_db": math.inf, "why": "graph output"}]
-    view = free_view(rows)
-    assert view.columns == (Column("isolated SQNR dB", "low"), Column("clipped %", "number"), Column("why"))
-    assert view.rows == [("31.0", "25", ""), ("equal", "", "graph output")]
+    view = free_table(rows)
+    assert [(c.label, c.kind) for c in view.columns] == [("own dB", "low"), ("clipped %", "number"), ("why", "text")]
+    assert view.rows == [("31.0", "25.00", ""), ("equal", "", "graph output")]
+
+
+def test_shares_are_per_cent() -> None:
+    shares = {0.0: "0", 0.00001: "0.001", 0.0001: "0.01", 0.0123: "1.23", 1.0: "100.00"}
+    assert {share: percent(share) for share in shares} == shares and percent(None) == ""
+
+
+def test_then_is_joined_by_name() -> None:
+    records = [diff("a", db=30.0), diff("b", db=40.0)]
+    view = records_table(records, then={"b": diff("b", db=50.0)})
+    cells = {c.label: [row[i] for row in view.rows] for i, c in enumerate(view.columns)}
+    assert (cells["now dB"], cells["then dB"]) == (["30.0", "40.0"], ["", "50.0"])
 
 
 def test_an_extra_column_may_share_a_name_without_loss() -> None:
-    view = records_view([diff("a", db=50.0, extra={"op": "QLinearConv", "type": "int8"}, dtype="float32")])
+    view = records_table([diff("a", db=50.0, extra={"op": "QLinearConv", "type": "int8"}, dtype="float32")])
     labels = [c.label for c in view.columns]
     assert labels.count("op") == 2 and (labels.count("type"), labels.count("dtype")) == (1, 1)
     assert {"Conv", "QLinearConv", "int8", "float32"} <= set(view.rows[0])
