@@ -399,6 +399,40 @@ def path(
 
 
 @app.command()
+def plan(
+    what: Annotated[
+        str, typer.Argument(metavar="[STAGE|FILE]", help="quantize, or a plan.json or a folder that holds one.")
+    ] = "quantize",
+    beside: Annotated[
+        str | None,
+        typer.Option(
+            "--diff", metavar="OTHER", help="Show what differs from a run (`previous`, an id) or a plan.json."
+        ),
+    ] = None,
+    run_id: RunId = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+    folder: Folder = _HERE,
+) -> None:
+    """Show how each value is quantised, or why it is not, as a tree by module."""
+    from layerline.pipeline.records import lookup
+    from layerline.views import plan_tree, screen
+
+    def read(name: str, run: str | None) -> Any:
+        if Path(name).exists():
+            return plan_tree.read(Path(name))
+        stage = "quantize" if Path(what).exists() else what
+        return plan_tree.read(lookup.artifact(_load(folder, sets), stage, run)[0].path)
+
+    entries = read(what, run_id)
+    differing = None if beside is None else plan_tree.changes(entries, read(beside, beside))
+    if as_json:
+        print_json({"entries": list(entries.values())} if differing is None else {"changes": differing})
+    else:
+        plan_tree.show(screen.console(), entries, differing)
+
+
+@app.command()
 def debug(
     stage: Annotated[str, typer.Argument(metavar="STAGE", help=f"{DEBUGGED}.")],
     output: Annotated[

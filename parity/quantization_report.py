@@ -22,7 +22,7 @@ from layerline.pipeline.report import Gate, LayerDiff, Report, Scalar
 Row = dict[str, Scalar]
 
 
-def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mode: str, rest: str) -> Report:
+def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mode: str) -> Report:
     """Compares every layer with the float model, and lists what is quantised and what stays float.
 
     Args:
@@ -30,7 +30,6 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
         converted: the float and the converted model.
         probes: inputs to compare on.
         mode: "int8", "fp16", "bf16" or "none".
-        rest: in mode int8, the type of what is not quantised.
     """
     if mode == "none":
         return Report(stage=stage, notes=("mode none: the model is passed on as it is",))
@@ -38,7 +37,7 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
     graph = converted.reference.model.graph
     records = blamed(compare(converted.reference, converted.measured, probes, isolated=True), graph)
     gates = list(_conversion_gate(converted, mode))
-    if runs_on_onnxruntime(mode, rest):
+    if runs_on_onnxruntime(converted):
         gates += _emulation_gate(converted, probes)
     return Report(
         stage=stage,
@@ -55,9 +54,9 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
     )
 
 
-def runs_on_onnxruntime(mode: str, rest: str) -> bool:
+def runs_on_onnxruntime(converted: Converted) -> bool:
     """Whether onnxruntime can run the artifact as it is: its CPU provider has no bfloat16 kernels."""
-    return "bf16" not in (mode, rest)
+    return "bf16" not in converted.halved
 
 
 def with_default_session(report: Report, converted: Converted, path: Path, probes: Sequence[Feed]) -> Report:

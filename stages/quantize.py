@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
 from layerline.pipeline.config.budgets import MaxDrop
 from layerline.pipeline.inspection import Inspection
@@ -68,6 +68,10 @@ class Quantize(Stage):
     """Operators to quantise; all that have a rule when left out."""
     skip: tuple[str, ...] = ()
     """What stays float32: value or node names, module paths with everything below them, or globs."""
+    layers: dict[str, Literal["int8", "fp16", "bf16", "fp32", "skip"]] = Field(default_factory=dict)
+    """The format of single layers, by the name of a module with everything below it, of a value that the layer
+    computes, of its weight or of its node, or by a glob: `{"encoder.*.fc2": fp16, head: skip}`. skip is fp32; int8 also
+    holds where skip or auto would keep the layer float. Of several patterns the last decides."""
     max_drop: MaxDrop | None = None
     """Greatest loss of any metric that passes, in the metric's own units; `0.5%` is that part of the float model's
     value. Or by metric: `{accuracy: 0.5%, mse: {rise: 5%}}`, and the others are only shown. Judged by the point
@@ -75,6 +79,20 @@ class Quantize(Stage):
     min_db: float = Field(default=10.0)
     """Least SQNR of an output, in dB over calibration samples, that passes where no metric was measured. Below 20 dB a
     warning is given in any case."""
+
+    @field_validator("layers")
+    @classmethod
+    def _check_layers(cls, layers: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        """Refuses formats that the mode does not have, and two half types in one model."""
+        mode, rest = info.data.get("mode", "int8"), info.data.get("rest", "fp32")
+        allowed = {"int8": {"int8", "fp16", "bf16", "fp32", "skip"}, "none": set[str]()}
+        for pattern, wanted in layers.items():
+            if wanted not in allowed.get(mode, {mode, "fp32", "skip"}):
+                raise ValueError(f"expected a format that mode {mode} has for {pattern}")
+        half_types = {wanted for wanted in (*layers.values(), rest) if wanted in ("fp16", "bf16")}
+        if len(half_types) > 1:
+            raise ValueError("expected one half type, fp16 or bf16, in layers and rest together")
+        return layers
 
     def hooks(self) -> tuple[str, ...]:
         """The task's hooks that it calls. Mode none calibrates nothing."""
@@ -93,6 +111,8 @@ class Quantize(Stage):
             data_check.look_at_metric(look, inputs, look.need("run"), self.max_drop)
         with look.item("quantize.skip"):
             look.names_something(self.skip, "quantize.skip")
+        with look.item("quantize.layers"):
+            look.names_something(tuple(self.layers), "quantize.layers")
         if self.ops is not None:
             with look.item("quantize.ops"):
                 self._check_ops(self.ops, look)
@@ -127,12 +147,12 @@ class Quantize(Stage):
         for name in COPIED:
             shutil.copyfile(folder / name, work.out / name)
         _write_plan(work.out, converted)
-        report = quantization_report.layer_report(self.name, converted, probes, mode=self.mode, rest=self.rest)
+        report = quantization_report.layer_report(self.name, converted, probes, mode=self.mode)
         evaluation = accuracy_budget.Evaluation(data)
         accuracy = accuracy_budget.measure(converted, evaluation, report.records, self.max_drop)
         measured = bool(accuracy.metrics)
         if self.mode != "none":
-            if quantization_report.runs_on_onnxruntime(self.mode, self.rest):
+            if quantization_report.runs_on_onnxruntime(converted):
                 path = work.out / onnx_files.FILE
                 report = quantization_report.with_default_session(report, converted, path, probes)
             min_db = None if measured else self.min_db
@@ -147,17 +167,21 @@ class Quantize(Stage):
         )
 
     def _convert(self, model: Light, data: CalibrationData, probes: list[Feed]) -> Converted:
-        from layerline.graph.quantization import convert, qdq_placement
+        from layerline.graph.quantization import convert, layer_formats, qdq_placement
 
         if self.mode == "none":
             return convert.unchanged(model)
+        formats = layer_formats.resolve(model, self.layers)
         if self.mode != "int8":
-            return convert.to_half(convert.unchanged(model), data, probes, self.mode, skip=self.skip)
+            unchanged = convert.unchanged(model)
+            return convert.to_half(unchanged, data, probes, self.mode, skip=self.skip, single=formats.single)
         rules = qdq_placement.Rules(
             ops=qdq_placement.OPS if self.ops is None else self.ops,
             skip=self.skip,
             per_channel=self.per_channel,
             attention=self.attention,
+            keep=formats.kept,
+            forced=formats.forced,
         )
         converted = convert.to_int8(
             model,
@@ -168,9 +192,11 @@ class Quantize(Stage):
             nonfinite=self.nonfinite,
             bias_correction=self.bias_correction,
         )
-        if self.rest == "fp32":
-            return converted
-        return convert.to_half(converted, data, probes, self.rest, skip=self.skip)
+        if self.rest != "fp32":
+            return convert.to_half(converted, data, probes, self.rest, skip=self.skip, single=formats.single)
+        if formats.half_type:
+            return convert.to_half(converted, data, probes, formats.half_type, skip=(), only=formats.half)
+        return converted
 
     def _sample_notes(self, converted: Converted, data: CalibrationData) -> list[str]:
         """How many samples were used, and whether that is fewer than requested."""

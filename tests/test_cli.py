@@ -804,6 +804,8 @@ FAILURES: dict[str, tuple[int, str | None, str, str]] = {
     "debug double": (2, None, "stage double shows all it knows", "see: pipe diff double"),
     "report": (2, None, "there is no run yet", "pipe run all"),
     "report -o no/where.html": (2, None, "there is no folder no", "make it"),
+    "plan duble": (2, None, "there is no stage 'duble' here", "did you mean 'double'?"),
+    "plan pipe.yaml": (2, "pipe.yaml", "it holds no quantisation plan", "give a plan.json"),
     "path double": (2, None, "stage double has not run yet", "pipe run double"),
     "verify --keep 1": (2, "pipe verify", "No such option: --keep", "usage: pipe verify"),
     "gc --keep x": (2, "pipe gc", "Invalid value for '--keep'", "usage: pipe gc"),

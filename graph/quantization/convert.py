@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -62,6 +62,8 @@ def to_int8(
     """Calibrates a float model and puts Q/DQ pairs in. A model that has Q/DQ pairs already stays as it is."""
     if own_qdq.present(model):
         note = "the model brings its own Q/DQ: they are kept with their scales, and nothing else is quantised"
+        if rules.skip or rules.keep or rules.forced:
+            note += "; skip and layers change nothing in it"
         return Converted(
             reference=own_qdq.without(model),
             model=model,
@@ -91,7 +93,14 @@ def to_int8(
 
 
 def to_half(
-    converted: Converted, data: CalibrationData, probes: Sequence[Feed], mode: str, *, skip: Sequence[str]
+    converted: Converted,
+    data: CalibrationData,
+    probes: Sequence[Feed],
+    mode: str,
+    *,
+    skip: Sequence[str],
+    single: Collection[str] = (),
+    only: Collection[str] | None = None,
 ) -> Converted:
     """Converts what is still float32 to half precision, wherever the values that were measured allow it.
 
@@ -100,6 +109,8 @@ def to_half(
         probes: inputs to measure values on where the task has no samples.
         mode: "fp16" or "bf16".
         skip: names of values or nodes, module paths, or globs that stay in float32.
+        single: first outputs of nodes that stay in float32.
+        only: first outputs of the nodes that may become half; None: any node.
     """
     opset = mixed_precision.required_opset(converted.model, mode)
     reference = raise_opset(converted.reference, opset)
@@ -112,7 +123,7 @@ def to_half(
         batches, data_notes = data.calibration()
     ranges = data.ranges(converted.reference, names, batches, "skip")
     amax = {name: histogram.amax for name, histogram in ranges.histograms.items()}
-    half = mixed_precision.to_half(converted.model, mode, amax=amax, skip=skip)
+    half = mixed_precision.to_half(converted.model, mode, amax=amax, skip=skip, single=single, only=only)
     notes = [*converted.notes, *(note for note in data_notes if note not in converted.notes)]
     if half.nodes:
         notes.append(

@@ -6,7 +6,7 @@ is still called X; where a float32 node reads it, it reads X/float32, and the ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,7 +47,15 @@ class HalfModel:
     vanished: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def to_half(model: Model, mode: str, *, amax: Mapping[str, float] | None = None, skip: Sequence[str] = ()) -> HalfModel:
+def to_half(
+    model: Model,
+    mode: str,
+    *,
+    amax: Mapping[str, float] | None = None,
+    skip: Sequence[str] = (),
+    single: Collection[str] = (),
+    only: Collection[str] | None = None,
+) -> HalfModel:
     """Converts a float32 model; Q/DQ nodes may be in it.
 
     Args:
@@ -55,11 +63,18 @@ def to_half(model: Model, mode: str, *, amax: Mapping[str, float] | None = None,
         mode: "fp16" or "bf16".
         amax: greatest |x| measured, by value name. Nodes that read or make a value beyond half's range stay float32.
         skip: names of values or nodes, module paths, or globs that stay in float32.
+        single: first outputs of nodes that stay in float32.
+        only: first outputs of the nodes that may become half; all others stay in float32. None: any node.
     """
     half = TYPES[mode]
     work = to_ir(raise_opset(model, required_opset(split(model), mode)))
     infer_types(work)
     float32 = float32_nodes(work, half, amax or {}, skip)
+    for node in work.graph:
+        if first_output(node) in single:
+            float32[node] = "layers"
+        elif only is not None and first_output(node) not in only:
+            float32[node] = ""
     kept: list[Kept] = []
     for node, reason in float32.items():
         if reason:

@@ -25,11 +25,14 @@ def module_of(node: ir.Node) -> str:
     return next(iter(modules(node)), "")
 
 
-def matching(model: ir.Model, patterns: Sequence[str], *, field: str) -> set[ir.Node]:
+def matching(model: ir.Model, patterns: Sequence[str], *, field: str, reads: bool = True) -> set[ir.Node]:
     """The nodes, in subgraphs too, that any pattern matches.
 
     A pattern is the name of a value that the node reads or writes, its own name, or its module path or one above it;
     or a glob of any of these.
+
+    Args:
+        reads: whether a computed value that a node reads names the node too.
 
     Raises:
         ConfigError: a pattern matches nothing in this model.
@@ -37,7 +40,8 @@ def matching(model: ir.Model, patterns: Sequence[str], *, field: str) -> set[ir.
     matches: dict[str, set[ir.Node]] = {p: set() for p in patterns}
     all_names: dict[str, None] = {}
     for node in model.graph.all_nodes():
-        values = [v.name for v in (*node.inputs, *node.outputs) if v is not None and v.name]
+        read = [v for v in node.inputs if v is not None and (reads or v.is_initializer())]
+        values = [v.name for v in (*read, *node.outputs) if v.name]
         names = (*values, node.name or "", *modules(node))
         all_names.update(dict.fromkeys(filter(None, names)))
         for pattern in patterns:

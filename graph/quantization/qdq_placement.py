@@ -14,7 +14,7 @@ Source: NVIDIA TensorRT documentation, "Working with Quantized Types", Q/DQ laye
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,7 +59,9 @@ class Rules:
         per_channel: one scale per output channel of a weight, not one per weight.
         attention: quantise MatMuls of two activations too.
         amax: greatest |x| of activations, where measured. Inputs of a Concat that differ much keep their own scales.
-        keep: nodes that stay float because int8 loses too much there: the reason, by the node's first output.
+        keep: nodes that stay float, because int8 loses too much there or because the user says so: the reason, by the
+            node's first output.
+        forced: first outputs of nodes that `skip` does not hold.
     """
 
     ops: Sequence[str] = OPS
@@ -68,6 +70,7 @@ class Rules:
     attention: bool = False
     amax: Mapping[str, float] = field(default_factory=dict)
     keep: Mapping[str, str] = field(default_factory=dict)
+    forced: Collection[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ class _Placing:
         self.nodes = list(model.graph)
         self.slots: dict[ir.Value, _Slot] = {}
         self.kept: dict[ir.Node, str] = {}
-        self.skipped = matching(model, rules.skip, field="skip")
+        skipped = matching(model, rules.skip, field="skip")
+        self.skipped = {node for node in skipped if first_output(node) not in rules.forced}
 
     def run(self) -> Placement:
         for node in self.nodes:
@@ -263,8 +267,9 @@ class _Placing:
                 continue
             for use in value.uses():
                 reader = (first_output(use.node), use.idx)
+                stays = use.node in self.skipped or self._stays_float(use.node)
                 folds_away = weight_of(use.node.outputs[0]) is not None
-                if not folds_away and use.node not in self.skipped and reader not in slot.readers:
+                if not folds_away and not stays and reader not in slot.readers:
                     slot.readers.append(reader)
 
     def _fusing_conv(self, value: ir.Value | None) -> ir.Node | None:

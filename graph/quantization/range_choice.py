@@ -77,10 +77,10 @@ def choose(
     errors = range_trials.measure(model, weight_plan, activations, candidates, feeds)
     best = range_candidates.choose(activations, candidates, errors)
     layer_db = range_candidates.layer_sqnr(best, errors)
-    floated = {layer: db for layer, db in layer_db.items() if db < FLOOR_DB}
+    floated = {layer: db for layer, db in layer_db.items() if db < FLOOR_DB and layer not in rules.forced}
     if floated:
         reasons = {layer: f"int8 would leave it {db:.1f} dB by itself" for layer, db in floated.items()}
-        placed = place(model, dataclasses.replace(rules, keep=reasons))
+        placed = place(model, dataclasses.replace(rules, keep={**rules.keep, **reasons}))
     groups = {w.name: range_candidates.group_of(w) for w in activations}
     thresholds: dict[str, tuple[str, float]] = {}
     for item in placed.wanted:

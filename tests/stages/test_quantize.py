@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper, parser
+from pydantic import ValidationError
 
 from layerline.calib.collect import Ranges
 from layerline.calib.plan import QuantPlan
@@ -569,3 +570,58 @@ def test_a_model_with_its_own_q_dq_goes_through_as_it_is(work, kind, zero):
     assert report.metrics["int8_products"] == "1 of 2"
     # Against the same weights, only the input's rounding costs something: x is off by up to half a step.
     assert 20 < rows(report)["h"].sqnr_db < 60
+
+
+def placed(report):
+    plan = report.tables
+    kept = {row["name"]: row["reason"] for row in plan["stays float"]}
+    return {row["value"] for row in plan["quantized"]}, kept
+
+
+def test_layers_name_the_layer_that_computes_a_value_and_the_last_pattern_decides(work):
+    quantized, kept = placed(Quantize(layers={"*": "skip", "w2": "int8", "y": "int8"}).run(work()))
+    assert quantized == {"r", "w2", "f", "wf"}
+    assert kept["a"] == "layers: * is skip"
+    # skip by value also holds the layers that read it; layers does not.
+    quantized, kept = placed(Quantize(layers={"a": "fp32"}).run(work()))
+    assert "w2" in quantized and "w1" not in quantized and kept["a"] == "layers: a is fp32"
+    quantized, _ = placed(Quantize(skip=("*",), layers={"y": "int8"}).run(work()))
+    assert quantized == {"f", "wf"}
+
+
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_a_layer_in_half_stands_between_layers_in_int8(work, half):
+    made = work()
+    report = Quantize(layers={"c": half}).run(made)
+    assert report.passed and report.metrics[f"{half}_nodes"] == 1
+    quantized, kept = placed(report)
+    assert quantized >= {"x", "w1", "f", "wf"} and "w2" not in quantized and kept["c"] == f"layers: c is {half}"
+    saved = onnx_files.load(made.out / onnx_files.FILE)
+    types = {t.name: t.data_type for t in saved.graph.initializer}
+    expected = onnx.TensorProto.FLOAT16 if half == "fp16" else onnx.TensorProto.BFLOAT16
+    assert types["w2"] == expected and [n.op_type for n in saved.graph.node].count("Cast") == 2
+    rows_of = rows(report)
+    assert rows_of["c"].extra["isolated_sqnr_db"] > rows_of["a"].extra["isolated_sqnr_db"]
+
+
+def test_layers_in_half_modes_stay_single_and_unknown_ones_are_refused(work):
+    report = Quantize(mode="fp16", layers={"c": "fp32"}).run(work())
+    assert placed(report)[1]["c"] == "layers"
+    with pytest.raises(ConfigError, match="'wff' matches no value") as caught:
+        Quantize(layers={"wff": "skip"}).run(work())
+    assert caught.value.where == "quantize.layers" and caught.value.hint == "did you mean 'wf'?"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"layers": {"a": "int4"}},
+        {"layers": {"a": "fp16", "c": "bf16"}},
+        {"layers": {"a": "fp16"}, "rest": "bf16"},
+        {"layers": {"a": "int8"}, "mode": "fp16"},
+        {"layers": {"a": "skip"}, "mode": "none"},
+    ],
+)
+def test_formats_that_the_mode_does_not_have_are_refused(wrong):
+    with pytest.raises(ValidationError, match=r"expected|Input should be"):
+        Quantize(**wrong)

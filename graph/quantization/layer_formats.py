@@ -1,0 +1,64 @@
+"""The format of single layers, as `quantize.layers` asks for it by pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from layerline.backends.light import Model
+from layerline.graph.io.ir_convert import to_ir
+from layerline.graph.quantization.naming import first_output, matching
+
+HALVES = ("fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class LayerFormats:
+    """The layers whose format is settled, by the first output of their node.
+
+    Attributes:
+        kept: those that are not int8: the reason.
+        half: those that compute in half precision.
+        forced: those that are int8 whatever else says that they stay float.
+        half_type: "fp16", "bf16", or "" where no layer asks for half precision.
+    """
+
+    kept: Mapping[str, str] = field(default_factory=dict)
+    half: Collection[str] = frozenset()
+    forced: Collection[str] = frozenset()
+    half_type: str = ""
+
+    @property
+    def single(self) -> set[str]:
+        """Layers that stay float32."""
+        return set(self.kept) - set(self.half)
+
+
+def resolve(model: Model, layers: Mapping[str, str]) -> LayerFormats:
+    """Looks the patterns up in a model. Where several match a layer, the last decides.
+
+    Args:
+        layers: "int8", "fp16", "bf16", "fp32" or "skip" (stays float32) by pattern: the name of a value that the layer
+            computes, of its weight, of its node, or of its module or one above it; or a glob.
+
+    Raises:
+        ConfigError: a pattern matches nothing in this model.
+    """
+    graph = to_ir(model)
+    decided: dict[str, tuple[str, str]] = {}
+    for pattern, wanted in layers.items():
+        for node in matching(graph, [pattern], field="quantize.layers", reads=False):
+            decided[first_output(node)] = (wanted, pattern)
+    kept: dict[str, str] = {}
+    half = set[str]()
+    forced = set[str]()
+    half_type = ""
+    for name, (wanted, pattern) in decided.items():
+        if wanted == "int8":
+            forced.add(name)
+            continue
+        kept[name] = f"layers: {pattern} is {wanted}"
+        if wanted in HALVES:
+            half.add(name)
+            half_type = wanted
+    return LayerFormats(kept, half, forced, half_type)

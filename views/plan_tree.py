@@ -1,0 +1,104 @@
+"""A quantisation plan as a tree by module: how each value is quantised, or why a layer stays float; and what differs.
+
+Values stand under the module of the layer that reads them. Operators that only move numbers, and those that compute as
+part of a quantised layer, have no entry in a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from layerline.pipeline.errors import PipeError
+from layerline.pipeline.inputs.untrusted import read_json
+from layerline.views.screen import words
+
+FILE = "plan.json"
+Entry = Mapping[str, Any]
+
+
+def read(path: Path) -> dict[str, Entry]:
+    """The entries of a plan: quantised values by name, and layers that stay float by name and operator.
+
+    Args:
+        path: a plan.json, or the folder that holds one.
+
+    Raises:
+        PipeError: it is no plan.
+    """
+    file = path / FILE if path.is_dir() else path
+    try:
+        document = read_json(file)
+        entries: dict[str, Entry] = {str(entry["name"]): entry for entry in document["values"]}
+        entries.update({f"{entry['name']} ({entry['op']})": entry for entry in document["kept"]})
+        for entry in entries.values():
+            text(entry)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PipeError(
+            f"it holds no quantisation plan ({type(error).__name__}: {error})",
+            where=str(file),
+            hint="give a plan.json, or the folder of an artifact of quantize",
+        ) from None
+    return entries
+
+
+def text(entry: Entry) -> str:
+    """How a value is quantised, or why a layer stays float, in words."""
+    if "reason" in entry:
+        return f"float: {entry['reason']}"
+    scales = [float(scale) for scale in entry["scales"]]
+    if entry["axis"] is None:
+        steps = f"step {scales[0]:.3g}"
+    else:
+        steps = f"{len(scales)} steps of {min(scales):.3g} to {max(scales):.3g} along axis {entry['axis']}"
+    return f"{entry['dtype']}, {steps}, range by {entry['calibrator']}: {entry['why']}"
+
+
+def changes(entries: Mapping[str, Entry], others: Mapping[str, Entry]) -> list[dict[str, str]]:
+    """Values and layers whose entry differs between two plans, in the order of the first: module, and both texts."""
+    rows: list[dict[str, str]] = []
+    for name in {**entries, **others}:
+        entry, other = entries.get(name), others.get(name)
+        now = text(entry) if entry is not None else "no entry"
+        then = text(other) if other is not None else "no entry"
+        if now != then:
+            module = (entry or other or {}).get("module", "")
+            rows.append({"name": name, "module": str(module), "now": now, "then": then})
+    return rows
+
+
+def show(out: Console, entries: Mapping[str, Entry], differing: list[dict[str, str]] | None) -> None:
+    """Prints the tree: of all entries, or of the differing ones with both texts."""
+    lines: list[tuple[str, Text]] = []
+    if differing is None:
+        for name, entry in entries.items():
+            style = "yellow" if "reason" in entry else "green"
+            lines.append((str(entry.get("module", "")), _line(name, text(entry), style)))
+    else:
+        for row in differing:
+            line = _line(row["name"], row["then"], "dim")
+            line.append_text(Text("  ->  "))
+            line.append_text(words(row["now"]))
+            lines.append((row["module"], line))
+    root = Tree("", hide_root=True)
+    branches = {"": root}
+    for module, line in lines:
+        _branch(branches, module).add(line)
+    out.print(root if lines else "the two plans are the same", soft_wrap=True)
+
+
+def _line(name: str, description: str, style: str) -> Text:
+    return Text.assemble(words(name, "bold"), "  ", words(description, style))
+
+
+def _branch(branches: dict[str, Tree], module: str) -> Tree:
+    """The branch of a module path, below those of the modules around it."""
+    if module not in branches:
+        parent, _, own_name = module.rpartition(".")
+        branches[module] = _branch(branches, parent).add(words(own_name, "cyan"))
+    return branches[module]
