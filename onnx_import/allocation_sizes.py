@@ -82,6 +82,15 @@ def loops(model: onnx.ModelProto) -> Iterator[tuple[onnx.NodeProto, int | None]]
             yield node, rounds
 
 
+def described_loops(model: onnx.ModelProto) -> list[str]:
+    """The first loops in words, for the error of a run that has to be ended."""
+    described = []
+    for node, rounds in list(loops(model))[:3]:
+        count = "an unknown number of" if rounds is None else f"up to {rounds}"
+        described.append(f"its Loop node {node.name or node.output[0]} runs {count} rounds")
+    return described
+
+
 def _makers(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
     """The node that computes each value."""
     makers: dict[str, onnx.NodeProto] = {}

@@ -1,4 +1,4 @@
-"""Checks of an imported file: element types that can be fed, what it may allocate, and onnx's own checker."""
+"""Checks of an imported file: element types that can be fed, and onnx's own checker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import onnx
 
 from layerline.backends.light import Light
 from layerline.graph.io import onnx_files
-from layerline.onnx_import import allocation_sizes
 from layerline.pipeline.errors import StageError
 
 # Types that numpy lacks. onnxruntime's Python interface passes no such arrays either.
@@ -39,24 +38,6 @@ def _refuse_type(what: str, value: onnx.ValueInfoProto, refused: tuple[str, ...]
             where=value.name,
             hint="put a Cast to float32 behind that input, or before that output",
         )
-
-
-def refuse_oversized(light: Light, memory: int, hint: str) -> list[str]:
-    """Refuses a model that can't run within `memory` bytes, whatever it is fed with.
-
-    Returns:
-        Its first loops in words, for the error of a run that has to be ended.
-
-    Raises:
-        StageError: names the node.
-    """
-    allocation_sizes.refuse_endless(light)
-    allocation_sizes.refuse_large(light, memory, hint)
-    loops = []
-    for node, rounds in list(allocation_sizes.loops(light.model))[:3]:
-        count = "an unknown number of" if rounds is None else f"up to {rounds}"
-        loops.append(f"its Loop node {node.name or node.output[0]} runs {count} rounds")
-    return loops
 
 
 def save_checked(light: Light, folder: Path) -> list[str]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
-import onnx
 import torch
 
 from layerline.backends.base import Feed
@@ -16,8 +15,7 @@ from layerline.export.example_call import Call
 from layerline.export.probe_files import drawn
 from layerline.export.signature import Dim, Signature, Value
 from layerline.export.torch_export import quiet, trace
-from layerline.graph.io import onnx_files
-from layerline.graph.io.module_identity import modules
+from layerline.graph.io import module_identity, onnx_files
 from layerline.parity.probe_inputs import BEYOND
 from layerline.pipeline.errors import ConfigError, brief
 
@@ -123,7 +121,7 @@ def traced(call: Call, axes: Axes, opset: int, root: Path) -> tuple[Signature, s
             ops |= _onnx_ops(str(node.target))
     except Exception:  # noqa: BLE001 - the exporter tries other ways of tracing, and explains where all of them fail
         exported = trace(call, axes, opset, root)
-        names |= onnx_names(exported.model)
+        names |= module_identity.all_names(exported.model)
         ops = {node.op_type for node in onnx_files.nodes(exported.model)}
         traced_max = {name: greatest for name, (_, greatest) in exported.ranges.items()}
     return _signature(call, axes, traced_max), names | {*call.feed, *call.outputs}, ops
@@ -140,7 +138,7 @@ def _onnx_ops(target: str) -> set[str]:
 
 def all_names(call: Call, axes: Axes, opset: int, root: Path) -> Callable[[], set[str]]:
     """Asks for every name that the ONNX would have: of values, nodes and modules. Slower, so only where needed."""
-    return lambda: onnx_names(trace(call, axes, opset, root).model)
+    return lambda: module_identity.all_names(trace(call, axes, opset, root).model)
 
 
 def _signature(call: Call, axes: Axes, traced_max: Mapping[str, int | None]) -> Signature:
@@ -154,16 +152,6 @@ def _signature(call: Call, axes: Axes, traced_max: Mapping[str, int | None]) -> 
         greatest = bounds.max or traced_max.get(name) or BEYOND * axes.size(call.feed, name)
         dims[name] = Dim(min=bounds.min or 1, max=greatest, multiple=bounds.step)
     return Signature(inputs=tuple(inputs), outputs=tuple(outputs), dims=dims)
-
-
-def onnx_names(model: onnx.ModelProto) -> set[str]:
-    """Names of values, nodes and modules."""
-    names: set[str] = set()
-    for paths in modules(model).values():
-        names.update(paths.split(", "))
-    for node in onnx_files.nodes(model):
-        names.update((node.name, *node.input, *node.output))
-    return names - {""}
 
 
 def _error_of(call: Call, feed: Feed) -> str | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from layerline.pipeline.config.field_types import Fields, Range, check_sizes
-from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.errors import ConfigError, PipeError, StageError
 from layerline.pipeline.init.from_files import Look
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Report
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from layerline.backends.base import Array
     from layerline.backends.light import Light
     from layerline.backends.process_limits import Limits
-    from layerline.backends.subprocess_build import Relay
-    from layerline.export.signature import DeclaredDim
+    from layerline.backends.subprocess_build import Log, Relay
+    from layerline.export.signature import DeclaredDim, Signature
     from layerline.onnx_import.feeds import Fed
     from layerline.onnx_import.normalize_import import Adopted
     from layerline.onnx_import.size_search import Feeder
@@ -91,7 +91,7 @@ class ImportOnnx(Stage):
     data, functions, nested If and Loop. Its own names stay."""
 
     name: ClassVar[str] = "import-onnx"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     takes: ClassVar[Mapping[str, str]] = {}
     gives: ClassVar[str] = "onnx"
     env: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnxruntime")
@@ -173,57 +173,45 @@ class ImportOnnx(Stage):
         return files
 
     def check(self, look: Inspection) -> None:
-        from layerline.backends.onnxruntime import OnnxRuntime
-        from layerline.export.onnx_signature import signature
-        from layerline.export.signature import Dim
-        from layerline.graph.io import onnx_files
-        from layerline.onnx_import import allocation_sizes, symbolic_dims
-        from layerline.onnx_import import feeds as foreign
-        from layerline.onnx_import.normalize_import import freeze, take_branches
-        from layerline.parity import early_checks
-
+        limits = self._limits(look.root)
         with look.item("import-onnx.file"):
-            arrays = self._arrays(look.root)
-            adopted = self._adopt(look.root, look.root, {name: a.ndim for name, a in arrays.items()})
-            look.ok("import-onnx.file", f"{self.file}: {len(adopted.light.model.graph.node)} nodes")
+            seen: _Looked = self._isolated(_looked, look.root, limits, limits=limits, log=_Silent())
+            look.ok("import-onnx.file", f"{self.file}: {seen.nodes} nodes")
             with look.item("import-onnx.dims"):
-                declared = self._declare(adopted.light, symbolic_dims.places(adopted.light))
-                freeze(adopted.light, self.values)
-                limits = self._limits(look.root)
-                # Before anything of the file is computed, and again once branches are decided.
-                allocation_sizes.refuse_endless(adopted.light)
-                allocation_sizes.refuse_large(adopted.light, limits.memory, limits.hint)
-                if self.values or any(dim.size for dim in self.dims.values()):
-                    adopted = take_branches(adopted)
-                    allocation_sizes.refuse_large(adopted.light, limits.memory, limits.hint)
-                inputs = signature(adopted.light).inputs
-                foreign.ranges(adopted.original, inputs, self._declared_ranges())
-                dims: dict[str, Dim] = {}
-                for name, dim in declared.items():
-                    if dim.max:
-                        dims[name] = Dim(min=dim.min or 1, max=dim.max, multiple=dim.step)
-                OnnxRuntime().open(adopted.light)  # raises on what it can't run; runs nothing
-                look.shared["signature"] = signature(adopted.light, dims)
-                look.shared["ops"] = {node.op_type for node in onnx_files.nodes(adopted.light.model)}
-                look.shared["names"] = early_checks.onnx_names(adopted.light.model)
+                if seen.signature is None:
+                    raise seen.error
+                look.shared["signature"] = seen.signature
+                look.shared["ops"] = seen.ops
+                look.shared["names"] = seen.names
                 look.shared["run"] = partial(self._try, look.root, limits)
-                shapes = [f"{value.name} {value.shape}" for value in inputs]
+                shapes = [f"{value.name} {value.shape}" for value in seen.signature.inputs]
                 look.ok("import-onnx.dims", ", ".join(shapes) or "no inputs")
 
     def run(self, work: Work) -> Report:
-        from layerline.backends import subprocess_build
-
         limits = self._limits(work.root)
         places = (work.root, work.sources, work.out)
-        report: Report = subprocess_build.bounded(_imported, self, *places, limits, limits=limits, log=work.log)
+        report: Report = self._isolated(_imported, *places, limits, limits=limits, log=work.log)
         return report
 
     def _try(self, root: Path, limits: Limits, feed: Mapping[str, Array]) -> list[Array]:
-        """The model's outputs for a feed, in order, from a process that is bounded as that of the import."""
+        """The model's outputs for a feed, in order."""
+        outputs: list[Array] = self._isolated(_tried, root, limits, feed, limits=limits, log=_Silent())
+        return outputs
+
+    def _isolated(self, function: Callable[..., Any], *args: Any, limits: Limits, log: Log) -> Any:
+        """What `function(self, *args)` gives in a process whose memory and time are bounded: it runs foreign models.
+
+        Raises:
+            StageError: as the function's; where memory ran out, with the limit.
+        """
         from layerline.backends import subprocess_build
 
-        tried: list[Array] = subprocess_build.bounded(_tried, self, root, feed, limits=limits, log=_Silent())
-        return tried
+        try:
+            return subprocess_build.bounded(function, self, *args, limits=limits, log=log)
+        except StageError as error:
+            if any(words in error.what for words in _NO_MEMORY):
+                raise StageError(error.what, where=error.where, hint=limits.hint) from error
+            raise
 
     def _limits(self, root: Path) -> Limits:
         """Memory and time of the process that runs the model: its weights several times, and what it computes."""
@@ -247,16 +235,12 @@ class ImportOnnx(Stage):
         from layerline.export import probe_files
         from layerline.export.onnx_signature import signature
         from layerline.export.signature import bounds
-        from layerline.onnx_import import file_checks, import_report, normalize_import, symbolic_dims
+        from layerline.onnx_import import file_checks, import_report, symbolic_dims
         from layerline.onnx_import.compare_in_parts import unchanged
 
         arrays = self._arrays(work.sources)
-        adopted = self._adopt(work.root, work.sources, {name: a.ndim for name, a in arrays.items()})
-        declared = self._declare(adopted.light, symbolic_dims.places(adopted.light))
-        constants = normalize_import.freeze(adopted.light, self.values)
-        # A number in place of a size or an input may decide which branch of an If runs.
-        if self.values or any(dim.size for dim in self.dims.values()):
-            adopted = normalize_import.take_branches(adopted)
+        adopted = self._adopt(work.root, work.sources, arrays)
+        adopted, declared, constants = self._settle(adopted, work.limits)
         light = adopted.light
         feeder, fed = self._feed(work, adopted, declared, arrays, constants)
         symbolic_dims.write(light.model, feeder.same, feeder.fixed)
@@ -285,7 +269,7 @@ class ImportOnnx(Stage):
             tables=import_report.tables(light, feeder, fed),
         )
 
-    def _adopt(self, root: Path, sources: Path, ranks: Mapping[str, int]) -> Adopted:
+    def _adopt(self, root: Path, sources: Path, arrays: Mapping[str, Array]) -> Adopted:
         """The model with names for everything, as it is and as the pipeline goes on with it; read from `sources`."""
         from layerline.graph.io import module_identity, onnx_files
         from layerline.graph.io.wellformed import refuse_broken
@@ -305,9 +289,30 @@ class ImportOnnx(Stage):
         light = onnx_files.parts(path)
         refuse_broken(light)
         file_checks.refuse_types(light)
-        symbolic_dims.name(light, ranks)
+        symbolic_dims.name(light, {name: array.ndim for name, array in arrays.items()})
         module_identity.stamp(light.model, root)
+        module_identity.distrust(light.model)
         return normalize_import.adopt(light, self.opset)
+
+    def _settle(self, adopted: Adopted, limits: Limits) -> tuple[Adopted, dict[str, DeclaredDim], dict[str, Array]]:
+        """Applies `dims` and `values`, and takes the branches that they decide; bounds of dimensions, and constants.
+
+        Raises:
+            StageError: the model can't be run within the limits.
+            ConfigError: a field that does not fit the model.
+        """
+        from layerline.onnx_import import allocation_sizes, normalize_import, symbolic_dims
+
+        declared = self._declare(adopted.light, symbolic_dims.places(adopted.light))
+        constants = normalize_import.freeze(adopted.light, self.values)
+        # Before anything of the file is computed, and again once branches are decided.
+        allocation_sizes.refuse_endless(adopted.light)
+        allocation_sizes.refuse_large(adopted.light, limits.memory, limits.hint)
+        if self.values or any(dim.size for dim in self.dims.values()):
+            adopted = normalize_import.take_branches(adopted)
+            allocation_sizes.refuse_endless(adopted.light)
+            allocation_sizes.refuse_large(adopted.light, limits.memory, limits.hint)
+        return adopted, declared, constants
 
     def _arrays(self, sources: Path) -> Mapping[str, Any]:
         from layerline.pipeline.inputs import npz
@@ -349,11 +354,11 @@ class ImportOnnx(Stage):
     ) -> tuple[Feeder, Fed]:
         from layerline.backends.tensorrt.checks import refuse_training
         from layerline.export.onnx_signature import signature
-        from layerline.onnx_import import feed_sources, file_checks
+        from layerline.onnx_import import allocation_sizes, feed_sources
         from layerline.onnx_import import feeds as foreign
         from layerline.onnx_import.size_search import Feeder
 
-        for loop in file_checks.refuse_oversized(adopted.light, work.limits.memory, work.limits.hint):
+        for loop in allocation_sizes.described_loops(adopted.light.model):
             work.log.suspect(loop)
         refuse_training(adopted.light)
         inputs = signature(adopted.light).inputs
@@ -373,29 +378,59 @@ class _Silent:
     def say(self, text: str) -> None: ...
 
 
-def _tried(stage: ImportOnnx, root: Path, feed: Mapping[str, Array], _log: Relay) -> list[Array]:
+@dataclass(frozen=True)
+class _Looked:
+    """What `check` tells of a file.
+
+    Attributes:
+        nodes: their number.
+        signature: None where `error` says why there is none.
+        ops: operators.
+        names: names of values, nodes and modules.
+    """
+
+    nodes: int
+    signature: Signature | None = None
+    ops: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
+    error: PipeError = field(default_factory=lambda: PipeError(""))
+
+
+def _looked(stage: ImportOnnx, root: Path, limits: Limits, _log: Relay) -> _Looked:
+    """Reads the model and opens it on onnxruntime, in a process of its own; runs nothing of it."""
+    from layerline.backends.onnxruntime import OnnxRuntime
+    from layerline.export.onnx_signature import signature
+    from layerline.export.signature import Dim
+    from layerline.graph.io import module_identity, onnx_files
+    from layerline.onnx_import import feeds as foreign
+
+    adopted = stage._adopt(root, root, stage._arrays(root))
+    nodes = len(adopted.light.model.graph.node)
+    try:
+        adopted, declared, _ = stage._settle(adopted, limits)
+        foreign.ranges(adopted.original, signature(adopted.light).inputs, stage._declared_ranges())
+        OnnxRuntime().open(adopted.light)  # raises on what it can't run
+    except PipeError as error:
+        return _Looked(nodes, error=error)
+    dims: dict[str, Dim] = {}
+    for name, dim in declared.items():
+        if dim.max:
+            dims[name] = Dim(min=dim.min or 1, max=dim.max, multiple=dim.step)
+    model = adopted.light.model
+    ops = frozenset(node.op_type for node in onnx_files.nodes(model))
+    return _Looked(nodes, signature(adopted.light, dims), ops, frozenset(module_identity.all_names(model)))
+
+
+def _tried(stage: ImportOnnx, root: Path, limits: Limits, feed: Mapping[str, Array], _log: Relay) -> list[Array]:
     """The outputs of the model that a project's file holds, in its own process."""
     from layerline.backends.onnxruntime import OnnxRuntime
-    from layerline.onnx_import import symbolic_dims
-    from layerline.onnx_import.normalize_import import freeze, take_branches
 
-    adopted = stage._adopt(root, root, {name: array.ndim for name, array in stage._arrays(root).items()})
-    stage._declare(adopted.light, symbolic_dims.places(adopted.light))
-    freeze(adopted.light, stage.values)
-    session = OnnxRuntime().open(take_branches(adopted).light)
+    adopted, _, _ = stage._settle(stage._adopt(root, root, stage._arrays(root)), limits)
+    session = OnnxRuntime().open(adopted.light)
     outputs = session.run(feed)
     return [outputs[name] for name in session.outputs]
 
 
 def _imported(stage: ImportOnnx, root: Path, sources: Path, out: Path, limits: Limits, log: Relay) -> Report:
-    """The import in its own process.
-
-    Raises:
-        StageError: as the stage's run; where memory ran out, with the limit.
-    """
-    try:
-        return stage._import(_Place(root, sources, out, log, limits))
-    except StageError as error:
-        if any(words in error.what for words in _NO_MEMORY):
-            raise StageError(error.what, where=error.where, hint=limits.hint) from error
-        raise
+    """The import in its own process."""
+    return stage._import(_Place(root, sources, out, log, limits))

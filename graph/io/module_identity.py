@@ -9,11 +9,14 @@ from pathlib import Path, PurePath
 
 import onnx
 
-from layerline.backends.base import MODULE, SOURCE
+from layerline.backends.base import MODULE, SOURCE, TRACED
 from layerline.graph.analysis.proto_queries import metadata
+from layerline.graph.analysis.provenance import SOURCES
 from layerline.graph.io import onnx_files
 
 _SCOPES, _TRACE = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.stack_trace"
+# On the nodes of a file that the export stage, or torch's exporter, wrote; provenance adds the values that were merged.
+_OWN_WORD = frozenset({SOURCE, TRACED, SOURCES, _SCOPES, _TRACE})
 # The packages whose frames call the user's module while it is traced; they are never the place of a fault in it.
 _TRACING = tuple(Path(__file__).resolve().parents[2] / name for name in ("export", "parity"))
 _FRAME = re.compile(r'File "(.+?)", line ([0-9]{1,9})')
@@ -55,6 +58,28 @@ def stamp(model: onnx.ModelProto, root: Path) -> None:
                 _set(node, MODULE, _AGAIN.sub("", scopes[-2]))
             frames = [(file, int(line)) for file, line in _FRAME.findall(metadata(node, _TRACE))]
             _set(node, SOURCE, source(frames, root))
+
+
+def distrust(model: onnx.ModelProto) -> None:
+    """Takes out, in place, what would make a file from elsewhere pass for one that was traced here.
+
+    The shapes that a traced file declares for its inner values are built on; those of any other file are not.
+    """
+    for node in onnx_files.nodes(model):
+        kept = [entry for entry in node.metadata_props if entry.key not in _OWN_WORD]
+        if len(kept) < len(node.metadata_props):
+            del node.metadata_props[:]
+            node.metadata_props.extend(kept)
+
+
+def all_names(model: onnx.ModelProto) -> set[str]:
+    """Names of values, nodes and modules."""
+    names: set[str] = set()
+    for paths in modules(model).values():
+        names.update(paths.split(", "))
+    for node in onnx_files.nodes(model):
+        names.update((node.name, *node.input, *node.output))
+    return names - {""}
 
 
 def source(frames: Iterable[tuple[str, int]], root: Path) -> str:

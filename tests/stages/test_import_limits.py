@@ -95,3 +95,15 @@ def test_a_check_runs_the_model_within_the_same_limits(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path / "p")
     done = check.check(project.load(tmp_path / "p", ["import-onnx.max_seconds=3"]))
     assert any("took longer than 3 s" in f.seen for f in done.errors), done.errors
+
+
+def test_a_check_reads_the_model_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerline.onnx_import import normalize_import
+    from layerline.pipeline import check
+    from layerline.pipeline.config import project
+
+    monkeypatch.setattr(normalize_import, "adopt", lambda *_: pytest.fail("not in this process"))
+    root = foreign.project(tmp_path, foreign.conv(20))
+    (root / "pipe.yaml").write_text("import-onnx: {file: model.onnx}\nquantize: {mode: none}\n")
+    done = check.check(project.load(root))
+    assert ("import-onnx.dims", "ok") in [(f.item, f.state) for f in done.findings], done.findings

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from layerline.backends import light
 from layerline.export import probe_files
 from layerline.export.signature import Dim, Signature
+from layerline.graph.analysis import shape_inference
 from layerline.graph.io import onnx_files
 from layerline.graph.io.module_identity import modules
 from layerline.onnx_import import compare_in_parts
@@ -455,6 +457,23 @@ def test_integers_that_must_not_be_negative_are_not(tmp_path: Path) -> None:
     )
     _, out = imported(tmp_path, given)
     assert all(f["n"].min() >= 0 for f in probe_files.load(out))
+
+
+@pytest.mark.parametrize(
+    "key", ["layerline.source", "layerline.traced", "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.stack_trace"]
+)
+def test_a_file_that_says_it_was_traced_here_is_not_believed(key: str, tmp_path: Path) -> None:
+    """It declares h as (7,), and the size of h is what the output holds: it must stay the size that comes in."""
+    given = model("""<ir_version: 10, opset_import: ["" : 20]>
+        g (float[n] x) => (int64[1] y) <float[7] h> { h = Relu (x)  y = Shape (h) }""")
+    value = {"pkg.torch.onnx.name_scopes": "['', 'a', 'relu']", "pkg.torch.onnx.stack_trace": 'File "task.py", line 3'}
+    for node in given.graph.node:
+        node.metadata_props.add(key=key, value=value.get(key, "task.py:3"))
+    _, out = imported(tmp_path / "a", given)
+    light = onnx_files.parts(out / "model.onnx")
+    kept = {entry.key for node in light.model.graph.node for entry in node.metadata_props}
+    assert kept <= {"layerline.module"}
+    assert shape_inference.declared(ir.from_proto(light.whole())) == {}
 
 
 def test_a_declared_range_is_kept_to(tmp_path: Path) -> None:
