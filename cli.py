@@ -314,6 +314,10 @@ def diff(
         str | None,
         typer.Option(metavar="RUN", help="Compare with another run: an id from `pipe runs`, or `previous`."),
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="BACKEND", help="Run the stage's model on a backend and compare with onnxruntime."),
+    ] = None,
     sort: Annotated[
         Sort | None,
         typer.Option(
@@ -335,11 +339,22 @@ def diff(
     from layerline.pipeline.records import lookup
     from layerline.views import json_output, screen, terminal
 
-    project = _load(folder, sets)
+    project = _load(folder.resolve(), sets)
     planner, name = _planner(project), project.stage(stage).name
-    chosen = lookup.choose(planner, name, run_id)
-    report = planner.ledger.report(chosen.record)
-    beside = None if against is None else lookup.beside(planner, chosen, against)
+    beside = None
+    if on is not None:
+        if against is not None:
+            raise ConfigError("--on measures now, --against shows an earlier run", hint="give one of the two")
+        from layerline.pipeline.diff_on import diff_on
+
+        live = terminal.listener([project.stage(stage)], silent=as_json)
+        with _at_work(project, as_json=as_json), contextlib.closing(live):
+            report = diff_on(project, name, on, live, run_id)
+    else:
+        chosen = lookup.choose(planner, name, run_id)
+        report = planner.ledger.report(chosen.record)
+        if against is not None:
+            beside = lookup.beside(planner, chosen, against)
     order = sort.order if sort else report.order
     if as_json:
         print_json(json_output.diff(name, report, beside, order if sort or top else "network", top))

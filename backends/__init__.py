@@ -24,14 +24,18 @@ def get(name: str) -> Backend:
 
     Raises:
         ConfigError: no such backend.
-        Unavailable: it cannot run on this machine; the message says why.
+        Unavailable: it can't be imported, or can't run on this machine; the message says why.
     """
-    table = BACKENDS | {e.name: e.value for e in metadata.entry_points(group="layerline.backends")}
+    # No other distribution can take the name of a backend of ours.
+    table = {e.name: e.value for e in metadata.entry_points(group="layerline.backends")} | BACKENDS
     if name not in table:
         hint = f"{did_you_mean(name, table)} there are: {', '.join(sorted(table))}"
         raise ConfigError(f"no backend is called {name!r}", hint=hint.lstrip())
     module, _, attribute = table[name].partition(":")
-    backend: Backend = getattr(import_module(module), attribute)()
+    try:
+        backend: Backend = getattr(import_module(module), attribute)()
+    except Exception as error:  # the code of another distribution
+        raise Unavailable(f"{table[name]} can't be loaded: {error}", where=f"backend {name}") from error
     if reason := backend.unavailable_reason():
         raise Unavailable(reason, where=f"backend {name}")
     return backend

@@ -27,6 +27,8 @@ class Torch:
         """Loads a program from a file or its bytes; taps are names of its fx nodes (`relu_3`)."""
         import torch
 
+        if isinstance(model, Path) and model.suffix == ".onnx":
+            raise StageError("backend torch runs exported programs (.pt2), not ONNX", where=model.name)
         source = io.BytesIO(model) if isinstance(model, bytes) else str(model)
         try:
             with warnings.catch_warnings():

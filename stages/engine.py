@@ -100,7 +100,7 @@ class Engine(Stage):
 
     def run(self, work: Work) -> Report:
         from layerline.backends.tensorrt import build_record, checks
-        from layerline.compare import engine_compare
+        from layerline.compare.backend_compare import compare_engine
         from layerline.export import probe_files
         from layerline.export.signature import Signature
         from layerline.graph.io import onnx_files
@@ -123,7 +123,7 @@ class Engine(Stage):
         _write_json(work.out / LAYERS, build_record.layers_json(built.layers, onnx_names))
         rows = build_record.diffs(built.layers, onnx_names)
         probes = probe_files.load(folder)
-        rows, notes = engine_compare.compare(backend, path, work.out / PLAN, probes, rows, self.tolerance)
+        rows, notes = compare_engine(backend, path, work.out / PLAN, probes, rows, self.tolerance)
         for note in notes:
             work.log.say(note)
         return Report(

@@ -660,6 +660,14 @@ def test_json_stays_pure_whatever_a_library_holds_back(folder: Folder) -> None:
     assert json.loads(done.stdout)["passed"] and "from C" in done.stderr and "kept" in done.stderr
 
 
+def test_diff_on_needs_a_model_and_no_other_run(pipe: Pipe) -> None:
+    pipe("run", "all")
+    said = pipe("diff", "double", "--on", "onnxruntime")
+    assert said.code == 2 and "stage double leaves no model.onnx" in said.err
+    assert pipe("diff", "double", "--on", "onnxruntime", "--against", "previous").code == 2
+    assert pipe("diff", "double", "--on", "onnxruntime", "--json").document["exit_code"] == 2
+
+
 # ------------------------------------------------------------------------------------------------ mistakes
 
 

@@ -337,10 +337,10 @@ def test_an_engine_for_other_devices_is_told_but_one_for_this_device_must_run(ru
     assert any("not run here: TensorRT does not load the engine: built for 8.6" in n for n in report.notes)
     built = TensorRT("tensorrt-rtx")
     built.name = "tensorrt"
-    from layerline.compare import engine_compare
+    from layerline.compare.backend_compare import compare_engine
 
     with pytest.raises(StageError, match="does not load"):
-        engine_compare.compare(built, Path("model.onnx"), Path("engine.plan"), [], report.records, 0.05)
+        compare_engine(built, Path("model.onnx"), Path("engine.plan"), [], report.records, 0.05)
 
 
 # Files as people have them

@@ -1,0 +1,299 @@
+"""Compares what a backend computes from an ONNX file with ONNX Runtime, on the same feeds.
+
+TensorRT engines were not run on a device yet; the tests run them on stand-ins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from layerline.backends.base import Array, Backend, Feed, Session
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.backends.tensorrt.builder import TensorRT
+from layerline.backends.tensorrt.engine_session import EngineSession
+from layerline.backends.tensorrt.profiles import admitting
+from layerline.compare.tensor_distance import Distance, diff_arrays
+from layerline.compare.topk_indices import Pointer, pointed_at, pointers
+from layerline.compare.value_types import Shape, types_of
+from layerline.graph.analysis.rounding_noise import drawn
+from layerline.graph.io.module_identity import modules
+from layerline.pipeline.errors import PipeError, StageError
+from layerline.pipeline.report import LayerDiff
+
+_PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_ELEMENTWISE = frozenset(
+    {
+        "Add",
+        "Clip",
+        "Div",
+        "Elu",
+        "HardSigmoid",
+        "HardSwish",
+        "LeakyRelu",
+        "Mul",
+        "PRelu",
+        "Relu",
+        "Sigmoid",
+        "Sub",
+        "Tanh",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Distances from ONNX Runtime by value name, summed over the feeds that were run.
+
+    Attributes:
+        distances: of every value that the session gives.
+        types: element type and shape of these values in the ONNX file.
+        ran: number of feeds run.
+        outside: number of feeds whose sizes no profile of an engine admits.
+    """
+
+    distances: Mapping[str, Distance]
+    types: Mapping[str, tuple[str, Shape]]
+    ran: int
+    outside: int
+
+
+class BackendSession:
+    """A session of a backend, whoever wrote it: what it raises and what it leaves out become errors that name it.
+
+    Args:
+        backend: opens the model.
+        model: the ONNX file, or a file of the backend's own.
+        taps: inner values wanted beside the outputs; the session's `outputs` say which of them it gives.
+
+    Raises:
+        StageError: the backend refuses the model, or raises anything.
+    """
+
+    def __init__(self, backend: Backend, model: Path, taps: Sequence[str] = ()) -> None:
+        self._where = f"backend {backend.name}"
+        with self._border():
+            self.session: Session = backend.open(model, taps)
+            self.inputs = list(self.session.inputs)
+            self.outputs = list(self.session.outputs)
+
+    def run(self, feed: Feed) -> dict[str, Any]:
+        """Runs on the inputs that the session takes; it may have left out those that nothing reads."""
+        arrays = {name: array for name, array in feed.items() if name in self.inputs}
+        if isinstance(self.session, EngineSession):
+            arrays = {name: _without_float64(array) for name, array in arrays.items()}
+        with self._border():
+            results = dict(self.session.run(arrays))
+        missing = [name for name in self.outputs if name not in results]
+        if missing:
+            raise StageError(f"it gives no array for {missing[0]}, which is among its outputs", where=self._where)
+        return results
+
+    def admits(self, feed: Feed) -> bool:
+        """Whether the sizes of the feed fit; only an engine has bounds."""
+        if not isinstance(self.session, EngineSession):
+            return True
+        return bool(admitting(self.session.profiles, {name: array.shape for name, array in feed.items()}))
+
+    @contextmanager
+    def _border(self) -> Iterator[None]:
+        try:
+            yield
+        except PipeError:
+            raise
+        except Exception as error:
+            raise StageError(f"{type(error).__name__}: {error}", where=self._where) from error
+
+
+def compare_engine(
+    backend: TensorRT,
+    model: Path,
+    plan: Path,
+    feeds: Sequence[Feed],
+    records: Sequence[LayerDiff],
+    tolerance: float,
+) -> tuple[tuple[LayerDiff, ...], list[str]]:
+    """Adds to the records what a built engine computes on this machine's device.
+
+    Where it can't run here, the records stay as they are and a note gives the reason.
+
+    Outputs are measured on the engine itself and gated by `tolerance`, a relative L2 error. Inner values are measured
+    on a second engine that gives them as outputs too; it fuses less than the one that ships, so they are not gated.
+
+    Raises:
+        StageError: the engine was built for this device and does not run on it.
+    """
+    reason = backend.unavailable_reason()
+    if reason:
+        return tuple(records), [f"The engine was built but not run here: {reason}."]
+    try:
+        engine = BackendSession(backend, plan)
+    except StageError as error:
+        if backend.name == "tensorrt":
+            raise
+        # Built ahead of time, perhaps for other devices than this machine's.
+        return tuple(records), [f"The engine was built but not run here: {error.what}."]
+    whole = measure(model, engine, feeds)
+    inner = [r.name for r in records if r.name not in engine.outputs]
+    parts = measure(model, BackendSession(backend, model, inner), feeds)
+    distances = {**parts.distances, **whole.distances}
+    rows: list[LayerDiff] = []
+    for record in records:
+        if record.name in distances:
+            gate = tolerance if record.name in engine.outputs else None
+            record = replace(record, **distances[record.name].measures(), tolerance=gate)
+        rows.append(record)
+    notes = [f"{whole.ran} probes were run; inner values were measured on a second engine, which fuses less."]
+    return tuple(rows), notes + _outside(whole)
+
+
+def compare_on(
+    backend: Backend, model: Path, session: BackendSession, feeds: Sequence[Feed]
+) -> tuple[tuple[LayerDiff, ...], list[str]]:
+    """Compares every value that the backend gives with ONNX Runtime's, which runs the graph as it is written.
+
+    Args:
+        backend: opens the model a second time, for the inner values: as outputs they keep it from fusing layers.
+        model: the ONNX file.
+        session: the model as the backend runs it, opened without taps; the outputs are measured on it.
+        feeds: arrays by input name.
+
+    Returns:
+        One row per value in the order of the graph, and notes.
+
+    Raises:
+        StageError: the backend can't run the model.
+    """
+    graph = onnx.load(str(model), load_external_data=False)
+    ops: dict[str, str] = {}
+    for node in graph.graph.node:
+        if node.op_type != "Constant":
+            ops.update((output, node.op_type) for output in node.output if output)
+    whole = measure(model, session, feeds)
+    if not whole.ran:
+        raise StageError("no probe fits the sizes that the engine is built for", where=f"backend {backend.name}")
+    inner = [name for name in ops if name not in session.outputs]
+    parts, notes = _measure_inner(backend, model, inner, feeds, whole)
+    distances = {**parts.distances, **whole.distances}
+    types = {**parts.types, **whole.types}
+    random, module_paths = drawn(graph), modules(graph)
+    rows: list[LayerDiff] = []
+    # An output that no node computes, an input that is passed on, comes last.
+    for name in dict.fromkeys([*ops, *distances]):
+        if name not in distances:
+            continue
+        dtype, shape = types[name]
+        op, module = ops.get(name, "Input"), module_paths.get(name, "")
+        row = LayerDiff(name=name, op=op, module=module, dtype=dtype, shape=shape)
+        if name in random:
+            rows.append(replace(row, extra={"nondeterministic": random[name]}))
+        else:
+            rows.append(replace(row, **distances[name].measures(), extra=distances[name].flags))
+    return tuple(rows), notes + _outside(whole)
+
+
+def measure(model: Path, session: BackendSession, feeds: Sequence[Feed]) -> Measured:
+    """Runs ONNX Runtime, on the file as it is written, and a session on every feed that fits.
+
+    Indices (ArgMax, TopK) are measured on the values that they point at in the reference.
+    """
+    graph = onnx.load(str(model), load_external_data=False).graph
+    indices = {name: pointer for name, pointer in pointers(graph).items() if name in session.outputs}
+    data = [pointer.data for pointer in indices.values()]
+    reference = OnnxRuntime().open(model, list(dict.fromkeys([*session.outputs, *data])))
+    total: dict[str, Distance] = {}
+    ran = 0
+    for feed in feeds:
+        if not session.admits(feed):
+            continue
+        ran += 1
+        expected = {**feed, **reference.run(feed)}
+        actual = session.run(feed)
+        for name in session.outputs:
+            if name in expected:
+                distance = _distance(indices.get(name), expected, name, actual[name])
+                total[name] = total.get(name, Distance()) + distance
+    return Measured(total, types_of(reference), ran, len(feeds) - ran)
+
+
+def _measure_inner(
+    backend: Backend, model: Path, inner: Sequence[str], feeds: Sequence[Feed], whole: Measured
+) -> tuple[Measured, list[str]]:
+    """The inner values that the backend gives, and a note about those that it does not give.
+
+    To read a value may change what the runtime computes, not only how it fuses: openvino's int8 kernels go wrong where
+    a convolution's output is read beside the Relu behind it. So the outputs must stay what they are without taps.
+    """
+    nothing = Measured({}, {}, 0, 0)
+    fused = _fused_away(model)
+    without_fused = [name for name in inner if name not in fused]
+    for wanted in (inner, without_fused):
+        if not wanted:
+            return nothing, []
+        try:
+            tapped = BackendSession(backend, model, wanted)
+            if not set(wanted) & set(tapped.outputs):
+                return nothing, [f"{backend.name} gives no inner values: only the outputs were compared."]
+            measured = measure(model, tapped, feeds)
+        except StageError as error:
+            return nothing, [f"Only the outputs were compared. With inner values: {error}"]
+        if not _is_disturbed(whole, measured):
+            count = len(measured.distances.keys() & set(inner))
+            note = "Inner values were measured in a second session, which fuses less."
+            if count < len(inner):
+                note += f" {backend.name} gives {count} of {len(inner)}."
+            return measured, [note]
+    return nothing, [
+        f"Only the outputs were compared: {backend.name} computes other outputs where inner values are read."
+    ]
+
+
+def _is_disturbed(whole: Measured, tapped: Measured) -> bool:
+    """Whether the outputs of a session with taps are further from those without than other roundings take them."""
+    for name, before in whole.distances.items():
+        after = tapped.distances.get(name, before)
+        if after.one_sided > before.one_sided or after.rel_l2 > max(4 * before.rel_l2, 0.1):
+            return True
+    return False
+
+
+def _fused_away(model: Path) -> set[str]:
+    """Values between a product and the elementwise operator behind it, which a runtime never stores."""
+    graph = onnx.load(str(model), load_external_data=False).graph
+    readers: dict[str, list[str]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node.op_type)
+    fused = set[str]()
+    for node in graph.node:
+        read_by = readers.get(node.output[0], []) if node.output else []
+        if node.op_type in _PRODUCTS and len(read_by) == 1 and read_by[0] in _ELEMENTWISE:
+            fused.add(node.output[0])
+    return fused
+
+
+def _distance(pointer: Pointer | None, expected: Mapping[str, Any], name: str, actual: Any) -> Distance:
+    reference = expected[name]
+    if pointer is None or np.shape(actual) != np.shape(reference):
+        return diff_arrays(reference, actual)
+    data = expected[pointer.data]
+    return diff_arrays(pointed_at(pointer, data, reference), pointed_at(pointer, data, np.asarray(actual)))
+
+
+def _without_float64(array: Array) -> Array:
+    """An engine takes float32 where the model takes float64."""
+    if array.dtype == np.float64:
+        return array.astype(np.float32)
+    return array
+
+
+def _outside(whole: Measured) -> list[str]:
+    if not whole.outside:
+        return []
+    return [f"{whole.outside} probes lie outside of every profile and were not run."]

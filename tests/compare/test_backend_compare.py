@@ -1,0 +1,141 @@
+"""A backend that someone wrote, beside ONNX Runtime: what it computes, and what it does wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.backends.openvino import OpenVino
+from layerline.compare.backend_compare import BackendSession, compare_on
+from layerline.pipeline.errors import StageError
+from tests.backends import models
+from tests.backends.models import I64, F, model, node
+
+X = np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32)
+
+
+class Own:
+    """ONNX Runtime behind a backend's contract; `change` alters the arrays, knowing which taps are read."""
+
+    name = "own"
+
+    def __init__(self, change=lambda arrays, taps: arrays, gives=lambda name: True):
+        self.change, self.gives, self.opened = change, gives, []
+
+    def unavailable_reason(self):
+        return None
+
+    def open(self, source, taps=()):
+        taps = [tap for tap in taps if self.gives(tap)]
+        self.opened.append(taps)
+        return OwnSession(self, OnnxRuntime().open(source, taps), taps)
+
+
+class OwnSession:
+    def __init__(self, backend, session, taps):
+        self.backend, self.session, self.taps = backend, session, taps
+        self.inputs, self.outputs = session.inputs, session.outputs
+
+    def run(self, feed):
+        return self.backend.change(self.session.run(feed), self.taps)
+
+
+def compared(tmp_path, backend, proto=None, feeds=({"x": X},)):
+    path = tmp_path / "model.onnx"
+    onnx.save(proto or models.conv(), str(path))
+    rows, notes = compare_on(backend, path, BackendSession(backend, path), feeds)
+    return {row.name: row for row in rows}, " ".join(notes)
+
+
+def scaled(name, factor):
+    def change(arrays, taps):
+        return {n: a * np.float32(factor) if n == name else a for n, a in arrays.items()}
+
+    return change
+
+
+def test_every_value_has_a_row_in_the_order_of_the_graph(tmp_path) -> None:
+    backend = Own(scaled("c", 1.1))
+    rows, notes = compared(tmp_path, backend)
+    assert list(rows) == ["c", "y"] and backend.opened == [[], ["c"]]
+    assert rows["c"].rel_l2 == pytest.approx(0.1, rel=1e-4) and rows["c"].sqnr_db == pytest.approx(20, abs=0.01)
+    assert (rows["c"].op, rows["c"].module, rows["c"].shape) == ("Conv", "net.conv", ("batch", 4, 6, 6))
+    assert rows["y"].rel_l2 == 0 and rows["y"].passed
+    assert "second session" in notes
+
+
+def test_without_inner_values_the_outputs_are_compared(tmp_path) -> None:
+    rows, notes = compared(tmp_path, Own(scaled("y", 2), gives=lambda name: False))
+    assert list(rows) == ["y"] and rows["y"].rel_l2 == pytest.approx(1)
+    assert "own gives no inner values: only the outputs were compared" in notes
+
+
+def test_inner_values_that_change_the_outputs_are_not_shown(tmp_path) -> None:
+    def wrong_with(bad):
+        def change(arrays, taps):
+            return {n: a * 0 if bad in taps and n != bad else a for n, a in arrays.items()}
+
+        return change
+
+    proto = models.quantised()
+    rows, notes = compared(tmp_path, Own(wrong_with("c")), proto)
+    # c lies between a convolution and the Relu fused into it: without it the outputs stay.
+    assert "c" not in rows and rows["r"].rel_l2 == rows["y"].rel_l2 == 0 and "own gives 8 of 9" in notes
+    rows, notes = compared(tmp_path, Own(wrong_with("r")), proto)
+    assert list(rows) == ["y"] and "own computes other outputs where inner values are read" in notes
+
+
+def test_a_session_that_refuses_taps_leaves_the_outputs(tmp_path) -> None:
+    class Refusing(Own):
+        def open(self, source, taps=()):
+            if taps:
+                raise NotImplementedError("no taps")
+            return super().open(source)
+
+    rows, notes = compared(tmp_path, Refusing())
+    assert list(rows) == ["y"] and "backend own: NotImplementedError: no taps" in notes
+
+
+def test_what_the_backend_raises_or_leaves_out_names_it(tmp_path) -> None:
+    def fail(arrays, taps):
+        raise ZeroDivisionError("of its own")
+
+    with pytest.raises(StageError, match="backend own: ZeroDivisionError: of its own"):
+        compared(tmp_path, Own(fail))
+    with pytest.raises(StageError, match="backend own: it gives no array for y"):
+        compared(tmp_path, Own(lambda arrays, taps: {}))
+    with pytest.raises(StageError, match="backend own: AttributeError"):
+        compared(tmp_path, type("Own", (), {"name": "own"})())
+
+
+def test_another_shape_and_nan_do_not_pass(tmp_path) -> None:
+    rows, _ = compared(tmp_path, Own(lambda arrays, taps: {n: a[:1] for n, a in arrays.items()}))
+    assert rows["y"].max_abs == np.inf and rows["y"].extra["mismatch"] == "shape (2, 4, 6, 6) against (1, 4, 6, 6)"
+    rows, _ = compared(tmp_path, Own(lambda arrays, taps: {n: a * np.nan for n, a in arrays.items()}))
+    assert rows["y"].one_sided == 2 * 4 * 6 * 6 and not rows["y"].passed
+
+
+def test_indices_are_measured_on_what_they_point_at(tmp_path) -> None:
+    proto = model([node("ArgMax", ["x"], ["i"], axis=1, keepdims=0)], [("x", F, ["n", 3])], [("i", I64, ["n"])])
+    feed = {"x": np.array([[1, 1.0001, 0], [4, 2, 3]], np.float32)}
+    near = Own(lambda arrays, taps: {"i": np.array([0, 0])})
+    rows, _ = compared(tmp_path, near, proto, [feed])
+    assert rows["i"].max_abs == pytest.approx(1e-4, rel=0.01)
+    far = Own(lambda arrays, taps: {"i": np.array([2, 0])})
+    assert compared(tmp_path, far, proto, [feed])[0]["i"].max_abs == pytest.approx(1.0001)
+
+
+def test_random_values_are_not_measured(tmp_path) -> None:
+    proto = model([node("RandomNormalLike", ["x"], ["y"])], [("x", F, [2])], [("y", F, [2])])
+    rows, _ = compared(tmp_path, Own(), proto, [{"x": np.ones(2, np.float32)}])
+    assert rows["y"].extra == {"nondeterministic": "RandomNormalLike"} and rows["y"].rel_l2 is None
+
+
+def test_openvino_computes_an_int8_model_with_its_inner_values(tmp_path) -> None:
+    if reason := OpenVino().unavailable_reason():
+        pytest.skip(reason)
+    rows, _ = compared(tmp_path, OpenVino(), models.quantised())
+    assert {"r", "p", "y"} <= rows.keys()
+    assert all(row.rel_l2 < 0.02 for row in rows.values()), {n: r.rel_l2 for n, r in rows.items()}
