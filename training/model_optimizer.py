@@ -18,8 +18,9 @@ from layerline.training.config import aliases
 from layerline.training.config.sections import Config
 from layerline.training.data.loss import default_loss
 from layerline.training.diagnostics.verify_accumulation import AccumulationCheck, verify
-from layerline.training.loop import ema_swap, memory_report
+from layerline.training.loop import ema_swap, halving, memory_report
 from layerline.training.loop.best_checkpoints import FOLDER, Best
+from layerline.training.loop.halving import Forward
 from layerline.training.loop.masks import Gradual, Masks, configured
 from layerline.training.loop.memory_report import LayerMemory
 from layerline.training.loop.step_engine import Lane
@@ -88,6 +89,8 @@ class ModelOptimizer:
         self.saved: Path | None = None
         for name, lane in self.lanes.items():
             capabilities.attach(lane, self.ranks, partial(checkpoint.roll_back, self, name))
+            if self.config.accumulate.on_oom == "halve":
+                halving.check(lane)
         for lane in self.lanes.values():
             gradual = configured(lane.model, self.config)
             if gradual is not None:
@@ -160,8 +163,42 @@ class ModelOptimizer:
             moved, loss = lane.step_closure(closure)
         else:
             moved = lane.step(loss, weight, samples)
+            if self.config.accumulate.on_oom == "halve":
+                lane.monitor.warn("on_oom", "accumulate.on_oom: halve needs mo.train_step(batch, forward) in place of "
+                                            "mo.step(loss), which cannot run the forward pass again")  # fmt: skip
         read = lane.window.last_read
         return step_result(self._after(moved), loss, weight, read)
+
+    def train_step(
+        self, batch: Any, forward: Forward, *, samples: int | None = None, only: str | None = None
+    ) -> StepResult:
+        """Forward pass, backward pass and step() of one micro-batch.
+
+            mo.train_step((x, y), lambda batch: criterion(model(batch[0]), batch[1]))
+
+        With `accumulate.on_oom: halve` a micro-batch that does not fit into memory runs in parts. The gradient is that
+        of the whole micro-batch, except for BatchNorm, which then normalises by the statistics of a part.
+
+        Args:
+            batch: tensors in lists, tuples and mappings, with the samples along axis 0.
+            forward: gets the batch or a part of it, under autocast, and returns its mean loss, or a sum and the number
+                of samples or tokens that it is a sum over.
+            samples: as for `step`.
+            only: the model, where there are several.
+
+        Raises:
+            ConfigError, StageError: as `step`.
+        """
+        lane = self._lane(only, "train_step")
+        if self.config.accumulate.on_oom == "halve":
+            loss, weight, parts = halving.accumulate(lane, batch, forward, self.autocast)
+            moved = lane.step(None, samples=samples)
+            read = lane.window.last_read if parts == 1 else None
+            return step_result(self._after(moved), loss, weight, read)
+        with self.autocast():
+            result = forward(batch)
+        loss, weight = result if isinstance(result, tuple) else (result, None)
+        return self.step(loss, weight=weight, samples=samples, only=only)
 
     def flush(self) -> bool:
         """Ends an epoch: a short last window steps, divided by what it holds."""

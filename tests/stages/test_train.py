@@ -471,6 +471,32 @@ def test_batches_with_unequally_many_labels_train_as_one(own: str, tmp_path: Pat
         assert (weights[0] - other).norm() < 1e-5 * weights[0].norm()
 
 
+@pytest.mark.parametrize("own", ["", OWN_LOSS], ids=["default loss", "(sum, weight)"])
+def test_batches_that_do_not_fit_are_halved_and_train_as_one(own: str, tmp_path: Path) -> None:
+    """Where labels are left out of the loss, the parts weigh by those that count."""
+    narrow = RAGGED.replace("def forward(self, ids):", "def forward(self, ids):\n        self.check(ids)") + own
+    check = """
+    def check(self, ids):
+        if self.training and len(ids) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def forward("""
+    weights = []
+    for task in (RAGGED + own, narrow.replace("\n    def forward(", check, 1)):
+        work = _work(tmp_path, task, name=f"out{len(weights)}")
+        shutil.rmtree(work.scratch)
+        work.scratch.mkdir()
+        Train(
+            steps=6, batch_size=4, training={"ema_decay": 0, "grad_clip_norm": 0, "on_oom": "halve"},
+            optimizer={"name": "sgd", "lr": 0.5}, scheduler={"name": "constant"},
+        ).run(work)  # fmt: skip
+        state = load_file(work.out / "checkpoint.safetensors")
+        weights.append(torch.cat([t.flatten() for n, t in sorted(state.items()) if n.startswith("online/")]))
+        told = [text for text in work.log.said if "4 samples do not fit into memory" in text]  # type: ignore[attr-defined]
+        assert len(told) == len(weights) - 1
+    assert (weights[0] - weights[1]).norm() < 1e-5 * weights[0].norm()
+
+
 def test_a_frozen_part_in_eval_mode_keeps_its_statistics(tmp_path: Path) -> None:
     task = """
 import numpy as np, torch

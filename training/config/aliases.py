@@ -31,6 +31,7 @@ MOVES: Mapping[str, str] = {
     "training.ema_warmup": "ema.warmup",
     "training.mixed_precision": "precision.amp",
     "training.accumulate_steps": "accumulate.steps",
+    "training.on_oom": "accumulate.on_oom",
     "training.log_interval": "monitor.log_interval",
     "training.save_interval": "monitor.save_interval",
     "training.save_dir": "monitor.save_dir",

@@ -289,6 +289,9 @@ class AccumulateConfig(Section):
     """Micro-batches per optimizer step."""
 
     steps: PositiveInt = 1
+    on_oom: Literal["raise", "halve"] = "raise"
+    """halve: a micro-batch that does not fit into memory runs in parts of half its size, from then on; the `train`
+    stage and `mo.train_step(batch, forward)` do so."""
 
 
 class MonitorConfig(Section):

@@ -41,6 +41,7 @@ class LaneState(Protocol):
         params, names: the trained parameters and their names.
         stepped: what the optimizer steps: `params`, or their masters.
         steps: accepted optimizer steps.
+        largest_part: greatest number of samples in a pass, where a micro-batch did not fit into memory.
         skipped: rejected steps; `skipped_in_a_row` leaves out fp16 overflows that a smaller loss scale answers.
         first_rejected: number of the first rejected step among all attempted ones; 0 while there is none.
         gradient_bytes: size of the gradients of the first step.
@@ -81,6 +82,7 @@ class LaneState(Protocol):
     frozen: list[nn.Parameter]
     kinds: list[tuple[torch.dtype, torch.device]]
     gradient_bytes: int
+    largest_part: int | None
     steps: int
     skipped: int
     skipped_in_a_row: int
@@ -92,6 +94,7 @@ class LaneState(Protocol):
     def take_stock(self) -> None: ...
     def refresh(self, *, warn: bool = True) -> None: ...
     def forget(self) -> None: ...
+    def backward(self, loss: Tensor, weight: float | None = None, *, share: float = 1.0) -> None: ...
 
 
 class RankExchange(Policy, Protocol):

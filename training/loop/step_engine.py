@@ -86,6 +86,7 @@ class Lane(LaneState):
         self.masks: Policy | None = None
         self.judge: RejectionPolicy | None = None
         self.gradient_bytes = 0
+        self.largest_part: int | None = None
         self.steps = self.skipped = self.skipped_in_a_row = self.first_rejected = 0
         self.grad_norm = self.loss = math.nan
         if text := norms.warning(model, config.accumulate.steps):
@@ -150,8 +151,10 @@ class Lane(LaneState):
         plain = all(type(p) is nn.Parameter for p in self.stepped) and (not self.custom or fused(self.optimizer))
         self.strides = Strides(self.optimizer, self.params, self.stepped) if plain else None
 
-    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+    def backward(self, loss: Tensor, weight: float | None = None, *, share: float = 1.0) -> None:
         """Adds the gradients of one loss to the window; see Window for the meaning of `weight`.
+
+        A loss without weight counts by `share` where it is the mean of a part of a micro-batch.
 
         Raises:
             ConfigError: the model holds its averages; something that is no loss or weight. The window stays as it was.
@@ -159,10 +162,10 @@ class Lane(LaneState):
 
         Whatever the backward pass itself raises drops the window: a part of its gradients may have been added.
         """
-        self._add(loss, weight)
+        self._add(loss, weight, share)
         self.window.witness = witness(self.stepped)
 
-    def _add(self, loss: Tensor, weight: float | None) -> None:
+    def _add(self, loss: Tensor, weight: float | None, share: float = 1.0) -> None:
         window = self.window
         if self.ema is not None and self.ema.swapped:
             loop_mistakes.refuse_averages(self, "step")
@@ -178,6 +181,8 @@ class Lane(LaneState):
             if self.scale.on and window.untouched:
                 shared = weight if self.peers is None or weight is None else self.peers.agree(weight)
                 window.factor = loss_factor(self.scale.value, shared)
+            if share != 1.0:
+                loss = loss * share
             window.add(loss.detach(), weight)
             if window.factor != 1.0:
                 loss = loss * window.factor
@@ -271,6 +276,9 @@ class Lane(LaneState):
         self.window.clear()
         for param in self.stepped:
             param.grad = None
+        if self.masters is not None:
+            for half in self.masters.half:  # a backward pass that failed has left gradients there
+                half.grad = None
         if self.custom:
             self.optimizer.zero_grad()
         elif self.sophia is not None:

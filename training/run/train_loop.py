@@ -22,7 +22,7 @@ from layerline.pipeline.inputs.untrusted import launched
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 from layerline.training.config.sections import Config
-from layerline.training.data.batches import Batches, to_device
+from layerline.training.data.batches import Batches, size, to_device
 from layerline.training.data.distillation import Distillation, Loss, Taught
 from layerline.training.data.loss import counted_labels, default_loss, valid_labels
 from layerline.training.distributed import ranks
@@ -240,17 +240,21 @@ def one_batch(run: Run, stream: Iterator[Any]) -> Any:
     with run.task.blaming("drawing a batch of train_data()"):
         batch = to_device(next(stream), run.device)
     samples = run.batches.counted
-    with mo.autocast():
-        loss, weight = run.loss(mo.model, batch)
-    if weight is None:
-        loss, weight = loss * samples, float(samples)
-    elif not samples:  # a rank without a share of this batch runs a sample of another rank, and adds nothing
-        loss, weight = loss * 0, 0.0
+
+    def forward(part: Any) -> tuple[Tensor, float]:
+        count = samples if part is batch else size(part)
+        loss, weight = run.loss(mo.model, part)
+        if weight is None:
+            return loss * count, float(count)
+        if not count:  # a rank without a share of this batch runs a sample of another rank, and adds nothing
+            return loss * 0, 0.0
+        return loss, weight
+
     if run.attempted == run.total - 1:
         run.before_last = _copies(run.lane.named.params)
     run.lane.monitor.waited += run.batches.waited
     run.batches.waited = 0.0
-    mo.step(loss, weight=weight, samples=samples)
+    mo.train_step(batch, forward, samples=samples)
     if run.batches.position == 0:
         mo.flush()
     return batch

@@ -275,15 +275,7 @@ def _restore_rng(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: i
 
 def _lane_state(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> dict[str, Any]:
     lane.refresh()
-    for name, tensor in lane.named.tensors.items():
-        tensors[f"{prefix}online/{name}"] = tensor.detach()
-    if lane.masters is not None:
-        for name, param in zip(lane.names, lane.params, strict=True):
-            if lane.masters.has(param):
-                tensors[f"{prefix}masters/{name}"] = lane.masters.stepped(param)
-    if lane.ema is not None:
-        for name, average in zip(lane.ema.names, lane.ema.shadow, strict=True):
-            tensors[f"{prefix}ema/{name}"] = average
+    _add_weights(lane, prefix, tensors)
     parts: dict[str, Any] = {"optimizer": optimizer_state.state(lane), "window": _window_state(lane), "guard": {}}
     for policy in lane.policies():
         if policy.name:
@@ -293,12 +285,26 @@ def _lane_state(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> 
     counters = {"steps": lane.steps, "skipped": lane.skipped, "in_a_row": lane.skipped_in_a_row,
                 "first_rejected": lane.first_rejected, "ema_updates": lane.ema.updates if lane.ema else 0,
                 "loss": _finite(lane.loss), "grad_norm": _finite(lane.grad_norm)}  # fmt: skip
+    if lane.largest_part is not None:
+        counters["largest_part"] = lane.largest_part
     classes = optimizers.classes(lane.optimizer)
     saved: dict[str, Any] = {"counters": counters, "aliases": lane.named.aliases}
     for name in (*checkpoint_reader.PARTS, *checkpoint_reader.OPTIONAL_PARTS):
         if name in parts:
             saved[name] = pack(parts[name], f"{prefix}{name}", tensors, classes)
     return saved
+
+
+def _add_weights(lane: Lane, prefix: str, tensors: Tensors) -> None:
+    for name, tensor in lane.named.tensors.items():
+        tensors[f"{prefix}online/{name}"] = tensor.detach()
+    if lane.masters is not None:
+        for name, param in zip(lane.names, lane.params, strict=True):
+            if lane.masters.has(param):
+                tensors[f"{prefix}masters/{name}"] = lane.masters.stepped(param)
+    if lane.ema is not None:
+        for name, average in zip(lane.ema.names, lane.ema.shadow, strict=True):
+            tensors[f"{prefix}ema/{name}"] = average
 
 
 def _window_state(lane: Lane) -> dict[str, Any]:
@@ -356,6 +362,7 @@ def _restore_lane(lane: Lane, state: checkpoint_reader.Saved) -> None:
     lane.skipped_in_a_row = counters["in_a_row"]
     lane.first_rejected = counters.get("first_rejected", 0)
     lane.loss, lane.grad_norm = counters.get("loss") or math.nan, counters.get("grad_norm") or math.nan
+    lane.largest_part = counters.get("largest_part")
     lane.state_was_loaded()
     if lane.ema is not None:
         lane.ema.load(weights["ema"], counters["ema_updates"])
