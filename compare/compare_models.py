@@ -14,7 +14,7 @@ from layerline.backends.light import Light, Model, split
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.compare.comparison_graph import ISOLATED, isolated_model, joint
 from layerline.compare.mask_values import extremes
-from layerline.compare.pair_metrics import COUNTS, SUMS, Pair, trusted
+from layerline.compare.pair_metrics import Pair, distance, trusted
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import pointed_at, pointers
 from layerline.compare.value_types import CODES, Shape, infer
@@ -228,15 +228,14 @@ class _Comparison:
             return None
         doubtful = set[int]()
         for i, (pair, (cumulative, alone)) in enumerate(zip(self.pairs, distances, strict=True)):
-            # numpy measured the small pairs, and masked measures are exact: neither needs another run.
+            # numpy measured these already.
             if i in self._unclear or pair.small:
                 continue
             if not trusted(pair, cumulative) or not trusted(pair, alone):
                 doubtful.add(i)
         if not doubtful:
             return distances
-        # Pairs with NaN, Inf or a mask, or with sums beyond float32, take the masked measure from here on, which costs
-        # twice the time.
+        # Pairs with NaN, Inf or a mask, or with sums beyond float32, are measured by numpy from here on.
         self._unclear |= doubtful
         self._sessions.pop("joint")
         return self._joint(feed)
@@ -247,7 +246,7 @@ class _Comparison:
                 self.reference,
                 self.candidate,
                 self.pairs,
-                masked=self._unclear,
+                whole=self._unclear,
                 isolated=self.isolated,
                 settled=self._settled,
             )
@@ -259,8 +258,8 @@ class _Comparison:
             return None
         distances: list[tuple[Distance, Distance]] = []
         for i in range(len(self.pairs)):
-            cumulative = _distance(measures, str(i))
-            alone = _distance(measures, f"{i}/isolated")
+            cumulative = distance(measures, str(i))
+            alone = distance(measures, f"{i}/isolated")
             if cumulative.mismatch or alone.mismatch:
                 return None
             distances.append((cumulative, alone))
@@ -312,31 +311,6 @@ def _size(shape: Shape) -> int | None:
             return None
         total *= size
     return total
-
-
-def _distance(out: Mapping[str, Any], tag: str) -> Distance:
-    if f"{tag}/a" in out:
-        return diff_arrays(out[f"{tag}/a"], out[f"{tag}/b"])
-    if f"{tag}/peak" not in out:
-        return Distance()
-    shape_a = tuple(out[f"{tag}/shape_a"].tolist())
-    shape_b = tuple(out[f"{tag}/shape_b"].tolist())
-    counts = {k: int(out[f"{tag}/{k}"]) for k in COUNTS if f"{tag}/{k}" in out}
-    sums = out.get(f"{tag}/sums")
-    if sums is None:
-        sums = [out[f"{tag}/{k}"] for k in SUMS]
-    aa, bb, ee, l1 = map(float, sums)
-    return Distance(
-        count=math.prod(shape_a) - counts.pop("bad", 0) - counts.get("masked", 0),
-        aa=aa,
-        bb=bb,
-        ee=ee,
-        l1=l1,
-        # The maximum over no element is -inf.
-        peak=max(float(out[f"{tag}/peak"]), 0.0),
-        mismatch="" if shape_a == shape_b else f"shape {shape_a} against {shape_b}",
-        **counts,
-    )
 
 
 def _diff(pair: Pair, a: Mapping[str, Array], b: Any) -> Distance:

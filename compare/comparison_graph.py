@@ -31,7 +31,7 @@ def joint(
     candidate: Light,
     pairs: Iterable[Pair],
     *,
-    masked: Collection[int] = (),
+    whole: Collection[int] = (),
     isolated: bool = False,
     settled: Collection[str] = (),
 ) -> Light:
@@ -39,7 +39,7 @@ def joint(
 
     Args:
         pairs: values that stand for each other; the isolated copy reads the reference's.
-        masked: indices of the pairs whose elements that are not finite are counted and left out.
+        whole: indices of the pairs whose sides are outputs as they are.
         settled: values of both that the candidate's nodes read from the reference.
     """
     reference, pairs = _unreserved(reference, list(pairs))
@@ -60,11 +60,11 @@ def joint(
     measures = Measures(opset_of(a))
     for i, pair in enumerate(pairs):
         other = outer.get(pair.b, B + pair.b)
-        measures.add(str(i), pair, other, masked=i in masked)
+        measures.add(str(i), pair, other, whole=i in whole)
         if isolated and pair.pointer is None:
             if pair.b in computed_b:
                 other = ISOLATED + pair.b
-            measures.add(f"{i}/isolated", pair, other, masked=i in masked)
+            measures.add(f"{i}/isolated", pair, other, whole=i in whole)
     ordered = in_order(measures.nodes, nodes)
     inputs_a = {i.name for i in a.graph.input}
     inputs = [*a.graph.input, *(i for i in candidate.fed if i.name not in inputs_a)]

@@ -1,27 +1,21 @@
-"""The measuring end of a joint graph: each kind of measure is a few nodes that reduce a pair to scalars."""
+"""The measuring end of a joint graph: a few nodes that reduce each pair of values to the sums of a `Distance`.
+
+Small pairs, and those with NaN, Inf or a mask, are handed over as they are: `tensor_distance` measures them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx
 from onnx import helper, parser
 
-from layerline.compare.tensor_distance import (
-    GAP,
-    GREAT_MASK,
-    HALF_LOWEST,
-    HALF_MASK,
-    LARGE,
-    LEAST_MASK,
-    NEAR,
-    Distance,
-)
+from layerline.compare.tensor_distance import LARGE, Distance, diff_arrays
 from layerline.compare.topk_indices import Pointer
 
-SUMS = ("aa", "bb", "ee", "l1")
 # Rows are summed in float32 and the rows' sums in float64: half the time of float64 throughout, and as good as that
 # while the squares stay within float32's range, which `trusted` tells. The last axis is short, so no sum is long. One
 # Cast a pair: with thousands of them in a graph onnxruntime takes seconds to open it.
@@ -30,7 +24,10 @@ _ROWS = """last = Constant <value = int64[1] {{-1}}> ()
  table = Constant <value = int64[2] {{-1, 4}}> ()
  d = Sub (a, b)
  e = Abs (d)
- {rows}
+ aa = {square_a}
+ bb = {square_b}
+ ee = {square_d}
+ l1 = {sum_e}
  row = Concat <axis = -1> (aa, bb, ee, l1)
  wide = Cast <to = 11> (row)
  flat = Reshape (wide, table)
@@ -38,124 +35,32 @@ _ROWS = """last = Constant <value = int64[1] {{-1}}> ()
  peak = ReduceMax <keepdims = 0> (e)
  shape_a = Shape (a)
  shape_b = Shape (b)"""
-_ROW = {"aa": ("SumSquare", "a"), "bb": ("SumSquare", "b"), "ee": ("SumSquare", "d"), "l1": ("Sum", "e")}
-ROW_COLUMNS = ("sums", "peak", "shape_a", "shape_b")
-# Up to so many elements (most are shapes) both sides are handed over, and numpy takes the same measures: each node that
-# reduces takes time to set up.
+# Float64 throughout, where a side is no float, or a scalar without an axis to sum along.
+_PLAIN = """x = Cast <to = 11> (a)
+ y = Cast <to = 11> (b)
+ d = Sub (x, y)
+ {error}
+ aa = ReduceSumSquare <keepdims = 0> (x)
+ bb = ReduceSumSquare <keepdims = 0> (y)
+ ee = ReduceSumSquare <keepdims = 0> (e)
+ l1 = ReduceSum <keepdims = 0> (e)
+ peak = ReduceMax <keepdims = 0> (e)
+ shape_a = Shape (a)
+ shape_b = Shape (b)"""
+# Integers past 2^53 collapse in float64; two that differ must never look equal.
+_INTEGER_ERROR = """f = Abs (d)
+ same = Equal (a, b)
+ differ = Not (same)
+ least = Cast <to = 11> (differ)
+ e = Max (f, least)"""
+_SUMS = ("aa", "bb", "ee", "l1")
+_ENDS = ("peak", "shape_a", "shape_b")
+# Up to so many elements (most are shapes) both sides are handed over: each node that reduces takes time to set up.
 _SMALL = 64
 _LONG = (onnx.TensorProto.INT64, onnx.TensorProto.UINT64)
 FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 SMALLEST = 1e-35
 """Mean square from which on float32 rounds a square as it rounds any number: below 1e-38 digits go missing."""
-
-# Float64 throughout: float32 squares overflow at 1.8e19, and ‖a‖ - ‖b‖ needs every digit where the two are close.
-_HEAD = "x = Cast <to = 11> (a)\n y = Cast <to = 11> (b)\n shape_a = Shape (a)\n shape_b = Shape (b)"
-_SUMS = """aa = ReduceSumSquare <keepdims = 0> (u)
- bb = ReduceSumSquare <keepdims = 0> (v)
- ee = ReduceSumSquare <keepdims = 0> (e)
- l1 = ReduceSum <keepdims = 0> (e)
- peak = ReduceMax <keepdims = 0> (e)"""
-COLUMNS = (*SUMS, "peak", "shape_a", "shape_b")
-_PLAIN = f"""{_HEAD}
- u = Identity (x)
- v = Identity (y)
- d = Sub (u, v)
- e = Abs (d)
- {_SUMS}"""
-# Integers past 2^53 collapse in float64; two that differ must never look equal.
-_INT64 = f"""{_HEAD}
- u = Identity (x)
- v = Identity (y)
- d = Sub (u, v)
- f = Abs (d)
- same = Equal (a, b)
- differ = Not (same)
- least = Cast <to = 11> (differ)
- e = Max (f, least)
- {_SUMS}"""
-# Over the elements both sides have finite and no mask hides, with the others counted; for pairs that hold others, known
-# from the graph or found on a feed.
-COUNTS = ("bad", "nonfinite_a", "nonfinite_b", "one_sided", "masked")
-MASKED_COLUMNS = (*COLUMNS, *COUNTS)
-# `distance.hidden` as nodes. Greater and Less alone: LessOrEqual came with opset 12.
-_HIDDEN = f"""least = Constant <value = double {{-{LEAST_MASK}}}> ()
- great = Constant <value = double {{{GREAT_MASK}}}> ()
- lowest = Constant <value = double {{{HALF_LOWEST}}}> ()
- half = Constant <value = double {{{HALF_MASK}}}> ()
- gap = Constant <value = double {{{GAP}}}> ()
- near = Constant <value = double {{{NEAR}}}> ()
- two = Constant <value = double {{2.0}}> ()
- ten = Constant <value = double {{10.0}}> ()
- ln_ten = Constant <value = double {{{math.log(10.0)!r}}}> ()
- size = Abs (x)
- not_low = Greater (x, least)
- low = Not (not_low)
- not_high = Less (size, great)
- high = Not (not_high)
- far = Or (low, high)
- finite = Not (bad_m)
- not_far = Not (far)
- rest = And (finite, not_far)
- rest_size = Where (rest, size, zero)
- rest_peak = ReduceMax <keepdims = 0> (rest_size)
- rest_f = Cast <to = 11> (rest)
- rest_any = ReduceMax <keepdims = 0> (rest_f)
- has_rest = Greater (rest_any, zero)
- rest_twice = Mul (rest_peak, two)
- rounding = Mul (size, near)
- slack = Add (rest_twice, rounding)
- ln_size = Log (size)
- log_size = Div (ln_size, ln_ten)
- power = Round (log_size)
- power_of_ten = Pow (ten, power)
- off_ten = Sub (size, power_of_ten)
- off_ten_by = Abs (off_ten)
- no_ten = Greater (off_ten_by, slack)
- off_half = Sub (size, lowest)
- off_half_by = Abs (off_half)
- no_half = Greater (off_half_by, slack)
- neither = And (no_ten, no_half)
- no_mask = And (neither, not_high)
- edge = Mul (rest_peak, gap)
- inside = Less (size, edge)
- off = Sub (x, y)
- off_by = Abs (off)
- unlike = Greater (off_by, rounding)
- sign = Sign (x)
- along = Mul (sign, y)
- a_above = Less (size, half)
- b_above = Less (along, half)
- not_clamped = Or (a_above, b_above)
- differs = And (unlike, not_clamped)
- shown_ab = Or (no_mask, inside)
- shown = Or (shown_ab, differs)
- covered = Not (shown)
- far_finite = And (far, finite)
- far_alone = And (far_finite, has_rest)
- masked_m = And (far_alone, covered)
- out_m = Or (bad_m, masked_m)"""
-_COUNT = "{0}_f = Cast <to = 11> ({0}_m)\n {0} = ReduceSum <keepdims = 0> ({0}_f)"
-_MASKED = f"""{_HEAD}
- nan_a = IsNaN (x)
- inf_a = IsInf (x)
- nonfinite_a_m = Or (nan_a, inf_a)
- nan_b = IsNaN (y)
- inf_b = IsInf (y)
- nonfinite_b_m = Or (nan_b, inf_b)
- bad_m = Or (nonfinite_a_m, nonfinite_b_m)
- nans = And (nan_a, nan_b)
- equal = Equal (x, y)
- same = Or (nans, equal)
- differ = Not (same)
- one_sided_m = And (bad_m, differ)
- zero = Constant <value = double {{0.0}}> ()
- {_HIDDEN}
- u = Where (out_m, zero, x)
- v = Where (out_m, zero, y)
- d = Sub (u, v)
- e = Abs (d)
- {_SUMS}
- {" ".join(_COUNT.format(c) for c in COUNTS)}"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,18 +92,35 @@ class Pair:
 
     @property
     def small(self) -> bool:
-        """Whether both sides are handed over as they are."""
-        known = self.pointer is None and self.size is not None and self.size <= _SMALL
-        return known and onnx.TensorProto.BFLOAT16 not in (self.dtype_a, self.dtype_b)  # numpy has no name for it
+        """Whether both sides are handed over for their size."""
+        return self.pointer is None and self.size is not None and self.size <= _SMALL
 
 
 def trusted(pair: Pair, measured: Distance) -> bool:
-    """Whether the plain sums of a pair are good as they are: finite, clear of float32's lower end, without a mask."""
+    """Whether a pair's sums in the graph are good as they are: finite, clear of float32's lower end, without a mask."""
     if not math.isfinite(measured.aa + measured.bb + measured.ee):
         return False
     if pair.is_float and measured.aa >= LARGE * max(measured.count, 1):
         return False
     return measured.peak == 0.0 or min(measured.aa, measured.ee) >= SMALLEST * measured.count
+
+
+def distance(outputs: Mapping[str, Any], tag: str) -> Distance:
+    """The distance of a pair from what a joint graph gave for it; zero for a pair that it does not measure."""
+    if f"{tag}/a" in outputs:
+        return diff_arrays(outputs[f"{tag}/a"], outputs[f"{tag}/b"])
+    if f"{tag}/peak" not in outputs:
+        return Distance()
+    shape_a = tuple(outputs[f"{tag}/shape_a"].tolist())
+    shape_b = tuple(outputs[f"{tag}/shape_b"].tolist())
+    if shape_a != shape_b:
+        return Distance(mismatch=f"shape {shape_a} against {shape_b}")
+    sums = outputs.get(f"{tag}/sums")
+    if sums is None:
+        sums = [outputs[f"{tag}/{name}"] for name in _SUMS]
+    aa, bb, ee, l1 = map(float, sums)
+    peak = max(float(outputs[f"{tag}/peak"]), 0.0)  # the maximum over no element is -inf
+    return Distance(count=math.prod(shape_a), aa=aa, bb=bb, ee=ee, l1=l1, peak=peak)
 
 
 class Measures:
@@ -214,43 +136,52 @@ class Measures:
         self.outputs: list[onnx.ValueInfoProto] = []
         self._kinds: dict[str, onnx.FunctionProto] = {}
 
-    def add(self, tag: str, pair: Pair, other: str, *, masked: bool) -> None:
-        a, b = pair.a, other
+    def add(self, tag: str, pair: Pair, other: str, *, whole: bool) -> None:
+        """Measures a pair.
+
+        Args:
+            tag: what its outputs are called by.
+            other: the candidate's side.
+            whole: whether both sides are handed over.
+        """
+        sides = {"a": (pair.a, pair.dtype_a), "b": (other, pair.dtype_b)}
         if pair.pointer is not None:
-            a, b = (self._pointed_at(f"{tag}/{side}", pair.pointer, x) for side, x in (("a", a), ("b", b)))
-        if pair.small:
-            for side, value in (("a", a), ("b", b)):
-                self.nodes.append(helper.make_node("Identity", [value], [f"{tag}/{side}"]))
-                self.outputs.append(helper.make_empty_tensor_value_info(f"{tag}/{side}"))
-            return
-        kind, body = ("Masked", _MASKED) if masked else self._kind(pair)
-        columns = {"Masked": MASKED_COLUMNS, "Rows": ROW_COLUMNS}.get(kind, COLUMNS)
-        if kind == "Rows":
-            a, b = (self._float32(f"{tag}/{x}", x, t) for x, t in ((a, pair.dtype_a), (b, pair.dtype_b)))
-        self._call(kind, "a, b", columns, body, [a, b], [f"{tag}/{c}" for c in columns])
-        self.outputs += [helper.make_empty_tensor_value_info(f"{tag}/{c}") for c in columns]
+            for side, (name, _) in sides.items():
+                sides[side] = (self._pointed_at(f"{tag}/{side}", pair.pointer, name), onnx.TensorProto.DOUBLE)
+        rows = pair.pointer is None and pair.rank > 0 and {pair.dtype_a, pair.dtype_b} <= FLOATS
+        for side, (name, dtype) in sides.items():
+            # numpy has no bfloat16.
+            if dtype == onnx.TensorProto.BFLOAT16 or (rows and dtype != onnx.TensorProto.FLOAT):
+                wide = f"{tag}/{side}/float32"
+                self.nodes.append(helper.make_node("Cast", [name], [wide], to=onnx.TensorProto.FLOAT))
+                sides[side] = (wide, onnx.TensorProto.FLOAT)
+        names = [name for name, _ in sides.values()]
+        columns: Sequence[str] = (*_SUMS, *_ENDS)
+        if whole or pair.small:
+            columns = ("a", "b")
+            for name, column in zip(names, columns, strict=True):
+                self.nodes.append(helper.make_node("Identity", [name], [f"{tag}/{column}"]))
+        elif rows:
+            columns = ("sums", *_ENDS)
+            self._call("Rows", "a, b", columns, self._rows(), names, tag)
+        elif pair.pointer is None and pair.dtype_a == pair.dtype_b and pair.dtype_a in _LONG:
+            self._call("Integer", "a, b", columns, _PLAIN.format(error=_INTEGER_ERROR), names, tag)
+        else:
+            self._call("Plain", "a, b", columns, _PLAIN.format(error="e = Abs (d)"), names, tag)
+        self.outputs += [helper.make_empty_tensor_value_info(f"{tag}/{column}") for column in columns]
 
-    def _kind(self, pair: Pair) -> tuple[str, str]:
-        if pair.pointer is None and pair.dtype_a == pair.dtype_b and pair.dtype_a in _LONG:
-            return "Integer", _INT64
-        if pair.pointer is None and pair.rank and {pair.dtype_a, pair.dtype_b} <= FLOATS:
-            rows = "\n ".join(f"{out} = {self._reduce(op, x, 'last', 1)}" for out, (op, x) in _ROW.items())
-            return "Rows", _ROWS.format(rows=rows, total=self._reduce("Sum", "flat", "first", 0))
-        return "Plain", _PLAIN
-
-    def _reduce(self, op: str, value: str, axis: str, keep: int) -> str:
+    def _rows(self) -> str:
         # The axes moved from an attribute to an input: of ReduceSum at 13, of the others at 18.
-        if self.opset >= (13 if op == "Sum" else 18):
-            return f"Reduce{op} <keepdims = {keep}> ({value}, {axis})"
-        return f"Reduce{op} <axes = [{ {'last': -1, 'first': 0}[axis] }], keepdims = {keep}> ({value})"
+        def reduce(op: str, value: str, axis: str, number: int, keep: int) -> str:
+            if self.opset >= (13 if op == "Sum" else 18):
+                return f"Reduce{op} <keepdims = {keep}> ({value}, {axis})"
+            return f"Reduce{op} <axes = [{number}], keepdims = {keep}> ({value})"
 
-    def _float32(self, name: str, value: str, dtype: int) -> str:
-        if dtype == onnx.TensorProto.FLOAT:
-            return value
-        self.nodes.append(helper.make_node("Cast", [value], [f"{name}/float32"], to=onnx.TensorProto.FLOAT))
-        return f"{name}/float32"
+        squares = {f"square_{value}": reduce("SumSquare", value, "last", -1, 1) for value in ("a", "b", "d")}
+        sum_e = reduce("Sum", "e", "last", -1, 1)
+        return _ROWS.format(**squares, sum_e=sum_e, total=reduce("Sum", "flat", "first", 0, 0))
 
-    def _pointed_at(self, name: str, pointer: Pointer, index: str) -> str:
+    def _pointed_at(self, tag: str, pointer: Pointer, index: str) -> str:
         body = f"""axis = Constant <value = int64[1] {{{pointer.axis}}}> ()
  next = Constant <value = int64[1] {{{pointer.axis + 1}}}> ()
  first = Constant <value = int64[1] {{0}}> ()
@@ -262,22 +193,24 @@ class Measures:
  target = Concat <axis = 0> (before, free, after)
  wide = Cast <to = 7> (index)
  shaped = Reshape (wide, target)
- values = GatherElements <axis = {pointer.axis}> (data, shaped)"""
-        self._call(f"PointedAt{pointer.axis}", "data, index", ("values",), body, [pointer.data, index], [name])
-        return name
+ elements = GatherElements <axis = {pointer.axis}> (data, shaped)
+ values = Cast <to = 11> (elements)"""
+        self._call(f"PointedAt{pointer.axis}", "data, index", ["values"], body, [pointer.data, index], tag)
+        return f"{tag}/values"
 
-    def _call(
-        self, kind: str, takes: str, gives: tuple[str, ...], body: str, inputs: list[str], outputs: list[str]
-    ) -> None:
+    def _call(self, kind: str, takes: str, gives: Sequence[str], body: str, inputs: list[str], tag: str) -> None:
+        """Stamps out a function; its outputs are `<tag>/<name>`, and its constants stand in the graph once."""
+        prefix = f"layerline/{kind}"
         if kind not in self._kinds:
             head = f'<domain: "layerline", opset_import: ["" : {self.opset}]>'
             text = f"{head}\n{kind} ({takes}) => ({', '.join(gives)}) {{\n {body}\n}}"
-            self._kinds[kind] = function = parser.parse_function(text)
-            self._stamp([n for n in function.node if n.op_type == "Constant"], {}, f"layerline/{kind}")
+            self._kinds[kind] = parser.parse_function(text)
+            self._stamp([n for n in self._kinds[kind].node if n.op_type == "Constant"], {}, prefix)
         function = self._kinds[kind]
-        names = {n.output[0]: f"layerline/{kind}/{n.output[0]}" for n in function.node if n.op_type == "Constant"}
-        names |= zip((*function.input, *function.output), (*inputs, *outputs), strict=True)
-        self._stamp([n for n in function.node if n.op_type != "Constant"], names, outputs[0])
+        names = {n.output[0]: f"{prefix}/{n.output[0]}" for n in function.node if n.op_type == "Constant"}
+        names |= zip(function.input, inputs, strict=True)
+        names |= {name: f"{tag}/{name}" for name in function.output}
+        self._stamp([n for n in function.node if n.op_type != "Constant"], names, f"{tag}/{kind}")
 
     def _stamp(self, nodes: Sequence[onnx.NodeProto], names: Mapping[str, str], prefix: str) -> None:
         for node in nodes:

@@ -173,7 +173,7 @@ def hidden(x: Array, y: Array) -> npt.NDArray[np.bool_]:
     """Elements that a mask hides on both sides. They are so large that errors of the others would not show.
 
     An element of `x` is masked where it is a mask's number, within twice the greatest other number, and far beyond all
-    others. It is left out only where `y` is masked there too. `pair_metrics` has the same rule as ONNX nodes.
+    others. It is left out only where `y` is masked there too.
     """
     a, b = x.astype(np.float64), y.astype(np.float64)
     size = np.abs(a)
