@@ -9,15 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from layerline.backends.base import Feed
 from layerline.export.dynamic_axes import Axes
 from layerline.export.example_call import Call
-from layerline.export.probe_files import drawn
 from layerline.export.signature import Dim, Signature, Value
 from layerline.export.torch_export import quiet, trace
 from layerline.graph.io import module_identity, onnx_files
-from layerline.parity.probe_inputs import BEYOND
-from layerline.pipeline.errors import ConfigError, brief
+from layerline.parity.probe_inputs import BEYOND, drawn_over, outputs_or_error, size_refused
+from layerline.pipeline.errors import ConfigError
 
 LARGEST = 64 << 20
 """Bytes that the inputs may take where a declared size is tried."""
@@ -49,18 +47,13 @@ def refuse_ranges(call: Call, ranges: Mapping[str, tuple[int, int]]) -> None:
     Raises:
         ConfigError: it fails on them.
     """
-    rng = np.random.default_rng(0)
-    feed = dict(call.feed)
-    for name, (low, high) in ranges.items():
-        if feed[name].size:
-            feed[name] = drawn(feed[name], low, high, rng)
+    declared, feed = drawn_over(call.feed, ranges, np.random.default_rng(0))
     if all(feed[name] is array for name, array in call.feed.items()):
         return
-    error = _error_of(call, feed)
-    if error is not None:
-        declared = ", ".join(f"{name} over [{low}, {high}]" for name, (low, high) in ranges.items())
+    outputs = outputs_or_error(call, feed)
+    if isinstance(outputs, str):
         raise ConfigError(
-            f"forward() itself fails on {declared}: {error}",
+            f"forward() itself fails on {declared}: {outputs}",
             where="ranges",
             hint="declare the integers that the model takes",
         )
@@ -83,18 +76,9 @@ def refuse_sizes(call: Call, axes: Axes) -> None:
             feed = axes.resized(call.feed, {name: size})
             if sum(array.nbytes for array in feed.values()) > LARGEST:
                 continue
-            error = _error_of(call, feed)
-            if error is None:
-                continue
-            input_name, axis = axes.places(name)[0]
-            hint = "declare the sizes that it takes"
-            if bounds.step > 1:
-                hint = f"steps of {bounds.step}"
-            raise ConfigError(
-                f"{name} is declared from {bounds.min} to {bounds.max}; forward() itself fails at {size}: {error}",
-                where=f"dynamic.{input_name}.{axis}",
-                hint=hint,
-            )
+            outputs = outputs_or_error(call, feed)
+            if isinstance(outputs, str):
+                raise size_refused(axes, name, size, outputs)
 
 
 def traced(call: Call, axes: Axes, opset: int, root: Path) -> tuple[Signature, set[str], set[str]]:
@@ -104,11 +88,7 @@ def traced(call: Call, axes: Axes, opset: int, root: Path) -> tuple[Signature, s
         StageError: the model can't be exported; as the export stage tells it.
     """
     args, kwargs = call.arguments(call.feed)
-    if args and isinstance(args[-1], dict) and not kwargs:
-        args = (*args, {})  # torch takes a dict in the last place for the keywords
-    shapes = None
-    if axes.names:
-        shapes = call.shapes(axes.specs())
+    shapes = call.shapes(axes.specs()) if axes.names else None
     names = {name for name, _ in call.module.named_modules() if name}
     names |= {name for name, _ in call.module.named_parameters()}
     ops: set[str] = set()
@@ -152,12 +132,3 @@ def _signature(call: Call, axes: Axes, traced_max: Mapping[str, int | None]) -> 
         greatest = bounds.max or traced_max.get(name) or BEYOND * axes.size(call.feed, name)
         dims[name] = Dim(min=bounds.min or 1, max=greatest, multiple=bounds.step)
     return Signature(inputs=tuple(inputs), outputs=tuple(outputs), dims=dims)
-
-
-def _error_of(call: Call, feed: Feed) -> str | None:
-    """What forward() raises on a feed; None where it runs."""
-    try:
-        call.run(feed)
-    except Exception as error:  # noqa: BLE001 - a user's forward() may raise anything on sizes it does not take
-        return brief(error)
-    return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from layerline.backends.base import Array, Feed
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare import noise_floor
+from layerline.compare.tensor_distance import Distance
 from layerline.compare.value_types import types_of
 from layerline.export.declared_shapes import Shapes, shapes, watching, without_shapes
 from layerline.export.export_errors import refused
@@ -20,9 +21,11 @@ from layerline.export.probe import Probe
 from layerline.export.torch_export import Traced
 from layerline.graph.analysis import rounding_noise
 from layerline.graph.io import module_identity
-from layerline.parity.value_verdicts import Apart, Tally, Within
+from layerline.parity.value_verdicts import Tally, Within
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import Gate, LayerDiff
+
+_FIXED = "a size or value was fixed while tracing: take it from the input's shape, or declare min, max or multiple"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,39 +63,45 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
     except StageError as error:
         raise refused(traced.model, error) from error
     tally = Tally(traced, rule)
-    measured: list[tuple[Probe, dict[str, Apart] | StageError]] = []
-    feeds: list[Feed] = []
-    labels: list[str] = []
+    refusals: dict[int, StageError] = {}
+    ran: list[Probe] = []
     inner_values: list[dict[str, Array]] = []
+    kept: list[dict[str, Array]] = []
     sizes: list[tuple[Feed, Shapes]] = []
     outputs: list[Mapping[str, Array] | None] = []
     names = [output.name for output in traced.model.graph.output]
-    for probe in probes:
+    for index, probe in enumerate(probes):
         try:
             everything = session.run(probe.feed)
         except StageError as error:
-            measured.append((probe, refused(traced.model, error)))
+            refusals[index] = refused(traced.model, error)
             outputs.append(None)
             continue
         values = without_shapes(everything)
         sizes.append((probe.feed, shapes(everything)))
         outputs.append({name: values[name] for name in names})
-        index = len(feeds)
-        distances = {name: tally.apart(name, output, values, index) for name, output in probe.outputs.items()}
-        measured.append((probe, distances))
-        feeds.append(probe.feed)
-        labels.append(probe.label)
+        ran.append(probe)
         inner_values.append(values)
-    tally.measure(feeds, inner_values)
+        # `measure` removes values to free their memory.
+        kept.append(tally.kept_for_outputs(probe.outputs, values))
+    tally.measure([probe.feed for probe in ran], inner_values)
     floors = tally.floors()
     rows = tally.rows(types_of(session))
     notes = []
     for index, refusal in tally.twin.refused.items():
-        notes.append(f"{labels[index]}: inner values not compared from {refusal.where} on; {refusal.what}")
+        notes.append(f"{ran[index].label}: inner values not compared from {refusal.where} on; {refusal.what}")
     for node, why in tally.twin.notes.items():
         notes.append(f"{node} has no float64 form; run in float32 there: {why}")
     notes += [*_random(traced, tally.random), *_nonfinite(rows)]
-    gates = [_gate(probe, distances, tally, floors) for probe, distances in measured]
+    gates: list[Gate] = []
+    feed = 0
+    for index, probe in enumerate(probes):
+        if index in refusals:
+            actual = f"the ONNX can't run: {refusals[index].where}: {refusals[index].what}"
+            gates.append(Gate(probe.gate, False, actual, "runs", _FIXED))
+        else:
+            gates.append(_gate(probe, kept[feed], feed, tally, floors))
+            feed += 1
     return Parity(
         rows=rows,
         gates=(*gates, *_folded(traced, tally.random)),
@@ -104,32 +113,30 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
     )
 
 
-def _gate(probe: Probe, measured: dict[str, Apart] | StageError, tally: Tally, floors: Mapping[str, float]) -> Gate:
+def _gate(probe: Probe, onnx_values: Mapping[str, Array], feed: int, tally: Tally, floors: Mapping[str, float]) -> Gate:
     """Whether the ONNX gives on this probe what the module itself gives."""
-    hint = "a size or value was fixed while tracing: take it from the input's shape, or declare min, max or multiple"
-    if isinstance(measured, StageError):
-        return Gate(probe.gate, False, f"the ONNX can't run: {measured.where}: {measured.what}", "runs", hint)
+    distances: dict[str, Distance] = {}
     allowed: dict[str, float] = {}
     share: dict[str, float] = {}
-    for name, apart in measured.items():
+    for name, output in probe.outputs.items():
         if name in tally.random:
             continue
+        distances[name], used = tally.apart(name, output, onnx_values, feed)
         if tally.rule:
             allowed[name] = 1.0
-            share[name] = apart.used
+            share[name] = used
         else:
             # Both sides are float32 here, each off the truth by about the floor.
             allowed[name] = 2.0 * noise_floor.tolerance(floors.get(name, 0.0))
-            share[name] = apart.distance.rel_l2 / allowed[name]
+            share[name] = distances[name].rel_l2 / allowed[name]
     if not share:
         return Gate(probe.gate, True, "only non-deterministic outputs", "not compared")
-    worst = max(share, key=lambda name: (measured[name].distance.one_sided > 0, share[name]))
-    distance = measured[worst].distance
+    worst = max(share, key=lambda name: (distances[name].one_sided > 0, share[name]))
+    distance = distances[worst]
     actual = distance.mismatch or f"relative L2 {distance.rel_l2:.1e}, {distance.one_sided} one-sided NaN or Inf"
     expected = "within rtol and atol" if tally.rule else f"at most {allowed[worst]:.1e}"
-    if share[worst] <= 1.0 and not distance.one_sided:
-        hint = ""
-    return Gate(probe.gate, not hint, f"{worst}: {actual}", expected, hint)
+    passed = share[worst] <= 1.0 and not distance.one_sided
+    return Gate(probe.gate, passed, f"{worst}: {actual}", expected, "" if passed else _FIXED)
 
 
 def _random(traced: Traced, random: Mapping[str, str]) -> list[str]:

@@ -88,31 +88,24 @@ class Prober:
         return probes
 
     def _samples(self, real: Feed, count: int) -> list[Probe]:
+        """One probe of the last samples: the example's own come first."""
         total = min((len(array) for array in real.values() if array.ndim), default=0)
         if total == 0 or count == 0:
             return []
-        size = self._fixed_batch()
-        if size is None:
-            size = min(count, total)
-        feed: dict[str, Array] = {}
-        for name, array in real.items():
-            # The last ones: the example's own samples come first.
-            feed[name] = array[total - size :] if array.ndim else array
+        size = min(count, total)
+        for name, array in self.call.feed.items():
+            if array.ndim and (name, 0) not in self.axes.names:
+                size = len(array)  # a fixed batch
+                break
+        feed = {name: array[total - size :] if array.ndim else array for name, array in real.items()}
         why = self._misfit(feed)
         if why:
             self.notes.append(f"samples of the data are not among the probes: {why}")
             return []
-        outputs = self._run(feed)
-        if isinstance(outputs, str):
-            raise StageError(f"forward() itself fails on samples of its own data: {outputs}", where="probes")
-        return [Probe(label=f"{size} samples", feed=feed, outputs=outputs)]
-
-    def _fixed_batch(self) -> int | None:
-        """Size of the first axis, if it is not dynamic for some input."""
-        for name, array in self.call.feed.items():
-            if array.ndim and (name, 0) not in self.axes.names:
-                return int(array.shape[0])
-        return None
+        probe_or_error = self._probe(f"{size} samples", feed)
+        if isinstance(probe_or_error, str):
+            raise StageError(f"forward() itself fails on samples of its own data: {probe_or_error}", where="probes")
+        return [probe_or_error]
 
     def _misfit(self, feed: Feed) -> str | None:
         """Why the graph can't take a feed; None if it can."""
@@ -366,17 +359,9 @@ class Prober:
         """
         bounds = self.axes.bounds[name]
         declared = bounds.max if size > self._example[name] else bounds.min
-        if declared is None:
-            self._note_refused(name, size, why)
-            return
-        hint = ""
-        if bounds.step > 1:
-            hint = f"it takes steps of {bounds.step}: `multiple: {bounds.step}`"
-        raise ConfigError(
-            f"{name} is declared from {bounds.min} to {bounds.max}; forward() itself fails at {size}: {why}",
-            where="dynamic.{}.{}".format(*self.axes.places(name)[0]),
-            hint=hint,
-        )
+        if declared is not None:
+            raise size_refused(self.axes, name, size, why)
+        self._note_refused(name, size, why)
 
     def _note_refused(self, name: str, size: int, why: str) -> None:
         """One note for an axis: all refused sizes, with the error at the first of them."""
@@ -390,59 +375,76 @@ class Prober:
 
     def _sized(self, sizes: Mapping[str, int]) -> Probe | str:
         """A probe at these sizes, or what the module raises at them."""
-        feed = self.axes.resized(self.call.feed, sizes)
-        outputs = self._run(feed)
-        if isinstance(outputs, str):
-            return outputs
-        return Probe(label=_label(sizes), feed=feed, outputs=outputs, sizes=sizes)
+        return self._probe(_label(sizes), self.axes.resized(self.call.feed, sizes), sizes)
 
     def _integers(self) -> Iterator[Probe]:
         """One probe over all declared ranges, and one for each integer input without a declared range."""
         rng = np.random.default_rng(0)
         if self.integers:
-            label, feed = self._drawn(self.integers, rng)
-            outputs_or_error = self._run(feed)
-            if isinstance(outputs_or_error, str):
-                raise ConfigError(f"forward() itself fails on {label}: {outputs_or_error}", where="ranges")
-            yield Probe(label=label, feed=feed, outputs=outputs_or_error)
+            label, feed = drawn_over(self.call.feed, self.integers, rng)
+            probe_or_error = self._probe(label, feed)
+            if isinstance(probe_or_error, str):
+                raise ConfigError(f"forward() itself fails on {label}: {probe_or_error}", where="ranges")
+            yield probe_or_error
         for name, array in self.call.feed.items():
             if not array.size or array.dtype.kind not in "iu" or name in self.integers:
                 continue
-            if padded_masks.is_mask(name, array):
-                continue
-            label, feed = self._drawn({name: _widely(array)}, rng)
-            outputs_or_error = self._run(feed)
-            if isinstance(outputs_or_error, str):
-                self.notes.append(
-                    f"forward() itself refuses {label}; declare its range to have it probed: {outputs_or_error}"
-                )
-            else:
-                yield Probe(label=label, feed=feed, outputs=outputs_or_error)
-
-    def _drawn(self, ranges: Mapping[str, tuple[int, int]], rng: np.random.Generator) -> tuple[str, dict[str, Array]]:
-        """The example with other integers, drawn over these ranges, and a label."""
-        feed = dict(self.call.feed)
-        for name, (low, high) in ranges.items():
-            if name in feed and feed[name].size:
-                feed[name] = drawn(feed[name], low, high, rng)
-        label = ", ".join(f"{name} over [{low}, {high}]" for name, (low, high) in ranges.items())
-        return label, feed
+            if not padded_masks.is_mask(name, array):
+                label, feed = drawn_over(self.call.feed, {name: _widely(array)}, rng)
+                yield from self._optional(label, feed, "; declare its range to have it probed")
 
     def _masks(self) -> Iterator[Probe]:
         """Probes with padded masks."""
         for label, feed in padded_masks.feeds(self.call.feed, self.integers):
-            outputs_or_error = self._run(feed)
-            if isinstance(outputs_or_error, str):
-                self.notes.append(f"forward() itself refuses {label}: {outputs_or_error}")
-            else:
-                yield Probe(label=label, feed=feed, outputs=outputs_or_error)
+            yield from self._optional(label, feed)
 
-    def _run(self, feed: Feed) -> dict[str, Array] | str:
-        """The module's outputs, or what it raised."""
-        try:
-            return self.call.run(feed)
-        except Exception as error:  # noqa: BLE001 - a user's forward() may raise anything on sizes it does not take
-            return brief(error)
+    def _optional(self, label: str, feed: Feed, advice: str = "") -> Iterator[Probe]:
+        """A probe; a note where forward() refuses it."""
+        probe_or_error = self._probe(label, feed)
+        if isinstance(probe_or_error, str):
+            self.notes.append(f"forward() itself refuses {label}{advice}: {probe_or_error}")
+        else:
+            yield probe_or_error
+
+    def _probe(self, label: str, feed: Feed, sizes: Mapping[str, int] | None = None) -> Probe | str:
+        """A probe with the module's outputs, or what the module raises."""
+        outputs = outputs_or_error(self.call, feed)
+        if isinstance(outputs, str):
+            return outputs
+        return Probe(label=label, feed=feed, outputs=outputs, sizes=sizes or {})
+
+
+def outputs_or_error(call: Call, feed: Feed) -> dict[str, Array] | str:
+    """The module's outputs, or what it raised."""
+    try:
+        return call.run(feed)
+    except Exception as error:  # noqa: BLE001 - a user's forward() may raise anything on inputs it does not take
+        return brief(error)
+
+
+def drawn_over(
+    feed: Feed, ranges: Mapping[str, tuple[int, int]], rng: np.random.Generator
+) -> tuple[str, dict[str, Array]]:
+    """The feed with other integers, drawn over these ranges, after a label."""
+    out = dict(feed)
+    for name, (low, high) in ranges.items():
+        if name in out and out[name].size:
+            out[name] = drawn(out[name], low, high, rng)
+    return ", ".join(f"{name} over [{low}, {high}]" for name, (low, high) in ranges.items()), out
+
+
+def size_refused(axes: Axes, name: str, size: int, why: str) -> ConfigError:
+    """The error for a size within the declared bounds of an axis at which forward() fails."""
+    bounds = axes.bounds[name]
+    input_name, axis = axes.places(name)[0]
+    hint = "declare the sizes that it takes"
+    if bounds.step > 1:
+        hint = f"it takes steps of {bounds.step}: `multiple: {bounds.step}`"
+    return ConfigError(
+        f"{name} is declared from {bounds.min} to {bounds.max}; forward() itself fails at {size}: {why}",
+        where=f"dynamic.{input_name}.{axis}",
+        hint=hint,
+    )
 
 
 def _label(sizes: Mapping[str, int]) -> str:

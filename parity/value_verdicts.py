@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,25 +42,6 @@ class Within:
         with np.errstate(divide="ignore"):
             shares = np.divide(error, allowed, out=np.zeros_like(error), where=error > 0)
         return float(shares.max(initial=0.0))
-
-
-@dataclass(frozen=True)
-class Apart:
-    """A distance, and the share of `Within` that it uses up if that is the rule; measured on first access."""
-
-    measure: Callable[[], tuple[Distance, float]]
-
-    @property
-    def distance(self) -> Distance:
-        return self._measured[0]
-
-    @property
-    def used(self) -> float:
-        return self._measured[1]
-
-    @cached_property
-    def _measured(self) -> tuple[Distance, float]:
-        return self.measure()
 
 
 class Tally:
@@ -164,24 +144,27 @@ class Tally:
                 rows.append(row)
         return tuple(rows)
 
-    def apart(self, value: str, reference: Array, onnx_values: Mapping[str, Array], feed: int) -> Apart:
-        """Distance of an ONNX value from a float32 reference that was computed another way.
+    def kept_for_outputs(self, outputs: Iterable[str], onnx_values: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs of the ONNX on one feed, and the values they are judged by: operands of a step, data of an index."""
+        names = list(outputs)
+        for value in tuple(names):
+            names += self._steps.operands(value)
+            if value in self._pointers:
+                names.append(self._pointers[value].data)
+        return {name: onnx_values[name] for name in names if name in onnx_values}
 
-        Indices are compared by the data they point at. A step, or any value behind fake quantisation, is measured after
-        `measure`, which determines the noise that may move a step and removes values; so the operands are kept.
+    def apart(
+        self, value: str, reference: Array, onnx_values: Mapping[str, Array], feed: int
+    ) -> tuple[Distance, float]:
+        """Distance of an ONNX value from the module's own, and the share of the rule that it uses up.
+
+        It is measured after `measure`, which determines the noise that may move a step.
 
         Args:
-            feed: index of the feed among those that `measure` will get.
+            onnx_values: what `kept_for_outputs` kept of this feed.
+            feed: index of the feed among those that `measure` got.
         """
-        kept = {name: onnx_values[name] for name in (value, *self._steps.operands(value)) if name in onnx_values}
-        if self.rounded.steps:
-            return Apart(lambda: self._apart(value, self.rounded.moved(value, reference, feed), kept))
-        if value in self._steps.by_value:
-            return Apart(lambda: self._apart(value, reference, kept))
-        measured = self._apart(value, reference, onnx_values)
-        return Apart(lambda: measured)
-
-    def _apart(self, value: str, reference: Array, onnx_values: Mapping[str, Array]) -> tuple[Distance, float]:
+        reference = self.rounded.moved(value, reference, feed)
         truth, onnx = self._resolve_indices(value, (reference, onnx_values[value]), onnx_values)
         truth, _ = self._excuse_flips(value, truth, onnx, onnx_values)
         distance = diff_arrays(truth, onnx)
