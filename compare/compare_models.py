@@ -13,8 +13,7 @@ from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light, Model, split
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.compare.comparison_graph import ISOLATED, isolated_model, joint
-from layerline.compare.mask_values import extremes
-from layerline.compare.pair_metrics import Pair, distance, trusted
+from layerline.compare.pair_metrics import Pair, distance, extremes, trusted
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import pointed_at, pointers
 from layerline.compare.value_types import CODES, Shape, infer

@@ -10,7 +10,7 @@ from torch import nn
 
 from layerline.compare.tensor_distance import diff_arrays
 from layerline.export.example_call import Call
-from layerline.export.probe import Probe
+from layerline.export.probe_files import Probe
 
 LIMIT = 1e-3
 """Relative L2 error up to which the fast path and the layers differ by rounding alone."""

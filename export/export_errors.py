@@ -17,7 +17,7 @@ from layerline.backends.base import MODULE, SOURCE
 from layerline.export import dynamic_axes as axis_names
 from layerline.export.dynamic_axes import Axes
 from layerline.export.example_call import Call
-from layerline.export.random_values import dropout
+from layerline.export.program_queries import dropout
 from layerline.graph.io import onnx_files
 from layerline.graph.io.module_identity import innermost, source
 from layerline.pipeline.errors import StageError

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize
 from torch.export import ExportedProgram
 
-from layerline.export.program_constants import stored
+from layerline.export.program_queries import stored
 from layerline.pipeline.errors import StageError
 
 _WITHOUT_SHAPES = (

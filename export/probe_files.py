@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,27 @@ from layerline.backends.base import Array, Feed
 from layerline.pipeline.errors import StageError
 
 FILE = "probes.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One feed that models are compared on.
+
+    Attributes:
+        label: what is special about it: "example", "batch=5".
+        outputs: what the module itself gives for it.
+        sizes: the axes that differ from the example's, by name.
+    """
+
+    label: str
+    feed: Feed
+    outputs: Mapping[str, Array]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def gate(self) -> str:
+        """Name of the gate that this probe becomes."""
+        return f"module itself, {self.label}"
 
 
 def save(folder: Path, feeds: Iterable[Feed]) -> None:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from layerline.backends.base import Feed
 from layerline.compare.arrays import tensor
-from layerline.export.program_constants import stored
+from layerline.export.program_queries import stored
 from layerline.pipeline.errors import StageError
 
 _WIDE = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64) | dict.fromkeys(

@@ -17,7 +17,7 @@ from layerline.compare.tensor_distance import Distance
 from layerline.compare.value_types import types_of
 from layerline.export.declared_shapes import Shapes, shapes, watching, without_shapes
 from layerline.export.export_errors import refused
-from layerline.export.probe import Probe
+from layerline.export.probe_files import Probe
 from layerline.export.torch_export import Traced
 from layerline.graph.analysis import rounding_noise
 from layerline.graph.io import module_identity

@@ -13,12 +13,11 @@ from layerline.backends.base import Array, Feed
 from layerline.export import padded_masks, trace_guards
 from layerline.export.dynamic_axes import Axes
 from layerline.export.example_call import Call
-from layerline.export.probe import Probe
-from layerline.export.probe_files import drawn
+from layerline.export.probe_files import Probe, drawn
+from layerline.export.program_queries import activation_bytes
 from layerline.export.signature import DeclaredDim, Dim
 from layerline.export.torch_export import Traced, quiet
 from layerline.export.trace_guards import Guard
-from layerline.export.trace_memory import activation_bytes
 from layerline.pipeline.errors import ConfigError, StageError, brief
 from layerline.pipeline.report import Gate
 

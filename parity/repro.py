@@ -16,7 +16,7 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.arrays import array
 from layerline.compare.tensor_distance import diff_arrays
 from layerline.compare.value_types import types_of
-from layerline.export.probe import Probe
+from layerline.export.probe_files import Probe
 from layerline.export.torch_export import Traced
 from layerline.graph.analysis.toposort import reads
 from layerline.graph.io import onnx_files

@@ -13,7 +13,7 @@ from torch import nn
 from layerline.backends.base import Array
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.export.example_call import Call
-from layerline.export.probe import Probe
+from layerline.export.probe_files import Probe
 from layerline.graph.io.module_identity import source
 from layerline.pipeline.errors import brief
 from layerline.pipeline.report import Gate

@@ -16,7 +16,7 @@ from layerline.compare import long_sums, noise_floor, threshold_flips
 from layerline.compare.arrays import array
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import pointed_at, pointers
-from layerline.export import random_values
+from layerline.export import program_queries
 from layerline.export.torch_export import Traced
 from layerline.graph.io import module_identity
 from layerline.parity.float64_reference import Twin
@@ -59,7 +59,7 @@ class Tally:
         self.rule = rule
         self.rounded = Rounded(traced)
         self.twin = Twin(traced.program, self.rounded.settle if self.rounded.steps else None)
-        drawn = random_values.drawn(traced.program)
+        drawn = program_queries.drawn(traced.program)
         self.random = {value: drawn[node] for value, node in traced.nodes.items() if node in drawn}
         self._pointers = pointers(traced.model.graph)
         self._steps = threshold_flips.steps(traced.model.graph)

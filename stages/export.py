@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from layerline.backends.base import Array, Feed
     from layerline.export.dynamic_axes import Axes
     from layerline.export.example_call import Call
-    from layerline.export.probe import Probe
+    from layerline.export.probe_files import Probe
     from layerline.parity.default_session import Shipped
     from layerline.parity.parity import Parity
     from layerline.parity.probe_inputs import Prober
@@ -162,7 +162,7 @@ class Export(Stage):
         self, work: Work, prober: Prober, probes: Sequence[Probe], *, fast: bool
     ) -> tuple[list[str], list[Gate]]:
         """Notes and gates about the module itself: does it keep state, and give what the ema stage recorded?"""
-        from layerline.export import eval_fastpath, random_values
+        from layerline.export import eval_fastpath, program_queries
         from layerline.graph.io import module_identity
         from layerline.parity import golden_outputs, state_gate
 
@@ -170,7 +170,7 @@ class Export(Stage):
         state_gates, notes = state_gate.gate(call, probes, work.task.path.parent)
         if fast:
             notes = [*notes, *eval_fastpath.notes(call, probes)]
-        random_op = random_values.first(traced.program, traced.nodes, module_identity.sources(traced.model))
+        random_op = program_queries.first_drawn(traced.program, traced.nodes, module_identity.sources(traced.model))
         golden_gates = golden_outputs.gates(_recorded(work), call, random_op, fast=fast)
         return notes, [*golden_gates, *state_gates]
 

@@ -9,7 +9,7 @@ import pytest
 
 from layerline.compare import compare_models as module
 from layerline.compare.compare_models import compare
-from layerline.compare.mask_values import extremes
+from layerline.compare.pair_metrics import extremes
 from tests.graph.fusing import normal, parse
 
 MASKED = """low = Constant <value = float {-3.4028235e38}> ()

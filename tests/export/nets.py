@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layerline.export.dynamic_axes import Axes, declare
 from layerline.export.example_call import Call, call
-from layerline.export.probe import Probe
+from layerline.export.probe_files import Probe
 from layerline.export.signature import DeclaredDim
 from layerline.export.torch_export import Traced, trace
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from layerline.export import kept_state
 from layerline.export.example_call import call
-from layerline.export.probe import Probe
+from layerline.export.probe_files import Probe
 from layerline.parity import state_gate
 
 X = torch.ones(2, 5)
