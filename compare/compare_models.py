@@ -20,7 +20,7 @@ from layerline.compare.value_types import CODES, Shape, infer
 from layerline.graph.analysis.rounding_noise import drawn, perturbed
 from layerline.graph.io.module_identity import modules
 from layerline.pipeline.errors import StageError
-from layerline.pipeline.report import LayerDiff, Scalar
+from layerline.pipeline.report import LayerDiff
 
 __all__ = ["Distance", "compare", "diff_arrays", "pair_values", "why_two_sessions"]
 FEW = 8
@@ -97,8 +97,8 @@ def pair_values(
             f"the reference gives {outputs_a}, the candidate {outputs_b}: outputs are paired by position",
             where="outputs",
         )
-    values_a = _computed(reference.graph)
-    values_b = _computed(candidate.graph)
+    values_a = computed_values(reference.graph)
+    values_b = computed_values(candidate.graph)
     if pairs is None:
         pairs = {name: name for name in values_a}
     else:
@@ -114,13 +114,10 @@ def pair_values(
     return {a: by_position.get(a) or matched[a] for a in ordered}
 
 
-def _computed(graph: onnx.GraphProto) -> list[str]:
+def computed_values(graph: onnx.GraphProto) -> list[str]:
     """Names of the values that the nodes of a graph compute, constants left out."""
-    names: list[str] = []
-    for node in graph.node:
-        if node.op_type != "Constant":
-            names += [output for output in node.output if output]
-    return names
+    nodes = [node for node in graph.node if node.op_type != "Constant"]
+    return [output for node in nodes for output in node.output if output]
 
 
 def _check_names(side: str, names: Iterable[str], values: Iterable[str]) -> None:
@@ -140,6 +137,8 @@ def why_two_sessions(reference: onnx.ModelProto, candidate: onnx.ModelProto) -> 
         return "compared as two sessions: below opset 11"
     if any(m.graph.sparse_initializer for m in (reference, candidate)):
         return "compared as two sessions: sparse initializers"
+    if candidate.functions:
+        return "compared as two sessions: the candidate has functions"
     if any(not p.ordered for p in pointers(reference.graph).values()):
         return "compared as two sessions: a TopK leaves its order open"
     return None
@@ -186,10 +185,20 @@ class _Comparison:
     def measure(self, feed: Feed) -> list[tuple[Distance, Distance]]:
         """The distance of each pair on one feed: cumulative, and isolated (zero where not wanted)."""
         self.measured += 1
-        distances = None
-        if self.one_graph:
-            distances = self._in_one_graph(feed)
-        return distances or self._by_hand(feed)
+        distances = self._joint(feed) if self.one_graph else None
+        if distances is None:
+            return self._by_hand(feed)
+        doubtful = set[int]()
+        for i, (pair, both) in enumerate(zip(self.pairs, distances, strict=True)):
+            # numpy measured the small and the unclear ones already.
+            if i not in self._unclear and not pair.small and not all(trusted(pair, d) for d in both):
+                doubtful.add(i)
+        if not doubtful:
+            return distances
+        # Pairs with NaN, Inf or a mask, or with sums beyond float32, are measured by numpy from here on.
+        self._unclear |= doubtful
+        self._sessions.pop("joint")
+        return self._joint(feed) or self._by_hand(feed)
 
     def _pair(self, matched: Mapping[str, str]) -> None:
         graph = self.reference.model.graph
@@ -220,24 +229,6 @@ class _Comparison:
             )
             self.pairs.append(pair)
             self.types[a] = types_a[a]
-
-    def _in_one_graph(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
-        distances = self._joint(feed)
-        if distances is None:
-            return None
-        doubtful = set[int]()
-        for i, (pair, (cumulative, alone)) in enumerate(zip(self.pairs, distances, strict=True)):
-            # numpy measured these already.
-            if i in self._unclear or pair.small:
-                continue
-            if not trusted(pair, cumulative) or not trusted(pair, alone):
-                doubtful.add(i)
-        if not doubtful:
-            return distances
-        # Pairs with NaN, Inf or a mask, or with sums beyond float32, are measured by numpy from here on.
-        self._unclear |= doubtful
-        self._sessions.pop("joint")
-        return self._joint(feed)
 
     def _joint(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
         if "joint" not in self._sessions:
@@ -339,23 +330,16 @@ def _rows(
         if random_source:
             measures = {"extra": {"nondeterministic": random_source}}
         else:
-            alone = None
-            if isolated is not None and pair.pointer is None:
-                alone = isolated[i]
             measures = total.measures() | _gate(pair, total, distances, tolerances)
-            measures["extra"] = _extra(total, alone)
+            measures["extra"] = total.flags
+            if isolated is not None and pair.pointer is None:
+                # NaN or Inf on one side only: no finite figure describes that.
+                decibels = -math.inf if isolated[i].one_sided else isolated[i].sqnr_db
+                measures["extra"] = total.flags | {"isolated_sqnr_db": decibels}
         dtype, shape = comparison.types[pair.a]
         op, module = ops.get(pair.a, "Input"), module_paths.get(pair.a, "")
         rows.append(LayerDiff(name=pair.a, op=op, module=module, dtype=dtype, shape=shape, **measures))
     return tuple(rows)
-
-
-def _extra(total: Distance, alone: Distance | None) -> dict[str, Scalar]:
-    if alone is None:
-        return total.flags
-    # NaN or Inf on one side only: no finite figure describes that.
-    decibels = -math.inf if alone.one_sided else alone.sqnr_db
-    return total.flags | {"isolated_sqnr_db": decibels}
 
 
 def _gate(

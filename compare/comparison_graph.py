@@ -9,7 +9,7 @@ frees a value once all its readers have run.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import onnx
@@ -45,17 +45,16 @@ def joint(
     reference, pairs = _unreserved(reference, list(pairs))
     a, b = reference.model, candidate.model
     shared = _shared(reference, candidate)
-    functions = {(f.domain, f.name) for f in b.functions}
     # Names that the candidate's inputs and stored tensors have in the joint graph.
     outer = {i.name: i.name for i in candidate.fed}
     for name in candidate.stored:
         outer[name] = name if name in shared else B + name
     computed_a = _computed(a.graph)
     read = outer | {name: name for name in settled if name in computed_a}
-    nodes = [*a.graph.node, *copied(b.graph.node, B, read, functions)]
+    nodes = [*a.graph.node, *copied(b.graph.node, B, read)]
     if isolated:
         reference_values, casts = feeds_of(pairs)
-        nodes += casts + copied(b.graph.node, ISOLATED, outer | reference_values, functions)
+        nodes += casts + copied(b.graph.node, ISOLATED, outer | reference_values)
     computed_b = _computed(b.graph)
     measures = Measures(opset_of(a))
     for i, pair in enumerate(pairs):
@@ -73,7 +72,7 @@ def joint(
     graph.sparse_initializer.extend(a.graph.sparse_initializer)
     opsets = {o.domain: o for o in (*a.opset_import, *b.opset_import)}
     model = helper.make_model(graph, opset_imports=list(opsets.values()), ir_version=max(a.ir_version, b.ir_version, 8))
-    model.functions.extend([*a.functions, *_renamed_functions(b, functions)])
+    model.functions.extend(a.functions)
     return Light(model, reference.weights | {B + n: w for n, w in candidate.weights.items() if n not in shared})
 
 
@@ -120,7 +119,7 @@ def isolated_model(candidate: Light, pairs: Iterable[Pair]) -> Light:
     isolated = candidate.copy()
     target = isolated.model.graph
     del target.node[:], target.output[:], target.value_info[:]
-    target.node.extend([*casts, *copied(graph.node, ISOLATED, outer | reference_values, set())])
+    target.node.extend([*casts, *copied(graph.node, ISOLATED, outer | reference_values)])
     target.input.extend(taps)
     target.output.extend(outputs)
     return isolated
@@ -140,56 +139,41 @@ def feeds_of(pairs: Iterable[Pair], prefix: str = "") -> tuple[dict[str, str], l
     return names, casts
 
 
-def copied(
-    nodes: Iterable[onnx.NodeProto], prefix: str, renamed: Mapping[str, str], functions: set[tuple[str, str]]
-) -> list[onnx.NodeProto]:
-    """Copies of the nodes, subgraphs included: names they write get the prefix, names they read are looked up first."""
+def copied(nodes: Iterable[onnx.NodeProto], prefix: str, outer: Mapping[str, str]) -> list[onnx.NodeProto]:
+    """Copies of the nodes, subgraphs included.
+
+    Args:
+        prefix: goes before every name that the nodes write.
+        outer: the names of what they read from elsewhere; a name that is not there gets the prefix.
+    """
 
     def read(name: str) -> str:
-        return renamed.get(name, prefix + name) if name else ""
+        return outer.get(name, write(name))
 
     def write(name: str) -> str:
         return prefix + name if name else ""
 
-    return [_copied_node(n, read, write, functions) for n in nodes]
-
-
-def _copied_node(
-    node: onnx.NodeProto, read: Callable[[str], str], write: Callable[[str], str], functions: set[tuple[str, str]]
-) -> onnx.NodeProto:
-    out = onnx.NodeProto()
-    out.CopyFrom(node)
-    out.ClearField("metadata_props")
-    out.name = write(node.name)
-    out.input[:] = [read(x) for x in node.input]
-    out.output[:] = [write(x) for x in node.output]
-    if (node.domain, node.op_type) in functions:
-        out.op_type = B + node.op_type
-    for graph in bodies(out):
-        inner = [_copied_node(n, read, write, functions) for n in graph.node]
-        for item in (*graph.input, *graph.initializer):
-            item.name = write(item.name)
-        defined = {i.name for i in (*graph.input, *graph.initializer)}
-        for copy in inner:
-            defined.update(copy.output)
-        for item in graph.output:
-            # A branch may also return a value of the outer scope as it is.
-            item.name = write(item.name) if write(item.name) in defined else read(item.name)
-        del graph.node[:], graph.value_info[:]
-        graph.node.extend(inner)
-    return out
-
-
-def _renamed_functions(b: onnx.ModelProto, functions: set[tuple[str, str]]) -> list[onnx.FunctionProto]:
-    out = []
-    for function in b.functions:
-        copy = onnx.FunctionProto()
-        copy.CopyFrom(function)
-        copy.name = B + function.name
-        del copy.node[:]
-        copy.node.extend(_copied_node(n, lambda x: x, lambda x: x, functions) for n in function.node)
-        out.append(copy)
-    return out
+    copies: list[onnx.NodeProto] = []
+    for node in nodes:
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        copy.ClearField("metadata_props")
+        copy.name = write(node.name)
+        copy.input[:] = [read(name) for name in node.input]
+        copy.output[:] = [write(name) for name in node.output]
+        for body in bodies(copy):
+            inner = copied(body.node, prefix, outer)
+            written = {name for inner_node in inner for name in inner_node.output}
+            for item in (*body.input, *body.initializer):
+                item.name = prefix + item.name
+                written.add(item.name)
+            for item in body.output:
+                # A branch may also return a value of the outer scope as it is.
+                item.name = prefix + item.name if prefix + item.name in written else read(item.name)
+            del body.node[:], body.value_info[:]
+            body.node.extend(inner)
+        copies.append(copy)
+    return copies
 
 
 def _shared(a: Light, b: Light) -> set[str]:

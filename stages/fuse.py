@@ -214,24 +214,21 @@ def _quantized(graph: onnx.GraphProto) -> set[str]:
 
 def _pairs(graph: onnx.GraphProto, fused: Fused) -> dict[str, str]:
     """Value of the unfused model to the value of the fused one that holds the same numbers."""
-    fused_values = set(_computed(fused.light.model.graph))
+    from layerline.compare.compare_models import computed_values
+
+    fused_values = set(computed_values(fused.light.model.graph))
     moved: dict[str, str] = {}
     for firing in fused.firings:
         if not firing.site.inside and firing.result != firing.site.value:
             moved[firing.site.value] = firing.result
     pairs: dict[str, str] = {}
-    for name in _computed(graph):
+    for name in computed_values(graph):
         holder = name
         while holder not in fused_values and holder in moved:
             holder = moved[holder]
         if holder in fused_values:
             pairs[name] = holder
     return pairs
-
-
-def _computed(graph: onnx.GraphProto) -> list[str]:
-    """Values that nodes compute, constants left out."""
-    return [output for node in graph.node if node.op_type != "Constant" for output in node.output if output]
 
 
 def _blame(firing: Firing | None) -> str:
