@@ -14,6 +14,7 @@ import pytest
 
 import layerline
 from layerline import Work
+from layerline.export import probe_files
 from layerline.pipeline import stage_table
 from layerline.pipeline.config.project import load
 from layerline.pipeline.task import Task
@@ -83,6 +84,7 @@ def test_the_stage_of_the_page_stands_in_for_quantize(
     for folder in ("fused", "out", "scratch"):
         (tmp_path / folder).mkdir()
     onnx.save(example.fused.model, str(tmp_path / "fused" / "model.onnx"))
+    probe_files.save(tmp_path / "fused", example.feeds)
     inputs = {"model": tmp_path / "fused"}
     task = Task(tmp_path / "task.py")
     work = Work(inputs=inputs, task=task, out=tmp_path / "out", scratch=tmp_path / "scratch", log=Silent())

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerline.api import FusedModel, QuantizedModel, compare_models, fuse, open_session, quantize
+    from layerline.api import FusedModel, QuantizedModel, compare_models, fuse, load_probes, open_session, quantize
     from layerline.pipeline.errors import ConfigError, PipeError, StageError, TaskError, Unavailable
     from layerline.pipeline.report import Gate, LayerDiff, Report
     from layerline.pipeline.stage import Stage, Work
@@ -33,13 +33,22 @@ __all__ = [
     "__version__",
     "compare_models",
     "fuse",
+    "load_probes",
     "open_session",
     "quantize",
 ]
 
 # Resolved on first use (PEP 562): `pipe --help` and a fully cached `pipe run all` must not import torch or onnx.
 EXPORTS = {
-    "layerline.api": ("FusedModel", "QuantizedModel", "compare_models", "fuse", "open_session", "quantize"),
+    "layerline.api": (
+        "FusedModel",
+        "QuantizedModel",
+        "compare_models",
+        "fuse",
+        "load_probes",
+        "open_session",
+        "quantize",
+    ),
     "layerline.pipeline.errors": ("ConfigError", "PipeError", "StageError", "TaskError", "Unavailable"),
     "layerline.pipeline.report": ("Gate", "LayerDiff", "Report"),
     "layerline.pipeline.stage": ("Stage", "Work"),

@@ -15,13 +15,14 @@ import numpy.typing as npt
 import onnx
 
 from layerline import backends
-from layerline.backends.base import Session
+from layerline.backends.base import Feed, Session
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib import collect
 from layerline.calib.plan import QuantPlan
 from layerline.calib.samples import Batch
 from layerline.compare.compare_models import compare
+from layerline.export import probe_files
 from layerline.graph.fusion import apply_rules
 from layerline.graph.fusion import fuse as fusing
 from layerline.graph.io import onnx_files
@@ -86,6 +87,18 @@ def open_session(model: Model, backend: str = "onnxruntime", *, taps: Sequence[s
     """
     source = Path(model) if isinstance(model, str | Path) else model.SerializeToString()
     return backends.get(backend).open(source, taps)
+
+
+def load_probes(folder: str | Path) -> list[Feed]:
+    """The inputs that a stage's model is verified on: arrays by input name, of several sizes where axes are dynamic.
+
+    Args:
+        folder: a stage's input (`work.inputs["model"]`), or what `pipe path` prints.
+
+    Raises:
+        StageError: the folder has no probes, or the file is damaged.
+    """
+    return probe_files.load(Path(folder))
 
 
 def compare_models(

@@ -1,0 +1,1 @@
+"""A stage and a backend for Layerline. pyproject.toml registers both under entry points."""
