@@ -146,10 +146,10 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Create a project: a pipe.yaml and task.py that run unchanged."""
-    from layerline.pipeline.init.begin import Origin, begin
+    from layerline.pipeline.init.begin import StartingPoint, begin
 
-    origin = Origin(template=template, onnx=onnx, weights=weights, model=model, data=data, trust=trust)
-    begun = begin(folder, origin)
+    start = StartingPoint(template=template, onnx=onnx, weights=weights, model=model, data=data, trust=trust)
+    begun = begin(folder, start)
     if as_json:
         print_json({"written": [str(p) for p in begun.written], "next": begun.next})
         return

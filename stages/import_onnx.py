@@ -153,7 +153,6 @@ class ImportOnnx(Stage):
             beside=onnx_files.external_files(light, path),
             inputs=tuple(value.name for value in inputs),
             dims={name: symbolic_dims.as_text(where) for name, where in places.items()},
-            outputs=len(light.model.graph.output),
             whole=whole,
             numbers=numbers,
         )

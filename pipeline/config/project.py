@@ -14,7 +14,7 @@ from layerline.pipeline import nearest, stage_table
 from layerline.pipeline.config.document import Document
 from layerline.pipeline.config.validation_errors import beyond_64_bits, elsewhere, mistake, numbers_in_disguise
 from layerline.pipeline.errors import ConfigError, TaskError
-from layerline.pipeline.init.pipe_yaml import project_name
+from layerline.pipeline.init.generated_files import project_name
 from layerline.pipeline.inputs.data_files import expand
 from layerline.pipeline.inputs.untrusted import check_utf8, is_inside
 from layerline.pipeline.keys import canonical

@@ -14,7 +14,7 @@ TEMPLATE = "mnist"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class StartingPoint:
     """What was asked for; at most one of `template`, `onnx` and `weights` is set."""
 
     template: str | None = None
@@ -33,29 +33,29 @@ class Begun:
     next: str
 
 
-def begin(folder: Path, origin: Origin) -> Begun:
+def begin(folder: Path, start: StartingPoint) -> Begun:
     """Writes a project.
 
     Raises:
         ConfigError: options that don't go together, or what they name can't be used; nothing is overwritten.
         StageError: a model or checkpoint that can't be read.
     """
-    written = _write(folder, origin)
-    needs_inputs = origin.weights is not None and origin.data is None
+    written = _write(folder, start)
+    needs_inputs = start.weights is not None and start.data is None
     first = f"add example_inputs() to {folder / 'task.py'}: two samples for forward(); then " if needs_inputs else ""
     return Begun(tuple(written), f"{first}cd {shlex.quote(str(folder))} && pipe run all")
 
 
-def _write(folder: Path, origin: Origin) -> list[Path]:
-    named = [x for x in (origin.template, origin.onnx, origin.weights) if x is not None]
+def _write(folder: Path, start: StartingPoint) -> list[Path]:
+    named = [x for x in (start.template, start.onnx, start.weights) if x is not None]
     if len(named) > 1:
         raise ConfigError("a project starts from one thing: --template, --from-onnx or --from-checkpoint")
-    if origin.weights is not None and origin.model is not None:
-        return from_files.from_checkpoint(folder, origin.weights, origin.model, origin.data, trust=origin.trust)
-    if origin.weights is not None or origin.model is not None or origin.trust:
+    if start.weights is not None and start.model is not None:
+        return from_files.from_checkpoint(folder, start.weights, start.model, start.data, trust=start.trust)
+    if start.weights is not None or start.model is not None or start.trust:
         raise ConfigError("--from-checkpoint and --model go together, and --trust with them")
-    if origin.onnx is not None:
-        return from_files.from_onnx(folder, origin.onnx, origin.data)
-    if origin.data is not None:
+    if start.onnx is not None:
+        return from_files.from_onnx(folder, start.onnx, start.data)
+    if start.data is not None:
         raise ConfigError("--data goes with --from-onnx or --from-checkpoint")
-    return housekeeping.init(folder, origin.template or TEMPLATE)
+    return housekeeping.init(folder, start.template or TEMPLATE)

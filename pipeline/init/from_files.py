@@ -12,12 +12,11 @@ from typing import Any, Protocol, cast
 
 from layerline.pipeline import stage_table
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.init import new_files, pipe_yaml
-from layerline.pipeline.init.hooks_file import Array, Hooks
-from layerline.pipeline.init.pipe_yaml import Section, project_name
+from layerline.pipeline.init import generated_files, new_files
+from layerline.pipeline.init.generated_files import Array, Hooks, Section
 from layerline.pipeline.inputs.batches import answers
 from layerline.pipeline.inputs.untrusted import is_file_name, is_importable, is_inside, printable
-from layerline.pipeline.keys import syntax_queries
+from layerline.pipeline.keys import syntax
 from layerline.pipeline.nearest import closest
 from layerline.pipeline.task import HOOKS
 
@@ -33,7 +32,6 @@ class Look:
         beside: further files that belong to it, relative to its folder.
         whole: arrays of the samples whose rows are whole inputs; with one of them, a batch is one sample.
         numbers: inputs without axes that get the same number in every sample, with that number.
-        outputs: how many the model has.
         inputs: their names.
         dims: sizes that vary, each with where it is, in words.
     """
@@ -41,7 +39,6 @@ class Look:
     beside: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     numbers: Mapping[str, float] = field(default_factory=dict)
-    outputs: int = 1
     inputs: tuple[str, ...] = ()
     dims: Mapping[str, str] = field(default_factory=dict)
 
@@ -76,17 +73,17 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
     """
     new_files.check_folder(folder)
     _check_names(model, data)
-    arrays = _arrays(data) if data else {}
+    arrays = _arrays(data)
     stage = cast("Looks", stage_table.stage_class("import-onnx"))
-    look = stage.look(_there(model), data)
+    look = stage.look(_existing(model), data)
     place, moves = _places(model, look.beside, folder)
     fields: dict[str, Any] = {"file": (place / model.name).as_posix()}
     if moves:
         fields["external"] = [(place / name).as_posix() for name in moves.values()]
     if data:
         fields["data"] = data.name
-    section = Section(fields, comments=[*pipe_yaml.dims(look.dims), *pipe_yaml.values(look.numbers)])
-    sections = {"import-onnx": section, "quantize": pipe_yaml.quantize(samples=bool(arrays))}
+    comments = generated_files.dims_comment(look.dims) + generated_files.values_comment(look.numbers)
+    sections = {"import-onnx": Section(fields, comments=comments)}
     hooks = Hooks(
         source=model.name,
         data=data.name if data else "",
@@ -94,10 +91,11 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
         inputs=look.inputs or ("input",),
         whole=look.whole,
         numbers=tuple(look.numbers),
-        outputs=look.outputs,
     )
     renamed = {stored: name for stored, name in moves.items() if stored != name}
-    copies: dict[Path, Path | bytes] = {place / model.name: stage.renamed(model, renamed) if renamed else model}
+    copies: dict[Path, Path | bytes] = {place / model.name: model}
+    if renamed:
+        copies[place / model.name] = stage.renamed(model, renamed)
     copies |= {place / name: model.parent / stored for stored, name in moves.items()}
     return _write(folder, model.name, sections, hooks, copies, data)
 
@@ -123,8 +121,8 @@ def from_checkpoint(
 
     new_files.check_folder(folder)
     _check_names(weights, data)
-    check_checkpoint(_there(weights))
-    arrays = _arrays(data, float32=True) if data else {}
+    check_checkpoint(_existing(weights))
+    arrays = _arrays(data, float32=True)
     module, call = _factory(model)
     modules = _local(module)
     _check_factory(model, modules)
@@ -133,39 +131,37 @@ def from_checkpoint(
         fields["trust"] = True
     imported = Section(fields, notes={"trust": "its pickled code may run"})
     inputs = [n for n, a in arrays.items() if a.rank and n != answers(arrays)]
+    export = Section(comments=[generated_files.FIXED])
     if inputs:
-        export = Section({"dynamic": {n: {0: "batch"} for n in inputs}})
-    else:
-        export = Section(comments=[pipe_yaml.FIXED])
-    sections = {
-        "import-weights": imported,
-        "export": export,
-        "quantize": pipe_yaml.quantize(samples=bool(arrays)),
-    }
+        export = Section({"dynamic": {name: {0: "batch"} for name in inputs}})
+    sections = {"import-weights": imported, "export": export}
     hooks = Hooks(source=weights.name, model=call, data=data.name if data else "", arrays=arrays)
     return _write(folder, weights.name, sections, hooks, {Path(weights.name): weights, **modules}, data)
 
 
-def _there(path: Path) -> Path:
+def _existing(path: Path) -> Path:
     if not path.is_file():
         raise ConfigError("there is no such file", where=str(path))
     return path
 
 
-def _arrays(data: Path, *, float32: bool = False) -> dict[str, Array]:
+def _arrays(data: Path | None, *, float32: bool = False) -> dict[str, Array]:
     """What the samples hold, checked; `float32`: they go into a network that computes in it."""
     import numpy as np
 
     from layerline.pipeline.inputs import input_checks, npz
 
-    arrays = npz.read(_there(data))
+    if data is None:
+        return {}
+    arrays = npz.read(_existing(data))
     input_checks.check_samples(arrays, data.name)
-    if float32 and (label := answers(arrays)):
+    label = answers(arrays)
+    if float32 and label:
         input_checks.check_answers(arrays[label], data.name, label)
-    for name, array in arrays.items() if float32 else ():
-        if array.dtype == np.float64:
+    for name, array in arrays.items():
+        if float32 and array.dtype == np.float64:
             input_checks.checked_cast(array, np.float32, name, data.name)
-    return {n: Array(a.ndim, a.dtype.kind) for n, a in arrays.items()}
+    return {name: Array(array.ndim, array.dtype.kind) for name, array in arrays.items()}
 
 
 def _factory(spec: str) -> tuple[str, str]:
@@ -176,11 +172,8 @@ def _factory(spec: str) -> tuple[str, str]:
         raise ConfigError(f"expected package.module:factory, saw {spec!r}", where="--model")
     first, _, rest = attribute.partition(".")
     name = f"build_{first}" if first in HOOKS else first
-    imported = f"{first} as {name}" if name != first else first
-    return (
-        module,
-        f"from {module} import {imported}\n\n\ndef model():\n    return {name}{'.' if rest else ''}{rest}()\n",
-    )
+    call = f"{name}.{rest}()" if rest else f"{name}()"
+    return module, f"from {module} import {first} as {name}\n\n\ndef model():\n    return {call}\n"
 
 
 def _check_factory(spec: str, files: Mapping[Path, Path]) -> None:
@@ -193,19 +186,24 @@ def _check_factory(spec: str, files: Mapping[Path, Path]) -> None:
     if not files:
         return  # installed: what it holds is known when it is imported
     stem = Path(*module.split("."))
-    source = next((files[p] for p in (stem.with_suffix(".py"), stem / "__init__.py") if p in files), None)
+    source = files.get(stem.with_suffix(".py")) or files.get(stem / "__init__.py")
     if source is None:
-        there = ", ".join(sorted(".".join(p.with_suffix("").parts) for p in files))
-        raise ConfigError(f"there is no module {module!r} here", where="--model", hint=f"there are: {there}")
+        modules = sorted(".".join(path.with_suffix("").parts) for path in files)
+        hint = f"there are: {', '.join(modules)}"
+        raise ConfigError(f"there is no module {module!r} here", where="--model", hint=hint)
     try:
-        body = ast.parse(source.read_bytes()).body
+        tree = ast.parse(source.read_bytes())
     except SyntaxError as error:
         raise ConfigError(f"not valid Python: {error.msg}", where=f"{source.name}:{error.lineno}") from None
-    imports = (n for s in body for n in ast.walk(s) if isinstance(n, ast.Import | ast.ImportFrom))
-    names = {(a.asname or a.name).partition(".")[0] for n in imports for a in n.names}
-    names, wanted = names.union(*map(syntax_queries.bound_names, body)), attribute.partition(".")[0]
+    names: set[str] = set()
+    for statement in tree.body:
+        names |= syntax.bound_names(statement)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    wanted = attribute.partition(".")[0]
     # `from x import *` and a __getattr__ hold names that only importing it shows.
-    if not names & {wanted, "*", "__getattr__"}:
+    if names.isdisjoint({wanted, "*", "__getattr__"}):
         match = closest(wanted, sorted(names))
         hint = f"did you mean {module}:{match}?" if match else f"it defines {', '.join(sorted(names)) or 'nothing'}"
         raise ConfigError(f"{source.name} defines no {wanted!r}", where="--model", hint=hint)
@@ -217,11 +215,13 @@ def _local(module: str) -> dict[Path, Path]:
     Raises:
         ConfigError: it is neither here nor installed.
     """
-    top, here = module.partition(".")[0], Path.cwd()
+    top = module.partition(".")[0]
+    here = Path.cwd()
     if (here / f"{top}.py").is_file():
         return {Path(f"{top}.py"): here / f"{top}.py"}
-    if found := sorted((here / top).rglob("*.py")):
-        return {p.relative_to(here): p for p in found}
+    sources = sorted((here / top).rglob("*.py"))
+    if sources:
+        return {path.relative_to(here): path for path in sources}
     if importlib.util.find_spec(top) is None:
         raise ConfigError(
             f"there is no module {top!r}, here or installed",
@@ -240,14 +240,15 @@ def _check_names(*files: Path | None) -> None:
     for file in files:
         if file is None:
             continue
-        name, hint = printable(file.name, 80), "rename it"
+        reason = ""
         if not is_file_name(file.name):
-            raise ConfigError("its name holds a control character, a backslash, or bytes that are no UTF-8",
-                              where=name, hint=hint)  # fmt: skip
-        if is_importable(file.name):
-            raise ConfigError("Python would take a file of this name for code of the project", where=name, hint=hint)
-        if file.name.startswith("."):
-            raise ConfigError("its name begins with a dot, as those of files that tools keep", where=name, hint=hint)
+            reason = "its name holds a control character, a backslash, or bytes that are no UTF-8"
+        elif is_importable(file.name):
+            reason = "Python would take a file of this name for code of the project"
+        elif file.name.startswith("."):
+            reason = "its name begins with a dot, as those of files that tools keep"
+        if reason:
+            raise ConfigError(reason, where=printable(file.name, 80), hint="rename it")
 
 
 def _places(model: Path, beside: Sequence[str], folder: Path) -> tuple[Path, dict[str, str]]:
@@ -263,15 +264,18 @@ def _places(model: Path, beside: Sequence[str], folder: Path) -> tuple[Path, dic
     """
     if model.name in beside:
         raise ConfigError("it stores weights in itself, beside what it says of them", where=printable(model.name))
-    moves = {stored: stored if _is_data(stored) else f"{DATA}-{i}.bin" for i, stored in enumerate(beside)}
+    moves = {}
+    for i, stored in enumerate(beside):
+        moves[stored] = stored if _is_data(stored) else f"{DATA}-{i}.bin"
     if model.parent.resolve() != folder.resolve():
         return Path(MODEL) if moves else Path(), moves
-    if strange := next((stored for stored, name in moves.items() if stored != name), None):
-        raise ConfigError(
-            f"it stores weights in {printable(strange, 80)!r}, which Python may take for code of the project",
-            where=printable(model.name, 80),
-            hint="choose another folder for the project: there the file gets another name",
-        )
+    for stored, name in moves.items():
+        if stored != name:
+            raise ConfigError(
+                f"it stores weights in {printable(stored, 80)!r}, which Python may take for code of the project",
+                where=printable(model.name, 80),
+                hint="choose another folder for the project: there the file gets another name",
+            )
     return Path(), moves
 
 
@@ -290,16 +294,15 @@ def _write(
     data: Path | None,
 ) -> list[Path]:
     """Writes the texts, and copies the files that don't lie there already; nothing is overwritten."""
-    texts = {
-        Path("pipe.yaml"): pipe_yaml.pipe_yaml(project_name(folder), source, sections).encode(),
-        Path("task.py"): hooks.text().encode(),
-    }
+    sections = {**sections, "quantize": generated_files.quantize_section(samples=bool(hooks.arrays))}
+    config = generated_files.pipe_yaml(generated_files.project_name(folder), source, sections)
+    texts = {Path("pipe.yaml"): config.encode(), Path("task.py"): hooks.text().encode()}
     samples = {Path(data.name): data} if data else {}
-    for names in (texts.keys() & copies.keys(), texts.keys() & samples.keys()):
-        if taken := next(iter(names), None):
-            raise ConfigError(f"every project has a {taken} of its own", where=str(taken), hint="rename your file")
-    if taken := next(iter(copies.keys() & samples.keys()), None):
-        raise ConfigError("two files of this name belong to the project", where=str(taken), hint="rename one of them")
+    for name in (*copies, *samples):
+        if name in texts:
+            raise ConfigError(f"every project has a {name} of its own", where=str(name), hint="rename your file")
+        if name in copies and name in samples:
+            raise ConfigError("two files of the project have this name", where=str(name), hint="rename one of them")
     files = {**copies, **samples}
-    moves = {t: s for t, s in files.items() if isinstance(s, bytes) or (folder / t).resolve() != s.resolve()}
+    moves = {n: f for n, f in files.items() if isinstance(f, bytes) or (folder / n).resolve() != f.resolve()}
     return new_files.write(folder, {**texts, **moves})

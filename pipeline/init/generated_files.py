@@ -1,48 +1,121 @@
-"""Generated files: what comes from outside is written as a literal, and the result is read again before it is used."""
+"""pipe.yaml and task.py of a project that starts from a file.
+
+What comes from outside is written as a literal, in YAML by ruamel and in Python by repr. Each file is parsed again, and
+compared with what it should say, before it is written.
+"""
 
 from __future__ import annotations
 
 import ast
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.inputs.batches import answers
 from layerline.pipeline.inputs.untrusted import printable
 
+FIXED = "dynamic: {image: {0: batch}} # by the names of forward(); else every size stays the example's, the batch too"
+BATCH = 16
+_NAMED = 20  # names of a model that are written into one comment
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-+ /")
 _FIELD = "field"
 
-
-def python_literal(text: str) -> str:
-    """Text as Python writes it, in double quotes where it holds none of either kind."""
-    written = repr(text)
-    return f'"{written[1:-1]}"' if not {'"', "'"} & set(text) else written
+# pipe.yaml
 
 
-def in_prose(text: str, other: str) -> str:
-    """A name inside of a docstring; `other` where it is long or holds anything but plain ASCII letters and digits."""
-    return text if 0 < len(text) <= 80 and _PLAIN.issuperset(text) else other
+@dataclass(frozen=True)
+class Section:
+    """What pipe.yaml says of a stage.
+
+    Attributes:
+        fields: by name.
+        notes: a comment behind a field, by its name.
+        comments: lines of their own.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    comments: Sequence[str] = ()
+
+    def lines(self) -> list[str]:
+        """As YAML, without indentation."""
+        lines = []
+        for name, value in self.fields.items():
+            note = f" {_comment(self.notes[name])}" if name in self.notes else ""
+            lines.append(f"{name}: {yaml_value(value)}{note}")
+        return [*lines, *map(_comment, self.comments)]
+
+
+def pipe_yaml(name: str, source: str, stages: Mapping[str, Section]) -> str:
+    """pipe.yaml with a few lines for each stage; a stage without lines keeps its defaults.
+
+    Raises:
+        ConfigError: read again, it doesn't say what is written here.
+    """
+    title = f"From {printable(source, 80)} to a TensorRT engine. `pipe run all` brings everything up to date."
+    meant: dict[str, Any] = {"name": name, "task": "task.py"}
+    text = "\n".join([_comment(title), *Section(meant).lines()]) + "\n"
+    for stage, section in stages.items():
+        lines = section.lines()
+        if lines:
+            text += f"\n{stage}:\n" + "".join(f"  {line}\n" for line in lines)
+            meant[stage] = dict(section.fields) or None
+    check_yaml(text, meant, "pipe.yaml")
+    return text
+
+
+def quantize_section(*, samples: bool) -> Section:
+    """int8 where there are samples to calibrate on."""
+    if samples:
+        return Section({"mode": "int8"})
+    return Section({"mode": "fp16"}, notes={"mode": "int8 takes samples: see task.py"})
+
+
+def dims_comment(places: Mapping[str, str]) -> list[str]:
+    """A comment with the sizes that vary, each with where it is."""
+    if not places:
+        return []
+    example = yaml_value({next(iter(places)): {"min": 1, "max": 8}})
+    named = [f"{printable(name, 80)} ({printable(where, 200)})" for name, where in islice(places.items(), _NAMED)]
+    more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
+    return [f"dims: {printable(example, 300)} # sizes to build for, else found by trial: {', '.join(named)}{more}"]
+
+
+def values_comment(numbers: Mapping[str, float]) -> list[str]:
+    """A comment with the inputs that might as well be constants."""
+    if not numbers:
+        return []
+    example = yaml_value(dict(islice(numbers.items(), _NAMED)))
+    return [f"values: {printable(example, 2000)} # makes it a constant; then leave it out of samples() in task.py"]
+
+
+def project_name(folder: Path) -> str:
+    """What a project in a folder is called."""
+    return printable(folder.resolve().name, 100) or "project"
 
 
 def yaml_value(value: Any) -> str:
     """A value as ruamel.yaml writes it, on one line."""
+    text = _flow(value, unicode=True)
+    return text if text.isprintable() else _flow(value, unicode=False)
+
+
+def _flow(value: Any, *, unicode: bool) -> str:
     from ruamel.yaml import YAML
 
     dumper: Any = YAML(typ="safe", pure=True)
     dumper.default_flow_style, dumper.width = True, 1 << 30
     dumper.sort_base_mapping_type_on_output = False
+    dumper.allow_unicode = unicode
     written = io.StringIO()
-    dumper.allow_unicode = all(text.isprintable() for text in _texts(value))
     # As a field: behind a lone value there would be the end of a document.
     dumper.dump({_FIELD: value}, written)
     return written.getvalue().strip()[len(f"{{{_FIELD}: ") : -1]
-
-
-def comment(text: str) -> str:
-    """A comment of one line, whatever it holds."""
-    return f"# {printable(text)}"
 
 
 def check_yaml(text: str, meant: Mapping[str, Any], where: str) -> None:
@@ -52,26 +125,6 @@ def check_yaml(text: str, meant: Mapping[str, Any], where: str) -> None:
         ConfigError: it doesn't say what was meant.
     """
     if plain(bounded_yaml.parse(text, where)) != dict(meant):
-        raise _unsafe(where)
-
-
-def check_python(text: str, twin: str, names: Mapping[str, str], where: str) -> None:
-    """Holds generated code against the same code for harmless names.
-
-    Args:
-        text: the code.
-        twin: the code that was generated for the stand-ins.
-        names: what each stand-in stands for.
-        where: the file, for errors.
-
-    Raises:
-        ConfigError: it is no Python, or differs from its twin in anything but a text that is one of the names.
-    """
-    try:
-        same = _same(ast.parse(text), ast.parse(twin), names)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        same = False
-    if not same:
         raise _unsafe(where)
 
 
@@ -87,16 +140,166 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _same(node: Any, twin: Any, names: Mapping[str, str]) -> bool:
-    if type(node) is not type(twin):
-        return False
-    if isinstance(node, ast.Constant) and isinstance(twin.value, str):
-        return bool(node.value == names.get(twin.value, twin.value))
-    if isinstance(node, ast.AST):
-        return all(_same(getattr(node, f, None), getattr(twin, f, None), names) for f in node._fields)
-    if isinstance(node, list):
-        return len(node) == len(twin) and all(_same(a, b, names) for a, b in zip(node, twin, strict=True))
-    return bool(node == twin)
+def _comment(text: str) -> str:
+    return f"# {printable(text)}"
+
+
+# task.py
+
+_SAMPLES = '''
+
+def samples():
+    """Arrays by input name; samples along the first axis."""
+    with np.load(SAMPLES) as file:
+        return dict(file)
+
+
+def rows(name, array, start):
+    """What an input gets in the batch that begins at a sample."""
+    if array.ndim == 0:
+        return array
+    if name in NUMBERS:  # the same number in every sample
+        return array[0]
+    if name in WHOLE:  # each row is a whole input
+        return array[start]
+    return array[start : start + BATCH]
+
+
+def batches(arrays):
+    """Batches as dicts by input name."""
+    count = max(len(array) for array in arrays.values() if array.ndim)
+    starts = range(0, count, BATCH)
+    return [{name: rows(name, array, start) for name, array in arrays.items()} for start in starts]
+
+
+def calib_data():
+    """What quantisation takes its ranges from."""
+    return batches({name: array for name, array in samples().items() if name != LABEL})
+'''
+_EVALUATION = '''
+
+def eval_data():
+    """The same, with the expected answers under LABEL."""
+    return batches(samples())
+
+
+def metric(outputs, labels):
+    """%s. Higher is better."""
+    outputs = outputs[0] if isinstance(outputs, tuple) else outputs  # the first where there are several
+    return {%s}
+'''
+_ACCURACY = _EVALUATION % (
+    "Share of samples whose greatest output is the right one",
+    '"accuracy": float((outputs.argmax(axis=1) == labels).mean())',
+)
+_ERROR = _EVALUATION % ("Minus the mean absolute error", '"minus_error": float(-abs(outputs - labels).mean())')
+_EXAMPLE = "\nexample_inputs() must be added: two samples for forward(), as a tuple or a dict.\n"
+_HINTS = """
+fp16 needs no hooks. int8, and a figure of what either costs, take samples:
+
+    def calib_data():
+        return [{{"{input}": array}}, ...]  # batches by input name
+
+    def eval_data():
+        return [{{"{input}": array, "label": answers}}, ...]
+
+    def metric(outputs, labels):
+        return {{"accuracy": float((outputs.argmax(axis=1) == labels).mean())}}
+"""
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of the samples: number of axes, and numpy's letter for its kind of type."""
+
+    rank: int
+    kind: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What task.py is made of.
+
+    Attributes:
+        source: the file that the project starts from.
+        model: the lines that define model(); none for a project that starts at ONNX.
+        data: the file of samples; none when empty.
+        arrays: what it holds, by name.
+        inputs: names of the model's inputs.
+        whole: arrays whose rows are whole inputs.
+        numbers: arrays that repeat one number.
+    """
+
+    source: str
+    model: str = ""
+    data: str = ""
+    arrays: Mapping[str, Array] = field(default_factory=dict)
+    inputs: Sequence[str] = ("input",)
+    whole: Sequence[str] = ()
+    numbers: Sequence[str] = ()
+
+    def text(self) -> str:
+        """task.py with hooks for what is known.
+
+        Raises:
+            ConfigError: read again, it isn't the code and the names that were written.
+        """
+        source = _in_prose(self.source, "the weights" if self.model else "the model")
+        if not self.data:
+            hints = _HINTS.format(input=_in_prose(self.inputs[0], "input"))
+            return python_file(f"Hooks for {source}.\n{_EXAMPLE if self.model else ''}{hints}", "", {}, self.model)
+        about = f"Hooks for {source}, on the samples in {_in_prose(self.data, 'the .npz file')}."
+        label = answers(self.arrays, self.inputs)
+        constants = {
+            "SAMPLES": self.data,
+            "LABEL": label,
+            "NUMBERS": list(self.numbers),
+            "WHOLE": list(self.whole),
+            "BATCH": 1 if self.whole else BATCH,
+        }
+        code = _SAMPLES
+        if label:
+            code += _ACCURACY if self.arrays[label].kind in "iub" else _ERROR
+        if self.model:
+            code = f"\n{self.model}{code}"
+        return python_file(about, "import numpy as np\n", constants, code)
+
+
+def python_file(about: str, imports: str, constants: Mapping[str, Any], code: str) -> str:
+    """A Python file whose names from outside stand only in `constants`, which are written by repr.
+
+    Args:
+        about: the docstring, of plain characters.
+        imports: import statements.
+        constants: value by name.
+        code: what follows them.
+
+    Raises:
+        ConfigError: read again, the file isn't what was written.
+    """
+    blocks = [f'"""{about}"""\n', imports, "".join(f"{name} = {value!r}\n" for name, value in constants.items())]
+    text = "\n".join(block for block in blocks if block) + ("\n" if code and not constants else "") + code
+    try:
+        docstring, *statements = ast.parse(text).body
+        written = {}
+        rest = []
+        for statement in statements:
+            if isinstance(statement, ast.Assign):  # of the code only functions have others
+                written[ast.unparse(statement.targets[0])] = ast.literal_eval(statement.value)
+            else:
+                rest.append(ast.dump(statement))
+        meant = [ast.dump(statement) for statement in ast.parse(imports + code).body]
+        is_same = written == dict(constants) and rest == meant and ast.literal_eval(ast.unparse(docstring)) == about
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        is_same = False
+    if not is_same:
+        raise _unsafe("task.py")
+    return text
+
+
+def _in_prose(text: str, other: str) -> str:
+    """A name inside of a docstring; `other` where it is long or holds anything but plain ASCII letters and digits."""
+    return text if 0 < len(text) <= 80 and _PLAIN.issuperset(text) else other
 
 
 def _unsafe(where: str) -> ConfigError:
@@ -105,11 +308,3 @@ def _unsafe(where: str) -> ConfigError:
         where=where,
         hint="rename its inputs, sizes and arrays, or the file itself",
     )
-
-
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, Mapping):
-        return [text for pair in value.items() for part in pair for text in _texts(part)]
-    if isinstance(value, list | tuple):
-        return [text for part in value for text in _texts(part)]
-    return [value] if isinstance(value, str) else []

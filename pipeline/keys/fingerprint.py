@@ -28,7 +28,7 @@ from pathlib import Path
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.files import Hasher
 from layerline.pipeline.inputs.untrusted import storable
-from layerline.pipeline.keys import canonical, syntax, syntax_queries
+from layerline.pipeline.keys import canonical, syntax
 from layerline.pipeline.keys.imports import Finder, Origin
 from layerline.pipeline.keys.patterns import has_wildcard, matches, size_and_time
 
@@ -106,7 +106,7 @@ class Reader:
         self.root = project.resolve()
         self.hasher = hasher
         self.task = self.root / task.relative_to(project)
-        self.finder = Finder(self.root, self.task.parent)
+        self.finder = Finder(self.root, [self.task.parent])
         self._modules: dict[Path, syntax.Module] = {}
 
     def hook(self, name: str) -> Fingerprint:
@@ -222,7 +222,7 @@ class _Walk:
         whole = dict(sorted(self.whole.items()))
         files = dict(sorted(self.files.items()))
         bound = self.reader.module(self.reader.task).bindings.get(hook, ())
-        is_function = bool(bound) and all(isinstance(s, syntax_queries.FUNCTIONS) for s in bound)
+        is_function = bool(bound) and all(isinstance(s, syntax.FUNCTIONS) for s in bound)
         return Fingerprint(digest, reached, whole, files, folders, self.paths, is_function)
 
     def _settle(self) -> None:
@@ -308,7 +308,7 @@ class _Walk:
                 self._runs(module, statement, f"{name} by {ast.unparse(statement)}")
         for index, statement in enumerate(module.bindings.get(name, ())):
             label = name if index == 0 else f"{name} #{index}"
-            if rebound or syntax_queries.runs_when_defined(statement):
+            if rebound or syntax.runs_when_defined(statement):
                 self._runs(module, statement, label)
             self._statement(module, label, statement)
         for origin in module.imports.get(name, ()):
@@ -330,7 +330,7 @@ class _Walk:
     def _runs(self, module: syntax.Module, statement: ast.stmt, label: str) -> None:
         self._order.setdefault(module.path, set()).add((statement.lineno, statement.col_offset, label))
 
-    def _uses(self, module: syntax.Module, tree: ast.AST, label: str) -> syntax_queries.Uses:
+    def _uses(self, module: syntax.Module, tree: ast.Module | ast.stmt, label: str) -> syntax.Uses:
         """What a tree refers to. Where that can't be followed, the whole file or the whole project counts."""
         uses = module.uses(tree)
         self._refers(uses)
@@ -409,16 +409,16 @@ class _Walk:
 
     def _text(self, path: Path) -> None:
         try:
-            tree = self.reader.module(path).tree
+            module = self.reader.module(path)
         except TaskError:  # not written for this Python; its bytes count
             self._counts(self.reader.relative(path), path)
         else:
-            self.parts[f"{self.reader.relative(path)}:*"] = syntax_queries.dump(tree)
-            self._refers(syntax_queries.uses(tree))
+            self.parts[f"{self.reader.relative(path)}:*"] = module.dump(module.tree)
+            self._refers(module.uses(module.tree))
 
-    def _refers(self, uses: syntax_queries.Uses) -> None:
+    def _refers(self, uses: syntax.Uses) -> None:
         self._strings |= uses.strings
-        self._searches |= uses.all() & (_SEARCHES | _DEEP_SEARCHES)
+        self._searches |= {*uses.names(), *uses.members} & (_SEARCHES | _DEEP_SEARCHES)
 
     def _module(self, text: str) -> None:
         """A string that reads as a dotted name: each module of the project on its way counts whole."""

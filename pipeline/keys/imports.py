@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -40,11 +40,12 @@ class Finder:
 
     Args:
         project: the project's folder; what lies outside is installed.
-        start: the task file's folder, first on the import path.
+        roots: folders on the import path, the first one first: that of the task file.
     """
 
-    def __init__(self, project: Path, start: Path) -> None:
-        self.project, self._roots = project, [start]
+    def __init__(self, project: Path, roots: Sequence[Path]) -> None:
+        self.project = project
+        self._roots = list(roots)
         self._looked_up: set[str] = set()
 
     def find(self, module: str) -> Path | None:
@@ -69,16 +70,10 @@ class Finder:
 
     def origins(self, statement: ast.Import | ast.ImportFrom, package: str) -> list[tuple[str, Origin]]:
         """Each name that an import statement binds in a module of `package`, with where it can come from."""
-        if isinstance(statement, ast.Import):
-            return [pair for alias in statement.names for pair in self._of_module(alias)]
-        base = statement.module or ""
-        if statement.level:
-            parts = package.split(".") if package else []
-            parts = parts[: len(parts) - statement.level + 1]  # one level is the package itself
-            if base:
-                parts.append(base)
-            base = ".".join(parts)
-        return [pair for alias in statement.names for pair in self._of_attribute(base, alias)]
+        pairs = []
+        for alias, (base, attribute) in zip(statement.names, imported(statement, package), strict=True):
+            pairs += self._of_module(alias) if attribute is None else self._of_attribute(base, alias)
+        return pairs
 
     def submodule(self, path: Path, name: str) -> Path | None:
         """The module `name` of the package whose __init__.py is `path`."""
@@ -137,6 +132,17 @@ class Finder:
         new = [r for r in roots if is_own_folder(r, self.project) and r not in self._roots and _below(r, top)]
         self._roots += new
         return bool(new)
+
+
+def imported(statement: ast.Import | ast.ImportFrom, package: str) -> list[tuple[str, str | None]]:
+    """What an import statement in a module of `package` names: the absolute module, and what is taken from it."""
+    if isinstance(statement, ast.Import):
+        return [(alias.name, None) for alias in statement.names]
+    parts = package.split(".") if package and statement.level else []
+    parts = parts[: len(parts) - statement.level + 1]  # one level is the package itself
+    if statement.module:
+        parts.append(statement.module)
+    return [(".".join(parts), alias.name) for alias in statement.names]
 
 
 def is_own_folder(folder: Path, project: Path) -> bool:

@@ -15,8 +15,7 @@ from layerline.pipeline.config.project import STATE, Project
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.files import GONE, entries, remove
 from layerline.pipeline.init import new_files
-from layerline.pipeline.init.generated_files import check_yaml, plain, yaml_value
-from layerline.pipeline.init.pipe_yaml import project_name
+from layerline.pipeline.init.generated_files import check_yaml, plain, project_name, yaml_value
 from layerline.pipeline.plan import open_planner
 from layerline.pipeline.records.run_lock import abandoned, alone
 from layerline.pipeline.records.store import DamagedError

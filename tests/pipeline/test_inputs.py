@@ -249,8 +249,7 @@ def test_the_code_of_each_stage_of_ours_holds_what_it_runs_and_no_other_stage() 
     names = ("train", "export", "fuse", "import_onnx")
     for name in names:
         import_module(f"layerline.stages.{name}")
-    reader = stage_code._Reader({"layerline"}, Hasher(None))
-    reached = {name: set(reader.reached(f"layerline.stages.{name}")) for name in names}
+    reached = {name: set(stage_code.reached(f"layerline.stages.{name}", Hasher(None))) for name in names}
     for name, modules in reached.items():
         assert {m for m in modules if m.startswith("layerline.stages.")} == {f"layerline.stages.{name}"}
     assert (
@@ -269,5 +268,5 @@ def test_a_changed_stage_runs_again_and_says_why(folder: Folder, monkeypatch: py
 
 def test_what_was_parsed_is_remembered_by_its_text(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.run()
-    monkeypatch.setattr(stage_code._Reader, "parsed", lambda *arguments: pytest.fail("it was parsed again"))
+    monkeypatch.setattr(stage_code, "_facts", lambda *arguments: pytest.fail("it was parsed again"))
     assert folder.ran() == []

@@ -103,7 +103,7 @@ def test_parts_by_name(folder: Folder) -> None:
 
 def test_what_could_not_be_followed_is_told(folder: Folder) -> None:
     folder.write("images/1.png", "x")
-    folder.edit("task.py", "return [1, 2, 3]", "globals(); 'images'; return [1, 2, 3]")
+    folder.edit("task.py", "return [1, 2, 3]", "globals(); len('images'); return [1, 2, 3]")
     notes = folder.runner().planner.steps()[0].notes
     assert notes == (
         "train_data(): helper.py counts whole: task.py uses the module helper as a value",

@@ -18,9 +18,18 @@ from layerline.pipeline.config import project as projects
 from layerline.pipeline.config.bounded_yaml import parse
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.init import from_files, new_files
-from layerline.pipeline.init.generated_files import check_python, check_yaml, plain, python_literal, yaml_value
-from layerline.pipeline.init.hooks_file import Array, Hooks
-from layerline.pipeline.init.pipe_yaml import Section, dims, pipe_yaml, values
+from layerline.pipeline.init.generated_files import (
+    Array,
+    Hooks,
+    Section,
+    check_yaml,
+    dims_comment,
+    pipe_yaml,
+    plain,
+    python_file,
+    values_comment,
+    yaml_value,
+)
 from layerline.pipeline.records import housekeeping
 
 CALL = '__import__("os").system("touch PWNED")'
@@ -104,7 +113,7 @@ def test_control_characters_in_names_are_escaped(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dim", [n for n in [*NAMES, *CONTROL] if n])
 def test_names_of_sizes_are_comments(dim: str) -> None:
-    section = Section({"file": "m.onnx"}, comments=[*dims({dim: f"{dim} axis 0"}), *values({dim: 3.0})])
+    section = Section({"file": "m.onnx"}, comments=[*dims_comment({dim: f"{dim} axis 0"}), *values_comment({dim: 3.0})])
     name = dim.replace("\0", "")  # no YAML text holds it, nor does the name of a folder
     text = pipe_yaml(name, dim, {"import-onnx": section, "quantize": Section({"mode": "int8"})})
     assert plain(parse(text, "p")) == {
@@ -114,7 +123,7 @@ def test_names_of_sizes_are_comments(dim: str) -> None:
 
 
 def test_a_commented_size_is_a_field_once_it_is_one() -> None:
-    lines = [line for name in ("n", "a: b", "x\ny", "größe") for line in dims({name: "x axis 0"})]
+    lines = [line for name in ("n", "a: b", "x\ny", "größe") for line in dims_comment({name: "x axis 0"})]
     for line, name in zip(lines, ("n", "a: b", "x\ny", "größe"), strict=True):
         assert plain(parse(line, "p")) == {"dims": {name: {"min": 1, "max": 8}}}
 
@@ -151,7 +160,7 @@ def test_files_of_one_name_are_refused(tmp_path: Path) -> None:
     model = _onnx(tmp_path / "a" / "same")
     np.savez(tmp_path / "s.npz", x=np.ones((20, 4), "f"))
     (tmp_path / "s.npz").rename(tmp_path / "same")
-    with pytest.raises(ConfigError, match="two files of this name"):
+    with pytest.raises(ConfigError, match="two files of the project"):
         from_files.from_onnx(tmp_path / "p", model, tmp_path / "same")
     for name in ("pipe.yaml", "task.py"):
         with pytest.raises(ConfigError):
@@ -326,7 +335,8 @@ def test_a_factory_is_a_name(spec: str, tmp_path: Path) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.characters(), max_size=30))
 def test_any_text_survives_as_a_literal(text: str) -> None:
-    assert ast.literal_eval(python_literal(text)) == text
+    written = python_file("About.", "", {"NAME": text, "NAMES": [text]}, "f(NAME)\n")
+    assert [ast.literal_eval(s.value) for s in ast.parse(written).body if isinstance(s, ast.Assign)] == [text, [text]]
     if "\0" not in text and not any("\ud800" <= c <= "\udfff" or c in "\ufffe\uffff" for c in text):
         check_yaml(f"a: {yaml_value(text)}\nb: {yaml_value([{text: text}])}\n", {"a": text, "b": [{text: text}]}, "p")
 
@@ -336,21 +346,28 @@ def test_any_text_survives_as_a_literal(text: str) -> None:
 def test_hooks_of_any_names_are_the_same_code(names: list[str]) -> None:
     x, h, rate = names
     arrays = {x: Array(2, "f"), h: Array(3, "f"), rate: Array(1, "i"), "label": Array(1, "i")}
-    text = Hooks(source=x, data=h, arrays=arrays, inputs=[x, h, rate], whole=[h], numbers=[rate], outputs=1).text()
+    text = Hooks(source=x, data=h, arrays=arrays, inputs=[x, h, rate], whole=[h], numbers=[rate]).text()
     constants = {n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant)}
-    assert set(names) <= constants
+    assert {h, rate} <= constants
     calls = {ast.unparse(n.func) for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)}
-    assert calls == {"np.load", "dict", "len", "range", "batches", "samples", "samples().items", "arrays.items",
-                     "float", "outputs.argmax", "(outputs.argmax(axis=1) == labels).mean"}  # fmt: skip
+    assert calls == {"np.load", "dict", "len", "max", "range", "rows", "batches", "samples", "samples().items",
+                     "arrays.items", "arrays.values", "float", "isinstance", "outputs.argmax",
+                     "(outputs.argmax(axis=1) == labels).mean"}  # fmt: skip
 
 
 def test_the_checks_see_what_differs() -> None:
-    twin, names = 'a = "name_0"\nf(a)', {"name_0": "x"}
-    check_python('a = "x"\nf(a)', twin, names, "task.py")
-    wrong = ('a = "y"\nf(a)', 'a = "x"\ng(a)', 'a = "x"\nf(a)\nf(a)', "a = x\nf(a)", 'a = "x', 'a = "name_0"\nf(a)')
-    for text in wrong:
+    assert python_file("About.", "import a\n", {"A": "x"}, "f(A)\n") == '"""About."""\n\nimport a\n\nA = \'x\'\nf(A)\n'
+    wrong: list[tuple[str, dict[str, Any], str]] = [
+        ('About."""\nf()\n"""', {}, ""),
+        ("About.", {"A = f(), B": "x"}, ""),
+        ("About.", {"A": 1, "A ": 2}, ""),
+        ("About.", {"A": Path("x")}, ""),
+        ("About.", {}, "B = 2\n"),
+        ("About.", {}, "f(\n"),
+    ]
+    for about, constants, code in wrong:
         with pytest.raises(ConfigError, match="can't be written into this file"):
-            check_python(text, twin, names, "task.py")
+            python_file(about, "", constants, code)
     check_yaml("a: 1\n", {"a": 1}, "p")
     for text in ("a: 1\nb: 2\n", "a: '1'\n", "{}"):
         with pytest.raises(ConfigError, match="can't be written into this file"):
