@@ -86,12 +86,15 @@ def check(
         random: outputs that depend on a random operator, which are not judged.
     """
     if expected is None:
-        expected = _unoptimised(path, feeds)
+        session = OnnxRuntime(few_runs=True).open(path)
+        expected = [session.run(feed) for feed in feeds]
     fault, worst = _run(path, feeds, expected, allowed, random)
     notes: list[str] = []
     if fault is not None:
-        corrected = _correct_shapes(path, feeds)
+        light = onnx_files.parts(path)
+        corrected = declared_shapes.correct(light.model, declared_shapes.measured(light, feeds))
         if corrected:
+            onnx_files.save(light, path.parent)
             count = f"{len(corrected)} inner values"
             notes.append(f"the declared shape of {count} was wrong, first {corrected[0]}: it was corrected")
             fault, worst = _run(path, feeds, expected, allowed, random)
@@ -115,11 +118,6 @@ def check(
         "onnxruntime"
     )
     return Shipped(gates=(Gate(GATE, False, actual, _EXPECTED, hint),), notes=tuple(notes))
-
-
-def _unoptimised(path: Path, feeds: Sequence[Feed]) -> list[dict[str, Array]]:
-    session = OnnxRuntime(few_runs=True).open(path)
-    return [session.run(feed) for feed in feeds]
 
 
 def _run(
@@ -159,20 +157,14 @@ def _run(
     return None, worst
 
 
-def _correct_shapes(path: Path, feeds: Sequence[Feed]) -> list[str]:
-    """Rewrites the file with shapes that hold on every feed. Returns the values whose declared shape was wrong."""
-    light = onnx_files.parts(path)
-    wrong = declared_shapes.correct(light.model, declared_shapes.measured(light, feeds))
-    if wrong:
-        onnx_files.save(light, path.parent)
-    return wrong
-
-
 def _locate(path: Path, feeds: Sequence[Feed], fault: _Fault) -> tuple[str, bool]:
     """The node that the runtime names, otherwise the first bad one; and whether its values only flipped."""
     light = onnx_files.parts(path)
-    value, flips = _named_value(light, fault), 0
-    if not value:
+    named = [node for node in light.model.graph.node if node.name and f"node {node.name}:" in fault.what]
+    flips = 0
+    if named:
+        value = named[0].output[0]
+    else:
         value, flips = _first_bad(light, feeds[fault.feed], fault)
     for node in light.model.graph.node:
         if value and value in node.output:
@@ -182,15 +174,6 @@ def _locate(path: Path, feeds: Sequence[Feed], fault: _Fault) -> tuple[str, bool
                 where += f", module {module}"
             return where, node.op_type in _STEPS and flips > 0
     return value or "the model", False
-
-
-def _named_value(light: Light, fault: _Fault) -> str:
-    """The first output of the node that the error names; empty where it names none."""
-    for node in light.model.graph.node:
-        if node.name and f"node {node.name}:" in fault.what:
-            value: str = node.output[0]
-            return value
-    return ""
 
 
 def _first_bad(light: Light, feed: Feed, fault: _Fault) -> tuple[str, int]:

@@ -109,7 +109,11 @@ class Twin:
             # The float32 operator on the float64 operands: its own rounding is the only one.
             narrow = _Plain(self.program.graph_module)
             for operand in node.all_input_nodes:
-                narrow.env[operand] = pytree.tree_map(_as, double.env[operand], single.env[operand])
+                narrow.env[operand] = pytree.tree_map(
+                    lambda value, like: value.to(like.dtype) if isinstance(like, Tensor) else value,
+                    double.env[operand],
+                    single.env[operand],
+                )
             return _widened(_run(narrow, node))
 
 
@@ -125,7 +129,10 @@ class _Double(_Plain):
     """Asks for float64 wherever the program asks for another floating-point type."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map(_wide_type, (args, dict(kwargs)))
+        def wide(value: Any) -> Any:
+            return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+        args, kwargs = pytree.tree_map(wide, (args, dict(kwargs)))
         return super().call_function(target, args, kwargs)
 
 
@@ -144,16 +151,3 @@ def _widened(value: Any) -> Any:
         return leaf
 
     return pytree.tree_map(wide, value)
-
-
-def _wide_type(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return _WIDE.get(value, value)
-    return value
-
-
-def _as(value: Any, like: Any) -> Any:
-    """The value in the type of another."""
-    if isinstance(value, Tensor) and isinstance(like, Tensor):
-        return value.to(like.dtype)
-    return value

@@ -11,7 +11,7 @@ from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.compare.compare_models import compare
 from layerline.export.signature import Signature
-from layerline.pipeline.report import Gate, LayerDiff, Scalar
+from layerline.pipeline.report import Gate, Scalar
 
 CLEAR_DB = 20.0
 """An output below this is worth a warning: its error is more than a tenth of its size."""
@@ -23,9 +23,11 @@ def outputs(reference: Light, measured: Light, feeds: Sequence[Feed]) -> dict[st
     """SQNR of each output in dB over all feeds, without outputs that are random, or 0 in the reference."""
     decibels: dict[str, float] = {}
     for record in compare(reference, measured, feeds, pairs={}):
-        db = _decibels(record)
-        if db is not None:
-            decibels[record.name] = db
+        if record.one_sided:
+            decibels[record.name] = -math.inf
+        elif record.sqnr_db is not None and record.sqnr_db != -math.inf:
+            # -inf without a one-sided element: the reference is 0, and no ratio says how far off a result is.
+            decibels[record.name] = record.sqnr_db
     return decibels
 
 
@@ -106,23 +108,19 @@ def data_gate(calibration: Mapping[str, float], evaluation: Mapping[str, float])
         calibration: greatest |x| of each floating-point input in the calibration data.
         evaluation: the same in eval_data(); empty where there is none.
     """
-    problem = _data_problem(calibration, evaluation)
+    problem = ""
+    if calibration and not any(calibration.values()):
+        verb = "holds" if len(calibration) == 1 else "hold"
+        problem = f"{' and '.join(calibration)} {verb} only zeros"
+    for name, calibrated in calibration.items():
+        evaluated = evaluation.get(name, calibrated)
+        if not problem and (calibrated > evaluated * FAR or evaluated > calibrated * FAR):
+            problem = f"{name} reaches {calibrated:.4g} in the calibration data and {evaluated:.4g} in eval_data()"
     if not problem:
         return ()
     hint = "calibrate on data that is prepared as the model's inputs are: the same scaling and the same kind of samples"
     expected = f"inputs of a like size, at most {FAR:g} times apart"
     return (Gate("calibration data", False, problem, expected, hint),)
-
-
-def _data_problem(calibration: Mapping[str, float], evaluation: Mapping[str, float]) -> str:
-    if calibration and not any(calibration.values()):
-        verb = "holds" if len(calibration) == 1 else "hold"
-        return f"{' and '.join(calibration)} {verb} only zeros"
-    for name, here in calibration.items():
-        there = evaluation.get(name, here)
-        if here > there * FAR or there > here * FAR:
-            return f"{name} reaches {here:.4g} in the calibration data and {there:.4g} in eval_data()"
-    return ""
 
 
 def _sizes(feed: Feed, signature: Signature) -> dict[str, int]:
@@ -155,12 +153,3 @@ def _extreme(feeds: Sequence[Feed], signature: Signature) -> list[int]:
             chosen.add(min(sizes, key=lambda index: sizes[index]))
             chosen.add(max(sizes, key=lambda index: sizes[index]))
     return sorted(chosen)
-
-
-def _decibels(record: LayerDiff) -> float | None:
-    if record.one_sided:
-        return -math.inf
-    # -inf without a one-sided element: the reference is 0, and no ratio says how far off a result is.
-    if record.sqnr_db == -math.inf:
-        return None
-    return record.sqnr_db

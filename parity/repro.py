@@ -90,10 +90,16 @@ def _worst(traced: Traced, probes: Sequence[Probe], value: str, cut: Light) -> d
     """Inputs, expected and seen values on the probe that shows the difference best."""
     session = OnnxRuntime(few_runs=True).open(cut)
     names = [info.name for info in cut.model.graph.input]
+    value_of_node = {traced.nodes[name]: name for name in (*names, value) if name in traced.nodes}
+    # Torch's float32 values for each probe, by ONNX name.
+    torch_values: list[dict[str, Array]] = [dict(probe.feed) for probe in probes]
+    for node, twins in Twin(traced.program).values([probe.feed for probe in probes]):
+        if node in value_of_node:
+            for twin in twins:
+                torch_values[twin.feed][value_of_node[node]] = array(twin.single)
     best: dict[str, Array] = {}
     greatest = -1.0
-    for probe, torch_values in zip(probes, _torch_values(traced, probes, {*names, value}), strict=True):
-        values = {**probe.feed, **torch_values}
+    for values in torch_values:
         if not values.keys() >= {*names, value}:
             continue  # the program can't run on this feed
         inputs = {name: values[name] for name in names}
@@ -104,14 +110,3 @@ def _worst(traced: Traced, probes: Sequence[Probe], value: str, cut: Light) -> d
             best = {f"inputs/{name}": array for name, array in inputs.items()}
             best |= {"expected": values[value], "seen": onnx_value}
     return {name: np.asarray(array, order="C") for name, array in best.items()}
-
-
-def _torch_values(traced: Traced, probes: Sequence[Probe], wanted: set[str]) -> list[dict[str, Array]]:
-    """Float32 values of the program by ONNX name, for each probe."""
-    value_of_node = {traced.nodes[value]: value for value in wanted if value in traced.nodes}
-    values: list[dict[str, Array]] = [{} for _ in probes]
-    for node, twins in Twin(traced.program).values([probe.feed for probe in probes]):
-        if node in value_of_node:
-            for twin in twins:
-                values[twin.feed][value_of_node[node]] = array(twin.single)
-    return values

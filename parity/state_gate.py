@@ -37,7 +37,10 @@ def gate(call: Call, probes: Sequence[Probe], root: Path) -> tuple[list[Gate], l
     if not owners:
         return [], []
     names = ", ".join(f"{name!r} ({_where(name, owner, root)})" for name, owner in owners.items())
-    difference = _first_difference(call, probes)
+    later = call.warm()
+    difference = ""
+    for probe in probes:
+        difference = difference or _difference(call, later, probe)
     if not difference:
         return [], [f"forward() changes the attribute {names}; later calls give the same outputs on every probe"]
     failed = Gate(
@@ -48,15 +51,6 @@ def gate(call: Call, probes: Sequence[Probe], root: Path) -> tuple[list[Gate], l
         "keep no state: compute it from the inputs on every call, in __init__, or make it an input and an output",
     )
     return [failed], []
-
-
-def _first_difference(call: Call, probes: Sequence[Probe]) -> str:
-    later = call.warm()
-    for probe in probes:
-        difference = _difference(call, later, probe)
-        if difference:
-            return difference
-    return ""
 
 
 def _difference(call: Call, later: nn.Module, probe: Probe) -> str:
