@@ -94,33 +94,22 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
     if args and isinstance(args[-1], dict) and not kwargs:
         # torch takes a dict in the last place for keyword arguments, unless another dict follows.
         args = (*args, {})
-    shapes = None
-    if axes.names:
-        shapes = call.shapes(axes.specs())
+    shapes = call.shapes(axes.specs()) if axes.names else None
     forget_decompositions()
+    module = call.module
     try:
-        with (
-            quiet(),
-            any_names(),
-            traceable(call.module),
-            _frozen(call.module),
-            call.tensors_alone(),
-            noting(root) as taken,
-        ):
+        with quiet(), any_names(), traceable(module), _frozen(module), call.tensors_alone(), noting(root) as taken:
             exported = torch.onnx.export(
-                call.module, args, kwargs=kwargs, dynamic_shapes=shapes, dynamo=True,
+                module, args, kwargs=kwargs, dynamic_shapes=shapes, dynamo=True,
                 opset_version=opset, optimize=False, verbose=False, custom_translation_table=fake_quant_ops.table(),
             )  # fmt: skip
             assert exported is not None and exported.exported_program is not None
             _fold(exported.model, exported.exported_program)
-    except StageError:
-        raise
-    except Exception as error:
-        raise unrolled(blame(error, call, axes, root), call.module) from error
-    try:
         traced = _named(exported.exported_program, from_ir(exported.model), call, axes, opset, root)
     except StageError as error:
-        raise unrolled(error, call.module) from error
+        raise unrolled(error, module) from error
+    except Exception as error:
+        raise unrolled(blame(error, call, axes, root), module) from error
     meanings = symbols(taken, call, axes)
     return replace(traced, symbols=meanings, guards=guards(taken, meanings))
 
@@ -177,29 +166,21 @@ def _fold(model: ir.Model, program: ExportedProgram) -> None:
 
     common.InlinePass()(model)
     hide_rows(model, program)
-    _forget_recurrent_shapes(model)
-    optimizer.fold_constants_ir(model, onnx_shape_inference=True, should_fold=should_fold)
-    store_weights(model, program)
-    optimizer.remove_unused_nodes(model)
-    for tidy in (
-        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-        common.LiftSubgraphInitializersToMainGraphPass(),
-        common.DeduplicateInitializersPass(),
-        common.OutputFixPass(),
-        common.NameFixPass(),
-    ):
-        tidy(model)
-
-
-def _forget_recurrent_shapes(model: ir.Model) -> None:
     # torch traces a recurrent layer through a loop that records the example's sequence length as a fixed size.
     doubted: set[ir.Value] = set()
     for node in model.graph:
-        reads_doubted = any(value in doubted for value in node.inputs)
-        if reads_doubted or node.op_type in {"LSTM", "GRU", "RNN"}:
+        if node.op_type in {"LSTM", "GRU", "RNN"} or any(value in doubted for value in node.inputs):
             doubted.update(node.outputs)
     for value in doubted:
         value.shape = None
+    optimizer.fold_constants_ir(model, onnx_shape_inference=True, should_fold=should_fold)
+    store_weights(model, program)
+    optimizer.remove_unused_nodes(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.LiftSubgraphInitializersToMainGraphPass()(model)
+    common.DeduplicateInitializersPass()(model)
+    common.OutputFixPass()(model)
+    common.NameFixPass()(model)
 
 
 def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset: int, root: Path) -> Traced:
@@ -214,7 +195,8 @@ def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset
         raise StageError(f"the exporter can't write it: it left the model at opset {version}", where=f"opset {opset}")
     inputs = [value.name for value in model.graph.input]
     outputs = [value.name for value in model.graph.output]
-    results = _result_nodes(program)
+    user_outputs = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    results = [spec.arg.name for spec in user_outputs if isinstance(spec.arg, TensorArgument)]
     if len(inputs) != len(call.feed) or not len(outputs) == len(results) == len(call.outputs):
         raise StageError(
             f"the exported model takes {inputs} and gives {outputs}; the module takes {[*call.feed]} and gives "
@@ -223,46 +205,33 @@ def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset
         )
     owners_before = module_identity.owners(model)
     new_names = dict(zip((*inputs, *outputs), (*call.feed, *call.outputs), strict=True))
-    renamed = _make_room(new_names, light)
+    # Values that already have one of the new names are renamed as well.
+    existing = set(light.stored)
+    for node in model.graph.node:
+        existing.update(node.output)
+    new_names |= {name: f"{name}_inner" for name in set(new_names.values()) & existing if name not in new_names}
+    renamed = {old: new for old, new in new_names.items() if old != new}
     # Copied now: the module lives on and may change its tensors.
     weights = {renamed.get(name, name): weight.apart() for name, weight in light.weights.items()}
     rename(model.graph, renamed)
     axis_names.write(model, axes)
     module_identity.stamp(model, root)
     tensor_nodes: set[str] = set()
-    for node in program.graph.nodes:
-        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor):
-            tensor_nodes.add(node.name)
+    for program_node in program.graph.nodes:
+        if program_node.op == "call_function" and isinstance(program_node.meta.get("val"), torch.Tensor):
+            tensor_nodes.add(program_node.name)
     exporter_names = {new: old for old, new in renamed.items()}
     nodes: dict[str, str] = {}
-    for onnx_node in model.graph.node:
-        for value in onnx_node.output:
+    for node in model.graph.node:
+        for value in node.output:
             # The exporter names values after the program's nodes.
-            program_node = exporter_names.get(value, value)
-            if program_node in tensor_nodes:
-                nodes[value] = program_node
+            exporter_name = exporter_names.get(value, value)
+            if exporter_name in tensor_nodes:
+                nodes[value] = exporter_name
     nodes |= {output: node for output, node in zip(call.outputs, results, strict=True) if node in tensor_nodes}
     owners = {renamed.get(value, value): owner for value, owner in owners_before.items()} | nodes
     ranges = _ranges(program, call, axes)
     return Traced(program=program, model=model, weights=weights, nodes=nodes, owners=owners, ranges=ranges)
-
-
-def _result_nodes(program: ExportedProgram) -> list[str]:
-    """Nodes that the program returns."""
-    results = []
-    for spec in program.graph_signature.output_specs:
-        if spec.kind is OutputKind.USER_OUTPUT and isinstance(spec.arg, TensorArgument):
-            results.append(spec.arg.name)  # noqa: PERF401 - a type check is no part of a comprehension
-    return results
-
-
-def _make_room(renamed: dict[str, str], light: Light) -> dict[str, str]:
-    """The renaming; values that already have one of the new names are renamed as well."""
-    existing = set(light.stored)
-    for node in light.model.graph.node:
-        existing.update(node.output)
-    moved = {name: f"{name}_inner" for name in set(renamed.values()) & existing if name not in renamed}
-    return {old: new for old, new in (renamed | moved).items() if old != new}
 
 
 def _refuse_state(program: ExportedProgram) -> None:

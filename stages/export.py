@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from layerline.parity.default_session import Shipped
     from layerline.parity.parity import Parity
     from layerline.parity.probe_inputs import Prober
-    from layerline.parity.value_verdicts import Within
     from layerline.training.run.shipping import Example
 
 
@@ -137,6 +136,7 @@ class Export(Stage):
         from layerline.export.torch_export import trace
         from layerline.parity.parity import parity
         from layerline.parity.probe_inputs import Prober
+        from layerline.parity.value_verdicts import Within
 
         root = work.task.path.parent
         call, axes = self._call(_module(work), work.task)
@@ -147,7 +147,9 @@ class Export(Stage):
         probes = prober.probes(_samples(work, call, self.probes), self.probes)
         nodes, values = len(traced.model.graph.node), len(traced.nodes)
         work.log.say(f"{nodes} nodes; comparing {values} values on {len(probes)} feeds")
-        rule = _rule(self.tolerance)
+        rule = None
+        if self.tolerance != "auto":
+            rule = Within(rtol=self.tolerance.rtol, atol=self.tolerance.atol)
         result = parity(traced, probes, rule)
         failed = {gate.name for gate in result.gates if not gate.passed}
         more = prober.narrower([probe for probe in probes if probe.gate in failed])
@@ -239,17 +241,13 @@ def _only_gates_fail(failed: Sequence[Gate]) -> StageError:
 
 def _module(work: Work) -> nn.Module:
     """model() in eval mode with the artifact's weights."""
-    from torch import nn
-
     from layerline.export.example_call import refuse_training
     from layerline.training.model import canonical_names
+    from layerline.training.run.shipping import module_of
     from layerline.training.state import safetensors_io
 
-    network = work.task.call("model")
-    if not isinstance(network, nn.Module):
-        raise TaskError(f"model() gave {type(network).__name__}, expected a torch.nn.Module", where="model")
     # float32 throughout: half precision is the quantize stage's decision, with a report of its cost.
-    module = canonical_names.unwrap(network).float().eval()
+    module = canonical_names.unwrap(module_of(work.task)).float().eval()
     weights, _ = safetensors_io.load(work.inputs["weights"] / "model.safetensors")
     canonical_names.load(module, weights)
     refuse_training(module)
@@ -293,14 +291,6 @@ def _ranges(declared: Mapping[str, Range], call: Call) -> dict[str, tuple[int, i
         check_range(call, name, low, high)
     refuse_ranges(call, ranges)
     return ranges
-
-
-def _rule(tolerance: Literal["auto"] | Tolerance) -> Within | None:
-    from layerline.parity.value_verdicts import Within
-
-    if tolerance == "auto":
-        return None
-    return Within(rtol=tolerance.rtol, atol=tolerance.atol)
 
 
 def _in_default_session(work: Work, probes: Sequence[Probe], result: Parity) -> Shipped:
