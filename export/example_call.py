@@ -35,8 +35,7 @@ class Call:
         outputs: names of the returned tensors: the names of their fields, or `output`.
         results: the tensors that forward() returned for the example, by output name.
         left_out: returned numbers and text by name; the ONNX has none of them.
-        first: a copy made before the first call, which shares the weights; None if the module can't be copied.
-        unwatched: why it can't be copied; empty if it can.
+        first: a copy made before the first call, which shares the weights; or why the module can't be copied.
         keeps: attributes that the first call changed, by path, each with the module that holds it.
     """
 
@@ -48,8 +47,7 @@ class Call:
     outputs: tuple[str, ...]
     results: Mapping[str, Array]
     left_out: Mapping[str, Any]
-    first: nn.Module | None
-    unwatched: str
+    first: nn.Module | str
     keeps: Mapping[str, nn.Module]
 
     @property
@@ -61,16 +59,14 @@ class Call:
 
     def arguments(self, feed: Feed) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The example's arguments with the tensors of `feed` in their places."""
-        leaves, spec = pytree.tree_flatten((self.args, dict(self.kwargs)))
         names = iter(self.feed)
-        replaced: list[Any] = []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                # Memory of its own: the exporter takes two arguments that are the same tensor for one input.
-                replaced.append(tensor(feed[next(names)], complex_pairs=leaf.is_complex()))
-            else:
-                replaced.append(leaf)
-        arguments: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(replaced, spec)
+
+        def in_place_of(leaf: Tensor) -> Tensor:
+            # Memory of its own: the exporter takes two arguments that are the same tensor for one input.
+            return tensor(feed[next(names)], complex_pairs=leaf.is_complex())
+
+        example = (self.args, dict(self.kwargs))
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(Tensor, in_place_of, example)
         return arguments
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Array]:
@@ -85,33 +81,16 @@ class Call:
             module: a module to call instead.
         """
         args, kwargs = self.arguments(feed)
-        if module is None:
-            module = self.pristine()
         with torch.no_grad():
-            tensors, _ = _leaves(module(*args, **kwargs))
-        arrays = [array(tensor) for _, tensor in tensors]
-        return dict(zip(self.outputs, arrays, strict=True))
+            tensors, _ = _leaves((module or self.pristine())(*args, **kwargs))
+        return {name: array(tensor) for name, (_, tensor) in zip(self.outputs, tensors, strict=True)}
 
     def pristine(self) -> nn.Module:
         """The module as it was before it was called for the first time, on the same weights."""
-        if self.first is None or not self.keeps:
+        if isinstance(self.first, str) or not self.keeps:
             return self.module
         fresh = kept_state.untouched(self.first)
-        if isinstance(fresh, nn.Module):
-            return fresh
-        return self.module
-
-    def warm(self) -> nn.Module:
-        """Another copy of the module, called once on the example."""
-        module = self.pristine()
-        self.run(self.feed, module)
-        return module
-
-    def changes(self) -> dict[str, nn.Module]:
-        """Attributes that calls have changed so far, by path, each with the module that holds it."""
-        if self.first is None:
-            return dict(self.keeps)
-        return {**self.keeps, **kept_state.changed(self.first, self.module)}
+        return self.module if isinstance(fresh, str) else fresh
 
     @contextmanager
     def tensors_alone(self) -> Iterator[None]:
@@ -179,14 +158,6 @@ def call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
     outgoing = [(f"{name}_out" if name in feed else name, tensor) for name, tensor in tensors]
     _distinct("output", [name for name, _ in outgoing])
     results = {name: _portable(f"output {name}", tensor) for name, tensor in outgoing}
-    first: nn.Module | None = None
-    unwatched = ""
-    keeps: dict[str, nn.Module] = {}
-    if isinstance(copy, nn.Module):
-        first = copy
-        keeps = kept_state.changed(copy, module)
-    else:
-        unwatched = copy
     return Call(
         module=module,
         args=tuple(args),
@@ -196,9 +167,8 @@ def call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
         outputs=tuple(results),
         results=results,
         left_out=left_out,
-        first=first,
-        unwatched=unwatched,
-        keeps=keeps,
+        first=copy,
+        keeps={} if isinstance(copy, str) else kept_state.changed(copy, module),
     )
 
 

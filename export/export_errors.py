@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -18,6 +18,7 @@ from layerline.export import dynamic_axes as axis_names
 from layerline.export.dynamic_axes import Axes
 from layerline.export.example_call import Call
 from layerline.export.program_queries import dropout
+from layerline.graph.analysis.proto_queries import metadata
 from layerline.graph.io import onnx_files
 from layerline.graph.io.module_identity import innermost, source
 from layerline.pipeline.errors import StageError
@@ -44,22 +45,32 @@ _TO_NUMBER = re.compile(r"\.item\(|\.tolist\(|\b(?:int|float|bool|range)\(")
 
 def blame(error: BaseException, call: Call, axes: Axes, root: Path) -> StageError:
     """The exporter's exception as one that names module, line and construct."""
-    chain = list(_chain(error))
-    text = _COLOURS.sub("", "\n".join(f"{type(link).__name__}: {link}" for link in chain))
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    text = _COLOURS.sub("", "\n".join(f"{type(each).__name__}: {each}" for each in chain))
     frames: list[tuple[FrameType, int]] = []
-    for link in chain:
-        frames += traceback.walk_tb(link.__traceback__)
+    for each in chain:
+        frames += traceback.walk_tb(each.__traceback__)
     fixed = _fixed_axis(text, axes, _fixing_line([frame for frame, _ in frames], root))
     if fixed is not None:
         return fixed
-    node = _node_in_conversion([frame for frame, _ in frames])
-    if "ConversionError" in text and node is not None:
-        return _no_operator(node, chain, root)
+    if "ConversionError" in text:
+        # The node that the exporter was converting, from its innermost frame that has one.
+        for frame, _ in reversed(frames):
+            node = frame.f_locals.get("node")
+            if isinstance(node, fx.Node):
+                return _no_operator(node, chain, root)
     # The text names the user's stack where torch traced; the traceback only where forward() itself ran.
     places = _user_frames(text)
     if not innermost(places):
         places = [(frame.f_code.co_filename, line) for frame, line in frames]
-    where = _where(_innermost(call.module, error), source(places, root))
+    # The module whose forward() was running, from the frames' own `self`.
+    paths = {id(module): path for path, module in call.module.named_modules()}
+    running = [paths[id(frame.f_locals.get("self"))] for frame, _ in frames if id(frame.f_locals.get("self")) in paths]
+    where = _where(running[-1] if running else "", source(places, root))
     for pattern, construct, change in _CONSTRUCTS:
         if re.search(pattern, text, re.IGNORECASE):
             file, line = innermost(places) or ("", 0)
@@ -69,15 +80,6 @@ def blame(error: BaseException, call: Call, axes: Axes, root: Path) -> StageErro
     return StageError(
         f"the exporter failed: {type(chain[-1]).__name__}: {_first_line(chain[-1])}", where=where, hint=_UNEXPLAINED
     )
-
-
-def _node_in_conversion(frames: Sequence[FrameType]) -> fx.Node | None:
-    """The node of the program that the exporter was converting, from its innermost frame that has one."""
-    for frame in reversed(frames):
-        node = frame.f_locals.get("node")
-        if isinstance(node, fx.Node):
-            return node
-    return None
 
 
 def _first_line(error: BaseException) -> str:
@@ -90,22 +92,17 @@ def _first_line(error: BaseException) -> str:
 def refused(model: onnx.ModelProto, error: StageError) -> StageError:
     """onnxruntime's complaint about an exported model, with the module and line of the node that it names."""
     words = set(re.findall(r"[\w./-]+", error.what))
-    for graph in onnx_files.graphs(model):
-        for node in graph.node:
-            if node.name and node.name in words:
-                return _refused_at(node, error)
+    for node in onnx_files.nodes(model):
+        if node.name and node.name in words:
+            hint = error.hint
+            if "Could not find an implementation" in error.what:
+                hint = (
+                    f"onnxruntime has no {node.op_type} for these types: compute in float32 there (.float()); half "
+                    "precision is for quantize to choose"
+                )
+            where = _where(metadata(node, MODULE), metadata(node, SOURCE))
+            return StageError(error.what, where=where, hint=hint)
     return error
-
-
-def _refused_at(node: onnx.NodeProto, error: StageError) -> StageError:
-    metadata = {prop.key: prop.value for prop in node.metadata_props}
-    hint = error.hint
-    if "Could not find an implementation" in error.what:
-        hint = (
-            f"onnxruntime has no {node.op_type} for these types: compute in float32 there (.float()); half precision "
-            "is for quantize to choose"
-        )
-    return StageError(error.what, where=_where(metadata.get(MODULE, ""), metadata.get(SOURCE, "")), hint=hint)
 
 
 def dropped(program: ExportedProgram, root: Path) -> StageError | None:
@@ -180,7 +177,11 @@ def _fixing_line(frames: Sequence[FrameType], root: Path) -> str:
 
 def _no_operator(node: fx.Node, chain: Sequence[BaseException], root: Path) -> StageError:
     """The error for a node that the exporter can't convert."""
-    for source_node in _behind(node):
+    needed = {node}
+    for candidate in reversed(node.graph.nodes):
+        if candidate in needed:
+            needed.update(candidate.all_input_nodes)
+    for source_node in [candidate for candidate in node.graph.nodes if candidate in needed]:
         if _NUMPY.search(str(source_node.meta.get("stack_trace") or "")):
             # torch turns numpy's functions into operators that the user never wrote.
             return StageError(
@@ -203,15 +204,6 @@ def _no_operator(node: fx.Node, chain: Sequence[BaseException], root: Path) -> S
     )
 
 
-def _behind(node: fx.Node) -> list[fx.Node]:
-    """The node and all that it is computed from, in the graph's order."""
-    needed = {node}
-    for candidate in reversed(node.graph.nodes):
-        if candidate in needed:
-            needed.update(candidate.all_input_nodes)
-    return [candidate for candidate in node.graph.nodes if candidate in needed]
-
-
 def _origin(node: fx.Node, root: Path) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     module = ""
@@ -227,21 +219,5 @@ def _where(module: str, line: str) -> str:
     return place
 
 
-def _innermost(model: nn.Module, error: BaseException) -> str:
-    """Path of the module whose forward() was running, from the frames' own `self`."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    innermost_path = ""
-    for link in _chain(error):
-        for frame, _ in traceback.walk_tb(link.__traceback__):
-            innermost_path = paths.get(id(frame.f_locals.get("self")), innermost_path)
-    return innermost_path
-
-
 def _user_frames(text: str) -> list[tuple[str, int]]:
     return [(file, int(line)) for file, line in re.findall(r'File "(.+?)", line (\d+)', text)]
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

@@ -12,6 +12,7 @@ from torch import nn
 
 from layerline.backends.base import Array
 from layerline.compare.tensor_distance import Distance, diff_arrays
+from layerline.export import kept_state
 from layerline.export.example_call import Call
 from layerline.export.probe_files import Probe
 from layerline.graph.io.module_identity import source
@@ -31,13 +32,14 @@ def gate(call: Call, probes: Sequence[Probe], root: Path) -> tuple[list[Gate], l
     Returns:
         The gate, if it failed, and notes; both empty when no attribute changes.
     """
-    if call.unwatched:
-        return [], [f"cannot check whether forward() keeps state: copying the module failed with {call.unwatched}"]
-    owners = call.changes()
+    if isinstance(call.first, str):
+        return [], [f"cannot check whether forward() keeps state: copying the module failed with {call.first}"]
+    owners = {**call.keeps, **kept_state.changed(call.first, call.module)}
     if not owners:
         return [], []
     names = ", ".join(f"{name!r} ({_where(name, owner, root)})" for name, owner in owners.items())
-    later = call.warm()
+    later = call.pristine()
+    call.run(call.feed, later)
     difference = ""
     for probe in probes:
         difference = difference or _difference(call, later, probe)
