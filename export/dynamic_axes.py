@@ -49,11 +49,8 @@ class Axes:
 
     def grown(self, feed: Feed) -> dict[str, Array]:
         """The feed with at least two steps along every dynamic axis: tracing takes a size of one for a constant."""
-        larger: dict[str, int] = {}
-        for name, bound in self.bounds.items():
-            if self.size(feed, name) < 2 * bound.step:
-                larger[name] = 2 * bound.step
-        return self.resized(feed, larger)
+        least = {name: 2 * bound.step for name, bound in self.bounds.items()}
+        return self.resized(feed, {name: size for name, size in least.items() if self.size(feed, name) < size})
 
     def specs(self) -> dict[str, dict[int, Any]]:
         """What the exporter is told, by input name and axis."""
@@ -150,10 +147,20 @@ def write(model: onnx.ModelProto, axes: Axes) -> None:
                     where=f"input {value.name}, axis {axis}",
                     hint="give both the same name in `dynamic`",
                 )
-            symbols |= _step(symbol, name, axes.bounds[name].step)
+            step = axes.bounds[name].step
+            steps = re.fullmatch(rf"{step}\*(\w+)", symbol)
+            if step > 1 and steps is not None:
+                symbols[steps[1]] = f"{name}//{step}"  # with `4*_h` called h, what the graph calls `_h` is h/4
     for item in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         for dim in item.type.tensor_type.shape.dim:
-            _rename(dim, symbols)
+            text = dim.dim_param
+            if is_number(text):
+                dim.dim_value = int(text)
+            elif text in symbols:
+                dim.dim_param = symbols[text]
+            elif text:
+                # A formula over the names, such as `2*s3 + 1`.
+                dim.dim_param = re.sub(r"[A-Za-z_]\w*", lambda name: symbols.get(name[0], name[0]), text)
 
 
 def settle(model: onnx.ModelProto, axes: Axes, runs: Iterable[tuple[Feed, Feed]]) -> None:
@@ -163,9 +170,7 @@ def settle(model: onnx.ModelProto, axes: Axes, runs: Iterable[tuple[Feed, Feed]]
         runs: (feed, outputs by name), the axes varied.
     """
     runs = list(runs)
-    sizes_by_name: dict[str, list[int]] = {}
-    for name in axes.bounds:
-        sizes_by_name[name] = [axes.size(feed, name) for feed, _ in runs]
+    sizes_by_name = {name: [axes.size(feed, name) for feed, _ in runs] for name in axes.bounds}
     for output in model.graph.output:
         shape = output.type.tensor_type.shape
         shapes = [outputs[output.name].shape for _, outputs in runs]
@@ -179,15 +184,8 @@ def settle(model: onnx.ModelProto, axes: Axes, runs: Iterable[tuple[Feed, Feed]]
             if len(set(sizes)) == 1:
                 dim.dim_value = sizes[0]
             else:
-                dim.dim_param = _axis_of_sizes(sizes_by_name, sizes) or f"{output.name}_{axis}"
-
-
-def _axis_of_sizes(sizes_by_name: Mapping[str, list[int]], sizes: list[int]) -> str:
-    """The axis that had these sizes over the runs; empty where none did."""
-    for name, axis_sizes in sizes_by_name.items():
-        if axis_sizes == sizes:
-            return name
-    return ""
+                names = [name for name, axis_sizes in sizes_by_name.items() if axis_sizes == sizes]
+                dim.dim_param = names[0] if names else f"{output.name}_{axis}"
 
 
 def baked(input_name: str, axis: int, name: str, size: str, line: str = "") -> StageError:
@@ -201,22 +199,3 @@ def baked(input_name: str, axis: int, name: str, size: str, line: str = "") -> S
         hint="something in forward() turns this size into a plain number (int(x.shape[…]), a buffer or state of that "
         "size, a Python loop over it); take it from the input's shape, or leave the axis out of `dynamic`",
     )
-
-
-def _step(symbol: str, name: str, multiple: int) -> dict[str, str]:
-    """With `4*_h` called h, what the graph calls `_h` is h/4."""
-    inner = re.fullmatch(rf"{multiple}\*(\w+)", symbol)
-    if inner is None or multiple == 1:
-        return {}
-    return {inner[1]: f"{name}//{multiple}"}
-
-
-def _rename(dim: onnx.TensorShapeProto.Dimension, symbols: Mapping[str, str]) -> None:
-    text = dim.dim_param
-    if is_number(text):
-        dim.dim_value = int(text)
-    elif text in symbols:
-        dim.dim_param = symbols[text]
-    elif text:
-        # A formula over the names, such as `2*s3 + 1`.
-        dim.dim_param = re.sub(r"[A-Za-z_]\w*", lambda name: symbols.get(name[0], name[0]), text)

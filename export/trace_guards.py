@@ -81,9 +81,7 @@ class Guard:
 
     def broken(self, dims: Mapping[str, Dim], example: Mapping[str, int]) -> Iterator[dict[str, int]]:
         """Sizes that break it, by axis name, those next to the example's first; none if it holds in all of `dims`."""
-        ranges: dict[Any, tuple[int, int]] = {}
-        for symbol, (name, step) in self.symbols.items():
-            ranges[symbol] = (dims[name].min // step, dims[name].max // step)
+        ranges = {s: (dims[name].min // step, dims[name].max // step) for s, (name, step) in self.symbols.items()}
         if torch_private.is_constant(self.expr, ranges):
             # One answer for every size; and it holds at the example's.
             return
@@ -104,19 +102,14 @@ class Guard:
 
     def _combinations(self, dims: Mapping[str, Dim], example: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
         """One axis over all it takes, the others over a few sizes; each in turn."""
-        full: dict[str, Sequence[int]] = {}
-        few: dict[str, Sequence[int]] = {}
-        for name in self.names:
-            full[name] = _candidates(dims[name], example[name], self._numbers())
-            few[name] = sorted({full[name][0], full[name][-1], example[name]})
-        for name in self.names:
-            yield from itertools.product(*(full[n] if n == name else few[n] for n in self.names))
-
-    def _numbers(self) -> set[int]:
-        """Numbers in the condition, and their products: `n // 3 != 50` is about 150."""
+        # Numbers in the condition, and their products: `n // 3 != 50` is about 150.
         numbers = {int(x) for x in self.expr.atoms(sympy.Number) if x.is_finite and abs(x) < 2**31}
         numbers |= {step for _, step in self.symbols.values()}
-        return numbers | {a * b for a in numbers for b in numbers}
+        numbers |= {a * b for a in numbers for b in numbers}
+        full = {name: _candidates(dims[name], example[name], numbers) for name in self.names}
+        few = {name: sorted({sizes[0], sizes[-1], example[name]}) for name, sizes in full.items()}
+        for name in self.names:
+            yield from itertools.product(*(full[n] if n == name else few[n] for n in self.names))
 
 
 def _candidates(dim: Dim, example: int, numbers: Iterable[int]) -> Sequence[int]:
@@ -202,7 +195,8 @@ def guards(taken: Taken, symbols: Symbols) -> tuple[Guard, ...]:
         distinct_axes = {name for name, _ in meanings.values()}
         if isinstance(expr, sympy.Eq) and len(distinct_axes) < len(meanings):
             continue
-        text = _text(expr, meanings)
+        texts = {s: name if step == 1 else f"({name}//{step})" for s, (name, step) in meanings.items()}
+        text = torch_private.as_python(expr, texts)
         by_text.setdefault(text, Guard(text=text, line=line, expr=expr, symbols=meanings))
     return tuple(by_text.values())
 
@@ -237,10 +231,3 @@ def _by_position(call: Call, axes: Axes) -> dict[tuple[str, int], str]:
         if isinstance(leaf, Tensor):
             positions[next(inputs)] = position
     return {(f"flat_args_{positions[input_]}", axis): name for (input_, axis), name in axes.names.items()}
-
-
-def _text(expr: Any, symbols: Mapping[Any, tuple[str, int]]) -> str:
-    names: dict[Any, str] = {}
-    for symbol, (name, step) in symbols.items():
-        names[symbol] = name if step == 1 else f"({name}//{step})"
-    return torch_private.as_python(expr, names)
