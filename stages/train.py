@@ -44,7 +44,7 @@ class Train(Stage):
     """
 
     name: ClassVar[str] = "train"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     takes: ClassVar[Mapping[str, str]] = {}
     gives: ClassVar[str] = "checkpoint"
     uses: ClassVar[tuple[str, ...]] = ("model", "train_data", "loss")

@@ -97,7 +97,7 @@ class ModelOptimizer:
                 lane.masks = Masks(lane, gradual)
         self.best: Best | None = None
         if self.config.monitor.keep_best or self.config.monitor.early_stop:
-            self.best = Best(self.config.monitor, Path(self.config.monitor.save_dir) / FOLDER)
+            self.best = Best(self.config, Path(self.config.monitor.save_dir) / FOLDER)
             self.register("best", self.best)
         self._metric: Callable[[nn.Module], float] | None = None
         self._validated: str | None = None

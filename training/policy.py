@@ -38,6 +38,10 @@ class Policy(Protocol):
         """Takes over a state that was saved after accepted step number `step`."""
         return
 
+    def weights_were_loaded(self) -> None:
+        """Before the first step, other weights were loaded into the model."""
+        return
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Parameters of the model have other names from now on: old name -> new name."""
         return

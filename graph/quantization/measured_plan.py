@@ -95,13 +95,19 @@ class _Judge:
         return min(measured, default=None)
 
     def _decibels(self, name: str, outputs: Sequence[Mapping[str, Array]]) -> float | None:
-        """SQNR of one output in dB; None where it holds no numbers, or only zeros."""
+        """SQNR of one output in dB; None where it holds no numbers, or only zeros.
+
+        An element that is NaN or Inf on one side only makes it -inf: such a plan must not look better than another.
+        """
         signal, error = 0.0, 0.0
         for exact, other in zip(self.exact, outputs, strict=True):
             a, b = exact[name], other[name]
             if a.dtype.kind not in "fiu" or a.shape != b.shape:
                 return None
             usable = np.isfinite(a) & np.isfinite(b)
+            same = (a == b) | (np.isnan(a) & np.isnan(b))
+            if not (usable | same).all():
+                return -math.inf
             signal += float(np.square(a[usable].astype(np.float64)).sum())
             error += float(np.square(a[usable].astype(np.float64) - b[usable]).sum())
         if not signal:

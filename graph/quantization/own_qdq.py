@@ -52,7 +52,11 @@ def read(model: Light) -> QuantPlan:
 
 
 def without(model: Light) -> Light:
-    """The same model in float: activations as they are, weights as their int8 numbers stand for them."""
+    """The same model in float, without its pairs.
+
+    A weight that the file stores in float has that value; of one that is stored in integers only the values that they
+    stand for are left.
+    """
     copy = to_ir(model)
     graph = copy.graph
     for node in list(_dequantizers(graph)):
@@ -159,13 +163,23 @@ def _dequantized(node: ir.Node) -> npt.NDArray[Any] | None:
     whole = constant(data)
     if whole is None or scales is None:
         return None
-    points = _points(node)
-    shape = [1] * whole.ndim
-    if scales.size > 1:
-        if scales.ndim > 1:  # scales of blocks
-            return None
-        shape[node.attributes.get_int("axis", 1)] = -1
-    wide = scales.astype(np.float32).reshape(shape) if scales.size > 1 else scales.astype(np.float32).reshape(())
-    zero = points.reshape(shape) if points.size > 1 else points.reshape(())
-    numbers = (whole.astype(np.float32) - zero.astype(np.float32)) * wide
+    zero = _spread(_points(node), scales, whole, node)
+    wide = _spread(scales, scales, whole, node)
+    numbers = (whole.astype(np.float32) - zero.astype(np.float32)) * wide.astype(np.float32)
     return np.asarray(numbers, scales.dtype)
+
+
+def _spread(
+    values: npt.NDArray[Any], scales: npt.NDArray[Any], whole: npt.NDArray[Any], node: ir.Node
+) -> npt.NDArray[Any]:
+    """Scales or zero points in a shape that broadcasts over the weight: one number, one a channel, or one a block."""
+    if values.size == 1:
+        return values.reshape(())
+    axis = node.attributes.get_int("axis", 1)
+    if scales.ndim == 1:
+        shape = [1] * whole.ndim
+        shape[axis] = -1
+        return values.reshape(shape)
+    block = node.attributes.get_int("block_size", 0) or -(-whole.shape[axis] // scales.shape[axis])
+    repeated = np.repeat(values.reshape(scales.shape), block, axis)
+    return repeated.take(range(whole.shape[axis]), axis)

@@ -18,7 +18,7 @@ from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import collate, form, outlined, split
 from layerline.pipeline.task import Task
 from layerline.training.data.batches import Batches
-from layerline.training.run.validation import metric_of
+from layerline.training.run.validation import evaluation_batches, metric_of
 
 A = np.arange(12, dtype=np.float32).reshape(6, 2)
 B = np.arange(18, dtype=np.float32).reshape(6, 3) * -1
@@ -198,4 +198,4 @@ def test_targets_in_a_dict_reach_the_metric_joined_by_key_while_training_and_aft
     )
     task = Task(tmp_path / "task.py")
     task._load().SOURCE = source  # type: ignore[attr-defined]
-    assert metric_of(task, nn.Identity(), batch_size=4, device=torch.device("cpu")) == {"metric": 16.0}
+    assert metric_of(task, nn.Identity(), evaluation_batches(task, 4), device=torch.device("cpu")) == {"metric": 16.0}

@@ -318,11 +318,18 @@ def test_validation_inside_training_is_only_asked_for(tmp_path: Path) -> None:
     assert Train().hooks() == ("model", "train_data", "loss")
     asked = Train(steps=4, batch_size=4, training={"valid_interval": 2, "log_interval": 1})
     assert asked.hooks() == ("model", "train_data", "loss", "eval_data", "metric")
-    text = "def eval_data(): return np.ones((6, 1, 8), 'f4'), np.arange(6) % 3\ndef metric(o, t): return {'top1': 0.5}"
+    text = (
+        "CALLS = []\n"
+        "def eval_data():\n"
+        "    CALLS.append(1)\n"
+        "    return [(np.ones((6, 1, 8), 'f4'), np.arange(6) % 3)]\n"
+        "def metric(o, t): return {'top1': float(len(CALLS))}"
+    )
     work = _work(tmp_path, TASK + text)
     asked.run(work)
     rows = list(csv.DictReader((work.out / "metrics.csv").open()))
     assert [r["deploy_gap"] for r in rows] == ["", "0", "", "0"]
+    assert [r["metric_deploy"] for r in rows] == ["", "1", "", "1"], "eval_data() is called once, and iterated anew"
 
 
 def test_both_shapes_and_the_defaults_have_one_form() -> None:

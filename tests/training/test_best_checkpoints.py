@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from layerline import ModelOptimizer
-from layerline.pipeline.errors import StageError
+from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from layerline.stages.train import Train
-from layerline.training.config.sections import MonitorConfig
+from layerline.training.config.sections import Config, MonitorConfig
 from layerline.training.loop.best_checkpoints import Best
 
 
@@ -48,7 +48,7 @@ def test_a_lower_metric_may_be_the_better_one(tmp_path: Path) -> None:
 
 
 def test_it_stops_after_validations_without_improvement(tmp_path: Path) -> None:
-    best = Best(MonitorConfig(early_stop=2), tmp_path)
+    best = Best(Config(monitor=MonitorConfig(early_stop=2)), tmp_path)
     stops = []
     for step, metric in enumerate([0.1, 0.3, 0.2, 0.4, 0.4, math.nan]):
         best.observe(metric, step, lambda path: pytest.fail("nothing is kept"))
@@ -164,7 +164,29 @@ def test_a_copy_follows_its_own_best(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../victim.safetensors", "/etc/hosts", "a/b.safetensors", ".."])
 def test_a_checkpoint_names_no_file_outside_of_its_folder(name: str, tmp_path: Path) -> None:
-    best = Best(MonitorConfig(keep_best=1), tmp_path)
+    best = Best(Config(monitor=MonitorConfig(keep_best=1)), tmp_path)
     with pytest.raises(StageError):
         best.load_state_dict({"entries": [[0.5, 1, name]], "waited": 0})
     assert best.entries == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"scheduler": {"name": "plateau", "mode": "min"}}, {"monitor": {"better": "lower"}}]
+)
+def test_one_field_says_which_metric_is_better_for_schedule_and_checkpoints(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    config = {"optimizer": {"name": "sgd", "lr": 1.0}, "scheduler": {"name": "plateau", "patience": 0, "factor": 0.5}}
+    for section in ("scheduler", "monitor"):
+        config[section] = {**config.get(section, {}), **fields.get(section, {})}
+    config["monitor"] |= {"early_stop": 2, "save_dir": str(tmp_path)}
+    mo = ModelOptimizer(nn.Linear(1, 1), config)
+    for metric in (0.3, 0.2):
+        mo.validate(lambda _, metric=metric: metric)  # type: ignore[misc]
+    assert mo.best is not None and mo.best.entries[0].metric == 0.2 and mo.current_lr == 1.0
+
+
+def test_fields_that_disagree_on_the_better_metric_are_refused() -> None:
+    config = {"scheduler": {"name": "plateau", "mode": "max"}, "monitor": {"better": "lower"}}
+    with pytest.raises(ConfigError, match=r"scheduler\.mode is max and monitor\.better is lower"):
+        ModelOptimizer(nn.Linear(1, 1), config)

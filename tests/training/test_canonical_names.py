@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import StageError
+from layerline.training.loop import batch_norm
 from layerline.training.model import canonical_names
 from layerline.training.state import checkpoint, safetensors_io
 
@@ -210,3 +211,27 @@ def test_fabrics_wrapper_does_not_appear_in_names() -> None:
     mo = ModelOptimizer(_FabricModule(TiedHead()), {})
     assert "emb.weight" in mo.export()
     assert canonical_names.bare("_forward_module.emb.weight") == "emb.weight"
+
+
+def test_a_module_under_two_names_of_one_parent_has_both() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            self.other = self.one
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.other(self.one(x))
+            return out
+
+    model = Twice()
+    names = canonical_names.named(model)
+    assert list(names.params) == ["one.0.weight", "one.0.bias", "one.1.weight", "one.1.bias"]
+    assert names.aliases["other.0.weight"] == "one.0.weight"
+    state = {name: torch.full_like(t, 2) for name, t in model.state_dict().items()}
+    canonical_names.load(model, state)
+    assert model.other[0].weight.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert list(batch_norm.batch_norms(model)) == ["one.1"]
+    parts = nn.ModuleDict({"a": model.one[1], "b": model.one[1]})
+    assert batch_norm.to_group_norm(parts, groups=1) == ["a", "b"]
+    assert isinstance(parts["b"], nn.GroupNorm) and parts["b"] is parts["a"]

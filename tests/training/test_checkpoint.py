@@ -314,3 +314,22 @@ def test_the_weights_of_one_of_several_models(tmp_path: Path) -> None:
         checkpoint.load_weights(fresh, path)
     with pytest.raises(StageError, match="holds no model 'x'"):
         checkpoint.load_weights(fresh, path, only="x")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "scale"),
+    [
+        ({"amp": "fp32"}, {"amp": "fp16"}, 65536.0),
+        ({"amp": "bf16"}, {"amp": "fp16", "loss_scale": 256, "dynamic_loss_scale_window": 10}, 256.0),
+        ({"amp": "fp16"}, {"amp": "fp16", "loss_scale": 128}, 128.0),
+        ({"amp": "fp16", "loss_scale": 64}, {"amp": "fp16"}, 64.0),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:resuming with another configuration")
+def test_the_loss_scale_after_a_run_in_another_number_format(
+    before: dict[str, Any], now: dict[str, Any], scale: float, tmp_path: Path
+) -> None:
+    ModelOptimizer(nn.Linear(1, 1), {"precision": before}).save_ckpt(tmp_path / "a.safetensors")
+    mo = ModelOptimizer(nn.Linear(1, 1), {"precision": now})
+    mo.load_ckpt(tmp_path / "a.safetensors")
+    assert mo.loss_scale == scale

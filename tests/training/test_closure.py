@@ -115,3 +115,36 @@ def test_an_optimizer_of_the_table_needs_none() -> None:
     net = _net()
     with pytest.raises(ConfigError, match=r"mo.step\(loss\)"):
         ModelOptimizer(net, {}).step(closure=lambda: _loss(net))
+
+
+def test_wsam_with_batch_norm_follows_the_batch_and_resumes_exactly(tmp_path: Path) -> None:
+    def net() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+    def wsam(model: nn.Module) -> torch.optim.Optimizer:
+        return pytorch_optimizer.WSAM(model, model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def closure() -> Tensor:
+        loss = _loss(by_hand)
+        loss.backward()
+        return loss
+
+    by_hand = net()
+    optimizer = wsam(by_hand)
+    for _ in range(6):
+        optimizer.zero_grad()
+        optimizer.step(closure)
+    straight, resumed = net(), net()
+    mo = ModelOptimizer(straight, {}, optimizer=wsam(straight))
+    for step in range(6):
+        if step == 3:
+            mo.save_ckpt(tmp_path / "a.safetensors")
+        mo.step(closure=lambda: _loss(straight))
+    again = ModelOptimizer(resumed, {}, optimizer=wsam(resumed))
+    again.load_ckpt(tmp_path / "a.safetensors")
+    for _ in range(3):
+        again.step(closure=lambda: _loss(resumed))
+    for name, tensor in by_hand.state_dict().items():
+        assert torch.equal(tensor, straight.state_dict()[name]), name
+        assert torch.equal(tensor, resumed.state_dict()[name]), name

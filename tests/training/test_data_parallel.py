@@ -836,3 +836,28 @@ def test_split_weights_are_measured_and_pruned_as_whole_ones() -> None:
         assert found[:3] == (True, pytest.approx(norm, rel=1e-5), sparsity)
         for name, value in weights.items():
             assert abs(found[3][name] - value).max() <= 2e-6 and ((found[3][name] == 0) == (value == 0)).all()
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_an_open_window_of_ranks_that_left_out_layers(stepped: bool, tmp_path: Path) -> None:
+    good(run(_left_out, str(tmp_path / "open.safetensors"), stepped))
+    tensors, _ = safetensors_io.load(tmp_path / "open.safetensors")
+    # Rank 0 used the first layer on the input (1, 1), rank 1 the second one on (2, 2); nobody the third.
+    assert tensors["window/grads/0.weight"].tolist() == [[0.5, 0.5]]
+    assert tensors["window/grads/1.weight"].tolist() == [[1.0, 1.0]]
+    assert not any(name.startswith("window/grads/2.") for name in tensors)
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(2, 1, bias=False) for _ in range(3))
+    alone = ModelOptimizer(model, {"training": {"accumulate_steps": 2}})
+    alone.load_ckpt(tmp_path / "open.safetensors")
+    assert alone.lanes[""].window.weight == (1.0 if stepped else 0.0) and not alone.lanes[""].window.untouched
+
+
+def _left_out(rank: int, path: str, stepped: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(2, 1, bias=False) for _ in range(3))
+    mo = ModelOptimizer(model, {"training": {"accumulate_steps": 2}, "distributed": GLOO})
+    mo.backward(model[rank](torch.full((1, 2), 1.0 + rank)).sum())
+    if stepped:
+        mo.step()
+    mo.save_ckpt(path)

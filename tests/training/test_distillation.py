@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from layerline.pipeline.errors import ConfigError, TaskError
 from layerline.training.data.distillation import Distillation, Taught, soft_loss
-from layerline.training.data.loss import counted_labels, default_loss, valid_labels
+from layerline.training.data.loss import default_loss, valid_labels
 
 _KL = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)  # (3/4, 1/4) against (1/2, 1/2)
 
@@ -136,7 +136,7 @@ def test_padding_is_not_distilled_and_any_split_gives_the_whole() -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float | None]:
         return default_loss(model, batch, reduction="sum"), float(valid_labels(batch) or 0)
 
-    taught = Taught(loss, student, Distillation(teacher, temperature=2.0, weight=0.5), counted=counted_labels)
+    taught = Taught(loss, student, Distillation(teacher, temperature=2.0, weight=0.5), skips_ignored=True)
     whole, labels = taught(student, (x, y))
     real = y != -100
     by_hand = F.cross_entropy(student(x)[real], y[real]) + soft_loss(
@@ -146,3 +146,27 @@ def test_padding_is_not_distilled_and_any_split_gives_the_whole() -> None:
     torch.testing.assert_close(whole / 13, 0.5 * by_hand)
     parts = [taught(student, (x[:2], y[:2]))[0], taught(student, (x[2:], y[2:]))[0]]
     torch.testing.assert_close(sum(parts), whole)
+
+
+def test_the_classes_are_on_axis_1_of_images_and_on_the_last_one_of_sequences() -> None:
+    quarters = torch.tensor([math.log(3.0), 0.0])  # softmax (3/4, 1/4)
+    image = quarters.view(1, 2, 1, 1).expand(1, 2, 3, 3)
+    assert soft_loss(torch.zeros(1, 2, 3, 3), image, temperature=1.0).item() == pytest.approx(_KL, rel=1e-6)
+    sequence = quarters.expand(1, 5, 2)
+    assert soft_loss(torch.zeros(1, 5, 2), sequence, temperature=1.0).item() == pytest.approx(_KL, rel=1e-6)
+
+
+@pytest.mark.parametrize("own_loss", [True, False])
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 5), (2, 3, 5, 5), (2, 3, 4, 5, 5)])
+def test_the_shape_of_the_labels_says_where_the_classes_are(shape: tuple[int, ...], own_loss: bool) -> None:
+    student, teacher, x = nn.Linear(1, 1), nn.Linear(1, 1), torch.randn(*shape, 1)
+    outputs = nn.Module()
+    outputs.forward = lambda value: student(value).squeeze(-1)  # type: ignore[method-assign]
+    teachers = nn.Module()
+    teachers.forward = lambda value: teacher(value).squeeze(-1)  # type: ignore[method-assign]
+    taught = Taught(lambda model, batch: (model(batch[0]).sum() * 0, None), outputs,
+                    Distillation(teachers, temperature=1.0, weight=1.0), skips_ignored=not own_loss)  # fmt: skip
+    y = torch.zeros(shape[0], *shape[2:], dtype=torch.long)
+    loss, _ = taught(outputs, (x, y))
+    rows = [value(x).squeeze(-1).movedim(1, -1).reshape(-1, 3) for value in (student, teacher)]
+    torch.testing.assert_close(loss, soft_loss(*rows, temperature=1.0))

@@ -132,3 +132,33 @@ def test_a_rejected_step_leaves_the_switches_of_fake_quantisation() -> None:
     activations.disable_observer()
     assert not mo.step(model(torch.randn(5, 3)).square().mean() * torch.nan)
     assert int(activations.observer_enabled[0]) == 0
+
+
+@pytest.mark.parametrize("kind", ["switched", "bare"])
+def test_validation_leaves_the_ranges_of_observers(kind: str) -> None:
+    observer: nn.Module = MovingAverageMinMaxObserver()
+    if kind == "switched":
+        observer = FakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=255, dtype=torch.quint8)
+    model = nn.Sequential(nn.Linear(2, 2), observer)
+    mo = ModelOptimizer(model, {"training": {"ema_decay": 0.5}})
+    mo.step(model(torch.ones(3, 2)).sum())
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    mo.validate(lambda net: net(100 * torch.ones(3, 2)).sum())
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_validation_before_the_first_step_leaves_a_range_that_has_not_grown() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), MovingAveragePerChannelMinMaxObserver(ch_axis=1))
+    ModelOptimizer(model, {}).validate(lambda net: net(torch.ones(2, 3)).sum())
+    assert model[1].min_val.shape == (0,)
+
+
+def test_the_online_metric_is_without_torchaos_fake_quantisation() -> None:
+    from torchao.quantization.qat import IntxFakeQuantizeConfig
+    from torchao.quantization.qat.fake_quantizer import IntxFakeQuantizer
+
+    model = nn.Sequential(nn.Linear(4, 4), IntxFakeQuantizer(IntxFakeQuantizeConfig(torch.int4, "per_channel")))
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    figures = ModelOptimizer(model, {}).validate(lambda net: net(x)[0, 0])
+    assert figures["online"] == model[0](x)[0, 0].item() and figures["deploy"] == model(x)[0, 0].item()
+    assert figures["gap"] != 0 and model[1].enabled

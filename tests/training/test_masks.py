@@ -337,3 +337,37 @@ def test_what_pruning_can_not_mean(pruning: dict[str, Any], said: str) -> None:
 def test_two_of_four_is_chosen_once() -> None:
     gradual = configured(nn.Linear(4, 4), Config.model_validate({"pruning": {"method": "2:4", "start_step": 3}}))
     assert gradual is not None and (gradual.begin, gradual.end, gradual.method) == (3, 4, "2:4")
+
+
+@pytest.mark.parametrize("how", ["state dict", "checkpoint"])
+def test_masks_are_chosen_from_the_weights_that_are_loaded_before_the_first_step(how: str, tmp_path: Path) -> None:
+    def model() -> nn.Linear:
+        return _linear([4.0, 3.0, 2.0, 1.0])
+
+    loaded = {"weight": torch.tensor([[1.0, 2.0, 3.0, 4.0]]), "bias": torch.zeros(1)}
+    net = model()
+    config = {"pruning": {"method": "2:4"}, "scheduler": {"total_steps": 10}}
+    mo = ModelOptimizer(net, {**config, "training": {"ema_decay": 0.5}})
+    mo.apply_mask({"weight": torch.tensor([[1, 1, 1, 0]])})
+    if how == "state dict":
+        net.load_state_dict(loaded)
+    else:
+        other = model()
+        plain = ModelOptimizer(other, {"training": {"ema_decay": 0.5}, "scheduler": {"total_steps": 10}})
+        other.load_state_dict(loaded)
+        plain.save_ckpt(tmp_path / "a.safetensors")
+        with pytest.warns(UserWarning, match="pruning"):
+            mo.load_ckpt(tmp_path / "a.safetensors")
+    # The given mask holds first: the two largest of what it leaves stay.
+    assert net.weight.tolist() == [[0.0, 2.0, 3.0, 0.0]]
+    assert mo.export()["weight"].tolist() == [[0.0, 2.0, 3.0, 0.0]]
+
+
+def test_masks_of_the_first_weights_leave_a_checkpoints_weights_alone(tmp_path: Path) -> None:
+    config = {"pruning": {"method": "2:4"}, "scheduler": {"total_steps": 10}}
+    first = ModelOptimizer(net := _linear([1.0, 2.0, 3.0, 4.0]), config)
+    first.step(net(torch.ones(1, 4)).sum())
+    first.save_ckpt(tmp_path / "a.safetensors")
+    second = ModelOptimizer(other := _linear([4.0, 3.0, 2.0, 1.0]), config)
+    second.load_ckpt(tmp_path / "a.safetensors")
+    assert torch.equal(net.weight, other.weight) and other.weight[0, 2:].all()

@@ -16,7 +16,7 @@ from layerline.pipeline.task import Task
 from layerline.stages.train import Train
 from layerline.training.data import golden_outputs
 from layerline.training.model.canonical_names import named
-from layerline.training.run.validation import metric_of
+from layerline.training.run.validation import evaluation_batches, metric_of
 
 CPU = torch.device("cpu")
 HEAD = """import numpy as np, torch
@@ -148,7 +148,8 @@ def test_a_batch_in_words() -> None:
 
 def _metric(root: Path, code: str, model: nn.Module) -> dict[str, float]:
     (root / "task.py").write_text(HEAD + code)
-    return metric_of(Task(root / "task.py"), model, batch_size=4, device=CPU)
+    task = Task(root / "task.py")
+    return metric_of(task, model, evaluation_batches(task, 4), device=CPU)
 
 
 class _Several(nn.Module):

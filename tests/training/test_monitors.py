@@ -266,3 +266,24 @@ def test_the_speed_is_that_of_the_last_row_that_measured_one() -> None:
     mo.step(model.weight.sum())
     lane.monitor.validated(3, 0.5, 0.4)  # a row of its own: step 3 ends no interval
     assert lane.monitor.rows[-1][0] == 3 and lane.monitor.speed() == measured
+
+
+def test_each_warning_is_given_once_over_a_resumed_run(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def run(start: str) -> ModelOptimizer:
+        model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+        mo = ModelOptimizer(model, {"training": {"accumulate_steps": 2}})
+        mo.lanes[""].monitor.speak = said.append
+        if start:
+            mo.load_ckpt(start)
+        mo.lanes[""].monitor.warn("mine", "a warning")
+        return mo
+
+    first = run("")
+    first.lanes[""].monitor._active.clear()
+    first.lanes[""].monitor.warn("mine", "a warning")
+    first.save_ckpt(tmp_path / "a.safetensors")
+    second = run(str(tmp_path / "a.safetensors"))
+    assert said == ["a warning"] and second.warnings == first.warnings
+    assert second.warnings[-1] == "a warning (2 times)"

@@ -150,7 +150,7 @@ def test_plateau_waits_then_scales() -> None:
     for metric, scale in [(0.5, 1.0), (0.6, 1.0), (0.6, 1.0), (0.59, 0.5), (math.nan, 0.5), (0.6, 0.25), (0.7, 0.25)]:
         plateau.observe(metric)
         assert plateau.scale == scale
-    low = schedules.Plateau(SchedulerConfig(name="plateau", patience=0, mode="min"))
+    low = schedules.Plateau(SchedulerConfig(name="plateau", patience=0), higher=False)
     for metric, scale in [(1.0, 1.0), (0.9, 1.0), (0.95, pytest.approx(0.1))]:
         low.observe(metric)
         assert low.scale == scale

@@ -487,3 +487,12 @@ def test_a_model_that_is_looked_at_can_be_saved(tmp_path: Path) -> None:
     x = torch.randn(3, 4)
     assert torch.equal(loaded(x), model(x)) and torch.equal(copy.deepcopy(model)(x), model(x))
     assert len(mo.lanes[""].judge.recorder.passes) == 2  # type: ignore[union-attr]
+
+
+def test_roll_backs_are_counted_by_the_checkpoint_and_not_by_its_file(tmp_path: Path) -> None:
+    model, mo = _mo(tmp_path, policy="rollback", limit=1)
+    for _ in range(5):  # one file, written anew after each step
+        mo.save_ckpt(tmp_path / "last.safetensors")
+        _step(model, mo, math.nan)
+        assert _step(model, mo)
+    assert mo.global_step == 5

@@ -252,6 +252,10 @@ def _check_read(config: Config, written: _Written) -> None:
     if config.swa.share is not None and config.ema.on:
         raise ConfigError("SWA's average would ship, and EMA is on too", where=written["swa.share"],
                           hint="set ema.decay to 0")  # fmt: skip
+    mode, better = config.scheduler.mode, config.monitor.better
+    if mode is not None and better is not None and (mode == "max") is not (better == "higher"):
+        what = f"scheduler.mode is {mode} and monitor.better is {better}: both say which metric is better"
+        raise ConfigError(what, where=written["scheduler.mode"], hint="keep one of the two")
     try:
         schedules.check_fields(config.scheduler)
     except ConfigError as error:

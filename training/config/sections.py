@@ -180,8 +180,8 @@ class SchedulerConfig(Section):
     """plateau: validations without improvement that are waited for."""
     threshold: NonNegative = 1e-4
     """plateau: relative improvement that counts."""
-    mode: Literal["max", "min"] = "max"
-    """plateau: whether a higher metric is better."""
+    mode: Literal["max", "min"] | None = None
+    """plateau: whether a higher metric is better; the same decision as `monitor.better`."""
 
 
 class ClipConfig(Section):
@@ -262,8 +262,9 @@ class DistillationConfig(Section):
     """Share of the teacher's loss: (1 - alpha) * loss + alpha * T^2 * KL(teacher / T, student / T). None or 0: off."""
     temperature: PositiveFloat = 4.0
     """T; higher shows more of the teacher's small probabilities."""
-    axis: int = -1
-    """Axis of the classes; 1 for images (N, classes, H, W)."""
+    axis: int | None = None
+    """Axis of the classes. None: as the shape of the labels says; without labels axis 1 of images (N, classes, H, W),
+    and the last axis of outputs with up to three dimensions."""
 
     @model_validator(mode="after")
     def _temperature_needs_alpha(self) -> DistillationConfig:
@@ -309,8 +310,8 @@ class MonitorConfig(Section):
     """Checkpoints kept of the validations with the best metric, in the folder `best` of `save_dir`."""
     early_stop: PositiveInt | None = None
     """Validations in a row without improvement after which `mo.should_stop` is true; the `train` stage ends then."""
-    better: Literal["higher", "lower"] = "higher"
-    """Which metric is the better one."""
+    better: Literal["higher", "lower"] | None = None
+    """Which metric is the better one, for the plateau schedule as well; None: as `scheduler.mode` says, else higher."""
     print: bool = False
     """Print a line each `log_interval` steps."""
     update_ratio: bool = True
@@ -382,6 +383,11 @@ class Config(Section):
     nonfinite: NonFiniteConfig = NonFiniteConfig()
     memory: MemoryConfig = MemoryConfig()
     distributed: DistributedConfig = DistributedConfig()
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a higher metric is better; `monitor.better` and `scheduler.mode` never contradict each other."""
+        return self.monitor.better != "lower" and self.scheduler.mode != "min"
 
     @property
     def swa_start(self) -> int:

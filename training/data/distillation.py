@@ -11,11 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from layerline.pipeline.errors import ConfigError, TaskError
-from layerline.training.data.loss import first_output
+from layerline.training.data.loss import class_axis, counted_labels, first_output
 
 
 def soft_loss(
-    student: Tensor, teacher: Tensor, *, temperature: float = 4.0, axis: int = -1, counted: Tensor | None = None
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    temperature: float = 4.0,
+    axis: int | None = None,
+    counted: Tensor | None = None,
 ) -> Tensor:
     """T² · KL(softmax(teacher / T) ‖ softmax(student / T)), averaged over all positions (Hinton et al. 2015).
 
@@ -26,7 +31,7 @@ def soft_loss(
         student: logits, any shape.
         teacher: logits of the same shape; no gradient flows into them.
         temperature: T > 0.
-        axis: the axis of the classes.
+        axis: the axis of the classes; None: as `loss.class_axis` finds it from the logits alone.
         counted: True at the positions to average over, in the shape of the logits without `axis`. Another shape, or
             None: all positions.
     """
@@ -34,6 +39,8 @@ def soft_loss(
         raise ConfigError(
             f"the student gives {tuple(student.shape)}, the teacher {tuple(teacher.shape)}", where="distill"
         )
+    if axis is None:
+        axis = class_axis(student, None)
     wanted = F.log_softmax(teacher.detach().float() / temperature, axis)
     given = F.log_softmax(student.float() / temperature, axis)
     share = wanted.exp()
@@ -56,10 +63,13 @@ class Distillation:
         teacher: left as it is but for its mode: eval.
         temperature: T > 0; higher shows more of the teacher's small probabilities.
         weight: share of the soft loss, 0 to 1. At 0 the teacher is not run.
-        axis: the axis of the classes; 1 for images (N, classes, H, W).
+        axis: the axis of the classes. None: axis 1 of images (N, classes, H, W), the last axis of other outputs; in the
+            `train` stage the shape of the labels decides.
     """
 
-    def __init__(self, teacher: nn.Module, *, temperature: float = 4.0, weight: float = 0.9, axis: int = -1) -> None:
+    def __init__(
+        self, teacher: nn.Module, *, temperature: float = 4.0, weight: float = 0.9, axis: int | None = None
+    ) -> None:
         if not temperature > 0:
             raise ConfigError(f"a temperature of {temperature}", where="distill.temperature", hint="above 0")
         if not 0 <= weight <= 1:
@@ -83,17 +93,19 @@ class Distillation:
         loss: Tensor,
         inputs: tuple[Any, ...],
         named_inputs: dict[str, Any],
+        labels: Tensor | None = None,
         counted: Tensor | None = None,
     ) -> Tensor:
-        """The same over the positions that `counted` marks; see `soft_loss`."""
+        """The same over the positions that `counted` marks; the shape of `labels` says where the classes are."""
         if not self.weight:
             return loss
         if self.teacher.training:  # model.train() on a module that holds the teacher too
             self.teacher.eval()
         with torch.no_grad():
             wanted = first_output(self.teacher(*inputs, **named_inputs))
-        soft = soft_loss(first_output(outputs), wanted, temperature=self.temperature, axis=self.axis,
-                         counted=counted)  # fmt: skip
+        logits = first_output(outputs)
+        axis = class_axis(logits, labels) if self.axis is None else self.axis
+        soft = soft_loss(logits, wanted, temperature=self.temperature, axis=axis, counted=counted)
         return (1 - self.weight) * loss + self.weight * soft
 
 
@@ -109,8 +121,7 @@ class Taught:
         student: the module whose calls are watched.
         distillation: teacher, temperature and share.
         blaming: what the teacher runs in, which tells its errors as the user's.
-        counted: the labels of a batch that the loss averages over, where it leaves some out: the teacher's loss then
-            averages over the same ones.
+        skips_ignored: whether the loss leaves out labels of -100: the teacher's loss then does so too.
     """
 
     def __init__(
@@ -119,9 +130,10 @@ class Taught:
         student: nn.Module,
         distillation: Distillation,
         blaming: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        counted: Callable[[Any], Tensor | None] = lambda _: None,
+        *,
+        skips_ignored: bool = False,
     ) -> None:
-        self.counted = counted
+        self.skips_ignored = skips_ignored
         self.loss, self.student, self.distillation, self.blaming = loss, student, distillation, blaming
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, float | None]:
@@ -146,7 +158,17 @@ class Taught:
         scale = 1.0 if weight is None else max(weight, 1.0)
         mean = loss / scale
         with self.blaming():
-            counted = self.counted(batch)
-            parts = [self.distillation.mixed(out, mean, args, kwargs, counted) for args, kwargs, out in calls]
+            labels = _labels(batch)
+            counted = labels if self.skips_ignored else None
+            parts = []
+            for args, kwargs, out in calls:
+                parts.append(self.distillation.mixed(out, mean, args, kwargs, labels, counted))
         total = torch.stack(parts).mean() * scale
         return total if weight is None or weight else total * 0, weight
+
+
+def _labels(batch: Any) -> Tensor | None:
+    try:
+        return counted_labels(batch)
+    except TaskError:  # a batch in a form of its own, for a loss of the task's own
+        return None

@@ -149,7 +149,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 def activations(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[str, Tensor]]:
     """(class of the module, its output) by canonical path, in the order of the calls, for one forward pass.
 
-    The second call of a shared module is `path:1`, the third `path:2`.
+    A shared module has its first path; its second call is `path:1`, the third `path:2`.
     """
     outputs: dict[str, tuple[str, Tensor]] = {}
     calls: dict[str, int] = {}
@@ -164,8 +164,10 @@ def activations(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                 outputs[key] = type(module).__name__, tensor.detach().clone()
 
     handles = []
+    hooked: set[nn.Module] = set()
     for path, module in modules(model):
-        if path:
+        if path and module not in hooked:
+            hooked.add(module)
             handles.append(module.register_forward_hook(partial(record_output, path)))
     try:
         forward(model, args, kwargs)

@@ -30,6 +30,19 @@ def valid_labels(batch: Any) -> int | None:
     return None if counted is None else int(counted.sum())
 
 
+def class_axis(output: Tensor, labels: Tensor | None) -> int:
+    """The axis of the classes in a model's output: -1 for sequences (N, T, classes), 1 for images (N, classes, H, W).
+
+    Labels decide where they have the output's shape without that axis. Without them outputs of up to three dimensions
+    are taken for sequences, others for images.
+    """
+    if output.ndim < 3:
+        return -1
+    if labels is not None and labels.ndim == output.ndim - 1:
+        return -1 if labels.shape == output.shape[:-1] else 1
+    return -1 if output.ndim == 3 else 1
+
+
 def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
     """Cross-entropy for integer targets (classes on axis 1, or on the last axis of sequences), mean squared error for
     float targets, and the model's own loss for a batch without target.
@@ -73,8 +86,8 @@ def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "su
                 hint="define loss(model, batch)",
             )
         return F.mse_loss(output, target)
-    if output.ndim == target.ndim + 1 and output.ndim > 2 and output.shape[:-1] == target.shape:
-        output = output.movedim(-1, 1)  # (N, T, classes), as sequence models give them
+    if output.ndim == target.ndim + 1:
+        output = output.movedim(class_axis(output, target), 1)
     if output.ndim != target.ndim + 1:
         raise TaskError(
             f"outputs are {tuple(output.shape)}, integer targets {tuple(target.shape)}",

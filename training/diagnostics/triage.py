@@ -166,7 +166,7 @@ class Judge:
         self._config, self._roll_back = lane.config.nonfinite, roll_back
         self.recorder = Recorder(lane) if self._config.triage else None
         self.findings: list[Finding] = []
-        self._where, self._times = "", 0
+        self._restored, self._times = -1, 0
 
     def rejected(self, lane: LaneState, loss: float, norm: float) -> None:
         """Called while the gradients of the rejected window still exist; not for an overflow that a smaller loss scale
@@ -192,15 +192,15 @@ class Judge:
         if where is None:
             raise StageError(f"{error.what}; there is no checkpoint to roll back to", where="nonfinite.policy",
                              hint="set monitor.save_interval, or call mo.save_ckpt()")  # fmt: skip
-        if where != self._where:
-            self._where, self._times = where, 0
+        if lane.steps != self._restored:  # the step of the checkpoint: a file may have been written again since
+            self._restored, self._times = lane.steps, 0
         self._times += 1
         if self._times > _ROLL_BACKS:
             what = f"{error.what}; rolling back to {where} {_ROLL_BACKS} times did not help"
             raise StageError(what, where=error.where, hint=error.hint)
         lane.skipped_in_a_row = 0
         text = f"rolled back to {where} after {self._config.limit} rejected steps in a row"
-        lane.monitor.warn(f"rolled back {where} {self._times}", text)
+        lane.monitor.warn(f"rolled back {where} {lane.steps} {self._times}", text)
 
     def _look(self, lane: LaneState, finding: Finding) -> None:
         if lane.peers is not None:

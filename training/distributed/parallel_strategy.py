@@ -163,16 +163,28 @@ class Peers(Policy, ABC):
     def release(self) -> None:
         """Before weights are written outside of a step: nothing reads or holds them any more."""
 
-    def window(self, grads: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def window(self, grads: dict[str, Tensor], state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """An open window in a form that any number of ranks can go on from: the mean of its gradients, loss and weight
-        over the ranks."""
-        own = self.lane.window.state_dict()
-        loss, weight = (self.agree(own[k]) for k in ("loss", "weight"))
-        with self.guarded("save_ckpt, which every rank has to call,"):
-            return self._mean_gradients(grads), {"loss": loss, "weight": weight}
+        over the ranks.
+
+        Args:
+            grads: this rank's gradients by name; a rank may have none for a layer that it left out.
+            state: the window's own state. Ranks may have run another number of backward passes.
+        """
+        with self.ranks.pulse.guarded("save_ckpt, which every rank has to call,", self.lane.steps):
+            states: list[dict[str, Any]] = self.ranks.gather(state)
+            begun = [s for s in states if s["weighted"] is not None or s["micro"]]
+            shared = dict(begun[0] if begun else state)
+            for name in ("loss", "weight"):
+                shared[name] = sum(s[name] for s in states) / self.size
+            return self._mean_gradients(grads), shared
 
     def _mean_gradients(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        copies = {n: g.clone() for n, g in grads.items()}
+        names = {name for names_of_rank in self.ranks.gather(list(grads)) for name in names_of_rank}
+        copies: dict[str, Tensor] = {}
+        for name, stepped in zip(self.lane.names, self.lane.stepped, strict=True):
+            if name in names:
+                copies[name] = grads[name].clone() if name in grads else torch.zeros_like(stepped)
         for flat, parts in flattened(list(copies.values()), 1 << 26, self.ranks.device):
             dist.all_reduce(flat.div_(self.ranks.size))
             unflatten(flat, parts)

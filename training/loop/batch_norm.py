@@ -24,10 +24,13 @@ def batch_norms(model: nn.Module) -> dict[str, nn.modules.batchnorm._BatchNorm]:
 
     One in eval mode uses its running statistics and is not among them, unless it has none.
     """
-    return {
-        path: m for path, m in modules(model)
-        if isinstance(m, _BATCH_NORM) and (m.training or m.running_mean is None)
-    }  # fmt: skip
+    layers: dict[str, nn.modules.batchnorm._BatchNorm] = {}
+    for path, module in modules(model):
+        if not isinstance(module, _BATCH_NORM) or module in layers.values():  # a shared layer counts once
+            continue
+        if module.training or module.running_mean is None:
+            layers[path] = module
+    return layers
 
 
 def warning(model: nn.Module, steps: int) -> str:
@@ -130,7 +133,7 @@ def _replaced(model: nn.Module, make: Callable[[nn.modules.batchnorm._BatchNorm]
     done: dict[int, nn.Module] = {}
     names = []
     for path, parent in list(modules(model)):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # a shared layer under each of its names
             if isinstance(child, _BATCH_NORM) and not isinstance(child, nn.SyncBatchNorm):
                 done.setdefault(id(child), make(child))
                 setattr(parent, name, done[id(child)])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.inputs.untrusted import is_file_name, printable
-from layerline.training.config.sections import MonitorConfig
+from layerline.training.config.sections import Config
 
 FOLDER = "best"
 
@@ -26,7 +26,7 @@ class Best:
     """Follows the metric of what would ship.
 
     Args:
-        config: `keep_best`, `early_stop` and `better`.
+        config: `monitor.keep_best`, `monitor.early_stop`, and which metric is better.
         folder: where the checkpoints go. It may move: a saved state holds file names alone.
 
     Attributes:
@@ -34,8 +34,8 @@ class Best:
         waited: validations since the last improvement.
     """
 
-    def __init__(self, config: MonitorConfig, folder: Path) -> None:
-        self._config = config
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._config, self._higher = config.monitor, config.higher_is_better
         self.folder = folder
         self.entries: list[Entry] = []
         self.waited = 0
@@ -76,9 +76,9 @@ class Best:
         del self.entries[keep:]
 
     def _beats(self, metric: float, other: float) -> bool:
-        if self._config.better == "lower":
-            return metric < other
-        return metric > other
+        if self._higher:
+            return metric > other
+        return metric < other
 
     def state_dict(self) -> dict[str, Any]:
         return {"entries": [list(entry) for entry in self.entries], "waited": self.waited}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.loop.accumulation import check_loss
@@ -24,6 +24,7 @@ class Evaluation:
 
     def __init__(self, lane: LaneState, closure: Callable[[], Tensor]) -> None:
         self._lane, self._closure = lane, closure
+        _follow_statistics(lane)
         self.loss = self._evaluate()
         self._unmoved = self._versions()
 
@@ -49,6 +50,16 @@ class Evaluation:
 
     def _versions(self) -> list[int]:
         return [p._version for p in self._lane.params]
+
+
+def _follow_statistics(lane: LaneState) -> None:
+    """Has BatchNorm follow the batch again.
+
+    SAM and WSAM leave its momentum at 0 until their step() begins, and keep the value under this name.
+    """
+    for module in lane.model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and hasattr(module, "backup_momentum"):
+            module.momentum = module.backup_momentum  # type: ignore[assignment]
 
 
 def check(lane: LaneState) -> None:

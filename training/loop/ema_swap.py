@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.loop.lane_state import LaneState
+from layerline.training.model.fake_quantization import is_fake_quantized, ranges_kept, without_fake_quantization
 from layerline.training.model.precision import wide
 from layerline.training.model.split_tensors import is_split, whole
 from layerline.training.randomness.rng_snapshot import modes_kept
@@ -61,10 +62,10 @@ def validate(lane: LaneState, metric: Callable[[nn.Module], float]) -> dict[str,
     """
     with modes_kept(lane.model):
         lane.model.eval()
-        with torch.no_grad(), online(lane):
-            with _without_fake_quant(lane.model):
+        with torch.no_grad(), ranges_kept(lane.model), online(lane):
+            with without_fake_quantization(lane.model):
                 plain = _number(metric(lane.model))
-            same = lane.ema is None and not _fake_quants(lane.model)
+            same = lane.ema is None and not is_fake_quantized(lane.model)
             switch(lane, ema=True)
             deploy = plain if same else _number(metric(lane.model))
             switch(lane, ema=False)
@@ -87,22 +88,3 @@ def _number(metric: object) -> float:
     seen = f"a tensor of shape {tuple(metric.shape)}" if isinstance(metric, Tensor) else f"a {type(metric).__name__}"
     hint = f"give one of {', '.join(map(str, metric))}" if isinstance(metric, Mapping) else "give a float"
     raise ConfigError(f"the metric is one number, got {seen}", where="validate", hint=hint)
-
-
-def _fake_quants(model: nn.Module) -> list[Tensor]:
-    # torch.ao and torchao keep the switch as this buffer.
-    switches = [getattr(module, "fake_quant_enabled", None) for module in model.modules()]
-    return [switch for switch in switches if isinstance(switch, Tensor)]
-
-
-@contextmanager
-def _without_fake_quant(model: nn.Module) -> Iterator[None]:
-    switches = _fake_quants(model)
-    before = [s.clone() for s in switches]
-    for s in switches:
-        s.zero_()
-    try:
-        yield
-    finally:
-        for s, value in zip(switches, before, strict=True):
-            s.copy_(value)

@@ -205,6 +205,7 @@ class Masks(Policy):
         self.gradual: Gradual | None = None
         self._chosen: int | None = None  # the step of the schedule that the masks are of
         self.masks: dict[str, Tensor] = {}
+        self._fixed: dict[str, Tensor] = {}  # those among them that no schedule has chosen
         self._targets: list[Tensor] = []
         self._factors: list[Tensor] = []
         self.add(masks)
@@ -228,6 +229,13 @@ class Masks(Policy):
             self._follow(self._lane.steps)
         else:
             self._set(masks)
+            self._fixed = self._together(self._fixed, masks)
+
+    def weights_were_loaded(self) -> None:
+        """Before the first step: a schedule chooses from the loaded weights, and masks hold in them."""
+        self.masks, self._chosen = {}, None
+        self._set(self._fixed)
+        self._follow(self._lane.steps)
 
     def after_accepted(self, step: int) -> None:
         """Zeroes what is masked, in one foreach call, or chooses anew."""
@@ -241,6 +249,7 @@ class Masks(Policy):
     def rename(self, names: Mapping[str, str]) -> None:
         """Follows parameters that have other names now: old name -> new name."""
         self.masks = {names.get(n, n): m for n, m in self.masks.items()}
+        self._fixed = {names.get(n, n): m for n, m in self._fixed.items()}
 
     @property
     def complete_at(self) -> int:
@@ -264,6 +273,7 @@ class Masks(Policy):
         self._chosen = self.gradual.latest(step) if self.gradual else None
         self.masks = {}
         self._set({n: m.clone() for n, m in state["masks"].items()})
+        self._fixed = self.masks
 
     def _follow(self, step: int) -> None:
         """Chooses masks where the schedule has moved on, whether or not it was asked at that very step."""
@@ -276,11 +286,7 @@ class Masks(Policy):
 
     @torch.no_grad()
     def _set(self, masks: Mapping[str, Tensor]) -> None:
-        lane, now = self._lane, dict(self.masks)
-        for given, mask in masks.items():
-            name = lane.named.aliases.get(given, given)
-            kept = mask.detach().to(_masked(lane, name, mask).device, torch.bool)
-            now[name] = now[name] & kept if name in now else kept
+        lane, now = self._lane, self._together(self.masks, masks)
         self.masks, self._targets, self._factors = now, [], []
         with ema_swap.online(lane):  # the weights themselves, not what holds their place meanwhile
             for name, kept in now.items():
@@ -289,6 +295,15 @@ class Masks(Policy):
                     self._factors.append(like(target, kept.to(target.dtype)))
             if self._targets:
                 torch._foreach_mul_(self._targets, self._factors)
+
+    def _together(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What both sets of masks leave, by canonical name."""
+        lane, out = self._lane, dict(old)
+        for key, mask in new.items():
+            name = lane.named.aliases.get(key, key)
+            kept = mask.detach().to(_masked(lane, name, mask).device, torch.bool)
+            out[name] = out[name] & kept if name in out else kept
+        return out
 
 
 def _compare(peers: RankExchange, masks: Mapping[str, Tensor] | Gradual) -> None:

@@ -83,7 +83,7 @@ class Monitor:
         self._clipped_lately = self._lately = 0
         self._scale_drops = 0
         self._peak, self._peak_read = 0.0, -math.inf
-        self._writer = _tensorboard(config.tensorboard) if config.tensorboard else None
+        self._writer = summary_writer()(config.tensorboard) if config.tensorboard else None
         self.write: Callable[[str], object] | None = _print if config.print else None
         self.trackers: list[Callable[[dict[str, float]], object]] = []
 
@@ -219,7 +219,8 @@ class Monitor:
         counts = {"clipped": self._clipped, "steps": self._steps, "low": self._low, "weight": self._weight,
                   "clipped_lately": self._clipped_lately, "lately": self._lately}  # fmt: skip
         return {"rows": flat, "columns": list(self.columns), "smooth": self._smooth, "norms": list(self._norms),
-                "median": self._median, **counts}  # fmt: skip
+                "median": self._median, "warnings": dict(self._told), "times": dict(self._times),
+                "active": sorted(self._active), **counts}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         cells = [dict(zip(state["columns"], row, strict=True)) for row in state["rows"].tolist()]
@@ -231,6 +232,11 @@ class Monitor:
         self._clipped_lately, self._lately = state["clipped_lately"], state["lately"]
         self._weight, self._since, self.waited = state["weight"], time.perf_counter(), 0.0
         self._reviewed, self._waited_then = self._since, 0.0
+        # What this process has already said (of the model, before it loaded; before a rollback) stays said.
+        self._told = {**state.get("warnings", {}), **self._told}
+        for key, times in state.get("times", {}).items():
+            self._times[key] = max(self._times[key], times)
+        self._active |= set(state.get("active", ()))
 
     def _ratio(self) -> float | None:
         if self._before is None:
@@ -322,7 +328,12 @@ def _cell(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def _tensorboard(folder: str) -> Any:
+def summary_writer() -> Any:
+    """TensorBoard's class; making one writes a file.
+
+    Raises:
+        Unavailable: TensorBoard is not installed.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -331,4 +342,4 @@ def _tensorboard(folder: str) -> Any:
             where="monitor.tensorboard",
             hint="pip install tensorboard, or leave the field out",
         ) from error
-    return SummaryWriter(folder)
+    return SummaryWriter

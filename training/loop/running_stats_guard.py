@@ -11,22 +11,16 @@ from torch import Tensor
 
 from layerline.training.loop.ema import norm_buffers
 from layerline.training.model.canonical_names import Named, Slots
+from layerline.training.model.fake_quantization import is_observer
 from layerline.training.policy import Policy
-
-# Base classes of torch's and torchao's modules that follow the range of their input, by name: importing them is slow.
-_OBSERVERS = frozenset({"ObserverBase", "FakeQuantizeBase", "AffineQuantizedObserverBase"})
 
 
 def guarded(model: Named) -> dict[str, Tensor]:
     """The buffers that a forward pass in training mode changes: of normalisation layers, and of observers and fake
     quantisation."""
-    observed = {}
-    for name, buffer in model.buffers.items():
-        classes = {cls.__name__ for cls in type(model.owners[name]).__mro__}
-        # The switches (`observer_enabled`, `fake_quant_enabled`) are the user's: a rejected step leaves them alone.
-        if not _OBSERVERS.isdisjoint(classes) and not name.endswith("_enabled"):
-            observed[name] = buffer
-    return norm_buffers(model) | observed
+    observed = {n: b for n, b in model.buffers.items() if is_observer(model.owners[n])}
+    # The switches (`observer_enabled`, `fake_quant_enabled`) are the user's: a rejected step leaves them alone.
+    return norm_buffers(model) | {n: b for n, b in observed.items() if not n.endswith("_enabled")}
 
 
 class Guard(Policy):

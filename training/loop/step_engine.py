@@ -137,6 +137,8 @@ class Lane(LaneState):
     def _loaded(self, _: Any) -> None:
         """Weights were loaded into the model: before the first step, training starts from those."""
         if self.steps == 0 and not (self.ema is not None and self.ema.swapped):
+            if self.masks is not None:
+                self.masks.weights_were_loaded()
             if self.ema is not None:
                 self.ema.begin(buffers=True)
             if self.guard is not None:

@@ -77,11 +77,12 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module once per path, under canonical paths; wrappers do not appear."""
+    """Every module under each of its canonical paths; wrappers do not appear."""
     model = unwrap(model)
     yield prefix, model
-    for name, child in model.named_children():
-        yield from modules(child, f"{prefix}.{name}" if prefix else name)
+    for name, child in model._modules.items():  # named_children() gives a module that has two names here once
+        if child is not None:
+            yield from modules(child, f"{prefix}.{name}" if prefix else name)
 
 
 def named(model: nn.Module) -> Named:

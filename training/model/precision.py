@@ -83,11 +83,12 @@ class LossScale(Policy):
             self.good = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "good": self.good}
+        return {"on": self.on, "value": self.value, "good": self.good}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:  # noqa: ARG002
-        if self.on:
-            self.value = state["value"]
+        """Continues a dynamic scale. A fixed one stays as configured; after a run without fp16 it begins anew."""
+        if self.dynamic and state.get("on", True):
+            self.value = max(state["value"], self.floor)
             self.good = state["good"]
 
 

@@ -161,7 +161,7 @@ def _bodies(module: nn.Module, every: int, path: str = "") -> Iterator[tuple[str
 
 
 def _is_body(module: nn.Module, every: int, *, holds_bodies: bool) -> bool:
-    layers = list(module.children())
+    layers = list(module._modules.values())
     if len(layers) < 2:
         return False
     if isinstance(module, nn.ModuleList):

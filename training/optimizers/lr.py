@@ -34,7 +34,8 @@ class Rate(Policy):
         self.schedule = schedules.build(config.scheduler, self.base)
         self.plateau: schedules.Plateau | None = None
         if config.scheduler.name == "plateau":
-            self.plateau = schedules.Plateau(config.scheduler, schedules.floor_ratio(config.scheduler, self.base))
+            floor = schedules.floor_ratio(config.scheduler, self.base)
+            self.plateau = schedules.Plateau(config.scheduler, floor, config.higher_is_better)
         plain = config.scheduler.name == "constant" and not schedules.warmup_steps(config.scheduler)
         self._constant = plain and config.swa.lr is None
         self._averaged_from, self._averaged_lr = config.swa_start, config.swa.lr

@@ -230,11 +230,13 @@ class Plateau:
 
     Attributes:
         floor: the lowest rate as a share of the base rate.
+        higher: whether a higher metric is better.
         scale: what the rate is multiplied by now.
     """
 
     config: SchedulerConfig
     floor: float = 0.0
+    higher: bool = True
     best: float | None = None
     waited: int = 0
     scale: float = field(default=1.0)
@@ -254,7 +256,9 @@ class Plateau:
         if self.best is None:
             return True
         margin = self.config.threshold * abs(self.best)
-        return metric > self.best + margin if self.config.mode == "max" else metric < self.best - margin
+        if self.higher:
+            return metric > self.best + margin
+        return metric < self.best - margin
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "waited": self.waited, "scale": self.scale}

@@ -18,6 +18,7 @@ from layerline.training.data import batches as data
 from layerline.training.data import golden_outputs
 from layerline.training.data.batches import Batches, each_tensor, size, to_device
 from layerline.training.data.distillation import Taught
+from layerline.training.loop.monitors import summary_writer
 from layerline.training.model.canonical_names import named
 from layerline.training.model.modes import train_mode
 from layerline.training.model_optimizer import ModelOptimizer
@@ -65,7 +66,9 @@ def look_at_training(
             look.warn("model()", text, "see docs/training.md")
         if config.scheduler.total_steps is None:
             config = config.replace(scheduler={"total_steps": total})
-        mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
+        if config.monitor.tensorboard:
+            summary_writer()  # is it installed? The trial itself writes nothing
+        mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0, "tensorboard": None}))
         with look.item("teacher()"):
             loss = loss_of(look.task, model, config, where)
             look.shared["loss"] = loss

@@ -13,6 +13,7 @@ from layerline.pipeline.errors import TaskError
 from layerline.pipeline.task import Task
 from layerline.training.data import golden_outputs
 from layerline.training.model import canonical_names
+from layerline.training.model.fake_quantization import stop_observers
 from layerline.training.state import safetensors_io
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -59,11 +60,7 @@ def ship(model: nn.Module, example: Example, weights: Mapping[str, Tensor], out:
         TaskError: the model can't run on its example.
     """
     canonical_names.load(model, weights)
-    for module in model.modules():
-        # Fake quantisation keeps its scales: an observer that is on changes them at each call, in eval mode too.
-        switch = getattr(module, "observer_enabled", None)
-        if isinstance(switch, Tensor):
-            switch.zero_()
+    stop_observers(model)
     names = canonical_names.named(model)
     safetensors_io.save(out / "model.safetensors", names.tensors, {"aliases": names.aliases})
     safetensors_io.save(out / "golden.safetensors", golden_outputs.record(model, *example))

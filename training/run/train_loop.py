@@ -24,7 +24,7 @@ from layerline.pipeline.task import Task
 from layerline.training.config.sections import Config
 from layerline.training.data.batches import Batches, size, to_device
 from layerline.training.data.distillation import Distillation, Loss, Taught
-from layerline.training.data.loss import counted_labels, default_loss, valid_labels
+from layerline.training.data.loss import default_loss, valid_labels
 from layerline.training.distributed import ranks
 from layerline.training.loop.accumulation import counted
 from layerline.training.loop.step_engine import Lane
@@ -34,7 +34,7 @@ from layerline.training.model.split_tensors import whole
 from layerline.training.model_optimizer import ModelOptimizer
 from layerline.training.randomness import rng_state
 from layerline.training.run.shipping import module_of
-from layerline.training.run.validation import metric_of
+from layerline.training.run.validation import evaluation_batches, metric_of
 from layerline.training.state import checkpoint
 
 _FILL: Any = torch.utils.deterministic
@@ -117,7 +117,10 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
         config = config.replace(scheduler={"total_steps": total})
     mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
     mo.register("data", batches)
-    mo.validate_with(lambda net: next(iter(metric_of(task, net, batch_size=batch_size, device=device).values())))
+    if config.monitor.valid_interval:
+        # Called once and before the draws of training, which must not depend on when validation begins.
+        evaluation = evaluation_batches(task, batch_size)
+        mo.validate_with(lambda net: next(iter(metric_of(task, net, evaluation, device=device).values())))
     initial = _copies(named(model).params)
     for text in modes:
         mo.lanes[""].monitor.warn("modes", text)
@@ -317,9 +320,7 @@ def loss_of(task: Task, model: nn.Module, config: Config, device: torch.device) 
     teacher = module_of(task, "teacher").to(device).requires_grad_(False)
     distillation = Distillation(teacher, temperature=settings.temperature, weight=settings.alpha, axis=settings.axis)
     blaming = partial(task.blaming, "teacher()")
-    if own:
-        return Taught(loss, model, distillation, blaming)
-    return Taught(loss, model, distillation, blaming, counted_labels)
+    return Taught(loss, model, distillation, blaming, skips_ignored=not own)
 
 
 def steps_per_epoch(batches: Batches, accumulate: int) -> int:

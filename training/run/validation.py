@@ -17,7 +17,12 @@ from layerline.training.data.batches import Batches, to_device
 from layerline.training.data.golden_outputs import named_outputs
 
 
-def metric_of(task: Task, model: nn.Module, *, batch_size: int, device: torch.device) -> dict[str, float]:
+def evaluation_batches(task: Task, batch_size: int) -> Batches:
+    """The batches of eval_data(), which is called once and iterated anew at each validation."""
+    return Batches(task.call("eval_data"), batch_size=batch_size, seed=None, hook="eval_data")
+
+
+def metric_of(task: Task, model: nn.Module, batches: Batches, *, device: torch.device) -> dict[str, float]:
     """The metric by name (`metric`, where the hook returns one number). The model stays in its present mode.
 
     The hook gets an array where the model returns one tensor, and otherwise a tuple of arrays, as for a built model.
@@ -25,7 +30,7 @@ def metric_of(task: Task, model: nn.Module, *, batch_size: int, device: torch.de
     Raises:
         TaskError: no evaluation data, a batch without label, or the metric is no number.
     """
-    batches = Batches(task.call("eval_data"), batch_size=batch_size, seed=None, hook="eval_data")
+    batches.load_state_dict({"epoch": 0, "position": 0})
     outputs: list[Any] = []
     targets: list[Any] = []
     with torch.no_grad():

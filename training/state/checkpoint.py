@@ -313,9 +313,8 @@ def _window_state(lane: Lane) -> dict[str, Any]:
         if stepped.grad is not None:
             grads[name] = stepped.grad
     window: dict[str, Any] = lane.window.state_dict()
-    if lane.peers is not None and lane.window.micro:
-        grads, shared = lane.peers.window(grads)
-        window |= shared
+    if lane.peers is not None:
+        grads, window = lane.peers.window(grads, window)
     return {**window, "grads": grads}
 
 
@@ -351,6 +350,7 @@ def _restore_lane(lane: Lane, state: checkpoint_reader.Saved) -> None:
     if lane.peers is not None:
         lane.peers.release()
     weights, parts, counters = state.weights, state.parts, state.counters
+    masks, lane.masks = lane.masks, None  # masks of other weights must not touch those that are loaded
     names.load(lane.model, weights["online"])
     lane.refresh()  # a buffer that was resized may be another tensor
     if lane.masters is not None:
@@ -371,8 +371,11 @@ def _restore_lane(lane: Lane, state: checkpoint_reader.Saved) -> None:
     if lane.strides is not None:
         lane.strides.renew()
     _restore_window(lane, parts["window"])
-    if "masks" in parts and lane.masks is None:
-        lane.masks = Masks(lane, {})
+    lane.masks = masks
+    if "masks" in parts:
+        lane.masks = masks or Masks(lane, {})
+    elif masks is not None:
+        masks.weights_were_loaded()
     for policy in lane.policies():
         if policy.name in parts:
             policy.load_state_dict(parts[policy.name], lane.steps)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import StageError
+from layerline.training.state.tensor_forms import dense
 
 Tensors = dict[str, Tensor]
 Classes = Mapping[str, type]
@@ -186,6 +187,11 @@ class _Packer:
         stored = (node, tensor, name)
         self._stored[key] = stored
         self._tensors[name] = tensor.detach()
+        if plain and tensor.numel() and tensor.stride() != dense(tensor):
+            # A view with gaps, such as a column: kernels take another path over it than over a dense copy.
+            span = _last_element(tensor) + 1 - tensor.storage_offset()
+            self._tensors[name] = torch.as_strided(tensor.detach(), (span,), (1,))
+            node |= {"at": name, "view": [list(tensor.shape), list(tensor.stride()), 0]}
         if plain:
             neighbours = self._by_storage.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), [])
             for neighbour in neighbours:

@@ -1,0 +1,77 @@
+"""Switches of fake quantisation: torch keeps them as buffers of its modules, torchao as an attribute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+# Base classes of torch's and torchao's modules that follow the range of their input, by name: importing them is slow.
+_OBSERVERS = frozenset({"ObserverBase", "FakeQuantizeBase", "AffineQuantizedObserverBase"})
+
+
+def is_observer(module: nn.Module) -> bool:
+    """Whether the module follows the range of its input."""
+    return any(cls.__name__ in _OBSERVERS for cls in type(module).__mro__)
+
+
+def is_fake_quantized(model: nn.Module) -> bool:
+    """Whether the model has fake quantisation, switched on or off."""
+    return bool(_switches(model, "fake_quant_enabled") or _torchao(model))
+
+
+def stop_observers(model: nn.Module) -> None:
+    """Switches observers off: one that is on changes its range at each call, in eval mode too."""
+    for switch in _switches(model, "observer_enabled"):
+        switch.zero_()
+
+
+@contextmanager
+def ranges_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, forward passes leave all ranges as they are.
+
+    Observers with a switch are off, as in the weights that ship. Those without one get their buffers back.
+    """
+    kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+    for module in model.modules():
+        if is_observer(module) or "observer_enabled" in module._buffers:
+            kept += [(module, name, b, b.clone()) for name, b in module._buffers.items() if b is not None]
+    stop_observers(model)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in kept:
+                # A range of each channel may have taken the place of one for all, or another tensor that of the buffer.
+                buffer.resize_(value.shape).copy_(value)
+                module._buffers[name] = buffer
+
+
+@contextmanager
+def without_fake_quantization(model: nn.Module) -> Iterator[None]:
+    """Inside, fake quantisation passes its input on."""
+    switches = _switches(model, "fake_quant_enabled")
+    before = [switch.clone() for switch in switches]
+    attributes = [(module, module.enabled) for module in _torchao(model)]
+    for switch in switches:
+        switch.zero_()
+    for module, _ in attributes:
+        module.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.copy_(value)
+        for module, enabled in attributes:
+            module.enabled = enabled
+
+
+def _switches(model: nn.Module, name: str) -> list[Tensor]:
+    switches = [module._buffers.get(name) for module in model.modules()]
+    return [switch for switch in switches if switch is not None]
+
+
+def _torchao(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if any(cls.__name__ == "FakeQuantizerBase" for cls in type(m).__mro__)]
