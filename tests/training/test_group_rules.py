@@ -158,7 +158,7 @@ def test_layer_decay_refuses_an_encoder_beside_a_decoder() -> None:
     with pytest.raises(ConfigError, match=r"decoder and encoder"):
         ModelOptimizer(_Both(3), config)
     (lane,) = ModelOptimizer(_Both(2), config).lanes.values()
-    assert lane.members[0].lr_scale == 2**-5  # the smaller stack comes before the blocks
+    assert lane.members[0].share == 2**-5  # the smaller stack comes before the blocks
 
 
 def test_layer_decay_of_a_model_that_is_its_own_stack() -> None:

@@ -21,7 +21,9 @@ from pydantic import (
     model_validator,
 )
 
-OptimizerName = Literal["sgd", "rmsprop", "adam", "adamw", "adafactor", "lamb", "lion", "sophia", "custom"]
+OptimizerName = Literal[
+    "sgd", "rmsprop", "adam", "adamw", "adafactor", "lamb", "lion", "muon", "sophia", "custom",
+]  # fmt: skip
 SchedulerName = Literal[
     "constant", "cosine", "cosine_restarts", "polynomial", "inverse_sqrt", "one_cycle", "step", "multistep",
     "exponential", "wsd", "plateau",
@@ -31,7 +33,7 @@ RULE_FIELDS = ("betas", "eps", "momentum", "nesterov", "alpha", "rho", "update_i
 _TAKEN: Mapping[str, tuple[str, ...]] = {
     "sgd": ("momentum", "nesterov"), "rmsprop": ("alpha", "eps", "momentum"), "adam": ("betas", "eps"),
     "adamw": ("betas", "eps"), "adafactor": (), "lamb": ("betas", "eps"), "lion": ("betas",),
-    "sophia": ("betas", "eps", "rho", "update_interval"),
+    "muon": ("momentum", "nesterov", "eps"), "sophia": ("betas", "eps", "rho", "update_interval"),
 }  # fmt: skip
 Amp = Literal["fp32", "bf16", "fp16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -56,22 +58,48 @@ class Section(BaseModel):
 
 
 class GroupRule(Section):
-    """Rate and weight decay of the parameters whose names match a pattern."""
+    """Update rule, rate and weight decay of the parameters whose names match a pattern."""
 
     match: str
     """A glob pattern over parameter names: `head.*`, `*.bias`."""
+    name: OptimizerName | None = None
+    """Another update rule. muon takes matrices alone: other parameters that match are left to the next rule."""
     lr: PositiveFloat | None = None
     """Their base rate; it follows the same schedule."""
     lr_scale: NonNegative | None = None
     """Or a multiple of `optimizer.lr`; 0 leaves them as they are."""
     weight_decay: NonNegative | None = None
+    betas: tuple[Beta, Beta] | None = None
+    """This field and the following ones are for `name`, as under `optimizer`."""
+    eps: PositiveFloat | None = None
+    momentum: Beta | None = None
+    nesterov: bool | None = None
+    alpha: Beta | None = None
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _any_case(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The fields of its update rule that are set."""
+        names = [name for name in RULE_FIELDS if getattr(self, name, None) is not None]
+        return {name: getattr(self, name) for name in names}
 
     @model_validator(mode="after")
     def _says_something_once(self) -> GroupRule:
         if self.lr is not None and self.lr_scale is not None:
             raise ValueError("give lr or lr_scale, not both")
-        if self.lr is None and self.lr_scale is None and self.weight_decay is None:
-            raise ValueError("a rule needs lr, lr_scale or weight_decay")
+        if self.name is None and self.lr is None and self.lr_scale is None and self.weight_decay is None:
+            raise ValueError("a rule needs name, lr, lr_scale or weight_decay")
+        if self.name in ("custom", "sophia"):
+            raise ValueError(f"{self.name} steps the whole model")
+        for field in self.arguments:
+            if field not in _TAKEN.get(self.name or "", ()):
+                raise ValueError(f"{field} is not for {self.name}" if self.name else f"{field} needs name")
+        if self.name == "sgd" and self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs momentum above 0")
         return self
 
 
@@ -84,9 +112,9 @@ class OptimizerConfig(Section):
     eps: PositiveFloat | None = None
     weight_decay: NonNegative | None = None
     momentum: Beta | None = None
-    """sgd and rmsprop."""
+    """sgd, rmsprop and muon."""
     nesterov: bool | None = None
-    """sgd."""
+    """sgd and muon."""
     alpha: Beta | None = None
     """rmsprop: smoothing of the squared gradient."""
     rho: PositiveFloat | None = None
@@ -112,9 +140,16 @@ class OptimizerConfig(Section):
             raise ValueError("lr_scaling needs batch_size: samples per optimizer step, over all ranks")
         if self.lr_range is not None and self.lr_range[0] > self.lr_range[1]:
             raise ValueError("lr_range is (lowest, highest)")
-        if self.nesterov and not self.momentum:
+        if self.nesterov and not self.momentum and self.name == "sgd":
             raise ValueError("nesterov needs momentum above 0")
+        if self.name == "sophia" and len(self.rules) > 1:
+            raise ValueError("sophia steps the whole model: leave out the names in groups")
         return self
+
+    @property
+    def rules(self) -> set[str]:
+        """The names of all update rules that are asked for."""
+        return {self.name, *(group.name for group in self.groups if group.name is not None)}
 
     @property
     def ignored(self) -> str:

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from layerline.training.optimizers.param_groups import Member
 
 
+_WHOLE_MATRICES = {
+    "adafactor": "adafactor's row and column statistics need whole matrices",
+    "muon": "muon makes whole matrices orthogonal",
+}
+
+
 def shard(model: nn.Module, config: Config, ranks: Ranks) -> None:
     """Splits every layer of the model's Sequential and ModuleList bodies, and what is left as one more unit.
 
@@ -42,12 +48,9 @@ def shard(model: nn.Module, config: Config, ranks: Ranks) -> None:
         ConfigError: a combination that cannot work, with the reason.
     """
     options = config.distributed
-    if config.optimizer.name == "adafactor":
-        raise ConfigError(
-            "adafactor's row and column statistics need whole matrices",
-            where="distributed.shard",
-            hint="use another optimizer, or shard: none",
-        )
+    for name, why in _WHOLE_MATRICES.items():
+        if name in config.optimizer.rules:
+            raise ConfigError(why, where="distributed.shard", hint="use another optimizer, or shard: none")
     if config.optimizer.name == "sophia":
         raise ConfigError(
             "sophia's curvature estimate needs second derivatives, which sharded layers have not",

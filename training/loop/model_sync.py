@@ -137,5 +137,6 @@ def _admit(lane: LaneState, member: Member) -> None:
         lane.stepped.append(member.param)
     if lane.custom:
         return
-    lane.optimizer.add_param_group({"params": [member.param], **group_rules.options(lane.config.optimizer, member)})
-    lane.rate.adopt(lane.optimizer.param_groups[-1])
+    part = registry.part_for(lane.optimizer, lane.config.optimizer, member)
+    part.add_param_group({"params": [member.param], **group_rules.options(lane.config.optimizer, member)})
+    lane.rate.adopt(part.param_groups[-1])

@@ -1,4 +1,4 @@
-"""Rates and weight decays of single parameters: rules by name pattern, and rates that fall from block to block."""
+"""Update rule, rate and weight decay of single parameters, by name pattern; and rates that fall from block to block."""
 
 from __future__ import annotations
 
@@ -41,28 +41,37 @@ def placed(model: nn.Module, named: Named, config: OptimizerConfig) -> tuple[Mem
     result = []
     for member in out:
         share = shares.get(member.name, 1.0)
-        rule = _rule_for(names[member.name], config.groups)
-        if rule is None:
-            result.append(replace(member, lr_scale=share))
-            continue
-        scale = 1.0 if rule.lr_scale is None else rule.lr_scale
-        result.append(replace(member, lr=rule.lr, lr_scale=scale * share, weight_decay=rule.weight_decay))
+        rule = _rule_for(names[member.name], member.param.ndim, config.groups)
+        if rule is not None and rule.lr_scale is not None:
+            share *= rule.lr_scale
+        result.append(replace(member, share=share, rule=rule))
     return tuple(result)
 
 
+def rule_name(config: OptimizerConfig, member: Member) -> str:
+    """The name of the update rule that steps a parameter."""
+    if member.rule is None or member.rule.name is None:
+        return config.name
+    return member.rule.name
+
+
 def options(config: OptimizerConfig, member: Member) -> dict[str, Any]:
-    """The fields of the parameter group that a parameter belongs to: its rate, and its weight decay where one is set.
+    """The fields of the parameter group that a parameter belongs to: its rate, and what else is set for it.
 
     A rule's weight decay holds for parameters that decay at all: biases and norms stay without.
     """
-    rate = config.scaled_lr * member.lr_scale if member.lr is None else member.lr
-    fields: dict[str, Any] = {"lr": rate}
+    fields: dict[str, Any] = {"lr": config.scaled_lr * member.share}
+    weight_decay = config.weight_decay
+    if member.rule is not None:
+        fields |= member.rule.arguments
+        if member.rule.lr is not None:
+            fields["lr"] = member.rule.lr
+        if member.rule.weight_decay is not None:
+            weight_decay = member.rule.weight_decay
     if not member.decay:
-        fields["weight_decay"] = 0.0
-    elif member.weight_decay is not None:
-        fields["weight_decay"] = member.weight_decay
-    elif config.weight_decay is not None:
-        fields["weight_decay"] = config.weight_decay
+        weight_decay = 0.0
+    if weight_decay is not None:
+        fields["weight_decay"] = weight_decay
     return fields
 
 
@@ -126,8 +135,10 @@ def _nested(one: str, other: str) -> bool:
     return inside or not (one and other)
 
 
-def _rule_for(names: Sequence[str], rules: Sequence[GroupRule]) -> GroupRule | None:
+def _rule_for(names: Sequence[str], dimensions: int, rules: Sequence[GroupRule]) -> GroupRule | None:
     for rule in rules:
+        if rule.name == "muon" and dimensions != 2:
+            continue
         if any(fnmatchcase(name, rule.match) for name in names):
             return rule
     return None

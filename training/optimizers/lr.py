@@ -100,16 +100,19 @@ class Rate(Policy):
         _write(_with_rates(copied), self._bases)
 
     def adopt(self, group: dict[str, Any]) -> None:
-        """Adds a group that has its full rate, and applies the schedule to it."""
-        self._bases.append(float(group["lr"]))
+        """Takes in a new group of the optimizer that has its full rate, and applies the schedule to it."""
+        self._bases.insert(self._place(group), float(group["lr"]))
         group["lr"] *= self._multiplier
 
-    def part(self, group: dict[str, Any]) -> None:
-        """Registers the base rate of a new last group that is split from `group`."""
+    def part(self, group: dict[str, Any], new: dict[str, Any]) -> None:
+        """Takes in a new group that was split from `group`."""
+        base = self._bases[self._place(group)]
+        self._bases.insert(self._place(new), base)
+
+    def _place(self, group: dict[str, Any]) -> int:
         for index, candidate in enumerate(self._groups):
             if candidate is group:
-                self._bases.append(self._bases[index])
-                return
+                return index
         raise ValueError("not a group of this optimizer")
 
     def at(self, step: int) -> float:

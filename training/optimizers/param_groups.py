@@ -11,6 +11,7 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import ParametrizationList
 
 from layerline.pipeline.errors import ConfigError
+from layerline.training.config.sections import GroupRule
 from layerline.training.model.canonical_names import Named
 
 _NORMS = (
@@ -20,21 +21,19 @@ _NORMS = (
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter's place: whether it decays, and why; and its own rate.
+    """One parameter's place: whether it decays, and why; and what `optimizer.groups` say of it.
 
     Attributes:
-        lr: a base rate of its own; None: the configured one.
-        lr_scale: what the configured rate is multiplied by.
-        weight_decay: a decay of its own; None: the configured one.
+        share: what the configured rate is multiplied by; an explicit `lr` of the rule is not.
+        rule: the rule that holds for it.
     """
 
     name: str
     param: nn.Parameter
     decay: bool
     reason: str
-    lr: float | None = None
-    lr_scale: float = 1.0
-    weight_decay: float | None = None
+    share: float = 1.0
+    rule: GroupRule | None = None
 
 
 def members(model: Named, no_decay: Iterable[str] = ()) -> tuple[Member, ...]:

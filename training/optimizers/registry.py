@@ -19,6 +19,7 @@ from layerline.training.config.sections import RULE_FIELDS, OptimizerConfig
 from layerline.training.optimizers import group_rules
 from layerline.training.optimizers.foreach import Lamb, Lion, Sophia
 from layerline.training.optimizers.param_groups import Member
+from layerline.training.optimizers.several import Several
 from layerline.training.optimizers.strides import fusible, inner
 from layerline.training.state.state_tree import is_compound, pack, unpack
 
@@ -57,39 +58,79 @@ TABLE: Mapping[str, Rule] = {
     "adafactor": Rule(torch.optim.Adafactor, states=0),
     "lamb": Rule(Lamb, foreach=False),
     "lion": Rule(Lion, foreach=False, states=1),
+    "muon": Rule(torch.optim.Muon, foreach=False, states=1),
     "sophia": Rule(Sophia, foreach=False),
 }
 
 
-def build(config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer, with one group for each combination of rate and weight decay.
+def build(
+    config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer | Several:
+    """The optimizer, with one group for each combination of rate, weight decay and other fields. Where
+    `optimizer.groups` name other update rules, there is one optimizer for each.
 
     Args:
         stepped: the members' parameters, or their masters.
 
     Raises:
-        ConfigError: `custom` without an optimizer, a field that this optimizer lacks, or complex parameters that it
-            does not support.
+        ConfigError: `custom` without an optimizer, a field that this optimizer lacks, or parameters that it does not
+            support.
     """
-    rule = rule_of(config)
-    complex_names = [m.name for m, s in zip(members, stepped, strict=True) if s.is_complex()]
-    if complex_names and not rule.complex:
-        supporting = [name for name, r in TABLE.items() if r.complex]
-        raise ConfigError(f"{config.name} does not support complex parameters such as {complex_names[0]}",
-                          where="optimizer.name", hint=f"these do: {', '.join(supporting)}")  # fmt: skip
+    _check_name(config)
+    by_rule: dict[str, tuple[list[Member], list[nn.Parameter]]] = {}
+    for member, param in zip(members, stepped, strict=True):
+        its_members, its_params = by_rule.setdefault(group_rules.rule_name(config, member), ([], []))
+        its_members.append(member)
+        its_params.append(param)
+    if list(by_rule) == [config.name]:
+        return _build_rule(config.name, config, members, stepped)
+    # The configured rule comes first: its rate is the one that is shown.
+    names = sorted(by_rule, key=lambda name: name != config.name)
+    return Several({name: _build_rule(name, config, *by_rule[name]) for name in names})
+
+
+def _build_rule(
+    name: str, config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer:
+    rule = TABLE[name]
+    for member, param in zip(members, stepped, strict=True):
+        if param.is_complex() and not rule.complex:
+            supporting = [other for other, r in TABLE.items() if r.complex]
+            raise ConfigError(f"{name} does not support complex parameters such as {member.name}",
+                              where="optimizer.name", hint=f"these do: {', '.join(supporting)}")  # fmt: skip
+        if name == "muon" and param.ndim != 2:
+            raise ConfigError(f"muon steps matrices alone, and {member.name} has the shape {tuple(param.shape)}",
+                              where="optimizer.name",
+                              hint="name: adamw, with groups: [{match: '*', name: muon}] for the matrices")  # fmt: skip
     arguments: dict[str, Any] = {"lr": config.scaled_lr}
-    for name in RULE_FIELDS:
-        value = getattr(config, name)
-        if value is not None:
-            arguments[name] = value
+    if name == config.name:
+        fields = [field for field in RULE_FIELDS if getattr(config, field) is not None]
+        arguments |= {field: getattr(config, field) for field in fields}
     groups = group_rules.grouped(config, members, stepped)
     # torch's fused SGD fails where a parameter's momentum begins later than that of others in its group.
-    fused = rule.fused and not config.momentum
+    momentum = arguments.get("momentum") or any(group.get("momentum") for group in groups)
+    fused = rule.fused and not momentum
     return rule.make(groups, **arguments, **_fast_path(stepped, fused=fused, foreach=rule.foreach))
 
 
-def rule_of(config: OptimizerConfig) -> Rule:
-    """The table's row for this configuration.
+def part_for(optimizer: Any, config: OptimizerConfig, member: Member) -> Any:
+    """The optimizer that a parameter joins.
+
+    Raises:
+        ConfigError: no parameter has had this update rule so far.
+    """
+    name = group_rules.rule_name(config, member)
+    parts: dict[str, Any] = {config.name: optimizer}
+    if isinstance(optimizer, Several):
+        parts = dict(optimizer.parts)
+    if name not in parts:
+        raise ConfigError(f"it would be the first parameter of {name}, and joins too late for that", where=member.name,
+                          hint="make ModelOptimizer after changing the model")  # fmt: skip
+    return parts[name]
+
+
+def _check_name(config: OptimizerConfig) -> None:
+    """Checks that the table has this optimizer, with these fields.
 
     Raises:
         ConfigError: as `build`.
@@ -103,7 +144,6 @@ def rule_of(config: OptimizerConfig) -> Rule:
     name = config.ignored
     if name:
         raise ConfigError(f"{config.name} has no {name}; it takes {config.takes}", where=f"optimizer.{name}")
-    return TABLE[config.name]
 
 
 def check_custom(optimizer: Any, params: Sequence[nn.Parameter]) -> None:

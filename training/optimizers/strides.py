@@ -65,9 +65,17 @@ class Strides:
 
 def inner(optimizer: Any) -> list[torch.optim.Optimizer]:
     """torch's optimizers inside of one that wraps them, innermost first, and itself where it is one."""
-    held = vars(optimizer).values() if hasattr(optimizer, "__dict__") else ()
-    inside = [part for value in held if isinstance(value, torch.optim.Optimizer) for part in inner(value)]
-    return [*inside, optimizer] if isinstance(optimizer, torch.optim.Optimizer) else inside
+    inside: list[torch.optim.Optimizer] = []
+    for value in vars(optimizer).values() if hasattr(optimizer, "__dict__") else ():
+        candidates = [value]
+        if isinstance(value, list | tuple | dict) and not isinstance(optimizer, torch.optim.Optimizer):
+            candidates = list(value.values()) if isinstance(value, dict) else list(value)
+        for candidate in candidates:
+            if isinstance(candidate, torch.optim.Optimizer):
+                inside += inner(candidate)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        inside.append(optimizer)
+    return inside
 
 
 def fused(optimizer: Any) -> bool:

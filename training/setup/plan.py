@@ -15,6 +15,7 @@ from layerline.training.loop.step_engine import Lane
 from layerline.training.optimizers import group_rules
 from layerline.training.optimizers.param_groups import Member
 from layerline.training.optimizers.registry import TABLE, own_groups
+from layerline.training.optimizers.strides import inner
 
 LISTED = 60
 """Parameters that the printed plan lists."""
@@ -126,7 +127,10 @@ def _decay_word(weight_decay: float | None) -> str:
 def _group_name(config: OptimizerConfig, member: Member) -> str:
     """`decay` or `no decay`, with the rate where it is not the configured one."""
     fields = group_rules.options(config, member)
-    name = "decay" if member.decay and member.weight_decay != 0 else "no decay"
+    name = "decay" if fields.get("weight_decay") != 0 else "no decay"
+    rule = group_rules.rule_name(config, member)
+    if rule != config.name:
+        name = f"{rule}, {name}"
     if fields["lr"] == config.scaled_lr:
         return name
     return f"{name}, lr {fields['lr']:.3g}"
@@ -137,7 +141,13 @@ def _headline(lane: Lane) -> str:
     if lane.custom:
         fields = [_field_list(group) for group in own_groups(lane.optimizer)]
         return f"{name}({' | '.join(fields)}) (custom)" if any(fields) else f"{name} (custom)"
-    return f"{name}({_field_list({**lane.optimizer.param_groups[0], 'lr': lane.rate.base})})"
+    parts: list[str] = []
+    for part in inner(lane.optimizer):
+        fields_of_part = dict(part.param_groups[0])
+        if not parts:
+            fields_of_part["lr"] = lane.rate.base
+        parts.append(f"{type(part).__name__}({_field_list(fields_of_part)})")
+    return " + ".join(parts)
 
 
 def _field_list(group: Mapping[str, Any]) -> str:
@@ -163,14 +173,20 @@ def _bytes(lane: Lane) -> dict[str, tuple[int, int | None]]:
 
 def _planned_states(lane: Lane) -> int:
     config = lane.config.optimizer
-    if config.name == "adafactor":
-        return sum(_adafactor_elements(p) * p.element_size() for p in lane.stepped)
-    count = TABLE[config.name].states
-    if config.name == "sgd":
-        count = 1 if config.momentum else 0
-    elif config.name == "rmsprop":
-        count = 2 if config.momentum else 1
-    return count * _size(lane.stepped)
+    total = 0
+    for member, param in zip(lane.members, lane.stepped, strict=True):
+        rule = group_rules.rule_name(config, member)
+        momentum = group_rules.options(config, member).get("momentum", config.momentum)
+        if rule == "adafactor":
+            elements = _adafactor_elements(param)
+        elif rule == "sgd":
+            elements = param.numel() if momentum else 0
+        elif rule == "rmsprop":
+            elements = param.numel() * (2 if momentum else 1)
+        else:
+            elements = param.numel() * TABLE[rule].states
+        total += elements * param.element_size()
+    return total
 
 
 def _adafactor_elements(param: Tensor) -> int:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from layerline.pipeline.errors import StageError
 from layerline.training.loop.step_engine import Lane
+from layerline.training.optimizers import group_rules
+from layerline.training.optimizers.strides import inner
 
 WEIGHTS_ALONE = "for the weights alone, layerline.training.state.checkpoint.load_weights(model, path)"
 
@@ -34,7 +36,18 @@ def state(lane: Lane) -> dict[str, Any]:
         if "step" in group:
             steps |= {name_of[id(p)]: group["step"] for p in group["params"]}
     by_name = {name_of[id(p)]: dict(s) for p, s in lane.optimizer.state.items()}
-    return {"name": name, "state": by_name, "group_steps": steps}
+    saved = {"name": name, "state": by_name, "group_steps": steps}
+    rules = _other_rules(lane)
+    if rules:
+        saved["rules"] = rules
+    return saved
+
+
+def _other_rules(lane: Lane) -> dict[str, str]:
+    """The update rules of parameters that have another than the configured one."""
+    config = lane.config.optimizer
+    rules = {m.name: group_rules.rule_name(config, m) for m in lane.members}
+    return {name: rule for name, rule in rules.items() if rule != config.name}
 
 
 def check(lane: Lane, saved: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -57,6 +70,12 @@ def check(lane: Lane, saved: Mapping[str, Any], expected: Mapping[str, tuple[int
     if custom:
         _check_custom(lane, saved["custom"])
         return
+    saved_rules, rules = saved.get("rules", {}), _other_rules(lane)
+    for name in expected:
+        before, now = saved_rules.get(name, saved["name"]), rules.get(name, saved["name"])
+        if before != now:
+            raise StageError(f"{before} stepped it when the checkpoint was written, and {now} does here", where=name,
+                             hint=f"give it the same rule in optimizer.groups; {WEIGHTS_ALONE}")  # fmt: skip
     unknown = sorted(set(saved["state"]) - set(expected))
     if unknown:
         raise StageError(
@@ -88,14 +107,19 @@ def restore(lane: Lane, saved: Mapping[str, Any]) -> None:
     """Restores the state of a built-in optimizer."""
     by_name = dict(zip(lane.names, lane.stepped, strict=True))
     _restore_steps(lane, {id(by_name[n]): step for n, step in saved["group_steps"].items()})
-    current = lane.optimizer.state_dict()
-    # torch numbers parameters in the order of the groups.
-    numbers: dict[int, int] = {}
-    for group in lane.optimizer.param_groups:
-        for param in group["params"]:
-            numbers[id(param)] = len(numbers)
-    current["state"] = {numbers[id(by_name[n])]: s for n, s in saved["state"].items()}
-    lane.optimizer.load_state_dict(current)
+    for part in inner(lane.optimizer):
+        current = part.state_dict()
+        # torch numbers parameters in the order of the groups.
+        numbers: dict[int, int] = {}
+        for group in part.param_groups:
+            for param in group["params"]:
+                numbers[id(param)] = len(numbers)
+        current["state"] = {}
+        for name, state_of_param in saved["state"].items():
+            number = numbers.get(id(by_name[name]))
+            if number is not None:
+                current["state"][number] = state_of_param
+        part.load_state_dict(current)
 
 
 def custom_state(lane: Lane, saved: Mapping[str, Any]) -> Any:
@@ -133,18 +157,25 @@ def _check_custom(lane: Lane, state: Any) -> None:
 
 def _restore_steps(lane: Lane, steps: Mapping[int, int]) -> None:
     """Splits groups whose parameters have taken different numbers of steps: our own rules count steps by group."""
-    for group in list(lane.optimizer.param_groups):
-        params = group["params"]
-        counts = sorted({steps.get(id(p)) for p in params}, key=lambda count: -(count or 0))
-        for index, count in enumerate(counts):
-            part = [p for p in params if steps.get(id(p)) == count]
-            if index == 0:
-                group["params"] = part
-                target = group
-            else:
-                lane.rate.part(group)
-                lane.optimizer.add_param_group({**group, "params": part})
-                target = lane.optimizer.param_groups[-1]
-            target.pop("step", None)
-            if count is not None:
-                target["step"] = count
+    for part in inner(lane.optimizer):
+        for group in list(part.param_groups):
+            _split_by_steps(lane, part, group, steps)
+
+
+def _split_by_steps(
+    lane: Lane, optimizer: torch.optim.Optimizer, group: dict[str, Any], steps: Mapping[int, int]
+) -> None:
+    params = group["params"]
+    counts = sorted({steps.get(id(p)) for p in params}, key=lambda count: -(count or 0))
+    for index, count in enumerate(counts):
+        target = group
+        its_params = [p for p in params if steps.get(id(p)) == count]
+        if index == 0:
+            group["params"] = its_params
+        else:
+            optimizer.add_param_group({**group, "params": its_params})
+            target = optimizer.param_groups[-1]
+            lane.rate.part(group, target)
+        target.pop("step", None)
+        if count is not None:
+            target["step"] = count
