@@ -1,7 +1,9 @@
-"""The two types every backend provides, and what nodes carry from stage to stage."""
+"""The two types every backend provides, what backends share, and what nodes carry from stage to stage."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,3 +55,15 @@ def check_names(feed: Feed, inputs: Sequence[str]) -> None:
             f"the model takes {list(inputs)}; unknown: {unknown or 'none'}, missing: {missing or 'none'}",
             where="inputs",
         )
+
+
+def switch_off_telemetry() -> None:
+    """Keeps runtimes from reporting home. Called before each import of one; a second call changes nothing.
+
+    onnxruntime (1.24 and later) makes an id of the user and a database in the cache folder when it is imported;
+    openvino makes an id in the home folder and sends an event. Neither asks.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    if "openvino_telemetry" not in sys.modules:
+        # openvino takes a stub that does nothing where this package can't be imported.
+        sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerline.backends import telemetry
-from layerline.backends.base import Array, Feed, check_names
+from layerline.backends.base import Array, Feed, check_names, switch_off_telemetry
 from layerline.pipeline.errors import StageError
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ _STATUS = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
 _PLACE = re.compile(r"/\S*onnxruntime_src/\S+:\d+ [^\n]*?\) (?=\S)")
 _NODE = re.compile(r"Non-zero status code returned while running (\w+) node\. Name:'([^']*)' Status Message: ")
 _FOLDER = "session.model_external_initializers_file_folder_path"
+# CPU flags under which 8-bit dot products add in 32 bits. Without one, kernels that multiply u8 by s8 add pairs in
+# int16, which saturates at 32,767.
+_INT8_FLAGS = ("avx512_vnni", "avx_vnni", "i8mm", "asimddp")
 
 
 class OnnxRuntime:
@@ -51,7 +54,7 @@ class OnnxRuntime:
 
     def open(self, model: Path | bytes | ModelProto | Light, taps: Sequence[str] = ()) -> OrtSession:
         """Loads a file, its bytes, or a model in memory; the last may be larger than one message can be."""
-        telemetry.switch_off()
+        switch_off_telemetry()
         import onnxruntime as ort
 
         options = ort.SessionOptions()
@@ -90,6 +93,30 @@ def plain(error: Exception) -> str:
     """What onnxruntime says, without its status codes and the places in its own sources; the node's name stays."""
     text = _STATUS.sub("", _PLACE.sub("", str(error)))
     return _NODE.sub(r"\1 node \2: ", text).strip()
+
+
+def int8_flag(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """The CPU's flag for 8-bit dot products; "" where it has none, None where that is unknown."""
+    if not cpuinfo.is_file():
+        return None
+    flags = set(cpuinfo.read_text("utf-8", errors="replace").split())
+    for flag in _INT8_FLAGS:
+        if flag in flags:
+            return flag
+    return ""
+
+
+def int8_note(flag: str | None) -> str:
+    """What the CPU's int8 arithmetic means for a comparison of Q/DQ models made on it."""
+    cpu = f"this CPU has {flag}"
+    if flag is None:
+        cpu = f"the flags of this {platform.machine()} CPU are unknown"
+    elif not flag:
+        cpu = "this CPU has no VNNI"
+    return (
+        "onnxruntime computed Q/DQ in float32, so no int8 sum saturated in this comparison; weights and activations "
+        f"are signed, and int8 kernels that pair u8 with s8 saturate on CPUs without VNNI ({cpu})"
+    )
 
 
 class OrtSession:

@@ -8,8 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from layerline.backends import telemetry
-from layerline.backends.base import Array, Feed, check_names
+from layerline.backends.base import Array, Feed, check_names, switch_off_telemetry
 from layerline.pipeline.errors import StageError
 
 
@@ -31,7 +30,7 @@ class OpenVino:
 
     def open(self, model: Path | bytes, taps: Sequence[str] = ()) -> OpenVinoSession:
         """Loads an ONNX file or its bytes. Taps that the runtime's reader has folded away are left out."""
-        telemetry.switch_off()
+        switch_off_telemetry()
         import openvino as ov
 
         options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerline.backends.base import Array, Feed
-from layerline.backends.cpu import int8_flag
 from layerline.backends.light import Light
-from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.backends.onnxruntime import OnnxRuntime, int8_flag
 from layerline.compare import noise_floor
 from layerline.compare.tensor_distance import diff_arrays
 from layerline.compare.topk_indices import pointed_at, pointers

@@ -20,8 +20,7 @@ from layerline.pipeline.stage import Stage, Work
 if TYPE_CHECKING:
     from layerline.backends.base import Array
     from layerline.backends.light import Light
-    from layerline.backends.process_limits import Limits
-    from layerline.backends.subprocess_build import Log, Relay
+    from layerline.backends.subprocess_build import Limits, Log, Relay
     from layerline.export.signature import DeclaredDim, Signature
     from layerline.onnx_import.feeds import Fed
     from layerline.onnx_import.normalize_import import Adopted
@@ -214,7 +213,7 @@ class ImportOnnx(Stage):
 
     def _limits(self, root: Path) -> Limits:
         """Memory and time of the process that runs the model: its weights several times, and what it computes."""
-        from layerline.backends.process_limits import GB, Limits, machine_memory
+        from layerline.backends.subprocess_build import GB, Limits, machine_memory
 
         files = [root / name for name in self.files()]
         stored = sum(path.stat().st_size for path in files if path.is_file())

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from layerline.backends.base import MODULE
-from layerline.backends.light import bodies
 from layerline.backends.tensorrt.builder import Built
 from layerline.backends.tensorrt.network import COMPUTE, Layer, compute_precisions
 from layerline.backends.tensorrt.profiles import Profile
 from layerline.graph.analysis.proto_queries import metadata
+from layerline.graph.io import onnx_files
 from layerline.pipeline.report import LayerDiff
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def names(model: onnx.ModelProto) -> OnnxNames:
     """Reads the names that a model carries, including those inside If, Loop and Scan."""
     values: dict[str, OnnxNode] = {}
     modules: dict[str, str] = {}
-    for node in _nodes(model.graph):
+    for node in onnx_files.nodes(model):
         module = metadata(node, MODULE)
         outputs = [output for output in node.output if output]
         name = node.name
@@ -165,13 +165,6 @@ def disguised(layers: Sequence[Layer]) -> bool:
 def _first_three(names: Sequence[str]) -> str:
     text = ", ".join(names[:3])
     return f"{text}, …" if len(names) > 3 else text
-
-
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    for node in graph.node:
-        yield node
-        for body in bodies(node):
-            yield from _nodes(body)
 
 
 def _dims(info: onnx.ValueInfoProto) -> tuple[int | str, ...]:

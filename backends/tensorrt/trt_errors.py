@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from layerline.backends.tensorrt.network import Layer
-from layerline.backends.tensorrt.suspect_nodes import suspects
+from layerline.graph.analysis.proto_queries import first_output
+from layerline.graph.io import onnx_files
 from layerline.pipeline.errors import StageError
 
 # Messages that come on every machine without a driver, or are about the logger: nobody can act on them.
@@ -18,6 +19,7 @@ _NOISE = re.compile(
     r"While parsing node number|^--- (Begin|End) node|^Node name:|Make sure (input|output) \S+ has Int64 binding"
 )
 _PLACE = re.compile(r"^\[?\w+\.(?:cpp|hpp|h)(?:::\w+)*(?:::?\d+)?[\]:]+\s*|^In function \w+:\s*|^\[\d+\]\s*")
+_IMPORTER = re.compile(r"^import(\w+)$")
 _INCONSISTENT = re.compile(r"Profile k(MIN|OPT|MAX) values are not self-consistent")
 
 
@@ -70,7 +72,7 @@ def parse_failed(errors: Sequence[Any], modules: Mapping[str, str], path: Path) 
     first = errors[0]
     node, op, text = first.node_name(), first.node_operator(), plain(first.desc())
     if not node and not op:
-        op, named = suspects(str(first.func()), text, path)
+        op, named = _suspects(str(first.func()), text, path)
         node = named[0] if named else ""
         if len(named) > 1:
             ellipsis = ", …" if len(named) > 4 else ""
@@ -84,6 +86,25 @@ def parse_failed(errors: Sequence[Any], modules: Mapping[str, str], path: Path) 
     else:
         where = _where(node, op, modules)
     return StageError(f"TensorRT's parser refuses {op or 'the graph'}: {text}{more}", where=where, hint=_hint(text))
+
+
+def _suspects(function: str, text: str, path: Path) -> tuple[str, list[str]]:
+    """The operator that a function such as `importScatterElements` imports, and the names of its nodes.
+
+    Nodes with an attribute that the message mentions ("Unsupported reduction type") come alone, if there are any.
+    """
+    import onnx
+
+    importer = _IMPORTER.match(function)
+    if importer is None:
+        return "", []
+    model = onnx.load(str(path), load_external_data=False)
+    nodes = [node for node in onnx_files.nodes(model) if node.op_type == importer[1]]
+    if not nodes:
+        return "", []
+    words = set(re.findall(r"\w+", text.lower()))
+    with_attribute = [node for node in nodes if any(a.name.lower() in words for a in node.attribute)]
+    return importer[1], [node.name or first_output(node) for node in with_attribute or nodes]
 
 
 def build_failed(messages: Messages, layers: Sequence[Layer], modules: Mapping[str, str]) -> StageError:

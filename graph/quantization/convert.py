@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from layerline.backends.base import Feed
-from layerline.backends.cpu import int8_flag, int8_note
 from layerline.backends.light import Light
+from layerline.backends.onnxruntime import int8_flag, int8_note
 from layerline.calib.calibrators import Calibrator
 from layerline.calib.collect import Ranges
 from layerline.calib.plan import QuantPlan

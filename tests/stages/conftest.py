@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from layerline.backends import subprocess_build
-from layerline.backends.process_limits import Limits
-from layerline.backends.subprocess_build import Log
+from layerline.backends.subprocess_build import Limits, Log
 
 
 class Direct:

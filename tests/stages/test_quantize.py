@@ -403,7 +403,7 @@ def test_t19_a_generator_serves_for_the_one_pass_that_calibration_takes(work):
 
 
 def test_t21_the_note_names_the_cpu_flag(work, tmp_path):
-    from layerline.backends.cpu import int8_flag, int8_note
+    from layerline.backends.onnxruntime import int8_flag, int8_note
 
     info = tmp_path / "cpuinfo"
     for flags, expected in (("sse avx2", ""), ("avx2 avx512_vnni", "avx512_vnni"), ("avx_vnni", "avx_vnni")):
