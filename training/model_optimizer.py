@@ -26,7 +26,7 @@ from layerline.training.loop.memory_report import LayerMemory
 from layerline.training.loop.step_engine import Lane
 from layerline.training.loop.step_result import StepResult, step_result
 from layerline.training.model import precision
-from layerline.training.model.canonical_names import check_apart, unwrap
+from layerline.training.model.canonical_names import check_apart, check_copy, unwrap
 from layerline.training.optimizers import registry
 from layerline.training.proof.prove_resume import Proof, prove
 from layerline.training.setup import capabilities
@@ -557,7 +557,7 @@ class ModelOptimizer:
         """Another one over copies of the models, in the same state; it shares nothing with this one.
 
         Raises:
-            ConfigError: several ranks train together.
+            ConfigError: several ranks train together, or tensors share memory in a way that deepcopy does not copy.
         """
         if self.ranks is not None:
             raise ConfigError("ranks train together, and a copy would be one more group", where="copy",
@@ -569,7 +569,16 @@ class ModelOptimizer:
             own = {n: registry.copied(lane.optimizer, memo) for n, lane in self.lanes.items() if lane.custom}
             for name, optimizer in own.items():
                 self.lanes[name].rate.rewind(optimizer)
+            for name, lane in self.lanes.items():
+                check_copy(lane.named, models[name])
+            # What was frozen since is trained by the copy too, from the same state, as soon as it is unfrozen.
+            copies = [memo[id(p)] for lane in self.lanes.values() for p in lane.params]
+            frozen = [copied for copied in copies if not copied.requires_grad]
+            for copied in frozen:
+                copied.requires_grad_(True)
             twin = ModelOptimizer(models.get("", models), self.config, optimizer=own or None)
+            for copied in frozen:
+                copied.requires_grad_(False)
             twin.extras |= copy.deepcopy({n: x for n, x in self.extras.items() if x is not self.best}, memo)
             tensors, meta = checkpoint.state(self)
             checkpoint.restore(twin, {n: t.clone() for n, t in tensors.items()}, meta)

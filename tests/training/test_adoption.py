@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from layerline import ModelOptimizer
-from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.errors import ConfigError, StageError
 
 SGD = {"optimizer": {"name": "sgd", "lr": 0.1}}
 
@@ -243,3 +243,42 @@ def test_a_copy_goes_on_with_the_schedule_of_the_base_rates() -> None:
         twin.step(_loss(twin.model))
     assert torch.equal(net.weight, twin.model.get_parameter("weight"))
     assert twin.current_lr == mo.current_lr
+
+
+def _gan(kind: str, steps: int = 3) -> tuple[list[Tensor], list[str]]:
+    torch.manual_seed(0)
+    g, d = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    plain = {"g": torch.optim.SGD(g.parameters(), 0.1), "d": torch.optim.SGD(d.parameters(), 0.1)}
+    each = {"g": ModelOptimizer(g, optimizer=plain["g"]), "d": ModelOptimizer(d, optimizer=plain["d"])}
+    for step in range(steps):
+        real, noise = torch.randn(2, 8, 2, generator=torch.Generator().manual_seed(step))
+        fake = g(noise)
+        for name in ("d", "g"):
+            loss = d(fake.detach()).mean() - d(real).mean() if name == "d" else -d(fake).mean()
+            if kind == "by hand":
+                plain[name].zero_grad()
+                loss.backward()
+                plain[name].step()
+            else:
+                each[name].step(loss)
+    return [*g.parameters(), *d.parameters()], each["d"].warnings
+
+
+def test_two_optimizers_of_a_gan_train_as_the_loop_by_hand() -> None:
+    expected, _ = _gan("by hand")
+    trained, warnings = _gan("two")
+    assert all(torch.equal(a, b) for a, b in zip(expected, trained, strict=True))
+    assert len(warnings) == 1 and "another ModelOptimizer's backward pass" in warnings[0]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_another_optimizers_pass_in_an_open_window_is_refused(closes: bool) -> None:
+    g, d = nn.Linear(2, 2), nn.Linear(2, 1)
+    mine = ModelOptimizer(d, {"training": {"accumulate_steps": 2}})
+    other = ModelOptimizer(g, {})
+    x = torch.ones(3, 2)
+    mine.step(d(x).mean())
+    other.step(d(g(x)).mean())
+    with pytest.raises(StageError, match="another ModelOptimizer added to the gradients"):
+        mine.flush() if closes else mine.step(d(x).mean())
+    assert mine.lanes[""].window.untouched and d.weight.grad is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from layerline import ModelOptimizer
-from layerline.pipeline.errors import StageError, Unavailable
+from layerline.pipeline.errors import ConfigError, StageError, Unavailable
 from layerline.training.randomness import rng_state
 from layerline.training.state import checkpoint, safetensors_io
 from layerline.training.state.state_tree import Tensors, pack, unpack
@@ -333,3 +334,46 @@ def test_the_loss_scale_after_a_run_in_another_number_format(
     mo = ModelOptimizer(nn.Linear(1, 1), {"precision": now})
     mo.load_ckpt(tmp_path / "a.safetensors")
     assert mo.loss_scale == scale
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4, 5])
+def test_sophias_estimate_of_an_open_window_is_resumed(micro: int, tmp_path: Path) -> None:
+    config = {"optimizer": {"name": "sophia", "lr": 1e-3, "update_interval": 1, "rho": 1e9},
+              "training": {"accumulate_steps": 3}}  # fmt: skip
+
+    def steps(mo: ModelOptimizer, first: int, last: int) -> list[Tensor]:
+        for step in range(first, last):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            mo.step((mo.model(x) - 1).square().mean())
+        return list(mo.model.parameters())
+
+    def build() -> ModelOptimizer:
+        torch.manual_seed(0)
+        return ModelOptimizer(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), config)
+
+    mo = build()
+    steps(mo, 0, micro)
+    mo.save_ckpt(tmp_path / "a.safetensors")
+    straight = steps(mo, micro, 9)
+    again = build()
+    again.load_ckpt(tmp_path / "a.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(straight, steps(again, micro, 9), strict=True))
+
+
+def test_a_copy_goes_on_after_a_layer_was_frozen_and_is_refused_where_memory_is_shared() -> None:
+    def loss(mo: ModelOptimizer) -> Tensor:
+        out: Tensor = mo.model(torch.ones(2, 3)).square().mean()
+        return out
+
+    mo = ModelOptimizer(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), {"optimizer": {"name": "adam"}})
+    mo.step(loss(mo))
+    mo.model[0].requires_grad_(False)
+    twin = copy.deepcopy(mo)
+    for each in (mo, twin):
+        each.step(loss(each))
+        each.model[0].requires_grad_(True)
+        each.step(loss(each))
+    assert all(torch.equal(a, b) for a, b in zip(mo.model.parameters(), twin.model.parameters(), strict=True))
+    mo.model[1].weight.data = mo.model[0].weight.data[:1]
+    with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight share memory"):
+        copy.deepcopy(mo)

@@ -163,13 +163,10 @@ class Peers(Policy, ABC):
     def release(self) -> None:
         """Before weights are written outside of a step: nothing reads or holds them any more."""
 
-    def window(self, grads: dict[str, Tensor], state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """An open window in a form that any number of ranks can go on from: the mean of its gradients, loss and weight
-        over the ranks.
+    def shared_window(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of a window in a form that any number of ranks can go on from: the mean of loss and weight.
 
-        Args:
-            grads: this rank's gradients by name; a rank may have none for a layer that it left out.
-            state: the window's own state. Ranks may have run another number of backward passes.
+        Ranks may have run different numbers of backward passes.
         """
         with self.ranks.pulse.guarded("save_ckpt, which every rank has to call,", self.lane.steps):
             states: list[dict[str, Any]] = self.ranks.gather(state)
@@ -177,18 +174,23 @@ class Peers(Policy, ABC):
             shared = dict(begun[0] if begun else state)
             for name in ("loss", "weight"):
                 shared[name] = sum(s[name] for s in states) / self.size
-            return self._mean_gradients(grads), shared
+            return shared
 
-    def _mean_gradients(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        names = {name for names_of_rank in self.ranks.gather(list(grads)) for name in names_of_rank}
-        copies: dict[str, Tensor] = {}
-        for name, stepped in zip(self.lane.names, self.lane.stepped, strict=True):
-            if name in names:
-                copies[name] = grads[name].clone() if name in grads else torch.zeros_like(stepped)
-        for flat, parts in flattened(list(copies.values()), 1 << 26, self.ranks.device):
-            dist.all_reduce(flat.div_(self.ranks.size))
-            unflatten(flat, parts)
-        return copies
+    def mean_by_name(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The mean over the ranks of what each has by parameter name, for an open window; a rank may have nothing for a
+        layer that it left out."""
+        with self.ranks.pulse.guarded("save_ckpt, which every rank has to call,", self.lane.steps):
+            names: set[str] = set()
+            for names_of_rank in self.ranks.gather(list(tensors)):
+                names.update(names_of_rank)
+            means: dict[str, Tensor] = {}
+            for name, stepped in zip(self.lane.names, self.lane.stepped, strict=True):
+                if name in names:
+                    means[name] = tensors[name].clone() if name in tensors else torch.zeros_like(stepped)
+            for flat, parts in flattened(list(means.values()), 1 << 26, self.ranks.device):
+                dist.all_reduce(flat.div_(self.ranks.size))
+                unflatten(flat, parts)
+        return means
 
     def split(self, tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:  # noqa: ARG002
         """This rank's part of a lane's tensors, as a checkpoint names them."""

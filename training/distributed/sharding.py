@@ -127,8 +127,9 @@ class Shards(Peers):
                 out[key] = like(param, tensor)
         return out
 
-    def _mean_gradients(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        return grads  # every backward pass has reduced them
+    def mean_by_name(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Nothing: every backward pass has reduced them."""
+        return tensors
 
     def release(self) -> None:
         """What units hold of their weights in whole form is dropped. Offloaded weights may still be on their way to the

@@ -37,6 +37,36 @@ def check_begun(lane: LaneState) -> None:
         raise no_gradient(lane)
 
 
+def settle_foreign(lane: LaneState, others_ran: bool) -> None:
+    """Drops gradients that the backward pass of another ModelOptimizer has left, as zero_grad() in a plain loop does.
+
+    Args:
+        others_ran: whether there was such a pass since this lane's last one.
+
+    Raises:
+        StageError: it has added to the gradients of an open window.
+    """
+    if not others_ran or lane.shared or lane.peers is not None:
+        return
+    if lane.window.untouched:
+        foreign = [p for p in {*lane.params, *lane.stepped} if p.grad is not None]
+        for tensor in foreign:
+            tensor.grad = None
+        if foreign:
+            text = (
+                "gradients that another ModelOptimizer's backward pass left in this model are dropped: put models that "
+                "train each other into one, ModelOptimizer({'g': g, 'd': d})"
+            )
+            lane.monitor.warn("foreign", text)
+    elif lane.window.witness is not None:
+        param, grad, version = lane.window.witness
+        if param.grad is grad and grad._version != version:
+            raise StageError(
+                "the backward pass of another ModelOptimizer added to the gradients of this window, which is dropped",
+                where="step", hint="put both models into one: ModelOptimizer({'g': g, 'd': d})",
+            )  # fmt: skip
+
+
 def no_gradient(lane: LaneState) -> StageError:
     """The error for a step that no parameter has a gradient for.
 

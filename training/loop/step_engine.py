@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakMethod
 
 import torch
@@ -56,7 +56,11 @@ class Lane(LaneState):
             lane's parameters only.
     """
 
+    # Backward passes of all lanes. One of another ModelOptimizer may have left gradients in this one's parameters.
+    passes: ClassVar[int] = 0
+
     def __init__(self, model: nn.Module, config: Config, optimizer: Any = None, *, shared: bool = False) -> None:
+        self._passes = Lane.passes
         self.model, self.config, self.shared = model, config, shared
         self.named = named(model)
         self.members = group_rules.placed(model, self.named, config.optimizer)
@@ -178,6 +182,7 @@ class Lane(LaneState):
         if not self.steps:
             adoption.look_at_loss(self.monitor, loss, weight, self._window_size)
         try:
+            loop_mistakes.settle_foreign(self, self._passes != Lane.passes)
             if window.weighted is not None:
                 window.check(weight, self.stepped)
             if self.scale.on and window.untouched:
@@ -191,6 +196,8 @@ class Lane(LaneState):
             self._spent = []
             with _ALONE if self.peers is None else self.peers.backward():
                 self._differentiate(loss)
+            Lane.passes += 1
+            self._passes = Lane.passes
             if self.masters is not None:
                 self.masters.collect()
             window.witness = None  # of an earlier call: this one has written to it
@@ -276,6 +283,7 @@ class Lane(LaneState):
     def forget(self) -> None:
         """Drops the window: its losses, its gradients, its estimate of the curvature."""
         self.window.clear()
+        self._passes = Lane.passes
         for param in self.stepped:
             param.grad = None
         if self.masters is not None:
@@ -299,6 +307,7 @@ class Lane(LaneState):
     def _attempt(self) -> bool:
         window, peers = self.window, self.peers
         if window.witness is not None:
+            loop_mistakes.settle_foreign(self, self._passes != Lane.passes)
             window.check_gradients(self.stepped)
         if self._went_back():
             return False

@@ -128,6 +128,22 @@ def check_apart(models: Mapping[str, nn.Module]) -> None:
         trained_by |= {key: f"{model_name}.{name}" for key, name in trained.items()}
 
 
+def check_copy(model: Named, copied: nn.Module) -> None:
+    """Refuses a deep copy in which parameters no longer share their memory: copy.deepcopy copies each one alone.
+
+    Raises:
+        ConfigError: names two such parameters.
+    """
+    first_of: dict[int, str] = {}
+    copies = named(copied).params
+    for name, param in model.params.items():
+        storage = _storage(param)
+        other = first_of.setdefault(storage, name)
+        if storage and other != name and _storage(copies[other]) != _storage(copies[name]):
+            raise ConfigError(f"{other} and {name} share memory, and copy.deepcopy gives each its own", where="copy",
+                              hint="save_ckpt, and load_ckpt into a model that model() builds anew")  # fmt: skip
+
+
 def strip(state: Mapping[str, Tensor], model: Named) -> dict[str, Tensor]:
     """A state dict saved from a wrapped model, by canonical names. Tied names are merged.
 
@@ -251,6 +267,10 @@ def _identity(tensor: Tensor) -> tuple[object, ...]:
     if part.numel() == 0 or part.device.type == "meta":
         return (id(tensor),)
     return part.device, part.data_ptr(), tuple(part.shape), part.stride(), part.dtype
+
+
+def _storage(tensor: Tensor) -> int:
+    return local(tensor).untyped_storage().data_ptr()
 
 
 def _strip_name(key: str, names: set[str]) -> str:

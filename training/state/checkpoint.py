@@ -312,9 +312,18 @@ def _window_state(lane: Lane) -> dict[str, Any]:
     for name, stepped in zip(lane.names, lane.stepped, strict=True):
         if stepped.grad is not None:
             grads[name] = stepped.grad
+    curvature = {}
+    if lane.sophia is not None:
+        estimates = lane.sophia.curvature
+        curvature = {n: estimates[p] for n, p in zip(lane.names, lane.stepped, strict=True) if p in estimates}
     window: dict[str, Any] = lane.window.state_dict()
     if lane.peers is not None:
-        grads, window = lane.peers.window(grads, window)
+        window = lane.peers.shared_window(window)
+        grads = lane.peers.mean_by_name(grads)
+        if lane.sophia is not None:
+            curvature = lane.peers.mean_by_name(curvature)
+    if curvature:
+        window["curvature"] = curvature
     return {**window, "grads": grads}
 
 
@@ -392,6 +401,10 @@ def _restore_window(lane: Lane, window: Mapping[str, Any]) -> None:
         if grad is not None:
             grad = grad.to(param.device)
         param.grad = grad
+    if lane.sophia is not None:
+        saved = window.get("curvature", {})
+        pairs = zip(lane.names, lane.stepped, strict=True)
+        lane.sophia.curvature = {p: saved[n].to(p.device) for n, p in pairs if n in saved}
 
 
 def _changes(old: Any, new: Any, path: str = "") -> list[str]:

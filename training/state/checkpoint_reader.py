@@ -59,6 +59,7 @@ def read(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str
     for kind in ("masters", "ema"):
         _check_shapes(kind, weights[kind], _shapes(lane.named.tensors))
     _check_shapes("window", parts["window"]["grads"], trained)
+    _check_shapes("window", parts["window"].get("curvature", {}), trained)
     _check_shapes("masks", parts.get("masks", {}).get("masks", {}), _shapes(lane.named.params))
     optimizer_state.check(lane, parts["optimizer"], trained)
     return state
