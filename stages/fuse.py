@@ -56,7 +56,7 @@ class Fuse(Stage):
     """Folds constants and merges nodes; nothing here changes numbers beyond rounding."""
 
     name: ClassVar[str] = "fuse"
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     takes: ClassVar[Mapping[str, str]] = {"model": "onnx"}
     gives: ClassVar[str] = "fused"
     env: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnx-ir", "onnxruntime")

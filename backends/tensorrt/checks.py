@@ -19,15 +19,15 @@ from layerline.backends.tensorrt.checks_qdq import quantizers
 from layerline.backends.tensorrt.checks_types import TYPES, cast_away, edge
 from layerline.backends.tensorrt.node_site import NodeSite, Refusal, is_foldable, name, readable, sites
 from layerline.graph.analysis import ir_queries
-from layerline.graph.analysis.size_algebra import sizes
-from layerline.graph.analysis.symbolic_shapes import Symbols
+from layerline.graph.analysis.shape_inference import Symbols
+from layerline.graph.analysis.symbolic_sizes import sizes
 from layerline.graph.io import canonicalize
 from layerline.graph.io.ir_convert import to_ir
 from layerline.pipeline.errors import StageError
 
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
-# Symbols of sizes that the graph computes (# and ?), and of sizes that onnx's shape inference can't tell (unk__0).
-_NAMELESS = re.compile(r"[#?]|^unk__\d+$")
+# Names of sizes and numbers that shape inference can't tell.
+_NAMELESS = re.compile(r"#|\b(unk|num)__\d+\b")
 
 
 def examine(model: onnx.ModelProto) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from layerline.graph.analysis.ir_queries import subgraphs
-from layerline.graph.analysis.size_algebra import sizes
+from layerline.graph.analysis.symbolic_sizes import sizes
 
 Shapes = dict[ir.Value, "ir.Shape | None"]
 

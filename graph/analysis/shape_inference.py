@@ -3,32 +3,208 @@
 A runtime enforces the static sizes of inputs, so those may be built on. Declared shapes of inner values are hints that
 no runtime checks, and rules that fold shape arithmetic would turn a wrong hint into wrong numbers.
 
-onnx's own inference is asked node by node, because it forgets what shape tensors hold by name (a Reshape to
-[batch, seq, 12, 64]) and makes up new names for the same unknown size.
+The library `onnx-shape-inference` works out the shapes of a node; shape_functions.py corrects what of it does not hold
+in every run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
-import onnx
 import onnx_ir as ir
+from onnx_shape_inference import ShapeInferenceContext
+from onnx_shape_inference import registry as library
 
 from layerline.backends.base import SOURCE, TRACED
 from layerline.graph.analysis import loop_shapes
-from layerline.graph.analysis.ir_queries import constant_tensor, optional_input, subgraphs
-from layerline.graph.analysis.size_algebra import Size, is_size, quotient, sizes
-from layerline.graph.analysis.symbolic_shapes import LONGEST, Symbols
+from layerline.graph.analysis.ir_queries import constant, rank, subgraphs
+from layerline.graph.analysis.shape_functions import FOLLOWED, corrected, from_library
+from layerline.graph.analysis.symbolic_sizes import (
+    NUMBER,
+    Dim,
+    Sizes,
+    from_file,
+    is_size,
+    simplified,
+    size_of,
+    sizes,
+)
 
-PartialShape = tuple[Size | None, ...]
-"""A shape with None for what isn't known."""
 DeclaredShapes = Mapping[str, ir.Shape]
-# Exporters write INT64_MAX or INT32_MAX as the end of a Slice that takes the rest.
-_LAST = 2**31 - 1
+UNKNOWN = "unk__"
+"""Begins the name of a size that nothing is known of. onnx's own inference writes such names too."""
+# Shape tensors are short; anything longer is data.
+LONGEST = 64
+_BITS = {ir.DataType.INT64: 64, ir.DataType.INT32: 32}
+_LARGEST_SIZE = 2**31 - 1
+_LATEST_OPSET = 99
 # Written by our export stage and by torch's exporter on nodes that were traced; files from elsewhere have neither.
 _TRACED = (SOURCE, TRACED, "pkg.torch.onnx.name_scopes")
-_ONNX_ERRORS = (onnx.defs.SchemaError, onnx.shape_inference.InferenceError, RuntimeError, TypeError, ValueError)
+
+logger = logging.getLogger(__name__)
+library.collect()
+
+
+class Symbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships no types
+    """What integer tensors hold, element by element: numbers, or sizes by name.
+
+    Works it out on demand and remembers it, which is good until the graph changes.
+
+    Integers wrap around where a type ends, as they do in every runtime. Sizes of axes are taken to be below 2**31, so a
+    name fits each type followed here; of an expression that is taken for granted in int64 alone.
+
+    Args:
+        opset_imports: versions of the model's operators.
+        reserved: names of sizes that are in use.
+        unknown: begins the names of sizes that nothing is known of.
+    """
+
+    def __init__(
+        self,
+        opset_imports: Mapping[str, int] | None = None,
+        reserved: Iterable[str] = (),
+        unknown: str = UNKNOWN,
+    ) -> None:
+        super().__init__(opset_imports or {"": _LATEST_OPSET}, policy="override")
+        self._elements: dict[ir.Value, list[Dim] | None] = {}
+        self._taken = set(reserved)
+        self._unknown = unknown
+        # Whether shapes are written to the graph; off while elements are worked out on demand.
+        self._writes = False
+
+    def of(self, value: ir.Value | None) -> Sizes | None:
+        """Elements of a scalar or one-dimensional integer tensor; None where they aren't known."""
+        elements = self.get_symbolic_value(value)
+        if elements is None:
+            return None
+        return tuple(map(size_of, elements))
+
+    def infer(self, node: ir.Node) -> None:
+        """Writes the shapes and types of a node's outputs."""
+        self._writes = True
+        self._run(node)
+        self._writes = False
+
+    def is_unknown(self, dim: Dim) -> bool:
+        """Whether a size is one that nothing is known of, by a name that was made up here."""
+        return isinstance(dim, ir.SymbolicDim) and dim.value in self._taken and dim.value.startswith(self._unknown)
+
+    def _run(self, node: ir.Node) -> None:
+        for output in node.outputs:
+            self._elements[output] = _stored_elements(output)
+            if self._writes:
+                output.shape = None
+        if node.domain not in ("", "ai.onnx.ml"):
+            return
+        function = corrected.get(node.domain, node.op_type, version=1) or from_library
+        try:
+            function(self, node)
+        except Exception as error:  # noqa: BLE001  # the library may raise anything at a node that it can't read
+            logger.debug("no shapes follow at %s: %s", node.name, error)
+            for output in node.outputs if self._writes else ():
+                output.shape = None
+
+    # From here on what the library's functions call.
+
+    def new_symbolic_dim(self) -> ir.SymbolicDim:
+        return self._fresh(self._unknown)
+
+    def new_number(self) -> ir.SymbolicDim:
+        """An element that nothing is known of; it may be negative."""
+        return self._fresh(NUMBER)
+
+    def _fresh(self, prefix: str) -> ir.SymbolicDim:
+        count = len(self._taken)
+        while f"{prefix}{count}" in self._taken:
+            count += 1
+        self._taken.add(f"{prefix}{count}")
+        return ir.SymbolicDim(f"{prefix}{count}")
+
+    def record_error(self, node: ir.Node, message: str) -> None:  # noqa: ARG002
+        raise ValueError(message)
+
+    def set_shape(self, value: ir.Value, shape: ir.Shape | None) -> bool:
+        if not self._writes:
+            return False
+        value.shape = None
+        if shape is not None:
+            value.shape = ir.Shape([self._settled(dim) for dim in shape])
+        return True
+
+    def _settled(self, dim: Dim) -> Dim:
+        size = simplified(dim)
+        # An element that may be negative is not the size of the axis: Reshape to -1 gives another.
+        if size is None or not is_size(size):
+            return self.new_symbolic_dim()
+        return size
+
+    def set_dtype(self, value: ir.Value, dtype: ir.DataType | None) -> bool:
+        if self._writes and dtype is not None:
+            value.dtype = dtype
+        return self._writes
+
+    def set_type(self, value: ir.Value, type_: ir.TypeProtocol) -> bool:
+        if self._writes:
+            value.type = type_
+        return self._writes
+
+    def get_symbolic_value(self, value: ir.Value | None) -> list[Dim] | None:
+        if value is None:
+            return None
+        if value not in self._elements:
+            # An invalid graph may be cyclic: whoever asks again on the way gets None.
+            self._elements[value] = _stored_elements(value)
+            node = value.producer()
+            if self._elements[value] is None and node is not None and node.domain == "" and node.op_type in FOLLOWED:
+                writes = self._writes
+                self._writes = False
+                self._run(node)
+                self._writes = writes
+        return self._elements[value]
+
+    def set_symbolic_value(self, value: ir.Value, data: Sequence[Dim] | None) -> None:
+        node = value.producer()
+        if data is None or node is None or node.op_type not in FOLLOWED or not _may_be_followed(value):
+            self._elements[value] = None
+        elif len(data) <= LONGEST:
+            self._elements[value] = [self._wrapped(item, value.dtype) for item in data]
+
+    def _wrapped(self, item: Dim, dtype: ir.DataType | None) -> Dim:
+        """What an integer type makes of an element."""
+        size = simplified(item)
+        if size is None:
+            return self.new_number()
+        if isinstance(size, int):
+            if dtype not in _BITS:
+                return int(size != 0)
+            half: int = 2 ** (_BITS[dtype] - 1)
+            wrapped: int = (size + half) % (2 * half) - half
+            return wrapped
+        is_name = len(size.free_symbols()) == 1 and size.value in size.free_symbols()
+        largest_number = max(map(int, re.findall(r"\d+", str(size.value))), default=0)
+        if dtype != ir.DataType.BOOL and is_name:
+            return size
+        if dtype == ir.DataType.INT64 and largest_number <= _LARGEST_SIZE:
+            return size
+        return self.new_number()
+
+
+def _may_be_followed(value: ir.Value) -> bool:
+    return (value.dtype in _BITS or value.dtype == ir.DataType.BOOL) and rank(value) in (0, 1)
+
+
+def _stored_elements(value: ir.Value) -> list[Dim] | None:
+    # The size is asked first, or a large weight would be read.
+    if value.const_value is not None and value.const_value.size > LONGEST:
+        return None
+    if value.dtype is not None and not _may_be_followed(value):
+        return None
+    stored = constant(value)
+    if stored is None or stored.size > LONGEST or stored.ndim > 1 or stored.dtype.kind not in "iub":
+        return None
+    return [int(element) for element in stored.reshape(-1)]
 
 
 def declared(model: ir.Model) -> DeclaredShapes:
@@ -54,23 +230,51 @@ def _is_traced(node: ir.Node) -> bool:
 def infer(model: ir.Model, declared_shapes: DeclaredShapes | None = None) -> None:
     """Replaces the shape and type of every inner value by what follows from the model's inputs and constants.
 
-    Afterwards every unknown size has a name of its own, "value#axis", so that equal names always mean equal sizes.
+    Afterwards every unknown size has a name of its own, so that equal names always mean equal sizes.
 
     Args:
         declared_shapes: shapes to fill in with where nothing follows; see `declared`.
     """
+    declared_shapes = declared_shapes or {}
+    names: set[str] = set()
+    for shape in (*declared_shapes.values(), *(value.shape for value in model.graph.inputs)):
+        names.update(str(dim) for dim in shape or ())
+    symbols = Symbols(model.opset_imports, names)
     for value in model.graph.inputs:
         if value.shape is not None:
-            value.shape = ir.Shape([_input_size(dim) for dim in value.shape])
-            _name_sizes(value)
-    _infer_graph(model.graph, model, declared_shapes or {})
+            value.shape = ir.Shape([from_file(dim) or symbols.new_symbolic_dim() for dim in value.shape])
+    _infer_graph(model.graph, symbols, declared_shapes)
 
 
-def _input_size(dim: int | ir.SymbolicDim) -> int | ir.SymbolicDim | None:
-    # Sizes of 0 and -1 are how old exporters wrote "any".
-    if isinstance(dim, int) and dim <= 0:
-        return None
-    return dim
+def _infer_graph(graph: ir.Graph, symbols: Symbols, declared_shapes: DeclaredShapes) -> None:
+    for value in graph.initializers.values():
+        assert value.const_value is not None
+        value.shape = ir.Shape(value.const_value.shape.numpy())
+        value.dtype = value.const_value.dtype
+    for node in graph:
+        if subgraphs(node):
+            loop_shapes.infer_bodies(node, lambda body: _infer_graph(body, symbols, {}))
+        symbols.infer(node)
+        for output in node.outputs:
+            declared_shape = declared_shapes.get(output.name or "")
+            if declared_shape is not None:
+                output.shape = _refined(output.shape, declared_shape, symbols)
+
+
+def _refined(inferred: ir.Shape | None, declared_shape: ir.Shape, symbols: Symbols) -> ir.Shape | None:
+    """An inferred shape whose unknown sizes are those that the file declares."""
+    dims: list[Dim] = []
+    if inferred is not None and len(inferred) != len(declared_shape):
+        return inferred
+    for axis, declared_dim in enumerate(declared_shape):
+        dim: Dim | None = None
+        if inferred is not None and not symbols.is_unknown(inferred[axis]):
+            dim = inferred[axis]
+        # Powers are no sizes, and one of large numbers would take for ever to compute.
+        elif "**" not in str(declared_dim):
+            dim = simplified(declared_dim)
+        dims.append(dim or symbols.new_symbolic_dim())
+    return ir.Shape(dims)
 
 
 def clash(old: ir.Value, new: ir.Value, made: Sequence[ir.Node], model: ir.Model) -> str | None:
@@ -80,17 +284,14 @@ def clash(old: ir.Value, new: ir.Value, made: Sequence[ir.Node], model: ir.Model
     shape. None where the two agree as far as both are known. The nodes are left as they were.
     """
     outputs = [output for node in made for output in node.outputs]
-    before = [(output.name, output.shape, output.type) for output in outputs]
-    symbols = Symbols()
-    # onnx's inference joins inputs and outputs by name.
-    for count, output in enumerate(outputs):
-        output.name = f"made {count}"
+    before = [(output.shape, output.type) for output in outputs]
+    # The graph has names of unknown sizes already.
+    symbols = Symbols(model.opset_imports, unknown="made__")
     for node in made:
-        _infer_one(node, model, symbols, {})
+        symbols.infer(node)
     old_shape = sizes(old)
     new_shape = sizes(new)
-    for output, (name, shape, kind) in zip(outputs, before, strict=True):
-        output.name = name
+    for output, (shape, kind) in zip(outputs, before, strict=True):
         output.shape = shape
         output.type = kind
     if old_shape is None or new_shape is None:
@@ -100,280 +301,5 @@ def clash(old: ir.Value, new: ir.Value, made: Sequence[ir.Node], model: ir.Model
     return f"{old.name} has shape {list(old_shape)}, what would replace it {list(new_shape)}"
 
 
-def _differ(a: Size, b: Size) -> bool:
+def _differ(a: object, b: object) -> bool:
     return isinstance(a, int) and isinstance(b, int) and a != b
-
-
-def _infer_graph(graph: ir.Graph, model: ir.Model, declared_shapes: DeclaredShapes) -> None:
-    for value in graph.initializers.values():
-        assert value.const_value is not None
-        value.shape = ir.Shape(value.const_value.shape.numpy())
-        value.dtype = value.const_value.dtype
-    symbols = Symbols()
-    for node in graph:
-        if subgraphs(node):
-            loop_shapes.infer_bodies(node, partial(_infer_graph, model=model, declared_shapes={}))
-        _infer_one(node, model, symbols, declared_shapes)
-
-
-def _infer_one(node: ir.Node, model: ir.Model, symbols: Symbols, declared_shapes: DeclaredShapes) -> None:
-    """Shapes and types of a node's outputs; its bodies have theirs already."""
-    for output in node.outputs:
-        output.shape = None
-    bodies = subgraphs(node)
-    if bodies:
-        _infer_from_bodies(node, bodies)
-    else:
-        _infer_by_onnx(node, model)
-    if node.domain == "" and node.op_type in _BY_NAME:
-        shape = _BY_NAME[node.op_type](node, symbols)
-        if shape is not None:
-            if node.op_type in _OVERRULED:
-                node.outputs[0].shape = None
-            _refine(node.outputs[0], shape)
-    for output in node.outputs:
-        declared_shape = declared_shapes.get(output.name or "")
-        if declared_shape is not None:
-            _refine(output, _dims(declared_shape))
-        _name_sizes(output)
-
-
-def _infer_by_onnx(node: ir.Node, model: ir.Model) -> None:
-    if node.op_type == "Constant" and node.domain == "":
-        tensor = constant_tensor(node)
-        if tensor is not None:
-            node.outputs[0].shape = ir.Shape(tensor.shape.numpy())
-            node.outputs[0].dtype = tensor.dtype
-            return
-    types: dict[str, onnx.TypeProto] = {}
-    tensors: dict[str, onnx.TensorProto] = {}
-    for value in node.inputs:
-        if value is None:
-            continue
-        types[value.name or ""] = _type(value)
-        shape_tensor = _small_tensor(value)
-        if shape_tensor is not None:
-            tensors[value.name or ""] = shape_tensor
-    try:
-        schema = onnx.defs.get_schema(node.op_type, model.opset_imports.get(node.domain, 1), node.domain)
-        proto = ir.serde.serialize_node(node)
-        inferred = onnx.shape_inference.infer_node_outputs(schema, proto, types, tensors)
-    except _ONNX_ERRORS:
-        # An operator that onnx doesn't know, or an input of unknown type: nothing is known of its outputs.
-        return
-    for output in node.outputs:
-        if output.name in inferred:
-            kind = ir.serde.deserialize_type_proto_for_type(inferred[output.name])
-            if kind is not None:
-                output.type = kind
-                output.shape = ir.serde.deserialize_type_proto_for_shape(inferred[output.name])
-
-
-def _type(value: ir.Value) -> onnx.TypeProto:
-    proto = onnx.TypeProto()
-    if value.type is not None:
-        proto = ir.serde.serialize_type(value.type)
-        if value.shape is not None:
-            ir.serde.serialize_shape_into(proto, value.shape)
-    return proto
-
-
-def _small_tensor(value: ir.Value) -> onnx.TensorProto | None:
-    """What inference may have to read: axes, sizes and the like, and no weights."""
-    tensor = value.const_value
-    producer = value.producer()
-    if tensor is None and producer is not None and producer.op_type == "Constant":
-        tensor = constant_tensor(producer)
-    if tensor is None or tensor.size > LONGEST or tensor.dtype == ir.DataType.STRING:
-        return None
-    return ir.serde.serialize_tensor(tensor)
-
-
-def _infer_from_bodies(node: ir.Node, bodies: list[ir.Graph]) -> None:
-    """If gives what both branches agree on; of loops nothing is taken."""
-    if node.op_type != "If":
-        return
-    for index, output in enumerate(node.outputs):
-        ends = [body.outputs[index] for body in bodies]
-        output.type = ends[0].type or output.type
-        shape = ends[0].shape
-        # A name in a branch means something in that branch alone, so only numbers are taken.
-        if shape is not None and shape.is_static() and all(str(end.shape) == str(shape) for end in ends):
-            output.shape = shape.copy()
-
-
-def _dims(shape: ir.Shape) -> PartialShape:
-    dims: list[Size | None] = []
-    for dim in shape:
-        if isinstance(dim, int):
-            dims.append(dim)
-        else:
-            dims.append(dim.value)
-    return tuple(dims)
-
-
-def _refine(value: ir.Value, shape: PartialShape) -> None:
-    """Fills in the sizes that are not known yet."""
-    old = value.shape
-    if old is None:
-        value.shape = ir.Shape(shape)
-    elif len(old) == len(shape):
-        dims: list[Size | None] = []
-        for known_size, size in zip(_dims(old), shape, strict=True):
-            if known_size is None:
-                dims.append(size)
-            else:
-                dims.append(known_size)
-        value.shape = ir.Shape(dims)
-
-
-def _name_sizes(value: ir.Value) -> None:
-    if value.shape is not None and None in _dims(value.shape):
-        named = sizes(value)
-        assert named is not None
-        value.shape = ir.Shape(named)
-
-
-def _only_size(elements: Sequence[Size] | None) -> Size | None:
-    """The one element of a tensor that holds a size; None where it may be negative."""
-    if elements is None or len(elements) != 1 or not is_size(elements[0]):
-        return None
-    return elements[0]
-
-
-def _reshape(node: ir.Node, symbols: Symbols) -> PartialShape | None:
-    target = symbols.of(node.inputs[1])
-    shape = sizes(node.inputs[0])
-    if target is None:
-        return None
-    zero_copies = not node.attributes.get_int("allowzero", 0)
-    result: list[Size | None] = []
-    for axis, item in enumerate(target):
-        if item == 0 and zero_copies:
-            if shape is not None and axis < len(shape):
-                result.append(shape[axis])
-            else:
-                result.append(None)
-        elif is_size(item):
-            result.append(item)
-        else:
-            result.append(None)
-    if shape is not None and -1 in target and result.count(None) == 1:
-        rest = [size for size in result if size is not None]
-        result[result.index(None)] = quotient(shape, rest)
-    return tuple(result)
-
-
-def _expand(node: ir.Node, symbols: Symbols) -> PartialShape | None:
-    target = symbols.of(node.inputs[1])
-    shape = sizes(node.inputs[0])
-    if target is None or shape is None:
-        return None
-    length = max(len(target), len(shape))
-    aligned_shape = (1,) * (length - len(shape)) + shape
-    aligned_target = (1,) * (length - len(target)) + target
-    return tuple(map(_broadcast, aligned_shape, aligned_target))
-
-
-def _broadcast(a: Size, b: Size) -> Size | None:
-    if a == b or b == 1:
-        return a
-    if a == 1:
-        if is_size(b):
-            return b
-        return None
-    # A number other than 1 decides; of two names neither is known to be the other's.
-    if isinstance(a, int):
-        return a
-    if isinstance(b, int) and b > 1:
-        return b
-    return None
-
-
-def _constant_of_shape(node: ir.Node, symbols: Symbols) -> PartialShape | None:
-    target = symbols.of(node.inputs[0])
-    if target is None:
-        return None
-    return tuple(_only_size([item]) for item in target)
-
-
-def _range(node: ir.Node, symbols: Symbols) -> PartialShape | None:
-    start, end, step = (symbols.of(value) for value in node.inputs)
-    if start != (0,) or step != (1,):
-        return None
-    if end is None or not is_size(end[0]):
-        return None
-    return end
-
-
-def _slice(node: ir.Node, symbols: Symbols) -> PartialShape | None:
-    """Axes that are taken whole keep their size, also where it is a name."""
-    shape = sizes(node.inputs[0])
-    if shape is None or len(node.inputs) < 3:
-        return None
-    starts, ends, axes, steps = (symbols.of(optional_input(node, index)) for index in range(1, 5))
-    if starts is None or ends is None:
-        return None
-    if axes is None:
-        axes = tuple(range(len(starts)))
-    result: list[Size | None] = list(shape)
-    for axis, start, end, step in zip(axes, starts, ends, steps or (1,) * len(axes), strict=True):
-        assert isinstance(axis, int)
-        reaches_end = end == shape[axis] or (isinstance(end, int) and end >= _LAST)
-        if start != 0 or step != 1 or not reaches_end:
-            result[axis] = None
-    return tuple(result)
-
-
-def _dft(node: ir.Node, symbols: Symbols) -> PartialShape | None:
-    """The transformed axis has the length's size, or one more than half of it; real and imaginary part come last."""
-    shape = sizes(node.inputs[0])
-    if shape is None or len(shape) < 2:
-        return None
-    length = optional_input(node, 1)
-    inverse: int = node.attributes.get_int("inverse", 0)
-    onesided: int = node.attributes.get_int("onesided", 0)
-    axis = _dft_axis(node, symbols, len(shape))
-    if axis is None or (inverse and onesided):
-        return (None,) * len(shape)
-    size: Size | None = shape[axis]
-    if length is not None:
-        size = _only_size(symbols.of(length))
-    if onesided:
-        if isinstance(size, int):
-            size = size // 2 + 1
-        else:
-            size = None
-    result: list[Size | None] = [*shape[:-1], 2]
-    result[axis] = size
-    return tuple(result)
-
-
-def _dft_axis(node: ir.Node, symbols: Symbols, rank: int) -> int | None:
-    """The axis that a DFT transforms, from the front; None where it is not known."""
-    axis: Size | None = None
-    value = optional_input(node, 2)
-    if value is not None:
-        elements = symbols.of(value)
-        if elements is not None and len(elements) == 1:
-            axis = elements[0]
-    elif "axis" in node.attributes:
-        axis = node.attributes.get_int("axis", 1)
-    elif rank == 3:
-        axis = 1  # 1 up to opset 19, the last but one since: the same of three axes
-    if isinstance(axis, int) and -rank <= axis < rank:
-        return axis % rank
-    return None
-
-
-# onnx's inference reads these operators' shape tensors as numbers alone; here their elements are followed by name.
-_BY_NAME: dict[str, Callable[[ir.Node, Symbols], PartialShape | None]] = {
-    "Reshape": _reshape,
-    "Expand": _expand,
-    "ConstantOfShape": _constant_of_shape,
-    "Range": _range,
-    "Slice": _slice,
-    "DFT": _dft,
-}
-# onnx's own inference takes the transformed axis to keep its size where the length is no constant.
-_OVERRULED = frozenset({"DFT"})

@@ -21,6 +21,7 @@ from onnx_ir.tape import Tape
 from layerline.graph.analysis import provenance, shape_inference
 from layerline.graph.analysis.fresh_names import fresh_name, node_names, value_names
 from layerline.graph.analysis.ir_queries import captures, graph_values, subgraphs
+from layerline.graph.analysis.symbolic_sizes import unquoted
 from layerline.graph.fusion.extract_subgraph import cut, nearest_unfused_after
 from layerline.graph.fusion.firing import After, Decline, Declined, Firing, Site
 
@@ -124,6 +125,10 @@ class Rewriting:
         for body in self._bodies():
             for output in body.outputs:
                 output.shape = output.shape or self._body_outputs.get(output.name or "")
+        for graph in self.model.graphs():
+            for value in graph_values(graph):
+                if value.shape is not None and not value.shape.is_static():
+                    value.shape = unquoted(value.shape)
 
     def attempt(self, rule: str, node: ir.Node, rewrite: Rewrite) -> None:
         """Tries one rule at one node."""

@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import Array, constant, optional_input, parent, rank
-from layerline.graph.analysis.size_algebra import sizes
+from layerline.graph.analysis.symbolic_sizes import sizes
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, sole

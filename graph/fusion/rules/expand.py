@@ -6,7 +6,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import BROADCASTING, constant, parent, rank
-from layerline.graph.analysis.size_algebra import Size, Sizes, sizes
+from layerline.graph.analysis.symbolic_sizes import Size, Sizes, sizes
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, sole
 

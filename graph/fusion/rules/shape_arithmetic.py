@@ -11,8 +11,8 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import constant, name_of, rank
-from layerline.graph.analysis.size_algebra import Size, Sizes, sizes
-from layerline.graph.analysis.symbolic_shapes import Symbols
+from layerline.graph.analysis.shape_inference import Symbols
+from layerline.graph.analysis.symbolic_sizes import Size, Sizes, sizes
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import Rule, on

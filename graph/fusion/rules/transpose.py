@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import BROADCASTING, constant, consumers, parent, rank
-from layerline.graph.analysis.size_algebra import Size, product, sizes
+from layerline.graph.analysis.symbolic_sizes import Dim, Size, product, sizes
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, sole
 from layerline.graph.fusion.rules.noop import permutation
@@ -32,11 +32,12 @@ def between(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # n
     perm = permutation(middle)
     if first is None or perm is None:
         return None
-    before = sizes(first.inputs[0])
+    data = first.inputs[0]
+    before = sizes(data)
     joined = sizes(first.outputs[0])
-    if before is None or joined is None:
+    if data is None or data.shape is None or before is None or joined is None:
         return None
-    groups = _groups(before, joined)
+    groups = _groups(list(data.shape), joined)
     if groups is None:
         return None
     order: list[int] = []
@@ -49,7 +50,7 @@ def between(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # n
     return tape.op("Transpose", [first.inputs[0]], {"perm": order})
 
 
-def _groups(single: Sequence[Size], joined: Sequence[Size]) -> list[list[int]] | None:
+def _groups(single: Sequence[Dim], joined: Sequence[Size]) -> list[list[int]] | None:
     """For each joined axis the consecutive axes whose sizes multiply to it."""
     groups: list[list[int]] = []
     axis = 0
@@ -66,7 +67,7 @@ def _groups(single: Sequence[Size], joined: Sequence[Size]) -> list[list[int]] |
     return groups
 
 
-def _joined_size(single: Sequence[Size], group: Sequence[int]) -> Size:
+def _joined_size(single: Sequence[Dim], group: Sequence[int]) -> Size:
     return product(single[axis] for axis in group)
 
 

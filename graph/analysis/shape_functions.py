@@ -1,0 +1,428 @@
+"""Shape functions of single operators where the library's own claim more than holds in every run, or less than we need.
+
+`onnx-shape-inference` annotates models for people. Here constants are written from what it says, so that its guesses
+have to go: it takes two unequal names to be the same size where operands broadcast, a Slice to lie inside of its axis,
+an axis of unknown size not to be 1 (Squeeze), and integers never to wrap around.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+
+import numpy as np
+import onnx_ir as ir
+from onnx_shape_inference import OpShapeInferenceRegistry, ShapeInferenceContext, check_inputs
+from onnx_shape_inference import registry as library
+
+from layerline.graph.analysis.ir_queries import BROADCASTING, constant, dim, optional_input, subgraphs
+from layerline.graph.analysis.symbolic_sizes import Dim, is_size
+
+Elements = Sequence[Dim]
+ShapeFunction = Callable[[ShapeInferenceContext, ir.Node], None]
+
+corrected = OpShapeInferenceRegistry()
+FOLLOWED = frozenset(
+    {"Shape", "Size", "Gather", "Slice", "Concat", "Cast", "Equal", "Where", "ConstantOfShape", "ReduceProd"}
+    | {"Add", "Sub", "Mul", "Div", "Identity", "Squeeze", "Unsqueeze", "Reshape"}
+)
+"""Operators whose integer results are followed element by element."""
+# Exporters write INT64_MAX or INT32_MAX as the end of a Slice that takes the rest.
+_LAST = 2**31 - 1
+
+
+def _corrects(*operators: str) -> Callable[[ShapeFunction], ShapeFunction]:
+    def register(function: ShapeFunction) -> ShapeFunction:
+        for name in operators:
+            corrected.register("", name)(function)
+        return function
+
+    return register
+
+
+def from_library(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    """Runs the library's function for a node; of versions before the oldest that it has, that one.
+
+    An invalid or too old form of the node raises there: what is an input now was an attribute then.
+    """
+    versions = library.version_boundaries(node.domain, node.op_type)
+    if versions:
+        version = max(ctx.get_opset_version(node.domain), versions[0])
+        library.get(node.domain, node.op_type, version=version)(ctx, node)
+
+
+def _set_open(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    """Outputs of the rank and type of the first input, of unknown sizes."""
+    (data,) = check_inputs(node, "data")
+    for output in node.outputs:
+        shape = None
+        if data.shape is not None:
+            shape = ir.Shape([ctx.new_symbolic_dim() for _ in data.shape])
+        ctx.set_shape_and_dtype(output, shape, data.dtype)
+
+
+@_corrects(*BROADCASTING, "Sum", "Mean", "Mod", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor")
+@_corrects("Expand", "PRelu", "StringConcat")
+def _broadcasting(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    from_library(ctx, node)
+    if ctx.opset < 7 and "broadcast" in node.attributes:
+        # The second input is stretched along an axis that the node names.
+        ctx.set_shape(node.outputs[0], check_inputs(node, "A")[0].shape)
+        return
+    shapes: list[Elements | None] = []
+    for value in node.inputs:
+        if value is None or value.shape is None:
+            shapes.append(None)
+        else:
+            shapes.append(list(value.shape))
+    if node.op_type == "Expand":
+        shapes[1] = _requested(ctx, node.inputs[1])
+    ctx.set_shape(node.outputs[0], _common_shape(ctx, shapes))
+    if node.op_type in _ELEMENTWISE:
+        ctx.set_symbolic_value(node.outputs[0], _combined(ctx, node))
+
+
+def _requested(ctx: ShapeInferenceContext, value: ir.Value | None) -> Elements | None:
+    """The sizes that a shape tensor asks for: as many as it has elements, where they are not known."""
+    elements: Elements | None = ctx.get_symbolic_value(value)
+    count = dim(value, 0)
+    if elements is None and isinstance(count, int):
+        return [ctx.new_symbolic_dim() for _ in range(count)]
+    return elements
+
+
+def _common_shape(ctx: ShapeInferenceContext, shapes: Sequence[Elements | None]) -> ir.Shape | None:
+    """The shape that shapes broadcast to."""
+    from_the_end: list[Elements] = []
+    for shape in shapes:
+        if shape is None:
+            return None
+        from_the_end.append(shape[::-1])
+    dims: list[Dim] = []
+    for aligned in zip_longest(*from_the_end, fillvalue=1):
+        distinct = {size: None for size in aligned if size != 1}
+        numbers = [size for size in distinct if isinstance(size, int)]
+        if not distinct:
+            dims.append(1)
+        elif len(distinct) == 1:
+            dims.append(next(iter(distinct)))
+        # A number other than 1 decides; of two names either may be 1.
+        elif numbers:
+            dims.append(numbers[0])
+        else:
+            dims.append(ctx.new_symbolic_dim())
+    return ir.Shape(dims[::-1])
+
+
+def _combined(ctx: ShapeInferenceContext, node: ir.Node) -> Elements | None:
+    operands: list[Elements] = []
+    for value in node.inputs:
+        elements = ctx.get_symbolic_value(value)
+        if elements is None:
+            return None
+        operands.append(elements)
+    count = max(map(len, operands))
+    spread: list[Elements] = []
+    for elements in operands:
+        if len(elements) == 1:
+            elements = list(elements) * count
+        if len(elements) != count:
+            return None
+        spread.append(elements)
+    results: list[Dim] = []
+    for items in zip(*spread, strict=True):
+        result = _ELEMENTWISE[node.op_type](*items)
+        if result is None:
+            # A tensor of truth values is only followed as a whole: as an element "unknown" would be a number.
+            if node.op_type in ("Equal", "Where"):
+                return None
+            result = ctx.new_number()
+        results.append(result)
+    return results
+
+
+def _add(a: Dim, b: Dim) -> Dim | None:
+    if b == 0:
+        return a
+    if a == 0:
+        return b
+    return _of_sizes(operator.add, a, b)
+
+
+def _subtract(a: Dim, b: Dim) -> Dim | None:
+    if isinstance(a, int) and isinstance(b, int):
+        return a - b
+    if a == b:
+        return 0
+    if b == 0:
+        return a
+    return None
+
+
+def _multiply(a: Dim, b: Dim) -> Dim | None:
+    if b == 1:
+        return a
+    if a == 1:
+        return b
+    return _of_sizes(operator.mul, a, b)
+
+
+def _divide(a: Dim, b: Dim) -> Dim | None:
+    if b == 1:
+        return a
+    # Runtimes round negative quotients differently; sizes have none.
+    if b == 0 or not (is_size(a) and is_size(b)):
+        return None
+    if isinstance(b, int):
+        return a // b
+    if isinstance(a, int):
+        return None
+    return a // b
+
+
+def _of_sizes(combine: Callable[[Dim, Dim], Dim], a: Dim, b: Dim) -> Dim | None:
+    both_numbers = isinstance(a, int) and isinstance(b, int)
+    if both_numbers or (is_size(a) and is_size(b)):
+        return combine(a, b)
+    return None
+
+
+def _equal(a: Dim, b: Dim) -> int | None:
+    """Whether two elements are the same number in every run; None where that depends on the run."""
+    if isinstance(a, int) and isinstance(b, int):
+        return int(a == b)
+    if a == b:
+        return 1
+    for number, name in ((a, b), (b, a)):
+        if isinstance(number, int) and number < 0 and is_size(name):
+            return 0
+    return None
+
+
+def _select(condition: Dim, when_true: Dim, when_false: Dim) -> Dim | None:
+    if when_true == when_false:
+        return when_true
+    if not isinstance(condition, int):
+        return None
+    if condition:
+        return when_true
+    return when_false
+
+
+_ELEMENTWISE: dict[str, Callable[..., Dim | None]] = {
+    "Add": _add,
+    "Sub": _subtract,
+    "Mul": _multiply,
+    "Div": _divide,
+    "Equal": _equal,
+    "Where": _select,
+}
+
+
+@_corrects("Concat")
+def _concat(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    from_library(ctx, node)
+    joined: list[Dim] | None = []
+    for value in node.inputs:
+        elements = ctx.get_symbolic_value(value)
+        if elements is None:
+            # The library would make up sizes for what it does not know; such an element may be -1.
+            joined = None
+            break
+        joined += elements
+    ctx.set_symbolic_value(node.outputs[0], joined)
+
+
+@_corrects("ConstantOfShape")
+def _constant_of_shape(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    from_library(ctx, node)
+    shape = _requested(ctx, node.inputs[0])
+    if shape is None:
+        return
+    ctx.set_shape(node.outputs[0], ir.Shape(shape))
+    fill = node.attributes.get("value")
+    if len(shape) == 1 and isinstance(shape[0], int) and fill is not None and fill.as_tensor().dtype.is_integer():
+        # Longer tensors are not followed; the bound keeps a file from asking for a list of any length.
+        count = min(shape[0], 1 << 16)
+        ctx.set_symbolic_value(node.outputs[0], [int(fill.as_tensor().numpy().item())] * count)
+
+
+@_corrects("ReduceProd")
+def _reduce_prod(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    from_library(ctx, node)
+    elements = ctx.get_symbolic_value(node.inputs[0])
+    axes: Elements | None = ()
+    if optional_input(node, 1) is not None:
+        axes = ctx.get_symbolic_value(node.inputs[1])
+    if elements is None or axes is None:
+        return
+    if node.attributes.get_int("noop_with_empty_axes", 0) and not axes:
+        ctx.set_symbolic_value(node.outputs[0], elements)
+        return
+    if all(is_size(element) for element in elements):
+        total: Dim = 1
+        for element in elements:
+            total = total * element
+        # How a long product wraps is the runtime's own business.
+        if not isinstance(total, int) or total < 2**31:
+            ctx.set_symbolic_value(node.outputs[0], [total])
+
+
+@_corrects("Slice")
+def _slice(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    """Axes that are taken whole keep their size, also where it is a name; of other names nothing follows."""
+    (data,) = check_inputs(node, "data")
+    bounds = _slice_bounds(ctx, node)
+    if bounds is None or data.shape is None:
+        _set_open(ctx, node)
+        return
+    dims = list(data.shape)
+    for start, end, axis, step in zip(*bounds, strict=True):
+        size = dims[axis]
+        reaches_end = end == size or (isinstance(end, int) and end >= _LAST)
+        if start == 0 and step == 1 and reaches_end:
+            continue
+        if all(isinstance(item, int) for item in (start, end, step, size)):
+            dims[axis] = len(range(*slice(start, end, step).indices(size)))
+        else:
+            dims[axis] = ctx.new_symbolic_dim()
+    ctx.set_shape_and_dtype(node.outputs[0], ir.Shape(dims), data.dtype)
+    elements = ctx.get_symbolic_value(data)
+    numbers = [bound[0] for bound in bounds if len(bound) == 1]
+    if elements is not None and len(numbers) == 4 and all(isinstance(number, int) for number in numbers):
+        start, end, _, step = numbers
+        ctx.set_symbolic_value(node.outputs[0], elements[start:end:step])
+
+
+def _slice_bounds(ctx: ShapeInferenceContext, node: ir.Node) -> list[Elements] | None:
+    """starts, ends, axes and steps; None where one is not known."""
+    bounds: list[Elements | None] = []
+    if len(node.inputs) < 3:
+        # Up to opset 9 the bounds are attributes.
+        bounds = [node.attributes.get_ints(name) for name in ("starts", "ends", "axes")]
+    else:
+        for index in range(1, 5):
+            value = optional_input(node, index)
+            bounds.append(ctx.get_symbolic_value(value))
+            if value is not None and bounds[-1] is None:
+                return None
+    starts, ends, axes, steps = (*bounds, None)[:4]
+    if starts is None or ends is None:
+        return None
+    return [starts, ends, axes or range(len(starts)), steps or [1] * len(starts)]
+
+
+@_corrects("Squeeze")
+def _squeeze(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    axes = optional_input(node, 1)
+    (data,) = check_inputs(node, "data")
+    names_axes = "axes" in node.attributes or constant(axes) is not None
+    takes_all = axes is None and data.shape is not None and data.shape.is_static()
+    if names_axes or takes_all:
+        from_library(ctx, node)
+    else:
+        ctx.set_dtype(node.outputs[0], data.dtype)
+
+
+@_corrects("Split", "Pad")
+def _with_stored_amounts(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    """The library takes an input that it can't read, the parts or the axes, to be left out."""
+    amounts = optional_input(node, {"Split": 1, "Pad": 3}[node.op_type])
+    if amounts is None or constant(amounts) is not None:
+        from_library(ctx, node)
+    else:
+        _set_open(ctx, node)
+
+
+@_corrects("Reshape")
+def _reshape(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    from_library(ctx, node)
+    # The library forgets it where the rank is not known.
+    ctx.set_dtype(node.outputs[0], check_inputs(node, "data")[0].dtype)
+
+
+@_corrects("Tile")
+def _tile(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    # Up to opset 5 the second input says how often, the third along which axis.
+    if len(node.inputs) == 2:
+        from_library(ctx, node)
+
+
+@_corrects("Range")
+def _range(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    first = check_inputs(node, "start", "limit", "delta")[0]
+    start, end, step = (ctx.get_symbolic_value(value) for value in node.inputs)
+    if start == [0] and step == [1] and end is not None and is_size(end[0]):
+        ctx.set_shape_and_dtype(node.outputs[0], ir.Shape(end), first.dtype)
+    elif all(constant(value) is not None for value in node.inputs):
+        from_library(ctx, node)
+    else:
+        ctx.set_shape_and_dtype(node.outputs[0], ir.Shape([ctx.new_symbolic_dim()]), first.dtype)
+
+
+@_corrects("Resize", "Upsample")
+def _resize(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    """Runtimes multiply by the float32 scale in float32: 10 times 1.3 is 13, although the scale is below 1.3."""
+    from_library(ctx, node)
+    output = node.outputs[0]
+    (data,) = check_inputs(node, "X")
+    crops = node.attributes.get_string("coordinate_transformation_mode", "") == "tf_crop_and_resize"
+    keeps_ratio = node.attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch"
+    if output.shape is None or crops or keeps_ratio:
+        _set_open(ctx, node)
+        return
+    # Resize of opset 10 and Upsample have the scales second; Upsample up to opset 8 as an attribute.
+    scales = constant(node.inputs[-1])
+    if scales is None:
+        stored = node.attributes.get_floats("scales")
+        scales = np.asarray(stored or (), np.float32)
+    axes = node.attributes.get_ints("axes") or range(len(output.shape))
+    if optional_input(node, 3) is None and scales.size != len(axes):
+        _set_open(ctx, node)
+    elif optional_input(node, 3) is None:
+        dims = list(data.shape)
+        for axis, scale in zip(axes, scales.astype(np.float32), strict=True):
+            dims[axis] = _scaled(ctx, dims[axis], scale)
+        ctx.set_shape(output, ir.Shape(dims))
+
+
+def _scaled(ctx: ShapeInferenceContext, size: Dim, scale: np.float32) -> Dim:
+    if isinstance(size, int):
+        return int(np.float32(size) * scale)
+    if scale == int(scale):
+        return size * int(scale)
+    unknown: ir.SymbolicDim = ctx.new_symbolic_dim()
+    return unknown
+
+
+@_corrects("ConvTranspose")
+def _conv_transpose(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    from_library(ctx, node)
+    # With SAME padding onnxruntime's result is not always the stride times the input.
+    if node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME"):
+        _set_open(ctx, node)
+
+
+@_corrects("If")
+def _branches(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    """What all branches agree on. Where the shape of one is not known, the library takes that of the other."""
+    for index, output in enumerate(node.outputs):
+        ends = [body.outputs[index] for body in subgraphs(node)]
+        if ends[0].type is not None:
+            ctx.set_type(output, ends[0].type)
+        shapes = [end.shape for end in ends if end.shape is not None]
+        if len(shapes) < len(ends) or len({len(shape) for shape in shapes}) != 1:
+            continue
+        dims: list[Dim] = []
+        for alternatives in zip(*shapes, strict=True):
+            if all(size == alternatives[0] for size in alternatives):
+                dims.append(alternatives[0])
+            else:
+                dims.append(ctx.new_symbolic_dim())
+        ctx.set_shape(output, ir.Shape(dims))
+
+
+@_corrects("Loop", "Scan", "SequenceMap")
+def _turns(ctx: ShapeInferenceContext, node: ir.Node) -> None:
+    """Of loops nothing is taken: what one carries may change its shape, or keep the first in no turn at all."""

@@ -1,0 +1,101 @@
+"""Sizes of axes as numbers or as text: the name of a symbolic size, or an expression such as "2*batch".
+
+Two equal texts are the same number in every run. onnx_ir's SymbolicDim does the arithmetic, with sympy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import onnx_ir as ir
+import sympy
+
+Size = int | str
+Sizes = tuple[Size, ...]
+Dim = int | ir.SymbolicDim
+
+NUMBER = "num__"
+"""Begins the name of a number that the graph computes in a way that is not followed: it may be negative."""
+_LONGEST = 200
+_NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
+
+
+def sizes(value: ir.Value | None) -> Sizes | None:
+    """The shape of a value with a name for every size that has no number; None where not even the rank is known."""
+    if value is None or value.shape is None:
+        return None
+    named: list[Size] = []
+    for axis, dim in enumerate(value.shape):
+        if isinstance(dim, int):
+            named.append(dim)
+        else:
+            named.append(dim.value or f"{value.name}#{axis}")
+    return tuple(named)
+
+
+def is_size(item: Dim | Size) -> bool:
+    """Whether an element of an integer tensor is certainly not negative."""
+    if isinstance(item, int):
+        return item >= 0
+    return NUMBER not in str(item)
+
+
+def product(dims: Iterable[Dim]) -> Size:
+    """The product of sizes, in the one form that equal products have in common."""
+    total: Dim = 1
+    for dim in dims:
+        total = total * dim
+    return size_of(simplified(total) or total)
+
+
+def size_of(dim: Dim) -> Size:
+    """A number, or the text of a symbolic size."""
+    if isinstance(dim, int):
+        return dim
+    return str(dim.value)
+
+
+def simplified(dim: Dim) -> Dim | None:
+    """A dimension with a plain number where its expression comes to one; None for what is no size or too long."""
+    if isinstance(dim, int):
+        return dim
+    try:
+        if dim.value is None or len(dim.value) > _LONGEST:
+            return None
+        number = dim.evaluate({})
+        if isinstance(number, int):
+            return number
+        # sympy writes a division by zero as "zoo".
+        if not dim.free_symbols():
+            return None
+    # The expression does not parse.
+    except ValueError:
+        return None
+    return dim
+
+
+def from_file(dim: Dim) -> Dim | None:
+    """A size as a file declares it; None where it says nothing.
+
+    Any text may be the name of a size in a file. One that is no plain name is put in quotes and becomes one symbol:
+    "a - b" of a file has nothing to do with the difference of a and b, and "9**9**9" must not be computed.
+    """
+    if isinstance(dim, int):
+        # Sizes of 0 and -1 are how old exporters wrote "any".
+        if dim <= 0:
+            return None
+        return dim
+    if dim.value is None or _NAME.fullmatch(dim.value) or dim.value.startswith("'"):
+        return dim if dim.value else None
+    return ir.SymbolicDim(sympy.Symbol(f"'{dim.value}'", integer=True, positive=True))
+
+
+def unquoted(shape: ir.Shape) -> ir.Shape:
+    """The shape with the names that the file has; see `from_file`."""
+    dims: list[Dim] = []
+    for dim in shape:
+        if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
+            dim = ir.SymbolicDim(dim.value.replace("'", ""))
+        dims.append(dim)
+    return ir.Shape(dims)
