@@ -89,12 +89,9 @@ class Train(Stage):
         }
         for name, is_set in needs_validation.items():
             if is_set:
-                error = ConfigError(
-                    f"{name} follows validation, which is off",
-                    where="training.valid_interval",
-                    hint="set it, in optimizer steps",
-                )
-                raise _placed(error, {})
+                what = f"{name} follows validation, which is off"
+                hint = "set it, in optimizer steps"
+                raise _placed(ConfigError(what, where="training.valid_interval", hint=hint), {})
         return self
 
     @classmethod
@@ -142,10 +139,7 @@ class Train(Stage):
 
         config, device = self.config(), rendezvous.device(self._device())
         with train_loop.deterministic(), ranks.together(), memory_told():
-            run = train_loop.prepare(work.task, config, epochs=self.epochs, steps=self.steps,
-                batch_size=self.batch_size,
-                              seed=self.seed, workers=self.workers, device=device,
-                              parts=work.parts)  # fmt: skip
+            run = train_loop.prepare(work.task, config, device=device, parts=work.parts, **self._length())
             train_loop.train(run, work.scratch, work.log, save_every=config.monitor.save_interval)
             run.mo.export_metrics(work.out / "metrics.csv")
             best = train_loop.take_best(run)
@@ -157,9 +151,13 @@ class Train(Stage):
     def check(self, look: Inspection) -> None:
         from layerline.training.run import hook_trial
 
-        hook_trial.look_at_training(look, self.config(), steps=self.steps, epochs=self.epochs,
-            batch_size=self.batch_size,
-                               seed=self.seed, device=self._device)  # fmt: skip
+        length = self._length()
+        del length["workers"]
+        hook_trial.look_at_training(look, self.config(), device=self._device, **length)
+
+    def _length(self) -> dict[str, Any]:
+        """The fields that say how much is trained on what, as arguments."""
+        return self.model_dump(include={"epochs", "steps", "batch_size", "seed", "workers"})
 
     def prove_resume(self, work: Work, steps: int) -> Report:
         """Checks that this training continues bit for bit after a kill.
@@ -170,33 +168,34 @@ class Train(Stage):
         from layerline.training.proof import prove_resume as prove
         from layerline.training.state import checkpoint
 
-        how = self.model_dump(include={"epochs", "steps", "batch_size", "seed", "workers"})
         # Fields that are not set stay so: some sections refuse fields without the one that turns them on.
         arguments = {
             "task": str(work.task.path),
             "config": self.config().model_dump(mode="json", exclude_unset=True),
-            **how,
+            "device": self._device(),
+            **self._length(),
         }
         kept = work.scratch / "checkpoints"
         start = kept if checkpoint.rotation(kept) else None
         proof = prove.prove(
-            "layerline.training.proof.proof_process:make_stage", steps, start=start,
-            arguments={**arguments, "device": self._device()}, progress=work.log.progress,
-        )  # fmt: skip
+            "layerline.training.proof.proof_process:make_stage",
+            steps,
+            arguments=arguments,
+            start=start,
+            progress=work.log.progress,
+        )
         return _proved(proof, asked=steps, interrupted=start is not None)
 
     def _device(self) -> str:
         import torch
 
-        cuda = self.device != "cpu" and torch.cuda.is_available()
-        if self.device == "cuda" and not cuda:
-            raise Unavailable(
-                "torch finds no CUDA device here",
-                where="train.device",
-                hint="set it to auto or cpu, or mend the driver",
-            )
-        if cuda:
+        if self.device == "cpu":
+            return "cpu"
+        if torch.cuda.is_available():
             return "cuda"
+        if self.device == "cuda":
+            hint = "set it to auto or cpu, or mend the driver"
+            raise Unavailable("torch finds no CUDA device here", where="train.device", hint=hint)
         return "cpu"
 
 
@@ -223,30 +222,18 @@ def _gather(raw: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
     from layerline.training.config import aliases
 
     _refuse_unknown(raw, fields)
-    sections: dict[str, Any] = {}
-    own: dict[str, Any] = {}
-    for key, value in raw.items():
-        if key in aliases.SECTIONS or key == "preset":
-            sections[key] = value
-        else:
-            own[key] = value
+    sections = {key: value for key, value in raw.items() if key in aliases.SECTIONS or key == "preset"}
+    own = {key: value for key, value in raw.items() if key not in sections}
     try:
         recipe = _dotted(own.get("recipe"))
-    except ConfigError as error:
-        raise _placed(error, raw) from error
-    defaults = dict(_DEFAULTS)
-    scheduler = sections.get("scheduler")
-    scheduler_name = recipe.get("scheduler.name", "cosine")
-    if isinstance(scheduler, Mapping):
-        scheduler_name = scheduler.get("name", scheduler_name)
-    if scheduler_name != "cosine":
-        # The default warm-up belongs to the default schedule.
-        del defaults["scheduler.warmup_ratio"]
-    swa = sections.get("swa")
-    if "swa.share" in recipe or (isinstance(swa, Mapping) and "share" in swa):
-        # SWA's mean ships instead of the EMA.
-        defaults = {key: value for key, value in defaults.items() if not key.startswith("ema.")}
-    try:
+        written = recipe | _dotted(sections)
+        defaults = dict(_DEFAULTS)
+        if written.get("scheduler.name", "cosine") != "cosine":
+            # The default warm-up belongs to the default schedule.
+            del defaults["scheduler.warmup_ratio"]
+        if "swa.share" in written:
+            # SWA's mean ships instead of the EMA.
+            defaults = {key: value for key, value in defaults.items() if not key.startswith("ema.")}
         return {**own, "recipe": aliases.normal_form({**sections, **recipe}, defaults)}
     except ConfigError as error:
         raise _placed(error, raw) from error
@@ -339,19 +326,13 @@ def _rejected(lane: Lane) -> str:
 
 
 def _record(run: Run, name: str, now: Tensor) -> LayerDiff:
-    # No SQNR against the initial value: training is meant to leave it behind.
-    measures = {**_measures(run.initial[name], now), "sqnr_db": None, "cosine": None}
+    from layerline.compare.arrays import tensor_row
+
+    module = name.rpartition(".")[0]
+    row = tensor_row(name, "parameter", module, run.initial[name], now)
     update_ratio = None
-    before = run.before_last.get(name)
-    if before is not None:
-        update_ratio = _measures(before, now)["rel_l2"]
-    dead = name in run.trained and measures["rel_l2"] == 0.0
-    return LayerDiff(name=name, op="parameter", module=name.rpartition(".")[0], shape=tuple(now.shape),
-                     dtype=str(now.dtype).removeprefix("torch."), **measures,
-                     extra={"update_ratio": update_ratio, "dead": dead})  # fmt: skip
-
-
-def _measures(a: Tensor, b: Tensor) -> dict[str, Any]:
-    from layerline.compare.tensor_distance import diff_arrays
-
-    return diff_arrays(a.float().cpu().numpy(), b.float().cpu().numpy()).measures()
+    if name in run.before_last:
+        update_ratio = tensor_row(name, "parameter", module, run.before_last[name], now).rel_l2
+    dead = name in run.trained and row.rel_l2 == 0.0
+    # No SQNR against the initial value: training is meant to leave it behind.
+    return dataclasses.replace(row, sqnr_db=None, cosine=None, extra={"update_ratio": update_ratio, "dead": dead})

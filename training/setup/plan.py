@@ -104,24 +104,20 @@ def _groups(lane: Lane) -> dict[str, tuple[str, str, int]]:
     if not lane.custom:
         return {m.name: (_group_name(lane.config.optimizer, m), m.reason, m.param.numel()) for m in lane.members}
     groups = own_groups(lane.optimizer)
-    group_of: dict[int, int] = {}
-    for index, group in enumerate(groups):
-        for param in group["params"]:
-            group_of[id(param)] = index
+    group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
     out = {}
     for name, param in zip(lane.names, lane.params, strict=True):
-        number = group_of.get(id(param))
-        if number is not None:
-            out[name] = (_decay_word(groups[number].get("weight_decay")), f"group {number}", param.numel())
-        else:
-            out[name] = ("not held" if groups else "unknown", "", param.numel())
+        why = ""
+        kind = "not held" if groups else "unknown"
+        if id(param) in group_of:
+            number = group_of[id(param)]
+            why = f"group {number}"
+            weight_decay = groups[number].get("weight_decay")
+            kind = "decay" if weight_decay else "no decay"
+            if weight_decay is None:
+                kind = "unknown"
+        out[name] = (kind, why, param.numel())
     return out
-
-
-def _decay_word(weight_decay: float | None) -> str:
-    if weight_decay is None:
-        return "unknown"
-    return "decay" if weight_decay else "no decay"
 
 
 def _group_name(config: OptimizerConfig, member: Member) -> str:
