@@ -18,6 +18,7 @@ from layerline.compare.tensor_distance import diff_arrays
 from layerline.compare.topk_indices import pointed_at, pointers
 from layerline.compare.value_types import CODES, types_of
 from layerline.export import declared_shapes
+from layerline.graph.analysis.rounding_noise import drawn
 from layerline.graph.io import onnx_files
 from layerline.graph.io.module_identity import modules
 from layerline.parity.repro import region
@@ -71,7 +72,6 @@ def check(
     *,
     allowed: Mapping[str, float],
     expected: Sequence[Mapping[str, Array]] | None = None,
-    random: Collection[str] = (),
 ) -> Shipped:
     """Opens a saved model in a default session and runs it on every feed.
 
@@ -82,12 +82,11 @@ def check(
         feeds: arrays by input name.
         allowed: greatest relative L2 error by output; LIMIT for those left out.
         expected: outputs of the unoptimised graph for each feed; computed here if left out.
-        random: outputs that depend on a random operator, which are not judged.
     """
     if expected is None:
         session = OnnxRuntime(few_runs=True).open(path)
         expected = [session.run(feed) for feed in feeds]
-    fault, worst = _run(path, feeds, expected, allowed, random)
+    fault, worst = _run(path, feeds, expected, allowed)
     notes: list[str] = []
     if fault is not None:
         light = onnx_files.parts(path)
@@ -96,10 +95,10 @@ def check(
             onnx_files.save(light, path.parent)
             count = f"{len(corrected)} inner values"
             notes.append(f"the declared shape of {count} was wrong, first {corrected[0]}: it was corrected")
-            fault, worst = _run(path, feeds, expected, allowed, random)
+            fault, worst = _run(path, feeds, expected, allowed)
     if fault is not None and not fault.raised and int8_flag() == "":
         # Without VNNI, kernels that multiply u8 by s8 saturate: a property of this CPU, not of the model.
-        float_fault, _ = _run(path, feeds, expected, allowed, random, _NO_INT8)
+        float_fault, _ = _run(path, feeds, expected, allowed, _NO_INT8)
         if float_fault is None:
             notes.append(f"int8 kernels of a default session saturate on this CPU, which has no VNNI: {fault.what}")
             return Shipped(notes=tuple(notes))
@@ -124,12 +123,13 @@ def _run(
     feeds: Sequence[Feed],
     expected: Sequence[Mapping[str, Array]],
     allowed: Mapping[str, float],
-    random: Collection[str],
     config: Mapping[str, str] | None = None,
 ) -> tuple[_Fault | None, float]:
     """The first fault, and the greatest distance of an output."""
     worst = 0.0
-    indices = pointers(onnx_files.read(path).model.graph)
+    model = onnx_files.read(path).model
+    indices = pointers(model.graph)
+    random = drawn(model)  # outputs that depend on a random operator are not judged
     try:
         session = OnnxRuntime(defaults=True, config=config).open(path)
     except StageError as error:

@@ -39,7 +39,6 @@ class Parity:
         notes: what was not compared, and why.
         shapes: the feeds that ran, each with the sizes of every value on it.
         outputs: outputs of the ONNX for each feed; None for a feed that it can't run on.
-        random: outputs that depend on a random operator.
     """
 
     rows: tuple[LayerDiff, ...]
@@ -48,7 +47,6 @@ class Parity:
     notes: tuple[str, ...]
     shapes: Sequence[tuple[Feed, Shapes]] = ()
     outputs: Sequence[Mapping[str, Array] | None] = ()
-    random: frozenset[str] = frozenset()
 
 
 def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) -> Parity:
@@ -109,7 +107,6 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
         notes=tuple(notes),
         shapes=sizes,
         outputs=outputs,
-        random=frozenset(name for name in names if name in tally.random),
     )
 
 
