@@ -7,9 +7,9 @@ either side. Weights are therefore quantised here, by torch itself, and stored: 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,20 +20,15 @@ from torch.ao.quantization import FakeQuantize
 from torch.export import ExportedProgram
 
 from layerline.export.program_queries import stored
+from layerline.export.torch_private import give_fake_quantisation_shapes
 from layerline.pipeline.errors import StageError
 
-_WITHOUT_SHAPES = (
-    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
-    "fake_quantize_per_tensor_affine_cachemask",
-    "fake_quantize_per_channel_affine_cachemask",
-)
 PER_CHANNEL = torch.ops.aten.fake_quantize_per_channel_affine.default
 TARGETS = (
     PER_CHANNEL,
     torch.ops.aten.fake_quantize_per_tensor_affine.default,
     torch.ops.aten.fake_quantize_per_tensor_affine.tensor_qparams,
 )
-_libraries: list[torch.library.Library] = []  # a library's kernels go with it
 
 
 @contextmanager
@@ -43,35 +38,28 @@ def traceable(module: nn.Module) -> Iterator[None]:
     Raises:
         StageError: an observer that is on: each call would change the scale.
     """
-    _give_shapes()
-    changed: list[Any] = []
-    attributes: list[tuple[Any, dict[str, Any]]] = []
-    try:
+    give_fake_quantisation_shapes()
+    with ExitStack() as restore:
         for path, inner in module.named_modules():
+            forward: Any = None
             if "forward" in vars(inner):
                 continue
             if _is_intx(inner):
-                attributes.append((inner, {name: getattr(inner, name) for name in ("scale", "zero_point")}))
-                changed.append(inner)
-                changed[-1].forward = partial(_intx_forward, inner)
-                continue
-            if not isinstance(inner, FakeQuantize):
-                continue
-            if int(inner.observer_enabled[0]):
-                raise StageError(
-                    "the observer of this FakeQuantize is on, so each call changes its scale",
-                    where=f"module {path}" if path else "model",
-                    hint="model().apply(torch.ao.quantization.disable_observer) keeps the scales as they are",
-                )
-            changed.append(inner)
-            changed[-1].forward = partial(_forward, inner, quantizes=bool(inner.fake_quant_enabled[0]))
+                for name in ("scale", "zero_point"):
+                    restore.callback(setattr, inner, name, getattr(inner, name))
+                forward = partial(_intx_forward, inner)
+            elif isinstance(inner, FakeQuantize):
+                if int(inner.observer_enabled[0]):
+                    raise StageError(
+                        "the observer of this FakeQuantize is on, so each call changes its scale",
+                        where=f"module {path}" if path else "model",
+                        hint="model().apply(torch.ao.quantization.disable_observer) keeps the scales as they are",
+                    )
+                forward = partial(_forward, inner, quantizes=bool(inner.fake_quant_enabled[0]))
+            if forward is not None:
+                inner.forward = forward
+                restore.callback(delattr, inner, "forward")
         yield
-    finally:
-        for inner in changed:
-            del inner.forward
-        for inner, values in attributes:
-            for name, value in values.items():
-                setattr(inner, name, value)
 
 
 def _is_intx(module: nn.Module) -> bool:
@@ -105,17 +93,6 @@ def _forward(module: Any, x: Tensor, *, quantizes: bool) -> Tensor:
     if module.is_per_channel:
         return torch.fake_quantize_per_channel_affine(x, module.scale, module.zero_point, module.ch_axis, low, high)
     return torch.fake_quantize_per_tensor_affine(x, module.scale, module.zero_point, low, high)
-
-
-@cache
-def _give_shapes() -> None:
-    """Tells torch the shapes of the operators of its own that have kernels and no form for tracing dynamic sizes."""
-    for name in _WITHOUT_SHAPES:
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
-            continue
-        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        library.impl(name, lambda x, *_: (torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)), "Meta")
-        _libraries.append(library)
 
 
 def store_weights(model: ir.Model, program: ExportedProgram) -> None:
@@ -170,7 +147,7 @@ class _Constants:
 
     def __init__(self, program: ExportedProgram) -> None:
         self._values: dict[Any, Any] = {}
-        table: Mapping[str, Any] = stored(program)
+        table = stored(program)
         self._open: set[Any] = set()
         for node in program.graph.nodes:
             if node.op == "placeholder" and node.name in table:

@@ -7,6 +7,7 @@
 - `_dispatch_cache` of operators: torch 2.13 exchanges the decompositions of LSTM and GRU while it exports, and keeps
   the cached choice. A second LSTM exported in one process would have its sequence length fixed.
 - `torch._guards.TracingContext`: the stack of code that dynamo reads without running it.
+- `torch._C._dispatch_has_kernel_for_dispatch_key`: whether an operator can be traced.
 - `torch.utils._sympy`, `ShapeGuardPythonPrinter`: evaluation, bounds and text of expressions over symbolic sizes.
 """
 
@@ -16,6 +17,7 @@ import keyword
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -26,6 +28,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
+_libraries: list[Any] = []  # a library's kernels go when it goes
 Frame = tuple[str, int]
 """File and line."""
 
@@ -59,6 +62,21 @@ def forget_decompositions() -> None:
     """Clears the cached decompositions of LSTM and GRU."""
     for op in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
         op._dispatch_cache.clear()
+
+
+@cache
+def give_fake_quantisation_shapes() -> None:
+    """Tells torch the shapes of its fake quantisation operators that have kernels and no form for tracing."""
+    for name in (
+        "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+        "fake_quantize_per_tensor_affine_cachemask",
+        "fake_quantize_per_channel_affine_cachemask",
+    ):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            continue
+        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        library.impl(name, lambda x, *_: (torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)), "Meta")
+        _libraries.append(library)
 
 
 def evaluate(expr: Any, values: Mapping[Any, int]) -> Any:
