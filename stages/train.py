@@ -12,7 +12,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from layerline.pipeline.errors import ConfigError, Unavailable, memory_told
 from layerline.pipeline.inspection import Inspection
-from layerline.pipeline.nearest import closest
+from layerline.pipeline.nearest import did_you_mean, hint
 from layerline.pipeline.report import Gate, LayerDiff, Report
 from layerline.pipeline.stage import Stage, Work
 
@@ -261,8 +261,8 @@ def _refuse_unknown(raw: Mapping[str, Any], fields: Collection[str]) -> None:
     valid = [name for name in fields if name != "recipe"] + list(_SHOWN)
     for name in map(str, raw):
         if name not in fields and name not in aliases.SECTIONS and name not in valid:
-            hint = aliases.guess(closest(name, [*valid, *aliases.SECTIONS]), valid)
-            raise _placed(ConfigError("unknown field", where=name, hint=hint), raw)
+            advice = did_you_mean(name, [*valid, *aliases.SECTIONS]) or hint(name, valid)
+            raise _placed(ConfigError("unknown field", where=name, hint=advice), raw)
 
 
 def _placed(error: ConfigError, raw: Any) -> ValidationError:

@@ -71,8 +71,8 @@ CONFIG: dict[str, Any] = {"epochs": 3, "batch_size": 4, "training": {"accumulate
                                                                       "log_interval": 1}}  # fmt: skip
 
 VALID = (
-    "epochs, steps, batch_size, seed, workers, device, "
-    "optimizer, scheduler, training, precision, gpu, distributed, pruning, distillation, swa, preset"
+    "batch_size, device, distillation, distributed, epochs, gpu, optimizer, precision, preset, pruning, scheduler, seed, "
+    "steps, swa, training, workers"
 )
 
 
@@ -348,15 +348,15 @@ def test_both_shapes_and_the_defaults_have_one_form() -> None:
 @pytest.mark.parametrize(
     ("fields", "place", "message"),
     [
-        ({"optimizer": {"weigth_decay": 1}}, ("optimizer", "weigth_decay"), "did you mean optimizer.weight_decay"),
+        ({"optimizer": {"weigth_decay": 1}}, ("optimizer", "weigth_decay"), "did you mean 'optimizer.weight_decay'"),
         ({"optimizer": {"lr": "fast"}}, ("optimizer", "lr"), "valid number"),
         ({"optimizer": "adamw"}, ("optimizer",), "expected a mapping, for example optimizer: {name: adamw}"),
-        ({"optimizer": {"name": "adamwx"}}, ("optimizer", "name"), "unknown value 'adamwx'; did you mean adamw?"),
+        ({"optimizer": {"name": "adamwx"}}, ("optimizer", "name"), "unknown value 'adamwx'; did you mean 'adamw'?"),
         ({"training": {"accumulate_steps": 2}, "gpu": {"gradient_accumulation_steps": 3}},
          ("gpu", "gradient_accumulation_steps"), "training.accumulate_steps"),
         ({"scheduler": {"name": "plateau"}}, ("training", "valid_interval"), "plateau follows validation"),
-        ({"epoch": 3}, ("epoch",), "unknown field; did you mean epochs?"),
-        ({"optimiser": {}}, ("optimiser",), "unknown field; did you mean optimizer?"),
+        ({"epoch": 3}, ("epoch",), "unknown field; did you mean 'epochs'?"),
+        ({"optimiser": {}}, ("optimiser",), "unknown field; did you mean 'optimizer'?"),
         ({"zzz": 3}, ("zzz",), f"unknown field; valid names: {VALID}"),
         ({"seed": -1}, ("seed",), "greater than"),
         ({"seed": 2**63}, ("seed",), "less than"),
@@ -376,7 +376,7 @@ def test_the_file_shows_a_wrong_field_once_with_its_place(tmp_path: Path) -> Non
     with pytest.raises(ConfigError) as caught:
         project.load(tmp_path)
     assert caught.value.what == "train.optimizer.name: unknown value 'adamwx'"
-    assert caught.value.hint == "did you mean adamw?" and caught.value.where.startswith("pipe.yaml:2:")
+    assert caught.value.hint == "did you mean 'adamw'?" and caught.value.where.startswith("pipe.yaml:2:")
 
 
 def test_a_device_that_is_not_there_is_the_machines_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

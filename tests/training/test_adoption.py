@@ -157,7 +157,7 @@ def test_sections_and_fields_by_keyword() -> None:
 @pytest.mark.parametrize(("arguments", "word"), [
     ({"log_intervall": 7}, "log_interval"), ({"steps": 3, "nonsense": 1}, "nonsense"),
     ({"config": {"optimizer": {"lr": 1}}, "lr": 2}, "optimizer.lr"),
-    ({"custom_optimizer": object()}, "did you mean optimizer?"),
+    ({"custom_optimizer": object()}, "did you mean 'optimizer'?"),
 ])  # fmt: skip
 def test_keywords_that_mean_nothing_are_refused(arguments: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError) as caught:

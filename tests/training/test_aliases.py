@@ -141,13 +141,18 @@ def test_an_unknown_field_names_the_nearest(written: dict[str, Any], field: str,
         ({"scheduler": "cosin"}, "scheduler", "for example scheduler: {name: cosine}", ""),
         ({"scheduler": 3}, "scheduler", "for example scheduler: {name: constant}", ""),
         ({"clip": 1.0}, "clip", "for example clip: {max_norm: …}", ""),
-        ({"optimizer": {"name": "adamv"}}, "optimizer.name", "unknown value 'adamv'", "did you mean adam?"),
+        ({"optimizer": {"name": "adamv"}}, "optimizer.name", "unknown value 'adamv'", "did you mean 'adam'?"),
         ({"scheduler": {"name": "zzz"}}, "scheduler.name", "unknown value 'zzz'", "valid names: constant, cosine"),
-        ({"training": {"mixed_precision": "fp61"}}, "training.mixed_precision", "unknown value", "did you mean fp16?"),
+        (
+            {"training": {"mixed_precision": "fp61"}},
+            "training.mixed_precision",
+            "unknown value",
+            "mean 'fp16'?",
+        ),
         ({"optimizer": {"zzz": 1}}, "optimizer.zzz", "no such field", "valid names: alpha, base_batch_size"),
-        ({"optimizer": {"ema_decay": 1}}, "optimizer.ema_decay", "no such field", "did you mean training.ema_decay?"),
+        ({"optimizer": {"ema_decay": 1}}, "optimizer.ema_decay", "no such field", "mean 'training.ema_decay'?"),
         ({"zzz": {"a": 1}}, "zzz.a", "no such field", "valid names: accumulate"),
-        ({"preset": "zzz"}, "preset", "no preset", "valid names: vision"),
+        ({"preset": "zzz"}, "preset", "no preset", "valid names: nlp-finetune, pretrain-lm, vision"),
     ],
 )
 def test_a_wrong_name_or_shape_is_told_with_what_is_right(
@@ -157,7 +162,7 @@ def test_a_wrong_name_or_shape_is_told_with_what_is_right(
         aliases.load(written)
     error = caught.value
     assert error.where == field and what in error.what and hint in error.hint
-    assert "?," not in str(error) and ("did you mean" in error.hint) == hint.startswith("did")
+    assert "?," not in str(error) and ("did you mean" in error.hint) == ("mean" in hint)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from layerline.pipeline.config.document import Document
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.nearest import closest
+from layerline.pipeline.nearest import closest, hint
 from layerline.training.config.sections import Config, OptimizerName, SchedulerName, Section
 from layerline.training.optimizers import schedules
 
@@ -352,14 +352,8 @@ def _unknown(path: str) -> ConfigError:
     if not nearest and section not in SECTIONS:
         nearest = closest(path, [*SECTIONS, *names] if not section else names)
     valid = sorted(siblings) if section in SECTIONS else [*sorted(SECTIONS), "preset"]
-    return ConfigError("no such field", where=path, hint=guess(nearest, valid))
-
-
-def guess(nearest: str, valid: Sequence[str]) -> str:
-    """The hint after an unknown name: the one that was meant, or all there are."""
-    if nearest:
-        return f"did you mean {nearest}?"
-    return f"valid names: {', '.join(valid)}"
+    advice = f"did you mean {nearest!r}?" if nearest else f"valid names: {', '.join(valid)}"
+    return ConfigError("no such field", where=path, hint=advice)
 
 
 def _spelling(target: str, value: Any) -> Any:
@@ -384,8 +378,7 @@ def _apply_preset(preset: Any, fields: dict[str, Any], written: _Written) -> Non
     if isinstance(preset, str):
         preset = preset.lower()
     if preset not in PRESETS:
-        hint = guess(closest(str(preset), PRESETS), list(PRESETS))
-        raise ConfigError(f"no preset is called {preset!r}", where="preset", hint=hint)
+        raise ConfigError(f"no preset is called {preset!r}", where="preset", hint=hint(str(preset), PRESETS))
     own_optimizer = "optimizer.name" in fields and fields["optimizer.name"] != PRESETS[preset]["optimizer.name"]
     for target, value in PRESETS[preset].items():
         # The preset's rate and momentum belong to its own optimizer; its warm-up yields to either way of saying it.
@@ -439,13 +432,13 @@ def _validate(fields: Mapping[str, Any], written: _Written) -> Config:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"][:2])
         what = first["msg"].removeprefix("Value error, ")
-        hint = ""
+        advice = ""
         if path in _PAIRS and first["type"] in ("missing", "too_long", "tuple_type"):
             what = f"expected two numbers, got {fields.get(path)!r}"
         elif first["type"] == "literal_error" and isinstance(first["input"], str):
             valid = re.findall(r"'([^']+)'", first["ctx"]["expected"])
             what = f"unknown value {first['input']!r}"
-            hint = guess(closest(first["input"], valid), valid)
+            advice = hint(first["input"], valid)
         elif "." in path:
             what += f", got {first['input']!r}"
-        raise ConfigError(what, where=written[path], hint=hint) from error
+        raise ConfigError(what, where=written[path], hint=advice) from error

@@ -69,7 +69,7 @@ def _run(job: Mapping[str, Any], report: Report) -> None:
         steps = int(min(job["steps"], left() / 2))
         if not steps:
             raise StageError("this training takes one step, so there is no middle to resume from", where="steps")
-        optimizers = {_prefix(name): type(lane.optimizer).__name__ for name, lane in mo.lanes.items()}
+        optimizers = {checkpoint.name_prefix(name): type(lane.optimizer).__name__ for name, lane in mo.lanes.items()}
         report({"steps": steps, "first": mo.global_step, "from": start_name, "optimizers": optimizers})
         for _ in range(steps):
             step()
@@ -182,12 +182,8 @@ def _watched(mo: ModelOptimizer) -> dict[str, str]:
         return watched
 
     for name, lane in mo.lanes.items():
-        setattr(lane, "_move", watch(_prefix(name), lane, lane._move))  # noqa: B010  (mypy refuses to assign a method)
+        setattr(lane, "_move", watch(checkpoint.name_prefix(name), lane, lane._move))  # noqa: B010  (mypy refuses to assign a method)
     return digests
-
-
-def _prefix(model_name: str) -> str:
-    return f"{model_name}/" if model_name else ""
 
 
 def _flat(node: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -111,7 +111,7 @@ def roll_back(mo: Training, name: str) -> str | None:
     if mo.saved is None:
         return None
     _, tensors, meta = _read(mo, mo.saved)
-    state = checkpoint_reader.read(mo.lanes[name], meta["lanes"][name], _prefix(name), tensors)
+    state = checkpoint_reader.read(mo.lanes[name], meta["lanes"][name], name_prefix(name), tensors)
     _load_others(mo, {name: state.parts["optimizer"]}, {})
     _restore_lane(mo.lanes[name], state)
     return mo.saved.name
@@ -125,7 +125,7 @@ def rotation(folder: Path) -> list[Path]:
 def state(mo: Training, *, timings: bool = True) -> tuple[Tensors, dict[str, Any]]:
     """Tensors by name (not copies) and the JSON entry. The models must hold their trained weights, not averages."""
     tensors: Tensors = {}
-    lanes = {name: _lane_state(lane, _prefix(name), tensors, timings=timings) for name, lane in mo.lanes.items()}
+    lanes = {name: _lane_state(lane, name_prefix(name), tensors, timings=timings) for name, lane in mo.lanes.items()}
     extras = {name: pack(extra.state_dict(), f"extras/{name}", tensors) for name, extra in mo.extras.items()}
     meta = {"format": FORMAT, "config": mo.config.model_dump(mode="json"), "lanes": lanes, "extras": extras,
             "rng": pack(rng_state.capture(), "rng", tensors)}  # fmt: skip
@@ -163,7 +163,7 @@ def restore(mo: Training, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
         warnings.warn(f"resuming with another configuration: {change}", stacklevel=4)
     states = {}
     for name, lane in mo.lanes.items():
-        states[name] = checkpoint_reader.read(lane, meta["lanes"][name], _prefix(name), tensors)
+        states[name] = checkpoint_reader.read(lane, meta["lanes"][name], name_prefix(name), tensors)
     extras = {}
     for name in mo.extras:
         if name in meta["extras"]:
@@ -224,7 +224,7 @@ def _write(target: Path, path: Path, keep: int, tensors: Tensors, meta: dict[str
             old.unlink(missing_ok=True)
 
 
-def _prefix(model_name: str) -> str:
+def name_prefix(model_name: str) -> str:
     """What the names of a model's tensors begin with; a model that is the only one has the empty name."""
     return f"{model_name}/" if model_name else ""
 
