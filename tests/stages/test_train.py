@@ -71,8 +71,8 @@ CONFIG: dict[str, Any] = {"epochs": 3, "batch_size": 4, "training": {"accumulate
                                                                       "log_interval": 1}}  # fmt: skip
 
 VALID = (
-    "batch_size, device, distillation, distributed, epochs, gpu, optimizer, precision, preset, pruning, scheduler, seed, "
-    "steps, swa, training, workers"
+    "batch_size, device, distillation, distributed, epochs, gpu, optimizer, precision, preset, pruning, scheduler, "
+    "seed, steps, swa, training, workers"
 )
 
 
