@@ -77,14 +77,9 @@ class Prober:
         for probe in failed:
             if len(probe.sizes) > 1:
                 varied.update(probe.sizes.items())
-        probes = []
-        for name, size in sorted(varied):
-            if size == self._example[name]:
-                continue
-            probe_or_error = self._sized({name: size})
-            if isinstance(probe_or_error, Probe):
-                probes.append(probe_or_error)
-        return probes
+        varied -= set(self._example.items())
+        single = [self._sized({name: size}) for name, size in sorted(varied)]
+        return [probe for probe in single if isinstance(probe, Probe)]
 
     def _samples(self, real: Feed, count: int) -> list[Probe]:
         """One probe of the last samples: the example's own come first."""
@@ -129,13 +124,21 @@ class Prober:
         self._find_steps()
         low: dict[str, int] = {}
         high: dict[str, int] = {}
+        one_step_up: dict[str, int] = {}
         for name, bounds in self.axes.bounds.items():
             default = BEYOND * self._example[name]
             low[name] = bounds.min or self._least(name)
             high[name] = bounds.max or min(default, self._traced_max(name) or default)
-        wanted = [low, self._one_step_up(low, high)]
-        greatest = {name: self._greatest(name, low, high[name]) for name in self._example}
-        wanted += [{**low, name: size} for name, size in greatest.items()]
+            size = low[name] + bounds.step
+            if size == self._example[name]:
+                size += bounds.step
+            if size <= high[name]:
+                one_step_up[name] = size
+        wanted: list[Mapping[str, int]] = [low, one_step_up]
+        for name, bounds in self.axes.bounds.items():
+            # What memory allows, but at least one step up.
+            limit = max(self._affordable(name, low), self._example[name] + bounds.step)
+            wanted.append({**low, name: min(high[name], limit) // bounds.step * bounds.step})
         probes = self._each(wanted)
         for name in self.axes.bounds:
             self._settle_bounds(name, low[name], high[name], probes)
@@ -144,17 +147,6 @@ class Prober:
             end = bounds.max or max(high[name], self._affordable(name, self._example))
             self._guarded[name] = Dim(min=low[name], max=end, multiple=bounds.step)
         return probes + self._breaking(self.traced.guards, probes, [])
-
-    def _one_step_up(self, low: Mapping[str, int], high: Mapping[str, int]) -> dict[str, int]:
-        """Sizes one step above the least, or two where one step is the example's size; within the bounds."""
-        sizes: dict[str, int] = {}
-        for name, bounds in self.axes.bounds.items():
-            size = low[name] + bounds.step
-            if size == self._example[name]:
-                size += bounds.step
-            if size <= high[name]:
-                sizes[name] = size
-        return sizes
 
     def _settle_bounds(self, name: str, low: int, high: int, probes: Sequence[Probe]) -> None:
         """Records the bounds of an axis, with a note where they are less than declared."""
@@ -173,18 +165,17 @@ class Prober:
         self.dims[name] = Dim(min=low, max=upper, multiple=bounds.step)
 
     def _breaking(
-        self, guards: Sequence[Guard], known_probes: Sequence[Probe], regions: Sequence[Sequence[Guard]]
+        self, guards: Sequence[Guard], others: Sequence[Probe], regions: Sequence[Sequence[Guard]]
     ) -> list[Probe]:
         """A probe outside of the regions for each guard that no probe breaks yet, if some size breaks it."""
         probes: list[Probe] = []
         for guard in guards:
-            if any(not self._inside(probe.sizes, [guard]) for probe in (*known_probes, *probes)):
+            if any(not self._inside(probe.sizes, [guard]) for probe in (*others, *probes)):
                 continue
-            sizes = self._breaking_sizes(guard, regions)
-            if sizes is None:
-                continue
+            breaking = guard.broken(self._guarded, self._example)
+            sizes = next((sizes for sizes in breaking if not self._inside_any(sizes, regions)), {})
             label = _label(sizes)
-            if label in self._tried:
+            if not sizes or label in self._tried:
                 continue
             self._tried.add(label)
             if self._bytes(sizes) > GUARDED:
@@ -199,12 +190,6 @@ class Prober:
                 self.notes.append(f"forward() itself refuses {label}: {probe_or_error}")
         return probes
 
-    def _breaking_sizes(self, guard: Guard, regions: Sequence[Sequence[Guard]]) -> dict[str, int] | None:
-        for sizes in guard.broken(self._guarded, self._example):
-            if not self._inside_any(sizes, regions):
-                return sizes
-        return None
-
     def deeper(self, probes: Sequence[Probe], root: Path) -> list[Probe]:
         """Traces forward() again at sizes that break a guard: it may branch further there.
 
@@ -216,7 +201,10 @@ class Prober:
         pending = [probe for probe in probes if probe.sizes and not self._inside(probe.sizes, branches)]
         while pending and len(self._regions) <= TRACES:
             probe = pending.pop(0)
-            if not self._traceable(probe.sizes) or self._inside_any(probe.sizes, self._regions):
+            sizes = self._all_sizes(probe.sizes)
+            # Torch takes a size of one step for a constant.
+            traceable = all(sizes[name] >= 2 * bounds.step for name, bounds in self.axes.bounds.items())
+            if not traceable or self._inside_any(probe.sizes, self._regions):
                 continue
             with quiet():
                 guards = trace_guards.elsewhere(self.call, self.axes, probe.feed, root)
@@ -230,33 +218,23 @@ class Prober:
             pending += more
         return added
 
-    def _traceable(self, sizes: Mapping[str, int]) -> bool:
-        """Whether every axis has at least two steps: torch takes a size of one for a constant."""
-        all_sizes = self._all_sizes(sizes)
-        return all(all_sizes[name] >= 2 * bounds.step for name, bounds in self.axes.bounds.items())
-
     def explained(self, gates: Sequence[Gate], probes: Sequence[Probe]) -> tuple[Gate, ...]:
         """The gates. One that failed at a size that breaks a guard gets a hint that names the guard."""
         sizes_by_gate = {probe.gate: self._all_sizes(probe.sizes) for probe in probes if probe.sizes}
         explained = []
         for gate in gates:
+            broken: list[Guard] = []
             if not gate.passed and gate.name in sizes_by_gate:
-                gate = self._with_guards(gate, sizes_by_gate[gate.name])
+                broken = [guard for guard in self.traced.guards if not guard.holds(sizes_by_gate[gate.name])]
+            if broken:
+                # Those with a line of the user's file first.
+                broken.sort(key=lambda guard: not guard.line)
+                conditions = " and ".join(dict.fromkeys(str(guard) for guard in broken[:3]))
+                hint = f"forward() branches on sizes, and the ONNX has the branch for {conditions}: make it branch on "
+                hint += "values (torch.where), or exclude the other sizes by min, max or multiple"
+                gate = replace(gate, hint=hint)
             explained.append(gate)
         return tuple(explained)
-
-    def _with_guards(self, gate: Gate, sizes: Mapping[str, int]) -> Gate:
-        broken = [guard for guard in self.traced.guards if not guard.holds(sizes)]
-        if not broken:
-            return gate
-        # Those with a line of the user's file first.
-        broken.sort(key=lambda guard: not guard.line)
-        conditions = " and ".join(dict.fromkeys(str(guard) for guard in broken[:3]))
-        hint = (
-            f"forward() branches on sizes, and the ONNX has the branch for {conditions}: make it branch on values "
-            "(torch.where), or exclude the other sizes by min, max or multiple"
-        )
-        return replace(gate, hint=hint)
 
     def _all_sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Sizes of all axes: the example's where none is passed."""
@@ -277,9 +255,7 @@ class Prober:
     def _find_steps(self) -> None:
         """Tries which step forward() needs on each axis without a declared one: five halvings need 32."""
         for name, bounds in self.axes.bounds.items():
-            if bounds.step > 1:
-                continue
-            step = self._step(name, bounds)
+            step = 1 if bounds.step > 1 else self._step(name, bounds)
             if step > 1:
                 self.axes = replace(self.axes, bounds={**self.axes.bounds, name: replace(bounds, multiple=step)})
                 self.notes.append(
@@ -310,12 +286,6 @@ class Prober:
             size *= 2
         return example
 
-    def _greatest(self, name: str, low: Mapping[str, int], high: int) -> int:
-        """The greatest size that memory allows while the other axes are at their least; at least one step up."""
-        step = self.axes.bounds[name].step
-        limit = max(self._affordable(name, low), self._example[name] + step)
-        return min(high, limit) // step * step
-
     def _affordable(self, name: str, others: Mapping[str, int]) -> int:
         """The greatest size of an axis within MEMORY at these sizes of the others, if values grow with every axis."""
         rest = math.prod(others[other] / size for other, size in self._example.items() if other != name)
@@ -324,17 +294,15 @@ class Prober:
     def _bytes(self, sizes: Mapping[str, int]) -> int:
         """Bytes of all inner values at these sizes."""
         all_sizes = self._all_sizes(sizes)
-        symbol_values: dict[str, int] = {}
-        for symbol, (name, step) in self.traced.symbols.items():
-            symbol_values[symbol] = all_sizes[name] // step
-        return activation_bytes(self.traced.program, symbol_values)
+        symbols = {symbol: all_sizes[name] // step for symbol, (name, step) in self.traced.symbols.items()}
+        return activation_bytes(self.traced.program, symbols)
 
     def _each(self, wanted: Sequence[Mapping[str, int]]) -> list[Probe]:
         """Probes at the wanted sizes, each once; sizes that forward() refuses together are tried axis by axis."""
         probes: dict[str, Probe] = {}
-        pending = [self._other_than_example(sizes) for sizes in wanted]
+        pending = list(wanted)
         while pending:
-            sizes = pending.pop(0)
+            sizes = {name: size for name, size in pending.pop(0).items() if size != self._example[name]}
             label = _label(sizes)
             if not sizes or label in probes:
                 continue
@@ -346,9 +314,6 @@ class Prober:
             else:
                 self._refused(*next(iter(sizes.items())), probe_or_error)
         return list(probes.values())
-
-    def _other_than_example(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        return {name: size for name, size in sizes.items() if size != self._example[name]}
 
     def _refused(self, name: str, size: int, why: str) -> None:
         """Notes a size that forward() refuses.
