@@ -166,15 +166,8 @@ def blamed(rows: Sequence[LayerDiff], graph: onnx.GraphProto) -> tuple[LayerDiff
 
 def behind(graph: onnx.GraphProto, value: str, wanted: Iterable[str]) -> list[str]:
     """The wanted values that the value is computed from, in the order of `wanted`."""
-    producers: dict[str, onnx.NodeProto] = {}
-    for node in graph.node:
-        producers.update(dict.fromkeys(node.output, node))
-    pending = [value]
-    ancestors = set[str]()
-    while pending:
-        producer = producers.get(pending.pop())
-        if producer is not None:
-            new = set(reads(producer)) - ancestors
-            ancestors |= new
-            pending += new
-    return [name for name in wanted if name in ancestors]
+    needed = {value}
+    for node in reversed(graph.node):  # nodes stand behind what they read
+        if not needed.isdisjoint(node.output):
+            needed.update(reads(node))
+    return [name for name in wanted if name in needed and name != value]

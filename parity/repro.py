@@ -51,34 +51,26 @@ def reproduce(traced: Traced, probes: Sequence[Probe], rows: Sequence[LayerDiff]
 def region(light: Light, value: str, ends: set[str], types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> Light:
     """The part of a model that computes `value`, as a model of its own; values in `ends` become its inputs."""
     model = light.model
-    makers: dict[str, onnx.NodeProto] = {}
-    for node in model.graph.node:
-        for output in node.output:
-            makers[output] = node
-    stored = {tensor.name: tensor for tensor in model.graph.initializer}
-    pending = [value]
-    nodes: set[int] = set()
-    inputs: set[str] = set()
-    # A dict for its order, which the file keeps.
-    read: dict[str, None] = {}
-    while pending:
-        name = pending.pop()
-        if name in stored or name in light.weights:
-            read[name] = None
-        elif name in ends and name != value:
-            inputs.add(name)
-        elif name in makers and id(makers[name]) not in nodes:
-            nodes.add(id(makers[name]))
-            pending += reads(makers[name])
+    needed = {value}
+    nodes: list[onnx.NodeProto] = []
+    computed = set[str]()
+    for node in reversed(model.graph.node):  # nodes stand behind what they read
+        if needed.intersection(node.output) - (ends - {value}):
+            nodes.append(node)
+            needed.update(reads(node))
+            computed.update(node.output)
+    initializers = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name in needed}
+    weights = {name: weight for name, weight in light.weights.items() if name in needed}
+    inputs = (needed & ends) - computed - initializers.keys() - weights.keys()
     out = onnx.ModelProto()
     out.CopyFrom(model)
     out.graph.Clear()
     out.graph.name = "region"
-    out.graph.node.extend(node for node in model.graph.node if id(node) in nodes)
-    out.graph.initializer.extend(stored[name] for name in sorted(read) if name in stored)
+    out.graph.node.extend(reversed(nodes))
+    out.graph.initializer.extend(initializers[name] for name in sorted(initializers))
     out.graph.input.extend(_info(name, types) for name in sorted(inputs))
     out.graph.output.append(_info(value, types))
-    return Light(out, {name: light.weights[name] for name in read if name in light.weights})
+    return Light(out, weights)
 
 
 def _info(name: str, types: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> onnx.ValueInfoProto:
