@@ -264,12 +264,15 @@ def resume(
 @app.command()
 def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
     """Show which stages are fresh, which would run, and why."""
-    from layerline.pipeline.records import lookup
+    from layerline.pipeline.records import lookup, run_lock
+    from layerline.pipeline.runner import BROKEN_OFF
     from layerline.views import json_output, screen, terminal
 
     project = _load(folder, sets)
     project.require_task()
     steps, states = lookup.status(_planner(project))
+    if run_lock.was_broken_off(project.state):
+        say(BROKEN_OFF, err=True)
     if as_json:
         print_json(json_output.status(steps, states))
     else:

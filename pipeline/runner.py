@@ -36,6 +36,7 @@ from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Log, Stage, Work
 from layerline.pipeline.task import Task
 
+BROKEN_OFF = "an earlier run did not come to its end: it was killed, or its own code ended the process"
 State = Literal["ran", "cached", "failed", "blocked"]
 
 
@@ -164,7 +165,9 @@ class Runner:
         results: list[Result] = []
         made: dict[str, Artifact | None] = {}
         later: tuple[Step, ...] = ()
-        with at_work(self.project.state):
+        with at_work(self.project.state) as was_broken_off:
+            if was_broken_off:
+                self.listener.say(BROKEN_OFF)
             for name in self.ledger.set_aside():
                 self.listener.say(f"the record of run {name} is damaged and was set aside; `pipe gc` removes it")
             try:
@@ -457,7 +460,7 @@ class Runner:
         # The cause of the error (a full disk) may make this fail as well; then the first error is the one to report.
         with suppress(OSError) if errored else nullcontext():
             ran = tuple(r.name for r in results if r.worked)
-            passed = all(r.passed for r in results)
+            passed = len(results) == len(self._named) and all(r.passed for r in results)
             self.ledger.put_run(Run(run_id, passed, records, ran, self.project.sets, self._sequence, errors))
         return run_id
 

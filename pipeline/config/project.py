@@ -19,6 +19,7 @@ from layerline.pipeline.inputs.data_files import expand
 from layerline.pipeline.inputs.untrusted import check_utf8, is_inside
 from layerline.pipeline.keys import canonical
 from layerline.pipeline.stage import Stage
+from layerline.pipeline.state_folder import check_link
 
 FILE = "pipe.yaml"
 STATE = ".layerline"
@@ -108,12 +109,7 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
     if folder.exists() and not folder.is_dir():
         raise ConfigError("it is a file, not a folder", where=str(folder))
     check_utf8(folder)
-    if (folder / STATE).is_symlink():
-        raise ConfigError(
-            f"it is a link to {str((folder / STATE).readlink())!r:.200}, where layerline would write and remove files",
-            where=STATE,
-            hint="remove the link; to keep the state on another disk, mount that disk here or move the project",
-        )
+    check_link(folder / STATE)
     document = Document(folder / FILE)
     for override in overrides:
         document.override(override)

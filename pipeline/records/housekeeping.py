@@ -16,14 +16,15 @@ from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.files import GONE, entries, remove
 from layerline.pipeline.init import new_files
 from layerline.pipeline.init.generated_files import check_yaml, plain, project_name, yaml_value
+from layerline.pipeline.inputs.untrusted import is_digest
 from layerline.pipeline.plan import open_planner
 from layerline.pipeline.records.run_lock import abandoned, alone
 from layerline.pipeline.records.store import DamagedError
 from layerline.pipeline.resume import cut_short
+from layerline.pipeline.state_folder import is_partial
 
 # Where in the state lies what a person counts.
 _COUNTED = {"ledger/runs": "run", "store": "artifact", "work": "unfinished stage"}
-_PARTIAL = re.compile(r"\..+\.\d+\.\d+")
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def collect(project: Project, keep: int, *, dry_run: bool) -> list[Garbage] | No
         if not idle:
             return None
         for lock in entries(project.works, "*.lock"):
-            remove(lock)  # nobody holds one now
+            if is_digest(lock.stem):
+                remove(lock)  # nobody holds one now
         return [_remove(project, path) for path in _unneeded(project, keep)]
 
 
@@ -128,16 +130,11 @@ def _unneeded(project: Project, keep: int) -> list[Path]:
     if (training := cut_short(project)) is not None:
         resumable.add(training[0].name)
     artifacts = [store.root / digest for digest in store.digests() if digest not in in_use]
-    work = [p for p in entries(project.works) if p.suffix != ".lock" and p.name not in resumable]
+    work = [path for path in entries(project.works) if is_digest(path.name) and path.name not in resumable]
     half_gone = entries(store.root, f"{GONE}*")
     written = (project.state, project.state / "cache", *entries(project.works))
-    half_written = [path for place in written for path in entries(place, ".*") if _is_partial(path)]
+    half_written = [path for place in written for path in entries(place, ".*") if is_partial(path.name)]
     return [*artifacts, *ledger.forget(keep, in_use), *work, *half_gone, *half_written, *abandoned()]
-
-
-def _is_partial(path: Path) -> bool:
-    """Whether a file is what a process that was killed had written so far, before it got its name."""
-    return _PARTIAL.fullmatch(path.name) is not None
 
 
 def _garbage(project: Project, path: Path) -> Garbage:

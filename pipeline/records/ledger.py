@@ -28,6 +28,7 @@ from layerline.pipeline.files import entries, write_own
 from layerline.pipeline.inputs.untrusted import printable, read_bytes, read_json
 from layerline.pipeline.nearest import did_you_mean
 from layerline.pipeline.report import Report
+from layerline.pipeline.state_folder import is_partial
 
 _LAST_SEQUENCE = 2**53
 _RECORD_BYTES = 1 << 26
@@ -127,6 +128,7 @@ class Run:
         return f"{day[:4]}-{day[4:6]}-{day[6:]}T{clock[:2]}:{clock[2:4]}:{clock[4:]}Z"
 
 
+_FILE_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,199}\.json(\.damaged)?")
 _TIMED = re.compile(r"\d{8}-\d{6}(-|$)", re.ASCII)
 _RECORD, _RUN = TypeAdapter(Record), TypeAdapter(Run)
 
@@ -292,14 +294,18 @@ class Ledger:
         runs = self._found_runs()
         reports = {r.report for _, run in runs[:keep] for r in run.records}
         kept = {path for path, _ in runs[:keep]}
-        dropped = [path for path in entries(self._runs) if path not in kept]
-        for path in entries(self._keys):
+        dropped = [path for path in self._files(self._runs) if path not in kept]
+        for path in self._files(self._keys):
             record = self.get(path.stem) if path.suffix == ".json" else None
             if record is not None and record.digest in in_use:
                 reports.add(record.report)
             else:
                 dropped.append(path)
-        return dropped + [p for p in entries(self._reports) if p.suffix != ".json" or p.stem not in reports]
+        return dropped + [p for p in self._files(self._reports) if p.suffix != ".json" or p.stem not in reports]
+
+    def _files(self, folder: Path) -> list[Path]:
+        """What lies there under a name that the ledger gives, whole or half written."""
+        return [path for path in entries(folder) if _FILE_NAME.fullmatch(path.name) or is_partial(path.name)]
 
 
 def _of_results(runs: Iterable[Run], stage: str) -> list[Run]:

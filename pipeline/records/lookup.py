@@ -19,9 +19,9 @@ from layerline.pipeline.inputs.untrusted import read_bytes
 from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Planner, Step, fields, open_planner
 from layerline.pipeline.records.ledger import Record, Run, fault
-from layerline.pipeline.records.run_lock import claim
 from layerline.pipeline.records.store import Artifact, DamagedError
 from layerline.pipeline.report import Report
+from layerline.pipeline.state_folder import claim
 
 ALL = "all"
 """What stands for every stage on the command line."""

@@ -12,18 +12,12 @@ from tempfile import TemporaryDirectory, gettempdir
 
 from filelock import FileLock, Timeout
 
-from layerline.pipeline.files import own_folder, remove
+from layerline.pipeline.files import entries, own_folder, remove
+from layerline.pipeline.state_folder import claim
 
 _PREFIX, _HELD = "layerline-", ".held"
 _JUST_MADE_S = 60
-
-
-def claim(state: Path) -> None:
-    """Makes a project's state folder; whoever makes it first keeps it out of the project's git."""
-    state.mkdir(parents=True, exist_ok=True)
-    ignore = state / ".gitignore"
-    if not os.path.lexists(ignore):  # a link that leads nowhere is not followed
-        ignore.write_text("*\n", "utf-8")
+_MARKS = "[0-9]*-*.lock"
 
 
 def lock(path: Path) -> FileLock:
@@ -66,18 +60,31 @@ def _is_left(folder: Path) -> bool:
 
 
 @contextmanager
-def at_work(state: Path) -> Iterator[None]:
-    """Held by a run from its first look at the store to its last; waits for a collection under way."""
+def at_work(state: Path) -> Iterator[bool]:
+    """Held by a run from its first look at the store to its last; waits for a collection under way.
+
+    Yields:
+        Whether an earlier run never came to its end, which is told once.
+    """
     folder = _folder(state)
     mark = folder / f"{os.getpid()}-{secrets.token_hex(4)}.lock"
+    broken: list[Path] = []
     with ExitStack() as held:
         with suppress(OSError):  # a project that can't be written can't be cleaned either
             claim(state)
             own_folder(folder, state)
             with lock(folder / "gate"):
+                broken = _broken(folder)
+                for path in broken:
+                    _forget(path)
                 held.callback(_forget, mark)
                 held.enter_context(FileLock(mark))
-        yield
+        yield bool(broken)
+
+
+def was_broken_off(state: Path) -> bool:
+    """Whether a run was ended by something that left it no time: a signal, a loss of power, or its own code."""
+    return bool(_broken(_folder(state)))
 
 
 @contextmanager
@@ -87,16 +94,22 @@ def alone(state: Path) -> Iterator[bool]:
     claim(state)
     own_folder(folder, state)
     with lock(folder / "gate"):
-        yield not any(_is_held(mark) for mark in folder.glob("*.lock"))
+        for path in _broken(folder):
+            _forget(path)
+        yield not entries(folder, _MARKS)
+
+
+def _broken(folder: Path) -> list[Path]:
+    """Marks of runs that nobody holds any more."""
+    return [mark for mark in entries(folder, _MARKS) if not _is_held(mark)]
 
 
 def _is_held(mark: Path) -> bool:
     try:
         with lock(mark).acquire(timeout=0):
-            _forget(mark)  # its run was killed
+            return False
     except Timeout:
         return True
-    return False
 
 
 def _forget(mark: Path) -> None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, StrictStr, ValidationError
 
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.files import Hasher, entries, own_folder, remove, sync, write_atomic
-from layerline.pipeline.inputs.untrusted import is_inside, read_json
+from layerline.pipeline.inputs.untrusted import is_digest, is_inside, read_json
 from layerline.pipeline.keys import canonical
 from layerline.pipeline.records.ledger import Name
 
@@ -148,7 +148,7 @@ class Store:
 
     def digests(self) -> Iterator[str]:
         """Every artifact present, damaged ones included."""
-        yield from (p.name for p in entries(self.root) if not p.name.startswith("."))
+        yield from (path.name for path in entries(self.root) if is_digest(path.name))
 
     def remove(self, digest: str) -> None:
         """Takes an artifact away; readers see all of it or nothing."""

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -235,7 +236,7 @@ def test_gc_removes_nothing_outside_of_the_state(id_: str, folder: Folder, tmp_p
     (folder.state / "store" / "link").symlink_to(tmp_path)
     (folder.state / "work" / "link").symlink_to(tmp_path)
     told = [p.what for p in housekeeping.verify(folder.load())[1]]
-    assert told == ["artifact link", "run y", "run z"]
+    assert told == ["run y", "run z"]
     collect(folder, 0)
     assert victim.read_text() == "mine" and folder.root.is_dir()
     assert housekeeping.verify(folder.load())[1] == []
@@ -249,22 +250,78 @@ def test_gc_follows_no_link_in_the_state(folder: Folder, tmp_path: Path) -> None
     folder.run()
     shutil.rmtree(folder.state / "cache")
     (folder.state / "cache").symlink_to(victim)
-    (folder.state / "work" / "a").symlink_to(victim)
+    (folder.state / "work" / ("0" * 64)).symlink_to(victim)
+    (folder.state / "store" / ("0" * 64)).symlink_to(victim)
     gone = {g.path: g.size for g in housekeeping.collect(folder.load(), 3, dry_run=True) or ()}
-    assert gone == {".layerline/work/a": 0}
+    assert gone == {f".layerline/work/{'0' * 64}": 0, f".layerline/store/{'0' * 64}": 0}
     check.remember(folder.load(), "0" * 64)
     collect(folder, 3)
     assert [p.name for p in victim.iterdir()] == [".x.1.2"] and check.passed_before(folder.load(), "0" * 64)
 
 
-def test_a_state_that_is_a_link_is_refused(folder: Folder, tmp_path: Path) -> None:
-    (tmp_path / "home" / "work" / "mine").mkdir(parents=True)
-    for leads in ("home", "nowhere"):
-        folder.state.unlink(missing_ok=True)
-        folder.state.symlink_to(tmp_path / leads)
-        with pytest.raises(ConfigError, match=rf"\.layerline: it is a link to '.*{leads}'"):
-            collect(folder, 0)
-    assert (tmp_path / "home" / "work" / "mine").is_dir() and not (tmp_path / "nowhere").exists()
+def test_the_state_may_lie_on_another_disk(folder: Folder, tmp_path: Path) -> None:
+    target = tmp_path / "disk" / "state"
+    target.mkdir(parents=True)
+    folder.state.symlink_to(target)
+    assert folder.run().passed and folder.ran() == []
+    assert sorted(p.name for p in target.iterdir()) == [
+        ".gitignore", "cache", "ledger", "project", "running", "store", "work"
+    ]  # fmt: skip
+    folder.run(None, "double.factor=3")
+    assert len(stored(folder)) == 5
+    collect(folder, 0)
+    assert len(stored(folder)) == 3 and housekeeping.verify(folder.load()) == (3, [])
+
+
+def test_a_state_that_was_moved_to_another_disk_goes_on(folder: Folder, tmp_path: Path) -> None:
+    folder.run()
+    folder.state.rename(tmp_path / "moved")
+    folder.state.symlink_to(tmp_path / "moved")
+    assert folder.ran() == []
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda home: (home / "work" / "mine").mkdir(parents=True), "not layerline's"),
+        (lambda home: (home / "notes.txt").write_text("mine"), "not layerline's"),
+        (lambda home: [(home / ".gitignore").write_text("*\n"), (home / "notes").write_text("")], "not layerline's"),
+        (lambda home: [(home / ".gitignore").write_text("*\n"), (home / "work").symlink_to(home)], "not layerline's"),
+        (lambda home: (home / ".gitignore").write_text("*.pyc\n"), "not layerline's"),
+        (lambda home: (home.parent / ".git").mkdir(), "lies in the project"),
+        (lambda home: (home.parent / "pipe.yaml").write_text(""), "lies in the project"),
+        (lambda home: [(home / ".gitignore").write_text("*\n"), (home / "project").write_text("/a")], "state of /a"),
+        (lambda home: home.rmdir(), "which is no folder"),
+    ],
+)
+def test_a_link_to_what_is_no_state_of_this_project_is_refused(
+    make: Callable[[Path], object], told: str, folder: Folder, tmp_path: Path
+) -> None:
+    home = tmp_path / "outside" / "home"
+    home.mkdir(parents=True)
+    make(home)
+    before = sorted(tmp_path.rglob("*"))
+    folder.state.symlink_to(home)
+    for command in (lambda: collect(folder, 0), folder.run, lambda: housekeeping.verify(folder.load())):
+        with pytest.raises(ConfigError, match=rf"\.layerline: it is a link to '.*home', .*{told}"):
+            command()
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, folder.state])
+
+
+def test_gc_leaves_what_has_no_name_of_layerline_s(folder: Folder) -> None:
+    folder.run()
+    places = ("store", "work", "running", "cache", "ledger", "ledger/runs", "ledger/keys", "ledger/reports", ".")
+    kept = []
+    for place in places:
+        for name in ("thesis", ".thesis", "thesis.lock", "thesis.tex"):
+            path = folder.state / place / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("mine")
+            kept.append(path)
+    (folder.state / "work" / "photos").mkdir()
+    collect(folder, 0)
+    assert [path.read_text() for path in kept] == ["mine"] * len(kept)
+    assert (folder.state / "work" / "photos").is_dir() and folder.ran() == []
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders")

@@ -47,6 +47,19 @@ def test_nothing_passes_by_dying(name: str, folder: Folder) -> None:
     assert not list(folder.state.glob("ledger/keys/*"))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="the C library has another name there")
+def test_an_end_below_python_is_told_by_the_next_command(folder: Folder) -> None:
+    folder.write("task.py", fakes.TASK + "def eval_data():\n    import ctypes\n    ctypes.CDLL(None)._exit(0)\n")
+    assert driver.run(folder.root, "run", "all").returncode == 0, "no Python code sees it"
+    (run,) = folder.runner().ledger.runs()
+    assert [r.stage for r in run.records] == ["source", "double"] and not run.passed
+    for command in (["status"], ["run", "double"]):
+        assert "an earlier run did not come to its end" in (lambda done: done.stderr + done.stdout)(
+            driver.run(folder.root, *command)
+        )
+    assert "did not come to its end" not in driver.run(folder.root, "status").stderr, "told until the next run"
+
+
 RAISED = {
     "class Own(BaseException): pass\n@raise Own('x')": "raised Own: x",
     "@raise GeneratorExit('x')": "raised GeneratorExit: x",
