@@ -84,15 +84,16 @@ def main() -> NoReturn:
     global _DEBUG
     arguments = sys.argv[1:]
     _DEBUG = "--debug" in arguments  # understood wherever it stands
-    process_env.own_process()
-    process_env.prepare()
     command = _with_folder_last([a for a in arguments if a != "--debug"])
     as_json = "--json" in arguments
     try:
+        process_env.own_process()  # from here on Ctrl-C raises KeyboardInterrupt
+        process_env.prepare()
         code = exit_codes.exit_code(lambda: _app(command), as_json=as_json, debug=_DEBUG)
-    except KeyboardInterrupt:  # while the end was being told
+        code = process_env.ended(code)
+    except KeyboardInterrupt:  # before the command began, or while its end was being told
         process_env.interrupt_at_once()
-    sys.exit(process_env.ended(code))
+    sys.exit(code)
 
 
 def _app(command: list[str]) -> Any:
