@@ -84,12 +84,11 @@ def ours(model: Path, out: Path, samples: int, calibrator: str) -> Callable[[], 
         feeds = (Batch({"x": x}, None, len(x)) for x in batches(samples))
         survey = Survey((Value(name="x", dtype="float32", shape=("n", 3, 224, 224)),))
         ranges = collect(lambda taps: OnnxRuntime().open(model, taps), survey.through(feeds), names)
-        if calibrator == "auto":
-            few = [b.feed for b in survey.batches()]
-            plan, _ = measured_plan.tuned(loaded, rules, placed, ranges.histograms, few, percentile=99.99)
-        else:
-            plan = qdq.plan(loaded, placed, ranges.histograms, calibrator)
-        onnx_files.save(qdq.apply(loaded, plan), out)
+        few = [b.feed for b in survey.batches()]
+        tuned = measured_plan.tuned(
+            loaded, rules, placed, ranges.histograms, few, calibrator=calibrator, percentile=99.99
+        )
+        onnx_files.save(qdq.apply(loaded, tuned.plan), out)
 
     return run
 

@@ -63,6 +63,24 @@ def compare(
     Raises:
         StageError: a model or feed that onnxruntime refuses, an unknown name in `pairs`, no feed at all.
     """
+    comparison, cumulative, alone = _measured(reference, candidate, feeds, isolated, pairs, settled)
+    return _rows(comparison, cumulative, alone if isolated else None, tolerances or {})
+
+
+def distances(reference: Model, candidate: Model, feeds: Iterable[Feed]) -> dict[str, tuple[Distance, Distance]]:
+    """The sums behind `compare`, by value of the same name: cumulative, and of the layer fed with the reference's."""
+    comparison, cumulative, alone = _measured(reference, candidate, feeds, True, None, ())
+    return {p.a: (whole, own) for p, whole, own in zip(comparison.pairs, cumulative, alone, strict=True)}
+
+
+def _measured(
+    reference: Model,
+    candidate: Model,
+    feeds: Iterable[Feed],
+    isolated: bool,
+    pairs: Mapping[str, str] | None,
+    settled: Collection[str],
+) -> tuple[_Comparison, list[Distance], list[Distance]]:
     few = isinstance(feeds, Sequence) and len(feeds) <= FEW
     comparison = _Comparison(split(reference), split(candidate), pairs, isolated, OnnxRuntime(few_runs=few), settled)
     cumulative = [Distance()] * len(comparison.pairs)
@@ -73,7 +91,7 @@ def compare(
         alone = [total + both[1] for total, both in zip(alone, measured, strict=True)]
     if not comparison.measured:
         raise StageError("there is no sample to compare on", where="feeds")
-    return _rows(comparison, cumulative, alone if isolated else None, tolerances or {})
+    return comparison, cumulative, alone
 
 
 def floors(model: Model, feeds: Sequence[Feed]) -> dict[str, float]:

@@ -75,6 +75,7 @@ class Evaluation:
         self._has_metric = data.task.has("metric")
         self.metric: Metric = data.task.get("metric") if self._has_metric else accuracy
         self._last: tuple[Light, Measured] | None = None
+        self._held: tuple[Light, Measured] | None = None
 
     def measure(self, converted: Converted) -> Measured | None:
         """The metric of the float and of the converted model; None where there is none, and `why` says the reason.
@@ -82,8 +83,9 @@ class Evaluation:
         Raises:
             TaskError: metric() failed, or eval_data() gives other samples than before.
         """
-        if self._last is not None and self._last[0] is converted.measured:
-            return self._last[1]
+        for earlier in (self._last, self._held):
+            if earlier is not None and earlier[0] is converted.measured:
+                return earlier[1]
         predictions = self._predict(converted)
         if predictions is None:
             return None
@@ -99,6 +101,10 @@ class Evaluation:
         measured = Measured(before, after, predictions)
         self._last = converted.measured, measured
         return measured
+
+    def hold(self) -> None:
+        """Keeps what was measured last, so that measuring that model again costs nothing."""
+        self._held = self._last
 
     def _predict(self, converted: Converted) -> Predictions | None:
         samples = None if self.why else self._data.evaluation()

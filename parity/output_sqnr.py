@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.compare.compare_models import compare
 from layerline.export.signature import Signature
+from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.pipeline.report import Gate, Scalar
 
 CLEAR_DB = 20.0
@@ -19,47 +21,80 @@ FAR = 16.0
 """How many times larger inputs may be in calibration than in evaluation: four of the eight bits."""
 
 
-def outputs(reference: Light, measured: Light, feeds: Sequence[Feed]) -> dict[str, float]:
-    """SQNR of each output in dB over all feeds, without outputs that are random, or 0 in the reference."""
-    decibels: dict[str, float] = {}
+@dataclass(frozen=True)
+class Output:
+    """How near an output is to the reference: SQNR in dB, and the cosine of the angle between the two."""
+
+    sqnr_db: float
+    cosine: float
+
+
+Outputs = Mapping[str, Output]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What every output must have: SQNR in dB, and a cosine where one is asked for."""
+
+    min_db: float
+    min_cosine: float | None = None
+
+
+def samples(data: CalibrationData, probes: Sequence[Feed]) -> Sequence[Feed]:
+    """What outputs are compared on: samples of eval_data() where it was read, else of calibration, else the probes."""
+    batches = data.evaluated.batches() or data.survey.batches()
+    return [batch.feed for batch in batches] or probes
+
+
+def outputs(reference: Light, measured: Light, feeds: Sequence[Feed]) -> dict[str, Output]:
+    """Each output over all feeds, without outputs that are random, or 0 in the reference."""
+    distances: dict[str, Output] = {}
     for record in compare(reference, measured, feeds, pairs={}):
-        if record.one_sided:
-            decibels[record.name] = -math.inf
-        elif record.sqnr_db is not None and record.sqnr_db != -math.inf:
-            # -inf without a one-sided element: the reference is 0, and no ratio says how far off a result is.
-            decibels[record.name] = record.sqnr_db
-    return decibels
+        # -inf without a one-sided element: the reference is 0, and no ratio says how far off a result is.
+        db = -math.inf if record.one_sided else record.sqnr_db
+        if db is not None and (record.one_sided or db != -math.inf):
+            distances[record.name] = Output(db, 0.0 if record.cosine is None else record.cosine)
+    return distances
 
 
-def least(decibels: Mapping[str, float]) -> tuple[str, float] | None:
+def least(distances: Outputs) -> tuple[str, Output] | None:
     """The output with the lowest SQNR; None if none was measured."""
-    if not decibels:
+    if not distances:
         return None
-    name = min(decibels, key=lambda output: decibels[output])
-    return name, decibels[name]
+    name = min(distances, key=lambda output: distances[output].sqnr_db)
+    return name, distances[name]
 
 
-def gate(decibels: Mapping[str, float], required: float) -> tuple[Gate, ...]:
-    """The gate on the lowest SQNR of an output."""
-    worst = least(decibels)
+def gates(distances: Outputs, bounds: Bounds) -> tuple[Gate, ...]:
+    """The gates on the lowest SQNR and, where it is bounded, the lowest cosine of an output."""
+    worst = least(distances)
     if worst is None:
         return ()
-    name, db = worst
+    name, output = worst
     hint = (
-        "the layers with the lowest `own dB` in `pipe diff quantize` cause it: keep them float with quantize.skip, try "
-        "another calibrator or mode: fp16; quantize.min_db sets the bound"
+        "the layers with the lowest `own dB` in `pipe diff quantize` cause it: `pipe tune` finds those to keep float; "
+        "or try another calibrator or mode: fp16; quantize.min_db sets the bound"
     )
-    if db >= required:
-        hint = ""
-    return (Gate("output SQNR", not hint, f"{name} has {db:.1f} dB", f"at least {required:g} dB", hint),)
+    db = output.sqnr_db
+    passed = db >= bounds.min_db
+    result = [
+        Gate("output SQNR", passed, f"{name} has {db:.1f} dB", f"at least {bounds.min_db:g} dB", "" if passed else hint)
+    ]
+    if bounds.min_cosine is not None:
+        name = min(distances, key=lambda each: distances[each].cosine)
+        cosine = distances[name].cosine
+        passed = cosine >= bounds.min_cosine
+        expected = f"at least {bounds.min_cosine:g}"
+        result.append(Gate("output cosine", passed, f"{name} has {cosine:.6f}", expected, "" if passed else hint))
+    return tuple(result)
 
 
-def warning(decibels: Mapping[str, float]) -> tuple[str, ...]:
+def warning(distances: Outputs) -> tuple[str, ...]:
     """A warning if an output lost more than a good quantisation loses."""
-    worst = least(decibels)
-    if worst is None or worst[1] >= CLEAR_DB:
+    worst = least(distances)
+    if worst is None or worst[1].sqnr_db >= CLEAR_DB:
         return ()
-    name, db = worst
+    name, db = worst[0], worst[1].sqnr_db
     share = 100 * 10 ** (-db / 20)
     return (f"WARNING: output {name} has {db:.1f} dB: its error is {share:.0f} % of its size",)
 
@@ -70,8 +105,8 @@ def by_size(reference: Light, measured: Light, feeds: Sequence[Feed], signature:
     for index in _extreme(feeds, signature):
         sizes = _sizes(feeds[index], signature)
         label = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        for name, db in outputs(reference, measured, [feeds[index]]).items():
-            rows.append({"sizes": label, "output": name, "sqnr_db": db})
+        for name, output in outputs(reference, measured, [feeds[index]]).items():
+            rows.append({"sizes": label, "output": name, "sqnr_db": output.sqnr_db})
     return rows
 
 

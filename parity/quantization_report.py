@@ -79,26 +79,26 @@ def with_outputs(
     probes: Sequence[Feed],
     signature: Signature,
     *,
-    min_db: float | None,
+    bounds: output_sqnr.Bounds | None,
 ) -> Report:
-    """Adds the SQNR of the outputs on calibration samples, or on the probes where there are none, and by input size.
+    """Adds the SQNR of the outputs on samples, or on the probes where there are none, and by input size.
 
     Args:
-        min_db: least SQNR of an output that passes; None where a metric was measured instead.
+        bounds: what an output must have; None where a metric was measured instead.
     """
-    samples: Sequence[Feed] = [batch.feed for batch in data.survey.batches()] or probes
-    decibels = output_sqnr.outputs(converted.reference, converted.measured, samples)
-    warnings = output_sqnr.warning(decibels)
+    feeds = output_sqnr.samples(data, probes)
+    outputs = output_sqnr.outputs(converted.reference, converted.measured, feeds)
+    warnings = output_sqnr.warning(outputs)
     for text in warnings:
         data.log.say(text)
     metrics: Row = {}
-    worst = output_sqnr.least(decibels)
+    worst = output_sqnr.least(outputs)
     if worst is not None:
-        metrics["output_sqnr_db"] = worst[1]
+        metrics["output_sqnr_db"] = worst[1].sqnr_db
     metrics.update(report.metrics)
     gates = list(report.gates)
-    if min_db is not None:
-        gates += output_sqnr.gate(decibels, min_db)
+    if bounds is not None:
+        gates += output_sqnr.gates(outputs, bounds)
     if data.hook() is not None:
         gates += output_sqnr.data_gate(data.survey.peaks, data.evaluated.peaks)
     tables = dict(report.tables)

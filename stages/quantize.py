@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -19,9 +20,16 @@ if TYPE_CHECKING:
     from layerline.backends.base import Feed
     from layerline.backends.light import Light
     from layerline.graph.quantization.calibration_data import CalibrationData
-    from layerline.graph.quantization.convert import Converted
+    from layerline.graph.quantization.convert import Calibrated, Converted
+    from layerline.graph.quantization.layer_formats import LayerFormats
+    from layerline.graph.quantization.qdq_placement import Rules
+    from layerline.parity.accuracy_budget import Evaluation
+    from layerline.parity.format_search import Make, Outcome
+    from layerline.parity.output_sqnr import Bounds
 
 COPIED = ("signature.json", "probes.safetensors")
+SEARCH_DROP, SEARCH_DB = "0.5%", 25.0
+"""The budget of a search where pipe.yaml sets none."""
 CALIBRATION_HOOKS = ("calib_data", "train_data", "eval_data")
 
 
@@ -77,8 +85,21 @@ class Quantize(Stage):
     value. Or by metric: `{accuracy: 0.5%, mse: {rise: 5%}}`, and the others are only shown. Judged by the point
     estimate on eval_data(), beside which its 95 % interval is shown."""
     min_db: float = Field(default=10.0)
-    """Least SQNR of an output, in dB over calibration samples, that passes where no metric was measured. Below 20 dB a
-    warning is given in any case."""
+    """Least SQNR of an output, in dB over samples of eval_data(), else of calibration, that passes where no metric was
+    measured; 25 with search. Below 20 dB a warning is given in any case."""
+    min_cosine: float | None = Field(default=None, ge=-1, le=1)
+    """Least cosine between an output and the float model's, where no metric was measured."""
+    search: bool = False
+    """In mode int8, find the cheapest formats that keep max_drop (0.5% of each metric, if it is not set), or min_db
+    without a metric: layers that the budget needs stay float, in fp16 where that holds too and `rest` is not set. Also
+    tries bias_correction. `pipe tune` sets it."""
+
+    @field_validator("search")
+    @classmethod
+    def _check_search(cls, search: bool, info: ValidationInfo) -> bool:
+        if search and info.data.get("mode", "int8") != "int8":
+            raise ValueError("expected mode: int8 with it")
+        return search
 
     @field_validator("layers")
     @classmethod
@@ -142,40 +163,80 @@ class Quantize(Stage):
         data = CalibrationData(
             work, signature.inputs, hooks=CALIBRATION_HOOKS, samples=self.samples, batch_size=self.batch_size
         )
-        converted = self._convert(model, data, probes)
+        evaluation = accuracy_budget.Evaluation(data)
+        converted, outcome = self._convert(model, data, probes, evaluation)
         onnx_files.save(converted.model, work.out)
         for name in COPIED:
             shutil.copyfile(folder / name, work.out / name)
         _write_plan(work.out, converted)
         report = quantization_report.layer_report(self.name, converted, probes, mode=self.mode)
-        evaluation = accuracy_budget.Evaluation(data)
-        accuracy = accuracy_budget.measure(converted, evaluation, report.records, self.max_drop)
-        measured = bool(accuracy.metrics)
+        # A search without a metric has judged the outputs: there its own budget for metrics means nothing.
+        max_drop = self.max_drop if evaluation.why else self._max_drop()
+        accuracy = accuracy_budget.measure(converted, evaluation, report.records, max_drop)
         if self.mode != "none":
             if quantization_report.runs_on_onnxruntime(converted):
                 path = work.out / onnx_files.FILE
                 report = quantization_report.with_default_session(report, converted, path, probes)
-            min_db = None if measured else self.min_db
-            report = quantization_report.with_outputs(report, converted, data, probes, signature, min_db=min_db)
+            bounds = None if accuracy.metrics else self._bounds()
+            report = quantization_report.with_outputs(report, converted, data, probes, signature, bounds=bounds)
         sizes = {"bytes_before": _bytes(folder), "bytes_after": _bytes(work.out)}
-        return dataclasses.replace(
+        report = dataclasses.replace(
             report,
             metrics={**accuracy.metrics, **sizes, **report.metrics},
             gates=(*report.gates, *accuracy.gates),
             notes=(*report.notes, *self._sample_notes(converted, data), *accuracy.notes),
             tables={**accuracy.tables, **report.tables},
         )
+        if outcome is None:
+            return report
+        return outcome.added_to(report, model, self.layers)
 
-    def _convert(self, model: Light, data: CalibrationData, probes: list[Feed]) -> Converted:
-        from layerline.graph.quantization import convert, layer_formats, qdq_placement
+    def _convert(
+        self, model: Light, data: CalibrationData, probes: list[Feed], evaluation: Evaluation
+    ) -> tuple[Converted, Outcome | None]:
+        from layerline.graph.quantization import convert, layer_formats, own_qdq
+        from layerline.parity import format_search, search_judge
 
+        unchanged = convert.unchanged(model)
         if self.mode == "none":
-            return convert.unchanged(model)
+            return unchanged, None
         formats = layer_formats.resolve(model, self.layers)
         if self.mode != "int8":
-            unchanged = convert.unchanged(model)
-            return convert.to_half(unchanged, data, probes, self.mode, skip=self.skip, single=formats.single)
-        rules = qdq_placement.Rules(
+            greatest = convert.greatest_values(model, data, probes)
+            return convert.to_half(unchanged, greatest, self.mode, skip=self.skip, single=formats.single), None
+        if own_qdq.present(model):
+            return convert.with_own_qdq(model, self._rules(formats)), None
+        calibrated = convert.calibrate(
+            model,
+            data,
+            self._rules(formats),
+            calibrator=self.calibrator,
+            percentile=self.percentile,
+            nonfinite=self.nonfinite,
+        )
+        if self.bias_correction or self.search:
+            calibrated = calibrated.corrected()
+        make = self._maker(calibrated, formats, data, probes)
+        if not self.search or not calibrated.layers():
+            return make((), ()), None
+        budget = self._max_drop()
+        assert budget is not None
+        half_type = "" if "rest" in self.model_fields_set else formats.half_type or "fp16"
+        search = format_search.Search(
+            calibrated,
+            make,
+            search_judge.judge(evaluation, data, probes, budget, self._bounds()),
+            float_format=self.rest,
+            half_type=half_type,
+            said=data.log.say,
+        )
+        outcome = search.run()
+        return outcome.converted, outcome
+
+    def _rules(self, formats: LayerFormats) -> Rules:
+        from layerline.graph.quantization import qdq_placement
+
+        return qdq_placement.Rules(
             ops=qdq_placement.OPS if self.ops is None else self.ops,
             skip=self.skip,
             per_channel=self.per_channel,
@@ -183,20 +244,36 @@ class Quantize(Stage):
             keep=formats.kept,
             forced=formats.forced,
         )
-        converted = convert.to_int8(
-            model,
-            data,
-            rules,
-            calibrator=self.calibrator,
-            percentile=self.percentile,
-            nonfinite=self.nonfinite,
-            bias_correction=self.bias_correction,
-        )
-        if self.rest != "fp32":
-            return convert.to_half(converted, data, probes, self.rest, skip=self.skip, single=formats.single)
-        if formats.half_type:
-            return convert.to_half(converted, data, probes, formats.half_type, skip=(), only=formats.half)
-        return converted
+
+    def _maker(self, calibrated: Calibrated, formats: LayerFormats, data: CalibrationData, probes: list[Feed]) -> Make:
+        """Makes the model in which further layers stay float, or are half precision."""
+        from layerline.graph.quantization import convert
+
+        greatest = functools.cache(lambda: convert.greatest_values(calibrated.model, data, probes))
+
+        def make(kept: Collection[str], half: Collection[str]) -> Converted:
+            converted = calibrated.converted(dict.fromkeys(kept, "search: in int8 the budget fails"))
+            if self.rest != "fp32":
+                return convert.to_half(converted, greatest(), self.rest, skip=self.skip, single=formats.single)
+            in_half = {*formats.half, *half}
+            if in_half:
+                return convert.to_half(converted, greatest(), formats.half_type or "fp16", skip=(), only=in_half)
+            return converted
+
+        return make
+
+    def _max_drop(self) -> MaxDrop | None:
+        if self.search and self.max_drop is None:
+            return SEARCH_DROP
+        return self.max_drop
+
+    def _bounds(self) -> Bounds:
+        from layerline.parity.output_sqnr import Bounds
+
+        min_db = self.min_db
+        if self.search and "min_db" not in self.model_fields_set:
+            min_db = SEARCH_DB
+        return Bounds(min_db, self.min_cosine)
 
     def _sample_notes(self, converted: Converted, data: CalibrationData) -> list[str]:
         """How many samples were used, and whether that is fewer than requested."""

@@ -7,6 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import int8_flag, int8_note
@@ -15,7 +18,15 @@ from layerline.calib.collect import Ranges
 from layerline.calib.plan import QuantPlan
 from layerline.calib.samples import Batch, Samples
 from layerline.graph.io.opset import raise_opset
-from layerline.graph.quantization import measured_plan, mixed_precision, own_qdq, qdq, qdq_placement, range_choice
+from layerline.graph.quantization import (
+    bias_correction,
+    measured_plan,
+    mixed_precision,
+    own_qdq,
+    qdq,
+    qdq_placement,
+    range_choice,
+)
 from layerline.graph.quantization.calibration_data import CalibrationData
 
 
@@ -49,7 +60,85 @@ def unchanged(model: Light) -> Converted:
     return Converted(reference=model, model=model, measured=model, plan=QuantPlan(values=(), kept=()))
 
 
-def to_int8(
+@dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """A calibrated float model, from which int8 models are made that keep some layers float.
+
+    Attributes:
+        model: the float model, at an opset that has Q/DQ.
+        rules: with the layers that stay float in any case.
+        plan: of the model in which all other layers are int8.
+        ranges: what calibration collected.
+        feeds: a few calibration samples.
+        shifts: what bias correction takes off each layer's bias; empty where it is off.
+        notes: sentences for the report.
+    """
+
+    model: Light
+    rules: qdq_placement.Rules
+    plan: QuantPlan
+    ranges: Ranges
+    feeds: Sequence[Feed]
+    shifts: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def layers(self) -> list[str]:
+        """First outputs of the layers that are int8 in `plan` and could stay float, in topological order."""
+        readers = set[str]()
+        for value in self.plan.values:
+            readers.update(reader for reader, _ in value.readers)
+        return [
+            node.output[0]
+            for node in self.model.model.graph.node
+            # A Concat is quantised for the sake of the layer that reads it.
+            if node.output and node.output[0] in readers and node.op_type in set(qdq_placement.OPS) - {"Concat"}
+        ]
+
+    def converted(self, keep: Mapping[str, str]) -> Converted:
+        """The int8 model in which these layers stay float; the reason by the layer's first output."""
+        plan = self.plan
+        if keep:
+            rules = dataclasses.replace(self.rules, keep={**self.rules.keep, **keep})
+            chosen = {v.name: (v.calibrator, v.amax) for v in plan.values if v.role == "activation"}
+            placed = qdq_placement.place(self.model, rules)
+            plan = qdq.plan(self.model, placed, self.ranges.histograms, "mse", chosen=chosen)
+        quantized = qdq.apply(self.model, plan)
+        readers = {reader for value in plan.values for reader, _ in value.readers}
+        shifts = {layer: shift for layer, shift in self.shifts.items() if layer in readers}
+        if shifts:
+            quantized, _ = bias_correction.correct(quantized, shifts)
+        return Converted(
+            reference=self.model,
+            model=quantized,
+            measured=quantized,
+            plan=plan,
+            ranges=self.ranges,
+            notes=(*self.notes, int8_note(int8_flag())),
+        )
+
+    def corrected(self) -> Calibrated:
+        """The same with its biases corrected, where the outputs gain by that; a note tells what they gain."""
+        shifts = range_choice.shifts(self.model, self.plan, self.feeds)
+        quantized = qdq.apply(self.model, self.plan)
+        kept, gain = measured_plan.corrected(self.model, quantized, shifts, self.feeds)
+        return dataclasses.replace(self, shifts=shifts if kept else {}, notes=(*self.notes, gain))
+
+
+def with_own_qdq(model: Light, rules: qdq_placement.Rules) -> Converted:
+    """A model that brings its own Q/DQ, as it is."""
+    note = "the model brings its own Q/DQ: they are kept with their scales, and nothing else is quantised"
+    if rules.skip or rules.keep or rules.forced:
+        note += "; skip and layers change nothing in it"
+    return Converted(
+        reference=own_qdq.without(model),
+        model=model,
+        measured=model,
+        plan=own_qdq.read(model),
+        notes=(note, int8_note(int8_flag())),
+    )
+
+
+def calibrate(
     model: Light,
     data: CalibrationData,
     rules: qdq_placement.Rules,
@@ -57,45 +146,42 @@ def to_int8(
     calibrator: Literal["auto"] | Calibrator,
     percentile: float,
     nonfinite: Literal["stop", "skip"],
-    bias_correction: bool,
-) -> Converted:
-    """Calibrates a float model and puts Q/DQ pairs in. A model that has Q/DQ pairs already stays as it is."""
-    if own_qdq.present(model):
-        note = "the model brings its own Q/DQ: they are kept with their scales, and nothing else is quantised"
-        if rules.skip or rules.keep or rules.forced:
-            note += "; skip and layers change nothing in it"
-        return Converted(
-            reference=own_qdq.without(model),
-            model=model,
-            measured=model,
-            plan=own_qdq.read(model),
-            notes=(note, int8_note(int8_flag())),
-        )
+) -> Calibrated:
+    """Collects the ranges of a float model, and chooses how each value is quantised."""
     # Raised before anything else, so that the float and the quantised model have the same opset and graph.
     model = raise_opset(model, qdq.required_opset(model))
     placed = qdq_placement.place(model, rules)
     samples, hook_notes = data.calibration()
     activations = [w.name for w in placed.wanted if w.role == "activation"]
     ranges = data.ranges(model, activations, samples, nonfinite)
-    rules, placed = range_choice.apart(model, rules, placed, ranges.histograms)
     feeds = [batch.feed for batch in data.survey.batches()]
-    plan_notes: tuple[str, ...] = ()
-    if calibrator == "auto":
-        plan, plan_notes = measured_plan.tuned(model, rules, placed, ranges.histograms, feeds, percentile=percentile)
-    else:
-        plan = qdq.plan(model, placed, ranges.histograms, calibrator, percentile=percentile)
-    quantized = qdq.apply(model, plan)
-    if bias_correction:
-        quantized, gain = measured_plan.corrected(model, plan, quantized, feeds)
-        plan_notes = (*plan_notes, gain)
-    notes = (*hook_notes, *ranges.notes, *plan_notes, int8_note(int8_flag()))
-    return Converted(reference=model, model=quantized, measured=quantized, plan=plan, ranges=ranges, notes=notes)
+    histograms = ranges.histograms
+    tuned = measured_plan.tuned(model, rules, placed, histograms, feeds, calibrator=calibrator, percentile=percentile)
+    notes = (*hook_notes, *ranges.notes, *tuned.notes)
+    return Calibrated(model=model, rules=tuned.rules, plan=tuned.plan, ranges=ranges, feeds=feeds, notes=notes)
+
+
+@dataclass(frozen=True)
+class Greatest:
+    """The greatest |x| of every float32 value, and notes about the samples that it was measured on."""
+
+    amax: Mapping[str, float]
+    notes: tuple[str, ...]
+
+
+def greatest_values(reference: Light, data: CalibrationData, probes: Sequence[Feed]) -> Greatest:
+    """Measures the values of a float model on calibration samples, or on the probes where the task has none."""
+    batches: Samples | list[Batch] = [Batch(dict(feed), None, 1) for feed in probes]
+    notes: tuple[str, ...] = (f"the task has no samples: overflow was looked for on {len(probes)} probe feeds alone",)
+    if data.hook() is not None:
+        batches, notes = data.calibration()
+    ranges = data.ranges(reference, mixed_precision.float_values(reference), batches, "skip")
+    return Greatest({name: histogram.amax for name, histogram in ranges.histograms.items()}, notes)
 
 
 def to_half(
     converted: Converted,
-    data: CalibrationData,
-    probes: Sequence[Feed],
+    greatest: Greatest,
     mode: str,
     *,
     skip: Sequence[str],
@@ -105,8 +191,8 @@ def to_half(
     """Converts what is still float32 to half precision, wherever the values that were measured allow it.
 
     Args:
-        converted: the model, after `to_int8` or `unchanged`.
-        probes: inputs to measure values on where the task has no samples.
+        converted: the model, after `Calibrated.converted` or `unchanged`.
+        greatest: of the float model's values.
         mode: "fp16" or "bf16".
         skip: names of values or nodes, module paths, or globs that stay in float32.
         single: first outputs of nodes that stay in float32.
@@ -114,17 +200,8 @@ def to_half(
     """
     opset = mixed_precision.required_opset(converted.model, mode)
     reference = raise_opset(converted.reference, opset)
-    names = mixed_precision.float_values(converted.reference)
-    batches: Samples | list[Batch] = [Batch(dict(feed), None, 1) for feed in probes]
-    data_notes: tuple[str, ...] = (
-        f"the task has no samples: overflow was looked for on {len(probes)} probe feeds alone",
-    )
-    if data.hook() is not None:
-        batches, data_notes = data.calibration()
-    ranges = data.ranges(converted.reference, names, batches, "skip")
-    amax = {name: histogram.amax for name, histogram in ranges.histograms.items()}
-    half = mixed_precision.to_half(converted.model, mode, amax=amax, skip=skip, single=single, only=only)
-    notes = [*converted.notes, *(note for note in data_notes if note not in converted.notes)]
+    half = mixed_precision.to_half(converted.model, mode, amax=greatest.amax, skip=skip, single=single, only=only)
+    notes = [*converted.notes, *(note for note in greatest.notes if note not in converted.notes)]
     if half.nodes:
         notes.append(
             f"{half.nodes} nodes compute in {mode}; measured in float32 with every {mode} value rounded, "

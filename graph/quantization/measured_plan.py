@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib.calibrators import Calibrator
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan
 from layerline.calib.range_candidates import CALIBRATORS
@@ -23,6 +27,15 @@ CLEARLY_DB = 0.5
 """How much better another plan must be at the outputs to replace the one chosen value by value."""
 
 
+@dataclass(frozen=True)
+class Tuned:
+    """A plan, the rules with the layers that stay float, and notes about these and about the calibrator."""
+
+    plan: QuantPlan
+    rules: Rules
+    notes: tuple[str, ...]
+
+
 def tuned(
     model: Light,
     rules: Rules,
@@ -30,18 +43,21 @@ def tuned(
     histograms: Mapping[str, Histogram],
     feeds: Sequence[Feed],
     *,
+    calibrator: Literal["auto"] | Calibrator,
     percentile: float,
-) -> tuple[QuantPlan, tuple[str, ...]]:
-    """Chooses each range by itself, then keeps that plan or a single calibrator's, whichever serves the outputs better.
+) -> Tuned:
+    """The plan by one calibrator, or by the best for each value.
+
+    auto chooses each range by itself. It keeps that plan or a single calibrator's, whichever serves the outputs better.
 
     Args:
         model: the float model, at an opset that has Q/DQ.
         placed: the values that the rules quantise.
         feeds: samples by input name. Ranges are tried on about eight of them, plans are compared on all.
-
-    Returns:
-        The plan, and notes about layers that stay float and about a calibrator that was taken for all ranges.
     """
+    rules, placed = range_choice.apart(model, rules, placed, histograms)
+    if calibrator != "auto":
+        return Tuned(qdq.plan(model, placed, histograms, calibrator, percentile=percentile), rules, ())
     chosen = range_choice.choose(model, rules, placed, histograms, _spread(feeds), percentile=percentile)
     notes = tuple(
         f"{layer} stays float: int8 would leave it {db:.1f} dB by itself" for layer, db in chosen.floated.items()
@@ -50,19 +66,19 @@ def tuned(
     judge = _Judge(model, feeds)
     auto_db = judge.least_db(qdq.apply(model, plan))
     if auto_db is None:
-        return plan, notes
+        return Tuned(plan, chosen.rules, notes)
     best_plan, best_db, best_name = plan, auto_db, "auto"
-    for calibrator in CALIBRATORS:
-        other = qdq.plan(model, chosen.placement, histograms, calibrator, percentile=percentile)
+    for single in CALIBRATORS:
+        other = qdq.plan(model, chosen.placement, histograms, single, percentile=percentile)
         if [v.amax for v in other.values] == [v.amax for v in plan.values]:
             continue
         other_db = judge.least_db(qdq.apply(model, other))
         if other_db is not None and other_db > best_db:
-            best_plan, best_db, best_name = other, other_db, calibrator
+            best_plan, best_db, best_name = other, other_db, str(single)
     if best_name == "auto" or best_db < auto_db + CLEARLY_DB:
-        return plan, notes
+        return Tuned(plan, chosen.rules, notes)
     gain = f"{best_db:.1f} dB at the outputs, {auto_db:.1f} dB with each chosen by itself"
-    return best_plan, (*notes, f"auto took {best_name} for all ranges: {gain}")
+    return Tuned(best_plan, chosen.rules, (*notes, f"auto took {best_name} for all ranges: {gain}"))
 
 
 def _spread(feeds: Sequence[Feed]) -> Sequence[Feed]:
@@ -122,19 +138,21 @@ class _Judge:
         return [session.run(feed) for feed in feeds]
 
 
-def corrected(model: Light, plan: QuantPlan, quantized: Light, feeds: Sequence[Feed]) -> tuple[Light, str]:
-    """Corrects the biases of a quantised model and keeps that where the outputs gain by it.
+def corrected(
+    model: Light, quantized: Light, shifts: Mapping[str, npt.NDArray[np.float64]], feeds: Sequence[Feed]
+) -> tuple[bool, str]:
+    """Corrects the biases of a quantised model.
 
     Returns:
-        The better model, and a note with the SQNR of the outputs before and after.
+        Whether the outputs gain by it, and a note with their SQNR before and after.
     """
-    candidate, layers = bias_correction.correct(quantized, range_choice.shifts(model, plan, feeds))
+    candidate, layers = bias_correction.correct(quantized, shifts)
     judge = _Judge(model, feeds)
     before = judge.least_db(quantized)
     after = judge.least_db(candidate)
     if before is None or after is None:
-        return candidate, f"bias correction changed {layers} layers; no output could be measured"
+        return True, f"bias correction changed {layers} layers; no output could be measured"
     gain = f"{after:.1f} dB at the outputs with it, {before:.1f} dB without"
     if after <= before:
-        return quantized, f"bias correction was left out, the outputs lose by it: {gain}"
-    return candidate, f"bias correction of {layers} layers: {gain}"
+        return False, f"bias correction was left out, the outputs lose by it: {gain}"
+    return True, f"bias correction of {layers} layers: {gain}"

@@ -32,12 +32,14 @@ class Chosen:
     """The outcome of the trials.
 
     Attributes:
-        placement: without the layers that stay float.
+        rules: with the layers that stay float.
+        placement: without them.
         thresholds: by value, the name of the calibrator, or "bound", and its threshold.
         floated: layers that stay float, with the SQNR in dB that int8 would leave them.
         errors: what was measured, by value, candidate and layer.
     """
 
+    rules: Rules
     placement: Placement
     thresholds: Mapping[str, tuple[str, float]]
     floated: Mapping[str, float]
@@ -80,14 +82,15 @@ def choose(
     floated = {layer: db for layer, db in layer_db.items() if db < FLOOR_DB and layer not in rules.forced}
     if floated:
         reasons = {layer: f"int8 would leave it {db:.1f} dB by itself" for layer, db in floated.items()}
-        placed = place(model, dataclasses.replace(rules, keep={**rules.keep, **reasons}))
+        rules = dataclasses.replace(rules, keep={**rules.keep, **reasons})
+        placed = place(model, rules)
     groups = {w.name: range_candidates.group_of(w) for w in activations}
     thresholds: dict[str, tuple[str, float]] = {}
     for item in placed.wanted:
         # A value whose group changed with the placement was tried with other values beside it.
         if item.role == "activation" and groups.get(item.name) == range_candidates.group_of(item):
             thresholds[item.name] = (best[item.name], candidates[item.name][best[item.name]])
-    return Chosen(placed, thresholds, floated, errors)
+    return Chosen(rules, placed, thresholds, floated, errors)
 
 
 def shifts(model: Light, plan: QuantPlan, feeds: Sequence[Feed]) -> dict[str, npt.NDArray[np.float64]]:

@@ -28,7 +28,7 @@ from layerline.graph.fusion import fuse as fusing
 from layerline.graph.io import onnx_files
 from layerline.graph.io.canonicalize import prepare
 from layerline.graph.io.opset import raise_opset
-from layerline.graph.quantization import measured_plan, qdq, qdq_placement, range_choice
+from layerline.graph.quantization import measured_plan, qdq, qdq_placement
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import LayerDiff
 
@@ -180,13 +180,11 @@ def quantize(
     batches = [Batch({k: np.asarray(v) for k, v in feed.items()}, None, _rows(feed)) for feed in feeds]
     runtime = OnnxRuntime()
     ranges = collect.collect(lambda taps: runtime.open(light, taps), batches, activations)
-    rules, placed = range_choice.apart(light, rules, placed, ranges.histograms)
-    more: tuple[str, ...] = ()
-    if calibrator == "auto":
-        plan, more = measured_plan.tuned(light, rules, placed, ranges.histograms, feeds, percentile=percentile)
-    else:
-        plan = qdq.plan(light, placed, ranges.histograms, calibrator, percentile=percentile)
-    return QuantizedModel(model=qdq.apply(light, plan).whole(), plan=plan, notes=(*notes, *ranges.notes, *more))
+    tuned = measured_plan.tuned(
+        light, rules, placed, ranges.histograms, feeds, calibrator=calibrator, percentile=percentile
+    )
+    quantized = qdq.apply(light, tuned.plan).whole()
+    return QuantizedModel(model=quantized, plan=tuned.plan, notes=(*notes, *ranges.notes, *tuned.notes))
 
 
 def _read(model: Model) -> Light | onnx.ModelProto:

@@ -1,0 +1,292 @@
+"""Finds the cheapest formats of layers that keep a budget: int8 where it holds, half precision or float32 elsewhere.
+
+1. Everything int8. If the budget holds, that is the result, after one evaluation.
+2. The layers are ranked by the error that they add to the outputs (`sensitivity`), per byte that int8 saves there.
+3. Bisection over the ranking: how many of its first layers have to stay float.
+4. Back to int8 in groups, those that save most first, as long as the budget holds.
+5. What stays float becomes half precision, if that is cheaper and the budget still holds.
+
+Every assignment that counts was evaluated on the budget itself. The ranking only says what is tried first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from layerline.backends.light import Light
+from layerline.graph.io.ir_convert import to_ir
+from layerline.graph.quantization.convert import Calibrated, Converted
+from layerline.graph.quantization.cost_model import CostModel
+from layerline.graph.quantization.naming import first_output, matching, module_of
+from layerline.graph.quantization.qdq_placement import OPS
+from layerline.parity.search_judge import Verdict
+from layerline.parity.sensitivity import measure
+from layerline.pipeline.report import Gate, Report, Scalar
+
+MOST_EVALUATIONS = 40
+"""No further group of layers is tried back in int8 after so many."""
+LEAST_SAVING = 0.01
+"""Part of its own bytes that int8 saves at least for a layer's rank: layers that save nothing come first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The assignment that the search ended with.
+
+    Attributes:
+        converted: the model.
+        formats: format of each layer that was int8 at first.
+        rows: the table: one row a layer.
+        evaluations: how many assignments were evaluated on the budget.
+        saved: part of the float model's bytes that the assignment saves, from 0 to 1.
+        gates: a failed one where the budget holds with no assignment.
+    """
+
+    converted: Converted
+    formats: Mapping[str, str]
+    rows: Sequence[Mapping[str, Scalar]]
+    evaluations: int
+    saved: float
+    gates: tuple[Gate, ...] = ()
+
+    def added_to(self, report: Report, model: Light, layers: Mapping[str, str]) -> Report:
+        """The report with the table, its figures, and the fields of pipe.yaml that fix what was chosen.
+
+        Args:
+            model: the float model.
+            layers: `quantize.layers` as pipe.yaml has it.
+        """
+        fixed = json.dumps(fragment(model, layers, self.formats), ensure_ascii=False)
+        note = f"{self.evaluations} full evaluations; to fix these formats, write under quantize: `layers: {fixed}`"
+        counts = Counter(self.formats.values())
+        metrics: dict[str, Scalar] = {
+            "evaluations": self.evaluations,
+            "formats": ", ".join(f"{count} {name}" for name, count in counts.items()),
+            "bytes_moved_saved_percent": 100 * self.saved,
+        }
+        return dataclasses.replace(
+            report,
+            metrics={**report.metrics, **metrics},
+            gates=(*self.gates, *report.gates),
+            notes=(note, *report.notes),
+            tables={"search": self.rows, **report.tables},
+        )
+
+
+Judge = Callable[[Converted], Verdict]
+Make = Callable[[Collection[str], Collection[str]], Converted]
+
+
+class Search:
+    """One search.
+
+    Args:
+        calibrated: the float model, and the plan in which every layer is int8.
+        make: the model in which these layers stay float, and those of the second argument are half precision.
+        judge: evaluates a model on the budget.
+        float_format: what stays float: "fp32", or a half type.
+        half_type: the half type that is tried for what stays float32; "" for none.
+        said: called with a sentence for each evaluation.
+    """
+
+    def __init__(
+        self,
+        calibrated: Calibrated,
+        make: Make,
+        judge: Judge,
+        *,
+        float_format: str,
+        half_type: str,
+        said: Callable[[str], None],
+    ) -> None:
+        self._model = calibrated.model
+        self._feeds = calibrated.feeds
+        self._make = make
+        self._judge = judge
+        self._float_format = float_format
+        self._half_type = half_type
+        self._said = said
+        self._layers = calibrated.layers()
+        self._verdicts: dict[frozenset[str], Verdict] = {}
+        self._best: tuple[Verdict, frozenset[str], Converted] | None = None
+        self._evaluations = 0
+        self._reasons: dict[str, str] = {}
+
+    def run(self) -> Outcome:
+        """Searches; the outcome has a failed gate where even one layer in int8 is too much."""
+        everything_int8 = self._make((), ())
+        sensitivity = measure(everything_int8.reference, everything_int8.measured, self._feeds, self._layers)
+        self._effects = sensitivity.effects
+        self._costs = CostModel(self._model, sensitivity.elements)
+        self._savings = {layer: self._saving(layer) for layer in self._layers}
+        kept: frozenset[str] = frozenset()
+        self._verdicts[kept] = self._evaluate(everything_int8, kept, "all layers in int8")
+        if not self._verdicts[kept].passed:
+            ranked = self._ranked()
+            count = self._fewest(ranked)
+            if count is None:
+                return self._impossible()
+            kept = self._back_to_int8(frozenset(ranked[:count]))
+        assert self._best is not None
+        return self._outcome(kept, self._best[2])
+
+    def _holds(self, kept: frozenset[str]) -> bool:
+        """Whether the budget holds if these layers stay float; evaluated once for each set."""
+        if kept not in self._verdicts:
+            what = f"{len(kept)} of {len(self._layers)} layers float"
+            self._verdicts[kept] = self._evaluate(self._make(kept, ()), kept, what)
+        return self._verdicts[kept].passed
+
+    def _evaluate(self, converted: Converted, kept: frozenset[str], what: str) -> Verdict:
+        verdict = self._judge(converted)
+        self._evaluations += 1
+        self._said(f"{what}: {verdict.seen}")
+        best = self._best
+        # Of assignments that hold the last one counts: the search goes from more expensive ones to cheaper ones.
+        if best is None or verdict.passed or (not best[0].passed and verdict.lack < best[0].lack):
+            self._best = verdict, kept, converted
+        return verdict
+
+    def _saving(self, layer: str) -> float:
+        """Bytes that the layer's int8 saves where all others are int8."""
+        all_int8 = dict.fromkeys(self._layers, "int8")
+        one_float = self._costs.cost({**all_int8, layer: self._float_format}, self._float_format)
+        return one_float - self._costs.cost(all_int8, self._float_format)
+
+    def _ranked(self) -> list[str]:
+        """The layers, those first that add most error for what they save."""
+        greatest = max((abs(saving) for saving in self._savings.values()), default=0.0) or 1.0
+        scores: dict[str, float] = {}
+        for layer in self._layers:
+            effect = self._effects.get(layer)
+            share = effect.share if effect is not None and math.isfinite(effect.share) else math.inf
+            scores[layer] = share / max(self._savings[layer], LEAST_SAVING * greatest)
+        return sorted(self._layers, key=lambda layer: -scores[layer])
+
+    def _fewest(self, ranked: Sequence[str]) -> int | None:
+        """How many of the first layers have to stay float; None if the budget fails with one layer left in int8.
+
+        Doubles the number until the budget holds, then halves the interval.
+        """
+        most = len(ranked) - 1
+        failing, count = 0, 1
+        while count < most and not self._holds(frozenset(ranked[:count])):
+            failing, count = count, 2 * count
+        holding = min(count, most)
+        if holding < 1 or not self._holds(frozenset(ranked[:holding])):
+            return None
+        while holding - failing > 1:
+            middle = (failing + holding) // 2
+            if self._holds(frozenset(ranked[:middle])):
+                holding = middle
+            else:
+                failing = middle
+        return holding
+
+    def _back_to_int8(self, kept: frozenset[str]) -> frozenset[str]:
+        """Tries layers in int8 again, in groups that are halved where the budget fails."""
+        groups = [sorted(kept, key=lambda layer: (-self._savings[layer], layer))]
+        while groups and self._evaluations < MOST_EVALUATIONS:
+            group = groups.pop(0)
+            if self._holds(kept - frozenset(group)):
+                kept -= frozenset(group)
+            elif len(group) > 1:
+                middle = len(group) // 2
+                groups = [group[:middle], group[middle:], *groups]
+            else:
+                self._reasons[group[0]] = f"in int8 the budget fails: {self._verdicts[kept - frozenset(group)].seen}"
+        return kept
+
+    def _outcome(self, kept: frozenset[str], converted: Converted) -> Outcome:
+        formats = self._formats(kept)
+        in_half = {**formats, **dict.fromkeys(kept, self._half_type)}
+        if kept and self._half_type and self._costs.cost(in_half) < self._costs.cost(formats):
+            halved = self._make(kept, kept)
+            verdict = self._evaluate(halved, kept, f"these {len(kept)} in {self._half_type}")
+            if verdict.passed:
+                # Half precision has its own reasons to leave a layer in float32, such as its range.
+                added = halved.plan.kept[len(converted.plan.kept) :]
+                single = {item.name for item in added}
+                formats.update(dict.fromkeys(kept - single, self._half_type))
+                converted = halved
+        return self._told(converted, formats, ())
+
+    def _formats(self, kept: frozenset[str]) -> dict[str, str]:
+        return {layer: self._float_format if layer in kept else "int8" for layer in self._layers}
+
+    def _impossible(self) -> Outcome:
+        assert self._best is not None
+        verdict, kept, converted = self._best
+        count = len(self._layers) - len(kept)
+        reached = f"the best reached is {verdict.seen}, with {count} of {len(self._layers)} layers in int8"
+        hint = "allow more with quantize.max_drop or min_db, or use mode: fp16"
+        gate = Gate("search", False, reached, "the budget kept with at least one layer in int8", hint)
+        return self._told(converted, self._formats(kept), (gate,))
+
+    def _told(self, converted: Converted, formats: Mapping[str, str], gates: tuple[Gate, ...]) -> Outcome:
+        in_float = self._costs.cost({}, self._float_format) or 1.0
+        nodes = {first_output(node): node for node in to_ir(self._model).graph}
+        rows: list[Mapping[str, Scalar]] = []
+        for layer in self._ranked():
+            effect = self._effects.get(layer)
+            rows.append(
+                {
+                    "layer": layer,
+                    "module": module_of(nodes[layer]),
+                    "op": nodes[layer].op_type,
+                    "own_sqnr_db": effect.own_db if effect is not None else None,
+                    "output_sqnr_db": effect.output_db if effect is not None else None,
+                    "saves_percent": 100 * self._savings[layer] / in_float,
+                    "format": formats[layer],
+                    "why": self._why(layer, formats[layer], failed=bool(gates)),
+                }
+            )
+        return Outcome(
+            converted=converted,
+            formats=formats,
+            rows=rows,
+            evaluations=self._evaluations,
+            saved=1 - self._costs.cost(formats, self._float_format) / in_float,
+            gates=gates,
+        )
+
+    def _why(self, layer: str, chosen: str, *, failed: bool) -> str:
+        if failed:
+            return "of the assignment that came nearest to the budget"
+        if chosen == "int8":
+            return "the budget holds with it in int8"
+        return self._reasons.get(layer, f"not tried in int8 again after {self._evaluations} evaluations")
+
+
+def fragment(model: Light, layers: Mapping[str, str], formats: Mapping[str, str]) -> dict[str, str]:
+    """`quantize.layers` that fixes what a search chose.
+
+    Args:
+        model: the float model.
+        layers: what pipe.yaml has already.
+        formats: by the layer's first output.
+    """
+    graph = to_ir(model)
+    quantizable = [node for node in graph.graph if node.op_type in OPS]
+    patterns = dict(layers)
+    for node in quantizable:
+        chosen = formats.get(first_output(node), "int8")
+        if chosen != "int8":
+            patterns[_pattern(graph, node, quantizable)] = chosen
+    return patterns
+
+
+def _pattern(graph: ir.Model, node: ir.Node, quantizable: Collection[ir.Node]) -> str:
+    """The module path of a layer, if that means no other layer; else the name of its value."""
+    module = glob.escape(module_of(node))
+    if module and matching(graph, [module], field="quantize.layers", reads=False) & set(quantizable) == {node}:
+        return module
+    return glob.escape(first_output(node))

@@ -1,0 +1,76 @@
+"""How a search for formats judges one model: by the task's metric or, where there is none, by the outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from layerline.backends.base import Feed
+from layerline.graph.quantization.calibration_data import CalibrationData
+from layerline.graph.quantization.convert import Converted
+from layerline.parity import output_sqnr
+from layerline.parity.accuracy_budget import Evaluation, Measured
+from layerline.pipeline.config.budgets import MaxDrop, by_metric
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one model does on the budget.
+
+    Attributes:
+        passed: whether it holds.
+        lack: how far it is from holding, to compare models; at most 0 where it holds.
+        seen: the figures in words.
+    """
+
+    passed: bool
+    lack: float
+    seen: str
+
+
+def judge(
+    evaluation: Evaluation, data: CalibrationData, probes: Sequence[Feed], max_drop: MaxDrop, bounds: output_sqnr.Bounds
+) -> Callable[[Converted], Verdict]:
+    """The judge of a task.
+
+    Args:
+        max_drop: the budget of the metrics.
+        bounds: of the outputs, where the task has no metric.
+    """
+
+    def verdict(converted: Converted) -> Verdict:
+        measured = evaluation.measure(converted)
+        if measured is not None and measured.after:
+            result = _by_metric(measured, max_drop)
+        else:
+            feeds = output_sqnr.samples(data, probes)
+            result = _by_outputs(output_sqnr.outputs(converted.reference, converted.measured, feeds), bounds)
+        if result.passed:
+            evaluation.hold()
+        return result
+
+    return verdict
+
+
+def _by_metric(measured: Measured, max_drop: MaxDrop) -> Verdict:
+    lacks: list[float] = []
+    texts: list[str] = []
+    passed = True
+    for name, budget in by_metric(max_drop, measured.after).items():
+        before, after = measured.before[name], measured.after[name]
+        passed = passed and budget.passes(before, after)
+        allowed = budget.allowed(before)
+        lacks.append((budget.loss(before, after) - allowed) / (allowed or abs(before) or 1.0))
+        texts.append(f"{name} {before:.6g} -> {after:.6g}")
+    return Verdict(passed, max(lacks, default=math.inf), ", ".join(texts))
+
+
+def _by_outputs(outputs: output_sqnr.Outputs, bounds: output_sqnr.Bounds) -> Verdict:
+    gates = output_sqnr.gates(outputs, bounds)
+    worst = output_sqnr.least(outputs)
+    if worst is None:
+        return Verdict(False, math.inf, "no output could be measured")
+    name, output = worst
+    seen = f"{name} has {output.sqnr_db:.1f} dB, cosine {output.cosine:.6f}"
+    return Verdict(all(gate.passed for gate in gates), bounds.min_db - output.sqnr_db, seen)

@@ -1,0 +1,134 @@
+"""The search for the cheapest formats, on models in which the layers that lose the accuracy are planted."""
+
+import json
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from layerline.calib.plan import QuantPlan
+from layerline.export.signature import Value
+from layerline.stages.quantize import Quantize
+from tests.stages.test_quantize import model, work  # noqa: F401 - a fixture
+
+RNG = np.random.default_rng(3)
+EYE = np.eye(8, dtype=np.float32)
+MIX = EYE + 0.1 * RNG.standard_normal((8, 8)).astype(np.float32)
+# A channel of 1000 that the next product multiplies by 0: its scale leaves the others less than one step.
+HUGE = np.float32([0, 0, 0, 0, 0, 0, 0, 1000])
+DEAF = EYE.copy()
+DEAF[7] = 0
+X = (Value(name="x", dtype="float32", shape=("n", 8)),)
+FEEDS = [{"x": RNG.random((n, 8)).astype(np.float32)} for n in (4, 1)]
+ONE = model(
+    """g (float[n, 8] x) => (float[n, 8] y) {
+  h = MatMul (x, w1)
+  b = Add (h, huge)
+  bad = MatMul (b, w2)
+  r = Relu (bad)
+  y = MatMul (r, w3)
+}""",
+    w1=MIX, w2=DEAF, w3=MIX, huge=HUGE,
+)  # fmt: skip
+TWO = model(
+    """g (float[n, 8] x) => (float[n, 8] y) {
+  b = Add (x, huge)
+  bad = MatMul (b, w2)
+  c = Add (bad, huge)
+  y = MatMul (c, w2)
+}""",
+    w2=DEAF, huge=HUGE,
+)  # fmt: skip
+TASK = """
+X = (0.2 * rng.random((200, 8)) + np.eye(8)[np.arange(200) % 7]).astype(np.float32)
+W, D = np.load(__file__.replace("task.py", "mix.npy")), np.diag([1.0] * 7 + [0.0])
+def calib_data():
+    return X
+"""
+LABELS = """
+def eval_data():
+    y = np.maximum(X @ W @ D, 0) @ W
+    return X, y.argmax(1)
+"""
+PLAIN_LABELS = """
+def eval_data():
+    return X, (X @ D).argmax(1)
+"""
+
+
+@pytest.fixture
+def searched(work, tmp_path):  # noqa: F811
+    """Runs a search on a model; gives the report and the work."""
+
+    def run(net=ONE, task=LABELS, **fields):
+        np.save(tmp_path / "mix.npy", MIX)
+        made = work(TASK + task, net=net, inputs=X, feeds=FEEDS)
+        return Quantize(**{"search": True, "calibrator": "minmax", **fields}).run(made), made
+
+    return run
+
+
+def formats(report):
+    return {row["layer"]: row["format"] for row in report.tables["search"]}
+
+
+@pytest.mark.parametrize(("fields", "chosen"), [({}, "fp16"), ({"rest": "fp32"}, "fp32"), ({"rest": "bf16"}, "bf16")])
+def test_exactly_the_layer_that_loses_the_accuracy_stays_float(searched, fields, chosen):
+    report, made = searched(**fields)
+    assert report.passed, report.gates
+    assert formats(report) == {"bad": chosen, "h": "int8", "y": "int8"}
+    assert report.tables["search"][0]["layer"] == "bad"
+    assert report.metrics["accuracy"] == report.metrics["accuracy_float"] == 1.0
+    assert report.metrics["evaluations"] == (3 if chosen == "fp16" else 2)
+    plan = QuantPlan.from_json((made.out / "plan.json").read_text())
+    assert {v.name for v in plan.values} == {"x", "w1", "r", "w3"}
+    assert any(k.name == "bad" and k.reason.startswith("search:") for k in plan.kept)
+    note = next(n for n in report.notes if "full evaluations" in n)
+    assert json.loads(note.split("`layers: ")[1].rstrip("`")) == {"bad": chosen}
+
+
+def test_the_fragment_gives_the_same_formats_without_a_search(searched):
+    first, made = searched()
+    plan = (made.out / "plan.json").read_text()
+    again, made = searched(search=False, layers={"bad": "fp16"}, max_drop="0.5%")
+    assert again.passed and again.metrics["accuracy"] == first.metrics["accuracy"]
+    values = [json.loads(text)["values"] for text in (plan, (made.out / "plan.json").read_text())]
+    assert values[0] == values[1]
+
+
+def test_a_budget_that_holds_already_keeps_no_layer_and_takes_one_evaluation(searched):
+    report, _ = searched(max_drop=1.0)
+    assert report.passed and report.metrics["evaluations"] == 1
+    assert set(formats(report).values()) == {"int8"}
+    assert [row["why"] for row in report.tables["search"]] == ["the budget holds with it in int8"] * 3
+
+
+def test_a_budget_that_no_assignment_keeps_fails_with_the_best_reached(searched):
+    report, _ = searched(net=TWO, task=PLAIN_LABELS, max_drop=0.0)
+    gate = report.gates[0]
+    assert not report.passed and gate.name == "search"
+    assert gate.seen.startswith("the best reached is accuracy 1 -> 0.") and gate.seen.endswith("of 2 layers in int8")
+    assert report.failure().exit_code == 1
+
+
+def test_without_a_metric_the_outputs_are_the_budget(searched):
+    report, _ = searched(task="")
+    assert report.passed and formats(report)["bad"] == "fp16" and formats(report)["h"] == "int8"
+    assert report.metrics["output_sqnr_db"] >= 25
+    assert next(g for g in report.gates if g.name == "output SQNR").expected == "at least 25 dB"
+    low, _ = searched(task="", min_db=-50.0)
+    assert set(formats(low).values()) == {"int8"}
+    near, _ = searched(task="", min_db=-50.0, min_cosine=0.999)
+    assert formats(near)["bad"] == "fp16"
+
+
+def test_eval_data_that_changes_between_calls_is_refused(searched):
+    from layerline.pipeline.errors import TaskError
+
+    with pytest.raises(TaskError, match="other samples than at its first call"):
+        searched(task="def eval_data():\n    x = rng.random((50, 8)).astype(np.float32)\n    return x, x.argmax(1)\n")
+
+
+def test_a_search_takes_mode_int8():
+    with pytest.raises(ValidationError, match="mode: int8"):
+        Quantize(mode="fp16", search=True)
