@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.report import LayerDiff, Report, Scalar
+from layerline.pipeline.report import Gate, LayerDiff, Report, Scalar
 from layerline.pipeline.stage import Stage, Work
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from layerline.graph.fusion.firing import Firing
     from layerline.graph.fusion.fuse import Fused
     from layerline.graph.fusion.rule import Rule
-    from layerline.parity.default_session import Shipped
 
 COPIED = ("signature.json", "probes.safetensors", "floor.json")
 TABLE_ROWS = 200
@@ -72,6 +71,7 @@ class Fuse(Stage):
     def run(self, work: Work) -> Report:
         from layerline.graph.fusion import rewrite_log
         from layerline.graph.io import onnx_files
+        from layerline.parity import default_session
 
         case, fused = self._fuse(work)
         rows = _compare(case, fused)
@@ -81,12 +81,13 @@ class Fuse(Stage):
             if (work.inputs["model"] / name).is_file():
                 shutil.copyfile(work.inputs["model"] / name, work.out / name)
         work.log.say(f"{_nodes(fused.light)} nodes out; {len(fused.proofs)} rewrites proved")
-        shipped = _in_default_session(work, case, fused)
+        outputs = [output.name for output in fused.light.model.graph.output]
+        allowed = default_session.limits(case.floors, outputs)
+        shipped = default_session.check(work.out / onnx_files.FILE, case.feeds, allowed=allowed)
         notes = [*case.notes, *fused.notes, *shipped.notes]
         if not all(row.passed for row in rows):
             notes.append(_blame(self._guilty(case, fused)))
-        report = _report(case.unfused, fused, rows, notes)
-        return dataclasses.replace(report, gates=(*report.gates, *shipped.gates))
+        return _report(case.unfused, fused, rows, notes, shipped.gates)
 
     def debug(self, work: Work, folder: Path) -> LayerDiff | None:
         """Finds the one rewrite that takes the whole graph beyond its floor.
@@ -116,14 +117,21 @@ class Fuse(Stage):
         return dataclasses.replace(failing, extra={**failing.extra, **place})
 
     def _fuse(self, work: Work) -> tuple[_Case, Fused]:
+        from layerline.compare import compare_models, noise_floor
         from layerline.export import probe_files
         from layerline.graph.fusion.fuse import fuse
         from layerline.graph.io import onnx_files
 
-        rules, folder = self._rules(), work.inputs["model"]
-        model, feeds = onnx_files.parts(folder / onnx_files.FILE), probe_files.load(folder)
+        rules = self._rules()
+        folder = work.inputs["model"]
+        model = onnx_files.parts(folder / onnx_files.FILE)
+        feeds = probe_files.load(folder)
         work.log.say(f"{_nodes(model)} nodes in; {len(rules)} rules are on")
-        floors, notes = _floors(folder, model, feeds)
+        notes: list[str] = []
+        floors = noise_floor.load(folder)  # torch's own, if the model came from torch
+        if not floors:
+            floors = compare_models.floors(model, feeds)
+            notes = ["noise floors measured by moving every weight and float input by one rounding step at random"]
         chosen = _unlike(feeds, self.proof_feeds)
         fused = fuse(model, chosen, rules=rules, floors=floors, fold_limit=self.fold_limit)
         return _Case(unfused=model, feeds=feeds, floors=floors, notes=notes), fused
@@ -144,28 +152,6 @@ class Fuse(Stage):
 
     def _options(self, fused: Fused) -> dict[str, Any]:
         return {"denied": frozenset(p.firing.site for p in fused.undone), "fold_limit": self.fold_limit}
-
-
-def _in_default_session(work: Work, case: _Case, fused: Fused) -> Shipped:
-    """Runs the saved file in a default onnxruntime session on every feed."""
-    from layerline.graph.io import onnx_files
-    from layerline.parity import default_session
-
-    outputs = [output.name for output in fused.light.model.graph.output]
-    allowed = default_session.limits(case.floors, outputs)
-    return default_session.check(work.out / onnx_files.FILE, case.feeds, allowed=allowed)
-
-
-def _floors(folder: Path, model: Light, feeds: Sequence[Feed]) -> tuple[dict[str, float], list[str]]:
-    """The noise floor of every value, and notes: torch's own if the model came from torch, otherwise measured here."""
-    from layerline.compare import noise_floor
-    from layerline.compare.compare_models import floors
-
-    recorded = noise_floor.load(folder)
-    if recorded:
-        return recorded, []
-    note = "noise floors measured by moving every weight and float input by one rounding step at random"
-    return floors(model, feeds), [note]
 
 
 def _unlike(feeds: Sequence[Feed], count: int) -> list[Feed]:
@@ -238,7 +224,9 @@ def _blame(firing: Firing | None) -> str:
     )
 
 
-def _report(model: Light, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequence[str]) -> Report:
+def _report(
+    model: Light, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequence[str], gates: tuple[Gate, ...]
+) -> Report:
     from layerline.graph.analysis.rounding_noise import drawn, unjudged
     from layerline.graph.fusion import rewrite_log
 
@@ -252,6 +240,7 @@ def _report(model: Light, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequ
         reference="unfused onnx on onnxruntime",
         candidate="fused onnx on onnxruntime",
         records=rows,
+        gates=gates,
         metrics={
             **unjudged(model.model.graph, random),
             "nodes_before": _nodes(model),
@@ -302,7 +291,7 @@ def _cut(title: str, rows: list[dict[str, Scalar]]) -> dict[str, list[dict[str, 
 def _nodes(light: Light) -> int:
     from layerline.graph.io import onnx_files
 
-    return sum(len(graph.node) for graph in onnx_files.graphs(light.model))
+    return len(onnx_files.nodes(light.model))
 
 
 def _bytes(light: Light) -> int:
