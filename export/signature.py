@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import onnx
+
+from layerline.backends.light import Light
+from layerline.pipeline.errors import StageError
+
 FILE = "signature.json"
 
 
@@ -104,6 +109,34 @@ class Signature:
         raw: dict[str, Any] = json.loads((folder / FILE).read_text("utf-8"))
         dims = {name: Dim(**dim) for name, dim in raw["dims"].items()}
         return cls(inputs=_values(raw["inputs"]), outputs=_values(raw["outputs"]), dims=dims)
+
+
+def signature(
+    light: Light, dims: Mapping[str, Dim] | None = None, ranges: Mapping[str, tuple[int, int]] | None = None
+) -> Signature:
+    """The signature of an ONNX model: inputs without a default, and outputs, in order.
+
+    Args:
+        dims: bounds of symbolic sizes, by name.
+        ranges: (low, high) of integer inputs, by name.
+
+    Raises:
+        StageError: an input that is not a tensor.
+    """
+    inputs = tuple(_value(info, ranges or {}) for info in light.fed)
+    outputs = tuple(_value(info, {}) for info in light.model.graph.output)
+    return Signature(inputs=inputs, outputs=outputs, dims=dict(dims or {}))
+
+
+def _value(info: onnx.ValueInfoProto, ranges: Mapping[str, tuple[int, int]]) -> Value:
+    tensor_type = info.type.tensor_type
+    if not tensor_type.elem_type:
+        raise StageError("only tensors can be inputs and outputs", where=info.name)
+    low, high = ranges.get(info.name, (None, None))
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor_type.elem_type).name
+    dims = tensor_type.shape.dim
+    shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims)
+    return Value(name=info.name, dtype=dtype, shape=shape, low=low, high=high)
 
 
 def _values(raw: Sequence[Mapping[str, Any]]) -> tuple[Value, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layerline.backends.light import Light
-from layerline.export.onnx_signature import signature
+from layerline.export.signature import signature
 from layerline.graph.analysis.rounding_noise import drawn, unjudged
 from layerline.graph.io.opset import opset_of
 from layerline.onnx_import import symbolic_dims

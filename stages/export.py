@@ -90,7 +90,7 @@ class Export(Stage):
         from layerline.compare import noise_floor
         from layerline.export import declared_shapes, probe_files
         from layerline.export.dynamic_axes import settle
-        from layerline.export.onnx_signature import signature
+        from layerline.export.signature import signature
         from layerline.graph.io import onnx_files
         from layerline.parity.export_report import report
 

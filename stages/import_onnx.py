@@ -130,7 +130,7 @@ class ImportOnnx(Stage):
             StageError: it can't be read or fed, or its external data is elsewhere.
             ConfigError: the samples do not fit it.
         """
-        from layerline.export.onnx_signature import signature
+        from layerline.export.signature import signature
         from layerline.graph.io import onnx_files
         from layerline.graph.io.wellformed import refuse_broken
         from layerline.onnx_import import feed_sources, file_checks, symbolic_dims
@@ -231,8 +231,7 @@ class ImportOnnx(Stage):
 
     def _import(self, work: _Place) -> Report:
         from layerline.export import probe_files
-        from layerline.export.onnx_signature import signature
-        from layerline.export.signature import bounds
+        from layerline.export.signature import bounds, signature
         from layerline.onnx_import import file_checks, import_report, symbolic_dims
         from layerline.onnx_import.compare_in_parts import unchanged
 
@@ -351,7 +350,7 @@ class ImportOnnx(Stage):
         constants: Mapping[str, Array],
     ) -> tuple[Feeder, Fed]:
         from layerline.backends.tensorrt.checks import refuse_training
-        from layerline.export.onnx_signature import signature
+        from layerline.export.signature import signature
         from layerline.onnx_import import allocation_sizes, feed_sources
         from layerline.onnx_import import feeds as foreign
         from layerline.onnx_import.size_search import Feeder
@@ -397,8 +396,7 @@ class _Looked:
 def _looked(stage: ImportOnnx, root: Path, limits: Limits, _log: Relay) -> _Looked:
     """Reads the model and opens it on onnxruntime, in a process of its own; runs nothing of it."""
     from layerline.backends.onnxruntime import OnnxRuntime
-    from layerline.export.onnx_signature import signature
-    from layerline.export.signature import Dim
+    from layerline.export.signature import Dim, signature
     from layerline.graph.io import module_identity, onnx_files
     from layerline.onnx_import import feeds as foreign
 
