@@ -15,7 +15,7 @@ from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.compare.comparison_graph import ISOLATED, isolated_model, joint
 from layerline.compare.pair_metrics import Pair, distance, extremes, trusted
 from layerline.compare.tensor_distance import Distance, diff_arrays
-from layerline.compare.topk_indices import pointed_at, pointers
+from layerline.compare.topk_indices import pointers, resolved
 from layerline.compare.value_types import CODES, Shape, infer
 from layerline.graph.analysis.rounding_noise import drawn, perturbed
 from layerline.graph.io.module_identity import modules
@@ -63,14 +63,14 @@ def compare(
     Raises:
         StageError: a model or feed that onnxruntime refuses, an unknown name in `pairs`, no feed at all.
     """
-    comparison, cumulative, alone = _measured(reference, candidate, feeds, isolated, pairs, settled)
-    return _rows(comparison, cumulative, alone if isolated else None, tolerances or {})
+    comparison, totals = _measured(reference, candidate, feeds, isolated, pairs, settled)
+    return _rows(comparison, totals, tolerances or {})
 
 
 def distances(reference: Model, candidate: Model, feeds: Iterable[Feed]) -> dict[str, tuple[Distance, Distance]]:
     """The sums behind `compare`, by value of the same name: cumulative, and of the layer fed with the reference's."""
-    comparison, cumulative, alone = _measured(reference, candidate, feeds, True, None, ())
-    return {p.a: (whole, own) for p, whole, own in zip(comparison.pairs, cumulative, alone, strict=True)}
+    comparison, totals = _measured(reference, candidate, feeds, True, None, ())
+    return {pair.a: both for pair, both in zip(comparison.pairs, totals, strict=True)}
 
 
 def _measured(
@@ -80,18 +80,16 @@ def _measured(
     isolated: bool,
     pairs: Mapping[str, str] | None,
     settled: Collection[str],
-) -> tuple[_Comparison, list[Distance], list[Distance]]:
+) -> tuple[_Comparison, list[tuple[Distance, Distance]]]:
     few = isinstance(feeds, Sequence) and len(feeds) <= FEW
     comparison = _Comparison(split(reference), split(candidate), pairs, isolated, OnnxRuntime(few_runs=few), settled)
-    cumulative = [Distance()] * len(comparison.pairs)
-    alone = [Distance()] * len(comparison.pairs)
+    totals = [(Distance(), Distance())] * len(comparison.pairs)
     for feed in feeds:
         measured = comparison.measure(feed)
-        cumulative = [total + both[0] for total, both in zip(cumulative, measured, strict=True)]
-        alone = [total + both[1] for total, both in zip(alone, measured, strict=True)]
+        totals = [(a + x, b + y) for (a, b), (x, y) in zip(totals, measured, strict=True)]
     if not comparison.measured:
         raise StageError("there is no sample to compare on", where="feeds")
-    return comparison, cumulative, alone
+    return comparison, totals
 
 
 def floors(model: Model, feeds: Sequence[Feed]) -> dict[str, float]:
@@ -276,7 +274,7 @@ class _Comparison:
     def _by_hand(self, feed: Feed) -> list[tuple[Distance, Distance]]:
         a = self._side("a", self.reference, [p.a for p in self.pairs], feed)
         b = self._side("b", self.candidate, [p.b for p in self.pairs], feed)
-        cumulative = [_diff(p, a, b[p.b]) for p in self.pairs]
+        cumulative = [diff_arrays(*resolved(p.pointer, a, (a[p.a], b[p.b]))) for p in self.pairs]
         alone = [Distance(mismatch="not run")] * len(cumulative)
         if self.isolated and not any(d.mismatch for d in cumulative):
             inputs = dict(feed)
@@ -321,28 +319,18 @@ def _size(shape: Shape) -> int | None:
     return total
 
 
-def _diff(pair: Pair, a: Mapping[str, Array], b: Any) -> Distance:
-    if pair.pointer is None or a[pair.a].size != b.size:
-        return diff_arrays(a[pair.a], b)
-    data = a[pair.pointer.data]
-    return diff_arrays(pointed_at(pair.pointer, data, a[pair.a]), pointed_at(pair.pointer, data, b))
-
-
 def _rows(
-    comparison: _Comparison,
-    totals: list[Distance],
-    isolated: list[Distance] | None,
-    tolerances: Mapping[str, float],
+    comparison: _Comparison, totals: list[tuple[Distance, Distance]], tolerances: Mapping[str, float]
 ) -> tuple[LayerDiff, ...]:
     reference, candidate = comparison.reference.model, comparison.candidate.model
     ops: dict[str, str] = {}
     for node in reference.graph.node:
         ops.update(dict.fromkeys(node.output, node.op_type))
     module_paths = modules(reference)
-    distances = {pair.a: total for pair, total in zip(comparison.pairs, totals, strict=True)}
+    distances = {pair.a: total for pair, (total, _) in zip(comparison.pairs, totals, strict=True)}
     random_a, random_b = drawn(reference), drawn(candidate)
     rows: list[LayerDiff] = []
-    for i, (pair, total) in enumerate(zip(comparison.pairs, totals, strict=True)):
+    for pair, (total, alone) in zip(comparison.pairs, totals, strict=True):
         random_source = random_a.get(pair.a) or random_b.get(pair.b)
         measures: dict[str, Any]
         if random_source:
@@ -350,9 +338,9 @@ def _rows(
         else:
             measures = total.measures() | _gate(pair, total, distances, tolerances)
             measures["extra"] = total.flags
-            if isolated is not None and pair.pointer is None:
+            if comparison.isolated and pair.pointer is None:
                 # NaN or Inf on one side only: no finite figure describes that.
-                decibels = -math.inf if isolated[i].one_sided else isolated[i].sqnr_db
+                decibels = -math.inf if alone.one_sided else alone.sqnr_db
                 measures["extra"] = total.flags | {"isolated_sqnr_db": decibels}
         dtype, shape = comparison.types[pair.a]
         op, module = ops.get(pair.a, "Input"), module_paths.get(pair.a, "")

@@ -7,6 +7,7 @@ d, correct indices point at values of the reference that are at most 2d apart; a
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,16 @@ def _integer(node: onnx.NodeProto, name: str, default: int) -> int:
         if attribute.name == name:
             return int(attribute.i)
     return default
+
+
+def resolved(pointer: Pointer | None, values: Mapping[str, Array], sides: Sequence[Array]) -> tuple[Array, ...]:
+    """Replaces indices by the data that they point at, where the data are among `values` and the sides have one size.
+
+    Two equal elements may be found in either order.
+    """
+    if pointer is None or pointer.data not in values or len({side.size for side in sides}) > 1:
+        return tuple(sides)
+    return tuple(pointed_at(pointer, values[pointer.data], side) for side in sides)
 
 
 def pointed_at(pointer: Pointer, data: Array, index: Array) -> Array:

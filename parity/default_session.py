@@ -15,7 +15,7 @@ from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime, int8_flag
 from layerline.compare import noise_floor
 from layerline.compare.tensor_distance import diff_arrays
-from layerline.compare.topk_indices import pointed_at, pointers
+from layerline.compare.topk_indices import pointers, resolved
 from layerline.compare.value_types import CODES, types_of
 from layerline.export import declared_shapes
 from layerline.graph.analysis.rounding_noise import drawn
@@ -147,8 +147,8 @@ def _run(
             if name in indices and distance.max_abs > 0 and not distance.mismatch:
                 # Near ties may fall either way, so the values that the indices point at are compared.
                 source = indices[name].data
-                data = {**feed, **OnnxRuntime(few_runs=True).open(path, [source]).run(feed)}[source]
-                distance = diff_arrays(*(pointed_at(indices[name], data, side) for side in sides))
+                values = {**feed, **OnnxRuntime(few_runs=True).open(path, [source]).run(feed)}
+                distance = diff_arrays(*resolved(indices[name], values, sides))
             if distance.mismatch or distance.one_sided or distance.rel_l2 > allowed.get(name, LIMIT):
                 error_text = f"relative L2 {distance.rel_l2:.1e}, {distance.one_sided} one-sided NaN or Inf"
                 return _Fault(index, f"output {name} is off by {distance.mismatch or error_text}", name), worst

@@ -15,7 +15,7 @@ from layerline.backends.base import Array, Feed
 from layerline.compare import long_sums, noise_floor, threshold_flips
 from layerline.compare.arrays import array
 from layerline.compare.tensor_distance import Distance, diff_arrays
-from layerline.compare.topk_indices import pointed_at, pointers
+from layerline.compare.topk_indices import pointers, resolved
 from layerline.export import program_queries
 from layerline.export.torch_export import Traced
 from layerline.graph.io import module_identity
@@ -165,7 +165,7 @@ class Tally:
             feed: index of the feed among those that `measure` got.
         """
         reference = self.rounded.moved(value, reference, feed)
-        truth, onnx = self._resolve_indices(value, (reference, onnx_values[value]), onnx_values)
+        truth, onnx = resolved(self._pointers.get(value), onnx_values, (reference, onnx_values[value]))
         truth, _ = self._excuse_flips(value, truth, onnx, onnx_values)
         distance = diff_arrays(truth, onnx)
         if self.rule and not distance.mismatch:
@@ -199,21 +199,10 @@ class Tally:
 
         return bound
 
-    def _resolve_indices(
-        self, value: str, sides: tuple[Array, ...], onnx_values: Mapping[str, Array]
-    ) -> tuple[Array, ...]:
-        """Replaces indices by the data they point at: two equal elements may be found in either order."""
-        point = self._pointers.get(value)
-        if point is None or point.data not in onnx_values:
-            return sides
-        if len({side.size for side in sides}) > 1:
-            return sides
-        return tuple(pointed_at(point, onnx_values[point.data], side) for side in sides)
-
     def _compare(self, value: str, single: Array, double: Array, onnx_values: Mapping[str, Array]) -> None:
         """Adds the error of one ONNX value on one feed."""
         sides = (single, double, onnx_values[value])
-        single, double, onnx = self._resolve_indices(value, sides, onnx_values)
+        single, double, onnx = resolved(self._pointers.get(value), onnx_values, sides)
         if value in self._pointers:
             self._index_noise[value] = self._index_noise[value] + diff_arrays(double, single)
         truth = double
