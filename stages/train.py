@@ -333,6 +333,6 @@ def _record(run: Run, name: str, now: Tensor) -> LayerDiff:
     update_ratio = None
     if name in run.before_last:
         update_ratio = tensor_row(name, "parameter", module, run.before_last[name], now).rel_l2
-    dead = name in run.trained and row.rel_l2 == 0.0
+    dead = name in run.lane.names and row.rel_l2 == 0.0
     # No SQNR against the initial value: training is meant to leave it behind.
     return dataclasses.replace(row, sqnr_db=None, cosine=None, extra={"update_ratio": update_ratio, "dead": dead})

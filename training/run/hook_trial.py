@@ -101,12 +101,8 @@ def look_at_example(look: Inspection) -> None:
             if hook != EXAMPLE_HOOKS[0] and not error.hint:
                 error.hint = f"there is no example_inputs(), so the first samples of {hook}() are the example"
             raise
-        inputs, outputs = {}, {}
-        for name, tensor in golden.items():
-            if name.startswith("inputs/"):
-                inputs[name.removeprefix("inputs/")] = tensor
-            else:
-                outputs[name.removeprefix("outputs/")] = tensor
+        inputs = {name.removeprefix("inputs/"): t for name, t in golden.items() if name.startswith("inputs/")}
+        outputs = {name.removeprefix("outputs/"): t for name, t in golden.items() if name.startswith("outputs/")}
         look.shared["example"] = example
         look.ok(f"{hook}()", f"as the example: {outlined(inputs)} gives {outlined(outputs)}")
         _warn_of_nonfinite(look, "model()", outputs)
@@ -143,11 +139,7 @@ def _try_loss(look: Inspection, mo: ModelOptimizer, where: torch.device) -> None
     """A loss and its gradient on two samples. Where it fails, as a loss over pairs may, a whole batch is tried."""
     batch = to_device(look.need("batch"), where)
     samples = size(batch)
-
-    def first_rows(tensor: Tensor) -> Tensor:
-        return tensor[:SAMPLES] if tensor.ndim and len(tensor) == samples else tensor
-
-    few = each_tensor(batch, first_rows)
+    few = each_tensor(batch, lambda t: t[:SAMPLES] if t.ndim and len(t) == samples else t)
     try:
         loss = _loss(look, mo, few)
     except TaskError as on_few:
@@ -163,16 +155,11 @@ def _try_loss(look: Inspection, mo: ModelOptimizer, where: torch.device) -> None
                         hint="compute it from the model's outputs, without detach() or no_grad()")  # fmt: skip
     look.ok("loss()", f"{float(loss.detach()):.4g} on {described(few).removeprefix('a batch ')}")
     if missing:
-        shown = ", ".join(missing[:3])
-        if len(missing) > 3:
-            shown += ", …"
+        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         look.warn("loss()", f"{len(missing)} of {len(trained)} parameters get no gradient: {shown}",
                   "freeze them by requires_grad_(False), or use them in forward()")  # fmt: skip
-    tensors = {"the loss": loss.detach()}
-    for name, param in params.items():
-        if param.grad is not None:
-            tensors[f"the gradient of {name}"] = param.grad
-    _warn_of_nonfinite(look, "loss()", tensors)
+    gradients = {f"the gradient of {name}": p.grad for name, p in params.items() if p.grad is not None}
+    _warn_of_nonfinite(look, "loss()", {"the loss": loss.detach(), **gradients})
 
 
 def _loss(look: Inspection, mo: ModelOptimizer, batch: Any) -> Tensor:

@@ -73,11 +73,6 @@ class Run:
         return lane
 
     @property
-    def trained(self) -> set[str]:
-        """Names of the parameters that training may change."""
-        return set(self.lane.names)
-
-    @property
     def attempted(self) -> int:
         """Optimizer steps so far, accepted or rejected."""
         return self.lane.steps + self.lane.skipped
