@@ -21,6 +21,7 @@ def array(tensor: Tensor) -> Array:
 
     Types that numpy lacks become float32, which holds all their values.
     """
+    # Lazy conjugates and negations have no numpy form.
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

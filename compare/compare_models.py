@@ -81,6 +81,7 @@ def _measured(
     pairs: Mapping[str, str] | None,
     settled: Collection[str],
 ) -> tuple[_Comparison, list[tuple[Distance, Distance]]]:
+    # A generator may give any number of feeds.
     few = isinstance(feeds, Sequence) and len(feeds) <= FEW
     comparison = _Comparison(split(reference), split(candidate), pairs, isolated, OnnxRuntime(few_runs=few), settled)
     totals = [(Distance(), Distance())] * len(comparison.pairs)
@@ -149,12 +150,15 @@ def why_two_sessions(reference: onnx.ModelProto, candidate: onnx.ModelProto) -> 
         if opsets_a[domain] != opsets_b[domain]:
             versions = f"{opsets_a[domain]} and {opsets_b[domain]} of {domain or 'ai.onnx'}"
             return f"compared as two sessions: opset {versions} cannot share a graph"
+    # The measuring nodes count axes from the end, which came with opset 11.
     if min(opsets_a.get("", 0), opsets_b.get("", 0)) < 11:
         return "compared as two sessions: below opset 11"
     if any(m.graph.sparse_initializer for m in (reference, candidate)):
         return "compared as two sessions: sparse initializers"
+    # Its functions may have the names of the reference's, with other bodies.
     if candidate.functions:
         return "compared as two sessions: the candidate has functions"
+    # The order of unsorted results is free, so they are sorted before they are compared; numpy does that.
     if any(not p.ordered for p in pointers(reference.graph).values()):
         return "compared as two sessions: a TopK leaves its order open"
     return None
@@ -219,6 +223,7 @@ class _Comparison:
     def _pair(self, matched: Mapping[str, str]) -> None:
         graph = self.reference.model.graph
         all_pointers = pointers(graph)
+        # Indices are measured on their data, so the rank of the data must be known to count the axis from the front.
         taps = [*matched, *(all_pointers[a].data for a in matched if a in all_pointers)]
         types_a = infer(self.reference, taps)
         types_b = infer(self.candidate, list(matched.values()))
@@ -266,6 +271,7 @@ class _Comparison:
         for i in range(len(self.pairs)):
             cumulative = distance(measures, str(i))
             alone = distance(measures, f"{i}/isolated")
+            # numpy measures the pairs whose shapes agree, and says how the others differ.
             if cumulative.mismatch or alone.mismatch:
                 return None
             distances.append((cumulative, alone))
@@ -275,6 +281,7 @@ class _Comparison:
         a = self._side("a", self.reference, [p.a for p in self.pairs], feed)
         b = self._side("b", self.candidate, [p.b for p in self.pairs], feed)
         cumulative = [diff_arrays(*resolved(p.pointer, a, (a[p.a], b[p.b]))) for p in self.pairs]
+        # Isolated layers take values of the reference, which must have the shapes of the candidate.
         alone = [Distance(mismatch="not run")] * len(cumulative)
         if self.isolated and not any(d.mismatch for d in cumulative):
             inputs = dict(feed)

@@ -60,16 +60,19 @@ def joint(
     for i, pair in enumerate(pairs):
         other = outer.get(pair.b, B + pair.b)
         measures.add(str(i), pair, other, whole=i in whole)
+        # An index is no error of its own: it follows the data that it points into.
         if isolated and pair.pointer is None:
             if pair.b in computed_b:
                 other = ISOLATED + pair.b
             measures.add(f"{i}/isolated", pair, other, whole=i in whole)
+    # Each measure stands right behind its pair: the runtime frees a value once its last reader has run.
     ordered = in_order(measures.nodes, nodes)
     inputs_a = {i.name for i in a.graph.input}
     inputs = [*a.graph.input, *(i for i in candidate.fed if i.name not in inputs_a)]
     initializers = [*a.graph.initializer, *_prefixed(b, shared)]
     graph = helper.make_graph(ordered, "compare", inputs, measures.outputs, initializers)
     graph.sparse_initializer.extend(a.graph.sparse_initializer)
+    # `why_two_sessions` made sure that a domain in both has one version.
     opsets = {o.domain: o for o in (*a.opset_import, *b.opset_import)}
     model = helper.make_model(graph, opset_imports=list(opsets.values()), ir_version=max(a.ir_version, b.ir_version, 8))
     model.functions.extend(a.functions)
@@ -85,6 +88,7 @@ def _computed(graph: onnx.GraphProto) -> set[str]:
 
 def _unreserved(reference: Light, pairs: list[Pair]) -> tuple[Light, list[Pair]]:
     """Renames the reference's values whose names the joint graph uses itself."""
+    # Names that begin like ours are rare: the reference is copied only where one occurs.
     taken = set[str]()
     for graph in onnx_files.graphs(reference.model):
         taken.update(name for name in _computed(graph) if _RESERVED.match(name))
@@ -130,6 +134,7 @@ def feeds_of(pairs: Iterable[Pair], prefix: str = "") -> tuple[dict[str, str], l
     names: dict[str, str] = {}
     casts: list[onnx.NodeProto] = []
     for pair in pairs:
+        # The first pair holds where two values of the reference are paired with one of the candidate.
         if pair.b in names:
             continue
         names[pair.b] = prefix + pair.a
@@ -157,6 +162,7 @@ def copied(nodes: Iterable[onnx.NodeProto], prefix: str, outer: Mapping[str, str
     for node in nodes:
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
+        # The records of where a node comes from are long, and of no use in a graph that only measures.
         copy.ClearField("metadata_props")
         copy.name = write(node.name)
         copy.input[:] = [read(name) for name in node.input]
@@ -185,6 +191,7 @@ def _shared(a: Light, b: Light) -> set[str]:
 
 
 def _equal(a: onnx.TensorProto, b: onnx.TensorProto) -> bool:
+    # Equal numbers in different fields count as different tensors, which costs memory and nothing else.
     if a.HasField("raw_data") and b.HasField("raw_data"):
         return bool((a.data_type, a.dims, a.raw_data) == (b.data_type, b.dims, b.raw_data))
     return bool(a.SerializeToString() == b.SerializeToString())

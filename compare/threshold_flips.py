@@ -84,17 +84,21 @@ class Steps:
         if step is None:
             return None
         if step.op in _CARRIERS | _LOGIC and any(i in self.by_value for i in step.inputs):
+            # The elements of a carrier or of a logic operator may jump where those of its inputs may.
             masks = [self.loose(i, values, noise) for i in step.inputs]
             return self._carried(step.op, masks, values.get(value))
         operands: list[Array] = []
         for name in step.inputs:
             operand = values.get(name, self.constants.get(name))
+            # Integers have no noise: they jump nowhere.
             if operand is None or operand.dtype.kind != "f":
                 return None
             operands.append(np.asarray(operand, np.float64))
+        # A comparison sees the noise of both of its sides; stored constants have none.
         total_noise = sum(noise(i) for i in step.inputs if i not in self.constants)
         if step.op in _COMPARED:
             return np.asarray(np.abs(np.subtract(*operands)) <= total_noise)
+        # A cast to bool jumps at 0 alone.
         if step.to == onnx.TensorProto.BOOL:
             return np.asarray(np.abs(operands[0]) <= total_noise)
         function = _MONOTONIC[step.op]
@@ -138,6 +142,7 @@ def steps(graph: onnx.GraphProto) -> Steps:
 
 def blamed(rows: Sequence[LayerDiff], graph: onnx.GraphProto) -> tuple[LayerDiff, ...]:
     """Adds to the first row that failed, as `cause`, the last jump or moved index that it is computed from."""
+    # Rows are in topological order: whatever is behind the first failure may follow from it.
     failed = [row for row in rows if not row.passed]
     if not failed:
         return tuple(rows)

@@ -43,6 +43,7 @@ def pointers(graph: onnx.GraphProto) -> dict[str, Pointer]:
             by_value[node.output[1]] = Pointer(data=node.input[0], axis=axis, ordered=ordered)
         elif node.op_type in CARRIERS and node.input[0] in by_value:
             by_value[node.output[0]] = by_value[node.input[0]]
+    # An optional output that is left out has the empty name.
     by_value.pop("", None)
     return by_value
 
@@ -74,6 +75,7 @@ def pointed_at(pointer: Pointer, data: Array, index: Array) -> Array:
     size = data.shape[pointer.axis]
     inside = (index >= -size) & (index < size)
     values = np.take_along_axis(data, np.where(inside, index, 0), pointer.axis)
+    # NaN equals nothing, so an index outside of the data is an error whatever the other side has.
     if not inside.all():
         values = np.where(inside, values.astype(np.float64), np.nan)
     if not pointer.ordered:

@@ -45,6 +45,7 @@ def infer(model: light.Model, values: list[str]) -> dict[str, tuple[str, Shape]]
     """
     taps = list(dict.fromkeys(values))
     try:
+        # Types need no weights, and loading them takes time and memory.
         return types_of(OnnxRuntime(few_runs=True).open(light.weightless(model), taps))
     except StageError:  # an operator that wants its weights constant
         return types_of(OnnxRuntime(few_runs=True).open(model, taps))

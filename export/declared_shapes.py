@@ -26,6 +26,7 @@ def watching(light: Light, taps: Iterable[str]) -> Light:
     """The model with the shape of every inner value as one more output, but for the values in `taps`."""
     watched = light.copy()
     graph = watched.model.graph
+    # Their sizes are known from their arrays.
     without = {*taps, *(o.name for o in graph.output)}
     declared = {v.name for v in graph.value_info if v.type.tensor_type.shape.dim} - without
     nodes = list(graph.node)
@@ -99,6 +100,7 @@ def _symbols(model: onnx.ModelProto, feed: Feed) -> dict[str, int]:
     symbols: dict[str, int] = {}
     for value in model.graph.input:
         dims = value.type.tensor_type.shape.dim
+        # A feed of another rank tells nothing about the names of its sizes.
         if value.name not in feed or len(dims) != feed[value.name].ndim:
             continue
         for dim, size in zip(dims, feed[value.name].shape, strict=True):

@@ -139,8 +139,10 @@ def write(model: onnx.ModelProto, axes: Axes) -> None:
             if name is None:
                 continue
             symbol = dim.dim_param
+            # torch writes a fixed size as a number, or as the name of one.
             if not symbol or is_number(symbol):
                 raise baked(value.name, axis, name, symbol or str(dim.dim_value))
+            # torch found that the model works only where both are of one size.
             if symbols.setdefault(symbol, name) != name:
                 raise StageError(
                     f"the model needs {symbols[symbol]!r} and {name!r} to be the same size",
@@ -174,6 +176,7 @@ def settle(model: onnx.ModelProto, axes: Axes, runs: Iterable[tuple[Feed, Feed]]
     for output in model.graph.output:
         shape = output.type.tensor_type.shape
         shapes = [outputs[output.name].shape for _, outputs in runs]
+        # The exporter may leave the rank of an output open.
         if len(shape.dim) != len(shapes[0]):
             del shape.dim[:]
             shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in shapes[0])

@@ -120,10 +120,12 @@ class Call:
         """`axes` by input name, in the nesting of forward()'s parameters: the exporter's `dynamic_shapes`."""
 
         def dynamic(path: Sequence[Any], leaf: Any) -> dict[int, Any] | None:
+            # The exporter wants an entry for every leaf, None for what is not dynamic.
             if not isinstance(leaf, Tensor):
                 return None
             return dict(axes.get(_name(path), {})) or None
 
+        # The exporter takes shapes by parameter, however the example passes its arguments.
         bound = dict(inspect.signature(self.module.forward).bind(*self.args, **self.kwargs).arguments)
         spec: dict[str, Any] = pytree.tree_map_with_path(dynamic, bound)
         return spec
@@ -137,6 +139,7 @@ def call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
         StageError: forward() returns something that is not made of tensors, or no tensor; names it.
     """
     method = f"{type(module).__name__}.forward()"
+    # Before the first call, which may leave state behind.
     copy = kept_state.untouched(module)
     order, leaves = _named(module, args, kwargs)
     kwargs = {name: kwargs[name] for name in order if name in kwargs}
@@ -201,6 +204,7 @@ def check_range(call: Call, name: str, low: int, high: int) -> None:
         return
     if array.dtype.kind not in "iu":
         raise ConfigError(f"input {name!r} is {array.dtype}: ranges are for integers", where=where)
+    # An empty input keeps to any range.
     least, greatest = low, high
     if array.size:
         least, greatest = int(array.min()), int(array.max())

@@ -54,6 +54,7 @@ def blame(error: BaseException, call: Call, axes: Axes, root: Path) -> StageErro
     frames: list[tuple[FrameType, int]] = []
     for each in chain:
         frames += traceback.walk_tb(each.__traceback__)
+    # A constraint on a declared axis explains more than the line that torch names.
     fixed = _fixed_axis(text, axes, _fixing_line([frame for frame, _ in frames], root))
     if fixed is not None:
         return fixed

@@ -42,6 +42,7 @@ def traceable(module: nn.Module) -> Iterator[None]:
     with ExitStack() as restore:
         for path, inner in module.named_modules():
             forward: Any = None
+            # Replaced by somebody else, who knows better.
             if "forward" in vars(inner):
                 continue
             if _is_intx(inner):
@@ -119,10 +120,12 @@ def store_weights(model: ir.Model, program: ExportedProgram) -> None:
         else:
             scales, points = scales.reshape(()), points.reshape(())
         whole = torch.round(fake.double() / scales.double().reshape(shape)) + points.reshape(shape)
+        # uint8 holds what int8 does not: 0 to 255.
         kind = np.int8 if low >= -128 and high <= 127 else np.uint8
         inputs = [_stored(model, f"{node.name}/quantized", whole.numpy().astype(kind)),
                   _stored(model, f"{node.name}/scale", scales.numpy()),
                   _stored(model, f"{node.name}/zero_point", points.numpy().astype(kind))]  # fmt: skip
+        # The node's name and place go on to what replaces it.
         maker = value.producer()
         assert maker is not None
         attributes = {} if axis is None else {"axis": axis}

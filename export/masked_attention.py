@@ -32,6 +32,7 @@ def hide_rows(model: ir.Model, program: ExportedProgram) -> None:
         producer = attended.producer()
         if producer is None:
             continue
+        # One mask serves all layers, so its rows are found once.
         if mask.name not in open_rows:
             open_rows[mask.name] = _open_rows(mask_value, mask.meta["val"], producer)
         _keep(attended, open_rows[mask.name], producer, node.meta["val"].dtype)

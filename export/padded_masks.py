@@ -36,6 +36,7 @@ def feeds(feed: Feed, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[s
     if not masks:
         return
     names = ", ".join(masks)
+    # Masks of one call have one batch, or a batch of one that is broadcast.
     batch = max(len(a) for a in masks.values())
     if batch > 1:
         # Samples take turns, so one feed shows both sides.

@@ -35,6 +35,7 @@ def drawn(program: ExportedProgram) -> dict[str, str]:
         if node.op != "call_function":
             continue
         inherited = [sources[operand.name] for operand in node.all_input_nodes if operand.name in sources]
+        # What is computed from a random value is as random.
         if inherited:
             sources[node.name] = inherited[0]
         elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):

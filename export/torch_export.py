@@ -89,12 +89,14 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
         StageError: the exporter fails; names module, source line and construct, and what to change. Or an axis came
             out fixed, or the model changes its buffers.
     """
+    # Before the trace, which may take minutes.
     refuse_opset(opset)
     args, kwargs = call.arguments(call.feed)
     if args and isinstance(args[-1], dict) and not kwargs:
         # torch takes a dict in the last place for keyword arguments, unless another dict follows.
         args = (*args, {})
     shapes = call.shapes(axes.specs()) if axes.names else None
+    # A second LSTM in this process would be exported with a fixed length.
     forget_decompositions()
     module = call.module
     try:
@@ -153,6 +155,7 @@ def quiet() -> Iterator[None]:
 
 def _fold(model: ir.Model, program: ExportedProgram) -> None:
     """Folds shape arithmetic and other constants, in place; merging nodes is for fuse, which proves what it does."""
+    # Names of parameters and buffers; the exporter keeps them.
     weights = set(program.state_dict)
 
     def should_fold(node: ir.Node) -> bool | None:
@@ -203,6 +206,7 @@ def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset
             f"{[*call.outputs]}",
             where="export",
         )
+    # By the exporter's names, which are gone after the renaming.
     owners_before = module_identity.owners(model)
     new_names = dict(zip((*inputs, *outputs), (*call.feed, *call.outputs), strict=True))
     # Values that already have one of the new names are renamed as well.

@@ -89,6 +89,7 @@ class Guard:
         def distance(sizes: Sequence[int]) -> float:
             return sum(abs(math.log(size / example[name])) for name, size in zip(self.names, sizes, strict=True))
 
+        # The nearest first: a user who reads the report knows these sizes.
         combinations = sorted(set(self._combinations(dims, example)), key=distance)
         for combination in combinations[:TRIES]:
             sizes = dict(zip(self.names, combination, strict=True))
@@ -118,6 +119,7 @@ def _candidates(dim: Dim, example: int, numbers: Iterable[int]) -> Sequence[int]
     if len(every) <= ALL:
         return every
     step = dim.multiple
+    # Sizes next to the example's are the likely ones at run time.
     candidates = set(range(example - ALL // 4 * step, example + ALL // 4 * step, step))
     for number in numbers:
         # From one step below to two above: the number itself may lie between two steps.

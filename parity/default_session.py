@@ -105,6 +105,7 @@ def check(
     if fault is None:
         notes.append(f"a default onnxruntime session gives the same on all {len(feeds)} feeds, within {worst:.1e}")
         return Shipped(notes=tuple(notes))
+    # A difference next to a threshold is no error where it begins at a step and is small.
     where, flipped = _locate(path, feeds, fault)
     if flipped and not fault.raised:
         begin = f"a default onnxruntime session differs from {where} on, where values lie next to a threshold"
@@ -187,6 +188,7 @@ def _first_bad(light: Light, feed: Feed, fault: _Fault) -> tuple[str, int]:
         return fault.where, 0
     types = types_of(session)
     right = session.run(feed)
+    # Sequences, text and bfloat16 have no distance.
     values = [value for value in values if types[value][0] in _NUMBERS]
 
     def default(value: str) -> Array | None:
@@ -195,6 +197,7 @@ def _first_bad(light: Light, feed: Feed, fault: _Fault) -> tuple[str, int]:
         computed: set[str] = set()
         for node in part.model.graph.node:
             computed.update(node.output)
+        # The declared shapes decide which buffers a default session shares, so they must be there.
         inner = [info for info in light.model.graph.value_info if info.name in computed - {value}]
         part.model.graph.value_info.extend(inner)
         try:

@@ -71,6 +71,7 @@ def refuse_sizes(call: Call, axes: Axes) -> None:
     for name, bounds in axes.bounds.items():
         example = axes.size(call.feed, name)
         for size in (bounds.min, bounds.max):
+            # Attention takes the square of a size.
             if size is None or size == example or duration * (size / example) ** 2 > PATIENCE_S:
                 continue
             feed = axes.resized(call.feed, {name: size})

@@ -24,6 +24,7 @@ def report(stage: str, opset: int, prober: Prober, result: Parity, gates: Sequen
         gates: those beside the comparison's own.
         auto: whether values are judged by the measured noise floor, and not by rtol and atol.
     """
+    # The first failure may follow from a value that only jumped.
     rows = blamed(result.rows, prober.traced.model.graph)
     reference = "torch float32"
     judged = "a value passes where every element is within rtol and atol of torch float32"

@@ -48,6 +48,7 @@ class Twin:
         self.settle = settle
         self.notes: dict[str, str] = {}
         self.refused: dict[int, StageError] = {}
+        # The last reader of each node; its value is freed then.
         self._last = {n: user for user in program.graph.nodes for n in user.all_input_nodes}
 
     def values(self, feeds: Sequence[Feed]) -> Iterator[tuple[str, list[Twins]]]:
@@ -81,6 +82,7 @@ class Twin:
         for operand in node.all_input_nodes:
             lacking = [(single, double) for single, double in runs.values() if operand not in double.env]
             if lacking and operand.name in constants:
+                # A weight is widened once for all feeds.
                 shared = _widened(constants[operand.name])
                 for _, double in lacking:
                     double.env[operand] = shared
@@ -105,6 +107,7 @@ class Twin:
         try:
             return _run(double, node)
         except StageError as error:
+            # Some operators, such as quantised ones, have no float64 kernel.
             self.notes.setdefault(node.name, error.what)
             # The float32 operator on the float64 operands: its own rounding is the only one.
             narrow = _Plain(self.program.graph_module)

@@ -46,6 +46,7 @@ def gates(stored: Mapping[str, Array], call: Call, random_op: str = "", *, fast:
             errors[name] = diff_arrays(stored[key], output).rel_l2
         else:
             missing.append(name)
+    # A second run costs time, so it is made only where an output differs.
     again: Mapping[str, Array] = outputs
     if any(error > LIMIT for error in errors.values()):
         again = call.run(feed)

@@ -95,6 +95,7 @@ def warning(distances: Outputs) -> tuple[str, ...]:
     if worst is None or worst[1].sqnr_db >= CLEAR_DB:
         return ()
     name, db = worst[0], worst[1].sqnr_db
+    # SQNR is of powers; the share is of amplitudes.
     share = 100 * 10 ** (-db / 20)
     return (f"WARNING: output {name} has {db:.1f} dB: its error is {share:.0f} % of its size",)
 

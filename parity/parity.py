@@ -56,6 +56,7 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
         rule: the rule for values; None for the measured floor (`tolerance: auto`).
     """
     try:
+        # Inner values are outputs of the session; the sizes of those that are not come from Shape nodes.
         taps = traced.taps()
         session = OnnxRuntime(few_runs=True).open(watching(traced.light, taps), taps)
     except StageError as error:
@@ -155,6 +156,7 @@ def _nonfinite(rows: Sequence[LayerDiff]) -> list[str]:
 
 def _folded(traced: Traced, random: Mapping[str, str]) -> list[Gate]:
     """A failed gate for the first random operator that the exporter folded into a constant."""
+    # The operator is random in the program, and no longer in the ONNX.
     kept = rounding_noise.drawn(traced.model)
     for value, op in random.items():
         if value not in kept:

@@ -77,6 +77,7 @@ class Prober:
         for probe in failed:
             if len(probe.sizes) > 1:
                 varied.update(probe.sizes.items())
+        # An axis at its size in the example can't be at fault.
         varied -= set(self._example.items())
         single = [self._sized({name: size}) for name, size in sorted(varied)]
         return [probe for probe in single if isinstance(probe, Probe)]
@@ -91,6 +92,7 @@ class Prober:
             if array.ndim and (name, 0) not in self.axes.names:
                 size = len(array)  # a fixed batch
                 break
+        # The last samples: the example has the first ones.
         feed = {name: array[total - size :] if array.ndim else array for name, array in real.items()}
         why = self._misfit(feed)
         if why:
@@ -121,6 +123,7 @@ class Prober:
         All axes at their least; all a step above; each at its greatest with the others at their least; and sizes that
         break a guard.
         """
+        # First, as all sizes below are multiples of the step.
         self._find_steps()
         low: dict[str, int] = {}
         high: dict[str, int] = {}
@@ -152,6 +155,7 @@ class Prober:
         """Records the bounds of an axis, with a note where they are less than declared."""
         bounds = self.axes.bounds[name]
         sizes = [probe.sizes[name] for probe in probes if name in probe.sizes]
+        # Sizes that were refused are not among the probes.
         reached = max([self._example[name], *sizes])
         if high > reached:
             self.notes.append(f"{name} was run up to {reached} of {high}: more would take too much memory")
@@ -184,6 +188,8 @@ class Prober:
             probe_or_error = self._sized(sizes)
             if isinstance(probe_or_error, Probe):
                 probes.append(probe_or_error)
+            # The error may be a declared size's own, which ends the export; of several axes it may be their
+            # combination.
             elif len(sizes) == 1:
                 self._refused(*next(iter(sizes.items())), probe_or_error)
             else:
@@ -269,6 +275,7 @@ class Prober:
             if example % step:
                 continue
             for size in (example + step, example - step):
+                # A size outside of the declared bounds proves nothing about them.
                 allowed = (bounds.min or 1) <= size <= (bounds.max or size)
                 if allowed and isinstance(self._sized({name: size}), Probe):
                     return step
@@ -288,6 +295,7 @@ class Prober:
 
     def _affordable(self, name: str, others: Mapping[str, int]) -> int:
         """The greatest size of an axis within MEMORY at these sizes of the others, if values grow with every axis."""
+        # How the values shrink or grow with the other axes.
         rest = math.prod(others[other] / size for other, size in self._example.items() if other != name)
         return int(self._example[name] * MEMORY / max(activation_bytes(self.traced.program) * rest, 1))
 

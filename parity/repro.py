@@ -39,6 +39,7 @@ def reproduce(traced: Traced, probes: Sequence[Probe], rows: Sequence[LayerDiff]
     if not failed:
         return None
     bad = failed[0]
+    # Values that passed, and inputs, are where the region begins.
     good = {row.name for row in rows if row.passed} | {value.name for value in traced.model.graph.input}
     session = OnnxRuntime(few_runs=True).open(traced.light, traced.taps())
     cut = region(traced.light, bad.name, good, types_of(session))

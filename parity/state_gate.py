@@ -68,6 +68,7 @@ def _difference(call: Call, later: nn.Module, probe: Probe) -> str:
     def severity(name: str) -> tuple[bool, float]:
         return _incomparable(distances[name]), distances[name].rel_l2
 
+    # What can't be compared is worse than any distance.
     worst = max(distances, key=severity)
     distance = distances[worst]
     if not _incomparable(distance) and distance.rel_l2 <= LIMIT:

@@ -81,6 +81,7 @@ class Tally:
             feeds: arrays by input name.
             onnx_values: the ONNX's values for each feed, by name; compared values are removed to free their memory.
         """
+        # The others go as soon as they are compared.
         needed_later = self._values_read_by_others()
         self.rounded.begin(onnx_values)
         for node, twins in self.twin.values(feeds):
@@ -88,6 +89,7 @@ class Tally:
             if node not in self._owners:
                 continue
             for twin in twins:
+                # Float64 against torch's own float32: what the hardware costs, without the export.
                 noise = Distance()
                 for single, double in _parts(twin.single, twin.double):
                     noise = noise + diff_arrays(double, single)
@@ -181,6 +183,7 @@ class Tally:
         loose = self._steps.loose(value, onnx_values, self._error_bound(onnx_values))
         if loose is None or loose.shape != truth.shape:
             return truth, 0
+        # Where either side of a threshold is right, the ONNX is taken at its word.
         flipped = loose & (truth != onnx)
         if not flipped.any():
             return truth, 0
