@@ -151,8 +151,10 @@ class Export(Stage):
         if self.tolerance != "auto":
             rule = Within(rtol=self.tolerance.rtol, atol=self.tolerance.atol)
         result = parity(traced, probes, rule)
+        # A failure with several axes at once does not say which of them is at fault.
         failed = {gate.name for gate in result.gates if not gate.passed}
         more = prober.narrower([probe for probe in probes if probe.gate in failed])
+        # Behind a branch that gives the same, forward() may branch again.
         if not failed and all(row.passed for row in result.rows):
             more = prober.deeper(probes, root)
         if more:
@@ -216,9 +218,11 @@ class Export(Stage):
                 declared[name][index] = (axis.name, DeclaredDim(min=axis.min, max=axis.max, multiple=axis.multiple))
         axes = declare(first.feed, declared)
         grown = axes.grown(first.feed)
+        # Nothing had to grow.
         if all(grown[name] is array for name, array in first.feed.items()):
             return first, axes
         try:
+            # A module that keeps state must see the larger example first.
             return call(first.pristine(), *first.arguments(grown)), axes
         except TaskError as error:
             sizes = ", ".join(f"{name}={axes.size(grown, name)}" for name in axes.bounds)

@@ -77,6 +77,7 @@ class Fuse(Stage):
         rows = _compare(case, fused)
         onnx_files.save(fused.light, work.out)
         rewrite_log.save(work.out, fused)
+        # The fused model has the same inputs, and its values the same floors.
         for name in COPIED:
             if (work.inputs["model"] / name).is_file():
                 shutil.copyfile(work.inputs["model"] / name, work.out / name)
@@ -160,6 +161,7 @@ def _unlike(feeds: Sequence[Feed], count: int) -> list[Feed]:
     repeated: list[int] = []
     for index, feed in enumerate(feeds):
         shapes = tuple((name, array.shape) for name, array in sorted(feed.items()))
+        # A feed of sizes that an earlier one had.
         if by_shapes.setdefault(shapes, index) != index:
             repeated.append(index)
     order = [*by_shapes.values(), *repeated]
@@ -179,6 +181,7 @@ def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
     unfused = reference(case.unfused, fused.proofs)
     graph = unfused.model.graph
     random = drawn(unfused.model)
+    # An output that no other node of the program names has no floor of its own.
     highest = max(case.floors.values(), default=0.0)
     floors = dict.fromkeys([output.name for output in graph.output], highest) | dict(case.floors)
     return compare(

@@ -289,6 +289,7 @@ def _report(run: Run, best: str) -> Report:
 
     (lane,) = run.mo.lanes.values()
     records = tuple(_record(run, name, whole(tensor.detach())) for name, tensor in lane.named.params.items())
+    # A weight that is not finite makes every later stage fail, with a worse message.
     bad = [record.name for record in records if record.nonfinite_b]
     notes = [*run.mo.warnings]
     if best:
@@ -313,6 +314,7 @@ def _accepted(lane: Lane) -> Gate:
     actual = f"{lane.steps} accepted, {lane.skipped} rejected"
     if lane.skipped_in_a_row:
         actual += f", the last {lane.skipped_in_a_row} in a row"
+    # A run that ends in rejected steps has stopped learning.
     good = lane.steps > 0 and not lane.skipped_in_a_row and math.isfinite(lane.loss)
     hint = f"the first rejected step is {lane.first_rejected}: look for a division or log of 0, or lower the rate"
     if not lane.config.nonfinite.triage:

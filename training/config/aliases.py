@@ -154,6 +154,7 @@ def with_keywords(
         raise ConfigError("keywords go with a dict, or alone", where=name, hint="write it into the configuration")
     merged = dict(config)
     for name, value in fields.items():
+        # A section by its name, or a field by its last name.
         section = name
         if name not in SECTIONS and name not in ("preset", "mode"):
             section, _, field = _field_called(name).rpartition(".")
@@ -225,6 +226,7 @@ def canonical_fields(source: Mapping[str, Any]) -> tuple[dict[str, Any], _Writte
         if target not in FIELDS:
             raise _unknown(path)
         value = _spelling(target, value)
+        # Both shapes may say the same thing twice.
         if target in fields and not _same(fields[target], value):
             raise ConfigError(
                 f"{written[target]} is {fields[target]!r} and {path} is {value!r}: both set {target}",
@@ -305,6 +307,7 @@ def _words_by_field() -> dict[str, frozenset[str]]:
         model = info.annotation
         assert isinstance(model, type) and issubclass(model, Section)
         for name, field in model.model_fields.items():
+            # Names are accepted in any case, so the words must be known before pydantic compares them.
             words[f"{section}.{name}"] = _words(field.annotation)
     return words
 
@@ -323,6 +326,7 @@ SECTIONS = frozenset(Config.model_fields) | {p.rpartition(".")[0] for p in MOVES
 
 def _example(section: str, value: Any) -> str:
     """The mapping that was probably meant by a value alone."""
+    # Where a word alone says all that is needed, people write it without its section.
     choices: Mapping[str, Any] = {"optimizer": get_args(OptimizerName), "scheduler": get_args(SchedulerName)}
     if section in choices:
         name = closest(str(value), choices[section]) or choices[section][0]
@@ -389,6 +393,7 @@ def _apply_preset(preset: Any, fields: dict[str, Any], written: _Written) -> Non
     if preset == "nlp-finetune" and "optimizer.lr_range" not in fields:  # of whatever optimizer
         fields["optimizer.lr_range"] = FINETUNE_RATES
         written["optimizer.lr_range"] = f"preset {preset}"
+        # A rate that is scaled with the batch is clamped after the scaling, by lr_range.
         rate = _product(fields.get("optimizer.lr"), 1.0)
         if rate is not None and "optimizer.lr_scaling" not in fields:
             fields["optimizer.lr"] = min(max(rate, FINETUNE_RATES[0]), FINETUNE_RATES[1])
@@ -429,6 +434,7 @@ def _validate(fields: Mapping[str, Any], written: _Written) -> Config:
     try:
         return Config.model_validate(nested(fields))
     except ValidationError as error:
+        # One error at a time: later ones often follow from the first.
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"][:2])
         what = first["msg"].removeprefix("Value error, ")

@@ -50,6 +50,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_number_is_true(cls, value: Any, info: ValidationInfo) -> Any:
+        # A pair of numbers is checked element by element.
         numbers = value if isinstance(value, list | tuple) else (value,)
         annotation = cls.model_fields[str(info.field_name)].annotation
         if any(v is True for v in numbers) and annotation is not bool and bool not in get_args(annotation):
@@ -169,6 +170,7 @@ class OptimizerConfig(Section):
         if self.lr_scaling != "none" and self.batch_size is not None:
             ratio = self.batch_size / self.base_batch_size
             rate *= ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
+        # Clamped after the scaling: the range is about the rate that trains.
         low, high = self.lr_range or (0.0, math.inf)
         return min(max(rate, low), high)
 

@@ -39,6 +39,7 @@ def main() -> None:
     this checkpoint has two steps or more to go, or anew: `steps` calls, a checkpoint in `middle`, `steps` calls.
     """
     job = json.loads(sys.argv[-1])
+    # The code under proof may print, which must not mix with the reports.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -91,6 +92,7 @@ def _build(job: Mapping[str, Any]) -> tuple[ModelOptimizer, Callable[[], object]
         spec = importlib.util.spec_from_file_location(Path(source).stem, source)
         if spec is None or spec.loader is None or not Path(source).is_file():
             raise ConfigError("there is no such file", where=source)
+        # Modules beside the file can be imported, as when it is run.
         sys.path.insert(0, str(Path(source).parent))
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
@@ -163,6 +165,7 @@ def _digests(mo: ModelOptimizer, inputs: Mapping[str, Tensor]) -> dict[str, str]
 
 def _digest(tensor: Tensor) -> str:
     """Twelve digits of SHA-256 over a tensor's type, shape and bytes."""
+    # Type and shape are part of it: the same bytes may mean other numbers.
     sha = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     sha.update(safetensors_io.raw_bytes(tensor))
     return sha.hexdigest()[:12]

@@ -160,6 +160,7 @@ def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, 
             return proof
         index, name = parting
         max_abs = _distance(name, straight, resumed)
+        # A third run: where resuming differs from itself, resuming is not at fault.
         repeats = _first_difference(b, _run(again, folder, _no_progress)) is None
     difference = Difference(
         name=name,

@@ -50,6 +50,7 @@ def look_at_training(
     with look.item("train.device"):
         where = torch.device(device())
         look.ok("train.device", str(where))
+    # The weights that the run would begin with.
     rng_state.seed_all(seed)
     with look.item("model()"):
         module = module_of(look.task)
@@ -173,6 +174,7 @@ def _loss(look: Inspection, mo: ModelOptimizer, batch: Any) -> Tensor:
 def _try_last_batch(look: Inspection, mo: ModelOptimizer, batch_size: int, where: torch.device) -> None:
     """Tries a last batch of one sample, on which BatchNorm would fail only at the end of an epoch."""
     samples = look.shared.get("samples")
+    # Only the last batch can have one sample.
     if samples is None or samples % batch_size != 1 or not any(isinstance(m, _ONE_ROW) for m in mo.model.modules()):
         return
     one = each_tensor(look.need("batch"), lambda t: t[:1] if t.ndim else t)

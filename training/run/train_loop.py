@@ -90,6 +90,7 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
         TaskError: a hook returned a wrong type.
         ConfigError: the configuration does not fit the model.
     """
+    # All ranks must run the same code on the same data, or their gradients have no common meaning.
     group = None
     rank, size = 0, 1
     if launched()[1] > 1:
@@ -110,12 +111,14 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     total = steps if steps is not None else epochs * steps_per_epoch(batches, config.accumulate.steps)
     if config.scheduler.total_steps is None:
         config = config.replace(scheduler={"total_steps": total})
+    # The loop saves by itself, between two steps.
     mo = ModelOptimizer(model, config.replace(monitor={"save_interval": 0}))
     mo.register("data", batches)
     if config.monitor.valid_interval:
         # Called once and before the draws of training, which must not depend on when validation begins.
         evaluation = evaluation_batches(task, batch_size)
         mo.validate_with(lambda net: next(iter(metric_of(task, net, evaluation, device=device).values())))
+    # Before the first step; the report compares the trained weights with these.
     initial = _copies(named(model).params)
     for text in modes:
         mo.lanes[""].monitor.warn("modes", text)
@@ -161,6 +164,7 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
         TaskError: a whole epoch held nothing to train on.
     """
     mo, folder = run.mo, scratch / "checkpoints"
+    # Inside the stage's own scratch folder, so that an interrupted training finds them again.
     if mo.best is not None:
         mo.best.folder = scratch / "best"
     if run.lane.monitor.write is not None:
@@ -227,6 +231,7 @@ def _agreed(run: Run, save: bool, stop: bool) -> tuple[bool, bool]:
     peers = run.lane.peers
     if peers is None:
         return save, stop
+    # The wish travels with the next step's gradients.
     peers.ask = 2.0 if stop else float(save)
     asked, peers.asked = peers.asked, 0.0
     return asked >= 1.0, asked >= 2.0
@@ -248,11 +253,13 @@ def one_batch(run: Run, stream: Iterator[Any]) -> Any:
             return loss * 0, 0.0
         return loss, weight
 
+    # The last step's relative change is part of the report.
     if run.attempted == run.total - 1:
         run.before_last = _copies(run.lane.named.params)
     run.lane.monitor.waited += run.batches.waited
     run.batches.waited = 0.0
     mo.train_step(batch, forward, samples=samples)
+    # The window ends with the epoch: a batch of the next one would weigh differently.
     if run.batches.position == 0:
         mo.flush()
     return batch
@@ -280,6 +287,7 @@ def _own_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, float |
     """
     loss = task.get("loss")(model, batch)
     weight = None
+    # (sum, weight), so that any split of the data gives one gradient.
     if isinstance(loss, tuple) and len(loss) == 2:
         loss, weight = loss
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
@@ -304,6 +312,7 @@ def loss_of(task: Task, model: nn.Module, config: Config, device: torch.device) 
     Raises:
         TaskError: there is no teacher(), or it gives no module.
     """
+    # Without loss(), the default weighs by labels that count.
     own = task.has("loss")
     loss: Loss = partial(_own_loss if own else _default_loss, task)
     settings = config.distillation
@@ -362,6 +371,7 @@ def deterministic() -> Iterator[None]:
 def _interrupts() -> Iterator[list[int]]:
     """Ctrl-C fills the list instead of striking in the middle of a step; a second one strikes at once."""
     interrupts: list[int] = []
+    # Only the main thread may set a signal handler.
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
         return

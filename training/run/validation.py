@@ -40,6 +40,7 @@ def metric_of(task: Task, model: nn.Module, batches: Batches, *, device: torch.d
             with task.blaming("the model", on=lambda batch=batch: described(batch)):  # type: ignore[misc]
                 out = model(*args, **kwargs)
             outputs.append([_array(v) for v in named_outputs(out).values()])
+    # One list a model output, over all batches.
     parts = [joined(list(of_batches), "outputs") for of_batches in zip(*outputs, strict=True)]
     metric = task.get("metric") if task.has("metric") else accuracy
     predictions = parts[0] if len(parts) == 1 else tuple(parts)

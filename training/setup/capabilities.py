@@ -42,6 +42,7 @@ def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Rank
     sharded = options.shard != "none"
     wrapped = any(isinstance(model, DistributedDataParallel) for model in models)
     split = any(is_split(model) for model in models)
+    # One process, as long as nothing asks for more.
     if not (options.backend or sharded or wrapped or split or _joined()):
         return None
     if sharded:
@@ -55,6 +56,7 @@ def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Rank
     if group is None:
         return None
     _check_group(group, config, trained[0], split=split)
+    # What the user split already is used as it is.
     if not split:
         for model in models:
             data_parallel.prepare(model, config, group)

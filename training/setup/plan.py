@@ -88,6 +88,7 @@ def plan_all(lanes: Mapping[str, Lane]) -> Plan:
 def plan(lane: Lane) -> Plan:
     """The plan of one lane, with what the first step has shown so far."""
     config = lane.config
+    # Without a length, the shape of the curve at least.
     total = config.scheduler.total_steps or 1000
     points = sorted({round(i * (total - 1) / 10) for i in range(11)})
     return Plan(
