@@ -38,11 +38,7 @@ def types_of(session: OrtSession) -> dict[str, tuple[str, Shape]]:
 
 
 def infer(model: light.Model, values: list[str]) -> dict[str, tuple[str, Shape]]:
-    """Types and shapes of values, by name.
-
-    Raises:
-        StageError: onnxruntime refuses the model.
-    """
+    """Types and shapes of values, by name. Raises StageError if onnxruntime refuses the model."""
     taps = list(dict.fromkeys(values))
     try:
         # Types need no weights, and loading them takes time and memory.

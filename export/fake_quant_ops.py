@@ -27,11 +27,7 @@ def table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def container(low: int, high: int) -> ir.DataType:
-    """The 8-bit type that holds a range of integers.
-
-    Raises:
-        NotImplementedError: none does.
-    """
+    """The 8-bit type that holds a range of integers. Raises NotImplementedError if none does."""
     if low >= -128 and high <= 127:
         return ir.DataType.INT8
     if low >= 0 and high <= 255:

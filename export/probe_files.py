@@ -51,11 +51,7 @@ def save(folder: Path, feeds: Iterable[Feed]) -> None:
 
 
 def load(folder: Path) -> list[Feed]:
-    """The feeds in order.
-
-    Raises:
-        StageError: the file is missing or damaged.
-    """
+    """The feeds in order. Raises StageError if the file is missing or damaged."""
     path = folder / FILE
     try:
         tensors = load_file(str(path))

@@ -117,11 +117,7 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
 
 
 def refuse_opset(opset: int) -> None:
-    """Refuses a version of the operators that the installed onnx lacks.
-
-    Raises:
-        ConfigError: the version is newer.
-    """
+    """Refuses a version of the operators that the installed onnx lacks. Raises ConfigError if the version is newer."""
     newest = onnx.defs.onnx_opset_version()
     if opset > newest:
         raise ConfigError(f"the installed onnx knows opsets up to {newest}", where=f"opset {opset}")

@@ -42,11 +42,7 @@ PATIENCE_S = 5.0
 
 
 def refuse_ranges(call: Call, ranges: Mapping[str, tuple[int, int]]) -> None:
-    """Runs forward() on integers over the declared ranges.
-
-    Raises:
-        ConfigError: it fails on them.
-    """
+    """Runs forward() on integers over the declared ranges. Raises ConfigError if it fails on them."""
     declared, feed = drawn_over(call.feed, ranges, np.random.default_rng(0))
     if all(feed[name] is array for name, array in call.feed.items()):
         return

@@ -324,11 +324,7 @@ class Prober:
         return list(probes.values())
 
     def _refused(self, name: str, size: int, why: str) -> None:
-        """Notes a size that forward() refuses.
-
-        Raises:
-            ConfigError: the size is within declared bounds.
-        """
+        """Notes a size that forward() refuses. Raises ConfigError if the size is within declared bounds."""
         bounds = self.axes.bounds[name]
         declared = bounds.max if size > self._example[name] else bounds.min
         if declared is not None:

@@ -31,11 +31,7 @@ class WeightEffect(NamedTuple):
 
 
 def module_of(task: Task, hook: str = "model") -> nn.Module:
-    """The module that a hook returns.
-
-    Raises:
-        TaskError: it returns something else.
-    """
+    """The module that a hook returns. Raises TaskError if it returns something else."""
     module = task.call(hook)
     if not isinstance(module, nn.Module):
         raise TaskError(f"{hook}() gave {type(module).__name__}, expected a torch.nn.Module", where=hook,

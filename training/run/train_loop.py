@@ -132,11 +132,7 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
 
 
 def check_evaluation(task: Task, config: Config) -> None:
-    """Refuses a validation without data.
-
-    Raises:
-        TaskError: there is no eval_data().
-    """
+    """Refuses a validation without data. Raises TaskError if there is no eval_data()."""
     if config.monitor.valid_interval and not task.has("eval_data"):
         raise TaskError("there is no such hook, and training.valid_interval asks for the metric over its data",
                         where="eval_data", hint="define eval_data(), or leave valid_interval out")  # fmt: skip
@@ -328,11 +324,7 @@ def loss_of(task: Task, model: nn.Module, config: Config, device: torch.device) 
 
 
 def steps_per_epoch(batches: Batches, accumulate: int) -> int:
-    """Optimizer steps per epoch.
-
-    Raises:
-        TaskError: the data has no length.
-    """
+    """Optimizer steps per epoch. Raises TaskError if the data has no length."""
     if batches.per_epoch is None:
         raise TaskError(
             "train_data() does not tell its length, so epochs cannot be counted",
