@@ -7,13 +7,14 @@ can't exceed 2 GiB. The graph alone is small, and the runtime takes arrays from 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import TensorProto, helper
 
 from layerline.backends.base import Array
@@ -33,65 +34,17 @@ WIDTHS = {
 """Bytes of an element, by type; not of those that share a byte or that the runtime takes no array of: they stay."""
 
 
-class Weight:
-    """A tensor that travels beside its graph.
-
-    Args:
-        kind: element type, as in TensorProto.
-        shape: as stored.
-        read: gives its bytes as unsigned integers of the element's size (numpy lacks names for some types), flat; it is
-            called once, when they are first needed.
-    """
-
-    def __init__(self, kind: int, shape: Sequence[int], read: Callable[[], Array]) -> None:
-        self.kind, self.shape, self._read = kind, tuple(shape), read
-        self._array: Array | None = None
-
-    @property
-    def array(self) -> Array:
-        if self._array is None:
-            self._array = self._read().reshape(self.shape)
-            del self._read  # it may hold a whole model
-        return self._array
-
-    @property
-    def nbytes(self) -> int:
-        return self.array.nbytes
-
-    def tensor(self, name: str) -> TensorProto:
-        """What ONNX says of it, without its numbers."""
-        return TensorProto(name=name, data_type=self.kind, dims=self.shape)
-
-    def outside(self, name: str, location: str, offset: int = 0) -> TensorProto:
-        """The same, with the place where its numbers are."""
-        out = self.tensor(name)
-        set_place(out, location, offset, self.nbytes)
-        return out
-
-    def apart(self) -> Weight:
-        """The numbers as they are now, in memory of their own."""
-        numbers = self.array.flatten()
-        return Weight(self.kind, self.shape, lambda: numbers)
-
-    def same(self, other: Weight) -> bool:
-        """Whether the two are equal to the last bit."""
-        if (self.kind, self.shape) != (other.kind, other.shape):
-            return False
-        a, b = self.array, other.array
-        return a.ctypes.data == b.ctypes.data or np.array_equal(a, b)
-
-
 @dataclass(frozen=True)
 class Light:
     """A model in two parts.
 
     Attributes:
         model: without the weights of its main graph.
-        weights: those, by name; external initializers in ONNX's words.
+        weights: those, by name, in onnx_ir's form: in memory, or read when they are first needed (LazyTensor).
     """
 
     model: onnx.ModelProto
-    weights: dict[str, Weight]
+    weights: dict[str, ir.TensorProtocol]
 
     @property
     def stored(self) -> set[str]:
@@ -107,7 +60,7 @@ class Light:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        return sum(w.nbytes for w in self.weights.values())
+        return sum(weight.nbytes for weight in self.weights.values())
 
     def copy(self) -> Light:
         """Another graph beside the same weights."""
@@ -119,15 +72,14 @@ class Light:
         """One message that holds both, which may be larger than one can be written."""
         model = self.copy().model
         for name, weight in self.weights.items():
-            stored = model.graph.initializer.add()
-            stored.CopyFrom(weight.tensor(name))
-            stored.raw_data = weight.array.tobytes()
+            dims = weight.shape.numpy()
+            model.graph.initializer.add(name=name, data_type=weight.dtype, dims=dims, raw_data=weight.tobytes())
         return model
 
     def stand_ins(self, names: Iterable[str], location: str = "memory") -> onnx.ModelProto:
         """The graph with a tensor whose data lies elsewhere in place of each of these weights."""
         model = self.copy().model
-        model.graph.initializer.extend(self.weights[n].outside(n, location) for n in names)
+        model.graph.initializer.extend(outside(self.weights[name], name, location) for name in names)
         return model
 
 
@@ -146,11 +98,12 @@ def split(model: Model) -> Light:
         if field.name != "initializer":
             _set(light.model.graph, field.name, value)
     for tensor in model.graph.initializer:
-        weight = weight_inside(tensor, len(tensor.raw_data), partial(_numbers, tensor))
-        if weight is None:
-            light.model.graph.initializer.append(tensor)
+        # Where the bytes don't fit the shape, the tensor stays for others to judge.
+        fits = tensor.data_location != TensorProto.EXTERNAL and declared_bytes(tensor) == len(tensor.raw_data)
+        if fits and travels(tensor.data_type, declared_bytes(tensor)):
+            light.weights[tensor.name] = lazy(tensor, partial(_numbers, tensor))
         else:
-            light.weights[tensor.name] = weight
+            light.model.graph.initializer.append(tensor)
     return light
 
 
@@ -161,7 +114,7 @@ def weightless(model: Model) -> onnx.ModelProto:
     declared = {i.name for i in light.model.graph.input}
     for name, weight in light.weights.items():
         if name not in declared:
-            light.model.graph.input.append(helper.make_tensor_value_info(name, weight.kind, weight.shape))
+            light.model.graph.input.append(helper.make_tensor_value_info(name, weight.dtype, weight.shape.numpy()))
     return light.model
 
 
@@ -188,28 +141,40 @@ def set_place(tensor: TensorProto, location: str, offset: int, length: int) -> N
         tensor.external_data.add(key=key, value=value)
 
 
-def weight_outside(tensor: TensorProto, read: Callable[[str, int], Array]) -> Weight | None:
-    """A tensor whose numbers lie elsewhere, as a weight; None where it has to stay.
+def lazy(tensor: TensorProto, read: Callable[[], Array]) -> ir.LazyTensor:
+    """A tensor whose numbers are read once, when they are first needed; `read` gives them flat."""
+    dtype = ir.DataType(tensor.data_type)
+    shape = ir.Shape(tensor.dims)
 
-    Args:
-        read: gives so many numbers of a type (numpy's name), when they are needed.
-    """
-    if not travels(tensor.data_type, declared_bytes(tensor)):
-        return None
-    kind = f"u{WIDTHS[tensor.data_type]}"
-    return Weight(tensor.data_type, tensor.dims, partial(read, kind, math.prod(tensor.dims)))
+    def evaluate() -> ir.TensorProtocol:
+        return ir.Tensor(read().reshape(shape.numpy()), dtype, shape=shape)
 
-
-def weight_inside(tensor: TensorProto, size: int, read: Callable[[str, int], Array]) -> Weight | None:
-    """A tensor that holds so many bytes itself, as a weight; where they don't fit its shape it stays, for others to
-    judge."""
-    fits = tensor.data_location != TensorProto.EXTERNAL and declared_bytes(tensor) == size
-    if not fits:
-        return None
-    return weight_outside(tensor, read)
+    return ir.LazyTensor(evaluate, dtype, shape, cache=True, name=tensor.name)
 
 
-def message(light: Light, location: str) -> tuple[bytes, dict[str, Weight]]:
+def outside(tensor: ir.TensorProtocol, name: str, location: str, offset: int = 0) -> TensorProto:
+    """What ONNX says of a tensor whose numbers lie elsewhere."""
+    proto = TensorProto(name=name, data_type=tensor.dtype, dims=tensor.shape.numpy())
+    set_place(proto, location, offset, tensor.nbytes)
+    return proto
+
+
+def as_integers(tensor: ir.TensorProtocol) -> Array:
+    """A tensor's numbers as unsigned integers of the same width: numpy itself has no bfloat16 and no 8-bit floats."""
+    array = np.ascontiguousarray(tensor.numpy())
+    return array.view(f"u{array.itemsize}")
+
+
+def equal(a: ir.TensorProtocol, b: ir.TensorProtocol) -> bool:
+    """Whether two tensors are equal to the last bit: -0.0 is not 0.0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    first = as_integers(a)
+    second = as_integers(b)
+    return first.ctypes.data == second.ctypes.data or np.array_equal(first, second)
+
+
+def message(light: Light, location: str) -> tuple[bytes, dict[str, ir.TensorProtocol]]:
     """A message with a stand-in for each weight that is read, and those weights: the runtime takes no others.
 
     An input that the model stores as well counts as read: without its weight it would have to be fed.
@@ -219,8 +184,8 @@ def message(light: Light, location: str) -> tuple[bytes, dict[str, Weight]]:
     return light.stand_ins(weights, location).SerializeToString(), weights
 
 
-def _numbers(tensor: TensorProto, kind: str, count: int) -> Array:
-    array: Array = np.frombuffer(tensor.raw_data, kind, count)
+def _numbers(tensor: TensorProto) -> Array:
+    array: Array = np.frombuffer(tensor.raw_data, ir.DataType(tensor.data_type).numpy())
     return array
 
 

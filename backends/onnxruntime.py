@@ -154,7 +154,9 @@ def _bytes(model: ModelProto | Light, options: Any) -> tuple[bytes, list[Any]]:
     file = Path(ort.__file__).resolve()
     options.add_session_config_entry(_FOLDER, str(file.parent))
     message, weights = light.message(light.split(model), file.name)
-    values = {n: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(w.array, w.kind) for n, w in weights.items()}
+    values = {
+        n: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(light.as_integers(w), w.dtype) for n, w in weights.items()
+    }
     for name, value in values.items():
         options.add_initializer(name, value)
     return message, list(values.values())  # which hold their arrays

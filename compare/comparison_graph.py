@@ -15,7 +15,7 @@ from dataclasses import replace
 import onnx
 from onnx import helper
 
-from layerline.backends.light import Light, bodies, rename
+from layerline.backends.light import Light, bodies, equal, rename
 from layerline.compare.pair_metrics import Measures, Pair
 from layerline.graph.analysis.toposort import in_order
 from layerline.graph.io import onnx_files
@@ -186,7 +186,7 @@ def _shared(a: Light, b: Light) -> set[str]:
     """Stored tensors that both have under one name with the same content."""
     tensors_a = {t.name: t for t in a.model.graph.initializer}
     shared = {t.name for t in b.model.graph.initializer if t.name in tensors_a and _equal(tensors_a[t.name], t)}
-    shared.update(name for name, w in b.weights.items() if name in a.weights and w.same(a.weights[name]))
+    shared.update(name for name, w in b.weights.items() if name in a.weights and equal(w, a.weights[name]))
     return shared
 
 

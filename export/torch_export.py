@@ -20,7 +20,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 
-from layerline.backends.light import Light, Weight, rename
+from layerline.backends.light import Light, rename
 from layerline.compare.arrays import NOT_IN_NUMPY
 from layerline.export import dynamic_axes as axis_names
 from layerline.export import fake_quant_ops
@@ -56,7 +56,7 @@ class Traced:
 
     program: ExportedProgram
     model: onnx.ModelProto
-    weights: dict[str, Weight]
+    weights: dict[str, ir.TensorProtocol]
     nodes: Mapping[str, str]
     owners: Mapping[str, str]
     ranges: Mapping[str, tuple[int, int | None]]
@@ -212,7 +212,10 @@ def _named(program: ExportedProgram, light: Light, call: Call, axes: Axes, opset
     new_names |= {name: f"{name}_inner" for name in set(new_names.values()) & existing if name not in new_names}
     renamed = {old: new for old, new in new_names.items() if old != new}
     # Copied now: the module lives on and may change its tensors.
-    weights = {renamed.get(name, name): weight.apart() for name, weight in light.weights.items()}
+    weights: dict[str, ir.TensorProtocol] = {}
+    for name, weight in light.weights.items():
+        # A copy: the module may be trained on.
+        weights[renamed.get(name, name)] = ir.Tensor(weight.numpy().copy(), weight.dtype)
     rename(model.graph, renamed)
     axis_names.write(model, axes)
     module_identity.stamp(model, root)

@@ -21,7 +21,7 @@ def rows(light: Light, name: str) -> int | None:
     """Rows of the smallest stored table that an integer input picks from; None where it picks from none."""
     graph = light.model.graph
     shapes: dict[str, Sequence[int]] = {tensor_name: tensor.dims for tensor_name, tensor in stored(graph)}
-    shapes.update((weight_name, weight.shape) for weight_name, weight in light.weights.items())
+    shapes.update((weight_name, weight.shape.numpy()) for weight_name, weight in light.weights.items())
     row_counts: list[int] = []
     for node, place in _readers(graph, name):
         if node.op_type == "Gather" and place == 1 and node.input[0] in shapes:

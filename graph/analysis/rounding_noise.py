@@ -7,10 +7,11 @@ from functools import partial
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import helper, numpy_helper
 
 from layerline.backends.base import Array
-from layerline.backends.light import Light, Model, Weight, bodies, split
+from layerline.backends.light import Light, Model, bodies, split
 from layerline.graph.analysis.ir_queries import RANDOM
 from layerline.graph.analysis.proto_queries import stored
 
@@ -54,8 +55,11 @@ def perturbed(model: Model, seed: int = 0) -> Light:
             tensor_name = tensor.name
             tensor.CopyFrom(numpy_helper.from_array(_step(numpy_helper.to_array(tensor), rng), tensor_name))
     for index, (name, weight) in enumerate(out.weights.items()):
-        if weight.kind in _FLOATS and readers.get(name, set()) <= _WEIGHTED:
-            out.weights[name] = Weight(weight.kind, weight.shape, partial(_moved, weight, (seed, index)))
+        if weight.dtype in _FLOATS and readers.get(name, set()) <= _WEIGHTED:
+            moved = partial(_moved, weight, (seed, index))
+            out.weights[name] = ir.LazyTensor(
+                moved, weight.dtype, ir.Shape(weight.shape.numpy()), cache=True, name=name
+            )
     _shift_inputs(out)
     return out
 
@@ -91,9 +95,8 @@ def unjudged(graph: onnx.GraphProto, random: Mapping[str, str]) -> dict[str, str
     return {"not_judged": f"{which}: random ({operator})"}
 
 
-def _moved(weight: Weight, seed: tuple[int, int]) -> Array:
-    array = weight.array.view(helper.tensor_dtype_to_np_dtype(weight.kind))
-    return _step(array, np.random.default_rng(seed)).reshape(-1).view(weight.array.dtype)
+def _moved(weight: ir.TensorProtocol, seed: tuple[int, int]) -> ir.TensorProtocol:
+    return ir.Tensor(_step(weight.numpy(), np.random.default_rng(seed)))
 
 
 def _step(array: Array, rng: np.random.Generator) -> Array:

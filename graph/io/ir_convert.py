@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-import numpy as np
 import onnx_ir as ir
 
-from layerline.backends.light import Light, Model, Weight, split, travels
-from layerline.graph.analysis.ir_queries import Array
+from layerline.backends.light import Light, Model, split, travels
 
 
 def to_ir(model: Model) -> ir.Model:
@@ -16,8 +12,7 @@ def to_ir(model: Model) -> ir.Model:
     light = split(model)
     out = ir.serde.deserialize_model(light.stand_ins(light.weights))
     for name, weight in light.weights.items():
-        kind = ir.DataType(weight.kind)
-        out.graph.initializers[name].const_value = ir.Tensor(weight.array.view(kind.numpy()), kind, name=name)
+        out.graph.initializers[name].const_value = weight
     return out
 
 
@@ -28,7 +23,7 @@ def from_ir(model: ir.Model) -> Light:
         tensor = value.const_value
         assert tensor is not None
         if travels(tensor.dtype.value, tensor.nbytes):
-            weights[name] = _weight(tensor)
+            weights[name] = tensor
             del model.graph.initializers[name]
     return Light(ir.serde.serialize_model(model), weights)
 
@@ -36,16 +31,7 @@ def from_ir(model: ir.Model) -> Light:
 def store(light: Light, name: str, tensor: ir.TensorProtocol) -> None:
     """Adds a tensor to a model: beside the graph, or to it where it is small."""
     if travels(tensor.dtype.value, tensor.nbytes):
-        light.weights[name] = _weight(tensor)
+        light.weights[name] = tensor
     else:
         light.model.graph.initializer.append(ir.serde.serialize_tensor(tensor))
         light.model.graph.initializer[-1].name = name
-
-
-def _weight(tensor: ir.TensorProtocol) -> Weight:
-    return Weight(tensor.dtype.value, tensor.shape.numpy(), partial(_unsigned, tensor))
-
-
-def _unsigned(tensor: ir.TensorProtocol) -> Array:
-    array = np.ascontiguousarray(tensor.numpy())
-    return array.reshape(-1).view(f"u{array.itemsize}")

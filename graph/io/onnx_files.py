@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
@@ -19,13 +20,15 @@ from layerline.backends.light import (
     WIDTHS,
     Light,
     Model,
-    Weight,
+    as_integers,
     bodies,
     declared_bytes,
     large,
+    lazy,
+    outside,
     set_place,
     split,
-    weight_outside,
+    travels,
 )
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.inputs.untrusted import is_inside, is_number, printable
@@ -68,7 +71,7 @@ def parts(path: Path) -> Light:
     return light
 
 
-def _beside(tensor: TensorProto, path: Path) -> Weight | None:
+def _beside(tensor: TensorProto, path: Path) -> ir.LazyTensor | None:
     """A weight in a file beside the model; None where the tensor has to stay in the graph.
 
     Raises:
@@ -78,15 +81,15 @@ def _beside(tensor: TensorProto, path: Path) -> Weight | None:
     if not is_inside(location, path.parent):
         raise StageError(f"tensor {tensor.name!r} stores its data at {location!r}, a link out of the model's folder",
                          where=path.name, hint="put the file itself there: runtimes follow no such link")  # fmt: skip
-    weight = weight_outside(tensor, partial(_from_file, path.parent / location, offset))
-    if weight is None or length is None:
-        return weight
     size = declared_bytes(tensor)
-    if length != size:
+    if not travels(tensor.data_type, size):
+        return None
+    if length not in (size, None):
         raise StageError(
             f"tensor {tensor.name!r} takes {size} bytes by its type and shape, and has {length}", where=path.name
         )
-    return weight
+    dtype = ir.DataType(tensor.data_type).numpy()
+    return lazy(tensor, partial(_from_file, path.parent / location, offset, dtype, math.prod(tensor.dims)))
 
 
 def _place(tensor: TensorProto, path: Path) -> tuple[str, int, int | None]:
@@ -133,10 +136,9 @@ def read(path: Path) -> Light:
             )
     _store_constants(model.graph)
     light = split(model)
-    # Asking for the arrays copies them out of the message, which can go then.
-    del model
-    for weight in light.weights.values():
-        _ = weight.array
+    # A lazy tensor holds the message, and a message with its weights is as large as the file.
+    for name, weight in light.weights.items():
+        light.weights[name] = ir.Tensor(weight.numpy(), weight.dtype, name=name)
     return light
 
 
@@ -226,17 +228,17 @@ def _misfit(tensor: TensorProto) -> str:
     return ""
 
 
-def _from_file(path: Path, offset: int, kind: str, count: int) -> Array:
-    """Numbers as they lie in a file from a place on; `kind` is numpy's name.
+def _from_file(path: Path, offset: int, dtype: np.dtype[Any], count: int) -> Array:
+    """Numbers as they lie in a file from a place on.
 
     Raises:
         StageError: the file is gone, or ends before.
     """
-    size = np.dtype(kind).itemsize * count
+    size = dtype.itemsize * count
     try:
         if path.stat().st_size < offset + size:
             raise StageError(f"the file ends within {size} bytes from byte {offset} on", where=path.name)
-        return np.fromfile(path, kind, count, offset=offset)
+        return np.fromfile(path, dtype, count, offset=offset)
     except OSError as error:
         raise StageError(f"can't be read: {error}", where=path.name) from error
 
@@ -294,8 +296,8 @@ def _move_out(light: Light, path: Path) -> None:
             set_place(tensor, path.name, file.tell(), len(raw))
             file.write(raw)
         for name, weight in light.weights.items():
-            light.model.graph.initializer.append(weight.outside(name, path.name, file.tell()))
-            file.write(weight.array.data)
+            light.model.graph.initializer.append(outside(weight, name, path.name, file.tell()))
+            file.write(as_integers(weight).data)
     light.weights.clear()
 
 

@@ -41,7 +41,7 @@ def required_opset(light: Light) -> int:
     """The least opset for Q/DQ: 13 has per-channel axes, 19 half-precision scales."""
     graph = light.model.graph
     types = {t.data_type for t in graph.initializer}
-    types.update(weight.kind for weight in light.weights.values())
+    types.update(weight.dtype for weight in light.weights.values())
     types.update(i.type.tensor_type.elem_type for i in graph.input)
     if types & {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}:
         return 19
