@@ -6,6 +6,7 @@ and X/dequantized are added, and the plan's readers read X/dequantized.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from layerline.calib.scales import Int8, quantize
 from layerline.graph.analysis.element_types import infer_types
 from layerline.graph.analysis.fresh_names import FreshNames
 from layerline.graph.analysis.ir_queries import captures, graph_values
-from layerline.graph.analysis.value_intervals import intervals, magnitude
+from layerline.graph.analysis.value_ranges import Ranges, greatest
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization.naming import first_output
@@ -87,12 +88,11 @@ def plan(
 
 def bounds(graph: ir.Graph) -> dict[str, float]:
     """The greatest |x| of the values that are bounded by construction."""
-    greatest: dict[str, float] = {}
-    for value, interval in intervals(graph).items():
-        bound = magnitude(interval)
-        if bound is not None:
-            greatest[value.name or ""] = bound
-    return greatest
+    magnitudes: dict[str, float] = {}
+    for value, computed_range in Ranges(graph, finite=False).computed.items():
+        if math.isfinite(greatest(computed_range)):
+            magnitudes[value.name or ""] = greatest(computed_range)
+    return magnitudes
 
 
 @dataclass(frozen=True)

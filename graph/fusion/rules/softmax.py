@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import constant, name_of, parent, rank, scalar
-from layerline.graph.analysis.value_bounds import Bounds, bounds, of
+from layerline.graph.analysis.value_ranges import Ranges
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import Rule, on, only_within
@@ -55,10 +55,10 @@ def guard(work: Rewriting) -> None:
     """Where(IsNaN(s), 0, s) after a Softmax whose scores are finite in every run.
 
     torch writes it for rows that a mask of -inf covers whole, and TensorRT's fused attention is lost to it. A row is
-    NaN too when a score is NaN or a product has overflowed, so it goes only where neither can be (value_bounds.py).
+    NaN too when a score is NaN or a product has overflowed, so it goes only where neither can be (value_ranges.py).
     """
     for graph in work.graphs():
-        magnitudes: Bounds | None = None
+        ranges: Ranges | None = None
         for node in graph:
             if node.op_type != "Where" or node.domain != "":
                 continue
@@ -66,9 +66,9 @@ def guard(work: Rewriting) -> None:
             if softmax is None:
                 continue
             # Worked out at the first guard only: most graphs have none.
-            if magnitudes is None:
-                magnitudes = bounds(graph)
-            work.attempt(GUARD.name, node, partial(_unguarded, scores=softmax.inputs[0], magnitudes=magnitudes))
+            if ranges is None:
+                ranges = Ranges(graph, finite=True)
+            work.attempt(GUARD.name, node, partial(_unguarded, scores=softmax.inputs[0], ranges=ranges))
 
 
 def _guarded(node: ir.Node) -> ir.Node | None:
@@ -86,19 +86,19 @@ def _unguarded(
     work: Rewriting,  # noqa: ARG001
     *,
     scores: ir.Value | None,
-    magnitudes: Bounds,
+    ranges: Ranges,
 ) -> ir.Value | None:
-    if not math.isfinite(of(scores, magnitudes)):
+    if not math.isfinite(ranges.magnitude(scores)):
         name = name_of(scores) or ""
-        raise Declined(f"scores {name} of {node.outputs[0].name} may be NaN or infinite: {_cause(scores, magnitudes)}")
+        raise Declined(f"scores {name} of {node.outputs[0].name} may be NaN or infinite: {_cause(scores, ranges)}")
     return node.inputs[2]
 
 
-def _cause(value: ir.Value | None, magnitudes: Bounds) -> str:
+def _cause(value: ir.Value | None, ranges: Ranges) -> str:
     """The first value upwards that nothing bounds while all it is computed from is bounded; or an input."""
     producer = value.producer() if value is not None else None
     while value is not None and producer is not None:
-        unbounded = [v for v in producer.inputs if v is not None and not math.isfinite(of(v, magnitudes))]
+        unbounded = [v for v in producer.inputs if v is not None and not math.isfinite(ranges.magnitude(v))]
         if not unbounded:
             return f"{producer.op_type} {value.name} is not bounded"
         value = unbounded[0]

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerline.graph.analysis import shape_inference
-from layerline.graph.analysis.value_bounds import bounds, of
+from layerline.graph.analysis.element_types import infer_types
+from layerline.graph.analysis.value_ranges import Ranges
+from layerline.graph.io.ir_convert import to_ir
 from tests.graph.fusing import parse, run
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -22,7 +24,7 @@ def bound(body: str, signature: str = "(int64[N] i, float[N, 2] x) => (float[] y
     model = ir.serde.deserialize_model(parse(signature, body, 20, **{"table": TABLE, **tensors}))
     shape_inference.infer(model)
     [y] = model.graph.outputs
-    return of(y, bounds(model.graph))
+    return Ranges(model.graph, finite=True).magnitude(y)
 
 
 @pytest.mark.parametrize(
@@ -101,3 +103,32 @@ def test_no_number_is_beyond_its_bound(steps: list[tuple[str, int, int]]) -> Non
         found = run(parse(signature, f"{body} y = Identity({names[-1]})", 20, **tensors), {"i": np.array(i)})["y"]
         assert not np.isfinite(largest) or np.abs(found).max() <= largest
         assert np.isfinite(found).all() or largest == math.inf
+
+
+@pytest.mark.parametrize(
+    ("body", "weights", "expected"),
+    [
+        ("y = Softmax (x)", {}, 1),
+        ("y = Tanh (x)", {}, 1),
+        ("y = HardSigmoid (x)", {}, 1),
+        ("y = Clip (x, a, b)", {"a": 0, "b": 6}, 6),
+        ("y = Clip (x, a, b)", {"a": -8, "b": 6}, 8),
+        ("c = Clip (x, a, b) y = HardSigmoid (c)", {"a": 0, "b": 6}, 1),
+        ("r = Relu (x) y = Min (r, a)", {"a": 6}, 6),
+        ("y = Min (x, a)", {"a": 6}, math.inf),
+        ("y = Clip (x, a)", {"a": 0}, math.inf),
+        ("s = Sigmoid (x) t = Tanh (z) y = Mul (s, t)", {}, 1),
+        ("s = Sigmoid (x) y = Sub (one, s)", {"one": 1}, 1),
+        ("s = Sigmoid (x) y = Mul (s, x)", {}, math.inf),
+        ("s = Softmax (x) t = Transpose (s) y = Concat <axis = 0> (t, t)", {}, 1),
+        ("s = Sigmoid (x) y = Add (s, three)", {"three": 3}, 4),
+        ("y = Relu (x)", {}, math.inf),
+        ("y = Exp (x)", {}, math.inf),
+    ],
+)
+def test_what_operators_bound_by_construction(body: str, weights: dict[str, float], expected: float) -> None:
+    signature = "(float[n, 4] x, float[n, 4] z) => (float[n, 4] y)"
+    tensors = {name: np.float32(number) for name, number in weights.items()}
+    graph = to_ir(parse(signature, body, 20, **tensors))
+    infer_types(graph)
+    assert Ranges(graph.graph, finite=False).magnitude(graph.graph.outputs[0]) == expected
