@@ -50,7 +50,7 @@ def test_both_ways_are_the_norm_that_torch_gives(width: int, unused: bool) -> No
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Linear(8, width), nn.Linear(width, width), nn.Linear(3, 3)])
     mo = ModelOptimizer(layers, {"optimizer": {"lr": 1e-3}})
-    assert mo.lanes[""]._small is (width == 4)
+    assert mo.lanes[""].small is (width == 4)
     loss = layers[1](layers[0](torch.randn(5, 8))).square().mean() * 1e3
     if not unused:
         loss = loss + layers[2](torch.ones(3)).sum()

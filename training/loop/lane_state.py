@@ -1,14 +1,15 @@
-"""The state of one lane, as the modules around a step see it.
+"""A model, its optimizer and everything that moves with them.
 
-The step engine imports these modules and passes itself to them. They know this interface only, so that no import leads
-back to the engine.
+The step engine builds on this class; the modules around a step know no more of the engine than this, so that no import
+leads back to it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +17,32 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import StageError
 from layerline.training.config.sections import Config
 from layerline.training.loop.accumulation import Window
-from layerline.training.loop.ema import Ema
+from layerline.training.loop.ema import average
 from layerline.training.loop.finite_weights import FiniteWeights
 from layerline.training.loop.monitors import Monitor
-from layerline.training.loop.running_stats_guard import Guard
-from layerline.training.model.canonical_names import Named
-from layerline.training.model.precision import LossScale, Masters
+from layerline.training.loop.running_stats_guard import Guard, guarded
+from layerline.training.model.canonical_names import Slots, named
+from layerline.training.model.precision import LossScale, masters
+from layerline.training.model.split_tensors import device_of
+from layerline.training.optimizers import gradient_norm, group_rules, registry
 from layerline.training.optimizers.foreach import Sophia
 from layerline.training.optimizers.lr import Rate
 from layerline.training.optimizers.param_groups import Member
-from layerline.training.optimizers.strides import Strides
+from layerline.training.optimizers.strides import Strides, fused
 from layerline.training.policy import Policy
 
 
-class LaneState(Protocol):
-    """A model, its optimizer and everything that changes with it.
+class LaneState:
+    """The state of one model's training.
+
+    Args:
+        model: as the user has it, wrapped or not.
+        config: the typed configuration.
+        optimizer: an object with step() and zero_grad() instead of one from the table.
+        shared: whether other lanes' parameters may lie in the same graph (GAN): gradients are then taken for this
+            lane's parameters only.
 
     Attributes:
-        model: the user's model, wrapped or not.
-        config: the typed configuration.
         optimizer: the built-in or custom optimizer; `custom` says which.
         named: the model's tensors by canonical name.
         members: the trained parameters with their rates and weight decays.
@@ -55,46 +63,99 @@ class LaneState(Protocol):
         judge: decides after each rejected step whether training goes on; None for the default policy.
     """
 
-    model: nn.Module
-    config: Config
-    shared: bool
-    named: Named
-    members: tuple[Member, ...]
-    params: list[nn.Parameter]
-    names: list[str]
-    stepped: list[nn.Parameter]
-    device: torch.device
-    custom: bool
-    optimizer: Any
-    masters: Masters | None
-    sophia: Sophia | None
-    rate: Rate
-    scale: LossScale
-    window: Window
-    ema: Ema | None
-    monitor: Monitor
-    guard: Guard | None
-    peers: RankExchange | None
-    masks: Policy | None
-    judge: RejectionPolicy | None
-    strides: Strides | None
-    finite: FiniteWeights
-    frozen: list[nn.Parameter]
-    kinds: list[tuple[torch.dtype, torch.device]]
-    gradient_bytes: int
-    largest_part: int | None
-    steps: int
-    skipped: int
-    skipped_in_a_row: int
-    first_rejected: int
-    loss: float
-    grad_norm: float
+    # Backward passes of all lanes. One of another ModelOptimizer may have left gradients in this one's parameters.
+    passes: ClassVar[int] = 0
 
-    def policies(self) -> list[Policy]: ...
-    def take_stock(self) -> None: ...
-    def refresh(self, *, warn: bool = True) -> None: ...
-    def forget(self) -> None: ...
-    def backward(self, loss: Tensor, weight: float | None = None, *, share: float = 1.0) -> None: ...
+    def __init__(self, model: nn.Module, config: Config, optimizer: Any, *, shared: bool) -> None:
+        self.own_passes = LaneState.passes
+        self.model, self.config, self.shared = model, config, shared
+        self.named = named(model)
+        self.members = group_rules.placed(model, self.named, config.optimizer)
+        self.params = [m.param for m in self.members]
+        self.names = [m.name for m in self.members]
+        self.device = device_of(self.params[0])
+        self.custom = optimizer is not None
+        self.masters = masters(config, self.params, custom=self.custom)
+        self.stepped = self.params
+        if self.masters is not None:
+            self.stepped = [self.masters.stepped(p) for p in self.params]
+        if self.custom:
+            registry.check_custom(optimizer, self.params)
+        else:
+            optimizer = registry.build(config.optimizer, self.members, self.stepped)
+        self.optimizer = optimizer
+        self.needs_closure = self.custom and registry.needs_closure(optimizer)
+        self.sophia = optimizer if isinstance(optimizer, Sophia) else None
+        self.rate = Rate(config, optimizer, custom=self.custom)
+        self.scale = LossScale(config.precision)
+        self.window = Window()
+        self.ema = average(self.named, self.masters, config)
+        self.monitor = Monitor(config.monitor, self.names, self.stepped)
+        statistics = Slots(self.named, guarded(self.named))
+        self.guard = Guard(statistics) if statistics.names else None
+        self.peers: RankExchange | None = None
+        self.masks: Policy | None = None
+        self.judge: RejectionPolicy | None = None
+        self.gradient_bytes = 0
+        self.largest_part: int | None = None
+        self.steps = self.skipped = self.skipped_in_a_row = self.first_rejected = 0
+        self.grad_norm = self.loss = math.nan
+        self.take_stock()
+
+    def policies(self) -> list[Policy]:
+        """The policies of this model in the order in which they act, before a step and after it."""
+        in_order: list[Policy | None] = [
+            # The parallel strategy sums gradients over the ranks: all that follows must see the same ones.
+            self.peers,
+            # Master weights take over what was written into half weights before anything steps or averages them. After
+            # a step the model has them again before masks and averages look at it.
+            self.masters,
+            # What is masked is zero again before it is averaged.
+            self.masks,
+            self.ema,
+            # Running statistics come after the average, which follows them too: a growing mask may have run the model.
+            self.guard,
+            # Loss scale and schedule set what the next step reads: the log row of this one has the values before.
+            self.scale,
+            self.rate,
+        ]
+        return [policy for policy in in_order if policy is not None]
+
+    def take_stock(self) -> None:
+        """Works out what depends on `params`: at first, and when some were added."""
+        self.kinds = [(p.dtype, p.device) for p in self.params]
+        self.frozen = self.untrained()
+        self.finite = FiniteWeights(self.names, self.params)
+        self.small = gradient_norm.is_small(self.stepped)
+        plain = all(type(p) is nn.Parameter for p in self.stepped) and (not self.custom or fused(self.optimizer))
+        self.strides = Strides(self.optimizer, self.params, self.stepped) if plain else None
+
+    def untrained(self) -> list[nn.Parameter]:
+        """Parameters of the model that are frozen."""
+        trained = {id(p) for p in self.params}
+        return [p for p in self.named.params.values() if id(p) not in trained and not p.requires_grad]
+
+    def forget(self) -> None:
+        """Drops the window: its losses, its gradients, its estimate of the curvature."""
+        self.window.clear()
+        self.own_passes = LaneState.passes
+        for param in self.stepped:
+            param.grad = None
+        if self.masters is not None:
+            for half in self.masters.half:  # a backward pass that failed has left gradients there
+                half.grad = None
+        if self.custom:
+            self.optimizer.zero_grad()
+        elif self.sophia is not None:
+            self.sophia.forget()
+
+    def refresh(self, *, warn: bool = True) -> None:
+        """Follows what was done to the model since; see `model_sync.refresh`."""
+        raise NotImplementedError
+
+    def backward(self, loss: Tensor, weight: float | None = None, *, share: float = 1.0) -> None:
+        """Adds the gradients of one loss to the window."""
+        raise NotImplementedError
 
 
 class RankExchange(Policy, Protocol):

@@ -7,8 +7,6 @@ saved, switched or exported.
 
 from __future__ import annotations
 
-from torch import nn
-
 from layerline.pipeline.errors import ConfigError
 from layerline.training.loop import loop_mistakes
 from layerline.training.loop.ema import statistics
@@ -47,7 +45,7 @@ def refresh(lane: LaneState, *, warn: bool = True) -> None:
         for policy in lane.policies():
             policy.rename(renamed)
         lane.names[:] = names
-    lane.frozen = left_out(lane)
+    lane.frozen = lane.untrained()
     if warn:
         if lane.custom:
             registry.check_held(lane.optimizer, lane.params)
@@ -91,12 +89,6 @@ def take_over(lane: LaneState) -> None:
         lane.guard.follow(live)
     if lane.masters is not None:
         lane.masters.follow()
-
-
-def left_out(lane: LaneState) -> list[nn.Parameter]:
-    """Parameters of the model that are not trained."""
-    trained = {id(p) for p in lane.params}
-    return [p for p in lane.named.params.values() if id(p) not in trained and not p.requires_grad]
 
 
 def _warn_of_strangers(lane: LaneState) -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -21,21 +21,11 @@ from layerline.training.config.sections import Config
 from layerline.training.loop import adoption, loop_mistakes, model_sync, rejected_steps
 from layerline.training.loop import batch_norm as norms
 from layerline.training.loop import closure as closures
-from layerline.training.loop.accumulation import Window, check_loss, counted, loss_factor, witness
-from layerline.training.loop.ema import average
-from layerline.training.loop.finite_weights import FiniteWeights
-from layerline.training.loop.lane_state import LaneState, RankExchange, RejectionPolicy
-from layerline.training.loop.monitors import Monitor
-from layerline.training.loop.running_stats_guard import Guard, guarded
-from layerline.training.model.canonical_names import Slots, named, unwrap
+from layerline.training.loop.accumulation import check_loss, counted, loss_factor, witness
+from layerline.training.loop.lane_state import LaneState
+from layerline.training.model.canonical_names import unwrap
 from layerline.training.model.hooks import Attached
-from layerline.training.model.precision import LossScale, masters
-from layerline.training.model.split_tensors import device_of
-from layerline.training.optimizers import gradient_norm, group_rules, registry
-from layerline.training.optimizers.foreach import Sophia
-from layerline.training.optimizers.lr import Rate
-from layerline.training.optimizers.strides import Strides, fused
-from layerline.training.policy import Policy
+from layerline.training.optimizers import gradient_norm, registry
 
 # Beyond this an unclipped gradient's square overflows float32 and would stay in the optimizer's state as Inf.
 _GREATEST_NORM = 1e18
@@ -46,57 +36,11 @@ _TRAINED = attrgetter("requires_grad")
 
 
 class Lane(LaneState):
-    """A model, its optimizer and all that moves with it.
-
-    Args:
-        model: as the user has it, wrapped or not.
-        config: the typed configuration.
-        optimizer: an object with step() and zero_grad() instead of one from the table.
-        shared: whether other lanes' parameters may lie in the same graph (GAN): gradients are then taken for this
-            lane's parameters only.
-    """
-
-    # Backward passes of all lanes. One of another ModelOptimizer may have left gradients in this one's parameters.
-    passes: ClassVar[int] = 0
+    """Steps a model; see `LaneState` for what it holds and takes."""
 
     def __init__(self, model: nn.Module, config: Config, optimizer: Any = None, *, shared: bool = False) -> None:
-        self._passes = Lane.passes
-        self.model, self.config, self.shared = model, config, shared
-        self.named = named(model)
-        self.members = group_rules.placed(model, self.named, config.optimizer)
-        self.params = [m.param for m in self.members]
-        self.names = [m.name for m in self.members]
-        self.device = device_of(self.params[0])
-        self.custom = optimizer is not None
-        self.masters = masters(config, self.params, custom=self.custom)
-        self.stepped = [self.masters.stepped(p) for p in self.params] if self.masters else self.params
-        if self.custom:
-            registry.check_custom(optimizer, self.params)
-        else:
-            optimizer = registry.build(config.optimizer, self.members, self.stepped)
-        self.optimizer = optimizer
-        self.needs_closure = self.custom and registry.needs_closure(optimizer)
+        super().__init__(model, config, optimizer, shared=shared)
         self._evaluation: closures.Evaluation | None = None
-        self.sophia = optimizer if isinstance(optimizer, Sophia) else None
-        self.rate = Rate(config, optimizer, custom=self.custom)
-        self.scale = LossScale(config.precision)
-        self.window = Window()
-        self.ema = average(self.named, self.masters, config)
-        self.monitor = Monitor(config.monitor, self.names, self.stepped)
-        statistics = Slots(self.named, guarded(self.named))
-        self.guard = Guard(statistics) if statistics.names else None
-        self._listen()
-        self.peers: RankExchange | None = None
-        self.masks: Policy | None = None
-        self.judge: RejectionPolicy | None = None
-        self.gradient_bytes = 0
-        self.largest_part: int | None = None
-        self.steps = self.skipped = self.skipped_in_a_row = self.first_rejected = 0
-        self.grad_norm = self.loss = math.nan
-        if text := norms.warning(model, config.accumulate.steps):
-            self.monitor.warn("batch_norm", text)
-        adoption.look_at_average(self.monitor, config)
-        adoption.watch_autocast(model, self.monitor, config, self.device)
         # Copied from the configuration: after a forward pass its objects are no longer in the CPU's cache.
         self._max_norm = config.clip.max_norm or math.inf
         self._max_value = config.clip.value
@@ -104,28 +48,16 @@ class Lane(LaneState):
         self._look_at = 0
         self._spent: list[Tensor] = []  # gradients of the last step, whose memory the next backward pass takes
         self._counts: set[int] = set()  # how many gradients a step had, where it was not all of them
-        self.take_stock()
-        if self.custom and (idle := registry.idle(optimizer, self.names, self.params)):
-            self.monitor.warn("idle", f"{idle[0]} is trained by nobody: the optimizer does not hold it")
-
-    def policies(self) -> list[Policy]:
-        """The policies of this model in the order in which they act, before a step and after it."""
-        in_order: list[Policy | None] = [
-            # The parallel strategy sums gradients over the ranks: all that follows must see the same ones.
-            self.peers,
-            # Master weights take over what was written into half weights before anything steps or averages them. After
-            # a step the model has them again before masks and averages look at it.
-            self.masters,
-            # What is masked is zero again before it is averaged.
-            self.masks,
-            self.ema,
-            # Running statistics come after the average, which follows them too: a growing mask may have run the model.
-            self.guard,
-            # Loss scale and schedule set what the next step reads: the log row of this one has the values before.
-            self.scale,
-            self.rate,
-        ]
-        return [policy for policy in in_order if policy is not None]
+        self._listen()
+        dependence = norms.warning(model, config.accumulate.steps)
+        if dependence:
+            self.monitor.warn("batch_norm", dependence)
+        adoption.look_at_average(self.monitor, config)
+        adoption.watch_autocast(model, self.monitor, config, self.device)
+        if self.custom:
+            idle = registry.idle(optimizer, self.names, self.params)
+            if idle:
+                self.monitor.warn("idle", f"{idle[0]} is trained by nobody: the optimizer does not hold it")
 
     def _listen(self) -> None:
         """Has the model tell of weights that are loaded into it, without keeping an optimizer that is gone."""
@@ -147,15 +79,6 @@ class Lane(LaneState):
                 self.ema.begin(buffers=True)
             if self.guard is not None:
                 self.guard.keep()
-
-    def take_stock(self) -> None:
-        """Works out what depends on `params`: at first, and when some were added."""
-        self.kinds = [(p.dtype, p.device) for p in self.params]
-        self.frozen = model_sync.left_out(self)
-        self.finite = FiniteWeights(self.names, self.params)
-        self._small = gradient_norm.is_small(self.stepped)
-        plain = all(type(p) is nn.Parameter for p in self.stepped) and (not self.custom or fused(self.optimizer))
-        self.strides = Strides(self.optimizer, self.params, self.stepped) if plain else None
 
     def backward(self, loss: Tensor, weight: float | None = None, *, share: float = 1.0) -> None:
         """Adds the gradients of one loss to the window; see Window for the meaning of `weight`.
@@ -182,7 +105,7 @@ class Lane(LaneState):
         if not self.steps:
             adoption.look_at_loss(self.monitor, loss, weight, self._window_size)
         try:
-            loop_mistakes.settle_foreign(self, self._passes != Lane.passes)
+            loop_mistakes.settle_foreign(self, self.own_passes != LaneState.passes)
             if window.weighted is not None:
                 window.check(weight, self.stepped)
             if self.scale.on and window.untouched:
@@ -196,8 +119,8 @@ class Lane(LaneState):
             self._spent = []
             with _ALONE if self.peers is None else self.peers.backward():
                 self._differentiate(loss)
-            Lane.passes += 1
-            self._passes = Lane.passes
+            LaneState.passes += 1
+            self.own_passes = LaneState.passes
             if self.masters is not None:
                 self.masters.collect()
             window.witness = None  # of an earlier call: this one has written to it
@@ -280,20 +203,6 @@ class Lane(LaneState):
         """
         model_sync.refresh(self, warn=warn)
 
-    def forget(self) -> None:
-        """Drops the window: its losses, its gradients, its estimate of the curvature."""
-        self.window.clear()
-        self._passes = Lane.passes
-        for param in self.stepped:
-            param.grad = None
-        if self.masters is not None:
-            for half in self.masters.half:  # a backward pass that failed has left gradients there
-                half.grad = None
-        if self.custom:
-            self.optimizer.zero_grad()
-        elif self.sophia is not None:
-            self.sophia.forget()
-
     def _update(self) -> bool:
         """The step at the end of a window. Whatever it raises drops the window."""
         try:
@@ -307,7 +216,7 @@ class Lane(LaneState):
     def _attempt(self) -> bool:
         window, peers = self.window, self.peers
         if window.witness is not None:
-            loop_mistakes.settle_foreign(self, self._passes != Lane.passes)
+            loop_mistakes.settle_foreign(self, self.own_passes != LaneState.passes)
             window.check_gradients(self.stepped)
         if self._went_back():
             return False
@@ -325,7 +234,7 @@ class Lane(LaneState):
         # The one synchronisation of a step: everything after it is decided on the CPU.
         weight, total_loss = window.weight, window.total_loss()
         has_loss = window.has_loss
-        if peers is None and self._small:
+        if peers is None and self.small:
             raw_norm = gradient_norm.norm(grads)
         else:
             raw_norm = gradient_norm.total_norm(self._norms(grads))
