@@ -159,9 +159,9 @@ class ImportOnnx(Stage):
     @classmethod
     def renamed(cls, path: Path, names: Mapping[str, str]) -> bytes:
         """The model with other names for the files that hold its weights."""
-        from layerline.graph.io import relocate_weights
+        from layerline.graph.io import onnx_files
 
-        return relocate_weights.renamed(path, names)
+        return onnx_files.relocated(path, names)
 
     def files(self) -> tuple[str, ...]:
         """The model, its weights and the samples: their content is part of the key."""

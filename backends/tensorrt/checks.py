@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import ShapeInferencePass
 
 from layerline.backends.base import SOURCE, TRACED
 from layerline.backends.light import Model
@@ -19,6 +18,7 @@ from layerline.backends.tensorrt.checks_qdq import quantizers
 from layerline.backends.tensorrt.checks_types import TYPES, cast_away, edge
 from layerline.backends.tensorrt.node_site import NodeSite, Refusal, is_foldable, name, readable, sites
 from layerline.graph.analysis import ir_queries
+from layerline.graph.analysis.element_types import infer_types
 from layerline.graph.analysis.shape_inference import Symbols
 from layerline.graph.analysis.symbolic_sizes import sizes
 from layerline.graph.io import canonicalize
@@ -79,8 +79,7 @@ def _flat(model: Model) -> ir.Model:
 
 def _inferred(model: Model) -> ir.Graph:
     flat = _flat(model)
-    # Data propagation would write out what a ConstantOfShape holds, however much that is.
-    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(flat)
+    infer_types(flat)
     return flat.graph
 
 

@@ -8,4 +8,5 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 def infer_types(model: ir.Model) -> None:
     """Fills in the types and shapes that a file leaves out; what it declares stays, for the model is written again."""
+    # Data propagation would write out what a ConstantOfShape holds, however much that is.
     ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)

@@ -39,3 +39,12 @@ def first_output(node: onnx.NodeProto) -> str:
         if name:
             return str(name)
     return ""
+
+
+def defined(graph: onnx.GraphProto) -> set[str]:
+    """Every name that the graph itself gives a value, whatever the order of its nodes."""
+    names = {item.name for item in (*graph.input, *graph.initializer)}
+    names.update(sparse.values.name for sparse in graph.sparse_initializer)
+    for node in graph.node:
+        names.update(filter(None, node.output))
+    return names

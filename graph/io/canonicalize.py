@@ -8,6 +8,7 @@ import onnx
 
 from layerline.backends.light import Light, Model, bodies, rename, split
 from layerline.graph.analysis.fresh_names import fresh_name
+from layerline.graph.analysis.proto_queries import defined
 from layerline.graph.io import inline_functions, onnx_files
 from layerline.pipeline.errors import StageError
 
@@ -70,28 +71,20 @@ def _unshadow(light: Light) -> list[str]:
     model = light.model
     taken = set(light.weights)
     for each in onnx_files.graphs(model):
-        taken |= _defined(each)
+        taken |= defined(each)
     shadowing: list[str] = []
 
     def visit(graph: onnx.GraphProto, around: frozenset[str], renamed: Mapping[str, str]) -> None:
         # Sorted, so that the same file always gets the same new names.
-        new_names = {name: fresh_name(name, taken) for name in sorted(_defined(graph) & around)}
+        new_names = {name: fresh_name(name, taken) for name in sorted(defined(graph) & around)}
         shadowing.extend(new_names)
         renamed = {**renamed, **new_names}
         if renamed:
             rename(graph, renamed, nested=False)
-        within = around | _defined(graph)
+        within = around | defined(graph)
         for node in graph.node:
             for body in bodies(node):
                 visit(body, within, renamed)
 
     visit(model.graph, frozenset(light.weights), {})
     return shadowing
-
-
-def _defined(graph: onnx.GraphProto) -> set[str]:
-    """Names of the values that a graph itself defines."""
-    names = {item.name for item in (*graph.initializer, *graph.input)}
-    for node in graph.node:
-        names.update(filter(None, node.output))
-    return names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,7 @@ def read(path: Path) -> Light:
     Raises:
         StageError: not an ONNX file, or a tensor in it that can't be one.
     """
-    try:
-        model = onnx.load(str(path), format="protobuf", load_external_data=False)
-    except OSError as error:
-        raise StageError(f"cannot read: {error.strerror}", where=path.name) from error
-    except Exception as error:
-        raise StageError(f"not a readable ONNX file ({error})", where=path.name) from error
+    model = _parsed(path)
     if not model.HasField("graph"):
         raise StageError("not a readable ONNX file (it holds no graph)", where=path.name)
     text = _undecoded(model)
@@ -140,6 +136,15 @@ def read(path: Path) -> Light:
     for name, weight in light.weights.items():
         light.weights[name] = ir.Tensor(weight.numpy(), weight.dtype, name=name)
     return light
+
+
+def _parsed(path: Path) -> onnx.ModelProto:
+    try:
+        return onnx.load(str(path), format="protobuf", load_external_data=False)
+    except OSError as error:
+        raise StageError(f"cannot read: {error.strerror}", where=path.name) from error
+    except Exception as error:
+        raise StageError(f"not a readable ONNX file ({error})", where=path.name) from error
 
 
 def _undecoded(message: Any) -> bytes | None:
@@ -406,3 +411,21 @@ def _clean_metadata(item: Any) -> None:
     entries.sort(key=lambda entry: entry.key)
     del item.metadata_props[:]
     item.metadata_props.extend(entries)
+
+
+def relocated(path: Path, names: Mapping[str, str]) -> bytes:
+    """An ONNX file with other places for its external data, which is not read; all else stays.
+
+    Args:
+        names: the new place for each that the file stores, both relative to its folder.
+
+    Raises:
+        StageError: not an ONNX file.
+    """
+    model = _parsed(path)
+    for tensor in tensors(model):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = names.get(Path(entry.value).as_posix(), entry.value)
+    content: bytes = model.SerializeToString()
+    return content

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Set
 import onnx
 
 from layerline.backends.light import Light, bodies
-from layerline.graph.analysis.proto_queries import node_label
+from layerline.graph.analysis.proto_queries import defined, node_label
 from layerline.graph.io import inline_functions, onnx_files
 from layerline.pipeline.errors import StageError
 
@@ -48,7 +48,7 @@ def refuse_broken(light: Light) -> None:
             where=f"node {node_label(node)}",
             hint="onnx.checker.check_model(model) says the same",
         )
-    made = _made(graph) | stored
+    made = defined(graph) | stored
     for output in graph.output:
         if output.name not in made:
             raise StageError("not valid ONNX: nothing computes it", where=f"output {output.name}")
@@ -96,19 +96,10 @@ def _refuse_twice(inputs: list[str], stored: list[str], nodes: Iterable[onnx.Nod
 
 def _undefined(graph: onnx.GraphProto, outer: Set[str]) -> Iterator[tuple[onnx.NodeProto, str]]:
     """Nodes that read what neither their graph nor one around it defines, each with the name."""
-    defined = outer | _made(graph)
+    available = outer | defined(graph)
     for node in graph.node:
         for name in node.input:
-            if name and name not in defined:
+            if name and name not in available:
                 yield node, name
         for body in bodies(node):
-            yield from _undefined(body, defined)
-
-
-def _made(graph: onnx.GraphProto) -> set[str]:
-    """Every name that the graph itself gives a value, whatever the order of its nodes."""
-    names = {item.name for item in (*graph.input, *graph.initializer)}
-    names.update(sparse.values.name for sparse in graph.sparse_initializer)
-    for node in graph.node:
-        names.update(node.output)
-    return names
+            yield from _undefined(body, available)

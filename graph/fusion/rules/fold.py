@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import onnx
 import onnx_ir as ir
 
+from layerline.backends.light import Light
+from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.analysis.ir_queries import Array, is_random, static, subgraphs
-from layerline.graph.fusion.constant_folding import evaluate
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import Rule
+from layerline.graph.io.ir_convert import store
 from layerline.pipeline.errors import StageError
 
 KEPT = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Constant"})
@@ -147,15 +151,47 @@ def _bytes(value: ir.Value) -> int | None:
 def _evaluate(nodes: list[ir.Node], wanted: list[ir.Value], work: Rewriting) -> dict[str, Array]:
     """All at once; when something fails, each value on its own, so that one odd operator costs only itself."""
     try:
-        return evaluate(nodes, wanted, work.model)
+        return _on_runtime(nodes, wanted, work.model)
     except StageError:
         arrays: dict[str, Array] = {}
     for value in wanted:
         try:
-            arrays |= evaluate(_needed(value, nodes), [value], work.model)
+            arrays |= _on_runtime(_needed(value, nodes), [value], work.model)
         except StageError as error:
             work.decline(RULE.name, value, f"{value.name}: {error.what}")
     return arrays
+
+
+def _on_runtime(nodes: list[ir.Node], wanted: list[ir.Value], model: ir.Model) -> dict[str, Array]:
+    """Runs `nodes` (in order, fed by constants only) and returns the wanted values by name.
+
+    Raises:
+        StageError: the runtime has no kernel for one of them, or one of them fails.
+    """
+    light = _submodel(nodes, wanted, model)
+    try:
+        outputs = OnnxRuntime(threads=1, few_runs=True).open(light).run({})
+        return {name: np.asarray(array) for name, array in outputs.items()}
+    except StageError as error:
+        where = light.model.graph.output[0].name
+        raise StageError(f"onnxruntime can't compute it ({error.what.splitlines()[0]})", where=where) from error
+
+
+def _submodel(nodes: list[ir.Node], wanted: list[ir.Value], model: ir.Model) -> Light:
+    computed: set[ir.Value] = set()
+    for node in nodes:
+        computed.update(node.outputs)
+    constants: dict[str | None, ir.Value] = {}
+    for node in nodes:
+        constants.update((value.name, value) for value in node.inputs if value is not None and value not in computed)
+    outputs = [onnx.helper.make_empty_tensor_value_info(v.name) for v in wanted]
+    graph = onnx.helper.make_graph([ir.serde.serialize_node(n) for n in nodes], "constants", [], outputs)
+    opsets = [onnx.helper.make_opsetid(d, v) for d, v in model.opset_imports.items()]
+    light = Light(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version), {})
+    for name, value in constants.items():
+        assert value.const_value is not None and name
+        store(light, name, value.const_value)
+    return light
 
 
 def _needed(value: ir.Value, nodes: list[ir.Node]) -> list[ir.Node]:
