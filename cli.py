@@ -171,9 +171,43 @@ def run(
 
     Lists the later stages that are out of date afterwards.
     """
+    _run(stages, sets, force=force, as_json=as_json, folder=folder)
+
+
+@app.command()
+def tune(
+    max_drop: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BUDGET", help="As quantize.max_drop: 0.01, 0.5% or {accuracy: 0.5%}.", show_default="0.5%"
+        ),
+    ] = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+    folder: Folder = _HERE,
+) -> None:
+    """Find the cheapest formats of layers that keep the accuracy.
+
+    Runs quantize with quantize.search, and shows what each layer costs and saves, and what was chosen.
+    """
+    budget = [] if max_drop is None else [f"quantize.max_drop={max_drop}"]
+    options = ["quantize.search=true", *budget, *(sets or [])]
+    _run(["quantize"], options, force=False, as_json=as_json, folder=folder, tables=("search",))
+
+
+def _run(
+    stages: Sequence[str],
+    sets: Sequence[str] | None,
+    *,
+    force: bool,
+    as_json: bool,
+    folder: Path,
+    tables: Sequence[str] = (),
+) -> NoReturn:
+    """Runs stages, shows these tables of the last one's report, and exits."""
     from layerline.pipeline.records import lookup
     from layerline.pipeline.runner import Runner, rank
-    from layerline.views import screen, terminal
+    from layerline.views import json_output, screen, terminal
 
     project = _load(folder.resolve(), sets)
     names = lookup.asked_for(project, stages)
@@ -184,8 +218,15 @@ def run(
         done = Runner(project, live).run(names, force=force)
     if _DEBUG and done.error:
         raise done.error
+    record = done.results[-1].record if tables and done.results else None
+    report = None if record is None else _planner(project).ledger.report(record)
     if as_json and not rank():
-        print_json(done.to_json())
+        document = done.to_json()
+        if report is not None:
+            document["report"] = {name: json_output.plain(report)[name] for name in ("tables", "notes")}
+        print_json(document)
+    elif report is not None and not silent:
+        terminal.report_tables(screen.console(), report, tables)
     for result in done.results:
         if result.error is not None:
             screen.error(result.error)

@@ -64,13 +64,16 @@ class Outcome:
             model: the float model.
             layers: `quantize.layers` as pipe.yaml has it.
         """
-        fixed = json.dumps(fragment(model, layers, self.formats), ensure_ascii=False)
-        note = f"{self.evaluations} full evaluations; to fix these formats, write under quantize: `layers: {fixed}`"
+        note = f"full evaluations of the budget: {self.evaluations}"
+        fixed = fragment(model, layers, self.formats)
+        if fixed:
+            written = json.dumps(fixed, ensure_ascii=False)
+            note += f"; to fix these formats, write in pipe.yaml under quantize: `layers: {written}`"
         counts = Counter(self.formats.values())
         metrics: dict[str, Scalar] = {
             "evaluations": self.evaluations,
             "formats": ", ".join(f"{count} {name}" for name, count in counts.items()),
-            "bytes_moved_saved_percent": 100 * self.saved,
+            "cost_saved_percent": 100 * self.saved,
         }
         return dataclasses.replace(
             report,

@@ -812,6 +812,7 @@ FAILURES: dict[str, tuple[int, str | None, str, str]] = {
     "debug double": (2, None, "stage double shows all it knows", "see: pipe diff double"),
     "report": (2, None, "there is no run yet", "pipe run all"),
     "report -o no/where.html": (2, None, "there is no folder no", "make it"),
+    "tune --max-drop 1": (2, "--set quantize.search=true", "quantize: unknown key", ""),
     "plan duble": (2, None, "there is no stage 'duble' here", "did you mean 'double'?"),
     "plan pipe.yaml": (2, "pipe.yaml", "it holds no quantisation plan", "give a plan.json"),
     "path double": (2, None, "stage double has not run yet", "pipe run double"),

@@ -35,7 +35,7 @@ from layerline.pipeline.stage import Stage
 from layerline.views import formatting, lines
 from layerline.views.formatting import amount, count, heading, outcome
 from layerline.views.screen import cleaned, console, words
-from layerline.views.tables import PAGE_ONLY, Column, TableView, filled, records_table
+from layerline.views.tables import PAGE_ONLY, Column, TableView, filled, free_table, records_table
 
 ORDERS: Mapping[Order, str] = {
     "own": "the lowest own dB first",
@@ -286,6 +286,17 @@ def diff(out: Console, report: Report, top: int, order: Order, beside: Beside | 
     if len(report.records) > top:
         _dim(out, f"{top} of {len(report.records)} values, {ORDERS[order]}; --top N shows more")
     findings(out, report, beside.report if beside else None)
+
+
+def report_tables(out: Console, report: Report, names: Sequence[str]) -> None:
+    """Prints these tables of a report, those without rows left out, then its gates, figures and notes."""
+    report = cleaned(report)
+    for name in names:
+        rows = report.tables.get(name, ())
+        if rows:
+            out.print(words(name, "bold"))
+            table(out, free_table(rows))
+    findings(out, report)
 
 
 def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -1,11 +1,14 @@
 """The search for the cheapest formats, on models in which the layers that lose the accuracy are planted."""
 
 import json
+import re
 
 import numpy as np
+import onnx
 import pytest
 from pydantic import ValidationError
 
+from layerline import cli
 from layerline.calib.plan import QuantPlan
 from layerline.export.signature import Value
 from layerline.stages.quantize import Quantize
@@ -83,7 +86,7 @@ def test_exactly_the_layer_that_loses_the_accuracy_stays_float(searched, fields,
     plan = QuantPlan.from_json((made.out / "plan.json").read_text())
     assert {v.name for v in plan.values} == {"x", "w1", "r", "w3"}
     assert any(k.name == "bad" and k.reason.startswith("search:") for k in plan.kept)
-    note = next(n for n in report.notes if "full evaluations" in n)
+    note = next(n for n in report.notes if n.startswith("full evaluations"))
     assert json.loads(note.split("`layers: ")[1].rstrip("`")) == {"bad": chosen}
 
 
@@ -132,3 +135,21 @@ def test_eval_data_that_changes_between_calls_is_refused(searched):
 def test_a_search_takes_mode_int8():
     with pytest.raises(ValidationError, match="mode: int8"):
         Quantize(mode="fp16", search=True)
+
+
+def test_pipe_tune_prints_the_table_and_is_cached_the_second_time(tmp_path, monkeypatch, capsys):
+    onnx.save(ONE, tmp_path / "net.onnx")
+    np.save(tmp_path / "mix.npy", MIX)
+    text = "import numpy as np\nrng = np.random.default_rng(1)" + TASK + LABELS
+    (tmp_path / "task.py").write_text(text.replace("__file__", repr(str(tmp_path / "task.py"))))
+    (tmp_path / "pipe.yaml").write_text("import-onnx: {file: net.onnx}\nquantize: {calibrator: minmax}\n")
+    monkeypatch.setenv("COLUMNS", "250")
+    states = []
+    for arguments in (["tune"], ["tune", "--json"]):
+        assert not cli.app([*arguments, "-C", str(tmp_path)], standalone_mode=False)
+        states.append(capsys.readouterr().out)
+    assert re.search(r"MatMul_bad +MatMul .* fp16 +in int8 the budget fails", states[0])
+    assert 'under quantize: `layers: {"MatMul_bad": "fp16"}`' in states[0].replace("\n     ", " ")
+    document = json.loads(states[1])
+    assert [s["state"] for s in document["stages"]] == ["cached"] * 3
+    assert document["report"]["tables"]["search"][0]["module"] == "MatMul_bad"
