@@ -24,7 +24,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from layerline.export import probe_files
-from layerline.export.signature import Dim, Signature, Value
+from layerline.export.signature import Signature, Value
+from layerline.pipeline.config.field_types import Dim
 
 PEER = """
 import sys

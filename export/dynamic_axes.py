@@ -12,7 +12,7 @@ import torch
 
 from layerline.backends.base import Array, Feed
 from layerline.export.probe_files import resized
-from layerline.export.signature import DeclaredDim
+from layerline.pipeline.config.field_types import Axis
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.inputs.untrusted import is_number
 from layerline.pipeline.nearest import did_you_mean
@@ -28,7 +28,7 @@ class Axes:
     """
 
     names: Mapping[tuple[str, int], str]
-    bounds: Mapping[str, DeclaredDim]
+    bounds: Mapping[str, Axis]
 
     def places(self, name: str) -> list[tuple[str, int]]:
         """Where the axis of that name is: (input, axis)."""
@@ -66,60 +66,56 @@ class Axes:
         return specs
 
 
-def declare(feed: Feed, declared: Mapping[str, Mapping[int, tuple[str, DeclaredDim]]]) -> Axes:
+def declare(feed: Feed, declared: Mapping[str, Mapping[int, Axis]]) -> Axes:
     """Checks a declaration (by input name, axis: name and bounds) against the example.
 
     Raises:
         ConfigError: an unknown input, an axis that the input has not, bounds that contradict each other or the example.
     """
     names: dict[tuple[str, int], str] = {}
-    bounds: dict[str, DeclaredDim] = {}
+    bounds: dict[str, Axis] = {}
     for input_name, axes in declared.items():
         if input_name not in feed:
             hint = f"{did_you_mean(input_name, feed)} the model takes {', '.join(feed)}"
             raise ConfigError(f"unknown input {input_name!r}", where=f"dynamic.{input_name}", hint=hint.lstrip())
         rank = feed[input_name].ndim
-        for axis, (name, bound) in axes.items():
+        for axis, bound in axes.items():
             where = f"dynamic.{input_name}.{axis}"
             if not -rank <= axis < rank:
                 raise ConfigError(f"input {input_name!r} has {rank} axes, there is no axis {axis}", where=where)
-            names[input_name, axis % rank] = name
-            bounds[name] = _merged(bounds.get(name), bound, where)
+            names[input_name, axis % rank] = bound.name
+            bounds[bound.name] = _merged(bounds.get(bound.name), bound, where)
     out = Axes(names=names, bounds=bounds)
     for name, bound in bounds.items():
         _check(out, feed, name, bound)
     return out
 
 
-def _merged(previous: DeclaredDim | None, new: DeclaredDim, where: str) -> DeclaredDim:
+def _merged(previous: Axis | None, new: Axis, where: str) -> Axis:
     """The bounds of a tied axis. They may be declared at any of its places, but not in two ways."""
     if previous is None or previous.is_open:
         return new
-    if not new.is_open and new != previous:
+    if not new.is_open and (new.min, new.max, new.step) != (previous.min, previous.max, previous.step):
         raise ConfigError(f"the axis is tied to another with other bounds: {previous} and {new}", where=where)
     return previous
 
 
-def _check(axes: Axes, feed: Feed, name: str, bound: DeclaredDim) -> None:
+def _check(axes: Axes, feed: Feed, name: str, bound: Axis) -> None:
     input_name, first_axis = axes.places(name)[0]
     where = f"dynamic.{input_name}.{first_axis}"
     sizes = {feed[place].shape[axis] for place, axis in axes.places(name)}
     if len(sizes) > 1:
         raise ConfigError(f"{name!r} ties axes whose sizes in the example differ: {sorted(sizes)}", where=where)
     size = sizes.pop()
-    low = 1 if bound.min is None else bound.min
-    multiple = 1 if bound.multiple is None else bound.multiple
-    # Two multiples at least: an axis with one size is fixed.
-    leaves_nothing = bound.max is not None and bound.max < max(low, 2 * multiple)
-    if low < 1 or multiple < 1 or leaves_nothing:
+    if bound.max is not None and bound.max < 2 * bound.step:
         raise ConfigError(
-            f"bounds of {name!r} leave nothing to vary: min {bound.min}, max {bound.max}, multiple {multiple}",
+            f"bounds of {name!r} leave nothing to vary: max {bound.max}, multiple {bound.step}",
             where=where,
-            hint="a dynamic axis needs 1 <= min <= max and room for two multiples; leave a fixed axis out",
+            hint="a dynamic axis needs room for two multiples; leave a fixed axis out",
         )
     above = bound.max is not None and size > bound.max
-    if size % multiple or size < low or above:
-        limits = {"min": bound.min, "max": bound.max, "multiple": multiple}
+    if size % bound.step or size < (bound.min or 1) or above:
+        limits = {"min": bound.min, "max": bound.max, "multiple": bound.step}
         declared = ", ".join(f"{key} {limit}" for key, limit in limits.items() if limit)
         raise ConfigError(
             f"the example's size {size} of {name!r} is outside its declared bounds: {declared}", where=where

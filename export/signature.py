@@ -12,49 +12,10 @@ from typing import Any
 import onnx
 
 from layerline.backends.light import Light
+from layerline.pipeline.config.field_types import Dim
 from layerline.pipeline.errors import StageError
 
 FILE = "signature.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dim:
-    """Bounds of one symbolic dimension, both inclusive; sizes are multiples of `multiple`."""
-
-    min: int = 1
-    max: int
-    multiple: int = 1
-
-    def sizes(self) -> range:
-        """Every size within the bounds."""
-        first = -(-self.min // self.multiple) * self.multiple
-        return range(first, self.max + 1, self.multiple)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeclaredDim:
-    """What a configuration says about a dimension; None where it says nothing. Bounds are inclusive."""
-
-    min: int | None = None
-    max: int | None = None
-    multiple: int | None = None
-
-    @property
-    def step(self) -> int:
-        """Every size is a multiple of this."""
-        return self.multiple or 1
-
-    @property
-    def is_open(self) -> bool:
-        """Whether any size is allowed."""
-        return self.min is None and self.max is None and self.step == 1
-
-    def fit(self, size: int) -> int:
-        """The nearest size that is allowed."""
-        low = -(-(self.min or 1) // self.step) * self.step
-        high = (self.max or max(size, self.step)) // self.step * self.step
-        nearest = max(size // self.step * self.step, self.step)
-        return max(low, min(nearest, high))
 
 
 def bounds(dims: Mapping[str, Dim], fixed: Mapping[str, int] | None = None) -> dict[str, str]:

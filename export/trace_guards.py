@@ -30,8 +30,8 @@ from layerline.export import torch_private
 from layerline.export.dynamic_axes import Axes
 from layerline.export.example_call import Call
 from layerline.export.export_errors import place
-from layerline.export.signature import Dim
 from layerline.graph.io.module_identity import source
+from layerline.pipeline.config.field_types import Dim
 from layerline.pipeline.errors import brief
 
 ALL = 512

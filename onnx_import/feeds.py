@@ -10,10 +10,11 @@ import numpy as np
 from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.export.probe_files import drawn
-from layerline.export.signature import DeclaredDim, Value
+from layerline.export.signature import Value
 from layerline.graph.analysis import integer_usage
 from layerline.onnx_import.feed_sources import WIDE, Drawn, Samples
 from layerline.onnx_import.size_search import BATCH, Feeder, sizes_text
+from layerline.pipeline.config.field_types import Dimension
 from layerline.pipeline.errors import ConfigError, StageError
 
 Range = tuple[int, int]
@@ -67,7 +68,7 @@ def from_samples(feeder: Feeder, samples: Samples, count: int, ranges: Mapping[s
     """
     _check_samples(samples, ranges)
     batches = samples.batches()
-    batch = max((feeder.declared.get(name, DeclaredDim()).fit(BATCH) for name in batches), default=BATCH)
+    batch = max((feeder.declared.get(name, Dimension()).fit(BATCH) for name in batches), default=BATCH)
     first = samples.sizes(batch)
     error = feeder.refuses(samples.feed(first))
     if error:
@@ -159,7 +160,7 @@ def _next(feeder: Feeder, samples: Samples, count: int, batch: int, first: Mappi
     feeds: list[Feed] = []
     batches = samples.batches()
     if batches:
-        sizes = {name: feeder.declared.get(name, DeclaredDim()).fit(count) for name in batches}
+        sizes = {name: feeder.declared.get(name, Dimension()).fit(count) for name in batches}
         if samples.count > batch:
             feeds.append(samples.feed({**first, **sizes}, batch))
     else:

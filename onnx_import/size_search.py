@@ -11,10 +11,11 @@ from onnx import helper
 from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
-from layerline.export.signature import DeclaredDim, Dim, Value
+from layerline.export.signature import Value
 from layerline.graph.analysis.fresh_names import fresh_name
 from layerline.graph.io import onnx_files
 from layerline.onnx_import.feed_sources import Source
+from layerline.pipeline.config.field_types import Dim, Dimension
 from layerline.pipeline.errors import ConfigError, StageError, first_line
 
 MEMORY = 64 << 20
@@ -57,7 +58,7 @@ class Feeder:
 
     model: Light
     inputs: Sequence[Value]
-    declared: Mapping[str, DeclaredDim]
+    declared: Mapping[str, Dimension]
     constants: Mapping[str, Array] = field(default_factory=dict)
     dims: dict[str, Dim] = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)
@@ -136,7 +137,7 @@ class Feeder:
 
     def _candidates(self, name: str) -> list[int]:
         """Sizes to try of a dimension, the likeliest first, within its declared bounds."""
-        declared = self.declared.get(name, DeclaredDim())
+        declared = self.declared.get(name, Dimension())
         sizes = list(_BATCH_SIZES if self._is_batch(name) else _SIZES)
         if declared.max is not None:
             low = declared.min or 1
@@ -160,7 +161,7 @@ class Feeder:
             return []
         sizes = [first[name], *feeds]
         tied = (name, *(other for other, leader in self.same.items() if leader == name))
-        bounds = declared or DeclaredDim(min=min(sizes), max=max(sizes))
+        bounds = declared or Dimension(min=min(sizes), max=max(sizes))
         step = bounds.multiple or self._step(tied, source, first)
         dim = Dim(min=bounds.min or min(sizes), max=bounds.max or max(sizes), multiple=step)
         self.dims[name] = dim
@@ -198,7 +199,7 @@ class Feeder:
             ConfigError: a declared bound is no multiple of the model's step, or the model refuses a declared size.
         """
         name = names[0]
-        declared = self.declared.get(name, DeclaredDim())
+        declared = self.declared.get(name, Dimension())
         step = declared.multiple or self._step(names, source, first)
         for bound in (declared.min, declared.max):
             if bound is not None and bound % step:
@@ -225,7 +226,7 @@ class Feeder:
 
     def _range(self, name: str, size: int) -> tuple[int, int]:
         """Least and greatest size to run: as declared, otherwise around the first feed's."""
-        declared = self.declared.get(name, DeclaredDim())
+        declared = self.declared.get(name, Dimension())
         low, high = size // 2, 2 * size
         if self._is_batch(name):
             low, high = 1, BATCHES * size

@@ -11,10 +11,11 @@ import torch
 
 from layerline.export.dynamic_axes import Axes
 from layerline.export.example_call import Call
-from layerline.export.signature import Dim, Signature, Value
+from layerline.export.signature import Signature, Value
 from layerline.export.torch_export import quiet, trace
 from layerline.graph.io import module_identity, onnx_files
 from layerline.parity.probe_inputs import BEYOND, drawn_over, outputs_or_error, size_refused
+from layerline.pipeline.config.field_types import Dim
 from layerline.pipeline.errors import ConfigError
 
 LARGEST = 64 << 20

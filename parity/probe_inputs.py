@@ -15,9 +15,9 @@ from layerline.export.dynamic_axes import Axes
 from layerline.export.example_call import Call
 from layerline.export.probe_files import Probe, drawn
 from layerline.export.program_queries import activation_bytes
-from layerline.export.signature import DeclaredDim, Dim
 from layerline.export.torch_export import Traced, quiet
 from layerline.export.trace_guards import Guard
+from layerline.pipeline.config.field_types import Dim, Dimension
 from layerline.pipeline.errors import ConfigError, StageError, brief
 from layerline.pipeline.report import Gate
 
@@ -263,12 +263,14 @@ class Prober:
         for name, bounds in self.axes.bounds.items():
             step = 1 if bounds.step > 1 else self._step(name, bounds)
             if step > 1:
-                self.axes = replace(self.axes, bounds={**self.axes.bounds, name: replace(bounds, multiple=step)})
+                self.axes = replace(
+                    self.axes, bounds={**self.axes.bounds, name: bounds.model_copy(update={"multiple": step})}
+                )
                 self.notes.append(
                     f"forward() itself takes {name} in steps of {step}, found by trial: `multiple: {step}` declares it"
                 )
 
-    def _step(self, name: str, bounds: DeclaredDim) -> int:
+    def _step(self, name: str, bounds: Dimension) -> int:
         """The smallest step, up or down from the example's size, to a size that forward() takes; 1 if there is none."""
         example = self._example[name]
         for step in range(1, min(example, STEP) + 1):

@@ -242,7 +242,8 @@ def _metrics(built: Built) -> dict[str, Scalar]:
 
 def _axes(signature: Signature, profiles: Sequence[Profile]) -> dict[str, str]:
     """The sizes that the profiles admit: for each dimension, the bounds over all profiles."""
-    from layerline.export.signature import Dim, bounds
+    from layerline.export.signature import bounds
+    from layerline.pipeline.config.field_types import Dim
 
     admitted: dict[str, Dim] = {}
     for value in signature.inputs:

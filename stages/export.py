@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field
 
-from layerline.pipeline.config.field_types import Fields, Range, check_sizes
+from layerline.pipeline.config.field_types import Axis, Fields, Range
 from layerline.pipeline.errors import StageError, TaskError
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Gate, LayerDiff, Report
@@ -27,31 +27,6 @@ if TYPE_CHECKING:
     from layerline.parity.parity import Parity
     from layerline.parity.probe_inputs import Prober
     from layerline.training.run.shipping import Example
-
-
-class Axis(Fields):
-    """A dynamic axis; `batch` alone is short for `{name: batch}`."""
-
-    name: str
-    """Axes of one name have one size."""
-    min: PositiveInt | None = None
-    """Smallest size; found by trial if left out."""
-    max: PositiveInt | None = None
-    """Greatest size, which becomes the upper bound of the engine's profiles."""
-    multiple: PositiveInt = 1
-    """Every size is a multiple of this."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, raw: Any) -> Any:
-        if isinstance(raw, str):
-            return {"name": raw}
-        return raw
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Axis:
-        check_sizes(self.min, self.max, self.multiple)
-        return self
 
 
 class Tolerance(Fields):
@@ -205,18 +180,12 @@ class Export(Stage):
         """The module, called on an example with at least two steps along every dynamic axis, as tracing needs."""
         from layerline.export.dynamic_axes import declare
         from layerline.export.example_call import call
-        from layerline.export.signature import DeclaredDim
         from layerline.training.data.batches import example_inputs
 
         if example is None:
             example = example_inputs(task, forward=module.forward)
         first = call(module, *example)
-        declared: dict[str, dict[int, tuple[str, DeclaredDim]]] = {}
-        for name, axes_of_input in self.dynamic.items():
-            declared[name] = {}
-            for index, axis in axes_of_input.items():
-                declared[name][index] = (axis.name, DeclaredDim(min=axis.min, max=axis.max, multiple=axis.multiple))
-        axes = declare(first.feed, declared)
+        axes = declare(first.feed, self.dynamic)
         grown = axes.grown(first.feed)
         # Nothing had to grow.
         if all(grown[name] is array for name, array in first.feed.items()):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from layerline.pipeline.config.field_types import Fields, Range, check_sizes
+from layerline.pipeline.config.field_types import Dim, Dimension, Range
 from layerline.pipeline.errors import ConfigError, PipeError, StageError
 from layerline.pipeline.init.from_files import Look
 from layerline.pipeline.inspection import Inspection
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from layerline.backends.base import Array
     from layerline.backends.light import Light
     from layerline.backends.subprocess_build import Limits, Log, Relay
-    from layerline.export.signature import DeclaredDim, Signature
+    from layerline.export.signature import Signature
     from layerline.onnx_import.feeds import Fed
     from layerline.onnx_import.normalize_import import Adopted
     from layerline.onnx_import.size_search import Feeder
@@ -33,19 +33,13 @@ _MOST_MEMORY = 8.0  # GB
 _NO_MEMORY = ("Failed to allocate memory", "bad_alloc", "bad allocation", "Unable to allocate")
 
 
-class Dimension(Fields):
+class ImportedDim(Dimension):
     """A symbolic size; a number alone fixes it, a word alone renames it."""
 
     size: PositiveInt | None = None
     """Fixes it."""
     name: str | None = None
     """Renames it; dimensions of one name are one size."""
-    min: PositiveInt | None = None
-    """Smallest size; found by trial if left out."""
-    max: PositiveInt | None = None
-    """Greatest size, which becomes the upper bound of the engine's profiles."""
-    multiple: PositiveInt | None = None
-    """Every size is a multiple of this."""
 
     @model_validator(mode="before")
     @classmethod
@@ -57,12 +51,11 @@ class Dimension(Fields):
         return raw
 
     @model_validator(mode="after")
-    def _consistent(self) -> Dimension:
+    def _fixed_or_varied(self) -> ImportedDim:
         if self.size is not None:
             others = [name for name in ("name", "min", "max", "multiple") if getattr(self, name) is not None]
             if others:
                 raise ValueError(f"size {self.size} fixes it, so it has no {' and no '.join(others)}: keep one of them")
-        check_sizes(self.min, self.max, self.multiple)
         return self
 
 
@@ -104,7 +97,7 @@ class ImportOnnx(Stage):
     """An .npz with one array per input, whose first axis counts samples; without it, inputs are drawn at random."""
     opset: int = Field(default=20, ge=11)
     """Older files are raised to this version of ONNX's operators; newer ones stay as they are."""
-    dims: dict[str, Dimension] = Field(default_factory=dict)
+    dims: dict[str, ImportedDim] = Field(default_factory=dict)
     """Sizes that vary, by the name that the file (or the report's table of dimensions) gives them."""
     ranges: dict[str, Range] = Field(default_factory=dict)
     """What integer inputs may hold, by input: `{ids: {low: 0, high: 30521}}`."""
@@ -291,7 +284,7 @@ class ImportOnnx(Stage):
         module_identity.distrust(light.model)
         return normalize_import.adopt(light, self.opset)
 
-    def _settle(self, adopted: Adopted, limits: Limits) -> tuple[Adopted, dict[str, DeclaredDim], dict[str, Array]]:
+    def _settle(self, adopted: Adopted, limits: Limits) -> tuple[Adopted, dict[str, Dimension], dict[str, Array]]:
         """Applies `dims` and `values`, and takes the branches that they decide; bounds of dimensions, and constants.
 
         Raises:
@@ -321,9 +314,8 @@ class ImportOnnx(Stage):
     def _declared_ranges(self) -> dict[str, tuple[int, int]]:
         return {name: (values.low, values.high) for name, values in self.ranges.items()}
 
-    def _declare(self, light: Light, places: Places) -> dict[str, DeclaredDim]:
+    def _declare(self, light: Light, places: Places) -> dict[str, Dimension]:
         """Applies `dims` to the model, in place; the bounds that are left, by final name."""
-        from layerline.export.signature import DeclaredDim
         from layerline.onnx_import import symbolic_dims
 
         for name in self.dims:
@@ -334,10 +326,10 @@ class ImportOnnx(Stage):
         new_names = {name: dim.name for name, dim in self.dims.items() if dim.name}
         sizes = {name: dim.size for name, dim in self.dims.items() if dim.size}
         symbolic_dims.write(light.model, new_names, sizes)
-        declared: dict[str, DeclaredDim] = {}
+        declared: dict[str, Dimension] = {}
         for name, dim in self.dims.items():
-            bounds = DeclaredDim(min=dim.min, max=dim.max, multiple=dim.multiple)
-            if bounds != DeclaredDim() and declared.setdefault(dim.name or name, bounds) != bounds:
+            bounds = Dimension(min=dim.min, max=dim.max, multiple=dim.multiple)
+            if bounds != Dimension() and declared.setdefault(dim.name or name, bounds) != bounds:
                 raise ConfigError(f"two dimensions named {dim.name!r} have other bounds", where=f"dims.{name}")
         return declared
 
@@ -345,7 +337,7 @@ class ImportOnnx(Stage):
         self,
         work: _Place,
         adopted: Adopted,
-        declared: Mapping[str, DeclaredDim],
+        declared: Mapping[str, Dimension],
         arrays: Mapping[str, Any],
         constants: Mapping[str, Array],
     ) -> tuple[Feeder, Fed]:
@@ -396,7 +388,7 @@ class _Looked:
 def _looked(stage: ImportOnnx, root: Path, limits: Limits, _log: Relay) -> _Looked:
     """Reads the model and opens it on onnxruntime, in a process of its own; runs nothing of it."""
     from layerline.backends.onnxruntime import OnnxRuntime
-    from layerline.export.signature import Dim, signature
+    from layerline.export.signature import signature
     from layerline.graph.io import module_identity, onnx_files
     from layerline.onnx_import import feeds as foreign
 

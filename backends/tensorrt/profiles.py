@@ -8,25 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from layerline.pipeline.config.field_types import Dim
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.nearest import did_you_mean
 
 Shape = tuple[int, ...]
 Symbolic = tuple[int | str, ...]
 """Static sizes as integers, dynamic ones by name."""
-
-
-class SizeBounds(Protocol):
-    """Sizes that a symbolic dimension was exported for, both ends inclusive."""
-
-    @property
-    def min(self) -> int: ...
-    @property
-    def max(self) -> int: ...
-    @property
-    def multiple(self) -> int: ...
 
 
 class Sizes(NamedTuple):
@@ -70,7 +60,7 @@ Profile = Mapping[str, ShapeRange]
 
 def resolve(
     inputs: Mapping[str, Symbolic],
-    bounds: Mapping[str, SizeBounds],
+    bounds: Mapping[str, Dim],
     requested: Sequence[Mapping[str, Sizes | ShapeRange]],
     where: str = "profiles",
 ) -> tuple[Profile, ...]:
@@ -149,7 +139,7 @@ def _total_excess(profile: Profile, shapes: Mapping[str, Shape]) -> float:
     return sum(limits.excess(shapes[name]) for name, limits in profile.items())
 
 
-def _spanning(dynamic: Mapping[str, Symbolic], bounds: Mapping[str, SizeBounds], field: str) -> Profile:
+def _spanning(dynamic: Mapping[str, Symbolic], bounds: Mapping[str, Dim], field: str) -> Profile:
     entries: dict[str, Sizes | ShapeRange] = {}
     for name, shape in dynamic.items():
         for dim in _symbols_of(shape):
@@ -159,7 +149,7 @@ def _spanning(dynamic: Mapping[str, Symbolic], bounds: Mapping[str, SizeBounds],
     return {name: _shape_range(name, shape, entries, field) for name, shape in dynamic.items()}
 
 
-def _default_sizes(dim: str, bound: SizeBounds) -> Sizes:
+def _default_sizes(dim: str, bound: Dim) -> Sizes:
     """The least and the greatest multiple within the bounds, and the multiple half-way between, the lower of two."""
     step = bound.multiple
     where = f"signature.json, dimension {dim}"
@@ -239,9 +229,7 @@ def _check_ties(
             )
 
 
-def _check_bounds(
-    profile: Profile, inputs: Mapping[str, Symbolic], bounds: Mapping[str, SizeBounds], field: str
-) -> None:
+def _check_bounds(profile: Profile, inputs: Mapping[str, Symbolic], bounds: Mapping[str, Dim], field: str) -> None:
     for name, dim, sizes in _symbols(profile, inputs):
         bound = bounds.get(dim)
         if bound is None:

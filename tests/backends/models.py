@@ -11,7 +11,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from layerline.export import probe_files
-from layerline.export.signature import Dim, Signature, Value
+from layerline.export.signature import Signature, Value
+from layerline.pipeline.config.field_types import Dim
 
 Io = tuple[str, int, Sequence[int | str] | None]
 F, I64, U8, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.UINT8, TensorProto.BOOL

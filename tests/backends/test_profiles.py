@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from layerline.backends.tensorrt.profiles import ShapeRange, Sizes, admitting, choose, resolve
+from layerline.pipeline.config.field_types import Dim
 from layerline.pipeline.errors import ConfigError, StageError
 
 IMAGE = {"x": ("batch", 3, "h", "w")}
 
 
-@dataclass(frozen=True)
-class Bound:
-    min: int
-    max: int
-    multiple: int = 1
+def bound(low: int, high: int, multiple: int = 1) -> Dim:
+    return Dim(min=low, max=high, multiple=multiple)
 
 
-BOUNDS = {"batch": Bound(1, 16), "h": Bound(32, 640, 32), "w": Bound(32, 640, 32)}
+BOUNDS = {"batch": bound(1, 16), "h": bound(32, 640, 32), "w": bound(32, 640, 32)}
 FULL = {"batch": Sizes(1, 8, 16), "h": Sizes(32, 64, 640), "w": Sizes(32, 64, 640)}
 
 
@@ -37,7 +33,7 @@ def test_a_profile_by_input_and_by_dimension_mix() -> None:
 
 
 def test_without_a_request_one_profile_spans_the_bounds_in_multiples() -> None:
-    [profile] = resolve(IMAGE, {**BOUNDS, "h": Bound(40, 650, 32)}, [])
+    [profile] = resolve(IMAGE, {**BOUNDS, "h": bound(40, 650, 32)}, [])
     assert profile["x"] == ShapeRange((1, 3, 64, 32), (8, 3, 352, 320), (16, 3, 640, 640))
 
 
@@ -56,7 +52,7 @@ def test_a_static_model_needs_no_profile() -> None:
         (IMAGE, {}, [{"batch": Sizes(1, 2, 3), "h": Sizes(1, 2, 3)}], "x has no min/opt/max: its dimension 'w'"),
         ({"b": ("m", 3)}, {}, [], "b has no min/opt/max"),
         ({"b": ("m", 3)}, {}, [{}], "b has no min/opt/max"),
-        ({"a": (3,), "b": ("m",)}, {"n": Bound(1, 2)}, [], "b has no min/opt/max"),
+        ({"a": (3,), "b": ("m",)}, {"n": bound(1, 2)}, [], "b has no min/opt/max"),
     ],
 )
 def test_t27_a_dynamic_input_without_a_profile_is_named(inputs, bounds, requested, told) -> None:
@@ -74,7 +70,7 @@ def test_t28_a_minimum_below_one_is_refused(entry) -> None:
 
 def test_t28_also_when_it_comes_from_the_signature() -> None:
     with pytest.raises(ConfigError, match="dimension n: min is 0"):
-        resolve({"a": ("n", 3)}, {"n": Bound(0, 4)}, [])
+        resolve({"a": ("n", 3)}, {"n": bound(0, 4)}, [])
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 3), (1, 4, 3), (3, 2, 1)])
@@ -179,12 +175,12 @@ def test_what_is_chosen_admits_and_nothing_else_is_refused(pairs, n, m) -> None:
 
 @given(st.integers(1, 200), st.integers(0, 200), st.integers(1, 16))
 def test_the_default_profile_lies_within_the_bounds_on_multiples(low, extra, multiple) -> None:
-    bound = Bound(low, low + extra, multiple)
-    assume(bound.max // multiple >= -(-bound.min // multiple))
-    [profile] = resolve({"x": ("n",)}, {"n": bound}, [])
+    dim = bound(low, low + extra, multiple)
+    assume(dim.max // multiple >= -(-dim.min // multiple))
+    [profile] = resolve({"x": ("n",)}, {"n": dim}, [])
     a, b, c = profile["x"].sizes(0)
-    assert bound.min <= a <= b <= c <= bound.max
+    assert dim.min <= a <= b <= c <= dim.max
     assert not any(s % multiple for s in (a, b, c))
-    assert a - multiple < bound.min and c + multiple > bound.max
+    assert a - multiple < dim.min and c + multiple > dim.max
     # And asking for it explicitly is the same.
-    assert resolve({"x": ("n",)}, {"n": bound}, [{"n": Sizes(a, b, c)}]) == ({"x": profile["x"]},)
+    assert resolve({"x": ("n",)}, {"n": dim}, [{"n": Sizes(a, b, c)}]) == ({"x": profile["x"]},)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from layerline.export.dynamic_axes import Axes, declare
 from layerline.export.example_call import Call, call
 from layerline.export.probe_files import Probe
-from layerline.export.signature import DeclaredDim
 from layerline.export.torch_export import Traced, trace
+from layerline.pipeline.config.field_types import Axis
 
 
 class Block(nn.Module):
@@ -66,7 +66,7 @@ def exported(
 ) -> tuple[Call, Axes, Traced]:
     """Traces a module at opset 20; sources are relative to this folder."""
     first = call(module.eval(), args, {})
-    axes = declare(first.feed, {k: {i: (n, DeclaredDim()) for i, n in d.items()} for k, d in (dynamic or {}).items()})
+    axes = declare(first.feed, {k: {i: Axis(name=n) for i, n in d.items()} for k, d in (dynamic or {}).items()})
     grown = call(module, *first.arguments(axes.grown(first.feed)))
     return grown, axes, trace(grown, axes, 20, Path(__file__).parent)
 

@@ -10,25 +10,38 @@ import pytest
 from onnx import parser
 
 from layerline.export.dynamic_axes import Axes, declare, settle, write
-from layerline.export.signature import DeclaredDim
+from layerline.pipeline.config.field_types import Axis
 from layerline.pipeline.errors import ConfigError, StageError
 
 FEED = {"x": np.zeros((2, 3, 8)), "y": np.zeros((2, 5)), "n": np.array(3)}
 
 
-def axes(**declared: dict[int, str | tuple[str, DeclaredDim]]) -> Axes:
-    spelt = {k: {i: (v, DeclaredDim()) if isinstance(v, str) else v for i, v in d.items()} for k, d in declared.items()}
-    return declare(FEED, spelt)
+def axes(**declared: dict[int, str | Axis]) -> Axes:
+    by_input = {k: {i: Axis.model_validate(v) for i, v in d.items()} for k, d in declared.items()}
+    return declare(FEED, by_input)
 
 
 def test_places_sizes_and_growth() -> None:
-    found = axes(x={0: "batch", -1: ("w", DeclaredDim(multiple=8))}, y={0: "batch"})
+    found = axes(x={0: "batch", -1: Axis(name="w", multiple=8)}, y={0: "batch"})
     assert found.places("batch") == [("x", 0), ("y", 0)]
     assert found.places("w") == [("x", 2)]
     grown = found.grown(FEED)
     # One step of eight is a size of one to whoever traces it.
     assert (grown["x"].shape, grown["y"].shape) == ((2, 3, 16), (2, 5))
     assert found.resized(FEED, {"batch": 5})["y"].shape == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "why"),
+    [
+        ({"min": 0, "max": 4}, "greater than 0"),
+        ({"min": 4, "max": 3}, "max 3 is below min 4"),
+        ({"min": 33, "max": 63, "multiple": 32}, "no multiple of 32 lies between min 33 and max 63"),
+    ],
+)
+def test_bounds_that_exclude_each_other_are_refused(bounds, why) -> None:
+    with pytest.raises(ValueError, match=why):
+        Axis(name="n", **bounds)
 
 
 @pytest.mark.parametrize(
@@ -40,14 +53,12 @@ def test_places_sizes_and_growth() -> None:
         ({"x": {-4: "n"}}, "no axis -4", ""),
         ({"n": {0: "n"}}, "has 0 axes", ""),
         ({"x": {0: "n", 1: "n"}}, "ties axes whose sizes in the example differ", ""),
-        ({"x": {0: ("n", DeclaredDim(min=0, max=4))}}, "leave nothing to vary", ""),
-        ({"x": {0: ("n", DeclaredDim(min=4, max=3))}}, "leave nothing to vary", ""),
-        ({"x": {0: ("n", DeclaredDim(max=1))}}, "leave nothing to vary", "leave a fixed axis out"),
-        ({"x": {0: ("n", DeclaredDim(min=3))}}, "size 2 of 'n' is outside", ""),
-        ({"x": {1: ("n", DeclaredDim(max=2))}}, "size 3 of 'n' is outside", ""),
-        ({"x": {1: ("n", DeclaredDim(multiple=2))}}, "size 3 of 'n' is outside", ""),
+        ({"x": {0: Axis(name="n", max=1)}}, "leave nothing to vary", "leave a fixed axis out"),
+        ({"x": {0: Axis(name="n", min=3)}}, "size 2 of 'n' is outside", ""),
+        ({"x": {1: Axis(name="n", max=2)}}, "size 3 of 'n' is outside", ""),
+        ({"x": {1: Axis(name="n", multiple=2)}}, "size 3 of 'n' is outside", ""),
         (
-            {"x": {0: ("n", DeclaredDim(max=4))}, "y": {0: ("n", DeclaredDim(max=8))}},
+            {"x": {0: Axis(name="n", max=4)}, "y": {0: Axis(name="n", max=8)}},
             "tied to another with other bounds",
             "",
         ),
@@ -84,7 +95,7 @@ def test_multiples_name_the_step_too() -> None:
     model = graph("float[n, 3, w] x", "float[n, w] o")
     model.graph.input[0].type.tensor_type.shape.dim[2].dim_param = "8*_w"
     model.graph.output[0].type.tensor_type.shape.dim[1].dim_param = "_w"
-    write(model, axes(x={2: ("w", DeclaredDim(multiple=8))}))
+    write(model, axes(x={2: Axis(name="w", multiple=8)}))
     assert shapes(model.graph.input) == [["n", 3, "w"]]
     assert shapes(model.graph.output) == [["n", "w//8"]]
 

@@ -17,9 +17,9 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 
 from layerline.export.dynamic_axes import declare
 from layerline.export.example_call import call
-from layerline.export.signature import DeclaredDim, Dim
 from layerline.export.torch_export import trace
 from layerline.export.trace_guards import Guard, elsewhere
+from layerline.pipeline.config.field_types import Axis, Dim
 
 A, B = sympy.symbols("a b", integer=True, positive=True)
 
@@ -102,17 +102,17 @@ class Asks(nn.Module):
         return x
 
 
-def taken(condition: Callable[..., bool], bounds: DeclaredDim | None = None) -> tuple[list[str], set[str]]:
+def taken(condition: Callable[..., bool], bounds: Axis | None = None) -> tuple[list[str], set[str]]:
     """Texts and lines of the guards; x is (b, t, 3), the second of the pair (c, 4), the mask (b, m)."""
     args = (torch.randn(2, 8, 3), {"pair": (torch.zeros(1), torch.randn(3, 4))})
     of = call(Asks(condition).eval(), args, {"mask": torch.ones(2, 6)})
-    tied = {0: ("b", DeclaredDim()), 1: ("t", bounds or DeclaredDim())}
+    tied = {0: Axis(name="b"), 1: bounds or Axis(name="t")}
     axes = declare(
         of.feed,
         {
             "x": tied,
-            "extra_pair_1": {0: ("c", DeclaredDim())},
-            "mask": {0: ("b", DeclaredDim()), 1: ("m", DeclaredDim())},
+            "extra_pair_1": {0: Axis(name="c")},
+            "mask": {0: Axis(name="b"), 1: Axis(name="m")},
         },
     )
     found = trace(of, axes, 20, Path(__file__).parent).guards
@@ -140,7 +140,7 @@ def test_guards_in_the_names_of_the_axes(condition: Callable[..., bool], texts: 
 
 
 def test_a_guard_on_an_axis_in_steps() -> None:
-    found, _ = taken(lambda x, p, m: x.shape[1] == 16, DeclaredDim(multiple=4))
+    found, _ = taken(lambda x, p, m: x.shape[1] == 16, Axis(name="t", multiple=4))
     assert found == ["t != 16"]
 
 
@@ -155,7 +155,7 @@ def test_what_is_asked_elsewhere() -> None:
         (torch.randn(2, 9, 3), {"pair": (torch.zeros(1), torch.randn(3, 4))}),
         {"mask": torch.ones(1)},
     )
-    axes = declare(of.feed, {"x": {1: ("t", DeclaredDim())}})
+    axes = declare(of.feed, {"x": {1: Axis(name="t")}})
     found = elsewhere(of, axes, of.feed, Path(__file__).parent)
     assert not isinstance(found, str)
     assert {t for t in range(2, 20) if all(g.holds({"t": t}) for g in found)} == {*range(8, 20)} - {13}
