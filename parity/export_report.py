@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from layerline.compare.noise_floor import LEAST, MULTIPLE
 from layerline.compare.threshold_flips import blamed
@@ -15,6 +14,8 @@ from layerline.graph.analysis.rounding_noise import unjudged
 from layerline.parity.parity import Parity
 from layerline.parity.probe_inputs import Prober
 from layerline.pipeline.report import Gate, LayerDiff, Report, Scalar
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def report(stage: str, opset: int, prober: Prober, result: Parity, gates: Sequence[Gate], *, auto: bool) -> Report:
@@ -107,8 +108,7 @@ def _batch_statistics(module: nn.Module) -> list[str]:
     """Notes on BatchNorms that normalise by the batch at hand, which is rarely meant."""
     notes = []
     for path, inner in module.named_modules():
-        # The common base of BatchNorm1d to 3d and SyncBatchNorm, which torch does not export.
-        if isinstance(inner, _BatchNorm) and inner.running_mean is None:
+        if isinstance(inner, _BATCH_NORMS) and inner.running_mean is None:
             notes.append(
                 f"module {path} ({type(inner).__name__}) keeps no running statistics (track_running_stats=False): it "
                 "normalises by the batch, so a sample's outputs depend on the other samples and on the batch size"
