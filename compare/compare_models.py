@@ -13,7 +13,7 @@ from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light, Model, split
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.compare.comparison_graph import ISOLATED, isolated_model, joint
-from layerline.compare.pair_metrics import Pair, distance, extremes, trusted
+from layerline.compare.pair_metrics import Pair, distance, trusted
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import pointers, resolved
 from layerline.compare.value_types import CODES, Shape, infer
@@ -25,6 +25,8 @@ from layerline.pipeline.report import LayerDiff
 __all__ = ["Distance", "compare", "diff_arrays", "pair_values", "why_two_sessions"]
 FEW = 8
 """Up to this many feeds, preparing a session for many runs costs more than it saves."""
+HANDED_OVER = 256 << 20
+"""Bytes of inner values that one run hands over to numpy; more of them take further runs."""
 
 
 def compare(
@@ -199,8 +201,9 @@ class _Comparison:
         self.types: dict[str, tuple[str, Shape]] = {}
         self._sessions: dict[str, OrtSession] = {}
         self._pair(pair_values(reference.model, candidate.model, names))
-        masked = extremes(reference.model.graph)
-        self._unclear = {i for i, pair in enumerate(self.pairs) if pair.a in masked}
+        self._unclear = set[int]()
+        # The pairs that each run measures.
+        self._runs: list[set[int]] = [set(range(len(self.pairs)))]
 
     def measure(self, feed: Feed) -> list[tuple[Distance, Distance]]:
         """The distance of each pair on one feed: cumulative, and isolated (zero where not wanted)."""
@@ -217,7 +220,20 @@ class _Comparison:
             return distances
         # Pairs with NaN, Inf or a mask, or with sums beyond float32, are measured by numpy from here on.
         self._unclear |= doubtful
-        self._sessions.pop("joint")
+        self._sessions.clear()
+        self._runs = [set(range(len(self.pairs))) - self._unclear]
+        room = HANDED_OVER
+        for i in sorted(self._unclear):
+            total = distances[i][0]
+            elements = total.count + total.masked + total.nonfinite_a
+            # Four bytes an element, two sides, and two more where the layers are measured alone as well.
+            size = elements * (16 if self.isolated else 8)
+            if size > room:
+                self._runs.append(set())
+                room = HANDED_OVER
+            self._runs[-1].add(i)
+            room -= size
+        self._runs = [measured for measured in self._runs if measured]
         return self._joint(feed) or self._by_hand(feed)
 
     def _pair(self, matched: Mapping[str, str]) -> None:
@@ -252,29 +268,33 @@ class _Comparison:
             self.types[a] = types_a[a]
 
     def _joint(self, feed: Feed) -> list[tuple[Distance, Distance]] | None:
-        if "joint" not in self._sessions:
-            model = joint(
-                self.reference,
-                self.candidate,
-                self.pairs,
-                whole=self._unclear,
-                isolated=self.isolated,
-                settled=self._settled,
-            )
-            self._sessions["joint"] = self.runtime.open(model)
-        try:
-            measures = self._sessions["joint"].run(feed)
-        except StageError:
-            # Shapes that do not fit, an index out of range, a wrong feed. Two sessions find out which side is at fault.
-            return None
-        distances: list[tuple[Distance, Distance]] = []
-        for i in range(len(self.pairs)):
-            cumulative = distance(measures, str(i))
-            alone = distance(measures, f"{i}/isolated")
-            # numpy measures the pairs whose shapes agree, and says how the others differ.
-            if cumulative.mismatch or alone.mismatch:
+        """The distances from one graph of both models; None where it can't run, or shapes differ."""
+        distances = [(Distance(), Distance())] * len(self.pairs)
+        for number, measured in enumerate(self._runs):
+            key = f"joint {number}"
+            if key not in self._sessions:
+                model = joint(
+                    self.reference,
+                    self.candidate,
+                    self.pairs,
+                    measured=measured,
+                    whole=self._unclear,
+                    isolated=self.isolated,
+                    settled=self._settled,
+                )
+                self._sessions[key] = self.runtime.open(model)
+            try:
+                outputs = self._sessions[key].run(feed)
+            except StageError:
+                # Shapes that do not fit, an index out of range, a wrong feed. Two sessions find out whose fault it is.
                 return None
-            distances.append((cumulative, alone))
+            for i in measured:
+                cumulative = distance(outputs, str(i))
+                alone = distance(outputs, f"{i}/isolated")
+                # numpy measures the pairs whose shapes agree, and says how the others differ.
+                if cumulative.mismatch or alone.mismatch:
+                    return None
+                distances[i] = (cumulative, alone)
         return distances
 
     def _by_hand(self, feed: Feed) -> list[tuple[Distance, Distance]]:

@@ -31,6 +31,7 @@ def joint(
     candidate: Light,
     pairs: Iterable[Pair],
     *,
+    measured: Collection[int],
     whole: Collection[int] = (),
     isolated: bool = False,
     settled: Collection[str] = (),
@@ -39,6 +40,7 @@ def joint(
 
     Args:
         pairs: values that stand for each other; the isolated copy reads the reference's.
+        measured: indices of the pairs that are measured.
         whole: indices of the pairs whose sides are outputs as they are.
         settled: values of both that the candidate's nodes read from the reference.
     """
@@ -58,6 +60,8 @@ def joint(
     computed_b = _computed(b.graph)
     measures = Measures(opset_of(a))
     for i, pair in enumerate(pairs):
+        if i not in measured:
+            continue
         other = outer.get(pair.b, B + pair.b)
         measures.add(str(i), pair, other, whole=i in whole)
         # An index is no error of its own: it follows the data that it points into.

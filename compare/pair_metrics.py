@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import onnx
-from onnx import helper, numpy_helper, parser
+from onnx import helper, parser
 
-from layerline.compare.tensor_distance import GREAT_MASK, LARGE, Distance, diff_arrays
+from layerline.compare.tensor_distance import LARGE, Distance, diff_arrays
 from layerline.compare.topk_indices import Pointer
-from layerline.graph.analysis.proto_queries import stored
 
 # Rows are summed in float32 and the rows' sums in float64: half the time of float64 throughout, and as good as that
 # while the squares stay within float32's range, which `trusted` tells. The last axis is short, so no sum is long. One
@@ -62,10 +60,6 @@ _SMALL = 64
 _LONG = (onnx.TensorProto.INT64, onnx.TensorProto.UINT64)
 FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 _ANY_FLOAT = FLOATS | {onnx.TensorProto.DOUBLE}
-# What masks are made and applied with. A Softmax, or whatever else reads one, gives ordinary numbers again.
-_CARRY = frozenset(
-    "Where Add Sub Mul Cast Identity Expand Reshape Squeeze Unsqueeze Transpose Slice Concat Tile Trilu".split()  # noqa: SIM905  (a table)
-)
 SMALLEST = 1e-35
 """Mean square from which on float32 rounds a square as it rounds any number: below 1e-38 digits go missing."""
 
@@ -128,23 +122,6 @@ def distance(outputs: Mapping[str, Any], tag: str) -> Distance:
     aa, bb, ee, l1 = map(float, sums)
     peak = max(float(outputs[f"{tag}/peak"]), 0.0)  # the maximum over no element is -inf
     return Distance(count=math.prod(shape_a), aa=aa, bb=bb, ee=ee, l1=l1, peak=peak)
-
-
-def extremes(graph: onnx.GraphProto) -> set[str]:
-    """Values that a stored mask (-Inf, or a type's lowest number) may reach, whose squares have no sum in float32.
-
-    A mask that is an input, or has more than a few hundred elements, is missed here and detected in the first run.
-    """
-    reached = set[str]()
-    for name, tensor in stored(graph):
-        if tensor.data_type in _ANY_FLOAT:
-            values = numpy_helper.to_array(tensor).astype(np.float64)
-            if not (np.abs(values) < GREAT_MASK).all():  # NaN is not less
-                reached.add(name)
-    for node in graph.node:
-        if node.op_type in _CARRY and not reached.isdisjoint(node.input):
-            reached.update(node.output)
-    return reached
 
 
 class Measures:
