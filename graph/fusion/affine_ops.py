@@ -167,3 +167,15 @@ def _outputs(node: ir.Node, weight: Array) -> tuple[int | None, int]:
     if weight.ndim != 2 or input_rank is None or input_rank < 2:
         return None, weight.shape[-1]
     return input_rank, weight.shape[-1]
+
+
+def outputs_come_first(node: ir.Node) -> bool:
+    """Whether the weight of a Conv, Gemm or MatMul has the output channels on its first axis; else on its last."""
+    return node.op_type == "Conv" or bool(node.attributes.get_int("transB", 0))
+
+
+def rows(node: ir.Node, weight: Array) -> Array:
+    """The weights of each output channel of a Conv, Gemm or MatMul, as the rows of a matrix."""
+    if not outputs_come_first(node):
+        weight = np.moveaxis(weight, -1, 0)
+    return weight.reshape(len(weight), -1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from layerline.graph.analysis.ir_queries import Array, constant, dim, rank
+from layerline.graph.analysis.ir_queries import Array, constant, dim, optional_input, rank
 from layerline.graph.fusion import affine_ops
 from layerline.graph.fusion.firing import Declined
 
@@ -32,7 +32,11 @@ _FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
 _ZERO_STAYS = frozenset({"LeakyRelu", "Elu", "Selu", "Celu", "Gelu", "Mish", "HardSwish", "Erf", "Softsign"})
 _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"})
 _BINARY = frozenset({"Add", "Sub", "Mul"})
-PADDED = frozenset({"Conv", "AveragePool"})
+_FLATTENING = frozenset({"Flatten", "Reshape", "Squeeze", "ReduceMean"})
+
+Place = tuple[int, int]
+"""The axis that holds the channels of a value, and how many neighbouring elements of it are one channel: more than one
+behind a Flatten, which lays the pixels of a channel side by side."""
 
 
 @dataclass
@@ -41,17 +45,19 @@ class Group:
 
     Attributes:
         channels: how many each value has.
-        axes: the axis of every value that holds them.
-        spread: how many neighbouring elements of that axis are one channel; more than one behind a Flatten.
+        places: where every value has them.
         producers, between, consumers: the layers that make, pass on and read the values.
     """
 
     channels: int
-    axes: dict[ir.Value, int] = field(default_factory=dict)
-    spread: dict[ir.Value, int] = field(default_factory=dict)
+    places: dict[ir.Value, Place] = field(default_factory=dict)
     producers: dict[ir.Node, affine_ops.Linear] = field(default_factory=dict)
     between: dict[ir.Node, None] = field(default_factory=dict)
     consumers: dict[ir.Node, None] = field(default_factory=dict)
+
+    def unknown(self) -> Array:
+        """What the channels of a value hold where nothing is known: NaN each."""
+        return np.full(self.channels, np.nan)
 
 
 def gather(start: ir.Node) -> Group:
@@ -64,18 +70,20 @@ def gather(start: ir.Node) -> Group:
     if first is None:
         raise Declined(f"{start.op_type} {start.outputs[0].name} is no layer with constant weights")
     group = Group(first.channels)
-    pending: list[tuple[ir.Value, int, int]] = [(start.outputs[0], first.axis, 1)]
+    pending: list[tuple[ir.Value, Place]] = [(start.outputs[0], (first.axis, 1))]
     while pending:
-        value, axis, spread = pending.pop()
-        if value in group.axes:
-            if (group.axes[value], group.spread[value]) != (axis, spread):
+        value, place = pending.pop()
+        axis, spread = place
+        if value in group.places:
+            # A residual sum is reached over both of its sides; they must agree.
+            if group.places[value] != place:
                 raise Declined(f"channels of {value.name} lie along two axes")
             continue
         if dim(value, axis) not in (group.channels * spread, None):
             raise Declined(f"{value.name} has {dim(value, axis)} channels, not {group.channels}")
-        group.axes[value], group.spread[value] = axis, spread
-        pending += _sources(group, value, axis, spread)
-        pending += _readers(group, value, axis)
+        group.places[value] = place
+        pending += _sources(group, value)
+        pending += _readers(group, value)
     return group
 
 
@@ -86,154 +94,183 @@ def _producer(node: ir.Node | None) -> affine_ops.Linear | None:
     return affine_ops.behind(node.outputs[0])
 
 
-def _sources(group: Group, value: ir.Value, axis: int, spread: int) -> list[tuple[ir.Value, int, int]]:
+def _sources(group: Group, value: ir.Value) -> list[tuple[ir.Value, Place]]:
     """Takes in what computes a value; the other values that this brings in."""
     node = value.producer()
     if node is None or value.is_graph_input():
         raise Declined(f"{value.name} is an input of the model")
-    made = _producer(node)
-    if made is not None:
-        if made.axis != axis or spread != 1 or made.channels != group.channels:
-            raise Declined(f"channels of {value.name} are not those of {node.op_type} {node.outputs[0].name}")
-        group.producers[node] = made
-        return []
-    return _through(group, node, value)
+    layer = _producer(node)
+    if layer is None:
+        return _through(group, node, value)
+    if (layer.axis, 1) != group.places[value] or layer.channels != group.channels:
+        raise Declined(f"channels of {value.name} are not those of {node.op_type} {node.outputs[0].name}")
+    group.producers[node] = layer
+    return []
 
 
-def _readers(group: Group, value: ir.Value, axis: int) -> list[tuple[ir.Value, int, int]]:
+def _readers(group: Group, value: ir.Value) -> list[tuple[ir.Value, Place]]:
+    """Takes in what reads a value; the other values that this brings in."""
     if value.is_graph_output():
         raise Declined(f"{value.name} is an output of the model")
-    more: list[tuple[ir.Value, int, int]] = []
+    producer = value.producer()
+    more: list[tuple[ir.Value, Place]] = []
     for use in value.uses():
         node = use.node
-        if node.graph is not group_graph(value):
+        if producer is None or node.graph is not producer.graph:
             raise Declined(f"{value.name} is read in a body")
-        if use.idx == 0 and _reads_all(node, axis):
+        if use.idx == 0 and _sums_over_channels(node, group.places[value][0]):
             group.consumers[node] = None
-        elif node in group.between:
-            continue
-        else:
+        elif node not in group.between:
             more += _through(group, node, value)
     return more
 
 
-def group_graph(value: ir.Value) -> ir.Graph | None:
-    """The graph that a computed value belongs to."""
-    node = value.producer()
-    graph: ir.Graph | None = node.graph if node is not None else None
-    return graph
-
-
-def _reads_all(node: ir.Node, axis: int) -> bool:
+def _sums_over_channels(node: ir.Node, axis: int) -> bool:
     """Whether a node is a layer that sums over the channels on `axis` with constant weights."""
-    weight = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    weight = constant(optional_input(node, 1))
     if weight is None or node.domain != "":
         return False
     if node.op_type == "Conv":
-        return axis == 1 and node.attributes.get_int("group", 1) == 1 and _constant_bias(node)
+        return axis == 1 and node.attributes.get_int("group", 1) == 1 and _has_constant_bias(node)
     if node.op_type == "Gemm":
-        return axis == 1 and not node.attributes.get_int("transA", 0) and _constant_bias(node)
-    data = rank(node.inputs[0])
-    return node.op_type == "MatMul" and weight.ndim == 2 and data is not None and axis == data - 1
+        return axis == 1 and not node.attributes.get_int("transA", 0) and _has_constant_bias(node)
+    data_rank = rank(node.inputs[0])
+    return node.op_type == "MatMul" and weight.ndim == 2 and data_rank is not None and axis == data_rank - 1
 
 
-def _constant_bias(node: ir.Node) -> bool:
-    return len(node.inputs) < 3 or node.inputs[2] is None or constant(node.inputs[2]) is not None
+def _has_constant_bias(node: ir.Node) -> bool:
+    bias = optional_input(node, 2)
+    return bias is None or constant(bias) is not None
 
 
-def _through(group: Group, node: ir.Node, value: ir.Value) -> list[tuple[ir.Value, int, int]]:
-    """Takes in a node that works channel by channel; its values with their axes, seen from one of them.
+def _through(group: Group, node: ir.Node, value: ir.Value) -> list[tuple[ir.Value, Place]]:
+    """Takes in a node that works channel by channel; its values with their places, seen from one of them.
 
     Raises:
         Declined: it does not.
     """
     group.between[node] = None
-    inside, out = node.inputs[0], node.outputs[0]
-    what = f"{node.op_type} {out.name}"
-    if node.domain != "" or inside is None or any(o.uses() or o.is_graph_output() for o in node.outputs[1:]):
-        raise Declined(f"{what} is not followed channel by channel")
+    data = node.inputs[0]
+    out = node.outputs[0]
+    label = f"{node.op_type} {out.name}"
+    if node.domain != "" or data is None or any(o.uses() or o.is_graph_output() for o in node.outputs[1:]):
+        raise Declined(f"{label} is not followed channel by channel")
+    place = group.places[value]
+    if node.op_type in _FLATTENING:
+        return _flat(group, node, data, value)
+    if node.op_type in _BINARY:
+        return _binary(group, node, value)
+    if not _keeps_channels(group, node, place):
+        raise Declined(f"{label} reads {value.name} and is not followed channel by channel")
+    return [(other, place) for other in (data, out) if other is not value]
+
+
+def _keeps_channels(group: Group, node: ir.Node, place: Place) -> bool:
+    """Whether each channel of a node's output is computed from the same channel of its input alone."""
     op = node.op_type
-    if op in ("Flatten", "Reshape", "Squeeze", "ReduceMean"):
-        return _flat(group, node, value)
-    if value in group.axes:
-        axis, spread = group.axes[value], group.spread[value]
-    if op in _FUNCTIONS or op in _ZERO_STAYS or op == "Clip" or op == "PRelu":
-        if op in ("Clip", "PRelu") and not all(_is_single_number(value) for value in node.inputs[1:] if value):
-            raise Declined(f"{what} takes more than single numbers")
-        return [(v, axis, spread) for v in (inside, out) if v is not value]
-    if op in _POOLS and axis == 1:
-        return [(v, axis, spread) for v in (inside, out) if v is not value]
-    if op == "BatchNormalization" and axis == 1 and spread == 1 and not node.attributes.get_int("training_mode", 0):
-        if any(constant(v) is None for v in node.inputs[1:5]):
-            raise Declined(f"a parameter of {what} is computed")
-        return [(v, axis, spread) for v in (inside, out) if v is not value]
-    if op == "Conv" and axis == 1 and spread == 1 and _depthwise(node, group.channels):
-        return [(v, axis, spread) for v in (inside, out) if v is not value]
-    if op in _BINARY:
-        return _binary(group, node, value, axis, spread)
-    raise Declined(f"{what} reads {value.name} and is not followed channel by channel")
+    label = f"{op} {node.outputs[0].name}"
+    if op in _FUNCTIONS or op in _ZERO_STAYS:
+        return True
+    if op in ("Clip", "PRelu"):
+        if not all(_is_single_number(value) for value in node.inputs[1:] if value):
+            raise Declined(f"{label} takes more than single numbers")
+        return True
+    axis, spread = place
+    if axis != 1:
+        return False
+    if op in _POOLS:
+        return True
+    if spread != 1:
+        return False
+    if op == "BatchNormalization" and not node.attributes.get_int("training_mode", 0):
+        if any(constant(parameter) is None for parameter in node.inputs[1:5]):
+            raise Declined(f"a parameter of {label} is computed")
+        return True
+    return op == "Conv" and _is_depthwise(node, group.channels)
 
 
-def _depthwise(node: ir.Node, channels: int) -> bool:
+def _is_depthwise(node: ir.Node, channels: int) -> bool:
     weight = constant(node.inputs[1])
-    groups = node.attributes.get_int("group", 1)
-    return (
-        weight is not None and groups == channels == weight.shape[0] and weight.shape[1] == 1 and _constant_bias(node)
-    )
+    if weight is None or node.attributes.get_int("group", 1) != channels:
+        return False
+    return weight.shape[:2] == (channels, 1) and _has_constant_bias(node)
 
 
-def _binary(group: Group, node: ir.Node, value: ir.Value, axis: int, spread: int) -> list[tuple[ir.Value, int, int]]:
+def _is_single_number(value: ir.Value) -> bool:
+    array = constant(value)
+    return array is not None and array.size == 1
+
+
+def _binary(group: Group, node: ir.Node, value: ir.Value) -> list[tuple[ir.Value, Place]]:
     """Two values of one shape, or one and a constant of one number, or one number per channel."""
-    more = [(v, axis, spread) for v in node.outputs if v is not value]
-    ranks = {rank(v) for v in (*node.inputs, *node.outputs) if v is not None and constant(v) is None}
+    place = group.places[value]
+    axis, spread = place
+    out = node.outputs[0]
+    ranks = {rank(v) for v in (*node.inputs, out) if v is not None and constant(v) is None}
     if len(ranks) != 1 or None in ranks:
-        raise Declined(f"{node.op_type} {node.outputs[0].name} broadcasts over a number of axes")
+        raise Declined(f"{node.op_type} {out.name} broadcasts over a number of axes")
+    more: list[tuple[ir.Value, Place]] = []
+    if out is not value:
+        more.append((out, place))
     for other in node.inputs:
         if other is None or other is value:
             continue
         stored = constant(other)
         if stored is None:
-            more.append((other, axis, spread))
-            continue
-        size = _along(stored, rank(node.outputs[0]) or 0, axis)
-        if size not in (1, group.channels * spread):
-            raise Declined(f"{other.name} has {size} channels")
+            more.append((other, place))
+        elif _size_along(stored, rank(out) or 0, axis) not in (1, group.channels * spread):
+            raise Declined(f"{other.name} has {_size_along(stored, rank(out) or 0, axis)} channels")
     return more
 
 
-def _along(array: Array, out_rank: int, axis: int) -> int:
+def _size_along(array: Array, out_rank: int, axis: int) -> int:
     """Size of a constant along an axis of what it is broadcast to."""
-    place = axis - (out_rank - array.ndim)
-    return int(array.shape[place]) if place >= 0 else 1
+    own_axis = axis - (out_rank - array.ndim)
+    if own_axis < 0:
+        return 1
+    return int(array.shape[own_axis])
 
 
-def _flat(group: Group, node: ir.Node, value: ir.Value) -> list[tuple[ir.Value, int, int]]:
+def _flat(group: Group, node: ir.Node, data: ir.Value, value: ir.Value) -> list[tuple[ir.Value, Place]]:
     """From (N, C, …) to (N, C · …) or (N, C): a mean over all that follows the channels, or a reshaping."""
-    inside, out = node.inputs[0], node.outputs[0]
-    assert inside is not None
-    what = f"{node.op_type} {out.name}"
-    shape, after = inside.shape, out.shape
-    if shape is None or after is None or len(shape) < 3:
-        raise Declined(f"{what} has no known shape of three axes or more")
+    out = node.outputs[0]
+    label = f"{node.op_type} {out.name}"
+    if data.shape is None or out.shape is None or len(data.shape) < 3:
+        raise Declined(f"{label} has no known shape of three axes or more")
+    spread = 1
     if node.op_type == "ReduceMean":
-        axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
-        reduced = {int(a) % len(shape) for a in axes.ravel()} if axes is not None else set()
+        axes = constant(optional_input(node, 1))
+        reduced: set[int] = set()
+        if axes is not None:
+            reduced = {int(axis) % len(data.shape) for axis in axes.ravel()}
         if not reduced or reduced & {0, 1}:
-            raise Declined(f"{what} reduces the channels or the batch")
-        return [(v, 1, 1) for v in (inside, out) if v is not value]
-    places = [dim(inside, a) for a in range(2, len(shape))]
-    if len(after) != 2 or not all(isinstance(p, int) for p in places):
-        raise Declined(f"{what} does not flatten fixed sizes behind the channels")
-    spread = math.prod(int(p) for p in places if isinstance(p, int))
-    if dim(out, 1) not in (group.channels * spread, None) or (spread != 1 and node.op_type == "Squeeze"):
-        raise Declined(f"{what} does not leave the batch apart")
-    if node.op_type == "Flatten" and node.attributes.get_int("axis", 1) != 1:
-        raise Declined(f"{what} does not leave the batch apart")
+            raise Declined(f"{label} reduces the channels or the batch")
+    else:
+        spread = _flattened(group, node, data, label)
+    places = ((data, (1, 1)), (out, (1, spread)))
+    return [(other, place) for other, place in places if other is not value]
+
+
+def _flattened(group: Group, node: ir.Node, data: ir.Value, label: str) -> int:
+    """How many elements of one channel a reshaping lays side by side.
+
+    Raises:
+        Declined: it does more than that.
+    """
+    out = node.outputs[0]
+    behind = [dim(data, axis) for axis in range(2, rank(data) or 0)]
+    numbers = [size for size in behind if isinstance(size, int)]
+    if rank(out) != 2 or len(numbers) < len(behind):
+        raise Declined(f"{label} does not flatten fixed sizes behind the channels")
+    spread = math.prod(numbers)
+    leaves_batch = dim(out, 1) in (group.channels * spread, None) and (spread == 1 or node.op_type != "Squeeze")
+    if not leaves_batch or (node.op_type == "Flatten" and node.attributes.get_int("axis", 1) != 1):
+        raise Declined(f"{label} does not leave the batch apart")
     if node.op_type == "Reshape":
         target = constant(node.inputs[1])
         if target is None or target.size != 2 or int(target[1]) not in (-1, group.channels * spread):
-            raise Declined(f"the shape of {what} is computed")
-    return [(v, 1, s) for v, s in ((inside, 1), (out, spread)) if v is not value]
+            raise Declined(f"the shape of {label} is computed")
+    return spread
 
 
 def constants(group: Group, order: list[ir.Node]) -> dict[ir.Value, Array]:
@@ -248,85 +285,88 @@ def constants(group: Group, order: list[ir.Node]) -> dict[ir.Value, Array]:
 
 
 def _of_producer(linear: affine_ops.Linear) -> Array:
-    node, weight = linear.node, linear.weight
-    by_output = node.op_type == "Conv" or bool(node.attributes.get_int("transB", 0))
-    rows = weight if by_output else np.moveaxis(weight, -1, 0)
-    zero = ~rows.reshape(len(rows), -1).any(axis=1)
-    return np.where(zero, linear.bias.astype(np.float64), np.nan)
+    # A channel without weights gives its bias, whatever the layer is fed.
+    is_zero = ~affine_ops.rows(linear.node, linear.weight).any(axis=1)
+    return np.where(is_zero, linear.bias.astype(np.float64), np.nan)
 
 
 def _of_node(group: Group, node: ir.Node, held: Mapping[ir.Value, Array]) -> Array:
-    inside = node.inputs[0]
-    assert inside is not None
-    op, nothing = node.op_type, np.full(group.channels, np.nan)
+    op = node.op_type
     if op in _BINARY:
-        sides = [_side(group, node, v, held) for v in node.inputs if v is not None]
-        with np.errstate(invalid="ignore"):
-            if op == "Mul":
-                product = sides[0] * sides[1]
-                return np.where((sides[0] == 0) | (sides[1] == 0), 0.0, product)
-            return sides[0] + sides[1] if op == "Add" else sides[0] - sides[1]
-    numbers = held.get(inside, nothing)
+        return _of_binary(group, node, held)
+    data = node.inputs[0]
+    assert data is not None
+    numbers = held.get(data, group.unknown())
     if op in _FUNCTIONS:
         return np.asarray(_FUNCTIONS[op](numbers))
-    if op in _ZERO_STAYS or op == "PRelu":
+    # Beside the zeros of the padding another constant would be constant no more.
+    if op in _ZERO_STAYS or op == "PRelu" or (op == "AveragePool" and pads(node)):
         return np.where(numbers == 0, 0.0, np.nan)
     if op == "Clip":
-        ends = [constant(v) for v in node.inputs[1:]]
-        low = ends[0] if ends else None
-        high = ends[1] if len(ends) > 1 else None
-        return np.clip(numbers, -np.inf if low is None else float(low), np.inf if high is None else float(high))
+        low = constant(optional_input(node, 1))
+        high = constant(optional_input(node, 2))
+        if low is not None:
+            numbers = np.maximum(numbers, float(low))
+        if high is not None:
+            numbers = np.minimum(numbers, float(high))
+        return numbers
     if op == "BatchNormalization":
         gamma, beta, mean, var = (np.asarray(constant(v), np.float64) for v in node.inputs[1:5])
         return (numbers - mean) / np.sqrt(var + node.attributes.get_float("epsilon", 1e-5)) * gamma + beta
-    if op == "AveragePool" and padded(node):
-        return np.where(numbers == 0, 0.0, np.nan)
     if op == "Conv":
         weight = np.asarray(constant(node.inputs[1]), np.float64).reshape(group.channels, -1).sum(axis=1)
-        bias = constant(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else None
-        start = np.zeros(group.channels) if bias is None else bias.astype(np.float64)
-        spread = np.where(numbers == 0, start, start + weight * numbers)
-        return np.where((numbers != 0) & padded(node), np.nan, spread)
+        bias = constant(optional_input(node, 2))
+        shift = np.zeros(group.channels)
+        if bias is not None:
+            shift = bias.astype(np.float64)
+        computed = np.where(numbers == 0, shift, shift + weight * numbers)
+        return np.where((numbers != 0) & pads(node), np.nan, computed)
     return numbers
+
+
+def _of_binary(group: Group, node: ir.Node, held: Mapping[ir.Value, Array]) -> Array:
+    a, b = (_side(group, node, value, held) for value in node.inputs if value is not None)
+    with np.errstate(invalid="ignore"):
+        if node.op_type == "Add":
+            return a + b
+        if node.op_type == "Sub":
+            return a - b
+        # A zero on one side is enough: a channel that is gated off is 0 whatever the gate is fed.
+        return np.where((a == 0) | (b == 0), 0.0, a * b)
 
 
 def _side(group: Group, node: ir.Node, value: ir.Value, held: Mapping[ir.Value, Array]) -> Array:
     stored = constant(value)
     if stored is None:
-        return held.get(value, np.full(group.channels, np.nan))
+        return held.get(value, group.unknown())
     out = node.outputs[0]
+    axis, spread = group.places[out]
     if stored.size == 1:
         return np.full(group.channels, float(stored.reshape(-1)[0]))
-    if stored.size == group.channels == _along(stored, rank(out) or 0, group.axes[out]) and group.spread[out] == 1:
+    if spread == 1 and stored.size == group.channels == _size_along(stored, rank(out) or 0, axis):
         return stored.reshape(-1).astype(np.float64)
-    return np.full(group.channels, np.nan)
+    return group.unknown()
 
 
-def padded(node: ir.Node) -> bool:
+def pads(node: ir.Node) -> bool:
     """Whether a node pads with zeros, beside which a constant is constant no more."""
-    pads = node.attributes.get_ints("pads", ()) if "pads" in node.attributes else ()
-    auto = node.attributes.get_string("auto_pad", "NOTSET")
-    return any(pads) or auto not in ("NOTSET", "VALID")
+    amounts = node.attributes.get_ints("pads") or ()
+    return any(amounts) or node.attributes.get_string("auto_pad", "NOTSET") not in ("NOTSET", "VALID")
 
 
 def removable(group: Group, held: Mapping[ir.Value, Array]) -> Array:
     """Which channels can go: constant wherever a layer reads them; zero where that layer pads. One at least stays."""
     gone = np.ones(group.channels, dtype=bool)
     for node in group.consumers:
-        value = node.inputs[0]
-        assert value is not None
-        numbers = held.get(value, np.full(group.channels, np.nan))
+        data = node.inputs[0]
+        assert data is not None
+        numbers = held.get(data, group.unknown())
         fits = np.isfinite(numbers)
-        if node.op_type == "Conv" and padded(node):
+        # A MatMul of more axes takes no bias that could hold what the channel adds.
+        takes_no_bias = node.op_type == "MatMul" and rank(node.outputs[0]) != 2
+        if takes_no_bias or (node.op_type == "Conv" and pads(node)):
             fits &= numbers == 0
-        if node.op_type == "MatMul" and (rank(node.outputs[0]) or 0) != 2:
-            fits &= numbers == 0  # it takes no bias
         gone &= fits
     if gone.all():
         gone[0] = False
     return gone
-
-
-def _is_single_number(value: ir.Value) -> bool:
-    array = constant(value)
-    return array is not None and array.size == 1

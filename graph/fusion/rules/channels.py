@@ -14,8 +14,9 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.backends.base import MODULE
-from layerline.graph.analysis.ir_queries import Array, constant, optional_input, rank
+from layerline.graph.analysis.ir_queries import Array, constant, name_of, optional_input, rank
 from layerline.graph.analysis.provenance import SOURCES, sources
+from layerline.graph.fusion.affine_ops import outputs_come_first, rows
 from layerline.graph.fusion.channel_groups import Group, constants, gather, removable
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
@@ -26,6 +27,7 @@ NAME = "channels"
 
 def run(work: Rewriting) -> None:
     graph = work.model.graph
+    # A cut may leave the layer before it without readers of a channel, so each begins anew.
     while any(_attempt(node, work) for node in list(graph) if node.op_type in ("Conv", "Gemm", "MatMul")):
         work.infer()
 
@@ -55,18 +57,12 @@ def _has_empty_channel(node: ir.Node) -> bool:
     value = node.inputs[1]
     if value is None:
         return False
-    by_output = node.op_type == "Conv" or bool(node.attributes.get_int("transB", 0))
-    key = f"empty channel {by_output}"
+    key = f"empty channel {outputs_come_first(node)}"
     if key not in value.meta:
-        value.meta[key] = _empty(constant(value), by_output=by_output)
+        weight = constant(value)
+        is_weight = weight is not None and weight.ndim >= 2 and weight.dtype.kind == "f" and weight.size > 0
+        value.meta[key] = is_weight and weight is not None and not rows(node, weight).any(axis=1).all()
     return bool(value.meta[key])
-
-
-def _empty(weight: Array | None, *, by_output: bool) -> bool:
-    if weight is None or weight.ndim < 2 or weight.dtype.kind != "f" or not weight.size:
-        return False
-    rows = weight if by_output else np.moveaxis(weight, -1, 0)
-    return not bool(rows.reshape(len(rows), -1).any(axis=1).all())
 
 
 class _Cut:
@@ -79,7 +75,10 @@ class _Cut:
     """
 
     def __init__(self, group: Group, held: dict[ir.Value, Array], gone: Array) -> None:
-        self.group, self.held, self.gone, self.kept = group, held, gone, ~gone
+        self.group = group
+        self.held = held
+        self.gone = gone
+        self.kept = ~gone
         self.tape = Tape()
         self.new: dict[ir.Value, ir.Value] = {}
 
@@ -100,91 +99,95 @@ class _Cut:
         work.model.graph.sort()
         return True
 
+    def _elements(self, value: ir.Value, channels: Array) -> Array:
+        """One entry for each element of the axis that holds a value's channels."""
+        return np.repeat(channels, self.group.places[value][1])
+
     def _layer(self, node: ir.Node) -> ir.Value:
         weight = constant(node.inputs[1])
-        assert weight is not None
-        attributes = dict(node.attributes)
+        data = node.inputs[0]
+        assert weight is not None and data is not None
         bias_value = optional_input(node, 2)
         bias = constant(bias_value)
-        data = node.inputs[0]
-        assert data is not None
-        transposed = node.op_type == "Conv" or bool(node.attributes.get_int("transB", 0))
         # A Conv's weight is (outputs, inputs, kernel…), as a transposed matrix; other matrices are (inputs, outputs).
         output_axis = weight.ndim - 1
         input_axis = weight.ndim - 2
-        if transposed:
+        if outputs_come_first(node):
             output_axis = 0
             input_axis = 1
         if node in self.group.consumers:
             bias = self._absorbed(node, weight, bias, data, input_axis)
-            weight = np.compress(np.repeat(self.kept, self.group.spread[data]), weight, axis=input_axis)
+            weight = np.compress(self._elements(data, self.kept), weight, axis=input_axis)
             data = self.new[data]
         if node in self.group.producers:
             weight = np.compress(self.kept, weight, axis=output_axis)
             if bias is not None and bias.size > 1:
                 bias = np.compress(self.kept, bias, axis=bias.ndim - 1)
-        inputs = [data, self._stored(node.inputs[1], weight)]
-        if bias is not None:
-            inputs.append(self._stored(bias_value or node.inputs[1], bias, "bias" if bias_value is None else ""))
+        inputs: list[ir.Value | None] = [data, self._stored(node.inputs[1], weight)]
+        if bias is not None and bias_value is None:
+            inputs.append(self._stored(node.inputs[1], bias, "_bias"))
+        elif bias is not None:
+            inputs.append(self._stored(bias_value, bias))
         op = node.op_type
         if op == "MatMul" and len(inputs) == 3:
             op = "Gemm"
-        return self._copy(node, inputs, attributes, op)
+        return self._copy(node, inputs, dict(node.attributes), op)
 
     def _absorbed(self, node: ir.Node, weight: Array, bias: Array | None, data: ir.Value, axis: int) -> Array | None:
         """The bias with what the channels that go add to each output."""
         numbers = np.where(self.gone, np.nan_to_num(self.held[data]), 0.0)
         if not numbers.any():
             return bias
+        if node.op_type == "Gemm":
+            alpha = node.attributes.get_float("alpha", 1.0)
+            beta = node.attributes.get_float("beta", 1.0)
+            if alpha != 1.0 or beta != 1.0:
+                raise Declined(f"Gemm {node.outputs[0].name} scales its product or bias")
         wide = np.moveaxis(weight, axis, -1).astype(np.float64)
+        elements = self._elements(data, numbers)
         if node.op_type == "Conv":  # (outputs, kernel…, inputs)
-            added = (wide * np.repeat(numbers, self.group.spread[data])).reshape(len(wide), -1).sum(axis=1)
+            added = (wide * elements).reshape(len(wide), -1).sum(axis=1)
         else:
-            added = wide @ np.repeat(numbers, self.group.spread[data])
-        alpha = node.attributes.get_float("alpha", 1.0)
-        beta = node.attributes.get_float("beta", 1.0) if node.op_type == "Gemm" else 1.0
-        if node.op_type == "Gemm" and (alpha != 1.0 or beta != 1.0):
-            raise Declined(f"Gemm {node.outputs[0].name} scales its product or bias")
-        before = 0.0 if bias is None else bias.astype(np.float64)
-        return np.asarray(before + added, weight.dtype)
+            added = wide @ elements
+        if bias is not None:
+            added = bias.astype(np.float64) + added
+        return np.asarray(added, weight.dtype)
 
     def _between(self, node: ir.Node) -> ir.Value:
+        """A copy of a node that works channel by channel, with constants and counts for the channels that stay."""
         inputs: list[ir.Value | None] = []
-        attributes: dict[str, Any] = dict(node.attributes)
-        channels, out = self.group.channels, node.outputs[0]
-        for place, value in enumerate(node.inputs):
+        out = node.outputs[0]
+        for index, value in enumerate(node.inputs):
             stored = constant(value)
             if value is None or stored is None:
-                inputs.append(self.new[value] if value in self.new and value is not None else value)
+                inputs.append(None if value is None else self.new.get(value, value))
             elif node.op_type == "Reshape":
                 shape = np.array(stored)
                 if int(shape[1]) > 0:
-                    shape[1] = int(self.kept.sum()) * self.group.spread[out]
+                    shape[1] = int(self._elements(out, self.kept).sum())
                 inputs.append(self._stored(value, shape))
-            elif node.op_type == "Conv" or (node.op_type == "BatchNormalization" and place):
+            elif node.op_type == "Conv" or (node.op_type == "BatchNormalization" and index):
                 inputs.append(self._stored(value, np.compress(self.kept, stored, axis=0)))
             elif node.op_type in ("Add", "Sub", "Mul") and stored.size > 1:
                 inputs.append(self._sliced(value, stored, out))
             else:
                 inputs.append(value)
+        attributes: dict[str, Any] = dict(node.attributes)
         if node.op_type == "Conv" and "group" in attributes:
             attributes["group"] = int(self.kept.sum())
-        assert channels == len(self.kept)
         return self._copy(node, inputs, attributes, node.op_type)
 
     def _sliced(self, value: ir.Value, stored: Array, out: ir.Value) -> ir.Value:
-        axis = self.group.axes[out] - ((rank(out) or 0) - stored.ndim)
+        # Constants broadcast from the last axis on, and may have fewer of them.
+        axis = self.group.places[out][0] - ((rank(out) or 0) - stored.ndim)
         if axis < 0 or stored.shape[axis] == 1:
             return value
-        return self._stored(value, np.compress(np.repeat(self.kept, self.group.spread[out]), stored, axis=axis))
+        return self._stored(value, np.compress(self._elements(out, self.kept), stored, axis=axis))
 
     def _stored(self, like: ir.Value | None, array: Array, suffix: str = "") -> ir.Value:
-        end = f"_{suffix}" if suffix else ""
-        return self.tape.initializer(ir.tensor(np.ascontiguousarray(array)), f"{_name(like)}{end}")
+        return self.tape.initializer(ir.tensor(np.ascontiguousarray(array)), f"{_name(like)}{suffix}")
 
-    def _copy(
-        self, node: ir.Node, inputs: list[ir.Value | None] | list[ir.Value], attributes: dict[str, Any], op: str
-    ) -> ir.Value:
+    def _copy(self, node: ir.Node, inputs: list[ir.Value | None], attributes: dict[str, Any], op: str) -> ir.Value:
         made: ir.Value = self.tape.op(op, inputs, attributes)
         made.name = _name(node.outputs[0])
         made.type = node.outputs[0].type
@@ -200,7 +203,7 @@ class _Cut:
 
 def _name(value: ir.Value | None) -> str:
     """What stands for a value is called after it, however often it is cut."""
-    name = (value.name if value is not None else None) or "constant"
+    name = name_of(value) or "constant"
     return f"{name.removesuffix('/cut')}/cut"
 
 

@@ -151,18 +151,18 @@ def _bytes(value: ir.Value) -> int | None:
 def _evaluate(nodes: list[ir.Node], wanted: list[ir.Value], work: Rewriting) -> dict[str, Array]:
     """All at once; when something fails, each value on its own, so that one odd operator costs only itself."""
     try:
-        return _on_runtime(nodes, wanted, work.model)
+        return evaluate(nodes, wanted, work.model)
     except StageError:
         arrays: dict[str, Array] = {}
     for value in wanted:
         try:
-            arrays |= _on_runtime(_needed(value, nodes), [value], work.model)
+            arrays |= evaluate(_needed(value, nodes), [value], work.model)
         except StageError as error:
             work.decline(RULE.name, value, f"{value.name}: {error.what}")
     return arrays
 
 
-def _on_runtime(nodes: list[ir.Node], wanted: list[ir.Value], model: ir.Model) -> dict[str, Array]:
+def evaluate(nodes: list[ir.Node], wanted: list[ir.Value], model: ir.Model) -> dict[str, Array]:
     """Runs `nodes` (in order, fed by constants only) and returns the wanted values by name.
 
     Raises:
