@@ -6,10 +6,9 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -23,19 +22,6 @@ from layerline.views.exit_codes import print_json, say
 if TYPE_CHECKING:
     from layerline.pipeline.config.project import Project
     from layerline.pipeline.plan import Planner
-    from layerline.pipeline.report import Order
-
-
-class Sort(str, Enum):
-    """The orders of `pipe diff`, as they are typed."""
-
-    own = "own"
-    error = "error"
-    network = "network"
-
-    @property
-    def order(self) -> Order:
-        return self.value
 
 
 class Commands(TyperGroup):
@@ -105,10 +91,13 @@ def _app(command: list[str]) -> Any:
 
 def _with_folder_last(arguments: list[str]) -> list[str]:
     """`-C DIR` is an option of every command; before the command it means the same."""
-    first = arguments[0] if arguments else ""
-    taken = 2 if first in ("-C", "--project") else int(first.startswith(("-C", "--project=")))
-    folder, rest = arguments[:taken], arguments[taken:]
-    return [*rest[:1], *folder, *rest[1:]] if rest else folder
+    count = 0
+    if arguments and arguments[0] in ("-C", "--project"):
+        count = 2
+    elif arguments and arguments[0].startswith(("-C", "--project=")):
+        count = 1
+    folder, rest = arguments[:count], arguments[count:]
+    return [*rest[:1], *folder, *rest[1:]]
 
 
 def _print_version(wanted: bool) -> None:
@@ -275,32 +264,30 @@ def resume(
     from layerline.views import json_output, screen, terminal
 
     project = _load(folder.resolve(), sets)
-    stage = resuming.resumable(project)
-    if not prove:
-        if steps is not None:
-            raise PipeError("--steps goes with --prove", hint="how long to train stands in pipe.yaml")
-        with_sets, message = resuming.going_on(project, stage)
+    if prove:
+        project, stage, message = resuming.to_prove(project)
         if message:
             say(message, err=as_json)
-        run([stage.name], sets=list(with_sets), as_json=as_json, folder=folder)
+        project.require_task([stage.name])
+        live = terminal.listener([stage], silent=as_json)
+        with _at_work(project, as_json=as_json), contextlib.closing(live):
+            proof = resuming.prove(project, steps or 10, live)
+        failure = None if proof.passed else proof.failure()
+        if as_json:
+            print_json(json_output.proof(stage.name, proof, failure))
+        if failure:
+            screen.error(failure)
+            raise typer.Exit(failure.exit_code)
+        if not as_json:
+            terminal.findings(screen.console(), proof)
         return
-    project, stage, message = resuming.to_prove(project)
+    if steps is not None:
+        raise PipeError("--steps goes with --prove", hint="how long to train stands in pipe.yaml")
+    stage = resuming.resumable(project)
+    with_sets, message = resuming.going_on(project, stage)
     if message:
         say(message, err=as_json)
-    project.require_task([stage.name])
-    live = terminal.listener([stage], silent=as_json)
-    with _at_work(project, as_json=as_json), contextlib.closing(live):
-        proof = resuming.prove(project, steps or 10, live)
-    if proof.passed and not as_json:
-        terminal.findings(screen.console(), proof)
-    failure = None if proof.passed else proof.failure()
-    if failure and (_DEBUG or not as_json):
-        raise failure
-    if as_json:
-        print_json(json_output.proof(stage.name, proof, failure))
-    if failure:
-        screen.error(failure)
-        raise typer.Exit(failure.exit_code)
+    run([stage.name], sets=list(with_sets), as_json=as_json, folder=folder)
 
 
 @app.command()
@@ -364,7 +351,7 @@ def diff(
         typer.Option(metavar="BACKEND", help="Run the stage's model on a backend and compare with onnxruntime."),
     ] = None,
     sort: Annotated[
-        Sort | None,
+        Literal["own", "error", "network"] | None,
         typer.Option(
             help="Sort by each layer's own error, by accumulated error, or in network order.",
             show_default="own where measured; network with --json",
@@ -400,11 +387,11 @@ def diff(
         report = planner.ledger.report(chosen.record)
         if against is not None:
             beside = lookup.beside(planner, chosen, against)
-    order = sort.order if sort else report.order
     if as_json:
-        print_json(json_output.diff(name, report, beside, order if sort or top else "network", top))
+        default = report.order if top else "network"
+        print_json(json_output.diff(name, report, beside, sort or default, top))
     else:
-        terminal.diff(screen.console(), report, top or TOP, order, beside)
+        terminal.diff(screen.console(), report, top or TOP, sort or report.order, beside)
 
 
 @app.command()
@@ -474,7 +461,7 @@ def plan(
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """Show how each value is quantised, or why it is not, as a tree by module."""
+    """Show how each value is quantised, or why it is not, by module."""
     from layerline.pipeline.records import lookup
     from layerline.views import plan_tree, screen
 

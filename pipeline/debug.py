@@ -8,11 +8,11 @@ from typing import Protocol, runtime_checkable
 
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import ConfigError, PipeError
-from layerline.pipeline.records.run_lock import temporary_folder
+from layerline.pipeline.plan import Planner, open_planner
 from layerline.pipeline.records.store import Artifact
 from layerline.pipeline.report import LayerDiff, Report
-from layerline.pipeline.runner import Listener, Runner
-from layerline.pipeline.stage import Work
+from layerline.pipeline.runner import Listener, input_folders, temporary_work
+from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.task import Task
 
 
@@ -51,29 +51,22 @@ def debug(project: Project, name: str, folder: Path, listener: Listener) -> Show
         raise ConfigError(f"stage {name} shows all it knows in its report", hint=hint)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError("it is there already", where=str(folder), hint="name an empty folder: -o DIR")
-    inputs = _inputs(Runner(project, listener), name)
-    with temporary_folder() as temporary:
-        out, scratch = temporary / "out", temporary / "scratch"
-        out.mkdir()
-        scratch.mkdir()
-        task = Task(project.root / project.task, project.root)
-        bad = stage.debug(Work(inputs=inputs, task=task, out=out, scratch=scratch, log=listener), folder)
-    records = () if bad is None else (bad,)
+    inputs = _inputs(open_planner(project), stage)
+    task = Task(project.root / project.task, project.root)
+    with temporary_work(task, listener, inputs, {}) as work:
+        failing = stage.debug(work, folder)
+    records = () if failing is None else (failing,)
     report = Report(stage=name, reference="the reference", candidate="the first value that fails", records=records)
-    return Shown(report, tuple(sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())))
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return Shown(report, tuple(files))
 
 
-def _inputs(runner: Runner, name: str) -> dict[str, Path]:
+def _inputs(planner: Planner, stage: Stage) -> dict[str, Path]:
     """Folder of the artifact behind each port of a stage."""
-    stage, made = runner.project.stage(name), dict[str, Artifact | None]()
-    for upstream in runner.project.needed_for([name])[:-1]:
-        step = runner.planner.step(upstream, made)
+    made: dict[str, Artifact | None] = {}
+    for upstream in planner.project.needed_for([stage.name])[:-1]:
+        step = planner.step(upstream, made)
         if step.artifact is None:
             raise PipeError(f"stage {upstream.name} is out of date: {step.reason}", hint=f"pipe run {upstream.name}")
         made[upstream.gives] = step.artifact
-    inputs = {}
-    for port, kind in stage.takes.items():
-        artifact = made[kind]
-        if artifact is not None:
-            inputs[port] = artifact.path
-    return inputs
+    return input_folders(stage, made)

@@ -7,9 +7,9 @@ from importlib import import_module
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.records import lookup
-from layerline.pipeline.records.run_lock import temporary_folder
 from layerline.pipeline.report import Report
-from layerline.pipeline.stage import Log, Work
+from layerline.pipeline.runner import temporary_work
+from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 
 _COMPARE = "layerline.parity.on_backend"  # by name, on use: it imports onnx
@@ -33,11 +33,7 @@ def diff_on(project: Project, stage: str, backend: str, log: Log, run_id: str | 
         )
     if doubt:
         log.say(f"note: {doubt}")
-    with temporary_folder() as temporary:
-        out, scratch = temporary / "out", temporary / "scratch"
-        out.mkdir()
-        scratch.mkdir()
-        task = Task(project.root / project.task)
-        work = Work(inputs={"model": artifact.path}, task=task, out=out, scratch=scratch, log=log)
+    task = Task(project.root / project.task, project.root)
+    with temporary_work(task, log, {"model": artifact.path}, {}) as work:
         report: Report = import_module(_COMPARE).compare(stage, backend, work)
     return report

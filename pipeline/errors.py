@@ -44,8 +44,8 @@ class PipeError(Exception):
         }
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{text}\n  {self.hint}" if self.hint else text
+        text = located(self.where, self.what)
+        return "\n  ".join(part for part in (text, self.hint) if part)
 
 
 class ConfigError(PipeError):
@@ -74,7 +74,19 @@ _EXIT_CODES = (1, 2, 3, 130)
 def exit_code(error: PipeError) -> int:
     """The code that an error ends the process with: never 0, whatever a class that the user's code defines says."""
     code = error.exit_code
-    return code if type(code) is int and code in _EXIT_CODES else PipeError.exit_code
+    if type(code) is int and code in _EXIT_CODES:
+        return code
+    return PipeError.exit_code
+
+
+def located(where: str | None, what: str) -> str:
+    """A sentence with the place it is about before it, where there is one."""
+    return ": ".join(part for part in (where, what) if part)
+
+
+def failure_fields(error: PipeError | None) -> dict[str, Any]:
+    """The fields that a JSON document has where something failed."""
+    return error.to_json() if error else {}
 
 
 def words(error: BaseException, limit: int = 4000) -> str:
@@ -126,3 +138,10 @@ def machine_lacks(error: OSError | MemoryError) -> Unavailable:
         return Unavailable("this machine ran out of memory", hint="lower the batch size or the number of samples")
     where = str(error.filename or "disk")
     return Unavailable(error.strerror or str(error), where=where, hint=_HINTS.get(error.errno or 0, ""))
+
+
+def as_pipe_error(error: PipeError | OSError | MemoryError) -> PipeError:
+    """The error itself, or what the operating system refused as one."""
+    if isinstance(error, PipeError):
+        return error
+    return machine_lacks(error)

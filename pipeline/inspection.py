@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from layerline.pipeline.errors import (
     PipeError,
     TaskError,
     Unavailable,
+    as_pipe_error,
     brief,
     machine_lacks,
     ran_out_of_memory,
@@ -48,8 +50,10 @@ class Finding:
 
     def error(self) -> PipeError:
         """The same as an error that ends a run."""
-        kind = Unavailable if self.exit_code == Unavailable.exit_code else TaskError
-        return kind(f"{self.item}: {self.seen}", where=self.where, hint=self.hint)
+        what = f"{self.item}: {self.seen}"
+        if self.exit_code == Unavailable.exit_code:
+            return Unavailable(what, where=self.where, hint=self.hint)
+        return TaskError(what, where=self.where, hint=self.hint)
 
     def to_json(self) -> dict[str, str]:
         fields = ("stage", "item", "state", "seen", "hint", "where")
@@ -68,13 +72,15 @@ class CalledOnce(Task):
         self._made: dict[str, Any] = {}
 
     def get(self, hook: str) -> Callable[..., Any]:
-        found = super().get(hook)
-        return (lambda: self._one(hook, found)) if hook in DATA_HOOKS else found
+        function = super().get(hook)
+        if hook not in DATA_HOOKS:
+            return function
+        return partial(self._once, hook, function)
 
-    def _one(self, hook: str, made: Callable[[], Any]) -> Any:
+    def _once(self, hook: str, function: Callable[[], Any]) -> Any:
         if hook not in self._made:
             try:
-                self._made[hook] = made()
+                self._made[hook] = function()
             except PipeError as error:
                 self._made[hook] = error
                 raise
@@ -108,8 +114,7 @@ class Inspection:
         except Skipped:
             pass
         except (PipeError, OSError, MemoryError) as error:
-            told = error if isinstance(error, PipeError) else machine_lacks(error)
-            self._fail(name, told)
+            self._fail(name, as_pipe_error(error))
         except Exception as error:  # noqa: BLE001 - torch, a runtime: what it says of one item must not hide the others
             if ran_out_of_memory(error):
                 self._fail(name, machine_lacks(MemoryError()))
@@ -144,10 +149,10 @@ class Inspection:
         if not patterns:
             return
         names = set(self.need("names"))
-        if any(not _meant(p, names) for p in patterns) and "all names" in self.shared:
+        if not all(_is_meant(pattern, names) for pattern in patterns) and "all names" in self.shared:
             names |= self.shared["all names"]()
         for pattern in patterns:
-            if not _meant(pattern, names):
+            if not _is_meant(pattern, names):
                 raise ConfigError(
                     f"{pattern!r} matches no value, node or module of the model",
                     where=item,
@@ -160,15 +165,15 @@ class Inspection:
         self._add(name, "error", error.what, error.hint, error.where, code)
 
     def _add(self, item: str, state: State, seen: str, hint: str = "", where: str = "", code: int = 2) -> None:
-        place = "" if where in (item, item.removesuffix("()")) else where
-        finding = Finding(
-            stage=self.stage, item=item, state=state, seen=seen, hint=hint, where=place, exit_code=code
-        )  # fmt: skip
-        told = {(f.item, f.state, f.seen) for f in self.findings}
-        if (item, state, seen) not in told:  # several stages meet the same mistake
-            self.findings.append(finding)
+        if any((f.item, f.state, f.seen) == (item, state, seen) for f in self.findings):
+            return  # several stages meet the same mistake
+        if where in (item, item.removesuffix("()")):
+            where = ""
+        self.findings.append(
+            Finding(stage=self.stage, item=item, state=state, seen=seen, hint=hint, where=where, exit_code=code)
+        )
 
 
-def _meant(pattern: str, names: set[str]) -> bool:
+def _is_meant(pattern: str, names: set[str]) -> bool:
     """Whether a pattern of `quantize.skip` means any of these names."""
     return any(fnmatchcase(n, pattern) or n.startswith(f"{pattern}.") for n in names)

@@ -13,13 +13,17 @@ def closest(name: str, valid: Iterable[str], similarity: float = SIMILAR) -> str
     """The valid name that is most like `name`, whatever their case; empty where none is similar enough."""
     by_lower = {v.lower(): v for v in valid}
     matches = difflib.get_close_matches(name.lower(), by_lower, 1, similarity)
-    return by_lower[matches[0]] if matches else ""
+    if not matches:
+        return ""
+    return by_lower[matches[0]]
 
 
 def did_you_mean(name: str, valid: Iterable[str], similarity: float = SIMILAR) -> str:
     """The closest valid name as a hint, "did you mean 'engine'?"; empty where none is similar enough."""
     match = closest(name, valid, similarity)
-    return f"did you mean {match!r}?" if match else ""
+    if not match:
+        return ""
+    return f"did you mean {match!r}?"
 
 
 def hint(name: str, valid: Iterable[str]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +62,18 @@ def check_file(root: Path, stage: Stage, name: str) -> None:
         raise ConfigError(f"stage {stage.name} reads {name}, which is not in the project", where="pipe.yaml")
 
 
-@dataclass
 class Planner:
     """Reads a project's state; writes nothing."""
 
-    project: Project
-    store: Store
-    ledger: Ledger
-    hasher: Hasher
-    _prints: dict[str, Fingerprint] = field(default_factory=dict)
-    _facts: dict[str, str] = field(default_factory=dict)
-    _codes: dict[type[Stage], str] = field(default_factory=dict)
-    _reader: Reader | None = None
+    def __init__(self, project: Project, store: Store, ledger: Ledger, hasher: Hasher) -> None:
+        self.project = project
+        self.store = store
+        self.ledger = ledger
+        self.hasher = hasher
+        self._reader: Reader | None = None
+        self._prints: dict[str, Fingerprint] = {}
+        self._fact = cache(env.fact)
+        self._code = cache(stage_code.digest)
 
     def steps(self) -> list[Step]:
         """Every stage of the project, in order."""
@@ -91,18 +92,17 @@ class Planner:
         if waiting:
             behind = [s.name for s in self.project.upstream(stage).values() if s.gives in waiting]
             return Step(stage=stage, key=None, parts=parts, notes=notes, reason=f"after {' and '.join(behind)}")
-        inputs = {f"input.{port}": made[kind] for port, kind in stage.takes.items()}
-        parts |= {name: artifact.digest for name, artifact in inputs.items() if artifact}
+        for port, kind in stage.takes.items():
+            artifact = made[kind]
+            assert artifact is not None
+            parts[f"input.{port}"] = artifact.digest
         # The whole configuration once more: dotted names alone can't tell {"a.b": 1} from {"a": {"b": 1}}.
         key = canonical.digest({**parts, "config": _configuration(stage)})
-        record = self.ledger.get(key)
-        if record is None:
-            reason = self._why(stage, parts, key)
-            return Step(stage=stage, key=key, parts=parts, notes=notes, reason=reason)
-        artifact, reason = self._artifact(record)
-        return Step(
-            stage=stage, key=key, parts=parts, notes=notes, record=record, artifact=artifact, reason=reason
-        )  # fmt: skip
+        step = Step(stage=stage, key=key, parts=parts, notes=notes, record=self.ledger.get(key))
+        if step.record is None:
+            return replace(step, reason=self._why(stage, parts, key))
+        artifact, reason = self._artifact(step.record)
+        return replace(step, artifact=artifact, reason=reason)
 
     def _artifact(self, record: Record) -> tuple[Artifact | None, str]:
         """What a record's run left, if all of it is still there and whole; and in words what is the matter."""
@@ -125,33 +125,41 @@ class Planner:
         parts: dict[str, Any] = {"stage": stage.name, "version": stage.version}
         if stage.implementation:
             parts["use"] = stage.implementation
-        parts |= {f"config.{n}": v for n, v in _flat(_configuration(stage))}
-        parts |= {f"env.{n}": self._fact(n) for n in stage.env}
-        parts["code"] = self._code(type(stage))
-        notes: list[str] = []
-        for hook in self.hooks(stage):
+        for name, value in _flat(_configuration(stage)).items():
+            parts[f"config.{name}"] = value
+        for name in stage.env:
+            parts[f"env.{name}"] = self._fact(name)
+        parts["code"] = self._code(type(stage), self.hasher)
+        notes: dict[str, None] = {}  # as an ordered set
+        hooks = self.hooks(stage)
+        for hook in hooks:
             fingerprint = self.fingerprint(hook)
             parts[f"hook.{hook}"] = fingerprint.digest
-            parts |= {f"file.{n}": d for n, d in fingerprint.files.items()}
-            notes += self._notes(hook, fingerprint)
+            for name, digest in fingerprint.files.items():
+                parts[f"file.{name}"] = digest
+            notes.update(dict.fromkeys(self._notes(hook, fingerprint)))
         files = stage.files()
-        if DATA_HOOKS & set(self.hooks(stage)):
+        if not DATA_HOOKS.isdisjoint(hooks):
             files += self.project.data
-        parts |= {f"file.{storable(name)}": self._file(stage, name) for name in files}
-        return parts, tuple(dict.fromkeys(notes))
+        for name in files:
+            check_file(self.project.root, stage, name)
+            parts[f"file.{storable(name)}"] = self.hasher.file(self.project.root / name)
+        return parts, tuple(notes)
 
     def hooks(self, stage: Stage) -> list[str]:
         """The hooks that a stage may call, as the task stands.
 
         Of a row of `first_of` those up to the first that is surely a function: defining one before it changes the key.
         """
-        called = {h for row in stage.first_of for h in self._up_to_first(row)}
-        optional = {h for row in stage.first_of for h in row}
-        return [h for h in stage.hooks() if h in called or h not in optional]
-
-    def _up_to_first(self, row: Sequence[str]) -> list[str]:
-        first = next((n for n, hook in enumerate(row) if self.fingerprint(hook).function), len(row))
-        return list(row[: first + 1])
+        unused: set[str] = set()
+        used: set[str] = set()
+        for row in stage.first_of:
+            names = used
+            for hook in row:
+                names.add(hook)
+                if names is used and self.fingerprint(hook).function:
+                    names = unused
+        return [hook for hook in stage.hooks() if hook in used or hook not in unused]
 
     def changed(self, step: Step, imported: Mapping[Path, str]) -> str:
         """Which file of a stage's key changed since it was hashed, in words; empty where none did.
@@ -160,14 +168,23 @@ class Planner:
             step: the stage.
             imported: SHA-256 of each module that this run imported from the project.
         """
-        paths = {name: p for hook in self.hooks(step.stage) for name, p in self.fingerprint(hook).paths.items()}
-        paths |= {storable(name): self.project.root / name for name in (*step.stage.files(), *self.project.data)}
-        names = [name.removeprefix("file.") for name in step.parts if name.startswith("file.")]
-        for name in names:
-            if what := self.hasher.changed(paths.get(name, self.project.root / name)):
-                return f"{name} {what}"
-        edited = self._reader.imported_as_read(imported) if self._reader else ""
-        return f"{edited} was edited" if edited else ""
+        root = self.project.root
+        paths: dict[str, Path] = {}
+        for hook in self.hooks(step.stage):
+            paths |= self.fingerprint(hook).paths
+        for name in (*step.stage.files(), *self.project.data):
+            paths[storable(name)] = root / name
+        for part in step.parts:
+            name = part.removeprefix("file.")
+            if name != part:
+                change = self.hasher.changed(paths.get(name, root / name))
+                if change:
+                    return f"{name} {change}"
+        if self._reader:
+            edited = self._reader.imported_as_read(imported)
+            if edited:
+                return f"{edited} was edited"
+        return ""
 
     def fingerprint(self, hook: str) -> Fingerprint:
         """What a hook of the user's task depends on."""
@@ -177,26 +194,14 @@ class Planner:
             self._prints[hook] = self._reader.hook(hook)
         return self._prints[hook]
 
-    def _code(self, stage: type[Stage]) -> str:
-        if stage not in self._codes:
-            self._codes[stage] = stage_code.digest(stage, self.hasher)
-        return self._codes[stage]
-
-    def _fact(self, name: str) -> str:
-        if name not in self._facts:
-            self._facts[name] = env.fact(name)
-        return self._facts[name]
-
     def _notes(self, hook: str, fingerprint: Fingerprint) -> list[str]:
         """Where the text of a hook doesn't show what it reads."""
         notes = [f"{hook}(): {file} counts whole: {why}" for file, why in fingerprint.whole.items()]
-        data = self.project.data
-        unlisted = [f for f in fingerprint.folders if not any(file.startswith(f"{f}/") for file in data)]
-        return notes + [f"{hook}() names the folder {f}: what is in it counts only under `data:`" for f in unlisted]
-
-    def _file(self, stage: Stage, name: str) -> str:
-        check_file(self.project.root, stage, name)
-        return self.hasher.file(self.project.root / name)
+        for folder in fingerprint.folders:
+            inside = [file for file in self.project.data if file.startswith(f"{folder}/")]
+            if not inside:
+                notes.append(f"{hook}() names the folder {folder}: what is in it counts only under `data:`")
+        return notes
 
     def _why(self, stage: Stage, parts: Mapping[str, Any], key: str) -> str:
         before = self.ledger.head(stage.name)
@@ -230,7 +235,9 @@ def asked(work: Path) -> tuple[str, ...]:
         sets = read_json(work / SETS, size=1 << 20)
     except (OSError, ValueError):
         return ()
-    return tuple(sets) if isinstance(sets, list) and all(isinstance(text, str) for text in sets) else ()
+    if isinstance(sets, list) and all(isinstance(text, str) for text in sets):
+        return tuple(sets)
+    return ()
 
 
 def order(work: Path) -> int:
@@ -242,7 +249,7 @@ def order(work: Path) -> int:
 
 def fields(stage: Stage) -> dict[str, str]:
     """Each field of a stage that counts for its key, by its dotted name, as text."""
-    return shown(dict(_flat(_configuration(stage))))
+    return shown(_flat(_configuration(stage)))
 
 
 def shown(parts: Mapping[str, Any]) -> dict[str, str]:
@@ -253,9 +260,9 @@ def shown(parts: Mapping[str, Any]) -> dict[str, str]:
 def _text(value: Any) -> str:
     """repr, with sets in an order that is the same in every process."""
     if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(map(_text, value))) + "}"
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return f"[{', '.join(map(_text, value))}]"
     return repr(value)
 
 
@@ -263,8 +270,12 @@ def _configuration(stage: Stage) -> dict[str, Any]:
     return stage.model_dump(exclude=set(stage.unkeyed))
 
 
-def _flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested configuration as dotted names; an empty mapping stays a value so that it differs from an absent one."""
-    if isinstance(value, dict) and value:
-        return [pair for k, v in value.items() for pair in _flat(v, f"{prefix}.{k}" if prefix else str(k))]
-    return [(prefix, value)] if prefix else []
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested configuration by dotted names; an empty mapping stays a value so that it differs from an absent one."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

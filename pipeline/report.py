@@ -87,9 +87,11 @@ class LayerDiff:
     def severity(self) -> tuple[bool, float, float]:
         """Sorts worst first: failed, then how far beyond tolerance (NaN is beyond any), then lowest SQNR (or what the
         relative L2 error comes to in dB, where there is none)."""
-        sqnr = self.sqnr_db
-        if sqnr is None:
-            sqnr = -20.0 * math.log10(self.rel_l2) if self.rel_l2 else math.inf
+        sqnr = math.inf
+        if self.sqnr_db is not None:
+            sqnr = self.sqnr_db
+        elif self.rel_l2:
+            sqnr = -20.0 * math.log10(self.rel_l2)
         if math.isnan(sqnr):
             sqnr = -math.inf
         return self.passed, -self._excess(), sqnr
@@ -99,19 +101,19 @@ class LayerDiff:
         measured = getattr(self, self.judged)
         if self.one_sided:
             return math.inf
-        if measured is None or math.isnan(measured):
-            return 0.0 if self.passed else math.inf
-        if self.tolerance is None:
+        if self.tolerance is None or measured == 0:
             return 0.0
-        if self.tolerance > 0:
-            return float(measured / self.tolerance)
-        return math.inf if measured > 0 else 0.0
+        if measured is None or math.isnan(measured) or self.tolerance <= 0:
+            return math.inf
+        return float(measured / self.tolerance)
 
     @property
     def own_severity(self) -> tuple[bool, float, tuple[bool, float, float]]:
         """Sorts worst first: failed, then the lowest own SQNR; values without one come last, in order of `severity`."""
+        decibels = math.inf
         isolated = self.extra.get(OWN)
-        decibels = float(isolated) if isinstance(isolated, int | float) else math.inf
+        if isinstance(isolated, int | float):
+            decibels = float(isolated)
         if math.isnan(decibels):
             decibels = -math.inf
         return self.passed, decibels, self.severity
@@ -177,7 +179,9 @@ class Report:
     @property
     def order(self) -> Order:
         """The order that shows where an error is made: by own errors, where they were measured."""
-        return "own" if any(OWN in r.extra for r in self.records) else "error"
+        if any(OWN in record.extra for record in self.records):
+            return "own"
+        return "error"
 
     def worst(self, n: int = 1) -> tuple[LayerDiff, ...]:
         """The n records that differ most, worst first."""
@@ -193,7 +197,10 @@ class Report:
 
     def first_failing(self) -> LayerDiff | None:
         """The first record in topological order that did not pass: where the difference starts."""
-        return next((r for r in self.records if not r.passed), None)
+        for record in self.records:
+            if not record.passed:
+                return record
+        return None
 
     def failure(self) -> StageError:
         """Why the report did not pass: its failing gates, then the first value beyond its tolerance."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
@@ -11,9 +12,8 @@ from layerline.pipeline.config.project import Project, as_options, load
 from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.pipeline.files import entries
 from layerline.pipeline.plan import SETS, asked, has_checkpoint, open_planner, order
-from layerline.pipeline.records.run_lock import temporary_folder
 from layerline.pipeline.report import Report
-from layerline.pipeline.runner import Listener, ranks
+from layerline.pipeline.runner import Listener, ranks, temporary_work
 from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.task import Task
 
@@ -78,11 +78,13 @@ def to_prove(project: Project) -> tuple[Project, Stage, str]:
 
     Without `--set` values, those of the most recent interrupted training are used.
     """
-    last = None if project.sets else cut_short(project)
-    if last is None or not last[1]:
-        return project, resumable(project), ""
-    then = load(project.root, last[1])
-    return then, resumable(then), f"with {as_options(last[1])}, as the training that was cut short"
+    if not project.sets:
+        interrupted = cut_short(project)
+        if interrupted and interrupted[1]:
+            sets = interrupted[1]
+            then = load(project.root, sets)
+            return then, resumable(then), f"with {as_options(sets)}, as the training that was cut short"
+    return project, resumable(project), ""
 
 
 def _unfinished(project: Project) -> Iterator[tuple[Path, tuple[str, ...]]]:
@@ -108,9 +110,6 @@ def prove(project: Project, steps: int, listener: Listener) -> Report:
     stage = resumable(project)
     work = project.works / str(open_planner(project).step(stage, {}).key)
     listener.started(stage, f"{steps} steps, a checkpoint, {steps} more")
-    with temporary_folder() as temporary:
-        out = temporary / "out"
-        out.mkdir()
-        task = Task(project.root / project.task, project.root)
-        stage_work = Work(inputs={}, task=task, out=out, scratch=work / "scratch", log=listener)
-        return cast("Resumes", stage).prove_resume(stage_work, steps)
+    task = Task(project.root / project.task, project.root)
+    with temporary_work(task, listener, {}, {}) as stage_work:
+        return cast("Resumes", stage).prove_resume(replace(stage_work, scratch=work / "scratch"), steps)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -23,16 +23,24 @@ from filelock import Timeout
 
 from layerline.pipeline import check as checking
 from layerline.pipeline.config.project import Project
-from layerline.pipeline.errors import PipeError, StageError, TaskError, Unavailable, exit_code, machine_lacks
+from layerline.pipeline.errors import (
+    PipeError,
+    StageError,
+    TaskError,
+    Unavailable,
+    as_pipe_error,
+    exit_code,
+    failure_fields,
+)
 from layerline.pipeline.files import copied, own_folder, remove, write_own
 from layerline.pipeline.inputs.untrusted import launched
 from layerline.pipeline.inspection import Finding
 from layerline.pipeline.keys import env
-from layerline.pipeline.plan import ORDER, SETS, Planner, Step, open_planner, order, shown
+from layerline.pipeline.plan import ORDER, SETS, Step, open_planner, order, shown
 from layerline.pipeline.records.ledger import Record, Run, as_told, new_run_id
 from layerline.pipeline.records.run_lock import at_work, lock, temporary_folder
 from layerline.pipeline.records.store import Artifact
-from layerline.pipeline.report import Report
+from layerline.pipeline.report import Report, Scalar
 from layerline.pipeline.stage import Log, Stage, Work
 from layerline.pipeline.task import Task
 
@@ -61,24 +69,19 @@ class Result:
         return self.state == "ran" or (self.state == "failed" and self.seconds > 0)
 
     def to_json(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {
+        record = self.record
+        return {
             "name": self.name,
             "state": self.state,
             "reason": self.reason,
-            "key": None,
-            "digest": None,
+            "key": record and record.key,
+            "digest": record and record.digest,
             "seconds": round(self.seconds, 3),
             "passed": self.passed,
-            "error": self.error.to_json() if self.error else None,
-            "worst": None,
-            "metrics": {},
+            "error": self.error and self.error.to_json(),
+            "worst": record and record.worst and dict(record.worst),
+            "metrics": dict(record.metrics if record else {}),
         }
-        if self.record is not None:
-            fields["key"] = self.record.key
-            fields["digest"] = self.record.digest
-            fields["worst"] = dict(self.record.worst) if self.record.worst else None
-            fields["metrics"] = dict(self.record.metrics)
-        return fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +99,21 @@ class Outcome:
     @property
     def exit_code(self) -> int:
         """0 done, 1 a gate failed, 2 a usage error, 3 something this machine lacks."""
-        if self.passed:
-            return 0
-        return exit_code(self.error) if self.error else 1
+        if self.error:
+            return exit_code(self.error)
+        return int(not self.passed)
 
     @property
     def error(self) -> PipeError | None:
         """Why the run failed: the error of the first stage that has one."""
-        return next((r.error for r in self.results if r.error), None)
+        for result in self.results:
+            if result.error:
+                return result.error
+        return None
 
     def to_json(self) -> dict[str, Any]:
-        failure = self.error.to_json() if self.error else {}
-        return {"run": self.run, "passed": self.passed, **failure, "stages": [r.to_json() for r in self.results]}
+        stages = [result.to_json() for result in self.results]
+        return {"run": self.run, "passed": self.passed, **failure_fields(self.error), "stages": stages}
 
 
 class Listener(Log, Protocol):
@@ -120,7 +126,22 @@ class Listener(Log, Protocol):
         """A stage is done, one way or another."""
 
 
-@dataclass
+@contextmanager
+def temporary_work(task: Task, log: Log, inputs: Mapping[str, Path], parts: Mapping[str, str]) -> Iterator[Work]:
+    """What a stage is handed where nothing of it is kept."""
+    with temporary_folder() as folder:
+        out, scratch = folder / "out", folder / "scratch"
+        out.mkdir()
+        scratch.mkdir()
+        yield Work(inputs=inputs, task=task, out=out, scratch=scratch, log=log, parts=parts)
+
+
+def input_folders(stage: Stage, made: Mapping[str, Artifact | None]) -> dict[str, Path]:
+    """The folder of the artifact behind each port of a stage, of the artifacts there are by kind."""
+    artifacts = {port: made[kind] for port, kind in stage.takes.items()}
+    return {port: artifact.path for port, artifact in artifacts.items() if artifact is not None}
+
+
 class Runner:
     """Runs a project's stages.
 
@@ -129,18 +150,16 @@ class Runner:
         listener: hears about each step.
     """
 
-    project: Project
-    listener: Listener
-    planner: Planner = field(init=False)
-    _announced: set[str] = field(init=False, default_factory=set)
-    _named: tuple[str, ...] = field(init=False, default=())
-    _sequence: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        self.planner = open_planner(self.project)
+    def __init__(self, project: Project, listener: Listener) -> None:
+        self.project = project
+        self.listener = listener
+        self.planner = open_planner(project)
         self.store = self.planner.store
         self.ledger = self.planner.ledger
-        self._task = Task(self.project.root / self.project.task, self.project.root, self._same_code)
+        self._task = Task(project.root / project.task, project.root, self._same_code)
+        self._announced: set[str] = set()
+        self._named: tuple[str, ...] = ()
+        self._sequence = 0
 
     def run(self, names: Sequence[str] | None = None, *, force: bool = False) -> Outcome:
         """Brings the named stages and what they need up to date; None means all.
@@ -152,7 +171,9 @@ class Runner:
         Raises:
             ConfigError: an unknown stage. A stage's own failure is in the outcome, not raised.
         """
-        stages = self.project.stages if names is None else self.project.needed_for(names)
+        stages: Sequence[Stage] = self.project.stages
+        if names is not None:
+            stages = self.project.needed_for(names)
         if rank() > 0:
             return self._follow(stages)
         self._named = tuple(s.name for s in stages)
@@ -171,12 +192,18 @@ class Runner:
             for name in self.ledger.set_aside():
                 self.listener.say(f"the record of run {name} is damaged and was set aside; `pipe gc` removes it")
             try:
+                failed = ""
                 for stage in stages:
-                    result = self._advance(stage, made, forced=stage.name in forced, failed=_failed(results))
+                    if failed:
+                        result = Result(name=stage.name, state="blocked", reason=f"{failed} failed")
+                    else:
+                        result = self._advance(stage, made, forced=stage.name in forced)
                     self._announce(stage, runs=False)
                     results.append(result)
                     self.listener.finished(result)
                     filed_id = self._remember(run_id, results)
+                    if result.state == "failed":
+                        failed = stage.name
                 if not any(r.error and not r.record for r in results):
                     later = self._later(stages, made)
             finally:
@@ -215,21 +242,17 @@ class Runner:
             try:
                 if not stage.follow():
                     continue
-                with temporary_folder() as folder:
-                    out, scratch = folder / "out", folder / "scratch"
-                    out.mkdir()
-                    scratch.mkdir()
-                    # Stages that run together take no input so far: what they would read lies in rank 0's store.
-                    parts = shown(self.planner.step(stage, {}).parts)
-                    task, log = self._task, self.listener
-                    with task.border():
-                        stage.run(Work(inputs={}, task=task, out=out, scratch=scratch, log=log, parts=parts))
+                # Stages that run together take no input so far: what they would read lies in rank 0's store.
+                parts = shown(self.planner.step(stage, {}).parts)
+                with temporary_work(self._task, self.listener, {}, parts) as work, self._task.border():
+                    stage.run(work)
             except (PipeError, OSError, MemoryError) as raised:
-                error = _as_pipe_error(raised)
-            seconds = time.monotonic() - started
-            reason = f"as rank {rank()}"
+                error = as_pipe_error(raised)
             state: State = "failed" if error else "ran"
-            results.append(Result(name=stage.name, state=state, reason=reason, seconds=seconds, error=error))
+            seconds = time.monotonic() - started
+            results.append(
+                Result(name=stage.name, state=state, reason=f"as rank {rank()}", seconds=seconds, error=error)
+            )
         return Outcome(run="", results=tuple(results))
 
     def _announce(self, stage: Stage, *, runs: bool) -> None:
@@ -237,43 +260,41 @@ class Runner:
             self._announced.add(stage.name)
             stage.announce(runs=runs)
 
-    def _advance(self, stage: Stage, made: dict[str, Artifact | None], *, forced: bool, failed: str | None) -> Result:
-        if failed is not None:
-            return Result(name=stage.name, state="blocked", reason=f"{failed} failed")
+    def _advance(self, stage: Stage, made: dict[str, Artifact | None], *, forced: bool) -> Result:
+        """Brings one stage up to date. Its errors become part of the result."""
         started = time.monotonic()
         reason = ""
         ran = False
         try:
             step = self.planner.step(stage, made)
-            reason = "forced" if forced and step.artifact else step.reason
+            reason = step.reason
+            if forced and step.artifact:
+                reason = "forced"
             if step.artifact is None or forced:
                 step, ran = self._make(step, made, forced=forced, reason=reason)
-            if step.record is not None and not ran:
+            record = step.record
+            assert record is not None
+            if not ran:
                 with suppress(OSError):  # a project that can't be written is still up to date
-                    self.ledger.restore(step.record)
+                    self.ledger.restore(record)
+            made[stage.gives] = step.artifact
+            error: PipeError | None = None
+            if not record.passed:
+                error = self.ledger.report(record).failure()
         except BrokenPipeError:  # whoever read our output has gone: no fault of the stage
             raise
         except (PipeError, OSError, MemoryError) as raised:
             seconds = time.monotonic() - started
-            error = _as_pipe_error(raised)
-            return Result(name=stage.name, state="failed", reason=reason, seconds=seconds, error=error)
-        made[stage.gives] = step.artifact
-        return self._result(step, reason, ran=ran)
-
-    def _result(self, step: Step, reason: str, *, ran: bool) -> Result:
-        record = step.record
-        assert record is not None
-        state: State = "ran" if ran else "cached"
-        error: PipeError | None = None
-        if not ran:
-            reason = step.reason
-        if not record.passed:
-            state = "failed"
-            error = self.ledger.report(record).failure()
-            if not ran:
-                reason = "failed before, and nothing it depends on has changed"
-        seconds = record.seconds if ran else 0.0
-        return Result(name=step.stage.name, state=state, reason=reason, seconds=seconds, record=record, error=error)
+            return Result(name=stage.name, state="failed", reason=reason, seconds=seconds, error=as_pipe_error(raised))
+        if ran:
+            state: State = "failed" if error else "ran"
+            return Result(
+                name=stage.name, state=state, reason=reason, seconds=record.seconds, record=record, error=error
+            )  # fmt: skip
+        if error:
+            reason = "failed before, and nothing it depends on has changed"
+            return Result(name=stage.name, state="failed", reason=reason, record=record, error=error)
+        return Result(name=stage.name, state="cached", reason=step.reason, record=record)
 
     def _make(self, step: Step, made: Mapping[str, Artifact | None], *, forced: bool, reason: str) -> tuple[Step, bool]:
         """Runs a stage under its lock, unless another process has made its artifact in the meantime; whether it ran."""
@@ -291,7 +312,7 @@ class Runner:
             now = self.planner.step(step.stage, made)
             if now.artifact is not None and not forced:
                 return replace(now, reason="made by another process"), False
-            adopted = None if forced else self._adopt(now, work)
+            adopted = self._adopt(now, work, forced=forced)
             if adopted is not None:
                 return replace(now, artifact=adopted, reason="finished by a run that was cut short"), False
             if step.stage.long:
@@ -332,8 +353,8 @@ class Runner:
 
     def _stops(self, finding: Finding) -> bool:
         """Whether a finding makes a stage of this run fail. What this machine lacks matters to the long stage alone."""
-        long_stage = next((s.name for s in self.project.stages if s.long), "")
-        if finding.exit_code == Unavailable.exit_code and finding.stage not in ("", long_stage):
+        long_stages = [stage.name for stage in self.project.stages if stage.long]
+        if finding.exit_code == Unavailable.exit_code and finding.stage not in ("", *long_stages[:1]):
             return False
         return finding.stage in ("", *self._named)
 
@@ -346,29 +367,25 @@ class Runner:
             # What a stage writes into its scratch folder must not land where a link leads.
             if path.is_symlink():
                 remove(path)
-        inputs = {}
-        for port, kind in step.stage.takes.items():
-            source = made[kind]
-            if source is not None:
-                inputs[port] = source.path
-        copies = self._copied(step, work)
-        started = time.monotonic()
-        self._announce(step.stage, runs=True)
         stage_work = Work(
-            inputs=inputs,
+            inputs=input_folders(step.stage, made),
             task=self._task,
             out=out,
             scratch=scratch,
             log=self.listener,
-            copies=copies,
+            copies=self._copied(step, work),
             parts=shown(step.parts),
         )
+        started = time.monotonic()
+        self._announce(step.stage, runs=True)
         with self._task.border():
             report = step.stage.run(stage_work)
         seconds = time.monotonic() - started
         if not isinstance(report, Report):
             raise StageError(f"stage {step.stage.name} returned {type(report).__name__}, not a Report")
-        self._refuse_changed(self.planner.changed(step, self._task.imported), step.stage)
+        change = self.planner.changed(step, self._task.imported)
+        if change:
+            raise _changed_while_read(change, step.stage, change.split(" ")[0])
         sealed = self.store.seal(out, step.stage.gives, step.stage.side)
         record = self._record(step, sealed.digest, report, seconds)
         self.ledger.put(record)
@@ -391,25 +408,12 @@ class Runner:
             except FileNotFoundError:
                 digest = ""
             if digest != step.parts[f"file.{name}"]:
-                self._refuse_changed(f"{name} was changed", step.stage, name)
+                raise _changed_while_read(f"{name} was changed", step.stage, name)
         return folder if step.stage.files() else None
 
-    def _refuse_changed(self, what: str, stage: Stage, name: str = "") -> None:
-        """Ends a stage whose input may differ from what its key says, so that no wrong result is filed.
-
-        Raises:
-            PipeError: names the file.
-        """
-        if what:
-            raise PipeError(
-                f"{what} while stage {stage.name} was reading it; nothing was filed",
-                where=name or what.split(" ")[0],
-                hint="run again when nothing writes it; a hook may write a file that it reads only where it is missing",
-            )
-
-    def _adopt(self, step: Step, work: Path) -> Artifact | None:
+    def _adopt(self, step: Step, work: Path, *, forced: bool) -> Artifact | None:
         """The output of a run that was killed between recording it and moving it into the store."""
-        if step.record is None or not self.ledger.report_is_whole(step.record.report):
+        if forced or step.record is None or not self.ledger.report_is_whole(step.record.report):
             return None
         sealed = self.store.sealed(work / "out")
         if sealed is None or sealed.digest != step.record.digest:
@@ -420,8 +424,11 @@ class Runner:
 
     def _record(self, step: Step, digest: str, report: Report, seconds: float) -> Record:
         assert step.key is not None
-        # Only what was measured: an engine that could not be run has no worst layer.
-        worst = next((r for r in report.worst(1) if r.sqnr_db is not None or not r.passed), None)
+        worst: Mapping[str, Scalar] | None = None
+        for differing in report.worst():
+            # Only what was measured: an engine that could not be run has no worst layer.
+            if differing.sqnr_db is not None or not differing.passed:
+                worst = differing.summary()
         return Record(
             stage=step.stage.name,
             key=step.key,
@@ -433,7 +440,7 @@ class Runner:
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             parts=shown(step.parts),
             notes=step.notes,
-            worst=worst.summary() if worst else None,
+            worst=worst,
             metrics=report.plain_metrics(),
             versions=env.versions(),
         )
@@ -446,22 +453,24 @@ class Runner:
         """
         records = tuple(r.record for r in results if r.record)
         errors = {r.name: as_told(r.error) for r in results if r.error and not r.record}
-        errored = bool(errors)
-        if not records and not errored:
+        if not records and not errors:
             return run_id
         newest = next(self.ledger.runs(), None)
         if newest is not None and newest.id != run_id:
-            if errored:
+            if errors:
                 is_repeated = not newest.passed and (newest.records, newest.errors) == (records, errors)
             else:
                 is_repeated = all(record in newest.records for record in records)
             if is_repeated:
                 return newest.id
-        # The cause of the error (a full disk) may make this fail as well; then the first error is the one to report.
-        with suppress(OSError) if errored else nullcontext():
-            ran = tuple(r.name for r in results if r.worked)
-            passed = len(results) == len(self._named) and all(r.passed for r in results)
-            self.ledger.put_run(Run(run_id, passed, records, ran, self.project.sets, self._sequence, errors))
+        ran = tuple(r.name for r in results if r.worked)
+        passed = len(results) == len(self._named) and all(r.passed for r in results)
+        run = Run(run_id, passed, records, ran, self.project.sets, self._sequence, errors)
+        try:
+            self.ledger.put_run(run)
+        except OSError:
+            if not errors:  # else the same cause (a full disk) has made a stage fail, which is the error to report
+                raise
         return run_id
 
     def _later(self, ran: Sequence[Stage], made: dict[str, Artifact | None]) -> tuple[Step, ...]:
@@ -490,9 +499,10 @@ def ranks() -> int:
     return launched()[1]
 
 
-def _as_pipe_error(raised: PipeError | OSError | MemoryError) -> PipeError:
-    return raised if isinstance(raised, PipeError) else machine_lacks(raised)
-
-
-def _failed(results: Sequence[Result]) -> str | None:
-    return next((r.name for r in results if r.state == "failed"), None)
+def _changed_while_read(change: str, stage: Stage, name: str) -> PipeError:
+    """The error of a stage whose input may differ from what its key says: no wrong result is filed."""
+    return PipeError(
+        f"{change} while stage {stage.name} was reading it; nothing was filed",
+        where=name,
+        hint="run again when nothing writes it; a hook may write a file that it reads only where it is missing",
+    )

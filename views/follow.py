@@ -132,7 +132,9 @@ def _module(layer: str, members: Sequence[Followed], layer_of: Mapping[str, str]
 
 def _badness(record: LayerDiff) -> tuple[bool, float, float]:
     """Sorts worst first. NaN is as bad as it gets; what was not measured comes last."""
-    sqnr = math.inf if record.sqnr_db is None else record.sqnr_db
+    sqnr = math.inf
+    if record.sqnr_db is not None:
+        sqnr = record.sqnr_db
     if record.one_sided or math.isnan(sqnr):
         sqnr = -math.inf
     relative = -(record.rel_l2 or 0.0)

@@ -114,7 +114,7 @@ def heading(key: str) -> str:
     if key in _HEADINGS:
         return _HEADINGS[key]
     spelled = key.replace("sqnr_db", "SQNR dB").replace("samples_s", "samples/s")
-    return " ".join("size" if word == "bytes" else word for word in spelled.split("_"))
+    return re.sub(r"\bbytes\b", "size", spelled.replace("_", " "))
 
 
 def count(number: int, noun: str) -> str:
@@ -146,7 +146,7 @@ def _nonfinite(value: float) -> str:
         return "NaN"
     if math.isfinite(value):
         return ""
-    return "inf" if value > 0 else "-inf"
+    return str(value)
 
 
 def shape(dims: Sequence[int | str], times: str = "×") -> str:

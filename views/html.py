@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from layerline.pipeline.config.project import as_options
 from layerline.pipeline.config.settings import UNSET, settings, versions
+from layerline.pipeline.errors import located
 from layerline.pipeline.records.ledger import Record, Run
 from layerline.pipeline.records.lookup import Log
 from layerline.pipeline.report import Gate, Report
@@ -84,7 +85,7 @@ def page(
         failures=list(_failures(run, of_run)),
         stages=stages,
         chart=chart(rows, list(of_run)),
-        followed=follow_views(rows, list(of_run)) if rows else [],
+        followed=follow_views(rows, list(of_run)),
         any_merged=any(row.into for row in rows),
         glossary=glossary.view(),
     )
@@ -142,8 +143,7 @@ def _failures(run: Run, reports: Mapping[str, Report]) -> Iterator[tuple[str, st
             failure = report.failure()
             yield stage, failure.what, failure.hint
     for stage, error in run.errors.items():
-        what = f"{error.where}: {error.error}" if error.where else error.error
-        yield stage, what, error.hint or ""
+        yield stage, located(error.where, error.error), error.hint or ""
     failed = [record.stage for record in run.records if not record.passed]
     for stage in failed:
         if stage not in reports or reports[stage].passed:
@@ -165,9 +165,9 @@ def _stage(
         earlier: whether the artifact comes from an earlier run.
     """
     worst = record.worst or {}
-    sqnr = worst.get("sqnr_db")
-    summary = {"its SQNR dB": decibels(None if sqnr is None else float(sqnr)), "seconds": f"{record.seconds:.1f}"}
-    summary["compared"] = summary["failed"] = ""
+    summary = {"its SQNR dB": "", "compared": "", "failed": "", "seconds": f"{record.seconds:.1f}"}
+    if worst.get("sqnr_db") is not None:
+        summary["its SQNR dB"] = decibels(float(worst["sqnr_db"]))
     if report and report.records:
         summary["compared"] = str(len(report.records))
         summary["failed"] = str(sum(not r.passed for r in report.records))
@@ -221,8 +221,10 @@ def _settings(record: Record) -> TableView:
     """Every field of the stage, those that differ from their defaults first."""
     rows = []
     for field in settings(record):
-        default = _written(field.default) if field.differs else ""
-        rows.append([field.name, _written(field.value), default])
+        row = [field.name, _written(field.value), ""]
+        if field.differs:
+            row[-1] = _written(field.default)
+        rows.append(row)
     return TableView("Settings", (Column("field"), Column("value"), Column("default")), rows)
 
 

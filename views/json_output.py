@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from layerline.pipeline.config.settings import changed, previous, settings
-from layerline.pipeline.errors import PipeError
+from layerline.pipeline.errors import PipeError, failure_fields
 from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, shown
 from layerline.pipeline.reasons import awaited, changes
@@ -24,13 +24,17 @@ Document = dict[str, Any]
 def status(steps: Sequence[Step], states: Mapping[str, str]) -> Document:
     rows = []
     for step in steps:
-        digest = passed = None
-        if step.artifact:
-            digest = step.artifact.digest
-            passed = step.record.passed if step.record else None
         name = step.stage.name
-        row = {"name": name, "state": states[name], "reason": step.reason, "key": step.key}
-        rows.append({**row, "digest": digest, "passed": passed})
+        rows.append(
+            {
+                "name": name,
+                "state": states[name],
+                "reason": step.reason,
+                "key": step.key,
+                "digest": step.artifact and step.artifact.digest,
+                "passed": step.artifact and step.record and step.record.passed,
+            }
+        )
     return {"stages": rows}
 
 
@@ -101,8 +105,7 @@ def diff(stage: str, report: Report, beside: Beside | None, order: Order, top: i
 
 def proof(stage: str, report: Report, failure: PipeError | None) -> Document:
     """The result of `pipe resume --prove`; `failure` is set where resuming changed a bit."""
-    error = failure.to_json() if failure else {}
-    return {"stage": stage, "passed": report.passed, **error, "report": plain(report)}
+    return {"stage": stage, "passed": report.passed, **failure_fields(failure), "report": plain(report)}
 
 
 def plain(report: Report) -> Document:
@@ -112,8 +115,8 @@ def plain(report: Report) -> Document:
 
 
 def verify(checked: int, problems: Sequence[Problem], failure: PipeError | None) -> Document:
-    error = failure.to_json() if failure else {}
-    return {"checked": checked, **error, "problems": [{"what": p.what, "fault": p.fault} for p in problems]}
+    faults = [{"what": problem.what, "fault": problem.fault} for problem in problems]
+    return {"checked": checked, **failure_fields(failure), "problems": faults}
 
 
 def gc(garbage: Sequence[Garbage] | None, *, dry_run: bool) -> Document:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 from layerline.pipeline.report import LayerDiff, Order, Scalar
@@ -73,7 +74,8 @@ def records_table(
     """
     placed = list(enumerate(records, 1))
     if order != "network":
-        placed.sort(key=lambda pair: pair[1].own_severity if order == "own" else pair[1].severity)
+        severity = attrgetter("own_severity" if order == "own" else "severity")
+        placed.sort(key=lambda pair: severity(pair[1]))
     placed = placed[:top]
     rows = [record for _, record in placed]
 

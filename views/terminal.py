@@ -22,7 +22,7 @@ from rich.text import Text
 
 from layerline.pipeline.check import Checked
 from layerline.pipeline.config.project import as_options
-from layerline.pipeline.errors import StageError
+from layerline.pipeline.errors import StageError, located
 from layerline.pipeline.inputs.untrusted import printable
 from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, shown
@@ -139,8 +139,10 @@ def run_outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = (
 
 def _next_command(done: Outcome, sets: Sequence[str]) -> str:
     for result in done.results:
+        if result.state == "failed" and result.record:
+            return f"pipe diff {result.name}"
         if result.state == "failed":
-            return f"pipe diff {result.name}" if result.record else ""
+            return ""
     if done.out_of_date:
         return f"pipe run all {as_options(sets)}".rstrip()
     return "pipe report"
@@ -166,14 +168,15 @@ def table(out: Console, view: TableView) -> int:
     drawn = Table(box=None, pad_edge=False, header_style="dim")
     for i in indexes:
         column = view.columns[i]
-        is_words = column.kind in ("text", "verdict")
-        justify: Literal["left", "right"] = "left" if is_words else "right"
+        justify: Literal["left", "right"] = "right"
+        if column.kind in ("text", "verdict"):
+            justify = "left"
         drawn.add_column(Text(column.label), justify=justify, no_wrap=not column.wrap, overflow="fold")
     for row in view.rows:
-        cells = []
-        for i in indexes:
-            style = _STYLES.get(row[i], "") if view.columns[i].kind == "verdict" else ""
-            cells.append(words(row[i], style))
+        cells = [words(row[i]) for i in indexes]
+        for i, cell in zip(indexes, cells, strict=True):
+            if view.columns[i].kind == "verdict":
+                cell.style = _STYLES.get(row[i], "")
         drawn.add_row(*cells)
     out.print(drawn)
     return hidden
@@ -187,32 +190,33 @@ def status(out: Console, steps: Sequence[Step], states: Mapping[str, str]) -> No
         steps: the stages, planned.
         states: the state of each stage, by its name.
     """
-    why, digests, made, verdicts = [], [], [], []
+    rows = []
     for step in steps:
-        record = step.record if step.artifact else None
-        why.append("" if step.artifact else step.reason)
-        digests.append(step.artifact.digest[:12] if step.artifact else "")
-        made.append(record.created if record else "")
-        verdicts.append(outcome(record.passed) if record else "")
-    names = [step.stage.name for step in steps]
-    columns = [
-        (Column("stage"), names),
-        (Column("state", "verdict"), [states[name] for name in names]),
-        (Column("why", wrap=True), why),
-        (Column("digest"), digests),
-        (Column("made", drop=0), made),  # the reason tells more
-        (Column("verdict", "verdict"), verdicts),
-    ]
-    table(out, filled(columns))
+        name = step.stage.name
+        why = digest = made = verdict = ""
+        if step.artifact is None:
+            why = step.reason
+        else:
+            digest = step.artifact.digest[:12]
+            if step.record:
+                made = step.record.created
+                verdict = outcome(step.record.passed)
+        rows.append([name, states[name], why, digest, made, verdict])
+    columns = (
+        Column("stage"),
+        Column("state", "verdict"),
+        Column("why", wrap=True),
+        Column("digest"),
+        Column("made", drop=0),  # the reason tells more
+        Column("verdict", "verdict"),
+    )
+    table(out, filled(zip(columns, zip(*rows, strict=True), strict=True)))
 
 
 def check(out: Console, done: Checked) -> None:
     """Prints the findings of `pipe check` in the order of the stages, and how many are errors and warnings."""
     columns = (Column("item"), Column("", "verdict"), Column("seen", wrap=True), Column("what to do", wrap=True))
-    rows = []
-    for finding in done.findings:
-        place = f"{finding.where}: " if finding.where else ""
-        rows.append([finding.item, finding.state, f"{place}{finding.seen}", finding.hint])
+    rows = [[f.item, f.state, located(f.where, f.seen), f.hint] for f in done.findings]
     table(out, TableView("", columns, rows))
     states = [row[1] for row in rows]
     counts = [count(states.count(state), state) for state in ("error", "warning") if state in states]
@@ -255,7 +259,9 @@ def _parts(step: Step, old: Mapping[str, str] | None) -> Table:
             state = "changed"
         else:
             state = "same"
-        now = "not known yet" if name in waiting else new.get(name)
+        now = new.get(name)
+        if name in waiting:
+            now = "not known yet"
         style = "yellow" if is_changed and before else "dim"
         if is_changed:  # long values may differ at their ends
             cells = [words(formatting.hashed(before.get(name))), words(formatting.hashed(now))]

@@ -46,8 +46,10 @@ class Section:
         """As YAML, without indentation."""
         lines = []
         for name, value in self.fields.items():
-            note = f" {_comment(self.notes[name])}" if name in self.notes else ""
-            lines.append(f"{name}: {yaml_value(value)}{note}")
+            line = f"{name}: {yaml_value(value)}"
+            if name in self.notes:
+                line += f" {_comment(self.notes[name])}"
+            lines.append(line)
         return [*lines, *map(_comment, self.comments)]
 
 
@@ -82,8 +84,9 @@ def dims_comment(places: Mapping[str, str]) -> list[str]:
         return []
     example = yaml_value({next(iter(places)): {"min": 1, "max": 8}})
     named = [f"{printable(name, 80)} ({printable(where, 200)})" for name, where in islice(places.items(), _NAMED)]
-    more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
-    return [f"dims: {printable(example, 300)} # sizes to build for, else found by trial: {', '.join(named)}{more}"]
+    if len(places) > _NAMED:
+        named.append(f"and {len(places) - _NAMED} more")
+    return [f"dims: {printable(example, 300)} # sizes to build for, else found by trial: {', '.join(named)}"]
 
 
 def values_comment(numbers: Mapping[str, float]) -> list[str]:
@@ -102,7 +105,9 @@ def project_name(folder: Path) -> str:
 def yaml_value(value: Any) -> str:
     """A value as ruamel.yaml writes it, on one line."""
     text = _flow(value, unicode=True)
-    return text if text.isprintable() else _flow(value, unicode=False)
+    if not text.isprintable():
+        text = _flow(value, unicode=False)
+    return text
 
 
 def _flow(value: Any, *, unicode: bool) -> str:
@@ -244,10 +249,12 @@ class Hooks:
         Raises:
             ConfigError: read again, it isn't the code and the names that were written.
         """
-        source = _in_prose(self.source, "the weights" if self.model else "the model")
+        source = _in_prose(self.source, "the file that the project starts from")
         if not self.data:
-            hints = _HINTS.format(input=_in_prose(self.inputs[0], "input"))
-            return python_file(f"Hooks for {source}.\n{_EXAMPLE if self.model else ''}{hints}", "", {}, self.model)
+            about = f"Hooks for {source}.\n"
+            if self.model:
+                about += _EXAMPLE
+            return python_file(about + _HINTS.format(input=_in_prose(self.inputs[0], "input")), "", {}, self.model)
         about = f"Hooks for {source}, on the samples in {_in_prose(self.data, 'the .npz file')}."
         label = answers(self.arrays, self.inputs)
         constants = {
@@ -299,7 +306,9 @@ def python_file(about: str, imports: str, constants: Mapping[str, Any], code: st
 
 def _in_prose(text: str, other: str) -> str:
     """A name inside of a docstring; `other` where it is long or holds anything but plain ASCII letters and digits."""
-    return text if 0 < len(text) <= 80 and _PLAIN.issuperset(text) else other
+    if 0 < len(text) <= 80 and _PLAIN.issuperset(text):
+        return text
+    return other
 
 
 def _unsafe(where: str) -> ConfigError:

@@ -60,11 +60,13 @@ def _scalar(value: bool | float | str | bytes | PurePath | None) -> bytes:
     if value is None:
         return _tagged(b"n", b"")
     if isinstance(value, bool):
-        return _tagged(b"t", b"1" if value else b"0")
+        return _tagged(b"t", str(int(value)).encode())
     if isinstance(value, int):
         return _tagged(b"i", f"{int(value):x}".encode())
     if isinstance(value, float):
-        return _tagged(b"f", b"nan" if math.isnan(value) else struct.pack(">d", value))
+        if math.isnan(value):
+            return _tagged(b"f", b"nan")
+        return _tagged(b"f", struct.pack(">d", value))
     if isinstance(value, str):
         return _tagged(b"s", value.encode("utf-8", "surrogatepass"))
     if isinstance(value, bytes):
@@ -83,7 +85,8 @@ def _array(value: Any) -> bytes:
 
 
 def _sorted_pairs(pairs: Iterable[tuple[Any, Any]]) -> bytes:
-    return b"".join(k + v for k, v in sorted((encode(k), encode(v)) for k, v in pairs))
+    encoded = sorted((encode(key), encode(value)) for key, value in pairs)
+    return b"".join(key + value for key, value in encoded)
 
 
 def _tagged(tag: bytes, body: bytes) -> bytes:

@@ -50,6 +50,8 @@ class Finder:
 
     def find(self, module: str) -> Path | None:
         """The file of a module of the project, None for one that is installed."""
+        if not module:
+            return None
         for root in self._roots:
             path = _below(root, module)
             if path is not None:
@@ -71,13 +73,18 @@ class Finder:
     def origins(self, statement: ast.Import | ast.ImportFrom, package: str) -> list[tuple[str, Origin]]:
         """Each name that an import statement binds in a module of `package`, with where it can come from."""
         pairs = []
-        for alias, (base, attribute) in zip(statement.names, imported(statement, package), strict=True):
-            pairs += self._of_module(alias) if attribute is None else self._of_attribute(base, alias)
+        for alias, (base, _) in zip(statement.names, imported(statement, package), strict=True):
+            if isinstance(statement, ast.Import):
+                pairs += self._of_module(alias)
+            else:
+                pairs += self._of_attribute(base, alias)
         return pairs
 
     def submodule(self, path: Path, name: str) -> Path | None:
         """The module `name` of the package whose __init__.py is `path`."""
-        return _below(path.parent, name) if path.name == "__init__.py" else None
+        if path.name != "__init__.py":
+            return None
+        return _below(path.parent, name)
 
     def package(self, path: Path) -> str:
         """The dotted package that relative imports in this file start from."""
@@ -102,13 +109,18 @@ class Finder:
         return [(top, Origin(top, None, self.find(top))), (top, dotted)]
 
     def _of_attribute(self, base: str, alias: ast.alias) -> list[tuple[str, Origin]]:
-        name, path = alias.asname or alias.name, self.find(base) if base else None
-        submodule = f"{base}.{alias.name}" if base else alias.name
-        inner = self.find(submodule) if path is not None or _is_namespace(self._roots, base) else None
+        name = alias.asname or alias.name
+        submodule = ".".join(part for part in (base, alias.name) if part)
+        path = self.find(base)
+        inner = None
+        if path is not None or _is_namespace(self._roots, base):
+            inner = self.find(submodule)
         if inner is None:
             return [(name, Origin(base, alias.name, path))]
-        whole = [(name, Origin(submodule, None, inner))]
-        return whole if path is None else [*whole, (name, Origin(base, alias.name, path, exact=False))]
+        pairs = [(name, Origin(submodule, None, inner))]
+        if path is not None:
+            pairs.append((name, Origin(base, alias.name, path, exact=False)))
+        return pairs
 
     def _root(self, path: Path) -> Path:
         holding = [r for r in [*self._roots, self.project] if path.is_relative_to(r)]

@@ -234,9 +234,10 @@ def bound_names(statement: ast.stmt) -> set[str]:
             names |= {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name) and n not in called}
         elif isinstance(node, ast.alias):
             names.add((node.asname or node.name).split(".")[0])
-        elif isinstance(node, ast.MatchAs | ast.MatchStar | ast.MatchMapping):
-            name = node.rest if isinstance(node, ast.MatchMapping) else node.name
-            names |= {name} if name else set()
+        elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
+            names.add(node.name)
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            names.add(node.rest)
         if isinstance(node, ast.comprehension):  # its targets live in a scope of their own
             pending += [node.iter, *node.ifs]
         else:
@@ -254,7 +255,9 @@ def _compiled(tree: ast.Module) -> CodeType:
 def _module_names(tree: ast.Module | ast.stmt) -> set[str]:
     """Names of the module that a tree looks up or changes, in nested functions too, as the compiler resolves them."""
     names: set[str] = set()
-    pending = [_compiled(tree if isinstance(tree, ast.Module) else ast.Module([tree], []))]
+    if isinstance(tree, ast.stmt):
+        tree = ast.Module([tree], [])
+    pending = [_compiled(tree)]
     while pending:
         code = pending.pop()
         names |= {step.argval for step in dis.get_instructions(code) if step.opname in _OF_MODULE}
@@ -308,7 +311,9 @@ def _changed_names(statement: ast.stmt, module_names: set[str]) -> set[str]:
             changed |= {_root(node)} & module_names
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
             changed |= {_root(node.func)} & module_names
-    return changed & _module_names(statement) if changed else changed
+    if not changed:  # the usual case, and a module may have 100,000 names
+        return changed
+    return changed & _module_names(statement)
 
 
 def _registers_subclasses(node: ast.AST) -> bool:
@@ -402,6 +407,10 @@ def _works_by_effect(function: ast.expr) -> bool:
 
 def _root(node: ast.AST) -> str:
     """The name that a chain of attributes, items and calls starts from; empty where it starts from something else."""
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
+    while True:
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call):
+            node = node.func
+        else:
+            return getattr(node, "id", "")
