@@ -377,3 +377,17 @@ def test_a_copy_goes_on_after_a_layer_was_frozen_and_is_refused_where_memory_is_
     mo.model[1].weight.data = mo.model[0].weight.data[:1]
     with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight share memory"):
         copy.deepcopy(mo)
+
+
+def test_a_copy_of_parameters_in_one_buffer_goes_on_and_of_one_with_gaps_is_refused() -> None:
+    mo = ModelOptimizer(model := nn.Linear(4, 3), {})
+    buffer = torch.cat([p.detach().flatten() for p in model.parameters()])
+    model.weight.data, model.bias.data = buffer[:12].view(3, 4), buffer[12:]
+    twin = copy.deepcopy(mo)
+    for each in (mo, twin):
+        each.step(each.model(torch.ones(2, 4)).square().mean())
+    assert torch.equal(model.weight, twin.model.weight)
+    sliced = nn.Linear(4, 3)
+    sliced.weight = nn.Parameter(torch.randn(3, 8)[:, ::2])
+    with pytest.raises(ConfigError, match="weight is a slice with gaps in its memory"):
+        copy.deepcopy(ModelOptimizer(sliced, {}))

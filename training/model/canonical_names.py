@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
 from layerline.training.model.split_tensors import like, local
+from layerline.training.state.tensor_forms import overlap
 
 # Wrapper class -> the attribute that holds the user's module. Wrappers are recognised by class, not by attribute, so
 # that a user's submodule called `module` keeps its name.
@@ -129,19 +130,25 @@ def check_apart(models: Mapping[str, nn.Module]) -> None:
 
 
 def check_copy(model: Named, copied: nn.Module) -> None:
-    """Refuses a deep copy in which parameters no longer share their memory: copy.deepcopy copies each one alone.
+    """Refuses a deep copy that would not train as the model: copy.deepcopy copies each parameter alone and densely.
 
     Raises:
-        ConfigError: names two such parameters.
+        ConfigError: names a parameter that shares elements with another one or has gaps in its memory.
     """
-    first_of: dict[int, str] = {}
+    hint = "save_ckpt, and load_ckpt into a model that is built anew"
     copies = named(copied).params
+    by_storage: dict[int, list[str]] = {}
     for name, param in model.params.items():
-        storage = _storage(param)
-        other = first_of.setdefault(storage, name)
-        if storage and other != name and _storage(copies[other]) != _storage(copies[name]):
-            raise ConfigError(f"{other} and {name} share memory, and copy.deepcopy gives each its own", where="copy",
-                              hint="save_ckpt, and load_ckpt into a model that model() builds anew")  # fmt: skip
+        axes = zip(param.shape, param.stride(), copies[name].stride(), strict=True)
+        if any(size > 1 and stride != copied_stride for size, stride, copied_stride in axes):
+            what = f"{name} is a slice with gaps in its memory, and copy.deepcopy closes them"
+            raise ConfigError(what, where="copy", hint=hint)
+        neighbours = by_storage.setdefault(local(param).untyped_storage().data_ptr(), [])
+        for other in neighbours:
+            if overlap(model.params[other], param) and not overlap(copies[other], copies[name]):
+                what = f"{other} and {name} share memory, and copy.deepcopy gives each its own"
+                raise ConfigError(what, where="copy", hint=hint)
+        neighbours.append(name)
 
 
 def strip(state: Mapping[str, Tensor], model: Named) -> dict[str, Tensor]:
@@ -267,10 +274,6 @@ def _identity(tensor: Tensor) -> tuple[object, ...]:
     if part.numel() == 0 or part.device.type == "meta":
         return (id(tensor),)
     return part.device, part.data_ptr(), tuple(part.shape), part.stride(), part.dtype
-
-
-def _storage(tensor: Tensor) -> int:
-    return local(tensor).untyped_storage().data_ptr()
 
 
 def _strip_name(key: str, names: set[str]) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import StageError
-from layerline.training.state.tensor_forms import dense
+from layerline.training.state.tensor_forms import dense, last_element, overlap
 
 Tensors = dict[str, Tensor]
 Classes = Mapping[str, type]
@@ -189,13 +189,13 @@ class _Packer:
         self._tensors[name] = tensor.detach()
         if plain and tensor.numel() and tensor.stride() != dense(tensor):
             # A view with gaps, such as a column: kernels take another path over it than over a dense copy.
-            span = _last_element(tensor) + 1 - tensor.storage_offset()
+            span = last_element(tensor) + 1 - tensor.storage_offset()
             self._tensors[name] = torch.as_strided(tensor.detach(), (span,), (1,))
             node |= {"at": name, "view": [list(tensor.shape), list(tensor.stride()), 0]}
         if plain:
             neighbours = self._by_storage.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), [])
             for neighbour in neighbours:
-                if _overlap(neighbour[1], tensor):
+                if overlap(neighbour[1], tensor):
                     self._share(neighbour, stored)
                     break
             neighbours.append(stored)
@@ -284,18 +284,6 @@ def _mapping_kind(tree: Mapping[Any, Any], at: str) -> str:
         if isinstance(tree, cls):
             return kind
     return "dict"
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the spans of memory between the first and the last element of two tensors of one storage intersect."""
-    if not a.numel() or not b.numel():
-        return False
-    return max(a.storage_offset(), b.storage_offset()) <= min(_last_element(a), _last_element(b))
-
-
-def _last_element(tensor: Tensor) -> int:
-    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return int(tensor.storage_offset()) + sum(steps)
 
 
 def _segment(encoded_key: Any, index: int) -> str:

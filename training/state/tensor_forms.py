@@ -73,6 +73,19 @@ def dense(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in one storage, and the spans between their first and last elements intersect."""
+    if not a.numel() or not b.numel() or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    return max(a.storage_offset(), b.storage_offset()) <= min(last_element(a), last_element(b))
+
+
+def last_element(tensor: Tensor) -> int:
+    """Offset in its storage of the element with the greatest address."""
+    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return int(tensor.storage_offset()) + sum(steps)
+
+
 def _check_dense(name: str, tensor: Tensor) -> None:
     kind = ""
     if tensor.is_quantized:
