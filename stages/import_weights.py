@@ -51,11 +51,11 @@ class ImportWeights(Stage):
     def check(self, look: Inspection) -> None:
         from layerline.training.model import canonical_names
         from layerline.training.run import hook_trial
-        from layerline.training.state import state_dict_match
+        from layerline.training.state import foreign_files, state_dict_match
 
         hook_trial.look_at_example(look)
         with look.item("import-weights.file"):
-            tree, _ = state_dict_match.read(look.root / self.file, trust=self.trust)
+            tree, _ = foreign_files.read(look.root / self.file, trust=self.trust)
             network = look.need("network")
             fit = self._chosen(*state_dict_match.choose(tree, network, key=self.key, ignore=self.ignore))
             state_dict_match.check(fit, canonical_names.named(network))
@@ -65,10 +65,10 @@ class ImportWeights(Stage):
         from layerline.training.data import batches
         from layerline.training.model import canonical_names
         from layerline.training.run import shipping
-        from layerline.training.state import state_dict_match
+        from layerline.training.state import foreign_files, state_dict_match
 
         model = shipping.network(work.task)
-        tree, notes = state_dict_match.read(work.sources / self.file, trust=self.trust)
+        tree, notes = foreign_files.read(work.sources / self.file, trust=self.trust)
         online, averages = state_dict_match.choose(tree, model, key=self.key, ignore=self.ignore)
         fit = self._chosen(online, averages)
         state_dict_match.check(fit, canonical_names.named(model))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from layerline.pipeline.errors import StageError
-from layerline.training.state import state_dict_match
+from layerline.training.state import foreign_files, state_dict_match
 
 NET = nn.Linear(4, 2)
 STATE = NET.state_dict()
@@ -19,7 +19,7 @@ STATE = NET.state_dict()
 
 def _weights(path: Path, saved: Any) -> dict[str, torch.Tensor]:
     torch.save(saved, path / "w.pt")
-    online, _ = state_dict_match.choose(state_dict_match.read(path / "w.pt", trust=False)[0], NET)
+    online, _ = state_dict_match.choose(foreign_files.read(path / "w.pt", trust=False)[0], NET)
     assert online is not None
     return dict(online.tensors)
 
@@ -63,9 +63,9 @@ def test_an_archive_that_unpacks_to_more_than_it_is_is_not_unpacked(tmp_path: Pa
     with zipfile.ZipFile(tmp_path / "w.pt") as stored, zipfile.ZipFile(tmp_path / "packed.pt", "w", 8) as packed:
         for entry in stored.infolist():
             packed.writestr(entry.filename, stored.read(entry))
-    assert state_dict_match.read(tmp_path / "w.pt", trust=False)[0]["rest"].numel() == 2_500_000
+    assert foreign_files.read(tmp_path / "w.pt", trust=False)[0]["rest"].numel() == 2_500_000
     size = (tmp_path / "packed.pt").stat().st_size
     assert size < 20_000
     for trust in (False, True):
         with pytest.raises(StageError, match=rf"unpack to 1000\d+ bytes, but the file has {size}"):
-            state_dict_match.read(tmp_path / "packed.pt", trust=trust)
+            foreign_files.read(tmp_path / "packed.pt", trust=trust)

@@ -6,23 +6,19 @@ alone. A state dict fits when, without wrappers and prefix, it has every tensor 
 
 from __future__ import annotations
 
+import itertools
 import re
-import warnings
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import StageError
-from layerline.pipeline.inputs.input_checks import check_checkpoint
 from layerline.training.model import canonical_names
 from layerline.training.model.canonical_names import Named
-from layerline.training.state import checkpoint, checkpoint_reader, safetensors_io, tensor_forms
 
 _AVERAGES = frozenset({"ema", "averaged", "average", "avg", "shadow", "swa"})
 # Entries that trainers store among the weights and no model has: counters of averages, of operations, extra states.
@@ -79,73 +75,6 @@ class Fit:
         return not self.missing and not self.wrong
 
 
-def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
-    """Reads a file: mappings, lists and modules with tensors as leaves.
-
-    Args:
-        trust: whether a pickle may run code where it needs to.
-
-    Returns:
-        The content, and notes for the report.
-
-    Raises:
-        StageError: not a checkpoint, not readable, or it needs trust; names the classes that it would create.
-    """
-    check_checkpoint(path)
-    if path.suffix == checkpoint.SUFFIX:
-        return _read_safetensors(path), ()
-    _refuse_packed(path)
-    try:
-        return _load(path, weights_only=True), ()
-    except Exception as error:
-        if not trust:
-            raise _refusal(path, error) from error
-    try:
-        return _load(path, weights_only=False), (f"unpickled {path.name} as trusted code",)
-    except Exception as error:
-        raise StageError(f"torch can't read it: {type(error).__name__}: {error}", where=path.name) from error
-
-
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    stored, meta = safetensors_io.load(path)
-    tensors = tensor_forms.from_file(stored, meta)
-    if "lanes" not in meta:
-        return tensors
-    models: dict[str, Any] = {}
-    for name in meta["lanes"]:
-        online, averages = checkpoint_reader.of_model(tensors, meta, name)
-        models[name] = {"online": online, "ema": averages}
-    # A model that is the only one has the empty name.
-    single: dict[str, Any] = models.get("", models)
-    return single
-
-
-def _refuse_packed(path: Path) -> None:
-    """Refuses a zip bomb before any of it is unpacked: torch.save never compresses, so a real file can't grow.
-
-    Raises:
-        StageError: names both sizes.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return  # not an archive, or a damaged one, for which torch has a message
-    size = path.stat().st_size
-    if unpacked > size:
-        raise StageError(
-            f"its entries unpack to {unpacked} bytes, but the file has {size} bytes; torch.save never compresses",
-            where=path.name,
-            hint="if you trust it, load it and save it again with torch.save",
-        )
-
-
-def _load(path: Path, *, weights_only: bool) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's advice on other ways to load, which the user can't choose here
-        return torch.load(path, map_location="cpu", weights_only=weights_only)
-
-
 def check(fit: Fit, model: Named) -> None:
     """Refuses weights that are not finite, in the file or in the model's own types. A buffer may hold Inf, as masks do.
 
@@ -156,41 +85,70 @@ def check(fit: Fit, model: Named) -> None:
         tensor = fit.tensors[name]
         if tensor.is_floating_point() and tensor.itemsize == 1:
             tensor = tensor.float()  # torch has no isfinite for float8
-        if name in model.params:
-            not_finite = ~tensor.isfinite()
-        else:
-            not_finite = tensor.isnan()
-        _refuse_elements(fit, name, tensor, not_finite, "a finite number")
-        overflowing = tensor.isfinite() & ~tensor.to(target.dtype).isfinite()
-        _refuse_elements(fit, name, tensor, overflowing, f"a number that {_type(target)} can hold")
+        wrong = ~tensor.isfinite() if name in model.params else tensor.isnan()
+        expected = "a finite number"
+        if not wrong.any():
+            wrong = tensor.isfinite() & ~tensor.to(target.dtype).isfinite()
+            expected = f"a number that {_type(target)} can hold"
+        if wrong.any():
+            index = tuple(int(i) for i in wrong.nonzero()[0])
+            element = f"{name}{list(index)}" if index else name
+            raise StageError(
+                f"{element} is {tensor[index].item()}, expected {expected}; {int(wrong.sum())} of {wrong.numel()} "
+                "elements are wrong in this way",
+                where=fit.state.where,
+                hint="use a checkpoint from before the training diverged",
+            )
 
 
-def states(tree: Any, path: str = "", around: tuple[int, ...] = ()) -> Iterator[State]:
-    """Every state dict in the content of a file, outer ones first. A container that holds itself is visited once.
-
-    Args:
-        around: ids of the containers that `tree` lies in.
+def states(tree: Any) -> list[State]:
+    """Every state dict in the content of a file, outer ones first: each container with the tensors below it, by the
+    keys to them joined by dots.
 
     Raises:
         StageError: nested deeper than any trainer does, or a tensor without data; names its place.
     """
+    by_place: dict[tuple[Any, ...], dict[str, Tensor]] = {}
+    lists: list[State] = []
+    for place, leaf in _leaves(tree, (), ()):
+        if not isinstance(leaf, Tensor):
+            path = _joined(place)
+            lists.append(State(path=path, ema=_averaged(path), tensors={}, order=leaf))
+            continue
+        depth = len(place)
+        while depth and isinstance(place[depth - 1], str):  # a name consists of text alone
+            depth -= 1
+        for start in range(depth, len(place)):
+            by_place.setdefault(place[:start], {})[".".join(place[start:])] = leaf
+    out: list[State] = []
+    for place, tensors in by_place.items():
+        path = _joined(place)
+        out.append(State(path=path, ema=_averaged(path) or "n_averaged" in tensors, tensors=tensors))
+    return out + lists
+
+
+def _leaves(
+    node: Any, place: tuple[Any, ...], around: tuple[int, ...]
+) -> Iterator[tuple[tuple[Any, ...], Tensor | tuple[Tensor, ...]]]:
+    """Every tensor and every list of tensors with the keys to it. A container that holds itself is visited once."""
     if len(around) > _DEEPEST:
-        raise StageError(f"nested more than {_DEEPEST} levels deep", where=f"{path:.60}…")
-    if isinstance(tree, nn.Module):
-        tree = tree.state_dict()
-    if id(tree) in around:
-        return
-    within = (*around, id(tree))
-    if isinstance(tree, Mapping):
-        tensors = dict(_flat(tree, path))
-        if tensors:
-            yield State(path=path, ema=_averaged(path) or "n_averaged" in tensors, tensors=tensors)
-        for key, value in tree.items():
-            yield from states(value, f"{path}.{key}" if path else str(key), within)
-    elif isinstance(tree, list | tuple) and tree and all(isinstance(t, Tensor) for t in tree):
-        for index, tensor in enumerate(tree):
-            _refuse_empty(tensor, f"{path}[{index}]")
-        yield State(path=path, ema=_averaged(path), tensors={}, order=tuple(tree))
+        raise StageError(f"nested more than {_DEEPEST} levels deep", where=f"{_joined(place):.60}…")
+    if isinstance(node, nn.Module):
+        node = node.state_dict()
+    if isinstance(node, Tensor):
+        _refuse_empty(node, _joined(place))
+        yield place, node
+    elif isinstance(node, Mapping) and id(node) not in around:
+        for key, value in node.items():
+            yield from _leaves(value, (*place, key), (*around, id(node)))
+    elif isinstance(node, list | tuple) and node and all(isinstance(t, Tensor) for t in node):
+        for index, tensor in enumerate(node):
+            _refuse_empty(tensor, f"{_joined(place)}[{index}]")
+        yield place, tuple(node)
+
+
+def _joined(place: Sequence[Any]) -> str:
+    return ".".join(map(str, place))
 
 
 def choose(tree: Any, model: nn.Module, *, key: str = "", ignore: Sequence[str] = ()) -> tuple[Fit | None, Fit | None]:
@@ -204,7 +162,7 @@ def choose(tree: Any, model: nn.Module, *, key: str = "", ignore: Sequence[str] 
         StageError: none fits, or several of one kind fit and differ; lists the file's content and the model's tensors.
     """
     names = canonical_names.named(model)
-    file_states = list(states(tree))
+    file_states = states(tree)
     candidates: list[State] = []
     for state in file_states:
         parts = _parts(state, names)
@@ -308,19 +266,6 @@ def _compare(state: State, tensors: Mapping[str, Tensor], model: Named, wrong: S
     )
 
 
-def _refuse_elements(fit: Fit, name: str, tensor: Tensor, bad: Tensor, expected: str) -> None:
-    if not bad.any():
-        return
-    index = tuple(int(i) for i in bad.nonzero()[0])
-    element = f"{name}{list(index)}" if index else name
-    raise StageError(
-        f"{element} is {tensor[index].item()}, expected {expected}; {int(bad.sum())} of "
-        f"{bad.numel()} elements are wrong in this way",
-        where=fit.state.where,
-        hint="use a checkpoint from before the training diverged",
-    )
-
-
 def _convertible(tensor: Tensor, target: Tensor) -> bool:
     """Whether the numbers mean the same in the model's type. Integers in place of floats are quantised weights."""
     if target.is_floating_point() or target.is_complex():
@@ -370,20 +315,6 @@ def _equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return all(tensor is b[name] or torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
-def _flat(
-    tree: Mapping[Any, Any], path: str, prefix: str = "", around: tuple[int, ...] = ()
-) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor below `tree`, with the keys to it joined by dots."""
-    if id(tree) in around or len(around) > _DEEPEST:
-        return
-    for key, value in tree.items():
-        if isinstance(key, str) and isinstance(value, Tensor):
-            _refuse_empty(value, ".".join(filter(None, [path, prefix + key])))
-            yield prefix + key, value
-        elif isinstance(key, str) and isinstance(value, Mapping):
-            yield from _flat(value, path, f"{prefix}{key}.", (*around, id(tree)))
-
-
 def _refuse_empty(tensor: Tensor, name: str) -> None:
     """Refuses a tensor that is not dense.
 
@@ -410,9 +341,8 @@ def _averaged(path: str) -> bool:
 
 
 def _nothing_fits(file_states: Sequence[State], fits: Sequence[Fit], model: Named) -> StageError:
-    expected = _some({n: tuple(t.shape) for n, t in model.tensors.items()})
-    lines = ["nothing in the file fits the model", f"expected {len(model.tensors)} tensors: {expected}"]
-    lines.append(_listed(file_states))
+    expected = f"expected {len(model.tensors)} tensors: {_some(model.tensors)}"
+    lines = ["nothing in the file fits the model", expected, _listed(file_states)]
     hint = "does model() build the network that was saved?"
     nearest = max(fits, key=lambda f: (len(f.tensors), -len(f.missing) - len(f.wrong)), default=None)
     if nearest is not None and nearest.tensors:
@@ -423,16 +353,9 @@ def _nothing_fits(file_states: Sequence[State], fits: Sequence[Fit], model: Name
         if len(faults) > _SHOWN:
             lines.append(f"  and {len(faults) - _SHOWN} more")
         if len(nearest.extra) == len(faults):
-            hint = f"to leave them out: ignore: [{', '.join(_patterns(nearest.extra, model))}]"
+            patterns = dict.fromkeys(_pattern(name, model) for name in nearest.extra)
+            hint = f"to leave them out: ignore: [{', '.join(patterns)}]"
     return StageError("\n    ".join(lines), where="weights", hint=hint)
-
-
-def _patterns(extra: Sequence[str], model: Named) -> list[str]:
-    """The fewest patterns of whole modules that match these names and none of the model's."""
-    patterns: dict[str, None] = {}
-    for name in extra:
-        patterns[_pattern(name, model)] = None
-    return list(patterns)
 
 
 def _pattern(name: str, model: Named) -> str:
@@ -448,42 +371,11 @@ def _pattern(name: str, model: Named) -> str:
 def _listed(file_states: Sequence[State]) -> str:
     shown = []
     for state in file_states[:_SHOWN]:
-        count = len(state.tensors) or len(state.order)
-        shown.append(f"{state.where} ({count} tensors: {_some(_shapes(state))})")
+        tensors = state.tensors or {str(index): tensor for index, tensor in enumerate(state.order)}
+        shown.append(f"{state.where} ({len(tensors)} tensors: {_some(tensors)})")
     return f"the file holds {'; '.join(shown) or 'no tensors'}"
 
 
-def _shapes(state: State) -> dict[str, tuple[int, ...]]:
-    if state.tensors:
-        return {name: tuple(t.shape) for name, t in state.tensors.items()}
-    return {str(index): tuple(t.shape) for index, t in enumerate(state.order)}
-
-
-def _some(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    first = [f"{name} {shape}" for name, shape in list(shapes.items())[:3]]
-    return ", ".join(first) + (", …" if len(shapes) > 3 else "")
-
-
-def _refusal(path: Path, error: Exception) -> StageError:
-    """Why a file can't be read without running the code that is pickled in it, or can't be read at all."""
-    try:
-        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    except Exception as reason:  # noqa: BLE001 - torch raises many types on a file that it can't parse
-        unsafe = []
-        if "torchscript" in str(reason).lower():
-            unsafe = ["a TorchScript program"]
-    if unsafe:
-        return StageError(
-            f"it holds more than weights: {', '.join(sorted(unsafe)[:_SHOWN])}; reading that runs code from the file",
-            where=path.name,
-            hint="save the state dict alone; or, if you trust the source: `trust: true` (pipe init … --trust)",
-        )
-    # After these words torch advises to run the pickle's code, or says where to file an issue.
-    reason_text = str(error).rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
-    reason_text = " ".join(reason_text.partition("Please file an issue")[0].split()) or "no message"
-    return StageError(
-        "torch can't read it as weights: it is damaged, or not a checkpoint: "
-        f"{type(error).__name__}: {reason_text:.300}",
-        where=path.name,
-        hint="expected a .safetensors file, or a state dict written by torch.save",
-    )
+def _some(tensors: Mapping[str, Tensor]) -> str:
+    first = [f"{name} {tuple(tensor.shape)}" for name, tensor in itertools.islice(tensors.items(), 3)]
+    return ", ".join(first) + (", …" if len(tensors) > 3 else "")

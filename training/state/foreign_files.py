@@ -1,0 +1,108 @@
+"""Reads a checkpoint file of any trainer: safetensors files and pickles, which run no code unless they are trusted."""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerline.pipeline.errors import StageError
+from layerline.pipeline.inputs.input_checks import check_checkpoint
+from layerline.training.state import checkpoint, checkpoint_reader, safetensors_io, tensor_forms
+
+_SHOWN = 8
+
+
+def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
+    """Reads a file: mappings, lists and modules with tensors as leaves.
+
+    Args:
+        trust: whether a pickle may run code where it needs to.
+
+    Returns:
+        The content, and notes for the report.
+
+    Raises:
+        StageError: not a checkpoint, not readable, or it needs trust; names the classes that it would create.
+    """
+    check_checkpoint(path)
+    if path.suffix == checkpoint.SUFFIX:
+        return _read_safetensors(path), ()
+    _refuse_packed(path)
+    try:
+        return _load(path, weights_only=True), ()
+    except Exception as error:
+        if not trust:
+            raise _refusal(path, error) from error
+    try:
+        return _load(path, weights_only=False), (f"unpickled {path.name} as trusted code",)
+    except Exception as error:
+        raise StageError(f"torch can't read it: {type(error).__name__}: {error}", where=path.name) from error
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    stored, meta = safetensors_io.load(path)
+    tensors = tensor_forms.from_file(stored, meta)
+    if "lanes" not in meta:
+        return tensors
+    models: dict[str, Any] = {}
+    for name in meta["lanes"]:
+        online, averages = checkpoint_reader.of_model(tensors, meta, name)
+        models[name] = {"online": online, "ema": averages}
+    # A model that is the only one has the empty name.
+    single: dict[str, Any] = models.get("", models)
+    return single
+
+
+def _refuse_packed(path: Path) -> None:
+    """Refuses a zip bomb before any of it is unpacked: torch.save never compresses, so a real file can't grow.
+
+    Raises:
+        StageError: names both sizes.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        return  # not an archive, or a damaged one, for which torch has a message
+    size = path.stat().st_size
+    if unpacked > size:
+        raise StageError(
+            f"its entries unpack to {unpacked} bytes, but the file has {size} bytes; torch.save never compresses",
+            where=path.name,
+            hint="if you trust it, load it and save it again with torch.save",
+        )
+
+
+def _load(path: Path, *, weights_only: bool) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's advice on other ways to load, which the user can't choose here
+        return torch.load(path, map_location="cpu", weights_only=weights_only)
+
+
+def _refusal(path: Path, error: Exception) -> StageError:
+    """Why a file can't be read without running the code that is pickled in it, or can't be read at all."""
+    try:
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    except Exception as reason:  # noqa: BLE001 - torch raises many types on a file that it can't parse
+        unsafe = []
+        if "torchscript" in str(reason).lower():
+            unsafe = ["a TorchScript program"]
+    if unsafe:
+        return StageError(
+            f"it holds more than weights: {', '.join(sorted(unsafe)[:_SHOWN])}; reading that runs code from the file",
+            where=path.name,
+            hint="save the state dict alone; or, if you trust the source: `trust: true` (pipe init … --trust)",
+        )
+    # After these words torch advises to run the pickle's code, or says where to file an issue.
+    reason_text = str(error).rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
+    reason_text = " ".join(reason_text.partition("Please file an issue")[0].split()) or "no message"
+    return StageError(
+        "torch can't read it as weights: it is damaged, or not a checkpoint: "
+        f"{type(error).__name__}: {reason_text:.300}",
+        where=path.name,
+        hint="expected a .safetensors file, or a state dict written by torch.save",
+    )
