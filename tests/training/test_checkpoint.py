@@ -285,16 +285,16 @@ def test_random_states_of_all_three_come_back() -> None:
         return random.random(), np.random.rand(), float(np.random.randn()), torch.rand(()).item()
 
     random.gauss(0, 1), np.random.randn()  # leaves a cached second normal behind
-    state = rng_state.capture()
+    state = rng_state.draws()
     first = draws()
     draws()
     tensors: Tensors = {}
-    rng_state.restore(unpack(json.loads(json.dumps(pack(state, "r", tensors))), "r", tensors))
+    rng_state.redraw(rng_state.Draws(*unpack(json.loads(json.dumps(pack(tuple(state), "r", tensors))), "r", tensors)))
     assert draws() == first
     with rng_state.seeded(3):
         inside = draws()
     after = draws()
-    rng_state.restore(state)
+    rng_state.redraw(state)
     draws()
     assert draws() == after
     with rng_state.seeded(3):

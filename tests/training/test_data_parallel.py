@@ -26,6 +26,7 @@ from layerline.training.state import safetensors_io
 from layerline.training.state.checkpoint import load_weights
 from tests.training.group import Died, good
 from tests.training.group import ranks as run
+from tests.training.zeros import share_of_zeros
 
 GLOO: dict[str, Any] = {"backend": "gloo", "timeout_s": 30}
 
@@ -825,7 +826,7 @@ def _huge_and_pruned(rank: int, *, alone: bool = False) -> tuple[bool, float, fl
         mo.step(model(_data()[0]).square().sum())
     masks = mo.lanes[""].masks
     assert masks is not None
-    return moved, norm, masks.sparsity, _weights(mo)
+    return moved, norm, share_of_zeros(masks.masks), _weights(mo)
 
 
 def test_split_weights_are_measured_and_pruned_as_whole_ones() -> None:

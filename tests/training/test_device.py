@@ -25,6 +25,7 @@ from layerline.training.loop.masks import Gradual
 from layerline.training.setup import capabilities
 from tests.training import pretend
 from tests.training.group import good
+from tests.training.zeros import share_of_zeros
 
 RECIPE: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 0.01},
@@ -160,7 +161,7 @@ def _ways(rank: int) -> dict[str, Any]:
     mo.apply_mask(Gradual(final=0.5, begin=0, end=2, every=1))
     for _ in range(2):
         mo.step((model(x[rank::2]) - y[rank::2]).square().mean())
-    out["gradual"] = mo.lanes[""].masks.sparsity, float((mo.export()["0.weight"] == 0).float().mean())
+    out["gradual"] = share_of_zeros(mo.lanes[""].masks.masks), float((mo.export()["0.weight"] == 0).float().mean())
     return out
 
 

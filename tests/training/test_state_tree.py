@@ -149,7 +149,7 @@ def test_what_holds_itself_or_has_no_numbers_is_refused() -> None:
     with pytest.raises(StageError, match="t: it is nested too deeply, or holds itself"):
         pack(loop, "t", {})
     for value, said in ((torch.ones(2).to_sparse(), "sparse"), (torch.ones(2, device="meta"), "on the meta device")):
-        with pytest.raises(StageError, match=f"x: a tensor that is .*{said}.* cannot be saved"):
+        with pytest.raises(StageError, match=f"x: it is .*{said}"):
             tensor_forms.to_file({"x": value})
 
 

@@ -19,7 +19,7 @@ from layerline.training.loop.batch_norm import batch_norms
 from layerline.training.loop.loop_mistakes import refuse_averages
 from layerline.training.loop.step_engine import Lane
 from layerline.training.model import precision
-from layerline.training.randomness import rng_state
+from layerline.training.randomness.rng_snapshot import Apart
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -102,10 +102,6 @@ def _in_eval_mode(model: nn.Module, kind: type[nn.Module]) -> Iterator[None]:
 
 def _deviation(lane: Lane, batch: Any, loss: Loss, micro: int) -> tuple[float, str]:
     samples = size(batch)
-    buffers = {n: b.clone() for n, b in lane.model.named_buffers()}
-    draws = rng_state.capture()
-    whole = _gradient(lane, [batch], loss)
-    rng_state.restore(draws)
     # The parts are ragged on purpose: equal parts would hide a division by the number of parts.
     larger = samples // micro + 1
     edges = {0, samples}
@@ -114,11 +110,10 @@ def _deviation(lane: Lane, batch: Any, loss: Loss, micro: int) -> tuple[float, s
     parts = []
     for start, end in itertools.pairwise(sorted(edges)):
         parts.append(each_tensor(batch, itemgetter(slice(start, end))))
-    split = _gradient(lane, parts, loss)
-    rng_state.restore(draws)
-    with torch.no_grad():
-        for name, buffer in lane.model.named_buffers():
-            buffer.copy_(buffers[name])
+    with Apart(lane.model.modules()):
+        whole = _gradient(lane, [batch], loss)
+    with Apart(lane.model.modules()):
+        split = _gradient(lane, parts, loss)
     differences = {n: float((split[n] - whole[n]).norm()) for n in lane.names}
     total = math.hypot(*[float(g.norm()) for g in whole.values()])
     worst = max(differences, key=lambda n: differences[n])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,7 +24,7 @@ _MEETINGS = itertools.count()
 # One per process group, however many optimizers there are.
 _JOINED: dict[Any, Ranks] = {}
 # Folders of a rank's own files may differ.
-_OWN = ("config monitor.save_dir", "config monitor.tensorboard")
+_OWN = {"save_dir", "tensorboard"}
 Line = tuple[str, str]
 T = TypeVar("T")
 
@@ -111,31 +109,14 @@ class Ranks:
         Raises:
             StageError: on every rank; names the first rank and the first line that differ from rank 0.
         """
-        name = f"lines/{next(_MEETINGS)}"
-        text = json.dumps(lines)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        self.store.set(f"{name}/text/{self.rank}", text)
-        self.store.set(f"{name}/digest/{self.rank}", digest)
-        meet(self.store, name, self.rank, self.size, self.timeout_s, self.pulse.ended)
-        digests = [self.store.get(f"{name}/digest/{rank}") for rank in range(self.size)]
-        differing = [rank for rank, digest_of_rank in enumerate(digests) if digest_of_rank != digests[0]]
-        if not differing:
-            return
-        other = differing[0]
-        lines_of_first = json.loads(self.store.get(f"{name}/text/0"))
-        lines_of_other = json.loads(self.store.get(f"{name}/text/{other}"))
-        self.leave(name)
-        raise StageError(
-            f"rank {other} is not like rank 0: {_difference(lines_of_first, lines_of_other, other)}",
-            where=f"rank {other}",
-            hint=hint,
-        )
-
-    def leave(self, name: str) -> None:
-        """Called before a rank ends. Rank 0, which may keep the store, waits for the others."""
-        self.store.set(f"{name}/left/here/{self.rank}", "")
-        if self.rank == 0:
-            meet(self.store, f"{name}/left", self.rank, self.size, self.timeout_s)
+        # Ranks that are missing are named here: a collective could only wait for them.
+        meet(self.store, f"lines/{next(_MEETINGS)}", self.rank, self.size, self.timeout_s, self.pulse.ended)
+        first, *others = self.gather(list(lines))
+        for rank, theirs in enumerate(others, start=1):
+            for a, b in itertools.zip_longest(first, theirs):
+                if a != b:
+                    what = f"rank {rank} is not like rank 0: rank 0 {_line_text(a)}, rank {rank} {_line_text(b)}"
+                    raise StageError(what, where=f"rank {rank}", hint=hint)
 
 
 def join(config: DistributedConfig, device: torch.device) -> Ranks | None:
@@ -186,7 +167,10 @@ def together() -> Iterator[None]:
         raise
     if joined():
         group = _JOINED.pop(dist.group.WORLD)
-        group.leave("end")
+        # Rank 0 may keep the store: it ends last.
+        group.store.set(f"end/here/{group.rank}", "")
+        if group.rank == 0:
+            meet(group.store, "end", group.rank, group.size, group.timeout_s)
         group.pulse.close()
         dist.destroy_process_group()
 
@@ -234,15 +218,9 @@ def lines(model: Named, config: Config) -> list[Line]:
         out.append((f"parameter {name}", kind(param) + frozen))
     out += [(f"buffer {name}", kind(buffer)) for name, buffer in model.buffers.items()]
     out += [(f"tied {alias}", name) for alias, name in model.aliases.items()]
-    out += [(f"config {path}", repr(value)) for path, value in _flat(config.model_dump(mode="json"))]
-    return [line for line in out if line[0] not in _OWN]
-
-
-def _difference(mine: Sequence[Line], theirs: Sequence[Line], rank: int) -> str:
-    for a, b in itertools.zip_longest(mine, theirs):
-        if tuple(a or ()) != tuple(b or ()):
-            return f"rank 0 {_line_text(a)}, rank {rank} {_line_text(b)}"
-    return "nothing"
+    for section, fields in config.model_dump(mode="json", exclude={"monitor": _OWN}).items():
+        out += [(f"config {section}.{name}", repr(value)) for name, value in fields.items()]
+    return out
 
 
 def _line_text(line: Line | None) -> str:
@@ -252,12 +230,3 @@ def _line_text(line: Line | None) -> str:
 def kind(tensor: torch.Tensor) -> str:
     """Type and shape, for `Ranks.compare`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _flat(node: Any, path: str = "") -> list[tuple[str, Any]]:
-    if not isinstance(node, dict) or not node:
-        return [(path, node)]
-    pairs = []
-    for key, value in node.items():
-        pairs += _flat(value, f"{path}.{key}" if path else str(key))
-    return pairs

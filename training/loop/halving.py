@@ -19,7 +19,8 @@ from layerline.training.data.batches import each_tensor, size
 from layerline.training.loop import batch_norm
 from layerline.training.loop.accumulation import witness
 from layerline.training.loop.lane_state import LaneState
-from layerline.training.randomness.rng_snapshot import past, redraw
+from layerline.training.randomness.rng_snapshot import past
+from layerline.training.randomness.rng_state import redraw
 
 Forward = Callable[[Any], Tensor | tuple[Tensor, float]]
 Autocast = Callable[[], AbstractContextManager[Any]]

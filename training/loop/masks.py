@@ -20,7 +20,7 @@ from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.nearest import did_you_mean
 from layerline.training.loop import ema_swap
 from layerline.training.loop.lane_state import LaneState, RankExchange
-from layerline.training.model.canonical_names import named
+from layerline.training.model.canonical_names import modules, named
 from layerline.training.model.split_tensors import like, whole
 from layerline.training.policy import Policy
 
@@ -50,15 +50,18 @@ def magnitude(
         True where a weight stays, by canonical parameter name.
     """
     _check_word("scope", scope, Scope)
-    weights = {n: whole(p.detach()).abs().float() for n, (_, p) in _layers(model, skip).items()}
+    weights: dict[str, Tensor] = {}
+    for name, (_, param) in _layers(model, skip).items():
+        weights[name] = whole(param.detach()).abs().float()
     _check(sparsity, weights)
     if scope == "layer":
         return {n: _keep(w.flatten(), round(sparsity * w.numel())).view(w.shape) for n, w in weights.items()}
-    scores = [w.flatten().clone() for w in weights.values()]
+    scores = [weight.flatten().clone() for weight in weights.values()]
     for score in scores:
         score[score.argmax()] = torch.inf
-    count = min(round(sparsity * sum(map(len, scores))), sum(len(s) - 1 for s in scores))
-    kept = torch.split(_keep(torch.cat(scores), count), [len(s) for s in scores])
+    sizes = [len(score) for score in scores]
+    count = min(round(sparsity * sum(sizes)), sum(sizes) - len(sizes))
+    kept = torch.split(_keep(torch.cat(scores), count), sizes)
     return {n: k.view(w.shape) for k, (n, w) in zip(kept, weights.items(), strict=True)}
 
 
@@ -93,24 +96,29 @@ def channels(model: nn.Module, sparsity: float, *, skip: Sequence[str] = (), nor
         norms: also masks what the BatchNorm that is registered right behind a layer gives for its channels, which would
             else be a constant that is not zero.
     """
-    layers = {n: (layer, whole(p.detach()).float()) for n, (layer, p) in _layers(model, skip).items()}
+    layers = _layers(model, skip)
+    weights = {name: whole(param.detach()).float() for name, (_, param) in layers.items()}
+    _check(sparsity, weights)
     behind = _norms_behind(model) if norms else {}
-    _check(sparsity, {n: weight for n, (_, weight) in layers.items()})
-    out: dict[str, Tensor] = {}
-    for name, (layer, weight) in layers.items():
-        groups = layer.groups if isinstance(layer, _TRANSPOSED) else 1
-        by_channel = _by_channel(weight, layer)
-        sizes = by_channel.norm(dim=1)
-        kept = _keep(sizes, min(round(sparsity * len(sizes)), len(sizes) - 1))
+    masks: dict[str, Tensor] = {}
+    for name, (layer, _) in layers.items():
+        weight = weights[name]
+        groups = layer.groups if isinstance(layer, _TRANSPOSED) else 0
+        by_channel = weight.flatten(1)
+        if groups:
+            by_channel = weight.view(groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
+        norm_of = by_channel.norm(dim=1)
+        kept = _keep(norm_of, min(round(sparsity * len(norm_of)), len(norm_of) - 1))
         mask = kept[:, None].expand_as(by_channel)
-        if isinstance(layer, _TRANSPOSED):
+        if groups:
             mask = mask.view(groups, -1, len(weight) // groups, *weight.shape[2:]).transpose(1, 2)
-        out[name] = mask.reshape(weight.shape).contiguous()
+        masks[name] = mask.reshape(weight.shape).contiguous()
         if isinstance(layer.bias, nn.Parameter):
-            out[f"{name.rpartition('.')[0]}.bias".lstrip(".")] = kept
-        if len(kept) == behind.get(layer, ("", 0))[1]:
-            out |= {f"{behind[layer][0]}.{field}": kept for field in ("weight", "bias")}
-    return out
+            masks[f"{name.rpartition('.')[0]}.bias".lstrip(".")] = kept
+        norm_path, norm_channels = behind.get(layer, ("", 0))
+        if norm_channels == len(kept):
+            masks |= {f"{norm_path}.weight": kept, f"{norm_path}.bias": kept}
+    return masks
 
 
 def cubic(step: int, *, begin: int, end: int, final: float, initial: float = 0.0) -> float:
@@ -256,12 +264,6 @@ class Masks(Policy):
         """The step at which a gradual schedule reaches its share; 0 without one."""
         return 0 if self.gradual is None else self.gradual.end
 
-    @property
-    def sparsity(self) -> float:
-        """Share of zeros over the masked parameters."""
-        total = sum(m.numel() for m in self.masks.values())
-        return sum(int((~m).sum()) for m in self.masks.values()) / total if total else 0.0
-
     def state_dict(self) -> dict[str, Any]:
         return {"masks": dict(self.masks), "gradual": asdict(self.gradual) if self.gradual else None}
 
@@ -307,29 +309,31 @@ class Masks(Policy):
 
 
 def _compare(peers: RankExchange, masks: Mapping[str, Tensor] | Gradual) -> None:
-    digest = hashlib.sha256()
-    for name, mask in () if isinstance(masks, Gradual) else masks.items():
-        digest.update(f"{name} {tuple(mask.shape)}".encode())
-        digest.update((whole(mask.detach()) != 0).cpu().numpy().tobytes())
-    told = peers.gather(repr(masks) if isinstance(masks, Gradual) else digest.hexdigest())
-    other = next((rank for rank, seen in enumerate(told) if seen != told[0]), None)
-    if other is not None:
-        raise StageError(
-            f"rank {other} has other masks than rank 0", where="masks", hint="give every rank the same ones"
-        )
+    if isinstance(masks, Gradual):
+        content = repr(masks)
+    else:
+        digest = hashlib.sha256()
+        for name, mask in masks.items():
+            digest.update(f"{name} {tuple(mask.shape)}".encode())
+            digest.update((whole(mask.detach()) != 0).cpu().numpy().tobytes())
+        content = digest.hexdigest()
+    contents = peers.gather(content)
+    for rank, other in enumerate(contents):
+        if other != contents[0]:
+            what = f"rank {rank} has other masks than rank 0"
+            raise StageError(what, where="masks", hint="give every rank the same ones")
 
 
 def _norms_behind(model: nn.Module) -> dict[nn.Module, tuple[str, int]]:
-    """Name and channels of the BatchNorm that is registered right behind a module."""
-    known = named(model)
-    names = {id(p): n for n, p in known.params.items()}
-    leaves = [m for m in model.modules() if not any(True for _ in m.children())]
+    """Path and channels of the BatchNorm that is registered right behind a module."""
+    paths: dict[nn.Module, str] = {}
+    for path, module in modules(model):
+        paths.setdefault(module, path)
+    leaves = [module for module in paths if not module._modules]
     behind: dict[nn.Module, tuple[str, int]] = {}
     for module, after in pairwise(leaves):
         if isinstance(after, nn.modules.batchnorm._BatchNorm) and after.affine:
-            name = names.get(id(after.weight), "").rpartition(".")[0]
-            if name:
-                behind[module] = name, after.num_features
+            behind[module] = paths[after], after.num_features
     return behind
 
 
@@ -337,19 +341,15 @@ def _layers(
     model: nn.Module, skip: Sequence[str] = ()
 ) -> dict[str, tuple[nn.Linear | nn.modules.conv._ConvNd, nn.Parameter]]:
     """The layers with weights to prune, by the name of the weight; a tied weight once."""
-    known = named(model)
-    return {
-        n: (owner, p) for n, p in known.params.items()
-        if isinstance(owner := known.owners[n], nn.Linear | nn.modules.conv._ConvNd) and p is owner.weight
-        and not any(fnmatchcase(n, pattern) for pattern in skip)
-    }  # fmt: skip
-
-
-def _by_channel(weight: Tensor, layer: nn.Module) -> Tensor:
-    """One row per output channel."""
-    if isinstance(layer, _TRANSPOSED):
-        weight = weight.view(layer.groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
-    return weight.flatten(1)
+    layers: dict[str, tuple[nn.Linear | nn.modules.conv._ConvNd, nn.Parameter]] = {}
+    names = named(model)
+    for name, param in names.params.items():
+        owner = names.owners[name]
+        if not isinstance(owner, nn.Linear | nn.modules.conv._ConvNd) or param is not owner.weight:
+            continue
+        if not any(fnmatchcase(name, pattern) for pattern in skip):
+            layers[name] = owner, param
+    return layers
 
 
 def _keep(scores: Tensor, drop: int) -> Tensor:
@@ -357,9 +357,10 @@ def _keep(scores: Tensor, drop: int) -> Tensor:
     keep = torch.ones_like(scores, dtype=torch.bool)
     if drop:
         bound = scores.kthvalue(drop).values
-        keep &= scores > bound
+        smaller = scores < bound
+        keep &= ~smaller
         equal = (scores == bound).nonzero().flatten()
-        keep[equal[drop - int((scores < bound).sum()) :]] = True
+        keep[equal[: drop - int(smaller.sum())]] = False
     return keep
 
 

@@ -23,6 +23,7 @@ from layerline.pipeline.task import Task
 from layerline.training.config.sections import Config
 from layerline.training.model.split_tensors import whole
 from layerline.training.state import checkpoint, safetensors_io
+from layerline.training.state.checkpoint_reader import prefix_of
 
 if TYPE_CHECKING:
     from layerline.training.loop.step_engine import Lane
@@ -70,7 +71,7 @@ def _run(job: Mapping[str, Any], report: Report) -> None:
         steps = int(min(job["steps"], left() / 2))
         if not steps:
             raise StageError("this training takes one step, so there is no middle to resume from", where="steps")
-        optimizers = {checkpoint.name_prefix(name): type(lane.optimizer).__name__ for name, lane in mo.lanes.items()}
+        optimizers = {prefix_of(name): type(lane.optimizer).__name__ for name, lane in mo.lanes.items()}
         report({"steps": steps, "first": mo.global_step, "from": start_name, "optimizers": optimizers})
         for _ in range(steps):
             step()
@@ -185,7 +186,7 @@ def _watched(mo: ModelOptimizer) -> dict[str, str]:
         return watched
 
     for name, lane in mo.lanes.items():
-        setattr(lane, "_move", watch(checkpoint.name_prefix(name), lane, lane._move))  # noqa: B010  (mypy refuses to assign a method)
+        setattr(lane, "_move", watch(prefix_of(name), lane, lane._move))  # noqa: B010  (mypy refuses to assign a method)
     return digests
 
 

@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
-
-class Draws(NamedTuple):
-    """The random state of this process in memory. `rng_state` has the form for checkpoints."""
-
-    python: Any
-    numpy: Any
-    cpu: Tensor
-    cuda: list[Tensor]
-
-
-def draws() -> Draws:
-    """The present random state. Takes about ten microseconds."""
-    # A process that has not used CUDA has no state there, and reading one would initialise CUDA.
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    # The user's layers may draw from numpy's global generator, so its state is part of the snapshot.
-    return Draws(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)  # noqa: NPY002
-
-
-def redraw(state: Draws) -> None:
-    """Restores a random state."""
-    random.setstate(state.python)
-    np.random.set_state(state.numpy)  # noqa: NPY002
-    torch.set_rng_state(state.cpu)
-    if state.cuda:
-        torch.cuda.set_rng_state_all(state.cuda)
+from layerline.training.randomness.rng_state import Draws, draws, redraw
 
 
 class Past(NamedTuple):

@@ -29,7 +29,9 @@ from layerline.training.model import canonical_names as names
 from layerline.training.model.split_tensors import whole
 from layerline.training.optimizers import registry as optimizers
 from layerline.training.randomness import rng_state
+from layerline.training.randomness.rng_state import Draws
 from layerline.training.state import checkpoint_reader, optimizer_state, safetensors_io, tensor_forms
+from layerline.training.state.checkpoint_reader import prefix_of
 from layerline.training.state.state_tree import Tensors, pack, unpack
 
 FORMAT = 1
@@ -111,7 +113,7 @@ def roll_back(mo: Training, name: str) -> str | None:
     if mo.saved is None:
         return None
     _, tensors, meta = _read(mo, mo.saved)
-    state = checkpoint_reader.read(mo.lanes[name], meta["lanes"][name], name_prefix(name), tensors)
+    state = checkpoint_reader.read(mo.lanes[name], meta["lanes"][name], prefix_of(name), tensors)
     _load_others(mo, {name: state.parts["optimizer"]}, {})
     _restore_lane(mo.lanes[name], state)
     return mo.saved.name
@@ -125,14 +127,14 @@ def rotation(folder: Path) -> list[Path]:
 def state(mo: Training, *, timings: bool = True) -> tuple[Tensors, dict[str, Any]]:
     """Tensors by name (not copies) and the JSON entry. The models must hold their trained weights, not averages."""
     tensors: Tensors = {}
-    lanes = {name: _lane_state(lane, name_prefix(name), tensors, timings=timings) for name, lane in mo.lanes.items()}
+    lanes = {name: _lane_state(lane, prefix_of(name), tensors, timings=timings) for name, lane in mo.lanes.items()}
     extras = {name: pack(extra.state_dict(), f"extras/{name}", tensors) for name, extra in mo.extras.items()}
     meta = {"format": FORMAT, "config": mo.config.model_dump(mode="json"), "lanes": lanes, "extras": extras,
-            "rng": pack(rng_state.capture(), "rng", tensors)}  # fmt: skip
+            "rng": pack(tuple(rng_state.draws()), "rng", tensors)}  # fmt: skip
     if mo.ranks is not None:
         if timings:
             with mo.ranks.pulse.guarded("save_ckpt, which every rank has to call,", mo.global_step):
-                rng_of_ranks = mo.ranks.gather(rng_state.capture())
+                rng_of_ranks = mo.ranks.gather(tuple(rng_state.draws()))
             meta["ranks"] = []
             for rank in range(1, len(rng_of_ranks)):
                 meta["ranks"].append(pack(rng_of_ranks[rank], f"rng/{rank}", tensors))
@@ -163,7 +165,7 @@ def restore(mo: Training, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
         warnings.warn(f"resuming with another configuration: {change}", stacklevel=4)
     states = {}
     for name, lane in mo.lanes.items():
-        states[name] = checkpoint_reader.read(lane, meta["lanes"][name], name_prefix(name), tensors)
+        states[name] = checkpoint_reader.read(lane, meta["lanes"][name], prefix_of(name), tensors)
     extras = {}
     for name in mo.extras:
         if name in meta["extras"]:
@@ -224,11 +226,6 @@ def _write(target: Path, path: Path, keep: int, tensors: Tensors, meta: dict[str
             old.unlink(missing_ok=True)
 
 
-def name_prefix(model_name: str) -> str:
-    """What the names of a model's tensors begin with; a model that is the only one has the empty name."""
-    return f"{model_name}/" if model_name else ""
-
-
 def _model_names(lanes: Mapping[str, Any]) -> str:
     if set(lanes) == {""}:
         return "one model without a name"
@@ -266,9 +263,9 @@ def _newest(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
 def _restore_rng(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int) -> None:
     other_ranks = meta.get("ranks", [])
     if 0 < rank <= len(other_ranks):
-        rng_state.restore(unpack(other_ranks[rank - 1], f"rng/{rank}", tensors))
+        rng_state.redraw(Draws(*unpack(other_ranks[rank - 1], f"rng/{rank}", tensors)))
         return
-    rng_state.restore(unpack(meta["rng"], "rng", tensors))
+    rng_state.redraw(Draws(*unpack(meta["rng"], "rng", tensors)))
     if rank:  # more ranks than wrote the checkpoint: a state of its own, derived from the saved one
         rng_state.seed_all(rng_state.mix(int(torch.randint(2**62, ()).item()), rank))
 

@@ -37,6 +37,11 @@ class Saved:
     counters: Mapping[str, int]
 
 
+def prefix_of(model_name: str) -> str:
+    """What the names of a model's tensors begin with; a model that is the only one has the empty name."""
+    return f"{model_name}/" if model_name else ""
+
+
 def read(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str, Tensor]) -> Saved:
     """The state in the form that `lane` loads.
 
@@ -73,7 +78,7 @@ def of_model(
     Until averaging begins (`ema_start_step`) a checkpoint's averages are the initial weights. They must never ship, so
     the trained weights are returned instead.
     """
-    prefix = f"{name}/" if name else ""
+    prefix = prefix_of(name)
     online = _under(f"{prefix}online/", tensors)
     masters = _under(f"{prefix}masters/", tensors)
     averages = _under(f"{prefix}ema/", tensors)

@@ -61,9 +61,10 @@ def check(lane: Lane, saved: Mapping[str, Any], expected: Mapping[str, tuple[int
     """
     custom = "custom" in saved
     if custom is not lane.custom or saved["name"] != _name(lane):
+        kinds = {True: "the custom optimizer ", False: ""}
         raise StageError(
-            f"the checkpoint was written with {_described(saved['name'], custom=custom)}; "
-            f"the optimizer here is {_described(_name(lane), custom=lane.custom)}",
+            f"the checkpoint was written with {kinds[custom]}{saved['name']}; "
+            f"the optimizer here is {kinds[lane.custom]}{_name(lane)}",
             where="optimizer",
             hint=f"use the optimizer it was written with; {WEIGHTS_ALONE}",
         )
@@ -97,10 +98,6 @@ def check(lane: Lane, saved: Mapping[str, Any], expected: Mapping[str, tuple[int
             same_rank = value.dim() == len(expected[name]) and value.numel() > 1
             if same_rank and tuple(value.shape) != expected[name]:
                 raise StageError(f"{key} is {tuple(value.shape)}, the parameter is {expected[name]}", where=name)
-
-
-def _described(name: str, *, custom: bool) -> str:
-    return f"the custom optimizer {name}" if custom else name
 
 
 def restore(lane: Lane, saved: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from layerline.pipeline.errors import StageError, Unavailable
 from layerline.pipeline.files import sync
+from layerline.training.state.tensor_forms import check_dense
 
 ENTRY = "layerline"
 _SUM = "checksum"
@@ -38,7 +39,10 @@ def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | No
         Unavailable: the disk is full or not writable.
     """
     # The specifications hold addresses only: this dict keeps the memory alive until the file is written.
-    contents = {name: _plain(name, tensors[name]) for name in sorted(tensors)}
+    contents: dict[str, Tensor] = {}
+    for name in sorted(tensors):
+        check_dense(name, tensors[name])
+        contents[name] = tensors[name].detach().cpu().contiguous()
     specs = {name: _spec(name, tensor) for name, tensor in contents.items()}
     entry = dict(meta or {})
     entry[_SUM] = _checksum(entry, contents)
@@ -46,7 +50,9 @@ def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | No
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(temporary, specs, text)
+        serialize_file(specs, temporary, metadata={ENTRY: text})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
         temporary.replace(path)
         sync(path.parent)
     except OSError as error:
@@ -91,21 +97,6 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not sound:
         raise StageError("damaged: the content does not match its checksum", where=path.name)
     return tensors, meta
-
-
-def _write(path: Path, specs: dict[str, TensorSpec], text: str) -> None:
-    serialize_file(specs, path, metadata={ENTRY: text})
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _plain(name: str, tensor: Tensor) -> Tensor:
-    """The tensor in row-major order on the CPU."""
-    if tensor.is_meta:
-        raise StageError("a tensor on the meta device has no data to store", where=name)
-    if tensor.layout is not torch.strided:
-        raise StageError(f"a tensor of layout {tensor.layout} cannot be stored", where=name)
-    return tensor.detach().cpu().contiguous()
 
 
 def _spec(name: str, tensor: Tensor) -> TensorSpec:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import StageError
 from layerline.training.model import canonical_names
 from layerline.training.model.canonical_names import Named
+from layerline.training.state.tensor_forms import check_dense
 
 _AVERAGES = frozenset({"ema", "averaged", "average", "avg", "shadow", "swa"})
 # Entries that trainers store among the weights and no model has: counters of averages, of operations, extra states.
@@ -136,14 +137,14 @@ def _leaves(
     if isinstance(node, nn.Module):
         node = node.state_dict()
     if isinstance(node, Tensor):
-        _refuse_empty(node, _joined(place))
+        check_dense(_joined(place), node)
         yield place, node
     elif isinstance(node, Mapping) and id(node) not in around:
         for key, value in node.items():
             yield from _leaves(value, (*place, key), (*around, id(node)))
     elif isinstance(node, list | tuple) and node and all(isinstance(t, Tensor) for t in node):
         for index, tensor in enumerate(node):
-            _refuse_empty(tensor, f"{_joined(place)}[{index}]")
+            check_dense(f"{_joined(place)}[{index}]", tensor)
         yield place, tuple(node)
 
 
@@ -313,25 +314,6 @@ def _only(fits: Sequence[Fit], kind: str) -> Fit | None:
 
 def _equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return all(tensor is b[name] or torch.equal(tensor, b[name]) for name, tensor in a.items())
-
-
-def _refuse_empty(tensor: Tensor, name: str) -> None:
-    """Refuses a tensor that is not dense.
-
-    Raises:
-        StageError: it is on the meta device, sparse or nested.
-    """
-    if tensor.is_meta:
-        what = "on the meta device: it has a shape but no data"
-        hint = "save the model after its weights were loaded or initialised"
-    elif tensor.is_nested:
-        what, hint = "a nested tensor, expected a dense one", "save it as tensor.to_dense()"
-    elif tensor.layout is not torch.strided:
-        layout = str(tensor.layout).removeprefix("torch.")
-        what, hint = f"a {layout} tensor, expected a dense one", "save it as tensor.to_dense()"
-    else:
-        return
-    raise StageError(f"it is {what}", where=name, hint=hint)
 
 
 def _averaged(path: str) -> bool:

@@ -22,12 +22,12 @@ def to_file(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     """Tensors in the format's types, and for each the properties that it lacks (its form).
 
     Raises:
-        StageError: a tensor that is sparse, quantized or on the meta device.
+        StageError: as `check_dense`.
     """
     out = dict(tensors)
     forms: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        _check_dense(name, tensor)
+        check_dense(name, tensor)
         form: dict[str, Any] = {}
         strides = dense(tensor)
         if strides != torch.empty(tensor.shape, device="meta").stride():
@@ -86,16 +86,24 @@ def last_element(tensor: Tensor) -> int:
     return int(tensor.storage_offset()) + sum(steps)
 
 
-def _check_dense(name: str, tensor: Tensor) -> None:
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Refuses a tensor that is no plain block of numbers.
+
+    Raises:
+        StageError: it is on the meta device, sparse, nested or quantized.
+    """
+    if tensor.is_meta:
+        raise StageError("it is on the meta device: it has a shape but no data", where=name,
+                         hint="save the model after its weights were loaded or initialised")  # fmt: skip
     kind = ""
-    if tensor.is_quantized:
-        kind = "quantized"
-    elif tensor.is_meta:
-        kind = "on the meta device"
+    if tensor.is_nested:
+        kind = "nested"
     elif tensor.layout is not torch.strided:
-        kind = str(tensor.layout)
+        kind = str(tensor.layout).removeprefix("torch.")
+    elif tensor.is_quantized:
+        kind = "quantized"
     if kind:
-        raise StageError(f"a tensor that is {kind} cannot be saved", where=name)
+        raise StageError(f"it is a {kind} tensor, expected a dense one", where=name, hint="save it as a dense tensor")
 
 
 def _permutes(shape: Sequence[int], strides: Sequence[int]) -> bool:
