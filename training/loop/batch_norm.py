@@ -35,12 +35,16 @@ def batch_norms(model: nn.Module) -> dict[str, nn.modules.batchnorm._BatchNorm]:
 
 def warning(model: nn.Module, steps: int) -> str:
     """The sentence about BatchNorm for `steps` micro-batches a step; empty where there is nothing to say."""
-    found = list(batch_norms(model)) if steps > 1 else []
-    if not found:
+    names = list(batch_norms(model))
+    if steps < 2 or not names:
         return ""
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return (f"{found[0]}{more}: BatchNorm sees each micro-batch alone, so {steps} of them are not one big batch there; "
-            "measure it with layerline.training.loop.batch_norm.deviation, or convert with to_group_norm")  # fmt: skip
+    layers = names[0]
+    if len(names) > 1:
+        layers += f" and {len(names) - 1} more"
+    return (
+        f"{layers}: BatchNorm sees each micro-batch alone, so {steps} of them are not one big batch there; "
+        "measure it with layerline.training.loop.batch_norm.deviation, or convert with to_group_norm"
+    )
 
 
 @dataclass(frozen=True)
@@ -99,13 +103,17 @@ def deviation(model: nn.Module, inputs: Sequence[Tensor], micro_batches: int,
             hint="a part needs two samples for its variance",
         )
     call = run or (lambda m, *args: first_output(m(*args)))
-    parts = list(zip(*[torch.split(i, size) for i in inputs], strict=True))
-    with _training_only(model, layers), torch.no_grad():
-        with Apart(model.modules()), _inputs(layers) as seen:
+    with modes_kept(model), torch.no_grad():
+        model.eval()
+        for layer in layers.values():
+            layer.train()
+        with Apart(model.modules()), _inputs(layers) as inputs_of:
             whole: Tensor = call(model, *inputs)
         with Apart(model.modules()):
+            parts = zip(*[torch.split(i, size) for i in inputs], strict=True)
             pieces = torch.cat([call(model, *part) for part in parts])
-    rows = tuple(_compare(n, layers[n], x, size / len(inputs[0])) for n, x in seen.items())
+    share = size / len(inputs[0])
+    rows = tuple(_compare(path, layers[path], x, share) for path, x in inputs_of.items())
     return Deviations(rows, _relative(pieces, whole))
 
 
@@ -151,61 +159,50 @@ def _group_norm(norm: nn.modules.batchnorm._BatchNorm, groups: int) -> nn.GroupN
 
 
 @contextmanager
-def _training_only(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[None]:
-    with modes_kept(model):
-        model.eval()
-        for layer in layers.values():
-            layer.train()
-        yield
-
-
-@contextmanager
 def _inputs(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """What each layer is given inside the block."""
-    seen: dict[str, Tensor] = {}
+    """The first input of each layer inside the block."""
+    inputs: dict[str, Tensor] = {}
 
     def keep(path: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        seen.setdefault(path, args[0])
+        inputs.setdefault(path, args[0])
 
     handles = [layer.register_forward_pre_hook(partial(keep, path)) for path, layer in layers.items()]
     try:
-        yield seen
+        yield inputs
     finally:
         for handle in handles:
             handle.remove()
 
 
 def _compare(name: str, norm: nn.modules.batchnorm._BatchNorm, x: Tensor, share: float) -> Deviation:
-    """One layer on the input it had for the whole batch; `share` of it is a micro-batch."""
-    x = x.double().flatten(2) if x.ndim > 2 else x.double()[:, :, None]
+    """One layer on its input for the whole batch, of which a micro-batch is this share."""
+    x = x.double()
+    x = x.flatten(2) if x.ndim > 2 else x[:, :, None]
     size = max(round(len(x) * share), 1)
-    mean, variance = _statistics(x)
-    stats = [_statistics(part) for part in torch.split(x, size)]
-    means, variances = torch.stack([m for m, _ in stats]), torch.stack([v for _, v in stats])
-    scale = norm.weight.detach().double() if norm.affine else torch.ones_like(mean)
-    whole = (x - mean[:, None]) / (variance + norm.eps).sqrt()[:, None] * scale[:, None]
-    parts = torch.cat([
-        (part - m[:, None]) / (v + norm.eps).sqrt()[:, None] * scale[:, None]
-        for part, (m, v) in zip(torch.split(x, size), stats, strict=True)
-    ])  # fmt: skip
-    shift = norm.bias.detach().double()[:, None] if norm.affine else 0.0
-    alive = variance > 0
-    return Deviation(
-        name=name, samples=size * x.shape[2],
-        mean=float(((means - mean)[:, alive].square() / variance[alive]).mean().sqrt()) if alive.any() else 0.0,
-        variance=float((variances[:, alive] / variance[alive]).mean()) if alive.any() else 1.0,
-        output=_relative(parts + shift, whole + shift),
-    )  # fmt: skip
+    scale, shift = torch.ones_like(x[0, :, :1]), torch.zeros_like(x[0, :, :1])
+    if norm.affine:
+        scale, shift = norm.weight.detach().double()[:, None], norm.bias.detach().double()[:, None]
 
+    def normalised(part: Tensor) -> Tensor:
+        var, mean = torch.var_mean(part, (0, 2), correction=0, keepdim=True)
+        out: Tensor = (part - mean) / (var + norm.eps).sqrt() * scale + shift
+        return out
 
-def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each channel of (N, C, positions)."""
+    micro_batches = torch.split(x, size)
     variance, mean = torch.var_mean(x, (0, 2), correction=0)
-    return mean, variance
+    of_parts = [torch.var_mean(part, (0, 2), correction=0) for part in micro_batches]
+    alive = variance > 0
+    mean_error, variance_ratio = 0.0, 1.0
+    if alive.any():
+        variances, means = (torch.stack(values)[:, alive] for values in zip(*of_parts, strict=True))
+        mean_error = float(((means - mean[alive]).square() / variance[alive]).mean().sqrt())
+        variance_ratio = float((variances / variance[alive]).mean())
+    output = _relative(torch.cat([normalised(part) for part in micro_batches]), normalised(x))
+    return Deviation(name, size * x.shape[2], mean_error, variance_ratio, output)
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
     size = float(b.norm())
-    if size:
-        return float((a - b).norm()) / size
-    return math.inf if a.any() else 0.0
+    if not size:
+        return math.inf if a.any() else 0.0
+    return float((a - b).norm()) / size

@@ -66,10 +66,10 @@ class Monitor:
         self.speak: Callable[[str], object] = logging.getLogger("layerline.training").warning
         self._hushed = False
         self._active: set[str] = set()
-        self._told: dict[str, str] = {}
+        self._said: dict[str, str] = {}
         self._times: Counter[str] = Counter()
         self._params = params
-        self._watched, self._at = _within(params, _RATIO_BYTES), _addresses(params)
+        self._watched, self._at = _within(params, _RATIO_BYTES), list(map(_ADDRESS, params))
         self._before: Tensor | None = None
         self._device = device_of(params[0])
         self._norms: deque[float] = deque(maxlen=_NORMS_KEPT)
@@ -96,8 +96,11 @@ class Monitor:
     @property
     def warnings(self) -> list[str]:
         """A sentence for each kind, as it was first said, and how often its cause came back."""
-        times = ((text, self._times[key]) for key, text in self._told.items())
-        return [text if n == 1 else f"{text} ({n} times)" for text, n in times]
+        out = []
+        for key, text in self._said.items():
+            times = self._times[key]
+            out.append(text if times == 1 else f"{text} ({times} times)")
+        return out
 
     def add_columns(self, names: Sequence[str]) -> None:
         """Further columns, which are empty in the rows so far."""
@@ -116,9 +119,12 @@ class Monitor:
 
     def before(self) -> None:
         """Called before a step that will be a row."""
-        if (at := _addresses(self._params)) != self._at:  # `module.to()` has moved them
-            self._watched, self._at = _within(self._params, _RATIO_BYTES), at
-        self._before = torch.cat(self._watched) if self._watched and self._measures_updates else None
+        addresses = list(map(_ADDRESS, self._params))
+        if addresses != self._at:  # `module.to()` has moved them
+            self._watched, self._at = _within(self._params, _RATIO_BYTES), addresses
+        self._before = None
+        if self._watched and self._measures_updates:
+            self._before = torch.cat(self._watched)
 
     def accepted(self, loss: float, norm: float, weight: float, *, clipped: bool) -> None:
         """Takes in one accepted step."""
@@ -155,14 +161,15 @@ class Monitor:
         steps = max(self._steps, 1)
         if now - self._peak_read > _PEAK_EVERY:
             self._peak, self._peak_read = peak_bytes(self._device) / 2**20, now
-        values: dict[str, Any] = {
+        values: dict[str, float | None] = {
             "step": step, "loss": loss, "loss_smooth": self._smooth, "grad_norm": norm,
             "clip_rate": self._clipped / steps, "update_ratio": self._ratio(),
             "samples_s": self._weight / seconds, "wait_rate": self.waited / seconds if self.waited else None,
             "peak_mb": self._peak, "skipped": skipped,
         }  # fmt: skip
         values.update(further)
-        self.rows.append(array("d", [_cell(values.get(c)) for c in self.columns]))
+        cells = [values.get(column) for column in self.columns]
+        self.rows.append(array("d", [math.nan if cell is None else cell for cell in cells]))
         self._publish(values)
         self._clipped = self._steps = 0
         self._waited_then -= self.waited  # goes on counting over the row
@@ -212,19 +219,22 @@ class Monitor:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self.columns)
             for row in self.rows:
-                writer.writerow([_written(column, v) for column, v in zip(self.columns, row, strict=True)])
+                cells = ["" if math.isnan(value) else f"{value:.9g}" for value in row[1:]]
+                writer.writerow([int(row[0]), *cells])
 
     def state_dict(self) -> dict[str, Any]:
-        flat = torch.tensor([list(r) for r in self.rows], dtype=torch.float64).reshape(-1, len(self.columns))
+        flat = torch.tensor(self.rows, dtype=torch.float64).reshape(-1, len(self.columns))
         counts = {"clipped": self._clipped, "steps": self._steps, "low": self._low, "weight": self._weight,
                   "clipped_lately": self._clipped_lately, "lately": self._lately}  # fmt: skip
         return {"rows": flat, "columns": list(self.columns), "smooth": self._smooth, "norms": list(self._norms),
-                "median": self._median, "warnings": dict(self._told), "times": dict(self._times),
+                "median": self._median, "warnings": dict(self._said), "times": dict(self._times),
                 "active": sorted(self._active), **counts}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        cells = [dict(zip(state["columns"], row, strict=True)) for row in state["rows"].tolist()]
-        self.rows = [array("d", [row.get(c, math.nan) for c in self.columns]) for row in cells]
+        self.rows = []
+        for numbers in state["rows"].tolist():
+            cells = dict(zip(state["columns"], numbers, strict=True))
+            self.rows.append(array("d", [cells.get(column, math.nan) for column in self.columns]))
         self._smooth, self._median = state["smooth"], state["median"]
         self._norms.clear()
         self._norms.extend(state["norms"])
@@ -233,7 +243,7 @@ class Monitor:
         self._weight, self._since, self.waited = state["weight"], time.perf_counter(), 0.0
         self._reviewed, self._waited_then = self._since, 0.0
         # What this process has already said (of the model, before it loaded; before a rollback) stays said.
-        self._told = {**state.get("warnings", {}), **self._told}
+        self._said = {**state.get("warnings", {}), **self._said}
         for key, times in state.get("times", {}).items():
             self._times[key] = max(self._times[key], times)
         self._active |= set(state.get("active", ()))
@@ -274,16 +284,9 @@ class Monitor:
             return
         self._active.add(key)
         self._times[key] += 1
-        if key not in self._told:
-            self._told[key] = text
+        if key not in self._said:
+            self._said[key] = text
             self.speak(text)
-
-
-def _written(column: str, value: float) -> str:
-    """A cell of the CSV file; one that was not measured is empty."""
-    if math.isnan(value):
-        return ""
-    return str(int(value)) if column == "step" else f"{value:.9g}"
 
 
 def _print(line: str) -> None:
@@ -318,14 +321,6 @@ def _within(params: Sequence[Tensor], budget: int) -> list[Tensor]:
         if dense and (part.dtype, part.device) == (parts[0].dtype, parts[0].device):
             kept.append(part.as_strided((min(part.numel(), share),), (1,)))
     return kept
-
-
-def _addresses(params: Sequence[Tensor]) -> list[int]:
-    return list(map(_ADDRESS, params))
-
-
-def _cell(value: float | None) -> float:
-    return math.nan if value is None else float(value)
 
 
 def summary_writer() -> Any:
