@@ -98,6 +98,7 @@ def constant(value: ir.Value | None) -> Array | None:
     """The numbers of a value known before any run: an initializer, a Constant, or either behind Identity and Cast."""
     if value is None:
         return None
+    # On the output of a node const_value is a hint that a pass left; the node itself says what it holds.
     if value.const_value is not None and value.producer() is None:
         return value.const_value.numpy()
     node = value.producer()

@@ -29,6 +29,7 @@ def infer_bodies(node: ir.Node, infer: Callable[[ir.Graph], None]) -> None:
             for value in body.inputs:
                 value.shape = assumed.get(value, fixed.get(value))
             infer(body)
+            # Only what a turn gives back as it was may be relied on in the next turn.
             confirmed = {inner: _confirmed(assumed[inner], end) for _, inner, end in carried}
             if confirmed == assumed:
                 break

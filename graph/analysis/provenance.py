@@ -34,6 +34,7 @@ def stamp(made: Sequence[ir.Node], gone: Sequence[ir.Node], rule: str) -> tuple[
     """
     replaced = [node for node in gone if node.op_type != "Constant"]
     made_ops = {node.op_type for node in made}
+    # False sorts before True: of the same operator first, then one that has a module.
     main = min(replaced, key=lambda node: (node.op_type not in made_ops, not modules(node)), default=None)
     # Dictionaries keep each once, in order.
     paths: dict[str, None] = {}

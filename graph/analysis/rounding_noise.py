@@ -122,6 +122,7 @@ def _shift_inputs(light: Light) -> None:
             for index, name in enumerate(node.input):
                 if name == fed.name:
                     node.input[index] = shifted
+        # One step of the type upwards: inputs are real numbers that were rounded as well.
         factor = np.array(1 + np.finfo(dtype).eps, dtype)
         graph.initializer.append(numpy_helper.from_array(factor, f"{shifted} factor"))
         graph.node.insert(0, helper.make_node("Mul", [fed.name, f"{shifted} factor"], [shifted]))

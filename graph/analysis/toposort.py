@@ -51,6 +51,7 @@ def reads(node: onnx.NodeProto) -> Iterator[str]:
 def moving(graph: onnx.GraphProto) -> set[str]:
     """Values that may differ from run to run: what is computed from inputs, or drawn at random."""
     stored = {tensor.name for tensor in graph.initializer}
+    # Old files list what they store among the inputs.
     changing = {item.name for item in graph.input if item.name not in stored}
     for node in graph.node:
         # A body may draw at random as well, so no control flow counts as constant.

@@ -62,12 +62,14 @@ class Linear:
         node = self.node
         if node.op_type == "MatMul" and (shift.any() or self.bias.any()) and self.rank != 2:
             raise Declined(f"MatMul {node.outputs[0].name} has rank {self.rank} and takes no bias")
+        # In float64, so that each weight is rounded once.
         exact = np.multiply(self.weight, self._along_weight(scale), dtype=np.float64)
         weight = self._stored(exact, self.weight, "weight")
         bias = self._stored(self.bias * scale + shift, self.bias, "bias")
         stem = name_of(node.inputs[1])
         inputs = [node.inputs[0], tape.initializer(ir.tensor(weight), f"{stem}/{tag}")]
         attributes = dict(node.attributes)
+        # The bias that was read has it in it already.
         attributes.pop("beta", None)
         if self._has_bias() or bias.any():
             inputs.append(tape.initializer(ir.tensor(bias), f"{stem}/{tag}_bias"))
@@ -90,6 +92,7 @@ class Linear:
         # Below the normal numbers of a type rounding takes more of a number, and at last all of it.
         elif least < smallest_normal(dtype):
             rounding = np.linalg.norm(new.astype(np.float64) - exact)
+            # As much as the proof takes for rounding (LEAST in verify_rewrites.py).
             if rounding > 4 * limits(dtype)[1] * np.linalg.norm(exact):
                 raise Declined(f"{where} would be too small for {dtype}")
         return new
@@ -130,6 +133,7 @@ def behind(value: ir.Value | None) -> Linear | None:
     out_rank, channels = _outputs(node, weight)
     if out_rank is None:
         return None
+    # Channels lie behind the batch, but a MatMul makes them the last axis.
     axis = 1
     if node.op_type == "MatMul":
         axis = out_rank - 1
@@ -148,6 +152,7 @@ def behind(value: ir.Value | None) -> Linear | None:
             name = node.outputs[0].name
             raise Declined(f"bias {bias_value.name} of Gemm {name} is not finite, and beta = 0 leaves it out")
     else:
+        # A Conv's bias has one number per channel and no axes for the pixels.
         bias = bias.reshape(-1, *(1,) * (out_rank - 2))
     return Linear(node, weight, beta * linear.per_channel(bias, f"bias {bias_value.name}"), out_rank, axis)
 

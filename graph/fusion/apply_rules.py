@@ -78,6 +78,7 @@ def rewrite(
     graph = to_ir(prepared)
     work = Rewriting(graph, denied=denied, limit=limit, fold_limit=fold_limit)
     work.infer()
+    # Of the unfused values: the proof compares with those.
     types = _element_types(graph.graph)
     _run(work, rules)
     firings = work.record()

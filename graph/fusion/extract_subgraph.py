@@ -33,10 +33,12 @@ def cut(new: ir.Value, unfused_names: AbstractSet[str], *, made: bool) -> After:
             if value.const_value is not None:
                 tensors[value.name or ""] = value.const_value
             return
+        # All outputs at once: a node is written once, whichever of them led to it.
         visited.update(producer.outputs)
         for read in (*producer.inputs, *captures(producer)):
             if read is not None:
                 visit(read)
+        # After everything that it reads: the order of the list is one that can be run.
         nodes.append(ir.serde.serialize_node(producer))
 
     visit(new)

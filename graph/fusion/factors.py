@@ -41,6 +41,7 @@ def product(value: ir.Value | None) -> Product:
         return Product(1.0, (value,), ())
     if node.op_type == "Div":
         divisor = scalar(node.inputs[1])
+        # A divisor that is computed makes the quotient a factor of its own.
         if divisor is None or divisor == 0:
             return Product(1.0, (value,), ())
         inner = product(node.inputs[0])

@@ -58,6 +58,7 @@ def fuse(
     def proofs_of(some: Rewritten) -> list[Proof]:
         return prove(some.unfused, some.types, some.firings, feeds, floors or {})
 
+    # Rewriting begins anew without the sites that failed, because later firings may rest on them.
     denied: frozenset[Site] = frozenset()
     undone: list[Proof] = []
     while True:
@@ -108,6 +109,7 @@ def _examine(model: Light, original: Light) -> tuple[str | None, list[str]]:
     can't be inferred, folding makes them known, and runtimes take the model as before.
     """
     try:
+        # Loading is the check that counts: every later stage runs the model.
         OnnxRuntime(few_runs=True).open(model)
     except StageError as error:
         return error.what, []

@@ -63,6 +63,7 @@ class Rewriting:
         self.limit = limit
         self.fold_limit = fold_limit
         self.opset = model.opset_imports.get("", 1)
+        # A tenth of what is stored: folding must not make a large file noticeably larger.
         self.fold_total = max(fold_limit, _stored_bytes(model.graph) // 10)
         self.folded = 0
         self.firings: list[Firing] = []
@@ -75,6 +76,7 @@ class Rewriting:
         for body in self._bodies():
             self._body_inputs += [(value, value.shape) for value in body.inputs]
             self._body_outputs.update((value.name, value.shape) for value in body.outputs if value.name)
+        # Read before the first inference overwrites them.
         self._declared_shapes = shape_inference.declared(model)
         self.unfused_names = {value.name for value in graph_values(model.graph) if value.name}
         # The node that holds a body, by the body's id; filled while `graphs` walks.
@@ -137,6 +139,7 @@ class Rewriting:
         try:
             new = rewrite(node, tape, self)
             if new is not None:
+                # What replaces a node stands for its first output alone.
                 refuse_other_outputs(node)
                 clash = shape_inference.clash(node.outputs[0], new, tape.nodes, self.model)
                 if clash:
@@ -191,8 +194,10 @@ class Rewriting:
         assert node is not None and node.graph is not None
         if not self.permits(rule, first_old):
             return False
+        # Taken down before the node is out of its graph.
         site = self._site(rule, first_old)
         owners = self._owners(node.graph)
+        # Decided while the graph still shows who reads what.
         renamed = [new for old, new in pairs if self._takes_over(old, new, parts)]
         self._settle_names(node, dict(pairs), parts)
         after: dict[str, After] = {}
@@ -201,13 +206,16 @@ class Rewriting:
             for old, new in pairs:
                 after[old.name or ""] = cut(new, self.unfused_names, made=_is_made(new, parts))
         if parts.nodes:
+            # Right before the node they replace, where all that they read is computed already.
             node.graph.insert_before(node, parts.nodes)
         for old, new in pairs:
             if new in renamed:
                 new.name = old.name
+            # Good until shapes are inferred anew, before the next round.
             new.shape = new.shape or old.shape
             new.type = new.type or old.type
             old.replace_all_uses_with(new, replace_graph_outputs=True)
+        # Only now is it known what nothing reads any more.
         gone = self.prune(_producers(old for old, _ in pairs))
         modules = provenance.stamp(parts.nodes, gone, rule)
         self.firings.append(Firing(site, first_new.name or "", _source_names(gone), modules, after))
@@ -232,6 +240,7 @@ class Rewriting:
         What fired inside a body is proved by the outputs of the node around it, and what replaced a value that the
         unfused model doesn't have by the next values that it has: both as they are now, all firings together.
         """
+        # Later firings may have replaced some of these values again, or dropped them.
         present = {value.name or "": value for value in graph_values(self.model.graph)}
         after_by_name: dict[str, After] = {}
         for index, names in self._proved_by.items():
@@ -250,6 +259,7 @@ class Rewriting:
         """Replaces `old` by a constant: an initializer of its graph, or a Constant node where it is a graph output."""
         tape = Tape()
         if old.is_graph_output():
+            # An output of a graph keeps a node that computes it.
             new = tape.op("Constant", [], {"value": tensor})
         else:
             new = tape.initializer(tensor, old.name)
@@ -268,6 +278,7 @@ class Rewriting:
             read = [value for value in node.inputs if value is not None] + captures(node)
             _detach(node)
             graph.remove(node, safe=True)
+            # A node goes before what it reads, so the last one removed comes first in the order of the graph.
             removed.insert(0, node)
             for value in read:
                 producer = value.producer()

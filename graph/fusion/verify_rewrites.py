@@ -257,6 +257,7 @@ def _proof_model(unfused: Light, pairs: Sequence[_Comparison]) -> Light:
     graph = light.model.graph
     added: list[onnx.NodeProto] = []
     outputs: dict[str, None] = {}
+    # Names of its own for each comparison: two firings may have made values of one name.
     for index, pair in enumerate(pairs):
         names = _own_names(pair.after, index)
         added += _renamed(pair.after.nodes, names)
@@ -270,6 +271,7 @@ def _proof_model(unfused: Light, pairs: Sequence[_Comparison]) -> Light:
     # Of a pair that is read whole the old side is an output that nothing added reads.
     unfused_nodes = unfused.model.graph.node
     added += [node for node in unfused_nodes if not outputs.keys().isdisjoint(node.output)]
+    # Each comparison comes as early as it can: the runtime lets a value go once nothing needs it.
     ordered = in_order(added, unfused_nodes)
     del graph.node[:], graph.output[:]
     graph.node.extend(ordered)
@@ -329,6 +331,7 @@ def _renamed(nodes: Sequence[onnx.NodeProto], names: Mapping[str, str]) -> list[
     copies = onnx.GraphProto(node=nodes)
     rename(copies, names)
     for node in copies.node:
+        # Node names must differ within a graph, and these are copies.
         node.name = ""
     return list(copies.node)
 

@@ -42,6 +42,7 @@ def prepare(model: Model) -> tuple[Light, list[str]]:
             del graph.input[:]
             graph.input.extend(fed)
             notes.append(f"{len(doubled)} initializers were also inputs ({doubled[0]}, …); they are constants now")
+    # Before functions are looked up by their domain.
     _one_domain(out)
     if out.functions:
         inlined, note = inline_functions.inline(light.whole())

@@ -28,6 +28,7 @@ def inline(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     """The model with its functions' nodes in place of calls to them, and what was done; else as it was, and why."""
     names = _function_names(model)
     versions = _versions(model.opset_import)
+    # The inliner converts nothing then, and needs no types.
     is_one_version = all(_versions(function.opset_import).items() <= versions.items() for function in model.functions)
     source = model
     if not is_one_version:

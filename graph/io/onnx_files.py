@@ -118,6 +118,7 @@ def read(path: Path) -> Light:
     model = _parsed(path)
     if not model.HasField("graph"):
         raise StageError("not a readable ONNX file (it holds no graph)", where=path.name)
+    # Such a name would fail in whatever place touches it first.
     text = _undecoded(model)
     if text is not None:
         raise StageError(f"not a readable ONNX file (a name or text in it is not UTF-8: {text!r:.80})", where=path.name)
@@ -282,6 +283,7 @@ def save(model: Model, folder: Path, *, external_over: int = EXTERNAL_OVER) -> P
     """
     light = canonical(model)
     path = folder / FILE
+    # The graph counts as well: Constants that had to stay in it may be large.
     if light.model.ByteSize() + light.nbytes > external_over:
         _move_out(light, folder / f"{FILE}.data")
     path.write_bytes(light.whole().SerializeToString())
@@ -312,6 +314,7 @@ def canonical(model: Model) -> Light:
     out = light.model
     for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
         out.ClearField(name)
+    # The name means nothing, and exporters write their own into it.
     out.graph.name = "main"
     opsets = sorted(_read_opsets(out), key=lambda o: o.domain)
     del out.opset_import[:]
@@ -342,6 +345,7 @@ def canonical(model: Model) -> Light:
         if not tensor.HasField("raw_data") and tensor.data_type != TensorProto.STRING:
             name = tensor.name
             tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor), name))
+    # The order in which tensors are stored means nothing, and differs from exporter to exporter.
     out.graph.initializer.sort(key=lambda t: t.name)
     # Tensors that have become raw bytes just now are weights like the others.
     late = split(out)

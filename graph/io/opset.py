@@ -57,6 +57,7 @@ def raise_opset(model: Model, to: int) -> Light:
     inputs = [item for item in raised.graph.input if item.name not in stand_ins]
     del raised.graph.input[:]
     raised.graph.input.extend(inputs)
+    # What was put in for the converter and the checker alone.
     for output in raised.graph.output:
         if output.name in shapeless:
             output.type.tensor_type.ClearField("shape")

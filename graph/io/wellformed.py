@@ -29,6 +29,7 @@ def refuse_broken(light: Light) -> None:
     stored = frozenset(light.weights)
     _refuse_doubled(light)
     inline_functions.refuse_endless(light.model)
+    # A model's own functions are an operator set as well.
     imported = {o.domain for o in light.model.opset_import} | {f.domain for f in light.model.functions}
     # The two spellings of ONNX's own domain are one.
     if not imported.isdisjoint(_OWN):

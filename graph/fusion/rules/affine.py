@@ -37,6 +37,7 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # n
         before = affine_ops.behind(path[-1][0])
         if before is None:
             continue
+        # 1 / (Wx + b) is not affine in x.
         if node.op_type == "Div" and side == 1:
             raise Declined(f"{node.outputs[0].name} divides a constant by {before.node.op_type} output {value.name}")
         for read, reader in path:

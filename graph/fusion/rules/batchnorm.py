@@ -26,6 +26,7 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
         return None
     where = f"BatchNormalization {node.outputs[0].name}"
     _refuse_training(node, work.opset, where)
+    # Whoever else reads the layer wants it without the normalisation.
     sole(node.inputs[0], node)
     if before.axis != 1:
         name = before.node.outputs[0].name

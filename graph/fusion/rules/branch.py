@@ -47,6 +47,7 @@ def _inline(node: ir.Node, taken: bool, work: Rewriting) -> None:
     if node.outputs and not work.permits(RULE.name, node.outputs[0]):
         return
     moved = _Moved(list(body), list(body.initializers.values()))
+    # A node can't move while its graph still holds on to it.
     body.outputs.clear()
     body.initializers.clear()
     body.remove(moved.nodes)

@@ -19,7 +19,9 @@ _HOLDS: dict[ir.DataType, frozenset[ir.DataType]] = {
     **{t: frozenset({_D.BOOL, *_INTEGERS[:i]}) for i, t in enumerate(_INTEGERS)},
     **{t: frozenset({_D.BOOL, *_FLOATS[:i]}) for i, t in enumerate(_FLOATS)},
 }
+# A signed type holds the unsigned ones that are narrower than it is.
 _HOLDS |= {t: _HOLDS[t] | set(_UNSIGNED[:i]) for i, t in enumerate(_INTEGERS)}
+# float32 has a significand of 24 bits and holds 16-bit integers; float64 has 53 bits and holds 32-bit ones.
 _HOLDS[_D.FLOAT] |= {_D.BFLOAT16, _D.INT8, _D.INT16, _D.UINT8, _D.UINT16}
 _HOLDS[_D.DOUBLE] |= {_D.BFLOAT16, *_INTEGERS[:3], *_UNSIGNED[:3]}
 

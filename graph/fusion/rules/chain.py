@@ -28,6 +28,7 @@ def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     stored_shape: Array | None = None
     if node.op_type == "Reshape":
         stored_shape = constant(node.inputs[1])
+    # Without 0 and -1 the shape means the same whatever it is applied to.
     if stored_shape is not None and (stored_shape > 0).all():
         shape = [int(size) for size in stored_shape]
     elif before is None or after is None or 0 in after:
@@ -48,6 +49,7 @@ def transpose(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  #
     second = permutation(node)
     if first is None or second is None:
         return None
+    # Axis i of the result is axis second[i] of the middle value, which is axis first[second[i]] of the input.
     both = [first[axis] for axis in second]
     if both == list(range(len(both))):
         return inner.inputs[0]

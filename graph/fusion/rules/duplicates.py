@@ -80,6 +80,7 @@ def nodes(work: Rewriting) -> None:
         for node in graph:
             if node.domain != "" or is_random(node) or subgraphs(node) or node.op_type == "Constant":
                 continue
+            # In order of the graph, so that the earlier one is computed before all readers of the later one.
             first = first_by_meaning.setdefault(_meaning(node), node)
             if first is not node:
                 _merge(work, node, first)

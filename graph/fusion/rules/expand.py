@@ -20,6 +20,7 @@ def drop(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa
             continue
         inputs = list(node.inputs)
         inputs[index] = expand.inputs[0]
+        # Another operand has to have the full size on each axis that the Expand stretches.
         if _broadcast([sizes(each) for each in inputs]) == result:
             return tape.op(node.op_type, inputs, node.attributes)
     return None

@@ -42,6 +42,7 @@ def _wave(graph: ir.Graph, work: Rewriting) -> bool:
             chosen[node] = None
         else:
             work.decline(RULE.name, node.outputs[0], reason)
+    # What only other chosen nodes read is computed on the way and need not be stored.
     outputs = [output for node in chosen for output in node.outputs]
     read_outside = [output for output in outputs if _is_read_outside(output, chosen)]
     stored = _afforded(read_outside, list(chosen), work)
@@ -75,6 +76,7 @@ def _afforded(values: list[ir.Value], chosen: list[ir.Node], work: Rewriting) ->
         gone: set[ir.Value] = set()
         for node in _needed(value, chosen):
             gone.update(read for read in _stored_inputs(node) if all(use.node in chosen for use in read.uses()))
+        # Two values may free the same tensor; it counts once.
         gone -= freed
         added = max((_bytes(value) or 0) - sum(_bytes(read) or 0 for read in gone), 0)
         producer = value.producer()

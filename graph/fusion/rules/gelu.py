@@ -40,6 +40,7 @@ def _argument(node: ir.Node, op: str, is_inner: Callable[[ir.Value | None, ir.Va
     whole = product(node.outputs[0])
     if len(whole.values) != 2 or not close(whole.number, 0.5, node.outputs[0]):
         return None
+    # A product has no order: either factor may be x.
     for x, rest in (whole.values, whole.values[::-1]):
         squashed = parent(plus(rest, 1.0), op)
         if squashed is not None and is_inner(squashed.inputs[0], x):

@@ -62,6 +62,7 @@ def _unclipped(value: ir.Value) -> ir.Value | None:
         # Up to opset 10 the bounds are attributes.
         low = clip.attributes.get_float("min")
         high = clip.attributes.get_float("max")
+    # relu6(x + 3), as MobileNetV3 writes it (Howard et al., arXiv:1905.02244).
     if (low, high) != (0.0, 6.0):
         return None
     return plus(clip.inputs[0], 3.0)

@@ -21,6 +21,7 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # n
         matmul = parent(product, "MatMul")
         if matmul is None or product is None or bias is None:
             continue
+        # `sole` would let it pass: the Add is the only reader, twice.
         if bias is product:
             raise Declined(f"{node.outputs[0].name} adds MatMul {product.name} to itself; both are needed")
         a, b = matmul.inputs

@@ -92,6 +92,7 @@ def arithmetic(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  
         if value is None or amount is None or not (amount == neutral).all() or value.dtype != node.outputs[0].dtype:
             continue
         count = rank(value)
+        # One number leaves the shape as it is, unless it comes with more axes.
         scalar = amount.size == 1 and count is not None and amount.ndim <= count
         if scalar or (sizes(value) is not None and sizes(value) == sizes(node.outputs[0])):
             return value

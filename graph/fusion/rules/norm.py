@@ -29,6 +29,7 @@ def layer(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     if sub is None:
         return None
     mean = parent(sub.inputs[1], "ReduceMean")
+    # What is taken off has to be the mean of the very value that it is taken off from.
     if mean is None or mean.inputs[0] is not sub.inputs[0]:
         return None
     axis = _tail(mean, square_mean)
@@ -62,6 +63,7 @@ def _single(
     if len(shape) < len(sizes):
         raise Declined(f"{where} over axes of unknown size ({sizes})")
     only_within(node, x)
+    # The operator demands a scale; `norm-affine` puts the real one in its place.
     ones = tape.initializer(ir.tensor(np.ones(shape, np.float32)), f"{node.outputs[0].name}/scale")
     return tape.op(op, [x, ones], {"axis": axis - count, "epsilon": epsilon, "stash_type": 1})
 
@@ -205,6 +207,7 @@ def _scaled(node: ir.Node, norm: ir.Node, scale: Array, amount: Array, tape: Tap
     if bias_value is not None and bias is None:
         raise Declined(f"bias {bias_value.name} of {norm.outputs[0].name} is computed")
     was_finite = _all_finite(scale, bias)
+    # In the weights' own type, as the graph computed it.
     with np.errstate(over="ignore", invalid="ignore"):
         if node.op_type == "Mul":
             scale = scale * amount

@@ -54,6 +54,7 @@ def pool(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     if node.op_type == "MaxPool":
         _refuse_fill(node, pad, where)
         return _merged(node, pad, tape, {})
+    # count_include_pad came with opset 7.
     if pad.value != 0 or work.opset < 7:
         raise Declined(f"Pad {pad.name} fills with {pad.value}, and {where} must go on counting it")
     pads_itself = any(node.attributes.get_ints("pads", ()) or ())

@@ -44,6 +44,7 @@ def _split(node: ir.Node, work: Rewriting) -> None:
     if len(chosen) < len(picks) or len(set(chosen)) < len(chosen):
         raise Declined(f"pieces {indices} of sequence {name} are not {len(picks)} different ones of {len(lengths)}")
     tape = Tape()
+    # From opset 13 on the sizes are an input.
     axis = node.attributes.get_int("axis", 0)
     if work.opset >= 13:
         sizes = tape.initializer(ir.tensor(np.array(lengths, np.int64)), f"{name}/lengths")

@@ -29,6 +29,7 @@ def fold_shapes(work: Rewriting) -> None:
             if node.graph is None or node.op_type == "Constant" or output.dtype not in _KINDS:
                 continue
             elements = symbols.of(output)
+            # Names are no constants; a tensor of unknown rank can't be written with its shape.
             if elements is None or rank(output) is None or not all(isinstance(e, int) for e in elements):
                 continue
             array = np.array(elements, output.dtype.numpy())

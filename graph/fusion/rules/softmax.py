@@ -32,6 +32,7 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
         raise Declined(
             f"{node.outputs[0].name} doesn't take off the maximum, so Softmax would differ where exp overflows"
         )
+    # Before opset 13 Softmax flattens everything behind its axis.
     axes = {_axis(total), _axis(top)}
     if len(axes) > 1 or None in axes or work.opset < SINCE:
         raise Declined(f"{node.outputs[0].name} is not over one axis that is kept, or below opset {SINCE}")

@@ -43,6 +43,7 @@ def between(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # n
     order: list[int] = []
     for group in perm:
         order += groups[group]
+    # The second Reshape may split the axes in another way than they were joined.
     if tuple(before[axis] for axis in order) != sizes(node.outputs[0]):
         return None
     sole(node.inputs[0], node)
