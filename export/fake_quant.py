@@ -82,8 +82,8 @@ def _intx_forward(module: Any, x: Tensor) -> Tensor:
     low, high = torchao._DTYPE_TO_QVALUE_BOUNDS[module.config.dtype]
     grouped = x.reshape(module.scale.numel(), -1)  # a row for each scale: groups lie along the last axis
     points = module.zero_point.reshape(-1).to(torch.int32)
-    made = torch.fake_quantize_per_channel_affine(grouped, module.scale.reshape(-1).float(), points, 0, low, high)
-    return made.reshape(x.shape)
+    fake = torch.fake_quantize_per_channel_affine(grouped, module.scale.reshape(-1).float(), points, 0, low, high)
+    return fake.reshape(x.shape)
 
 
 def _forward(module: Any, x: Tensor, *, quantizes: bool) -> Tensor:
@@ -102,47 +102,47 @@ def store_weights(model: ir.Model, program: ExportedProgram) -> None:
     Args:
         model: the exporter's, which names values as the program names its nodes; changed in place.
     """
-    known = _Constants(program)
-    values = {v.name: v for node in model.graph for v in node.outputs}
+    constants = _Constants(program)
+    values = {value.name: value for node in model.graph for value in node.outputs}
     for node in program.graph.nodes:
         value = values.get(node.name)
-        if node.target not in TARGETS or value is None or not known.all(node):
+        producer = value.producer() if value is not None else None
+        if node.target not in TARGETS or value is None or producer is None or not constants.all(node):
             continue
-        data, scale, point, *rest = (known.of(a) for a in node.args)
-        axis, (low, high) = (rest[0] if node.target is PER_CHANNEL else None), rest[-2:]
-        fake = node.target(data, scale, point, *rest)
-        scales = torch.as_tensor(scale, dtype=torch.float32)
-        points = torch.as_tensor(point, dtype=torch.int32)
-        shape = [1] * fake.ndim
+        data, scale, point, *limits = (constants.of(argument) for argument in node.args)
+        axis = limits[0] if node.target is PER_CHANNEL else None
+        low, high = limits[-2:]
+        fake = node.target(data, scale, point, *limits)
+        # One scale for all elements is a scalar in ONNX; one for each channel is a vector along the axis.
+        flat = () if axis is None else (-1,)
+        along_axis = [1] * fake.ndim
+        attributes = {}
         if axis is not None:
-            shape[axis] = -1
-            scales, points = scales.reshape(-1), points.reshape(-1)
-        else:
-            scales, points = scales.reshape(()), points.reshape(())
-        whole = torch.round(fake.double() / scales.double().reshape(shape)) + points.reshape(shape)
+            along_axis[axis] = -1
+            attributes["axis"] = axis
+        scales = torch.as_tensor(scale, dtype=torch.float32).reshape(flat)
+        points = torch.as_tensor(point, dtype=torch.int32).reshape(flat)
+        steps = torch.round(fake.double() / scales.double().reshape(along_axis)) + points.reshape(along_axis)
         # uint8 holds what int8 does not: 0 to 255.
         kind = np.int8 if low >= -128 and high <= 127 else np.uint8
-        inputs = [_stored(model, f"{node.name}/quantized", whole.numpy().astype(kind)),
+        inputs = [_stored(model, f"{node.name}/quantized", steps.numpy().astype(kind)),
                   _stored(model, f"{node.name}/scale", scales.numpy()),
                   _stored(model, f"{node.name}/zero_point", points.numpy().astype(kind))]  # fmt: skip
         # The node's name and place go on to what replaces it.
-        maker = value.producer()
-        assert maker is not None
-        attributes = {} if axis is None else {"axis": axis}
-        props = dict(maker.metadata_props)
-        made = ir.node("DequantizeLinear", inputs, attributes, name=maker.name, metadata_props=props)
-        made.outputs[0].shape, made.outputs[0].type = value.shape, value.type
-        model.graph.insert_before(maker, made)
-        value.replace_all_uses_with(made.outputs[0], replace_graph_outputs=True)
-        model.graph.remove(maker, safe=True)
-        made.outputs[0].name = node.name
+        props = dict(producer.metadata_props)
+        dequantize = ir.node("DequantizeLinear", inputs, attributes, name=producer.name, metadata_props=props)
+        dequantize.outputs[0].shape, dequantize.outputs[0].type = value.shape, value.type
+        model.graph.insert_before(producer, dequantize)
+        value.replace_all_uses_with(dequantize.outputs[0], replace_graph_outputs=True)
+        model.graph.remove(producer, safe=True)
+        dequantize.outputs[0].name = node.name
 
 
 def _stored(model: ir.Model, name: str, array: Any) -> ir.Value:
     tensor = ir.tensor(np.ascontiguousarray(array) if array.ndim else array, name=name)
-    made = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    model.graph.register_initializer(made)
-    return made
+    value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    model.graph.register_initializer(value)
+    return value
 
 
 class _Constants:

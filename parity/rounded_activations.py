@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from layerline.backends.base import Array, Feed
-from layerline.compare import noise_floor as floor
+from layerline.compare import noise_floor
 from layerline.compare.arrays import array, tensor
 from layerline.export.fake_quant import PER_CHANNEL, TARGETS
 from layerline.export.torch_export import Traced
@@ -32,50 +32,52 @@ class Rounded:
     def __init__(self, traced: Traced) -> None:
         values = {node: value for value, node in traced.nodes.items()}
         self._program = traced.program
-        nodes = [n for n in traced.program.graph.nodes if n.target in TARGETS]
-        self.steps: dict[fx.Node, str] = {n: values[n.name] for n in nodes if n.name in values}
+        nodes = [node for node in traced.program.graph.nodes if node.target in TARGETS]
+        self.steps: dict[fx.Node, str] = {node: values[node.name] for node in nodes if node.name in values}
         self.flips: dict[str, int] = {}
         self._outputs = {traced.nodes[o.name]: o.name for o in traced.model.graph.output if o.name in traced.nodes}
-        self._found: Sequence[Mapping[str, Array]] = ()
+        self._onnx_values: Sequence[Mapping[str, Array]] = ()
+        # The program's outputs behind the settled steps, and how far these moved them, by feed and output.
         self._settled: dict[tuple[int, str], Tensor] = {}
         self._shift: dict[tuple[int, str], Array] = {}
         self._changed: set[int] = set()
 
-    def begin(self, found: Sequence[Mapping[str, Array]]) -> None:
+    def begin(self, onnx_values: Sequence[Mapping[str, Array]]) -> None:
         """Takes the ONNX's values for each feed."""
-        self._found = found
+        self._onnx_values = onnx_values
 
     @torch.no_grad()
     def settle(self, node: fx.Node, feed: int, single: dict[fx.Node, Any], double: dict[fx.Node, Any]) -> None:
         """Gives elements next to a tie the step that the ONNX took."""
         value = self.steps.get(node)
-        if value is None or value not in self._found[feed]:
+        if value is None or value not in self._onnx_values[feed]:
             return
         source, scale = node.args[:2]
         assert isinstance(source, fx.Node)
         exact = double[source].double()
+        onnx = tensor(self._onnx_values[feed][value]).double()
+        if onnx.shape != exact.shape or not exact.numel():
+            return
         step = scale if isinstance(scale, float) else single[scale].double()  # type: ignore[index]
         if node.target is PER_CHANNEL and isinstance(step, Tensor):
             shape = [1] * exact.ndim
             shape[int(node.args[3])] = -1  # type: ignore[arg-type]
             step = step.reshape(shape)
-        onnx = tensor(self._found[feed][value]).double()
-        if onnx.shape != exact.shape:
-            return
-        noise = float((single[source].double() - exact).abs().nan_to_num(0.0).amax()) if exact.numel() else 0.0
-        greatest = float(exact.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if exact.numel() else 0.0
-        off = floor.MULTIPLE * max(noise, floor.LEAST * greatest)
+        # What is rounded may be off by as much as any value: a multiple of torch's own float32 error.
+        noise = float((single[source].double() - exact).abs().nan_to_num(0.0).amax())
+        greatest = float(exact.abs().nan_to_num(0.0, 0.0, 0.0).amax())
+        off = noise_floor.MULTIPLE * max(noise, noise_floor.LEAST * greatest)
         loose = torch.round((exact - off) / step) != torch.round((exact + off) / step)
         for table in (single, double):
-            mine = table[node].double()
+            torch_values = table[node].double()
             # Half a per cent of a step is far more than the product of step and scale rounds by.
-            other = loose & (onnx != mine) & ((onnx - mine).abs() <= 1.005 * step)
-            if not other.any():
+            differs = loose & (onnx != torch_values) & ((onnx - torch_values).abs() <= 1.005 * step)
+            if not differs.any():
                 continue
-            table[node] = torch.where(other, onnx, mine).to(table[node].dtype)
+            table[node] = torch.where(differs, onnx, torch_values).to(table[node].dtype)
             if table is single:
                 self._changed.add(feed)
-                self.flips[value] = self.flips.get(value, 0) + int(other.sum())
+                self.flips[value] = self.flips.get(value, 0) + int(differs.sum())
 
     def keep(self, node: str, twins: Sequence[Twins]) -> None:
         """Notes the program's outputs as they come out behind the settled steps."""
@@ -86,17 +88,15 @@ class Rounded:
     @torch.no_grad()
     def end(self, feeds: Sequence[Feed]) -> None:
         """Runs the program once more without settling, for the feeds on which that changed something."""
-        places = sorted(self._changed)
-        if not places:
+        changed = sorted(self._changed)
+        if not changed:
             return
-        for node, twins in Twin(self._program).values([feeds[i] for i in places]):
-            if node not in self._outputs:
-                continue
-            value = self._outputs[node]
+        for node, twins in Twin(self._program).values([feeds[index] for index in changed]):
+            value = self._outputs.get(node, "")
             for twin in twins:
-                feed = places[twin.feed]
-                if (feed, value) in self._settled:
-                    self._shift[feed, value] = array(self._settled[feed, value].double() - twin.single.double())
+                settled = self._settled.get((changed[twin.feed], value))
+                if settled is not None:
+                    self._shift[changed[twin.feed], value] = array(settled.double() - twin.single.double())
 
     def moved(self, value: str, reference: Array, feed: int) -> Array:
         """An output of the module, moved by as much as the steps that the ONNX took move the program's."""
