@@ -181,7 +181,14 @@ def tune(
     """
     budget = [] if max_drop is None else [f"quantize.max_drop={max_drop}"]
     options = ["quantize.search=true", *budget, *(sets or [])]
-    _run(["quantize"], options, force=False, as_json=as_json, folder=folder, tables=("search",))
+    _run(
+        ["quantize"],
+        options,
+        force=False,
+        as_json=as_json,
+        folder=folder,
+        tables=("search", "slices", "flipped answers"),
+    )
 
 
 def _run(

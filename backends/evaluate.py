@@ -11,12 +11,14 @@ from layerline.pipeline.inputs.metric import joined
 
 
 class Batch(Protocol):
-    """The inputs and the target of one run; `real` removes the rows that are no samples."""
+    """The inputs, the target and the slices of one run; `real` removes the rows that are no samples."""
 
     @property
     def feed(self) -> Mapping[str, Array]: ...
     @property
     def target(self) -> Any: ...
+    @property
+    def slices(self) -> Array | None: ...
     def real(self, array: Array, /) -> Array: ...
 
 
@@ -27,10 +29,12 @@ class Predictions:
     Attributes:
         outputs: by the caller's name of the model: an array, or a tuple of arrays, joined along the first axis.
         targets: joined likewise, in the tuples and dicts that the data has them in; None where it has none.
+        slices: the part of the data that each sample belongs to; None where the data does not say.
     """
 
     outputs: dict[str, Array | tuple[Array, ...]]
     targets: Any
+    slices: Array | None = None
 
 
 def predict(sessions: Mapping[str, Session], batches: Iterable[Batch]) -> Predictions:
@@ -41,15 +45,19 @@ def predict(sessions: Mapping[str, Session], batches: Iterable[Batch]) -> Predic
     """
     outputs: dict[str, list[list[Array]]] = {name: [] for name in sessions}
     targets: list[Any] = []
+    slices: list[Array] = []
     for batch in batches:
         if batch.target is not None:
             targets.append(batch.target)
+        if batch.slices is not None:
+            slices.append(batch.slices)
         for name, session in sessions.items():
             results = session.run(batch.feed)
             outputs[name].append([batch.real(results[output]) for output in session.outputs])
     all_outputs = {name: _joined_outputs(by_batch) for name, by_batch in outputs.items()}
     all_targets = joined(targets, "targets") if targets else None
-    return Predictions(outputs=all_outputs, targets=all_targets)
+    all_slices = joined(slices, "slices") if slices else None
+    return Predictions(outputs=all_outputs, targets=all_targets, slices=all_slices)
 
 
 def _joined_outputs(by_batch: list[list[Array]]) -> Array | tuple[Array, ...]:

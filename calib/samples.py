@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import (
+    SLICE,
     answers,
     collate,
     form,
@@ -45,14 +46,20 @@ class Input(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Named:
-    """A batch, a sample or columns: arrays by input name, and the target; None where there is none."""
+    """A batch, a sample or columns: arrays by input name, the target and the slices; None where there are none."""
 
     feed: dict[str, Array]
     target: Any
+    slices: Array | None = None
 
     def select(self, rows: npt.NDArray[np.int64]) -> _Named:
         """Some rows; an array without axes stays as it is, for all of them."""
-        return _Named({name: _select(array, rows) for name, array in self.feed.items()}, self.select_target(rows))
+        feed = {name: _select(array, rows) for name, array in self.feed.items()}
+        return _Named(feed, self.select_target(rows), self.select_slices(rows))
+
+    def select_slices(self, rows: npt.NDArray[np.int64]) -> Array | None:
+        """The slices of some rows."""
+        return None if self.slices is None else _select(self.slices, rows)
 
     def select_target(self, rows: npt.NDArray[np.int64]) -> Any:
         """The target of some rows."""
@@ -69,6 +76,7 @@ class Batch:
         feed: arrays by input name, in the model's types.
         target: what the metric compares with: an array, or arrays in tuples and dicts; None where the data has none.
         rows: number of samples in it.
+        slices: the part of the data that each sample belongs to; None where the data does not say.
         filler: rows at the end that are no samples. Where the model's batch axis is fixed, a short last batch is filled
             up with copies of its first sample.
     """
@@ -77,6 +85,7 @@ class Batch:
     target: Any
     rows: int
     filler: int = 0
+    slices: Array | None = None
 
     def real(self, array: Array) -> Array:
         """An output of the model for this batch, without the filler."""
@@ -214,7 +223,9 @@ class Samples:
             for name in samples[0].feed:
                 feed[name] = self._stack(name, [sample.feed[name] for sample in samples], numbers)
             target = self._stacked_targets([sample.target for sample in samples], numbers)
-            yield self._narrow(_Named(feed, target), numbers)
+            slices = [sample.slices for sample in samples if sample.slices is not None]
+            named = _Named(feed, target, self._stack(SLICE, slices, numbers) if slices else None)
+            yield self._narrow(named, numbers)
 
     def _narrow(self, named: _Named, numbers: Sequence[int] | npt.NDArray[np.int64]) -> _Named:
         """Casts the inputs to the model's types and checks that these hold their values.
@@ -228,7 +239,7 @@ class Samples:
             array = feed[declared.name]
             if array.ndim and _castable(array, declared):
                 feed[declared.name] = checked_cast(array, _dtype(declared.dtype), declared.name, self._hook, samples)
-        return _Named(feed, named.target)
+        return _Named(feed, named.target, named.slices)
 
     def _stacked_targets(self, targets: list[Any], numbers: list[int]) -> Any:
         if targets[0] is None:
@@ -255,9 +266,12 @@ class Samples:
     def _named(self, raw: Any) -> _Named:
         """Arrays by input name, and the target."""
         if isinstance(raw, Mapping):
-            label = answers([str(k) for k in raw], {i.name for i in self._inputs})
+            input_names = {i.name for i in self._inputs}
+            label = answers([str(k) for k in raw], input_names)
             target = _arrays(raw[label]) if label else None
-            return _Named(self._by_name({k: v for k, v in raw.items() if str(k) != label}), target)
+            no_inputs = {label, SLICE} - input_names
+            slices = as_array(raw[SLICE]) if SLICE in no_inputs and SLICE in raw else None
+            return _Named(self._by_name({k: v for k, v in raw.items() if str(k) not in no_inputs}), target, slices)
         items = list(raw) if isinstance(raw, tuple | list) else [raw]
         if items and len(items) <= 2 and isinstance(items[0], Mapping):
             target = _arrays(items[1]) if len(items) == 2 else None
@@ -323,14 +337,15 @@ class Samples:
         if count == 0:
             return
         if self._fixed is None:
-            yield Batch(self._typed(named.feed, where), named.target, count)
+            yield Batch(self._typed(named.feed, where), named.target, count, slices=named.slices)
             return
         total = self._rows(named.feed)
         for start in range(0, total, self._fixed):
             numbers = np.arange(start, min(start + self._fixed, total))
             filler = self._fixed - numbers.size
             part = named.select(np.concatenate([numbers, np.full(filler, start)])).feed
-            yield Batch(self._typed(part, where), named.select_target(numbers), numbers.size, filler)
+            feed, target = self._typed(part, where), named.select_target(numbers)
+            yield Batch(feed, target, numbers.size, filler, named.select_slices(numbers))
 
     def _typed(self, feed: Mapping[str, Array], where: str) -> dict[str, Array]:
         return {i.name: _checked(feed[i.name], i, self._hook, where) for i in self._inputs}

@@ -21,6 +21,7 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.parity.paired_metric import Interval, intervals
+from layerline.parity.slice_metrics import by_slice, flipped
 from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import leaves
@@ -40,7 +41,8 @@ class Accuracy:
         metrics: by name, of the converted model, and of the float model under `NAME_float`.
         gates: one a metric, where there is a budget.
         notes: the reason why nothing was measured; remarks about the budget.
-        tables: "metrics": the loss of each, with its interval.
+        tables: "metrics": the loss of each, with its interval; "slices": the same by slice or class; "flipped answers":
+            the samples whose answer changed.
     """
 
     metrics: Mapping[str, Scalar] = field(default_factory=dict)
@@ -133,7 +135,7 @@ class Evaluation:
                 hint="give the same samples in the same order at each call: seed what is random, and don't shuffle",
             )
         outputs = {"float": self._float.outputs["float"], **predictions.outputs}
-        return Predictions(outputs=outputs, targets=predictions.targets)
+        return Predictions(outputs=outputs, targets=predictions.targets, slices=predictions.slices)
 
 
 def _hashed(batches: Iterable[Batch], digest: hashlib.blake2b) -> Iterator[Batch]:
@@ -184,7 +186,11 @@ def measure(
             notes += _remarks(name, before[name], interval, budgets[name])
     if max_drop is not None and not after:
         gates.append(Gate("accuracy budget", False, "metric() gave no figure", f"max_drop {max_drop}"))
-    return Accuracy(metrics=metrics, gates=tuple(gates), notes=tuple(notes), tables={"metrics": rows})
+    slices, about_slices = by_slice(evaluation.metric, measured.predictions, budgets)
+    flips, about_flips = flipped(certainty, measured.predictions)
+    notes += [sentence for sentence in (about_slices, about_flips) if sentence]
+    tables = {"metrics": rows, "slices": slices, "flipped answers": flips}
+    return Accuracy(metrics=metrics, gates=tuple(gates), notes=tuple(notes), tables=tables)
 
 
 def _row(name: str, before: float, after: float, interval: Interval | None, budget: Budget | None) -> dict[str, Scalar]:

@@ -100,10 +100,10 @@ def _on_each(
     """The metrics of both models on each group of samples; empty where the metric does not take such groups."""
     sides: list[list[dict[str, float]]] = [[], []]
     for group in groups:
-        part_of_targets = _rows(targets, group)
+        part_of_targets = rows_of(targets, group)
         for side, output in zip(sides, outputs, strict=True):
             try:
-                side.append(score(metric, _rows(output, group), part_of_targets))
+                side.append(score(metric, rows_of(output, group), part_of_targets))
             except TaskError:
                 return {}
     columns: dict[str, tuple[Numbers, Numbers]] = {}
@@ -114,7 +114,8 @@ def _on_each(
     return columns
 
 
-def _rows(tree: Any, rows: npt.NDArray[np.int64]) -> Any:
+def rows_of(tree: Any, rows: npt.NDArray[np.int64]) -> Any:
+    """Some samples of outputs or targets."""
     return mapped(tree, lambda array: array[rows])
 
 

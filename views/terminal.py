@@ -42,6 +42,7 @@ ORDERS: Mapping[Order, str] = {
     "error": "the lowest SQNR first",
     "network": "in the network's order",
 }
+ROWS = 20  # of a table, after `pipe tune`
 FIGURES = 2  # of a stage, in the list of runs
 _GAP = 2  # columns between two cells
 _STYLES = {
@@ -301,7 +302,9 @@ def report_tables(out: Console, report: Report, names: Sequence[str]) -> None:
         rows = report.tables.get(name, ())
         if rows:
             out.print(words(name, "bold"))
-            table(out, free_table(rows))
+            table(out, free_table(rows[:ROWS]))
+        if len(rows) > ROWS:
+            _dim(out, f"{ROWS} of {len(rows)} rows; --json and the page of `pipe report` have all")
     findings(out, report)
 
 

@@ -21,6 +21,9 @@ from layerline.pipeline.errors import TaskError
 
 # Keys under which a batch that is a dict holds the answer; every other key is an input of the model.
 LABELS = ("label", "labels", "target", "targets")
+SLICE = "slice"
+"""The key, in a dict, of the part of the data that each sample belongs to. It is no input, unless the model has one of
+that name."""
 Form = Literal["columns", "samples", "batches"]
 _LOOKED_AT = 64
 """So many items of a list are compared to decide whether they are batches."""
@@ -77,7 +80,10 @@ def split(batch: Any, forward: Callable[..., Any] | None = None) -> tuple[tuple[
     """
     if isinstance(batch, Mapping):
         label = answers(batch)
-        return (), {k: v for k, v in batch.items() if k != label}, batch.get(label)
+        keywords = {k: v for k, v in batch.items() if k != label}
+        if SLICE in keywords and (forward is None or not _fits(forward, ((), keywords, None))):
+            del keywords[SLICE]
+        return (), keywords, batch.get(label)
     if is_array(batch):
         return (batch,), {}, None
     if not isinstance(batch, Sequence) or isinstance(batch, str | bytes) or not batch:

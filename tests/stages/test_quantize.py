@@ -625,3 +625,37 @@ def test_layers_in_half_modes_stay_single_and_unknown_ones_are_refused(work):
 def test_formats_that_the_mode_does_not_have_are_refused(wrong):
     with pytest.raises(ValidationError, match=r"expected|Input should be"):
         Quantize(**wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{'x': X, 'label': Y, 'slice': S}",
+        "[{'x': X[i:i + 8], 'label': Y[i:i + 8], 'slice': S[i:i + 8].tolist()} for i in range(0, 40, 8)]",
+        "Rows()",
+    ],
+)
+def test_metrics_by_the_column_called_slice(work, source):
+    data = (
+        "Y, S = np.arange(40) % 4, np.arange(40) // 30\n"
+        "class Rows:\n    def __len__(self): return 40\n"
+        "    def __getitem__(self, i): return {'x': X[i], 'label': Y[i], 'slice': S[i]}\n"
+        f"def eval_data():\n    return {source}\n"
+    )
+    report = Quantize().run(work(CALIB + data))
+    found = {row["slice"]: row["samples"] for row in report.tables["slices"]}
+    assert found == {0: 30, 1: 10}
+    flipped = sum(1 if row["became"] == "right" else -1 for row in report.tables["flipped answers"])
+    assert report.metrics["accuracy"] - report.metrics["accuracy_float"] == pytest.approx(flipped / 40)
+
+
+def test_a_slice_is_no_argument_of_forward():
+    from layerline.pipeline.inputs.batches import split
+
+    batch = {"x": 1, "slice": 2, "label": 3}
+    assert split(batch) == ((), {"x": 1}, 3) and split(batch, lambda x: x) == ((), {"x": 1}, 3)
+
+    def takes_it(x, slice):  # noqa: A002
+        return x
+
+    assert split(batch, takes_it)[1] == {"x": 1, "slice": 2}
