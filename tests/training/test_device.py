@@ -268,6 +268,11 @@ def _single(_: int) -> dict[str, Any]:
     loss, before = deep(x).square().sum(), pretended.reads()
     mo.step(loss)
     out["custom"] = pretended.reads() - before
+    mo = ModelOptimizer(deep, {"optimizer": {"name": "sgd"}}, accumulate={"steps": 3})
+    before = pretended.reads()
+    results = [mo.step(deep(x).square().sum()) for _ in range(3)]
+    out["window"] = pretended.reads() - before
+    out["results"] = [(bool(r), float(r) == float(results[2]), pretended.reads() - before) for r in results]
     x, y = _data("cuda")
     out["batch"] = next(Batches((x, y), batch_size=4).forever())[0].device.type
     out["copies"] = {t.device.type for t in fit._copies(dict(deep.named_parameters())).values()}
@@ -280,6 +285,9 @@ def test_a_step_reads_the_device_once_for_its_norms(library: Path) -> None:
     # One for the loss; norms are read together, however many there are.
     assert found["plain"] == 1
     assert found["per layer"] <= 3 and found["custom"] <= 2
+    # The losses of a window are copied together at its end; before that a loss is read when its result is used.
+    assert found["window"] == 0
+    assert found["results"] == [(False, True, 1), (False, True, 2), (True, True, 2)]
     assert found["batch"] == "cuda" and found["copies"] == {"cpu"}
 
 

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.training.loop.masks import Masks
+from layerline.training.loop.step_result import PendingResult
 
 
 def _scalar(start: float = 0.0, lr: float = 1.0, **sections: Any) -> tuple[nn.Linear, ModelOptimizer]:
@@ -356,3 +358,22 @@ def test_a_window_without_a_sample_leaves_the_running_statistics() -> None:
     before = {n: t.clone() for n, t in model.state_dict().items()}
     assert not mo.step(model(torch.randn(4, 2)).sum() * 0, weight=0)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+def test_a_result_that_waits_to_be_read_is_used_as_the_number() -> None:
+    """Inside a window on a GPU a loss is read when its result is used, and once."""
+    reads = []
+
+    class Watched(Tensor):
+        def item(self) -> float:
+            reads.append(1)
+            return super().item()
+
+    result: Any = PendingResult(torch.tensor(6.0).as_subclass(Watched), 4)
+    assert not reads
+    assert (float(result), f"{result:.2f}", "%.1f" % result, str(result)) == (1.5, "1.50", "1.5", "1.5")  # noqa: UP031
+    assert sum([result, result]) == 3.0 and 2 * result - 1 == 2.0 and result / 3 == 0.5 and result < 2
+    assert result == 1.5 and result.loss == result.item() == 1.5 and np.mean([result, result]) == 1.5
+    assert not result and result.moved is False and result == False  # noqa: E712  as StepResult
+    assert len(reads) == 1
+    assert math.isnan(PendingResult(torch.tensor(6.0), 0).loss)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from layerline.pipeline.errors import ConfigError, StageError
+from layerline.training.optimizers.gradient_norm import numbers
 
 # A parameter, the gradient it had, and how often that had been written to.
 Witness = tuple[Tensor, Tensor, int]
@@ -169,10 +170,13 @@ class Window:
 
     def total_loss(self) -> float:
         """Σ loss of the window (one synchronisation)."""
-        total = self.carried_loss  # added in order, so that a window resumed half-way gives the same sum
-        for loss in self.losses:
-            self.last_read = loss.item()
-            total += self.last_read
+        total = self.carried_loss
+        if not self.losses:
+            return total
+        values = numbers(self.losses)
+        for value in values:  # in order, so that a window resumed half-way gives the same sum
+            total += value
+        self.last_read = values[-1]
         return total
 
     def clear(self) -> None:

@@ -40,14 +40,14 @@ _LOW = 50
 _PEAK_EVERY = 0.1
 # Bytes of weights that `update_ratio` is measured on: more of them say nothing new, and they are copied for it. They
 # are the first elements of so many parameters at most, from the first to the last one at equal distances.
-_RATIO_BYTES, _RATIO_PARAMS = 2**16, 64
+_RATIO_BYTES, _RATIO_PARAMS = 2**13, 64
 
 
 class Monitor:
     """Collects one row every `log_interval` accepted steps.
 
     `samples_s` counts weights where losses come with one, micro-batches else. `update_ratio` is ‖Δw‖ / ‖w‖ of the step
-    that is logged, over the first elements of up to 64 parameters, 64 KiB in all. A cell that was not measured is
+    that is logged, over the first elements of up to 64 parameters, 8 KiB in all. A cell that was not measured is
     empty.
 
     Attributes:
@@ -161,15 +161,16 @@ class Monitor:
         steps = max(self._steps, 1)
         if now - self._peak_read > _PEAK_EVERY:
             self._peak, self._peak_read = peak_bytes(self._device) / 2**20, now
-        values: dict[str, float | None] = {
-            "step": step, "loss": loss, "loss_smooth": self._smooth, "grad_norm": norm,
+        values: dict[str, float] = {
+            "step": step, "loss": loss, "grad_norm": norm,
             "clip_rate": self._clipped / steps, "update_ratio": self._ratio(),
-            "samples_s": self._weight / seconds, "wait_rate": self.waited / seconds if self.waited else None,
-            "peak_mb": self._peak, "skipped": skipped,
+            "samples_s": self._weight / seconds, "peak_mb": self._peak, "skipped": skipped, **further,
         }  # fmt: skip
-        values.update(further)
-        cells = [values.get(column) for column in self.columns]
-        self.rows.append(array("d", [math.nan if cell is None else cell for cell in cells]))
+        if self._smooth is not None:
+            values["loss_smooth"] = self._smooth
+        if self.waited:
+            values["wait_rate"] = self.waited / seconds
+        self.rows.append(array("d", [values.get(column, math.nan) for column in self.columns]))
         self._publish(values)
         self._clipped = self._steps = 0
         self._waited_then -= self.waited  # goes on counting over the row
@@ -197,11 +198,11 @@ class Monitor:
         if not self._hushed:
             self.trackers.append(call)
 
-    def _publish(self, values: Mapping[str, float | None]) -> None:
+    def _publish(self, values: Mapping[str, float]) -> None:
         """Hands a row to TensorBoard, to the user's trackers and to the terminal."""
         if self._writer is None and self.write is None and not self.trackers:
             return
-        measured = {name: float(v) for name, v in values.items() if v is not None and not math.isnan(v)}
+        measured = {name: float(v) for name, v in values.items() if not math.isnan(v)}
         step = int(measured["step"])
         if self._writer is not None:
             for name, value in measured.items():
@@ -248,13 +249,13 @@ class Monitor:
             self._times[key] = max(self._times[key], times)
         self._active |= set(state.get("active", ()))
 
-    def _ratio(self) -> float | None:
+    def _ratio(self) -> float:
         if self._before is None:
-            return None
+            return math.nan
         size = torch.linalg.vector_norm(self._before).item()
         moved = torch.linalg.vector_norm(self._before.sub_(torch.cat(self._watched))).item()
         self._before = None
-        return moved / size if size else None
+        return moved / size if size else math.nan
 
     def _review(self, norm: float) -> None:
         now = time.perf_counter()

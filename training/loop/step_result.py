@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, cast
 
+import numpy as np
 from torch import Tensor
 
 
@@ -49,15 +52,71 @@ class StepResult(float):
         return not self == other
 
 
+class PendingResult:
+    """The result of a step inside an accumulation window on a GPU: as `StepResult`, but reads the loss when it is used.
+
+    Reading waits for the device, which a window does only once, at its end.
+    """
+
+    moved = False
+
+    def __init__(self, loss: Tensor, weight: float | None) -> None:
+        self._loss, self._weight = loss, weight
+        self._value: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """The loss as a plain number."""
+        if self._value is None:
+            self._value = _per_sample(self._loss.item(), self._weight)
+        return self._value
+
+    def item(self) -> float:
+        """The loss, as a tensor's item()."""
+        return self.loss
+
+    def __float__(self) -> float:
+        return self.loss
+
+    def __array__(self, *types: Any, **options: Any) -> Any:
+        return np.asarray(self.loss, *types, **options)
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return StepResult(self.loss) == other
+
+    def __hash__(self) -> int:
+        return hash(self.loss)
+
+
+def _as_float(name: str) -> Callable[..., Any]:
+    def method(self: PendingResult, *arguments: Any) -> Any:
+        return getattr(self.loss, name)(*arguments)
+
+    return method
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "abs", "round",
+              "lt", "le", "gt", "ge", "format", "str", "repr"):  # fmt: skip
+    setattr(PendingResult, f"__{_name}__", _as_float(f"__{_name}__"))
+
+
 def step_result(moved: bool, loss: Tensor | None, weight: float | None, read: float | None) -> StepResult:
     """The result of a step whose loss is a mean, or with `weight` a sum over so much.
 
     Args:
-        read: the loss, where the step has read it from the device: reading it waits for the device.
+        read: the loss, where the step has read it from the device.
     """
     if loss is None:
         return StepResult(math.nan, moved)
-    value = loss.item() if read is None else read
-    if weight is not None:
-        value = value / float(weight) if weight else math.nan
-    return StepResult(value, moved)
+    if read is None and loss.device.type != "cpu" and not moved:
+        return cast("StepResult", PendingResult(loss.detach(), weight))
+    return StepResult(_per_sample(loss.item() if read is None else read, weight), moved)
+
+
+def _per_sample(loss: float, weight: float | None) -> float:
+    if weight is None:
+        return loss
+    return loss / float(weight) if weight else math.nan
