@@ -40,7 +40,7 @@ def contenders(tensors: int) -> dict[str, Callable[[], object]]:
     peer.update_parameters(net)  # its first call only copies
     return {
         "foreach_lerp": lambda: torch._foreach_lerp_(shadow, sources, 1 - DECAY),
-        "layerline": lambda: ema.update(next(step)),
+        "layerline": lambda: ema.after_accepted(next(step)),
         "averaged_model": lambda: peer.update_parameters(net),
     }
 
