@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -80,20 +80,15 @@ class Batches:
     def forever(self) -> Iterator[Any]:
         """Batches without end from the current position on. While the caller has a batch, `epoch` and `position` are
         those of the batch after it."""
-        if self.form == "columns":
-            batches = self._from_columns()
-        elif self.form == "samples":
-            batches = self._from_samples()
-        else:
-            batches = self._from_batches()
+        sources = {"columns": self._from_columns, "samples": self._from_samples, "batches": self._from_batches}
+        batches = sources[self.form]()
         while True:
             start = time.perf_counter()
-            epoch, position, last, self.counted, batch = next(batches)
+            self.epoch, self.position, last, self.counted, batch = next(batches)
             self.waited += time.perf_counter() - start
+            self.position += 1
             if last:
-                self.epoch, self.position = epoch + 1, 0
-            else:
-                self.epoch, self.position = epoch, position + 1
+                self.epoch, self.position = self.epoch + 1, 0
             yield batch
 
     def one_epoch(self) -> Iterator[Any]:
@@ -129,12 +124,17 @@ class Batches:
                 order_epoch = epoch
                 order = _order(self._samples, self.seed, epoch)
             rows, counted = self.share.of(order[position * self.batch_size : (position + 1) * self.batch_size])
-            yield epoch, position, last, counted, each_tensor(self.source, partial(_select, rows))
+
+            def select(column: Tensor, rows: Tensor = rows) -> Tensor:
+                """Rows of a column; a single number holds for all samples."""
+                return column.index_select(0, rows.to(column.device)) if column.ndim else column
+
+            yield epoch, position, last, counted, each_tensor(self.source, select)
 
     def _from_samples(self) -> Iterator[tuple[int, int, bool, int, Any]]:
         loaded = _Seeded(self.source, self.batch_size, self.seed, self.share)
         # With a generator of its own the loader doesn't draw its workers' seed from the model's random numbers.
-        loader = DataLoader(loaded, batch_size=None, sampler=_Places(self._places), num_workers=self.workers,
+        loader = DataLoader(loaded, batch_size=None, sampler=self._places(), num_workers=self.workers,
                             generator=torch.Generator())  # fmt: skip
         yield from loader
 
@@ -199,16 +199,6 @@ class _Share:
         return counted, each_tensor(batch, shared)
 
 
-class _Places:
-    """A sampler that never ends."""
-
-    def __init__(self, places: Callable[[], Iterator[tuple[int, int, bool]]]) -> None:
-        self._iterate = places
-
-    def __iter__(self) -> Iterator[tuple[int, int, bool]]:
-        return self._iterate()
-
-
 class _Seeded(Dataset[Any]):
     """A dataset whose items are batches, indexed by their places and drawn under seeds of their own."""
 
@@ -270,13 +260,6 @@ def _array_as_tensor(value: Any, where: str = "batch") -> Any:
     return as_tensor(value, where) if hasattr(value, "shape") else value
 
 
-def _select(rows: Tensor, column: Tensor) -> Tensor:
-    """Rows of a column; a single number holds for all samples."""
-    if not column.ndim:
-        return column
-    return column.index_select(0, rows.to(column.device))
-
-
 def size(batch: Any) -> int:
     """The number of samples in a batch: the first dimension of its first input that has one."""
     args, kwargs, _ = split(batch)
@@ -290,13 +273,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def each_tensor(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same batch with `change` applied to its tensors; lists and tuples become tuples, mappings dicts."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {k: each_tensor(v, change) for k, v in batch.items()}
-    if isinstance(batch, tuple | list):
-        return tuple(each_tensor(v, change) for v in batch)
-    return batch
+    return mapped(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def example_inputs(
@@ -332,11 +309,7 @@ def first_samples(
     source: Any, n: int, hook: str, forward: Callable[..., Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The first `n` samples of a data hook's result as arguments for forward."""
-    batches = Batches(source, batch_size=n, seed=None, hook=hook)
-    args, kwargs, _ = split(next(iter(islice(batches.forever(), 1))), forward)
-
-    def first_rows(tensor: Tensor) -> Tensor:
-        return tensor[:n] if tensor.ndim else tensor
-
-    positional = [each_tensor(value, first_rows) for value in args]
-    return tuple(positional), {name: each_tensor(value, first_rows) for name, value in kwargs.items()}
+    batch = next(Batches(source, batch_size=n, seed=None, hook=hook).forever())
+    args, kwargs, _ = split(batch, forward)
+    first: tuple[tuple[Any, ...], dict[str, Any]] = each_tensor((args, kwargs), lambda t: t[:n] if t.ndim else t)
+    return first

@@ -115,26 +115,21 @@ def forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     except Exception as error:  # the model is the user's code
         if ran_out_of_memory(error):
             raise
-        unnamed, hint = _unnamed(model, kwargs)
-        dtypes = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        if not hint and torch.uint8 in dtypes:
+        what = f"the model cannot run on the example: {type(error).__name__}: {error}"
+        hint = ""
+        parameters = inspect.signature(model.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        unnamed = [key for key in kwargs if key not in names]  # the **kwargs of forward() take them
+        if unnamed:
+            what += f"; it gives {', '.join(unnamed)}, which forward() does not name: it takes {', '.join(names)}"
+            hint = _CALL_ALIKE
+        elif any(t.dtype == torch.uint8 for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
             hint = "the example holds uint8: convert it in the data hooks, or in forward(): x.float() / 255"
         raise TaskError(
-            f"the model cannot run on the example: {type(error).__name__}: {error}{unnamed}",
+            what,
             where="example_inputs",
             hint=hint,
         ) from error
-
-
-def _unnamed(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, str]:
-    """A message on arguments that only the **kwargs of forward() take, and a hint; both empty where there are none."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    unnamed = [k for k in kwargs if k not in names]
-    if not unnamed:
-        return "", ""
-    message = f"; it gives {', '.join(unnamed)}, which forward() does not name: it takes {', '.join(names)}"
-    return message, _CALL_ALIKE
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -107,15 +107,10 @@ def _cross_entropy(output: Tensor, target: Tensor, reduction: Literal["mean", "s
             f"cross-entropy fails on outputs {tuple(output.shape)} and integer targets {tuple(target.shape)}: {error}"
         )
         if isinstance(error, IndexError):
-            lowest, highest = int(_counted(target).min()), int(target.max())
+            labels = target[target != IGNORED]  # without padding, so that the error names the class that is wrong
+            lowest, highest = int(labels.min()), int(labels.max())
             what = f"targets go from {lowest} to {highest}, the model has {output.shape[1]} outputs"
         raise TaskError(what, where="loss", hint="number the classes from 0, or define loss(model, batch)") from error
-
-
-def _counted(target: Tensor) -> Tensor:
-    """The labels without padding, so that an error names the class that is wrong."""
-    labels = target[target != IGNORED]
-    return labels if labels.numel() else target
 
 
 def first_output(out: Any) -> Tensor:

@@ -42,10 +42,10 @@ def prepare(model: nn.Module, config: Config, ranks: Ranks) -> None:
     Raises:
         StageError: the ranks do not have the same model or configuration.
     """
-    known = named(model)
-    ranks.compare(lines(known, config))
+    names = named(model)
+    ranks.compare(lines(names, config))
     with ranks.pulse.guarded("sharing weights", 0), torch.no_grad():
-        ranks.spread([t.detach() for t in known.tensors.values()], config.distributed.bucket_mb * 2**20)
+        ranks.spread([t.detach() for t in names.tensors.values()], config.distributed.bucket_mb * 2**20)
 
 
 class Replicas(Peers):
@@ -143,7 +143,10 @@ class Replicas(Peers):
             grads += lane.sophia.curvature.values()
         self._mean_of(grads)
         if sent and not all(used):
-            self._note_unused([n for n, somewhere in zip(lane.names, used, strict=True) if not somewhere])
+            unused = [name for name, somewhere in zip(lane.names, used, strict=True) if not somewhere]
+            who = f"{unused[0]} and {len(unused) - 1} more get" if len(unused) > 1 else f"{unused[0]} gets"
+            text = f"{who} no gradient: what is sent with it waits for the end of the backward pass"
+            self.lane.monitor.warn("unused", text)
 
     def _mean_of(self, grads: Sequence[Tensor]) -> None:
         half, size = HALF_TYPES.get(self._config.compress), self._config.bucket_mb * 2**20
@@ -156,11 +159,6 @@ class Replicas(Peers):
             flight.wait()
             unflatten(sent, parts)
 
-    def _note_unused(self, names: list[str]) -> None:
-        more = f" and {len(names) - 1} more get" if len(names) > 1 else " gets"
-        text = f"{names[0]}{more} no gradient: what is sent with it waits for the end of the backward pass"
-        self.lane.monitor.warn("unused", text)
-
     def _complete(self) -> None:
         """Ends what DDP has begun: it gets zeros for every parameter that the backward pass has not reached."""
         before, self._before = self._before, None
@@ -170,8 +168,8 @@ class Replicas(Peers):
         if self._whole:
             return
         missing = _untouched(self._sent, before)
-        known = {id(p) for p in self._idle}
-        self._idle = [p for p in missing if p.grad is None or id(p) in known]
+        idle_before = {id(p) for p in self._idle}
+        self._idle = [p for p in missing if p.grad is None or id(p) in idle_before]
         frozen = [p for p in missing if not p.requires_grad]  # since the start; DDP waits for them all the same
         for param in frozen:
             param.requires_grad_(True)
@@ -188,10 +186,11 @@ class Replicas(Peers):
                 "the model's DistributedDataParallel has static_graph, which allows no pass that is not reduced",
                 where="model", hint="leave static_graph out, or pass the plain model",
             )  # fmt: skip
-        if searches := self._ddp.find_unused_parameters:
-            text = "with find_unused_parameters gradients are reduced after the backward pass, without it during it"
-            self.lane.monitor.warn("find_unused_parameters", f"DistributedDataParallel: {text}")
-        return bool(searches)
+        if not self._ddp.find_unused_parameters:
+            return False
+        text = "with find_unused_parameters gradients are reduced after the backward pass, without it during it"
+        self.lane.monitor.warn("find_unused_parameters", f"DistributedDataParallel: {text}")
+        return True
 
     def _watch(self, ddp: DistributedDataParallel) -> None:
         def left(*_: Any) -> None:
@@ -227,11 +226,15 @@ def _mark(param: Tensor) -> _Mark:
 
 def _untouched(params: Sequence[Tensor], before: Sequence[_Mark]) -> list[Tensor]:
     """Those whose gradient was not written to since."""
-    return [p for p, mark in zip(params, before, strict=True) if _same(mark, _mark(p))]
-
-
-def _same(a: _Mark, b: _Mark) -> bool:
-    return a is b if a is None or b is None else a[0] is b[0] and a[1] == b[1]
+    untouched = []
+    for param, mark in zip(params, before, strict=True):
+        if mark is None or param.grad is None:
+            same = mark is None and param.grad is None
+        else:
+            same = mark[0] is param.grad and mark[1] == param.grad._version
+        if same:
+            untouched.append(param)
+    return untouched
 
 
 class _Guarded(DistributedDataParallel):

@@ -208,10 +208,10 @@ class Peers(Policy, ABC):
     def _settle_buffers(self) -> None:
         """Running statistics become their mean over the ranks, so that they count all samples; other buffers are those
         of rank 0."""
-        known = self.lane.named
-        averaged = statistics(known)
+        names = self.lane.named
+        averaged = statistics(names)
         # As the model holds them now: a forward pass may put new tensors in the place of its buffers.
-        for flat, parts in flattened(Slots(known, averaged).now(), 1 << 30, self.ranks.device):
+        for flat, parts in flattened(Slots(names, averaged).now(), 1 << 30, self.ranks.device):
             dist.all_reduce(flat.div_(self.ranks.size))
             unflatten(flat, parts)
-        self.ranks.spread(Slots(known, [n for n in known.buffers if n not in averaged]).now(), 1 << 30)
+        self.ranks.spread(Slots(names, [n for n in names.buffers if n not in averaged]).now(), 1 << 30)
