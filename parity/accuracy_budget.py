@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from layerline.backends import evaluate
-from layerline.backends.evaluate import Batch, Predictions
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
+from layerline.parity import evaluate
+from layerline.parity.evaluate import Batch, Predictions
 from layerline.parity.paired_metric import Interval, intervals
 from layerline.parity.slice_metrics import by_slice, flipped
 from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric

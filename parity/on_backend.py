@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from layerline import backends
-from layerline.backends import evaluate
 from layerline.backends.base import Backend, Session
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.backends.tensorrt.builder import TensorRT
@@ -15,6 +14,7 @@ from layerline.export import probe_files
 from layerline.export.signature import Signature
 from layerline.graph.io import onnx_files
 from layerline.graph.quantization.calibration_data import CalibrationData
+from layerline.parity import evaluate
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.metric import accuracy, score
 from layerline.pipeline.report import Report, Scalar

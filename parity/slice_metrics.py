@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from layerline.backends.evaluate import Predictions
+from layerline.parity.evaluate import Predictions
 from layerline.parity.paired_metric import Interval, rows_of
 from layerline.pipeline.config.budgets import Budget
 from layerline.pipeline.errors import TaskError

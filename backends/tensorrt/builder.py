@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -131,7 +131,7 @@ class TensorRT:
         messages = _messages(trt)
         messages.clear()
         builder = trt.Builder(messages.logger)
-        network = builder.create_network(_strongly_typed(trt))
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         parser = trt.OnnxParser(network, messages.logger)
         if not parser.parse_from_file(model.name):
             raise parse_failed([parser.get_error(i) for i in range(parser.num_errors)], modules, Path(model.name))
@@ -198,12 +198,8 @@ class TensorRT:
         return config
 
 
-def tensorrt() -> TensorRT:
-    return TensorRT("tensorrt")
-
-
-def tensorrt_rtx() -> TensorRT:
-    return TensorRT("tensorrt-rtx")
+tensorrt = partial(TensorRT, "tensorrt")
+tensorrt_rtx = partial(TensorRT, "tensorrt-rtx")
 
 
 def _module(name: str) -> Any:
@@ -217,10 +213,6 @@ def _module(name: str) -> Any:
 def _messages(trt: Any) -> Messages:
     """One per module and process: TensorRT keeps the first logger it gets."""
     return Messages(trt)
-
-
-def _strongly_typed(trt: Any) -> int:
-    return 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
 
 
 def _set_targets(trt: Any, config: Any, targets: Sequence[str]) -> None:
@@ -255,17 +247,11 @@ def _refuse_shape_inputs(network: Any) -> None:
 
 
 def _mark(network: Any, taps: Sequence[str]) -> None:
-    if not taps:
-        return
-    values: dict[str, Any] = {}
-    for layer in _each_layer(network):
+    for layer in _each_layer(network) if taps else ():
         for i in range(layer.num_outputs):
-            output = layer.get_output(i)
-            if output is not None:
-                values[output.name] = output
-    for name in taps:
-        if name in values and not values[name].is_network_output:
-            network.mark_output(values[name])
+            output = layer.get_output(i)  # None where it is optional
+            if output is not None and output.name in taps and not output.is_network_output:
+                network.mark_output(output)
 
 
 def _decompose_attention(trt: Any, network: Any) -> None:

@@ -14,9 +14,17 @@ import onnx_ir as ir
 
 from layerline.backends.base import SOURCE, TRACED
 from layerline.backends.light import Model
-from layerline.backends.tensorrt.checks_qdq import quantizers
-from layerline.backends.tensorrt.checks_types import TYPES, cast_away, edge
-from layerline.backends.tensorrt.node_site import NodeSite, Refusal, is_foldable, name, readable, sites
+from layerline.backends.tensorrt.node_checks import (
+    NODE_CHECKS,
+    NodeSite,
+    Refusal,
+    cast_away,
+    edge,
+    is_foldable,
+    name,
+    readable,
+    sites,
+)
 from layerline.graph.analysis import ir_queries
 from layerline.graph.analysis.element_types import infer_types
 from layerline.graph.analysis.shape_inference import Symbols
@@ -52,11 +60,6 @@ def examine(model: onnx.ModelProto) -> tuple[str, ...]:
     for site in sites(graph):
         values.extend(site.node.outputs)
     return tuple(v.name for v in values if v.name and v.dtype == ir.DataType.DOUBLE and not cast_away(v))
-
-
-def refusals(model: onnx.ModelProto) -> tuple[Refusal, ...]:
-    """All refusals, in topological order."""
-    return _refusals(_inferred(model))
 
 
 def suspects(model: onnx.ModelProto) -> tuple[str, ...]:
@@ -282,11 +285,4 @@ def _symbol_names(items: Iterable[int | str]) -> set[str]:
     return names
 
 
-_CHECKS: tuple[Callable[[NodeSite], Iterator[Refusal]], ...] = (
-    *TYPES,
-    quantizers,
-    _training,
-    _axes,
-    _recurrent,
-    _ranks,
-)
+_CHECKS: tuple[Callable[[NodeSite], Iterator[Refusal]], ...] = (*NODE_CHECKS, _training, _axes, _recurrent, _ranks)

@@ -5,26 +5,15 @@ Not run on a device yet: the tests run it on stand-ins of engine and device.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from layerline.backends.base import Array, Feed, check_names
+from layerline.backends.tensorrt.cuda import Device
 from layerline.backends.tensorrt.network import dtype_name
 from layerline.backends.tensorrt.profiles import Profile, ShapeRange, choose
 from layerline.pipeline.errors import StageError
-
-
-class Memory(Protocol):
-    """What a session needs of a device; `cuda.Device` is one."""
-
-    @property
-    def stream(self) -> int: ...
-    def __enter__(self) -> Memory: ...
-    def __exit__(self, *args: Any) -> None: ...
-    def take(self, nbytes: int) -> int: ...
-    def send(self, array: Array) -> int: ...
-    def fetch(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array: ...
 
 
 class EngineSession:
@@ -36,7 +25,7 @@ class EngineSession:
         keep: what must live as long as the engine (its runtime).
     """
 
-    def __init__(self, engine: Any, memory: Memory, keep: Any = None) -> None:
+    def __init__(self, engine: Any, memory: Device, keep: Any = None) -> None:
         self._engine, self._memory, self._keep = engine, memory, keep
         self._context = engine.create_execution_context()
         if self._context is None:
@@ -55,14 +44,15 @@ class EngineSession:
         arrays = self._checked(feed)
         index = choose(self.profiles, {name: array.shape for name, array in arrays.items()})
         with self._memory as memory:
-            if not self._context.set_optimization_profile_async(index, memory.stream):
-                raise StageError(f"TensorRT does not switch to profile {index}", where="engine")
+            switched = self._context.set_optimization_profile_async(index, memory.stream)
+            _expect(switched, "engine", f"switch to profile {index}")
             for name, array in arrays.items():
-                self._set(self._context.set_input_shape(name, array.shape), f"input {name}", f"shape {array.shape}")
-                self._set(self._context.set_tensor_address(name, memory.send(array)), f"input {name}", "its address")
+                where = f"input {name}"
+                _expect(self._context.set_input_shape(name, array.shape), where, f"accept shape {array.shape}")
+                _expect(self._context.set_tensor_address(name, memory.send(array)), where, "accept its address")
             return self._execute(memory)
 
-    def _execute(self, memory: Memory) -> dict[str, Array]:
+    def _execute(self, memory: Device) -> dict[str, Array]:
         places = {}
         for name in self.outputs:
             shape = tuple(self._context.get_tensor_shape(name))
@@ -73,10 +63,9 @@ class EngineSession:
                 )
             dtype = self._dtype(name)
             pointer = memory.take(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
-            self._set(self._context.set_tensor_address(name, pointer), f"output {name}", "its address")
+            _expect(self._context.set_tensor_address(name, pointer), f"output {name}", "accept its address")
             places[name] = (pointer, shape, dtype)
-        if not self._context.execute_async_v3(memory.stream):
-            raise StageError("TensorRT did not run the engine", where="engine")
+        _expect(self._context.execute_async_v3(memory.stream), "engine", "run the engine")
         return {name: memory.fetch(*place) for name, place in places.items()}
 
     def _checked(self, feed: Feed) -> dict[str, Array]:
@@ -89,9 +78,9 @@ class EngineSession:
         return {n: a if a.flags.c_contiguous else np.ascontiguousarray(a) for n, a in arrays.items()}
 
     def _profile(self, index: int) -> Profile:
-        return {name: self._span(name, index) for name in self.inputs}
+        return {name: self._shape_range(name, index) for name in self.inputs}
 
-    def _span(self, name: str, index: int) -> ShapeRange:
+    def _shape_range(self, name: str, index: int) -> ShapeRange:
         fixed = tuple(self._engine.get_tensor_shape(name))
         if all(d >= 0 for d in fixed):
             return ShapeRange(fixed, fixed, fixed)
@@ -104,7 +93,7 @@ class EngineSession:
 
         return np.dtype(dtype)
 
-    @staticmethod
-    def _set(accepted: bool, where: str, what: str) -> None:
-        if not accepted:
-            raise StageError(f"TensorRT does not accept {what}", where=where)
+
+def _expect(accepted: bool, where: str, what: str) -> None:
+    if not accepted:
+        raise StageError(f"TensorRT does not {what}", where=where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,7 +57,14 @@ def settle(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     by_output: dict[str, Layer] = {}
     for layer in layers:
         by_output.update(dict.fromkeys((output.name for output in layer.outputs), layer))
-    return tuple(_settled(layer, by_output) for layer in layers)
+    settled: list[Layer] = []
+    for layer in layers:
+        if layer.type in COMPUTE and len(layer.reads) > 1:
+            first, second = (_stored(name, by_output) for name in layer.reads[:2])
+            if first is not None and first == second:
+                layer = replace(layer, precision=first)
+        settled.append(layer)
+    return tuple(settled)
 
 
 def compute_precisions(layers: Sequence[Layer]) -> dict[str, int]:
@@ -96,29 +103,14 @@ def tensor(trt_tensor: Any) -> Tensor:
     return Tensor(trt_tensor.name, dtype_name(trt_tensor.dtype), shape)
 
 
-def _settled(layer: Layer, by_output: Mapping[str, Layer]) -> Layer:
-    if layer.type not in COMPUTE or len(layer.reads) < 2:
-        return layer
-    stored = {_stored(name, by_output) for name in layer.reads[:2]}
-    if len(stored) != 1 or None in stored:
-        return layer
-    [precision] = stored
-    return replace(layer, precision=precision or layer.precision)
-
-
 def _stored(name: str, by_output: Mapping[str, Layer]) -> str | None:
     """The type that the tensor is dequantised from; None where it is not dequantised."""
-    for layer in _upwards(name, by_output):
+    layer = by_output.get(name)
+    while layer is not None and layer.reads:
+        producer = by_output.get(layer.reads[0])
         if layer.type == "DEQUANTIZE":
-            producer = by_output.get(layer.reads[0])
             return producer.outputs[0].dtype if producer else None
         if layer.type not in _MOVES:
             return None
+        layer = producer
     return None
-
-
-def _upwards(name: str, by_output: Mapping[str, Layer]) -> Iterator[Layer]:
-    layer = by_output.get(name)
-    while layer is not None:
-        yield layer
-        layer = by_output.get(layer.reads[0]) if layer.reads else None

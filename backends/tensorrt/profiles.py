@@ -6,7 +6,7 @@ has different sizes in two inputs, it builds an engine that no input fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ class ShapeRange:
         return Sizes(self.min[axis], self.opt[axis], self.max[axis])
 
     def admits(self, shape: Shape) -> bool:
-        return len(shape) == len(self.min) and self.excess(shape) == 0
+        return self.excess(shape) == 0
 
     def excess(self, shape: Shape) -> float:
         """How far a shape lies outside the range, summed over the axes; inf for another rank."""
@@ -53,23 +53,26 @@ class ShapeRange:
             total += max(low - size, size - high, 0)
         return total
 
+    def from_opt(self, shape: Shape) -> int:
+        """How far a shape of this rank is from `opt`, summed over the axes."""
+        return sum(abs(opt - size) for opt, size in zip(self.opt, shape, strict=True))
+
 
 Profile = Mapping[str, ShapeRange]
 """The dynamic inputs by name. A static input needs no entry."""
+Entries = Mapping[str, Sizes | ShapeRange]
+"""A profile as it is asked for: sizes by dimension, or shapes by input."""
 
 
 def resolve(
-    inputs: Mapping[str, Symbolic],
-    bounds: Mapping[str, Dim],
-    requested: Sequence[Mapping[str, Sizes | ShapeRange]],
-    where: str = "profiles",
+    inputs: Mapping[str, Symbolic], bounds: Mapping[str, Dim], requested: Sequence[Entries], where: str = "profiles"
 ) -> tuple[Profile, ...]:
     """Completes and checks the profiles to build with; none for a model without dynamic inputs.
 
     Args:
         inputs: shape of every input.
         bounds: bounds of symbolic dimensions; dimensions may be missing.
-        requested: per profile, sizes by dimension or shapes by input. If empty, one profile spans the bounds.
+        requested: the profiles; if empty, one profile spans the bounds.
         where: the field that `requested` comes from, for errors.
 
     Raises:
@@ -77,26 +80,27 @@ def resolve(
             size is below 1, the rank differs, a static size or a bound is contradicted, one dimension has different
             sizes in two inputs, or a name is unknown.
     """
-    dynamic = {name: shape for name, shape in inputs.items() if _symbols_of(shape)}
+    dynamic = {name: shape for name, shape in inputs.items() if _dims(shape)}
     if not requested and dynamic:
-        return (_spanning(dynamic, bounds, where),)
+        dims = [dim for shape in dynamic.values() for dim in _dims(shape) if dim in bounds]
+        spanning = {dim: _default_sizes(dim, bounds[dim]) for dim in dims}
+        why = "and signature.json gives it no bounds"
+        return ({name: _shape_range(name, shape, spanning, where, why) for name, shape in dynamic.items()},)
     profiles: list[Profile] = []
     for index, entries in enumerate(requested):
         field = f"{where}[{index}]"
         for name, entry in entries.items():
             _check_entry(name, entry, inputs, f"{field}.{name}")
-        profile = {name: _shape_range(name, shape, entries, field) for name, shape in dynamic.items()}
-        _check_ties(profile, inputs, entries, field)
-        _check_bounds(profile, inputs, bounds, field)
+        why = "and this profile has no entry for either"
+        profile = {name: _shape_range(name, shape, entries, field, why) for name, shape in dynamic.items()}
+        _check_dims(profile, inputs, entries, bounds, field)
         profiles.append(profile)
-    if not dynamic:
-        return ()
-    return tuple(profiles)
+    return tuple(profiles) if dynamic else ()
 
 
 def admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> list[int]:
     """Indices of the profiles that admit the shapes of all inputs."""
-    return [i for i, profile in enumerate(profiles) if _refused_input(profile, shapes) is None]
+    return [index for index, profile in enumerate(profiles) if _excess(profile, shapes) == 0]
 
 
 def choose(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int:
@@ -114,57 +118,37 @@ def choose(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int:
             )
     fitting = admitting(profiles, shapes)
     if fitting:
-        return min(fitting, key=lambda i: _from_opt(profiles[i], shapes))
-    nearest = min(range(len(profiles)), key=lambda i: _total_excess(profiles[i], shapes))
-    refused = _refused_input(profiles[nearest], shapes)
-    assert refused is not None
-    name, limits = refused
+        return min(fitting, key=lambda i: sum(limits.from_opt(shapes[name]) for name, limits in profiles[i].items()))
+    nearest = min(range(len(profiles)), key=lambda i: _excess(profiles[i], shapes))
+    refused = next(name for name, limits in profiles[nearest].items() if not limits.admits(shapes[name]))
+    limits = profiles[nearest][refused]
     raise StageError(
-        f"the shape {_text(shapes[name])} fits no profile of the engine; the nearest is profile {nearest} of "
+        f"the shape {_text(shapes[refused])} fits no profile of the engine; the nearest is profile {nearest} of "
         f"{len(profiles)}, which admits {_text(limits.min)} to {_text(limits.max)}",
-        where=f"input {name}",
+        where=f"input {refused}",
         hint="feed another size, or widen `profiles` of the engine stage and build again",
     )
 
 
-def _refused_input(profile: Profile, shapes: Mapping[str, Shape]) -> tuple[str, ShapeRange] | None:
-    """The first input whose shape the profile does not admit, with the range that it has there."""
-    for name, limits in profile.items():
-        if not limits.admits(shapes[name]):
-            return name, limits
-    return None
-
-
-def _total_excess(profile: Profile, shapes: Mapping[str, Shape]) -> float:
+def _excess(profile: Profile, shapes: Mapping[str, Shape]) -> float:
     return sum(limits.excess(shapes[name]) for name, limits in profile.items())
-
-
-def _spanning(dynamic: Mapping[str, Symbolic], bounds: Mapping[str, Dim], field: str) -> Profile:
-    entries: dict[str, Sizes | ShapeRange] = {}
-    for name, shape in dynamic.items():
-        for dim in _symbols_of(shape):
-            if dim not in bounds:
-                raise _missing(name, shape, dim, field, "and signature.json gives it no bounds")
-            entries[dim] = _default_sizes(dim, bounds[dim])
-    return {name: _shape_range(name, shape, entries, field) for name, shape in dynamic.items()}
 
 
 def _default_sizes(dim: str, bound: Dim) -> Sizes:
     """The least and the greatest multiple within the bounds, and the multiple half-way between, the lower of two."""
-    step = bound.multiple
     where = f"signature.json, dimension {dim}"
-    low = -(-bound.min // step) * step  # rounded up
-    high = bound.max // step * step
-    if low > high:
-        raise ConfigError(f"no multiple of {step} lies between {bound.min} and {bound.max}", where=where)
-    sizes = Sizes(low, low + (high - low) // step // 2 * step, high)
+    steps = bound.sizes()
+    if not steps:
+        raise ConfigError(f"no multiple of {bound.multiple} lies between {bound.min} and {bound.max}", where=where)
+    sizes = Sizes(steps[0], steps[(len(steps) - 1) // 2], steps[-1])
     _check_sizes(sizes, where)
     return sizes
 
 
 def _check_entry(name: str, entry: Sizes | ShapeRange, inputs: Mapping[str, Symbolic], where: str) -> None:
+    """Checks one entry of a requested profile by itself."""
     if isinstance(entry, Sizes):
-        if name not in _dims(inputs):
+        if not any(name in _dims(shape) for shape in inputs.values()):
             raise _unknown(name, inputs, where)
         _check_sizes(entry, where)
         return
@@ -196,75 +180,58 @@ def _check_sizes(sizes: Sizes, where: str) -> None:
         raise ConfigError(f"expected min <= opt <= max, got {sizes}", where=where)
 
 
-def _shape_range(name: str, shape: Symbolic, entries: Mapping[str, Sizes | ShapeRange], field: str) -> ShapeRange:
+def _shape_range(name: str, shape: Symbolic, entries: Entries, field: str, why_missing: str) -> ShapeRange:
+    """The shapes of one input: its own entry, or put together from those of its dimensions."""
     entry = entries.get(name)
     if isinstance(entry, ShapeRange):
         return entry
-    sizes: list[Sizes] = []
+    by_axis: list[Sizes] = []
     for dim in shape:
-        if isinstance(dim, int):
-            sizes.append(Sizes(dim, dim, dim))
-            continue
-        dim_sizes = entries.get(dim)
-        if not isinstance(dim_sizes, Sizes):
-            raise _missing(name, shape, dim, field, "and this profile has no entry for either")
-        sizes.append(dim_sizes)
-    low, opt, high = zip(*sizes, strict=True)
-    return ShapeRange(low, opt, high)
+        sizes = Sizes(dim, dim, dim) if isinstance(dim, int) else entries.get(dim)
+        if not isinstance(sizes, Sizes):
+            raise ConfigError(
+                f"{name} has no min/opt/max: its dimension {dim!r} is dynamic, {_text(shape)}, {why_missing}",
+                where=field,
+                hint=f"add `{dim}: [1, 8, 32]`, with your sizes, to the engine stage's profiles",
+            )
+        by_axis.append(sizes)
+    return ShapeRange(*zip(*by_axis, strict=True))
 
 
-def _check_ties(
-    profile: Profile, inputs: Mapping[str, Symbolic], entries: Mapping[str, Sizes | ShapeRange], field: str
+def _check_dims(
+    profile: Profile, inputs: Mapping[str, Symbolic], entries: Entries, bounds: Mapping[str, Dim], field: str
 ) -> None:
-    # Equal symbols mean equal sizes: all inputs must agree on them.
+    """Checks that each dimension has one size in all inputs, within what the model was exported for."""
     first = {dim: ("its own entry", sizes) for dim, sizes in entries.items() if isinstance(sizes, Sizes)}
-    for name, dim, sizes in _symbols(profile, inputs):
-        owner, first_sizes = first.setdefault(dim, (f"input {name}", sizes))
-        if first_sizes != sizes:
-            raise ConfigError(
-                f"the dimension {dim!r} must have one size everywhere, but {owner} says {first_sizes} and "
-                f"input {name} says {sizes}",
-                where=f"{field}.{name}",
-                hint=f"write it once: `{dim}: [{', '.join(map(str, first_sizes))}]`",
-            )
-
-
-def _check_bounds(profile: Profile, inputs: Mapping[str, Symbolic], bounds: Mapping[str, Dim], field: str) -> None:
-    for name, dim, sizes in _symbols(profile, inputs):
-        bound = bounds.get(dim)
-        if bound is None:
-            continue
-        if sizes.min < bound.min or sizes.max > bound.max:
-            raise ConfigError(
-                f"the dimension {dim!r} of input {name} runs from {sizes.min} to {sizes.max}, but the model was "
-                f"exported for {bound.min} to {bound.max}",
-                where=f"{field}.{name}",
-                hint="stay within, or widen the bounds of the export stage",
-            )
-        if any(size % bound.multiple for size in sizes):
-            raise ConfigError(
-                f"the dimension {dim!r} of input {name} takes multiples of {bound.multiple}, got {sizes}",
-                where=f"{field}.{name}",
-            )
-
-
-def _symbols(profile: Profile, inputs: Mapping[str, Symbolic]) -> Iterator[tuple[str, str, Sizes]]:
-    for name, span in profile.items():
+    for name, limits in profile.items():
+        where = f"{field}.{name}"
         for axis, dim in enumerate(inputs[name]):
-            if isinstance(dim, str):
-                yield name, dim, span.sizes(axis)
-
-
-def _missing(name: str, shape: Symbolic, dim: str, field: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"{name} has no min/opt/max: its dimension {dim!r} is dynamic, {_text(shape)}, {why}",
-        where=field,
-        hint=f"add `{dim}: [1, 8, 32]`, with your sizes, to the engine stage's profiles",
-    )
+            if isinstance(dim, int):
+                continue
+            sizes = limits.sizes(axis)
+            owner, first_sizes = first.setdefault(dim, (f"input {name}", sizes))
+            if first_sizes != sizes:
+                raise ConfigError(
+                    f"the dimension {dim!r} must have one size everywhere, but {owner} says {first_sizes} and "
+                    f"input {name} says {sizes}",
+                    where=where,
+                    hint=f"write it once: `{dim}: [{', '.join(map(str, first_sizes))}]`",
+                )
+            bound = bounds.get(dim)
+            if bound is not None and (sizes.min < bound.min or sizes.max > bound.max):
+                raise ConfigError(
+                    f"the dimension {dim!r} of input {name} runs from {sizes.min} to {sizes.max}, but the model was "
+                    f"exported for {bound.min} to {bound.max}",
+                    where=where,
+                    hint="stay within, or widen the bounds of the export stage",
+                )
+            if bound is not None and any(size % bound.multiple for size in sizes):
+                what = f"the dimension {dim!r} of input {name} takes multiples of {bound.multiple}, got {sizes}"
+                raise ConfigError(what, where=where)
 
 
 def _unknown(name: str, inputs: Mapping[str, Symbolic], where: str) -> ConfigError:
-    dims = _dims(inputs)
+    dims = sorted({dim for shape in inputs.values() for dim in _dims(shape)})
     hint = did_you_mean(name, [*inputs, *dims], 0.5)
     if name in inputs or name in dims:
         hint = "a dimension takes three numbers, an input three shapes"
@@ -277,24 +244,8 @@ def _unknown(name: str, inputs: Mapping[str, Symbolic], where: str) -> ConfigErr
     )
 
 
-def _symbols_of(shape: Symbolic) -> list[str]:
+def _dims(shape: Symbolic) -> list[str]:
     return [dim for dim in shape if isinstance(dim, str)]
-
-
-def _dims(inputs: Mapping[str, Symbolic]) -> list[str]:
-    names = set[str]()
-    for shape in inputs.values():
-        names.update(_symbols_of(shape))
-    return sorted(names)
-
-
-def _from_opt(profile: Profile, shapes: Mapping[str, Shape]) -> int:
-    """How far shapes are from the opt shapes of a profile, summed over inputs and axes."""
-    distance = 0
-    for name, limits in profile.items():
-        for opt, size in zip(limits.opt, shapes[name], strict=True):
-            distance += abs(opt - size)
-    return distance
 
 
 def _text(shape: Symbolic) -> str:

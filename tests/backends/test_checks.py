@@ -8,13 +8,20 @@ import pytest
 from onnx import TensorProto
 
 from layerline.backends.base import SOURCE
-from layerline.backends.tensorrt.checks import examine, refusals, refuse_training, suspects
+from layerline.backends.tensorrt import checks
+from layerline.backends.tensorrt.checks import examine, refuse_training, suspects
+from layerline.backends.tensorrt.node_checks import Refusal
 from layerline.pipeline.errors import StageError
 from tests.backends import models
 from tests.backends.models import BOOL, I64, U8, WEIGHT, F, graph, model, node
 
 F16, F64, I8, I32 = TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.INT8, TensorProto.INT32
 LACKING = [getattr(TensorProto, n) for n in ("INT16", "UINT16", "UINT32", "UINT64", "STRING", "COMPLEX64")]
+
+
+def refusals(proto: onnx.ModelProto) -> tuple[Refusal, ...]:
+    """All refusals; `examine` raises about the first."""
+    return checks._refusals(checks._inferred(proto))
 
 
 def only(proto: onnx.ModelProto) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from layerline.backends.evaluate import Predictions
+from layerline.parity.evaluate import Predictions
 from layerline.parity.paired_metric import intervals
 from layerline.parity.slice_metrics import by_slice, flipped
 from layerline.pipeline.config.budgets import Budget

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from layerline.backends.evaluate import predict
 from layerline.calib.samples import Batch
+from layerline.parity.evaluate import predict
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.metric import accuracy, score
 
