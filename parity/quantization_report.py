@@ -7,8 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+from layerline.export.onnx_signature import signature
+
 from layerline.backends.base import Feed
 from layerline.compare.compare_models import compare
+from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.threshold_flips import blamed
 from layerline.export.signature import Signature
 from layerline.graph.analysis.rounding_noise import drawn, unjudged
@@ -35,7 +39,8 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
         return Report(stage=stage, notes=("mode none: the model is passed on as it is",))
     rows = _quantized_rows(converted, qdq.weight_sqnr(converted.reference, converted.plan))
     graph = converted.reference.model.graph
-    records = blamed(compare(converted.reference, converted.measured, probes, isolated=True), graph)
+    layers = blamed(compare(converted.reference, converted.measured, probes, isolated=True), graph)
+    records = [*_input_rows(converted, probes), *layers]
     gates = list(_conversion_gate(converted, mode))
     if runs_on_onnxruntime(converted):
         gates += _emulation_gate(converted, probes)
@@ -177,6 +182,29 @@ def _quantized_rows(converted: Converted, losses: Mapping[str, qdq.WeightLoss]) 
             "why": value.why,
         }
     return rows
+
+
+def _input_rows(converted: Converted, probes: Sequence[Feed]) -> list[LayerDiff]:
+    """What rounding and clipping do to each quantised input of the graph, which no layer computes."""
+    records = []
+    shapes = {value.name: value for value in signature(converted.reference).inputs}
+    for value in converted.plan.values:
+        if value.name not in shapes or value.dtype not in ("int8", "uint8") or len(value.scales) > 1:
+            continue
+        limits = np.iinfo(value.dtype)
+        scale = np.float32(value.scales[0])
+        total = Distance()
+        for feed in probes:
+            steps = np.rint(feed[value.name] / scale) + value.zero_point
+            total += diff_arrays(
+                feed[value.name], (np.clip(steps, limits.min, limits.max) - value.zero_point).astype(np.float32) * scale
+            )
+        extra: Row = {"isolated_sqnr_db": total.sqnr_db}
+        shape = shapes[value.name].shape
+        records.append(
+            LayerDiff(name=value.name, op="Input", shape=shape, dtype="float32", extra=extra, **total.measures())
+        )
+    return records
 
 
 def _with_columns(record: LayerDiff, rows: Mapping[str, Row], converted: Converted) -> LayerDiff:

@@ -112,9 +112,12 @@ def test_int8_leaves_model_plan_ranges_and_copies(work, calibrator):
 def test_the_report_has_the_distances_the_clipping_and_the_weights(work):
     report = Quantize(calibrator="percentile", percentile=99).run(work())
     found = rows(report)
-    assert list(found) == ["a", "r", "c", "s", "t", "p", "f", "y"]
+    assert list(found) == ["x", "a", "r", "c", "s", "t", "p", "f", "y"]
     assert all(10 < r.sqnr_db < 80 and r.extra["isolated_sqnr_db"] > 10 for r in found.values())
     assert found["r"].extra["clipped"] == pytest.approx(0.005, abs=0.004)
+    # One value in a hundred is beyond the range of the input: that is in its row, as its own error.
+    assert found["x"].op == "Input" and found["x"].extra["clipped"] == pytest.approx(0.01, abs=0.004)
+    assert found["x"].sqnr_db == found["x"].extra["isolated_sqnr_db"]
     assert found["c"].extra["weight_sqnr_db"] > 30 and "clipped" not in found["c"].extra
     assert report.metrics["quantized_activations"] == 4 and report.metrics["quantized_weights"] == 3
     assert {r["value"] for r in report.tables["quantized"]} == {"x", "w1", "r", "w2", "t", "f", "wf"}
