@@ -15,7 +15,6 @@ import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
-from onnxscript import optimizer
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
@@ -23,7 +22,6 @@ from torch.export.graph_signature import OutputKind, TensorArgument
 from layerline.backends.light import Light, rename
 from layerline.compare.arrays import NOT_IN_NUMPY
 from layerline.export import dynamic_axes as axis_names
-from layerline.export import fake_quant_ops
 from layerline.export.dynamic_axes import Axes
 from layerline.export.example_call import Call
 from layerline.export.export_errors import blame, dropped, unrolled
@@ -91,6 +89,8 @@ def trace(call: Call, axes: Axes, opset: int, root: Path) -> Traced:
     """
     # Before the trace, which may take minutes.
     refuse_opset(opset)
+    from layerline.export import fake_quant_ops  # onnxscript is slow to import, and `pipe check` does without
+
     args, kwargs = call.arguments(call.feed)
     if args and isinstance(args[-1], dict) and not kwargs:
         # torch takes a dict in the last place for keyword arguments, unless another dict follows.
@@ -151,6 +151,8 @@ def quiet() -> Iterator[None]:
 
 def _fold(model: ir.Model, program: ExportedProgram) -> None:
     """Folds shape arithmetic and other constants, in place; merging nodes is for fuse, which proves what it does."""
+    from onnxscript import optimizer
+
     # Names of parameters and buffers; the exporter keeps them.
     weights = set(program.state_dict)
 

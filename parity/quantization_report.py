@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from layerline.export.onnx_signature import signature
 
 from layerline.backends.base import Feed
 from layerline.compare.compare_models import compare
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.threshold_flips import blamed
-from layerline.export.signature import Signature
+from layerline.export.signature import Signature, signature
 from layerline.graph.analysis.rounding_noise import drawn, unjudged
 from layerline.graph.quantization import qdq
 from layerline.graph.quantization.calibration_data import CalibrationData

@@ -157,7 +157,8 @@ def _look_at_disk(look: Inspection) -> None:
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """Random draws inside leave no trace outside."""
+    """Random draws inside leave no trace outside, and collecting garbage does not go through all that was there."""
+    gc.freeze()
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     state = random.getstate()
     arrays = numpy.random.get_state() if numpy is not None else None
@@ -165,6 +166,7 @@ def _as_before() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.unfreeze()
         random.setstate(state)
         if numpy is not None:
             numpy.random.set_state(arrays)
