@@ -91,6 +91,7 @@ def split(model: Model) -> Light:
     if isinstance(model, Light):
         return model
     light = Light(onnx.ModelProto(), {})
+    # Copying the message as a whole would copy the weights as well.
     for field, value in model.ListFields():
         if field.name != "graph":
             _set(light.model, field.name, value)
@@ -111,6 +112,7 @@ def weightless(model: Model) -> onnx.ModelProto:
     """The graph with an input in place of every weight: types and shapes follow as before."""
     light = split(model).copy()
     light.model.ir_version = max(light.model.ir_version, 4)  # before 4 an initializer had to be an input as well
+    # Old files list what they store among the inputs.
     declared = {i.name for i in light.model.graph.input}
     for name, weight in light.weights.items():
         if name not in declared:
@@ -171,6 +173,7 @@ def equal(a: ir.TensorProtocol, b: ir.TensorProtocol) -> bool:
         return False
     first = as_integers(a)
     second = as_integers(b)
+    # Two models that came from one file share their arrays; nothing has to be read then.
     return first.ctypes.data == second.ctypes.data or np.array_equal(first, second)
 
 

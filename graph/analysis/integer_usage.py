@@ -26,6 +26,7 @@ def rows(light: Light, name: str) -> int | None:
     for node, place in _readers(graph, name):
         if node.op_type == "Gather" and place == 1 and node.input[0] in shapes:
             row_counts.append(shapes[node.input[0]][_axis(node)])
+    # An index has to fit into every table that it picks from.
     return min(row_counts, default=None)
 
 
@@ -45,6 +46,7 @@ def compared(light: Light, name: str) -> tuple[int, ...]:
         if node.op_type not in _COMPARING or node.input[1 - place] not in tensors:
             continue
         array = numpy_helper.to_array(tensors[node.input[1 - place]])
+        # Longer tensors are masks and tables, whose elements pick no branch.
         if array.size == 1 and array.dtype.kind in "iu":
             numbers[int(array.reshape(-1)[0])] = None
     return tuple(numbers)

@@ -91,6 +91,7 @@ def graph_values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 def consumers(value: ir.Value) -> list[ir.Node]:
     """Nodes that read a value, in bodies too, each once."""
+    # A dictionary keeps each node once, in order: results must not depend on hashes.
     return list(dict.fromkeys(use.node for use in value.uses()))
 
 
@@ -118,6 +119,7 @@ def constant(value: ir.Value | None) -> Array | None:
 
 def constant_tensor(node: ir.Node) -> ir.TensorProtocol | None:
     """What a Constant node holds; None for strings, sparse tensors and attributes of a function."""
+    # A Constant has its value in one of several attributes, by type.
     if len(node.attributes) != 1:
         return None
     [attribute] = node.attributes.values()

@@ -317,7 +317,7 @@ def _slice_bounds(ctx: ShapeInferenceContext, node: ir.Node) -> list[Elements] |
 def _squeeze(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     axes = optional_input(node, 1)
     (data,) = check_inputs(node, "data")
-    names_axes = "axes" in node.attributes or constant(axes) is not None
+    names_axes = "axes" in node.attributes or (axes is not None and _is_readable(axes))
     takes_all = axes is None and data.shape is not None and data.shape.is_static()
     if names_axes or takes_all:
         from_library(ctx, node)
@@ -329,10 +329,15 @@ def _squeeze(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 def _with_stored_amounts(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     """The library takes an input that it can't read, the parts or the axes, to be left out."""
     amounts = optional_input(node, {"Split": 1, "Pad": 3}[node.op_type])
-    if amounts is None or constant(amounts) is not None:
+    if amounts is None or _is_readable(amounts):
         from_library(ctx, node)
     else:
         _set_open(ctx, node)
+
+
+def _is_readable(value: ir.Value) -> bool:
+    """Whether the library reads what a value holds; it does not look through Identity."""
+    return ir.convenience.get_const_tensor(value) is not None
 
 
 @_corrects("Reshape")
@@ -377,31 +382,31 @@ def _resize(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     if scales is None:
         stored = node.attributes.get_floats("scales")
         scales = np.asarray(stored or (), np.float32)
+    if optional_input(node, 3) is not None:
+        return
     axes = node.attributes.get_ints("axes") or range(len(output.shape))
-    if optional_input(node, 3) is None and scales.size != len(axes):
+    if scales.size != len(axes):
         _set_open(ctx, node)
-    elif optional_input(node, 3) is None:
-        dims = list(data.shape)
-        for axis, scale in zip(axes, scales.astype(np.float32), strict=True):
-            dims[axis] = _scaled(ctx, dims[axis], scale)
-        ctx.set_shape(output, ir.Shape(dims))
-
-
-def _scaled(ctx: ShapeInferenceContext, size: Dim, scale: np.float32) -> Dim:
-    if isinstance(size, int):
-        return int(np.float32(size) * scale)
-    if scale == int(scale):
-        return size * int(scale)
-    unknown: ir.SymbolicDim = ctx.new_symbolic_dim()
-    return unknown
+        return
+    dims = list(data.shape)
+    for axis, scale in zip(axes, scales.astype(np.float32), strict=True):
+        if isinstance(dims[axis], int):
+            dims[axis] = int(np.float32(dims[axis]) * scale)
+        elif scale == int(scale):
+            dims[axis] *= int(scale)
+        else:
+            dims[axis] = ctx.new_symbolic_dim()
+    ctx.set_shape(output, ir.Shape(dims))
 
 
 @_corrects("ConvTranspose")
 def _conv_transpose(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     from_library(ctx, node)
+    shape = node.outputs[0].shape
     # With SAME padding onnxruntime's result is not always the stride times the input.
-    if node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME"):
-        _set_open(ctx, node)
+    if shape is not None and node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME"):
+        pixels = [ctx.new_symbolic_dim() for _ in shape[2:]]
+        ctx.set_shape(node.outputs[0], ir.Shape([*shape[:2], *pixels]))
 
 
 @_corrects("If")

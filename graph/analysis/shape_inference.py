@@ -96,8 +96,10 @@ class Symbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships
             self._elements[output] = _stored_elements(output)
             if self._writes:
                 output.shape = None
+        # What the library says of other domains nobody has compared with a runtime yet.
         if node.domain not in ("", "ai.onnx.ml"):
             return
+        # The corrections look at the version themselves, where it matters.
         function = corrected.get(node.domain, node.op_type, version=1) or from_library
         try:
             function(self, node)
@@ -239,6 +241,7 @@ def infer(model: ir.Model, declared_shapes: DeclaredShapes | None = None) -> Non
     names: set[str] = set()
     for shape in (*declared_shapes.values(), *(value.shape for value in model.graph.inputs)):
         names.update(str(dim) for dim in shape or ())
+    # Names in use are not given out again: equal names mean equal sizes.
     symbols = Symbols(model.opset_imports, names)
     for value in model.graph.inputs:
         if value.shape is not None:

@@ -61,6 +61,7 @@ def simplified(dim: Dim) -> Dim | None:
     if isinstance(dim, int):
         return dim
     try:
+        # sympy's time grows with the expression; deep networks nest a rounding for each stride.
         if dim.value is None or len(dim.value) > _LONGEST:
             return None
         number = dim.evaluate({})
@@ -88,6 +89,7 @@ def from_file(dim: Dim) -> Dim | None:
         return dim
     if dim.value is None or _NAME.fullmatch(dim.value) or dim.value.startswith("'"):
         return dim if dim.value else None
+    # The library assumes the same of every size: an integer above 0.
     return ir.SymbolicDim(sympy.Symbol(f"'{dim.value}'", integer=True, positive=True))
 
 

@@ -50,9 +50,11 @@ class Ranges:
         """What was worked out, or what the type or the stored numbers say."""
         if value is None:
             return OPEN
+        # Calibration has no use for bounds of integers, which are never quantised.
         if self.finite and value.dtype is not None:
             if value.dtype == ir.DataType.BOOL:
                 return 0.0, 1.0
+            # Twice as far as signed types reach, which leaves room for those without a sign.
             if value.dtype.is_integer():
                 return -(2.0**value.dtype.bitwidth), 2.0**value.dtype.bitwidth
         stored = constant(value)
@@ -207,6 +209,7 @@ def _product(node: ir.Node, ranges: Ranges) -> Range:
     # 0 times an infinite end would be NaN.
     if not all(map(math.isfinite, (*a, *b))):
         return OPEN
+    # A product is extreme where both factors are.
     corners = (a[0] * b[0], a[0] * b[1], a[1] * b[0], a[1] * b[1])
     return min(corners), max(corners)
 

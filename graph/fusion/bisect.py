@@ -34,6 +34,7 @@ def guilty(
     whole = after(None)
     if good(whole):
         return None
+    # Then the model is spoilt by its own, and no rewrite is to blame.
     if not whole.firings:
         return None
     # Good after `low` firings, no longer good after `high`.

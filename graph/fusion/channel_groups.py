@@ -79,6 +79,7 @@ def gather(start: ir.Node) -> Group:
             if group.places[value] != place:
                 raise Declined(f"channels of {value.name} lie along two axes")
             continue
+        # A named size can't be told from the number of channels, so only an unknown one passes.
         if dim(value, axis) not in (group.channels * spread, None):
             raise Declined(f"{value.name} has {dim(value, axis)} channels, not {group.channels}")
         group.places[value] = place
@@ -120,6 +121,7 @@ def _readers(group: Group, value: ir.Value) -> list[tuple[ir.Value, Place]]:
             raise Declined(f"{value.name} is read in a body")
         if use.idx == 0 and _sums_over_channels(node, group.places[value][0]):
             group.consumers[node] = None
+        # Its other side may have taken it in before.
         elif node not in group.between:
             more += _through(group, node, value)
     return more
@@ -171,11 +173,13 @@ def _keeps_channels(group: Group, node: ir.Node, place: Place) -> bool:
     label = f"{op} {node.outputs[0].name}"
     if op in _FUNCTIONS or op in _ZERO_STAYS:
         return True
+    # One slope per channel would have to be cut with them.
     if op in ("Clip", "PRelu"):
         if not all(_is_single_number(value) for value in node.inputs[1:] if value):
             raise Declined(f"{label} takes more than single numbers")
         return True
     axis, spread = place
+    # What follows takes axis 1 for the channels, whatever the graph means by it.
     if axis != 1:
         return False
     if op in _POOLS:
@@ -206,6 +210,7 @@ def _binary(group: Group, node: ir.Node, value: ir.Value) -> list[tuple[ir.Value
     place = group.places[value]
     axis, spread = place
     out = node.outputs[0]
+    # With more axes on one side the channels of the other would lie elsewhere.
     ranks = {rank(v) for v in (*node.inputs, out) if v is not None and constant(v) is None}
     if len(ranks) != 1 or None in ranks:
         raise Declined(f"{node.op_type} {out.name} broadcasts over a number of axes")
@@ -238,6 +243,7 @@ def _flat(group: Group, node: ir.Node, data: ir.Value, value: ir.Value) -> list[
     if data.shape is None or out.shape is None or len(data.shape) < 3:
         raise Declined(f"{label} has no known shape of three axes or more")
     spread = 1
+    # A mean over all pixels of a constant channel is that constant.
     if node.op_type == "ReduceMean":
         axes = constant(optional_input(node, 1))
         reduced: set[int] = set()
@@ -314,6 +320,7 @@ def _of_node(group: Group, node: ir.Node, held: Mapping[ir.Value, Array]) -> Arr
         gamma, beta, mean, var = (np.asarray(constant(v), np.float64) for v in node.inputs[1:5])
         return (numbers - mean) / np.sqrt(var + node.attributes.get_float("epsilon", 1e-5)) * gamma + beta
     if op == "Conv":
+        # Depthwise: every output of a channel sums the same kernel over one constant.
         weight = np.asarray(constant(node.inputs[1]), np.float64).reshape(group.channels, -1).sum(axis=1)
         bias = constant(optional_input(node, 2))
         shift = np.zeros(group.channels)

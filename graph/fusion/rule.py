@@ -37,6 +37,7 @@ def on(name: str, summary: str, ops: Iterable[str], rewrite: Rewrite) -> Rule:
     `rewrite(node, tape, work)` returns the value that replaces the node's first output: the output of a node it made on
     the tape, or a value that is there already. None means no match; raising Declined means a match that must not fire.
     """
+    # Only ONNX's own operators: those of other domains may have the same names.
     matched_ops = frozenset(ops)
 
     def run(work: Rewriting) -> None:

@@ -28,11 +28,13 @@ def with_constants(light: Light, constants: Mapping[str, ir.TensorProtocol]) -> 
     """The model with these values stored in place of the nodes that compute them from nothing but constants."""
     out = light.copy()
     graph = out.model.graph
+    # What depends on an input stays computed, even where a rule made it a constant.
     replaceable = constants.keys() - moving(graph)
     kept: list[onnx.NodeProto] = []
     for node in graph.node:
         outputs = set(filter(None, node.output))
         if outputs <= replaceable:
+            # Sorted, so that the same model is stored the same way each time.
             for name in sorted(outputs):
                 store(out, name, constants[name])
         else:

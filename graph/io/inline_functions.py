@@ -40,6 +40,7 @@ def inline(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
         _untyped(model, inlined)
     except _INLINER_ERRORS as error:
         refusal = str(error)
+    # Without conversion, where the operators mean the same anyway.
     if refusal and not is_one_version and all(_means_the_same(function, versions) for function in model.functions):
         try:
             inlined = _sound(onnx.inliner.inline_local_functions(_retagged(model), convert_version=False))
@@ -174,6 +175,7 @@ def _readable(node: onnx.NodeProto, own_version: int, other_version: int) -> boo
         other = onnx.defs.get_schema(node.op_type, other_version, node.domain)
     except onnx.defs.SchemaError:
         return False
+    # Not changed in between.
     if own.since_version == other.since_version:
         return True
     if node.op_type in _CHANGED:

@@ -70,6 +70,7 @@ def _refuse_doubled(light: Light) -> None:
         _refuse_twice([i.name for i in graph.input], stored, graph.node, f"graph {graph.name}")
     for function in light.model.functions:
         _refuse_twice(list(function.input), [], function.node, f"function {function.name}")
+    # A call finds a function by these three.
     called = Counter((f.domain, f.name, f.overload) for f in light.model.functions)
     for (_, name, _), count in called.items():
         if count > 1:
@@ -97,6 +98,7 @@ def _refuse_twice(inputs: list[str], stored: list[str], nodes: Iterable[onnx.Nod
 
 def _undefined(graph: onnx.GraphProto, outer: Set[str]) -> Iterator[tuple[onnx.NodeProto, str]]:
     """Nodes that read what neither their graph nor one around it defines, each with the name."""
+    # Whatever the order of the nodes: onnxruntime sorts them itself.
     available = outer | defined(graph)
     for node in graph.node:
         for name in node.input:

@@ -228,6 +228,8 @@ def test_reduction_over_no_axes(attributes: str, expected: tuple[object, ...]) -
         ("(float[N, 4] x, float[M] z) => (float[] y)",
          "s = Shape <end = 1>(x) k = Shape(z) t = Sub(s, k) y = Reshape(x, t)", [(2, 3)]),
         ("(float[N] x, int64[2] k) => (float[] y)", "y, z = Split(x, k)", [(3, 2)]),
+        ("(float[N] x) => (float[] y)", "k = Identity(parts) y, z = Split(x, k)", [(4,)]),
+        ("(float[N, 1, M] x) => (float[] y)", "k = Identity(second) y = Squeeze(x, k)", [(1, 3), (2, 1)]),
         ("(float[1, 1, N, 10] x) => (float[] y)", "y = Resize(x, , scales)", [(5,), (10,)]),
         ("(float[N] x) => (int64[] y)", "n = Size(x) y = Range(one, n, one)", [(0,), (1,), (4,)]),
         ("(float[N] x, bool c) => (float[] y)", ("y = If (c) <then_branch: graph = t () => (float[] a) "
@@ -239,6 +241,7 @@ def test_no_more_is_claimed_than_holds_in_every_run(
 ) -> None:
     """What shape inference takes for granted elsewhere: names that broadcast are equal, slices lie inside."""
     tensors = {"zero": np.array([0]), "two": np.array([2]), "end": np.array([2**62]), "one": np.array(1)}
+    tensors |= {"parts": np.array([1, 3]), "second": np.array([1])}
     model = parse(signature, body, 18, **tensors, scales=np.array([1, 1, 1.5, 1.3], np.float32))
     inferred = ir.serde.deserialize_model(model)
     shape_inference.infer(inferred)

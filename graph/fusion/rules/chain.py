@@ -68,6 +68,7 @@ def slices(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     if first is None or second is None:
         raise Declined(f"the bounds of {node.outputs[0].name} or of the Slice before it are computed")
     if set(first[2].tolist()) & set(second[2].tolist()):
+        # Bounds of the outer Slice count from where the inner one starts, and clamp to its end.
         raise Declined(f"{node.outputs[0].name} and the Slice before it cut the same axis")
     inputs = [inner.inputs[0]]
     for name, inner_bound, outer_bound in zip(("starts", "ends", "axes", "steps"), first, second, strict=True):

@@ -43,6 +43,7 @@ def _attempt(node: ir.Node, work: Rewriting) -> bool:
         gone = removable(group, held)
         if not gone.any():
             raise Declined(f"no channel of {node.op_type} {node.outputs[0].name} is constant wherever it is read")
+        # A firing's place is the first value that it replaces.
         first = next(n for n in order if n in group.consumers)
         if not work.permits(NAME, first.outputs[0]):
             return False
@@ -96,6 +97,7 @@ class _Cut:
                 pairs.append((node.outputs[0], made))
         if not work.swap(NAME, pairs, self.tape):
             return False
+        # The copies were inserted before the first consumer, and some may read what came after it.
         work.model.graph.sort()
         return True
 
@@ -129,6 +131,7 @@ class _Cut:
         elif bias is not None:
             inputs.append(self._stored(bias_value, bias))
         op = node.op_type
+        # A MatMul takes no bias; where one is needed the value has rank 2, see `removable`.
         if op == "MatMul" and len(inputs) == 3:
             op = "Gemm"
         return self._copy(node, inputs, dict(node.attributes), op)
@@ -163,6 +166,7 @@ class _Cut:
                 inputs.append(None if value is None else self.new.get(value, value))
             elif node.op_type == "Reshape":
                 shape = np.array(stored)
+                # -1 adapts by itself.
                 if int(shape[1]) > 0:
                     shape[1] = int(self._elements(out, self.kept).sum())
                 inputs.append(self._stored(value, shape))

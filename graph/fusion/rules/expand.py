@@ -43,6 +43,7 @@ def sink(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa
             return None
     if expand is None:
         return None
+    # Another reader would keep the large value, and the small one would be work on top.
     sole(expand.outputs[0], node)
     small = tape.op(node.op_type, inputs, node.attributes)
     return tape.op("Expand", [small, expand.inputs[1]])

@@ -35,6 +35,7 @@ def run(work: Rewriting) -> None:
 def _wave(graph: ir.Graph, work: Rewriting) -> bool:
     chosen: dict[ir.Node, None] = {}
     for node in graph:
+        # A denied value must not come back through another output of its node.
         if not _is_constant(node, chosen) or not all(work.permits(RULE.name, output) for output in node.outputs):
             continue
         reason = _first_refusal(node, chosen, work)

@@ -50,6 +50,7 @@ def _argument(node: ir.Node, op: str, is_inner: Callable[[ir.Value | None, ir.Va
 
 def _is_erf(inner: ir.Value | None, x: ir.Value) -> bool:
     scaled = product(inner)
+    # erf(x / sqrt(2)), so that x/2 (1 + erf(…)) is x times the normal distribution's Φ(x).
     return scaled.values == (x,) and close(scaled.number, math.sqrt(0.5), x)
 
 

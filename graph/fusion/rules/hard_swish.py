@@ -29,6 +29,7 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
         only_within(node, x)
         if rest and work.opset >= SINCE:
             return tape.op("HardSwish", [x])
+        # HardSigmoid is max(0, min(1, x / 6 + 1 / 2)), which is clip(x + 3, 0, 6) / 6.
         gate = tape.op("HardSigmoid", [x], {"alpha": 1 / 6, "beta": 0.5})
         if rest:
             return tape.op("Mul", [x, gate])

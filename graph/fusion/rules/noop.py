@@ -89,6 +89,7 @@ def arithmetic(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  
     for side in sides:
         value = node.inputs[side]
         amount = constant(node.inputs[1 - side])
+        # An operator that changes the type does something.
         if value is None or amount is None or not (amount == neutral).all() or value.dtype != node.outputs[0].dtype:
             continue
         count = rank(value)

@@ -92,6 +92,7 @@ def _by_root(node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
         if radicand is not None:
             pairs.append((a, radicand))
         return pairs
+    # d · (1 / sqrt(v)), in either order.
     for d, inverse in ((a, b), (b, a)):
         radicand = _under_inverse_root(inverse)
         if radicand is not None:
@@ -191,6 +192,7 @@ def _per_element(amount: Array, scale: Array, name: str | None) -> Array:
     """`amount` in the shape of the norm's own scale."""
     extra = max(amount.ndim - scale.ndim, 0)
     inner = amount
+    # Leading axes of size 1 change nothing, as long as x has at least as many axes.
     if set(amount.shape[:extra]) <= {1}:
         inner = amount.reshape(amount.shape[extra:])
     try:

@@ -49,6 +49,7 @@ def pool(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     where = f"{node.op_type} {node.outputs[0].name}"
     if node.attributes.get_int("ceil_mode", 0):
         raise Declined(f"{where} rounds its size up, which counts padding in another way")
+    # MaxPool's second output: they would count other elements.
     if len(node.outputs) > 1 and node.outputs[1].name:
         raise Declined(f"{where} gives indices into the padded tensor")
     if node.op_type == "MaxPool":

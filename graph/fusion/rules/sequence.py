@@ -74,6 +74,7 @@ def _lengths(node: ir.Node) -> list[int]:
     if not isinstance(size, int):
         raise Declined(f"the pieces of {name} can't be counted")
     step = int(lengths)
+    # The last piece is what is left over.
     return [min(step, size - start) for start in range(0, size, step)]
 
 

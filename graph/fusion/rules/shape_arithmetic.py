@@ -58,6 +58,7 @@ def reshape_target(before: Sizes, after: Sizes) -> list[int]:
     """What a Reshape from one shape to the other stores: 0 for a named size that stays in its place, -1 for others."""
     target_sizes: list[int] = []
     for axis, size in enumerate(after):
+        # A number is right whatever the input's size.
         if isinstance(size, int):
             target_sizes.append(size)
         elif axis < len(before) and size == before[axis]:

@@ -100,6 +100,7 @@ def _cause(value: ir.Value | None, ranges: Ranges) -> str:
     producer = value.producer() if value is not None else None
     while value is not None and producer is not None:
         unbounded = [v for v in producer.inputs if v is not None and not math.isfinite(ranges.magnitude(v))]
+        # All that it is computed from is bounded, so the operator itself loses the bound.
         if not unbounded:
             return f"{producer.op_type} {value.name} is not bounded"
         value = unbounded[0]

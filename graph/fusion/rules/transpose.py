@@ -96,6 +96,7 @@ def _gain(value: ir.Value, perm: tuple[int, ...], reader: ir.Node, depth: int) -
     node = value.producer()
     if _is_small(value, perm):
         return 0
+    # Another reader would need a Transpose of its own.
     if node is None or depth == 0 or any(c is not reader for c in consumers(value)) or value.is_graph_output():
         return None
     if rank(value) != len(perm):
