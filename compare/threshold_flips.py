@@ -18,6 +18,7 @@ import onnx
 from onnx import numpy_helper
 
 from layerline.compare.topk_indices import CARRIERS, pointers
+from layerline.compare.value_types import CODES
 from layerline.graph.analysis.toposort import reads
 from layerline.pipeline.report import LayerDiff
 
@@ -36,10 +37,7 @@ _COMPARED = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equa
 # They jump with any of their inputs. Carriers keep the number and the order of the elements, logic broadcasts them.
 _CARRIERS = CARRIERS | {"Not"}
 _LOGIC = frozenset({"And", "Or", "Xor"})
-_WHOLE = frozenset(
-    getattr(onnx.TensorProto, name)
-    for name in "BOOL INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64".split()  # noqa: SIM905  # a table
-)
+_WHOLE = frozenset(code for name, code in CODES.items() if name.startswith(("bool", "int", "uint")))
 
 
 @dataclass(frozen=True, kw_only=True)

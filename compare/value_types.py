@@ -10,21 +10,9 @@ from layerline.pipeline.errors import StageError
 
 Shape = tuple[int | str, ...]
 # Element types that a graph can cast and reduce: numpy's name, and TensorProto's code.
-CODES: dict[str, int] = {
-    "float32": onnx.TensorProto.FLOAT,
-    "float64": onnx.TensorProto.DOUBLE,
-    "float16": onnx.TensorProto.FLOAT16,
-    "bfloat16": onnx.TensorProto.BFLOAT16,
-    "bool": onnx.TensorProto.BOOL,
-    "int8": onnx.TensorProto.INT8,
-    "int16": onnx.TensorProto.INT16,
-    "int32": onnx.TensorProto.INT32,
-    "int64": onnx.TensorProto.INT64,
-    "uint8": onnx.TensorProto.UINT8,
-    "uint16": onnx.TensorProto.UINT16,
-    "uint32": onnx.TensorProto.UINT32,
-    "uint64": onnx.TensorProto.UINT64,
-}
+CODES: dict[str, int] = {"float32": onnx.TensorProto.FLOAT, "float64": onnx.TensorProto.DOUBLE}
+for _name in "float16 bfloat16 bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split():  # noqa: SIM905  (a table)
+    CODES[_name] = onnx.TensorProto.DataType.Value(_name.upper())
 
 
 def types_of(session: OrtSession) -> dict[str, tuple[str, Shape]]:
