@@ -175,6 +175,11 @@ def call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
     )
 
 
+def place_of(path: str) -> str:
+    """A module in words, by its path; the model itself has the empty one."""
+    return f"module {path}" if path else "model"
+
+
 def refuse_training(module: nn.Module) -> None:
     """Checks that eval() reached every module.
 
@@ -185,7 +190,7 @@ def refuse_training(module: nn.Module) -> None:
         if inner.training:
             raise StageError(
                 f"the {type(inner).__name__} is still in training mode after eval()",
-                where=f"module {path}" if path else "model",
+                where=place_of(path),
                 hint="its train() or eval() is overridden, or it is switched back: let eval() reach it",
             )
 

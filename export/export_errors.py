@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from layerline.backends.base import MODULE, SOURCE
 from layerline.export import dynamic_axes as axis_names
 from layerline.export.dynamic_axes import Axes
-from layerline.export.example_call import Call
+from layerline.export.example_call import Call, place_of
 from layerline.export.program_queries import dropout
 from layerline.graph.analysis.proto_queries import metadata
 from layerline.graph.io import onnx_files
@@ -214,10 +214,8 @@ def _origin(node: fx.Node, root: Path) -> str:
 
 
 def _where(module: str, line: str) -> str:
-    place = f"module {module}" if module else "model"
-    if line:
-        return f"{place} ({line})"
-    return place
+    place = place_of(module)
+    return f"{place} ({line})" if line else place
 
 
 def _user_frames(text: str) -> list[tuple[str, int]]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize
 from torch.export import ExportedProgram
 
+from layerline.export.example_call import place_of
 from layerline.export.program_queries import stored
 from layerline.export.torch_private import give_fake_quantisation_shapes
 from layerline.pipeline.errors import StageError
@@ -53,7 +54,7 @@ def traceable(module: nn.Module) -> Iterator[None]:
                 if int(inner.observer_enabled[0]):
                     raise StageError(
                         "the observer of this FakeQuantize is on, so each call changes its scale",
-                        where=f"module {path}" if path else "model",
+                        where=place_of(path),
                         hint="model().apply(torch.ao.quantization.disable_observer) keeps the scales as they are",
                     )
                 forward = partial(_forward, inner, quantizes=bool(inner.fake_quant_enabled[0]))

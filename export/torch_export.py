@@ -23,7 +23,7 @@ from layerline.backends.light import Light, rename
 from layerline.compare.arrays import NOT_IN_NUMPY
 from layerline.export import dynamic_axes as axis_names
 from layerline.export.dynamic_axes import Axes
-from layerline.export.example_call import Call
+from layerline.export.example_call import Call, place_of
 from layerline.export.export_errors import blame, dropped, unrolled
 from layerline.export.fake_quant import store_weights, traceable
 from layerline.export.masked_attention import hide_rows
@@ -246,7 +246,7 @@ def _refuse_state(program: ExportedProgram) -> None:
         owner = str(changed[0]).rpartition(".")[0]
         raise StageError(
             f"forward() changes the buffer {changed[0]!r}, as a BatchNorm in training mode does",
-            where=f"module {owner}" if owner else "model",
+            where=place_of(owner),
             hint="the exported model keeps no state: use stored statistics, or make the state an input and an output",
         )
 

@@ -13,7 +13,7 @@ from torch import nn
 from layerline.backends.base import Array
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.export import kept_state
-from layerline.export.example_call import Call
+from layerline.export.example_call import Call, place_of
 from layerline.export.probe_files import Probe
 from layerline.graph.io.module_identity import source
 from layerline.pipeline.errors import brief
@@ -94,7 +94,7 @@ def _seeded(call: Call, module: nn.Module | None, probe: Probe) -> Mapping[str, 
 def _where(name: str, owner: nn.Module, root: Path) -> str:
     """The module that holds an attribute, and the line of its forward() that sets it, where there is one."""
     path, _, attribute = name.rpartition(".")
-    module = f"module {path}" if path else "model"
+    module = place_of(path)
     try:
         lines, first = inspect.getsourcelines(type(owner).forward)
         file = inspect.getsourcefile(type(owner)) or ""
