@@ -21,6 +21,7 @@ def tolerance(floor: float) -> float:
 
 def save(folder: Path, floors: Mapping[str, float]) -> None:
     """Writes `floor.json`: relative L2 error of torch's float32 against float64, by value name."""
+    # Six digits: the last ones differ from machine to machine.
     text = json.dumps({k: float(f"{v:.6g}") for k, v in sorted(floors.items())}, indent=0)
     (folder / FILE).write_text(text + "\n", "utf-8")
 

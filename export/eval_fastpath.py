@@ -36,6 +36,7 @@ def notes(call: Call, probes: Sequence[Probe]) -> list[str]:
     """That the exported layers differ from the fast path, on the first probe where they do."""
     if not taken(call.module):
         return []
+    # As users of the module get it, unless they switch it off.
     with switched(on=True):
         for probe in probes:
             fast = call.run(probe.feed)

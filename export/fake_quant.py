@@ -20,6 +20,7 @@ from torch.ao.quantization import FakeQuantize
 from torch.export import ExportedProgram
 
 from layerline.export.example_call import place_of
+from layerline.export.fake_quant_ops import container
 from layerline.export.program_queries import stored
 from layerline.export.torch_private import give_fake_quantisation_shapes
 from layerline.pipeline.errors import StageError
@@ -124,8 +125,7 @@ def store_weights(model: ir.Model, program: ExportedProgram) -> None:
         scales = torch.as_tensor(scale, dtype=torch.float32).reshape(flat)
         points = torch.as_tensor(point, dtype=torch.int32).reshape(flat)
         steps = torch.round(fake.double() / scales.double().reshape(along_axis)) + points.reshape(along_axis)
-        # uint8 holds what int8 does not: 0 to 255.
-        kind = np.int8 if low >= -128 and high <= 127 else np.uint8
+        kind = container(low, high).numpy()
         inputs = [_stored(model, f"{node.name}/quantized", steps.numpy().astype(kind)),
                   _stored(model, f"{node.name}/scale", scales.numpy()),
                   _stored(model, f"{node.name}/zero_point", points.numpy().astype(kind))]  # fmt: skip

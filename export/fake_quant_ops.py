@@ -48,15 +48,19 @@ def _pair(x: Any, scale: Any, point: Any, axis: int | None, low: int, high: int)
     dtype = x.type.dtype
     if dtype != ir.DataType.FLOAT:
         x = _op.Cast(x, to=ir.DataType.FLOAT)
+    # torch keeps scales in float64 where they are plain numbers; Q and DQ want the type of x.
     if isinstance(scale, float) or scale.type.dtype != ir.DataType.FLOAT:
         scale = _op.Cast(scale, to=ir.DataType.FLOAT)
     whole = (-128, 127) if kind == ir.DataType.INT8 else (0, 255)
+    # QuantizeLinear itself saturates at the ends of its type alone.
     if (low, high) != whole:
         x = _clipped(x, scale, _op.Cast(point, to=ir.DataType.FLOAT), axis, low, high)
     point = _op.Cast(point, to=kind)
     attributes = {} if axis is None else {"axis": axis}
-    made = _op.DequantizeLinear(_op.QuantizeLinear(x, scale, point, **attributes), scale, point, **attributes)
-    return made if dtype == ir.DataType.FLOAT else _op.Cast(made, to=dtype)
+    fake = _op.DequantizeLinear(_op.QuantizeLinear(x, scale, point, **attributes), scale, point, **attributes)
+    if dtype != ir.DataType.FLOAT:
+        fake = _op.Cast(fake, to=dtype)
+    return fake
 
 
 def _clipped(x: Any, scale: Any, point: Any, axis: int | None, low: int, high: int) -> Any:
@@ -64,6 +68,7 @@ def _clipped(x: Any, scale: Any, point: Any, axis: int | None, low: int, high: i
     for end in (low, high):
         bound = _op.Mul(_op.Sub(_op.Constant(value_float=float(end)), point), scale)
         if axis is not None:
+            # One bound a channel, along the channels' axis.
             shape = [1] * len(x.shape)
             shape[axis] = -1
             bound = _op.Reshape(bound, _op.Constant(value_ints=shape))

@@ -46,6 +46,7 @@ def save(folder: Path, feeds: Iterable[Feed]) -> None:
     tensors: dict[str, Array] = {}
     for index, feed in enumerate(feeds):
         for name, array in feed.items():
+            # safetensors writes the memory as it lies, so it must be in order.
             tensors[f"{index}/{name}"] = np.asarray(array, order="C")
     save_file(tensors, str(folder / FILE))
 
@@ -60,6 +61,7 @@ def load(folder: Path) -> list[Feed]:
     feeds: dict[int, dict[str, Array]] = {}
     for key in tensors:
         index, _, name = key.partition("/")
+        # By number: as text, 10 would come before 2.
         feeds.setdefault(int(index), {})[name] = tensors[key]
     return [feeds[index] for index in sorted(feeds)]
 
@@ -74,5 +76,6 @@ def drawn(array: Array, low: int, high: int, rng: np.random.Generator) -> Array:
     """Integers over [low, high], both bounds among them where there is room, in the shape and type of `array`."""
     values: npt.NDArray[np.int64] = rng.integers(low, high, array.shape, np.int64, endpoint=True)
     if values.size > 1:
+        # The ends are where a table lookup fails.
         values.flat[0], values.flat[-1] = low, high
     return values.astype(array.dtype)

@@ -88,6 +88,7 @@ def traced(call: Call, axes: Axes, opset: int, root: Path) -> tuple[Signature, s
     args, kwargs = call.arguments(call.feed)
     shapes = call.shapes(axes.specs()) if axes.names else None
     names = {name for name, _ in call.module.named_modules() if name}
+    # Patterns of later stages may mean values, modules or weights.
     names |= {name for name, _ in call.module.named_parameters()}
     ops: set[str] = set()
     traced_max: dict[str, int | None] = {}
@@ -127,6 +128,7 @@ def _signature(call: Call, axes: Axes, traced_max: Mapping[str, int | None]) -> 
     outputs = [Value(name=name, dtype=a.dtype.name, shape=tuple(a.shape)) for name, a in call.results.items()]
     dims: dict[str, Dim] = {}
     for name, bounds in axes.bounds.items():
+        # What the trace itself allows, else as far as an export would try.
         greatest = bounds.max or traced_max.get(name) or BEYOND * axes.size(call.feed, name)
         dims[name] = Dim(min=bounds.min or 1, max=greatest, multiple=bounds.step)
     return Signature(inputs=tuple(inputs), outputs=tuple(outputs), dims=dims)

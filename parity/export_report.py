@@ -70,6 +70,7 @@ def _metrics(prober: Prober, rows: Sequence[LayerDiff], opset: int) -> dict[str,
     for row in rows:
         if row.extra.get("nondeterministic"):
             random[row.name] = str(row.extra["nondeterministic"])
+    # The sizes that the model can be deployed at are a headline of the report.
     sizes: Mapping[str, str] = {"batch": f"fixed at {batch_size(prober.call)}"}
     if prober.axes.names:
         sizes = bounds(prober.dims)
@@ -97,6 +98,7 @@ def _fixed_sizes(prober: Prober) -> list[str]:
 def _constant_or_complex(call: Call) -> list[str]:
     """Arguments and results that the ONNX lacks, or has in another form."""
     notes = [f"input {n} is no tensor: its value {value!r} is part of the graph" for n, value in call.fixed.items()]
+    # A graph returns tensors alone.
     for name, value in call.left_out.items():
         note = f"output {name} is no tensor ({value!r} for the example): the ONNX does not give it"
         notes.append(note)

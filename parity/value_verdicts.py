@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from layerline.backends.base import Array, Feed
-from layerline.compare import long_sums, noise_floor, threshold_flips
+from layerline.compare import noise_floor, threshold_flips
 from layerline.compare.arrays import array
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import pointers, resolved
 from layerline.export import program_queries
 from layerline.export.torch_export import Traced
 from layerline.graph.io import module_identity
+from layerline.parity import long_sums
 from layerline.parity.float64_reference import Twin
 from layerline.parity.rounded_activations import Rounded
 from layerline.pipeline.report import LayerDiff, Scalar

@@ -71,6 +71,7 @@ class Export(Stage):
 
         prober, probes, gates, result = self._compare(work)
         light = prober.traced.light
+        # The exporter may declare sizes of outputs and inner values that do not hold at every size.
         settle(light.model, prober.axes, [(probe.feed, probe.outputs) for probe in probes])
         declared_shapes.correct(light.model, result.shapes)
         onnx_files.save(light, work.out)
@@ -246,6 +247,7 @@ def _samples(work: Work, call: Call, count: int) -> Feed:
 
     if count == 0:
         return {}
+    # Samples as the model will meet them; training data may be augmented.
     for hook in ("eval_data", "train_data"):
         if work.task.has(hook):
             total = count + batch_size(call)
@@ -274,5 +276,6 @@ def _in_default_session(work: Work, probes: Sequence[Probe], result: Parity) -> 
     ran = [(probe.feed, outputs) for probe, outputs in zip(probes, result.outputs, strict=True) if outputs is not None]
     expected = [outputs for _, outputs in ran]
     allowed = default_session.limits(result.floors, expected[0] if expected else ())
+    # A probe that the ONNX can't run on fails a gate of its own.
     path = work.out / onnx_files.FILE
     return default_session.check(path, [feed for feed, _ in ran], expected=expected, allowed=allowed)

@@ -109,6 +109,7 @@ class Fuse(Stage):
         firing = self._guilty(case, fused)
         if firing is None:
             return failing
+        # Rewrites are made in one order, so that a prefix of them is the model before the guilty one.
         limit = [each.site for each in fused.firings].index(firing.site)
         for name, count in (("before", limit), ("after", limit + 1)):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -204,6 +205,7 @@ def _pairs(graph: onnx.GraphProto, fused: Fused) -> dict[str, str]:
     from layerline.compare.compare_models import computed_values
 
     fused_values = set(computed_values(fused.light.model.graph))
+    # A rewrite may put its result under another name; several in a row are followed.
     moved: dict[str, str] = {}
     for firing in fused.firings:
         if not firing.site.inside and firing.result != firing.site.value:
@@ -236,6 +238,7 @@ def _report(
     random = drawn(model.model)
     notes = list(notes)
     if random:
+        # One note for all: the rows show which values follow.
         value, op = next(iter(random.items()))
         notes.append(f"{value} and what follows is drawn at random ({op}): not judged")
     return Report(

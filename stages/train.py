@@ -98,6 +98,7 @@ class Train(Stage):
     def written(cls) -> list[tuple[str, ...]]:
         from layerline.training.config import aliases
 
+        # `recipe` is the stored form; people write the sections.
         own_fields = cls.model_fields.keys() - {"recipe"}
         names = own_fields | aliases.SECTIONS | aliases.FIELDS | aliases.MOVES.keys()
         return [tuple(name.split(".")) for name in sorted(names)]
@@ -288,6 +289,7 @@ def _report(run: Run, best: str) -> Report:
     from layerline.training.model.split_tensors import whole
 
     (lane,) = run.mo.lanes.values()
+    # Sharded parameters are put together first.
     records = tuple(_record(run, name, whole(tensor.detach())) for name, tensor in lane.named.params.items())
     # A weight that is not finite makes every later stage fail, with a worse message.
     bad = [record.name for record in records if record.nonfinite_b]

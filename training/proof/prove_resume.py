@@ -151,6 +151,7 @@ def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, 
         what = {"make": make, "arguments": dict(arguments or {}), "steps": steps}
         begin = {"start": str(start) if start else "", "middle": str(middle), "save": str(straight)}
         first, *a = _run({**what, **begin}, folder, lambda done: progress(done, 3 * steps))
+        # Fewer than asked for, where the training has too few left.
         steps = first["steps"]
         again = {**what, "steps": steps, "load": str(middle), "save": str(resumed)}
         b = _run(again, folder, lambda done: progress(2 * steps + done, 3 * steps))

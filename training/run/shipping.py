@@ -57,6 +57,7 @@ def ship(model: nn.Module, example: Example, weights: Mapping[str, Tensor], out:
     """
     canonical_names.load(model, weights)
     stop_observers(model)
+    # A tied tensor is stored once, under the first of its names.
     names = canonical_names.named(model)
     safetensors_io.save(out / "model.safetensors", names.tensors, {"aliases": names.aliases})
     safetensors_io.save(out / "golden.safetensors", golden_outputs.record(model, *example))
@@ -72,6 +73,7 @@ def compared(
     for name, param in new_params.items():
         effects.append(WeightEffect(name, "parameter", name.rpartition(".")[0], old_params[name], param))
     for path, (op, output) in new_outputs.items():
+        # A module whose call depends on the weights may have run under one set alone.
         if path in old_outputs:
             effects.append(WeightEffect(path, op, path.partition(":")[0], old_outputs[path][1], output))
     return effects

@@ -73,6 +73,7 @@ def _group_lines(groups: Mapping[str, tuple[str, str, int]]) -> Iterator[str]:
 
 def _curve_lines(curve: Sequence[tuple[int, float]]) -> Iterator[str]:
     """A line for each point; one from the first to the last of those where the rate stays."""
+    # A rate that stays is one line.
     for rate, points in groupby(curve, key=lambda point: f"{point[1]:.3e}"):
         steps = [step for step, _ in points]
         to = f" to {steps[-1]:,}" if len(steps) > 1 else ""
@@ -152,6 +153,7 @@ def _field_list(group: Mapping[str, Any]) -> str:
 
 
 def _bytes(lane: Lane) -> dict[str, tuple[int, int | None]]:
+    # Before the first step there are neither gradients nor states to measure.
     started = lane.steps > 0
     trained = [p for p in lane.named.params.values() if p.requires_grad]
     out: dict[str, tuple[int, int | None]] = {

@@ -15,6 +15,8 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from layerline.export.program_queries import example_size
+
 LONG = 4096
 """Terms from which on a sum gets this allowance; below, torch's measured floor covers it."""
 _STEP = 2.0**-24
@@ -30,6 +32,7 @@ def allowances(program: ExportedProgram) -> dict[str, float]:
         errors[node.name] = 0.0
         if not _is_float(node):
             continue
+        # An error does not shrink on the way: what is computed from a long sum has its error as well.
         inherited = max((errors[n.name] for n in node.all_input_nodes), default=0.0)
         terms = _terms(node) if node.op == "call_function" else 0
         added = math.sqrt(terms) * _STEP if terms >= LONG else 0.0
@@ -49,6 +52,7 @@ def _terms(node: fx.Node) -> float:
     shape: tuple[int, ...] = ()
     if node.args and isinstance(node.args[0], fx.Node):
         shape = _shape(node.args[0].meta.get("val"))
+    # Reductions to fewer elements, whatever the axes: all that goes in, over all that comes out.
     if name in _TO_FEWER:
         return math.prod(shape) / max(math.prod(_shape(node.meta["val"])), 1)
     if name in _ALONG and shape:
@@ -67,13 +71,9 @@ def _terms(node: fx.Node) -> float:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """The shape of a tensor, or of the first of several. Symbolic sizes take the example's size."""
+    """The shape of a tensor, or of the first of several, at the example's size."""
     if isinstance(value, list | tuple) and value:
         value = value[0]
     if not isinstance(value, torch.Tensor):
         return ()
-    sizes: list[int] = []
-    for size in value.shape:
-        hint = size if isinstance(size, int) else size.node.hint
-        sizes.append(1 if hint is None else int(hint))
-    return tuple(sizes)
+    return tuple(example_size(size) for size in value.shape)
