@@ -136,16 +136,15 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Create a project: a pipe.yaml and task.py that run unchanged."""
-    from layerline.pipeline.init.begin import StartingPoint, begin
+    from layerline.pipeline.init.begin import begin
 
-    start = StartingPoint(template=template, onnx=onnx, weights=weights, model=model, data=data, trust=trust)
-    begun = begin(folder, start)
+    written, step = begin(folder, template=template, onnx=onnx, weights=weights, model=model, data=data, trust=trust)
     if as_json:
-        print_json({"written": [str(p) for p in begun.written], "next": begun.next})
+        print_json({"written": [str(path) for path in written], "next": step})
         return
-    for path in begun.written:
+    for path in written:
         say(f"wrote {path}")
-    say(f"next: {begun.next}")
+    say(f"next: {step}")
 
 
 @app.command()

@@ -409,7 +409,9 @@ class Runner:
                 digest = ""
             if digest != step.parts[f"file.{name}"]:
                 raise _changed_while_read(f"{name} was changed", step.stage, name)
-        return folder if step.stage.files() else None
+        if not step.stage.files():
+            return None
+        return folder
 
     def _adopt(self, step: Step, work: Path, *, forced: bool) -> Artifact | None:
         """The output of a run that was killed between recording it and moving it into the store."""

@@ -149,13 +149,6 @@ class ImportOnnx(Stage):
             numbers=numbers,
         )
 
-    @classmethod
-    def renamed(cls, path: Path, names: Mapping[str, str]) -> bytes:
-        """The model with other names for the files that hold its weights."""
-        from layerline.graph.io import onnx_files
-
-        return onnx_files.relocated(path, names)
-
     def files(self) -> tuple[str, ...]:
         """The model, its weights and the samples: their content is part of the key."""
         files = (self.file, *self.external)

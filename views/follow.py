@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from layerline.pipeline.report import LayerDiff, Report
 from layerline.views.formatting import FAILED, MEASURES, decibels, error
-from layerline.views.tables import Column, TableView
+from layerline.views.tables import Column, Kind, TableView, filled
 
 PARAMETER = "parameter"
 MERGED = "merged into"
@@ -62,35 +62,37 @@ def by_module(rows: Sequence[Followed]) -> list[Followed]:
 
 def follow_views(rows: Sequence[Followed], stages: Sequence[str]) -> list[TableView]:
     """The tables of "follow a layer", worst first: of modules and of values, in decibels and as relative error."""
-    tables = {
-        "worst of each module": (by_module(rows), Column("values", "number")),
-        "each value": (rows, Column("value")),
-    }
-    measures: dict[Column, CellText] = {
-        Column("SQNR in dB", "low"): lambda r: decibels(r.sqnr_db),
-        Column(MEASURES["rel_l2"], "high"): lambda r: error(r.rel_l2),
-    }
     views = []
-    for title, (table_rows, second) in tables.items():
-        for measure, text in measures.items():
-            columns = [Column(stage, measure.kind) for stage in stages]
-            views.append(_view(f"{measure.label}, {title}", table_rows, second, columns, text))
+    tables = {
+        "worst of each module": (Column("values", "number"), by_module(rows)),
+        "each value": (Column("value"), rows),
+    }
+    for title, (second, table_rows) in tables.items():
+        label = f"SQNR in dB, {title}"
+        views.append(_view(label, table_rows, second, stages, "low", lambda r: decibels(r.sqnr_db)))
+        label = f"{MEASURES['rel_l2']}, {title}"
+        views.append(_view(label, table_rows, second, stages, "high", lambda r: error(r.rel_l2)))
     return views
 
 
-def _view(label: str, rows: Sequence[Followed], second: Column, stages: Sequence[Column], text: CellText) -> TableView:
-    filled = {stage for row in rows for stage, record in row.records.items() if _cell(record, text)}
-    measured = [stage for stage in stages if stage.label in filled]
-    merged = [Column(MERGED)] if any(row.into for row in rows) else []
-    columns = (Column("layer"), second, *measured, *merged, Column("op"), Column("order", "number"))
-    table = []
-    for place, row in sorted(enumerate(rows, 1), key=lambda pair: pair[1].rank):
-        cells = [row.layer, row.value]
-        cells += [_cell(row.records.get(stage.label), text) for stage in measured]
-        if merged:
-            cells.append(row.into)
-        table.append([*cells, row.op, str(place)])
-    return TableView(label, columns, table)
+def _view(
+    label: str, rows: Sequence[Followed], second: Column, stages: Sequence[str], kind: Kind, text: CellText
+) -> TableView:
+    placed = sorted(enumerate(rows, 1), key=lambda pair: pair[1].rank)
+    ordered = [row for _, row in placed]
+    columns: list[tuple[Column, Sequence[str]]] = [
+        (Column("layer"), [row.layer for row in ordered]),
+        (second, [row.value for row in ordered]),
+    ]
+    for stage in stages:
+        cells = [_cell(row.records.get(stage), text) for row in ordered]
+        columns.append((Column(stage, kind), cells))
+    columns += [
+        (Column(MERGED), [row.into for row in ordered]),
+        (Column("op"), [row.op for row in ordered]),
+        (Column("order", "number"), [str(place) for place, _ in placed]),
+    ]
+    return filled(columns, label)
 
 
 def _cell(record: LayerDiff | None, text: CellText) -> str:
@@ -104,14 +106,14 @@ def _cell(record: LayerDiff | None, text: CellText) -> str:
 
 
 def _followed(name: str, records: Mapping[str, LayerDiff], about_parameters: Set[str], into: str) -> Followed:
-    modules = [record.module for record in records.values() if record.module]
-    layer = modules[0] if modules else name
+    layers = [record.module for record in records.values() if record.module]
+    layers.append(name)
     ops = [record.op for record in records.values()]
     ranks = []
     for stage, record in records.items():
         passed, sqnr, relative = _badness(record)
         ranks.append((passed, stage in about_parameters, sqnr, relative))
-    return Followed(layer, name, ops[0], records, min(ranks), into)
+    return Followed(layers[0], name, ops[0], records, min(ranks), into)
 
 
 def _module(layer: str, members: Sequence[Followed], layer_of: Mapping[str, str]) -> Followed:

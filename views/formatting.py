@@ -149,9 +149,9 @@ def _nonfinite(value: float) -> str:
     return str(value)
 
 
-def shape(dims: Sequence[int | str], times: str = "×") -> str:
+def shape(dims: Sequence[int | str]) -> str:
     """`batch×16×(h//2 + 1)`."""
-    return times.join(map(_size, dims))
+    return "×".join(map(_size, dims))
 
 
 def _size(dim: int | str) -> str:

@@ -174,7 +174,9 @@ def _stage(
     # Figures in DEPLOYED come first, so that the limit never cuts them.
     names = sorted(record.metrics, key=lambda name: name not in DEPLOYED)
     figures = [(name, record.metrics[name]) for name in names if record.metrics[name] is not None]
-    origin = ", in an earlier run" if earlier else ""
+    finished = f"{record.created}, after {record.seconds:.1f} s"
+    if earlier:
+        finished += ", in an earlier run"
     stage: dict[str, Any] = {
         "record": record,
         "report": report,
@@ -184,7 +186,7 @@ def _stage(
         "curves": curves(log),
         "validated": validated(log),
         "settings": _settings(record),
-        "facts": {"finished": f"{record.created}, after {record.seconds:.1f} s{origin}", **_made_with(record)},
+        "facts": {"finished": finished, **_made_with(record)},
     }
     if report:
         stage["gates"] = _gates(report.gates)

@@ -31,7 +31,9 @@ def read(path: Path) -> dict[str, Entry]:
     Raises:
         PipeError: it is no plan.
     """
-    file = path / FILE if path.is_dir() else path
+    file = path
+    if path.is_dir():
+        file = path / FILE
     try:
         document = read_json(file)
         entries: dict[str, Entry] = {str(entry["name"]): entry for entry in document["values"]}
@@ -47,8 +49,10 @@ def read(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def text(entry: Entry) -> str:
+def text(entry: Entry | None) -> str:
     """How a value is quantised, or why a layer stays float, in words."""
+    if entry is None:
+        return "no entry"
     if "reason" in entry:
         return f"float: {entry['reason']}"
     scales = [float(scale) for scale in entry["scales"]]
@@ -64,8 +68,7 @@ def changes(entries: Mapping[str, Entry], others: Mapping[str, Entry]) -> list[d
     rows: list[dict[str, str]] = []
     for name in {**entries, **others}:
         entry, other = entries.get(name), others.get(name)
-        now = text(entry) if entry is not None else "no entry"
-        then = text(other) if other is not None else "no entry"
+        now, then = text(entry), text(other)
         if now != then:
             module = (entry or other or {}).get("module", "")
             rows.append({"name": name, "module": str(module), "now": now, "then": then})
@@ -89,7 +92,10 @@ def show(out: Console, entries: Mapping[str, Entry], differing: list[dict[str, s
     branches = {"": root}
     for module, line in lines:
         _branch(branches, module).add(line)
-    out.print(root if lines else "the two plans are the same", soft_wrap=True)
+    if lines:
+        out.print(root, soft_wrap=True)
+    else:
+        out.print("the two plans are the same")
 
 
 def _line(name: str, description: str, style: str) -> Text:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -415,21 +414,3 @@ def _clean_metadata(item: Any) -> None:
     entries.sort(key=lambda entry: entry.key)
     del item.metadata_props[:]
     item.metadata_props.extend(entries)
-
-
-def relocated(path: Path, names: Mapping[str, str]) -> bytes:
-    """An ONNX file with other places for its external data, which is not read; all else stays.
-
-    Args:
-        names: the new place for each that the file stores, both relative to its folder.
-
-    Raises:
-        StageError: not an ONNX file.
-    """
-    model = _parsed(path)
-    for tensor in tensors(model):
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = names.get(Path(entry.value).as_posix(), entry.value)
-    content: bytes = model.SerializeToString()
-    return content

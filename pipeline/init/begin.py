@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 
 from layerline.pipeline.errors import ConfigError
@@ -13,49 +12,37 @@ from layerline.pipeline.records import housekeeping
 TEMPLATE = "mnist"
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartingPoint:
-    """What was asked for; at most one of `template`, `onnx` and `weights` is set."""
+def begin(
+    folder: Path,
+    *,
+    template: str | None = None,
+    onnx: Path | None = None,
+    weights: Path | None = None,
+    model: str | None = None,
+    data: Path | None = None,
+    trust: bool = False,
+) -> tuple[list[Path], str]:
+    """Writes a project that starts from a template, an ONNX model, or weights.
 
-    template: str | None = None
-    onnx: Path | None = None
-    weights: Path | None = None
-    model: str | None = None
-    data: Path | None = None
-    trust: bool = False
-
-
-@dataclass(frozen=True)
-class Begun:
-    """The files that were written, and the next step in words."""
-
-    written: tuple[Path, ...]
-    next: str
-
-
-def begin(folder: Path, start: StartingPoint) -> Begun:
-    """Writes a project.
+    Returns:
+        The files that were written, and the next step in words.
 
     Raises:
         ConfigError: options that don't go together, or what they name can't be used; nothing is overwritten.
         StageError: a model or checkpoint that can't be read.
     """
-    written = _write(folder, start)
-    needs_inputs = start.weights is not None and start.data is None
-    first = f"add example_inputs() to {folder / 'task.py'}: two samples for forward(); then " if needs_inputs else ""
-    return Begun(tuple(written), f"{first}cd {shlex.quote(str(folder))} && pipe run all")
-
-
-def _write(folder: Path, start: StartingPoint) -> list[Path]:
-    named = [x for x in (start.template, start.onnx, start.weights) if x is not None]
-    if len(named) > 1:
+    if [template, onnx, weights].count(None) < 2:
         raise ConfigError("a project starts from one thing: --template, --from-onnx or --from-checkpoint")
-    if start.weights is not None and start.model is not None:
-        return from_files.from_checkpoint(folder, start.weights, start.model, start.data, trust=start.trust)
-    if start.weights is not None or start.model is not None or start.trust:
+    step = f"cd {shlex.quote(str(folder))} && pipe run all"
+    if weights is not None and model is not None:
+        written = from_files.from_checkpoint(folder, weights, model, data, trust=trust)
+        if data is None:
+            step = f"add example_inputs() to {folder / 'task.py'}: two samples for forward(); then {step}"
+        return written, step
+    if weights is not None or model is not None or trust:
         raise ConfigError("--from-checkpoint and --model go together, and --trust with them")
-    if start.onnx is not None:
-        return from_files.from_onnx(folder, start.onnx, start.data)
-    if start.data is not None:
+    if onnx is not None:
+        return from_files.from_onnx(folder, onnx, data), step
+    if data is not None:
         raise ConfigError("--data goes with --from-onnx or --from-checkpoint")
-    return housekeeping.init(folder, start.template or TEMPLATE)
+    return housekeeping.init(folder, template or TEMPLATE), step

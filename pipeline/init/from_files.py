@@ -20,8 +20,8 @@ from layerline.pipeline.keys import syntax
 from layerline.pipeline.nearest import closest
 from layerline.pipeline.task import HOOKS
 
-# Where a model goes whose weights lie in files of their own, and what those are called whose names are more than that.
-MODEL, DATA = "model", "weights"
+MODEL = "model"
+"""The folder of a model whose weights lie in files of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +50,6 @@ class Looks(Protocol):
     def look(cls, path: Path, data: Path | None) -> Look:
         """Reads as much as is needed, and checks the samples against it."""
 
-    @classmethod
-    def renamed(cls, path: Path, names: Mapping[str, str]) -> bytes:
-        """The file with other names for those that belong to it."""
-
 
 def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]:
     """Writes a project that starts at `import-onnx`.
@@ -76,10 +72,10 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
     arrays = _arrays(data)
     stage = cast("Looks", stage_table.stage_class("import-onnx"))
     look = stage.look(_existing(model), data)
-    place, moves = _places(model, look.beside, folder)
+    place = _folder_of(model, look.beside, folder)
     fields: dict[str, Any] = {"file": (place / model.name).as_posix()}
-    if moves:
-        fields["external"] = [(place / name).as_posix() for name in moves.values()]
+    if look.beside:
+        fields["external"] = [(place / name).as_posix() for name in look.beside]
     if data:
         fields["data"] = data.name
     comments = generated_files.dims_comment(look.dims) + generated_files.values_comment(look.numbers)
@@ -92,11 +88,7 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
         whole=look.whole,
         numbers=tuple(look.numbers),
     )
-    renamed = {stored: name for stored, name in moves.items() if stored != name}
-    copies: dict[Path, Path | bytes] = {place / model.name: model}
-    if renamed:
-        copies[place / model.name] = stage.renamed(model, renamed)
-    copies |= {place / name: model.parent / stored for stored, name in moves.items()}
+    copies = {place / name: model.parent / name for name in (model.name, *look.beside)}
     return _write(folder, model.name, sections, hooks, copies, data)
 
 
@@ -171,8 +163,10 @@ def _factory(spec: str) -> tuple[str, str]:
     if any(not part.isidentifier() or keyword.iskeyword(part) for part in parts):
         raise ConfigError(f"expected package.module:factory, saw {spec!r}", where="--model")
     first, _, rest = attribute.partition(".")
-    name = f"build_{first}" if first in HOOKS else first
-    call = f"{name}.{rest}()" if rest else f"{name}()"
+    name = first
+    if first in HOOKS:  # a hook of task.py has this name
+        name = f"build_{first}"
+    call = ".".join(part for part in (name, rest) if part) + "()"
     return module, f"from {module} import {first} as {name}\n\n\ndef model():\n    return {call}\n"
 
 
@@ -205,7 +199,9 @@ def _check_factory(spec: str, files: Mapping[Path, Path]) -> None:
     # `from x import *` and a __getattr__ hold names that only importing it shows.
     if names.isdisjoint({wanted, "*", "__getattr__"}):
         match = closest(wanted, sorted(names))
-        hint = f"did you mean {module}:{match}?" if match else f"it defines {', '.join(sorted(names)) or 'nothing'}"
+        hint = f"it defines {', '.join(sorted(names)) or 'nothing'}"
+        if match:
+            hint = f"did you mean {module}:{match}?"
         raise ConfigError(f"{source.name} defines no {wanted!r}", where="--model", hint=hint)
 
 
@@ -238,51 +234,42 @@ def _check_names(*files: Path | None) -> None:
         ConfigError: names the file.
     """
     for file in files:
-        if file is None:
-            continue
-        reason = ""
-        if not is_file_name(file.name):
-            reason = "its name holds a control character, a backslash, or bytes that are no UTF-8"
-        elif is_importable(file.name):
-            reason = "Python would take a file of this name for code of the project"
-        elif file.name.startswith("."):
-            reason = "its name begins with a dot, as those of files that tools keep"
-        if reason:
-            raise ConfigError(reason, where=printable(file.name, 80), hint="rename it")
+        if file and _danger(file.name):
+            raise ConfigError(_danger(file.name), where=printable(file.name, 80), hint="rename it")
 
 
-def _places(model: Path, beside: Sequence[str], folder: Path) -> tuple[Path, dict[str, str]]:
-    """Where the model and the files with its weights go, below the project.
+def _danger(name: str) -> str:
+    """Why a file or folder of this name must not lie in a project; empty where it may."""
+    if not is_file_name(name):
+        return "its name holds a control character, a backslash, or bytes that are no UTF-8"
+    if is_importable(name):
+        return "Python would take a file of this name for code of the project"
+    if name.startswith((".", "__")):
+        return "its name begins as those of files that tools keep"
+    return ""
 
-    A model that lies in the project stays, and so do names that are no more than that.
 
-    Returns:
-        The folder of all of them, and the name in it for each place that the model stores.
+def _folder_of(model: Path, beside: Sequence[str], folder: Path) -> Path:
+    """Where the model and the files with its weights go, below the project. A model that lies in the project stays.
 
     Raises:
-        ConfigError: a file of weights that lies in the project would be code there; or it is the model's own.
+        ConfigError: a file of weights would be more in the project than data, or it is the model's own.
     """
     if model.name in beside:
         raise ConfigError("it stores weights in itself, beside what it says of them", where=printable(model.name))
-    moves = {}
-    for i, stored in enumerate(beside):
-        moves[stored] = stored if _is_data(stored) else f"{DATA}-{i}.bin"
-    if model.parent.resolve() != folder.resolve():
-        return Path(MODEL) if moves else Path(), moves
-    for stored, name in moves.items():
-        if stored != name:
+    for stored in beside:
+        reason = "" if is_inside(stored) else "it leads out of the model's folder"
+        for part in stored.split("/"):
+            reason = reason or _danger(part)
+        if reason:
             raise ConfigError(
-                f"it stores weights in {printable(stored, 80)!r}, which Python may take for code of the project",
+                f"it stores weights in {printable(stored, 80)!r}: {reason}",
                 where=printable(model.name, 80),
-                hint="choose another folder for the project: there the file gets another name",
+                hint="save the model again, with another name for the file of its weights",
             )
-    return Path(), moves
-
-
-def _is_data(location: str) -> bool:
-    """Whether a place that a model stores names data, on every system, and nothing that Python or a tool looks for."""
-    parts = location.split("/")
-    return is_inside(location) and all(is_file_name(p) and not is_importable(p) and p[0] not in "._" for p in parts)
+    if beside and model.parent.resolve() != folder.resolve():
+        return Path(MODEL)
+    return Path()
 
 
 def _write(
@@ -290,7 +277,7 @@ def _write(
     source: str,
     sections: Mapping[str, Section],
     hooks: Hooks,
-    copies: Mapping[Path, Path | bytes],
+    copies: Mapping[Path, Path],
     data: Path | None,
 ) -> list[Path]:
     """Writes the texts, and copies the files that don't lie there already; nothing is overwritten."""
@@ -304,5 +291,5 @@ def _write(
         if name in copies and name in samples:
             raise ConfigError("two files of the project have this name", where=str(name), hint="rename one of them")
     files = {**copies, **samples}
-    moves = {n: f for n, f in files.items() if isinstance(f, bytes) or (folder / n).resolve() != f.resolve()}
+    moves = {name: file for name, file in files.items() if (folder / name).resolve() != file.resolve()}
     return new_files.write(folder, {**texts, **moves})

@@ -59,7 +59,7 @@ _MATCHES = 10_000
 # Functions that look for files by a pattern, in one folder and in all below it.
 _SEARCHES = frozenset({"glob", "glob1", "iglob"})
 _DEEP_SEARCHES = frozenset({"fnmatch", "fnmatchcase", "fwalk", "rglob", "walk"})
-_MATCHED_FOLDERS = 1_000
+_FOLDERS = 1_000  # in more of them no file is looked for by a name joined from folder and name
 # A choice in a pattern (`*.{csv,txt}`), which some readers of data expand. It counts like a `*`.
 _BRACES = re.compile(r"\{[^{}]*,[^{}]*\}")
 
@@ -137,22 +137,21 @@ class Reader:
         Raises:
             TaskError: it doesn't parse; names file and line.
         """
-        if path not in self._modules:
-            try:
-                self._modules[path] = syntax.parse(path, self.finder)
-            except (RecursionError, MemoryError) as error:  # Python itself can't compile it either
-                raise TaskError("it is nested too deeply", where=self.relative(path), hint=_SHALLOWER) from error
-            except (SyntaxError, ValueError) as error:
-                raise self._invalid(path, error) from error
-        return self._modules[path]
-
-    def _invalid(self, path: Path, error: SyntaxError | ValueError) -> TaskError:
+        if path in self._modules:
+            return self._modules[path]
         where = self.relative(path)
-        if not isinstance(error, SyntaxError):
-            return TaskError(f"it is not valid Python: {error}", where=where)
-        if error.lineno:
-            where = f"{where}:{error.lineno}"
-        return TaskError(f"it is not valid Python: {error.msg}", where=where)
+        try:
+            module = syntax.parse(path, self.finder)
+        except (RecursionError, MemoryError) as error:  # Python itself can't compile it either
+            raise TaskError("it is nested too deeply", where=where, hint=_SHALLOWER) from error
+        except SyntaxError as error:
+            if error.lineno:
+                where += f":{error.lineno}"
+            raise TaskError(f"it is not valid Python: {error.msg}", where=where) from error
+        except ValueError as error:
+            raise TaskError(f"it is not valid Python: {error}", where=where) from error
+        self._modules[path] = module
+        return module
 
     def imported_as_read(self, imported: Mapping[Path, str]) -> str:
         """The first file that was imported with other bytes than were read here; empty where there is none."""
@@ -185,8 +184,8 @@ def _deep_recursion() -> Iterator[None]:
 class _Walk:
     """One traversal from a hook, which visits each definition once.
 
-    `parts`, `whole`, `files` and `paths` are the result. `_places`, `_named` and `_matched` are folders in which a
-    string may name a file: those of imported modules, those that the code names, and those that a pattern matches.
+    `parts`, `whole`, `files` and `paths` are the result. `_folders` are those in which a string may name a file: those
+    of imported modules ("place"), those that the code names ("named"), and those that a pattern matches ("matched").
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -202,13 +201,9 @@ class _Walk:
         self._counted: set[Path] = set()
         self._order: dict[Path, set[tuple[int, int, str]]] = {}
         self._strings: set[str] = set()
-        self._looked_up: set[tuple[Path, str]] = set()
-        self._places: dict[Path, None] = {reader.root: None}
-        self._named: dict[Path, None] = {}
-        self._matched: dict[Path, None] = {}
+        self._folders = {reader.root: "place"}
         self._searches: set[str] = set()
-        self._read_as_modules: set[str] = set()
-        self._expanded: set[tuple[Path, str, bool]] = set()
+        self._looked_up: set[tuple[object, ...]] = set()
 
     def run(self, hook: str) -> Fingerprint:
         self._import(self.reader.task)
@@ -216,14 +211,16 @@ class _Walk:
         self._settle()
         # A file that counts whole already covers its own parts.
         counted = {self.reader.relative(p) for p in self._counted}
-        reached = tuple(sorted(p for p in self.parts if p.split(":")[0] not in counted))
-        digest = canonical.digest({"parts": self.parts, "files": self.files, "order": self._sequence()})
-        folders = tuple(sorted(self.reader.relative(f) for f in self._named))
-        whole = dict(sorted(self.whole.items()))
-        files = dict(sorted(self.files.items()))
         bound = self.reader.module(self.reader.task).bindings.get(hook, ())
-        is_function = bool(bound) and all(isinstance(s, syntax.FUNCTIONS) for s in bound)
-        return Fingerprint(digest, reached, whole, files, folders, self.paths, is_function)
+        return Fingerprint(
+            digest=canonical.digest({"parts": self.parts, "files": self.files, "order": self._sequence()}),
+            reached=tuple(sorted(part for part in self.parts if part.split(":")[0] not in counted)),
+            whole=dict(sorted(self.whole.items())),
+            files=dict(sorted(self.files.items())),
+            folders=tuple(sorted(self.reader.relative(f) for f, kind in self._folders.items() if kind == "named")),
+            paths=self.paths,
+            function=bool(bound) and all(isinstance(statement, syntax.FUNCTIONS) for statement in bound),
+        )
 
     def _settle(self) -> None:
         """Looks up strings and subclasses again until that reaches nothing new.
@@ -240,15 +237,20 @@ class _Walk:
                     self._all(module.path, "a metaclass, __init_subclass__ or __subclasses__ may find its classes")
             for text in sorted(self._strings):
                 self._module(text)
-                for folder in [*self._places, *self._named, *self._matched]:
+                for folder in list(self._folders):
                     self._file(folder, text)
                     self._pattern(folder, text)
             self._follow()
 
     def _size(self) -> int:
         """How much the walk holds. It only grows, so an equal size means that nothing was added."""
-        folders = len(self._places) + len(self._named) + len(self._matched)
-        return len(self.parts) + len(self.files) + len(self._strings) + len(self._searches) + folders
+        return sum(map(len, (self.parts, self.files, self._strings, self._searches, self._folders)))
+
+    def _is_new(self, *lookup: object) -> bool:
+        """Whether something is looked up for the first time."""
+        is_new = lookup not in self._looked_up
+        self._looked_up.add(lookup)
+        return is_new
 
     def _sequence(self) -> dict[str, list[str]]:
         """What counts, in the order in which it runs on import, for each file in which that order can matter."""
@@ -269,7 +271,7 @@ class _Walk:
             return
         module = self.reader.module(path)
         self._imported[path] = None
-        self._places[path.parent] = None
+        self._folders[path.parent] = "place"
         for around in self.finder.parents(path):
             self._import(around)
         for index, statement in enumerate(module.effects):
@@ -345,8 +347,7 @@ class _Walk:
     def _origin(self, module: syntax.Module, name: str, origin: Origin, attributes: set[str]) -> None:
         """Follows an imported name of which only `attributes` are used; all of it when there are none."""
         self.parts[f"{self.reader.relative(module.path)}:import {name} from {origin.module}"] = str(origin.attribute)
-        dotted = f"{origin.module}.{origin.attribute}" if origin.attribute else origin.module
-        binary = self.finder.compiled(dotted)
+        binary = self.finder.compiled(origin.dotted)
         if binary is not None:
             self._counts(self.reader.relative(binary), binary)
         if origin.path is None:
@@ -364,13 +365,14 @@ class _Walk:
             self._all(origin.path, f"{self.reader.relative(module.path)} uses the module {name} as a value")
 
     def _installed(self, module: syntax.Module, origin: Origin, attributes: set[str]) -> None:
-        taken = {origin.attribute} if origin.attribute else attributes
+        if origin.attribute:
+            attributes = {origin.attribute}
         if origin.module.split(".")[0] in _ANY_MODULE:
             self._everything(module, f"it uses {origin.module}")
             return
         listed = _ANY_MODULE_PARTS.get(origin.module, frozenset())
-        dynamic = {name for name in taken if name in listed or _LOOKS_UP.fullmatch(name)}
-        if dynamic or (not taken and origin.module in _ANY_MODULE_VALUES):
+        dynamic = {name for name in attributes if name in listed or _LOOKS_UP.fullmatch(name)}
+        if dynamic or (not attributes and origin.module in _ANY_MODULE_VALUES):
             self._everything(module, f"it uses {origin.module}.{min(dynamic, default='*')}")
 
     def _attribute(self, path: Path, name: str, *, surely: bool = True) -> None:
@@ -422,11 +424,8 @@ class _Walk:
 
     def _module(self, text: str) -> None:
         """A string that reads as a dotted name: each module of the project on its way counts whole."""
-        if len(text.encode("utf-8", "replace")) > 200 or text in self._read_as_modules:
+        if len(text.encode("utf-8", "replace")) > 200 or not _DOTTED.fullmatch(text) or not self._is_new(text):
             return
-        if not _DOTTED.fullmatch(text):
-            return
-        self._read_as_modules.add(text)
         parts = text.replace(":", ".").split(".")
         for length in range(1, len(parts) + 1):
             name = ".".join(parts[:length])
@@ -450,12 +449,10 @@ class _Walk:
         parts = text.split("/")
         if not has_wildcard(text) or len(text) > 255 or not text.isprintable():
             return
-        if not self._searches and not text.strip("*?/") and folder in self._places:
+        if not self._searches and not text.strip("*?/") and self._folders[folder] == "place":
             return  # as in print("*"): in code that searches for no files, a star alone is no pattern
-        key = (folder, text, deep)
-        if key in self._expanded:
+        if not self._is_new("pattern", folder, text, deep):
             return
-        self._expanded.add(key)
         if deep and parts[0] != "**":
             parts = ["**", *parts]
         matching_paths = matches(folder, parts, self.reader.root)
@@ -471,14 +468,13 @@ class _Walk:
         with suppress(OSError):  # deleted meanwhile, or not readable
             if path.is_file():
                 self._data(path)
-            elif path.is_dir() and path not in self._places and len(self._matched) < _MATCHED_FOLDERS:
-                self._matched[path] = None
+            elif path.is_dir() and len(self._folders) < _FOLDERS:
+                self._folders.setdefault(path, "matched")
 
     def _file(self, folder: Path, text: str) -> None:
         """A string that names a file: its content counts. One that names a folder is a place to look for more files."""
-        if (folder, text) in self._looked_up or len(text) > 255 or not text.strip("./"):
+        if len(text) > 255 or not text.strip("./") or not self._is_new("file", folder, text):
             return
-        self._looked_up.add((folder, text))
         for name in dict.fromkeys((text, text.lstrip("/"))):  # f"{folder}/train.npy" leaves "/train.npy"
             path = Path(os.path.normpath(folder / name))
             if any(path.is_relative_to(p) or p in path.parts for p in _NO_DATA):
@@ -486,8 +482,8 @@ class _Walk:
             with suppress(OSError):  # too long for a file's name, or not readable
                 if path.is_file():
                     self._data(path)
-                elif path.is_dir() and path.is_relative_to(self.reader.root) and path not in self._places:
-                    self._named[path] = None
+                elif path.is_dir() and path.is_relative_to(self.reader.root) and self._folders.get(path) != "place":
+                    self._folders[path] = "named"
 
     def _counts(self, name: str, path: Path) -> None:
         """A file's content counts."""

@@ -34,6 +34,11 @@ class Origin:
     path: Path | None
     exact: bool = True
 
+    @property
+    def dotted(self) -> str:
+        """Module and attribute, as they would be written."""
+        return ".".join(part for part in (self.module, self.attribute) if part)
+
 
 class Finder:
     """Finds the modules of one project as the interpreter would.
@@ -150,8 +155,10 @@ def imported(statement: ast.Import | ast.ImportFrom, package: str) -> list[tuple
     """What an import statement in a module of `package` names: the absolute module, and what is taken from it."""
     if isinstance(statement, ast.Import):
         return [(alias.name, None) for alias in statement.names]
-    parts = package.split(".") if package and statement.level else []
-    parts = parts[: len(parts) - statement.level + 1]  # one level is the package itself
+    parts: list[str] = []
+    if package and statement.level:
+        parts = package.split(".")
+        parts = parts[: len(parts) - statement.level + 1]  # one level is the package itself
     if statement.module:
         parts.append(statement.module)
     return [(".".join(parts), alias.name) for alias in statement.names]

@@ -390,13 +390,10 @@ def _installed_name(module: Module, node: ast.expr) -> str:
     first, dot, rest = ast.unparse(node).partition(".")
     if module.is_ours(first) or not all(part.isidentifier() for part in f"{first}{dot}{rest}".split(".")):
         return ""
-    full_names = set()
-    for origin in module.imports.get(first, ()):
-        if origin.exact:
-            full_names.add(f"{origin.module}.{origin.attribute}" if origin.attribute else origin.module)
+    full_names = {origin.dotted for origin in module.imports.get(first, ()) if origin.exact} or {first}
     if len(full_names) > 1:  # imported in two ways, as in try/except ImportError
         return ""
-    return f"{full_names.pop() if full_names else first}{dot}{rest}"
+    return f"{full_names.pop()}{dot}{rest}"
 
 
 def _works_by_effect(function: ast.expr) -> bool:

@@ -194,23 +194,27 @@ STRANGE = ["queue.py", "json.PYC", "a/numpy.so", "task.py", ".layerline/x", "__i
 
 
 def test_weights_never_lie_where_python_looks_for_code(tmp_path: Path) -> None:
-    model = _external(tmp_path / "m" / "m.onnx", "honest.data", "deep/er.bin", *STRANGE)
+    for i, name in enumerate(STRANGE):
+        model = _external(tmp_path / f"m{i}" / "m.onnx", "honest.data", name)
+        with pytest.raises(ConfigError, match="it stores weights in") as caught:
+            from_files.from_onnx(tmp_path / "p", model)
+        assert str(caught.value).replace("\n", "").isprintable() and not (tmp_path / "p").exists()
+    model = _external(tmp_path / "m" / "m.onnx", "honest.data", "deep/er.bin", "_encoder.weight")
     written = from_files.from_onnx(tmp_path / "p", model)
     assert {p.relative_to(tmp_path / "p").as_posix() for p in written} == {
-        "pipe.yaml", "task.py", "model/m.onnx", "model/honest.data", "model/deep/er.bin",
-        *(f"model/weights-{i}.bin" for i in range(2, 2 + len(STRANGE))),
+        "pipe.yaml", "task.py", "model/m.onnx", "model/honest.data", "model/deep/er.bin", "model/_encoder.weight",
     }  # fmt: skip
     assert {p for p in (tmp_path / "p").rglob("*") if p.is_file()} == set(written)
     found = onnx.load(str(tmp_path / "p" / "model" / "m.onnx"))
     sums = [float(onnx.numpy_helper.to_array(w).sum()) for w in found.graph.initializer]
-    assert sums == [400.0 * i for i in range(2 + len(STRANGE))]
+    assert sums == [400.0 * i for i in range(3)]
     stage = projects.load(tmp_path / "p").stage("import-onnx")
     assert set(stage.files()) == {p.relative_to(tmp_path / "p").as_posix() for p in written[2:]}
 
 
 def test_weights_in_the_project_itself_are_refused_where_they_would_be_code(tmp_path: Path) -> None:
     model = _external(tmp_path / "p" / "m.onnx", "queue.py")
-    with pytest.raises(ConfigError, match=r"'queue\.py', which Python may take for code"):
+    with pytest.raises(ConfigError, match=r"'queue\.py': Python would take a file"):
         from_files.from_onnx(tmp_path / "p", model)
     assert not (tmp_path / "p" / "pipe.yaml").exists()
     _external(tmp_path / "q" / "m.onnx", "w.bin")
