@@ -18,6 +18,8 @@ Dim = int | ir.SymbolicDim
 NUMBER = "num__"
 """Begins the name of a number that the graph computes in a way that is not followed: it may be negative."""
 _LONGEST = 200
+_MOST_BRACKETS = 4
+_NUMBER = re.compile(r"-?[0-9]+")
 _NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 
 
@@ -57,21 +59,21 @@ def size_of(dim: Dim) -> Size:
 
 
 def simplified(dim: Dim) -> Dim | None:
-    """A dimension with a plain number where its expression comes to one; None for what is no size or too long."""
+    """A dimension with a plain number where its expression comes to one; None for what is no size or too involved."""
     if isinstance(dim, int):
         return dim
+    text = dim.value or ""
+    # sympy's time grows with the expression, and a network nests a rounding for each of its strides.
+    if not text or len(text) > _LONGEST or text.count("(") > _MOST_BRACKETS:
+        return None
+    if _NUMBER.fullmatch(text):
+        return int(text)
     try:
-        # sympy's time grows with the expression; deep networks nest a rounding for each stride.
-        if dim.value is None or len(dim.value) > _LONGEST:
-            return None
-        number = dim.evaluate({})
-        if isinstance(number, int):
-            return number
-        # sympy writes a division by zero as "zoo".
-        if not dim.free_symbols():
-            return None
-    # The expression does not parse.
-    except ValueError:
+        has_symbols = bool(dim.free_symbols())
+    except ValueError:  # it does not parse
+        return None
+    # sympy writes a division by zero as "zoo".
+    if not has_symbols:
         return None
     return dim
 
