@@ -35,10 +35,11 @@ def decay_at(config: EmaConfig, update: int) -> float:
 
 def averaged(model: Named, masters: Masters | None = None) -> dict[str, Tensor]:
     """What an average follows: trained parameters (their masters where there are any) and normalisation statistics."""
-    out: dict[str, Tensor] = {
-        n: masters.stepped(p) if masters else p for n, p in model.params.items() if p.requires_grad
-    }
-    return out | statistics(model)
+    sources: dict[str, Tensor] = {}
+    for name, param in model.params.items():
+        if param.requires_grad:
+            sources[name] = param if masters is None else masters.stepped(param)
+    return sources | statistics(model)
 
 
 def statistics(model: Named) -> dict[str, Tensor]:
@@ -54,9 +55,11 @@ def norm_buffers(model: Named) -> dict[str, Tensor]:
 def average(model: Named, masters: Masters | None, config: Config) -> Ema | None:
     """What will ship in place of the weights: their moving average, their mean at the end, or None."""
     start = config.swa_start
-    settings = EmaConfig(start_step=start) if start else config.ema
     if not start and not config.ema.on:
         return None
+    settings = config.ema
+    if start:
+        settings = EmaConfig(start_step=start)
     return Ema(averaged(model, masters), settings, Slots(model, statistics(model)), mean=start > 0)
 
 
@@ -80,12 +83,9 @@ class Ema(Policy):
         self, sources: Mapping[str, Tensor], config: EmaConfig, live: Slots | None = None, *, mean: bool = False
     ) -> None:
         self.config, self.mean = config, mean
-        buffers = live.names if live is not None else []
-        fixed = {n: s for n, s in sources.items() if n not in buffers}
-        self.names, self._fixed = [*fixed, *buffers], list(fixed.values())
-        self._live = live if buffers else None
-        self.shadow = [wide(s) for s in self.sources]
-        self._backup: list[Tensor | None] = []
+        self._take(sources, live)
+        self.shadow = [wide(source) for source in self.sources]
+        self._backup: dict[int, Tensor] = {}  # half weights that the averages stand in for, by their place
         self._statistics: list[Tensor] = []
         self._arrange()
         self.updates = 0
@@ -93,24 +93,37 @@ class Ema(Policy):
 
     @property
     def sources(self) -> list[Tensor]:
-        """What is followed, in the order of `names`."""
-        return [*self._fixed, *self._live.now()] if self._live is not None else self._fixed
+        """What is followed, in the order of `names`: parameters, then buffers."""
+        if self._live is None:
+            return self._fixed
+        return [*self._fixed, *self._live.now()]
+
+    def _take(self, sources: Mapping[str, Tensor], live: Slots | None) -> None:
+        self._live = live if live is not None and live.names else None
+        buffers = [] if self._live is None else self._live.names
+        fixed = {name: source for name, source in sources.items() if name not in buffers}
+        self.names = [*fixed, *buffers]
+        self._fixed = list(fixed.values())
 
     def _arrange(self) -> None:
         # Each rank averages its own part of tensors that are split.
-        self._here, self._averages = [local(s) for s in self._fixed], [local(s) for s in self.shadow]
-        self._mixed = any(s.dtype in HALF for s in self.sources)
+        self._here = list(map(local, self._fixed))
+        self._averages = list(map(local, self.shadow))
+        self._mixed = any(source.dtype in HALF for source in self.sources)
 
     def follow(self, sources: Mapping[str, Tensor], live: Slots) -> None:
         """Takes over renamed, new and missing tensors of the model; averages of those that stayed go on."""
-        old = {id(s): a for s, a in zip(self.sources, self.shadow, strict=True)}
-        named = dict(zip(self.names, self.shadow, strict=True))
-        fixed = {n: s for n, s in sources.items() if n not in live.names}
-        averages = [old[id(s)] if id(s) in old else wide(s) for s in fixed.values()]
-        averages += [named[n] if n in named and named[n].shape == s.shape else wide(s)
-                     for n, s in zip(live.names, live.now(), strict=True)]  # fmt: skip
-        self.names, self._fixed, self.shadow = [*fixed, *live.names], list(fixed.values()), averages
-        self._live = live if live.names else None
+        # A parameter is the same tensor under another name; a buffer has the same name and may be another tensor.
+        by_tensor = {id(source): average for source, average in zip(self._fixed, self.shadow, strict=False)}
+        by_name = dict(zip(self.names, self.shadow, strict=True))
+        self._take(sources, live)
+        averages = []
+        for index, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
+            average = by_tensor.get(id(source)) if index < len(self._fixed) else by_name.get(name)
+            if average is None or average.shape != source.shape:
+                average = wide(source)
+            averages.append(average)
+        self.shadow = averages
         self._arrange()
 
     @torch.no_grad()
@@ -142,21 +155,25 @@ class Ema(Policy):
             self.updates = 1
             return
         self.updates += 1
-        sources = self._here if self._live is None else [*self._here, *self._live.now()]
+        sources = self._here
+        if self._live is not None:
+            sources = [*sources, *self._live.now()]
         if self._mixed:
-            sources = [s.float() if s.dtype in HALF else s for s in sources]
+            # Wider types stay as they are.
+            sources = [source.to(average.dtype) for source, average in zip(sources, self._averages, strict=True)]
+        share = 1.0 / self.updates if self.mean else 1.0 - decay_at(self.config, self.updates)
         enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # torch.no_grad() takes a third as long as averaging ten small tensors
         try:
-            share = 1.0 / self.updates if self.mean else 1.0 - decay_at(self.config, self.updates)
             torch._foreach_lerp_(self._averages, sources, share)
         finally:
             torch._C._set_grad_enabled(enabled)
 
     def values(self) -> dict[str, Tensor]:
         """The averages by name; the weights themselves while averaging has not begun."""
-        tensors = self.shadow if self.updates else self.sources
-        return dict(zip(self.names, tensors, strict=True))
+        if not self.updates:
+            return dict(zip(self.names, self.sources, strict=True))
+        return dict(zip(self.names, self.shadow, strict=True))
 
     def _copy(self, count: int | None = None) -> None:
         """Takes over the first `count` sources as they are: parameters come before buffers."""
@@ -181,11 +198,8 @@ class Ema(Policy):
                 source.copy_(shadow)
                 shadow.copy_(held)
             elif self.swapped:
-                kept = self._backup[i]
-                assert kept is not None
-                source.copy_(kept)
+                source.copy_(self._backup[i])
             else:
-                self._backup.extend([None] * (i + 1 - len(self._backup)))
                 self._backup[i] = source.clone()
                 source.copy_(shadow)
         self.swapped = not self.swapped

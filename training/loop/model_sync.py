@@ -30,16 +30,21 @@ def refresh(lane: LaneState, *, warn: bool = True) -> None:
     if lane.peers is not None:
         lane.peers.release()  # a sharded unit that is whole at the moment holds other tensors
     lane.named = named(lane.model)
-    at = {id(p): n for n, p in lane.named.params.items()}
+    present = {id(param): name for name, param in lane.named.params.items()}
     for name, param, kind in zip(lane.names, lane.params, lane.kinds, strict=True):
-        if id(param) not in at:
-            there = name in lane.named.params or name in lane.named.aliases
-            what = "is another tensor" if there else "is no longer in the model"
+        if id(param) not in present:
+            what = "is no longer in the model"
+            if name in lane.named.params or name in lane.named.aliases:
+                what = "is another tensor"
             raise ConfigError(f"this parameter {what} since ModelOptimizer was made", where=name, hint=_ANEW)
-        if kind != (now := (param.dtype, param.device)):
-            was = f"was {kind[0]} on {kind[1]} when ModelOptimizer was made, and is {now[0]} on {now[1]}"
-            raise ConfigError(f"this parameter {was}", where=name, hint=_ANEW)
-    if (names := [at[id(p)] for p in lane.params]) != lane.names:
+        if kind != (param.dtype, param.device):
+            what = (
+                f"this parameter was {kind[0]} on {kind[1]} when ModelOptimizer was made, and is {param.dtype} on "
+                f"{param.device}"
+            )
+            raise ConfigError(what, where=name, hint=_ANEW)
+    names = [present[id(param)] for param in lane.params]
+    if names != lane.names:
         renamed = dict(zip(lane.names, names, strict=True))
         lane.monitor.rename(renamed)
         for policy in lane.policies():
@@ -57,9 +62,9 @@ def join(lane: LaneState) -> list[str]:
     """Takes in trained parameters that the model has gained since; see `Lane.join`."""
     loop_mistakes.refuse_averages(lane, "join")
     refresh(lane, warn=False)
-    known = {id(p) for p in lane.params}
+    trained = set(map(id, lane.params))
     placed = group_rules.placed(lane.model, lane.named, lane.config.optimizer)
-    fresh = [m for m in placed if id(m.param) not in known]
+    fresh = [member for member in placed if id(member.param) not in trained]
     _check_fresh(lane, fresh)
     if lane.peers is not None:
         lane.peers.admit(fresh)
@@ -92,19 +97,23 @@ def take_over(lane: LaneState) -> None:
 
 
 def _warn_of_strangers(lane: LaneState) -> None:
-    trained = {id(p) for p in lane.params}
-    new = [n for n, p in lane.named.params.items() if p.requires_grad and id(p) not in trained]
-    if new:
-        them = f"{new[0]} and {len(new) - 1} more require gradients and are" if len(new) > 1 \
-            else f"{new[0]} requires a gradient and is"  # fmt: skip
-        lane.monitor.warn("strangers", f"{them} not trained: call join()")
+    trained = set(map(id, lane.params))
+    new = [name for name, p in lane.named.params.items() if p.requires_grad and id(p) not in trained]
+    if not new:
+        return
+    subject = f"{new[0]} requires a gradient and is"
+    if len(new) > 1:
+        subject = f"{new[0]} and {len(new) - 1} more require gradients and are"
+    lane.monitor.warn("strangers", f"{subject} not trained: call join()")
 
 
 def _check_fresh(lane: LaneState, fresh: list[Member]) -> None:
     late = [m.param for m in fresh]
-    if lane.custom and (idle := registry.idle(lane.optimizer, [m.name for m in fresh], late)):
-        raise ConfigError("a custom optimizer must hold a parameter before it joins", where=idle[0],
-                          hint="optimizer.add_param_group({'params': …}) first")  # fmt: skip
+    if lane.custom:
+        idle = registry.idle(lane.optimizer, [m.name for m in fresh], late)
+        if idle:
+            raise ConfigError("a custom optimizer must hold a parameter before it joins", where=idle[0],
+                              hint="optimizer.add_param_group({'params': …}) first")  # fmt: skip
     if fresh and masters(lane.config, late, custom=lane.custom):
         raise ConfigError("a half parameter needs a master, and can only join at construction",
                           where=fresh[0].name, hint="make ModelOptimizer after changing the model")  # fmt: skip
@@ -112,12 +121,14 @@ def _check_fresh(lane: LaneState, fresh: list[Member]) -> None:
 
 def _in_order(lane: LaneState) -> None:
     """Puts what joined where a run that starts with it has it: sums depend on the order in their last bits."""
-    at = {id(p): i for i, p in enumerate(lane.named.params.values())}
-    order = sorted(range(len(lane.params)), key=lambda i: at[id(lane.params[i])])
-    lane.members = tuple(lane.members[i] for i in order)
-    lane.names[:] = [lane.names[i] for i in order]
-    stepped = [lane.stepped[i] for i in order]
-    lane.params[:] = [lane.params[i] for i in order]
+    place = {id(param): index for index, param in enumerate(lane.named.params.values())}
+    rows = list(zip(lane.params, lane.names, lane.members, lane.stepped, strict=True))
+    rows.sort(key=lambda row: place[id(row[0])])
+    params, names, members, stepped = zip(*rows, strict=True)
+    lane.members = members
+    # In place: monitor, average and step engine hold these lists.
+    lane.names[:] = names
+    lane.params[:] = params
     lane.stepped[:] = stepped
 
 

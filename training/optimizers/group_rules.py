@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.nearest import did_you_mean
 from layerline.training.config.sections import GroupRule, OptimizerConfig
 from layerline.training.model.canonical_names import Named, unwrap
-from layerline.training.optimizers.param_groups import Member, members
+from layerline.training.optimizers.param_groups import Member, matches, members
 
 # A second stack of blocks with more than this share of the first one's parameters is part of the network's depth: an
 # encoder beside a decoder, two towers.
@@ -30,18 +30,14 @@ def placed(model: nn.Module, named: Named, config: OptimizerConfig) -> tuple[Mem
         ConfigError: a pattern matches no parameter, or `layer_decay` finds no blocks.
     """
     out = members(named, config.no_decay)
-    names = {m.name: [m.name] for m in out}  # a tied parameter has several
-    for alias, kept in named.aliases.items():
-        if kept in names:
-            names[kept].append(alias)
-    _check_patterns(config.groups, [name for tied in names.values() for name in tied])
+    _check_patterns(config.groups, list(itertools.chain(*[member.names for member in out])))
     shares = {}
     if config.layer_decay is not None:
         shares = layer_shares(model, [m.name for m in out], config.layer_decay)
     result = []
     for member in out:
         share = shares.get(member.name, 1.0)
-        rule = _rule_for(names[member.name], member.param.ndim, config.groups)
+        rule = _rule_for(member, config.groups)
         if rule is not None and rule.lr_scale is not None:
             share *= rule.lr_scale
         result.append(replace(member, share=share, rule=rule))
@@ -135,18 +131,18 @@ def _nested(one: str, other: str) -> bool:
     return inside or not (one and other)
 
 
-def _rule_for(names: Sequence[str], dimensions: int, rules: Sequence[GroupRule]) -> GroupRule | None:
+def _rule_for(member: Member, rules: Sequence[GroupRule]) -> GroupRule | None:
     for rule in rules:
-        if rule.name == "muon" and dimensions != 2:
+        if rule.name == "muon" and member.param.ndim != 2:
             continue
-        if any(fnmatchcase(name, rule.match) for name in names):
+        if matches(member.names, rule.match):
             return rule
     return None
 
 
 def _check_patterns(rules: Sequence[GroupRule], names: Sequence[str]) -> None:
     for index, rule in enumerate(rules):
-        if any(fnmatchcase(name, rule.match) for name in names):
+        if matches(names, rule.match):
             continue
         hint = did_you_mean(rule.match, names) or f"parameters are called {', '.join(names[:3])}, …"
         raise ConfigError(f"{rule.match!r} matches no parameter", where=f"optimizer.groups.{index}.match", hint=hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,11 +25,13 @@ class Member:
     """One parameter's place: whether it decays, and why; and what `optimizer.groups` say of it.
 
     Attributes:
+        names: all names of the parameter; a tied one has several.
         share: what the configured rate is multiplied by; an explicit `lr` of the rule is not.
         rule: the rule that holds for it.
     """
 
     name: str
+    names: tuple[str, ...]
     param: nn.Parameter
     decay: bool
     reason: str
@@ -46,29 +49,34 @@ def members(model: Named, no_decay: Iterable[str] = ()) -> tuple[Member, ...]:
     Raises:
         ConfigError: nothing requires a gradient, an embedding gives sparse gradients, or a pattern matches nothing.
     """
-    patterns = [p for p in no_decay if p != "embeddings"]
-    trained = {n: p for n, p in model.params.items() if p.requires_grad}
-    if not trained:
+    names = {name: [name] for name, param in model.params.items() if param.requires_grad}
+    if not names:
         raise ConfigError("no parameter of the model requires a gradient", where="model")
-    names = {n: [n] for n in trained}
-    for alias, kept in model.aliases.items():
-        if kept in names:
-            names[kept].append(alias)
+    for alias, name in model.aliases.items():
+        if name in names:
+            names[name].append(alias)
+    patterns = [pattern for pattern in no_decay if pattern != "embeddings"]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for tied in names.values() for name in tied):
+        if not matches(itertools.chain(*names.values()), pattern):
             raise ConfigError(f"{pattern!r} matches no parameter", where="optimizer.no_decay")
     out = []
-    for name, param in trained.items():
-        # A tied parameter is spared where any of its names is.
-        reasons = []
-        for known in names[name]:
-            owner = model.owners[known]
+    for name, all_names in names.items():
+        param = model.params[name]
+        reason = ""  # a tied parameter is spared where any of its names is
+        for one_name in all_names:
+            owner = model.owners[one_name]
             if getattr(owner, "sparse", False):
-                raise ConfigError("sparse gradients are not supported", where=known, hint="use Embedding(sparse=False)")
-            reasons.append(_spared(known, param, owner, patterns, embeddings="embeddings" in no_decay))
-        reason = next(filter(None, reasons), "")
-        out.append(Member(name, param, not reason, reason or "weight"))
+                raise ConfigError("sparse gradients are not supported", where=one_name,
+                                  hint="use Embedding(sparse=False)")  # fmt: skip
+            if not reason:
+                reason = _spared(one_name, param, owner, patterns, embeddings="embeddings" in no_decay)
+        out.append(Member(name, tuple(all_names), param, not reason, reason or "weight"))
     return tuple(out)
+
+
+def matches(names: Iterable[str], pattern: str) -> bool:
+    """Whether one of the names matches a glob pattern, with upper and lower case apart on every system."""
+    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def _spared(name: str, param: nn.Parameter, owner: nn.Module, patterns: list[str], *, embeddings: bool) -> str:
@@ -81,7 +89,10 @@ def _spared(name: str, param: nn.Parameter, owner: nn.Module, patterns: list[str
         return "1-D"
     if embeddings and isinstance(owner, nn.Embedding | nn.EmbeddingBag):
         return "embedding"
-    return next((f"no_decay {p}" for p in patterns if fnmatchcase(name, p)), "")
+    for pattern in patterns:
+        if fnmatchcase(name, pattern):
+            return f"no_decay {pattern}"
+    return ""
 
 
 def _length(last: str, owner: nn.Module) -> bool:

@@ -46,8 +46,12 @@ def state(lane: Lane) -> dict[str, Any]:
 def _other_rules(lane: Lane) -> dict[str, str]:
     """The update rules of parameters that have another than the configured one."""
     config = lane.config.optimizer
-    rules = {m.name: group_rules.rule_name(config, m) for m in lane.members}
-    return {name: rule for name, rule in rules.items() if rule != config.name}
+    rules = {}
+    for name, member in zip(lane.names, lane.members, strict=True):
+        rule = group_rules.rule_name(config, member)
+        if rule != config.name:
+            rules[name] = rule
+    return rules
 
 
 def check(lane: Lane, saved: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> None:
