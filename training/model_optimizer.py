@@ -67,23 +67,25 @@ class ModelOptimizer:
     ) -> None:
         if isinstance(optimizer, Mapping) and "" not in optimizer and not isinstance(model, Mapping):
             # The section of the configuration: optimizers themselves are given by the names of several models.
-            fields, optimizer = {"optimizer": optimizer, **fields}, None
+            fields = {"optimizer": optimizer, **fields}
+            optimizer = None
         self.config = aliases.load(aliases.with_keywords(config, fields), whole=True)
-        models = dict(model) if isinstance(model, Mapping) else {"": model}
-        own = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(models, optimizer)
-        if not models or set(own) - set(models):
-            raise ConfigError(f"models are {sorted(models)}, optimizers {sorted(own)}", where="optimizer")
-        for name, given in models.items():
-            if not isinstance(given, nn.Module):
-                raise ConfigError(f"expected a torch.nn.Module, got {type(given).__name__}", where=name or "model",
-                                  hint="several models go in by name: {'g': g, 'd': d}")  # fmt: skip
+        models = _by_name(model)
+        optimizers = optimizer
+        if not isinstance(optimizer, Mapping):
+            optimizers = dict.fromkeys(models, optimizer)
+        if not models or set(optimizers) - set(models):
+            raise ConfigError(f"models are {sorted(models)}, optimizers {sorted(optimizers)}", where="optimizer")
         check_apart(models)
-        if all(own.get(n) is not None for n in models):
-            for given in own.values():
-                registry.check_unread(self.config.optimizer, given)
+        # A model without an optimizer of its own reads the section `optimizer`.
+        if all(optimizers.get(name) is not None for name in models):
+            for custom in optimizers.values():
+                registry.check_unread(self.config.optimizer, custom)
         self.checkpointed = capabilities.checkpoint_layers(models.values(), self.config)
         self.ranks = capabilities.enlist(models.values(), self.config, custom=optimizer is not None)
-        self.lanes = {n: Lane(m, self.config, own.get(n), shared=len(models) > 1) for n, m in models.items()}
+        self.lanes: dict[str, Lane] = {}
+        for name, module in models.items():
+            self.lanes[name] = Lane(module, self.config, optimizers.get(name), shared=len(models) > 1)
         self._main = next(iter(self.lanes.values()))
         self.extras: dict[str, Any] = {}
         self.saved: Path | None = None
@@ -91,7 +93,6 @@ class ModelOptimizer:
             capabilities.attach(lane, self.ranks, partial(checkpoint.roll_back, self, name))
             if self.config.accumulate.on_oom == "halve":
                 halving.check(lane)
-        for lane in self.lanes.values():
             gradual = configured(lane.model, self.config)
             if gradual is not None:
                 lane.masks = Masks(lane, gradual)
@@ -111,7 +112,9 @@ class ModelOptimizer:
 
         Calling the plain model gives the same gradients; they are then reduced after the backward pass, not during it.
         """
-        return self._main.model if self._main.peers is None else self._main.peers.model
+        if self._main.peers is not None:
+            return self._main.peers.model
+        return self._main.model
 
     # Stepping.
 
@@ -247,7 +250,10 @@ class ModelOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups; of several models those of all."""
-        return [g for lane in self.lanes.values() for g in registry.own_groups(lane.optimizer)]
+        groups = []
+        for lane in self.lanes.values():
+            groups += registry.own_groups(lane.optimizer)
+        return groups
 
     @property
     def grad_norm(self) -> float:
@@ -272,7 +278,10 @@ class ModelOptimizer:
     @property
     def warnings(self) -> list[str]:
         """What the monitors had to say so far, in words."""
-        return [f"{n}: {w}" if n else w for n, lane in self.lanes.items() for w in lane.monitor.warnings]
+        texts = []
+        for name, lane in self.lanes.items():
+            texts += [f"{name}: {text}" if name else text for text in lane.monitor.warnings]
+        return texts
 
     # EMA.
 
@@ -287,12 +296,12 @@ class ModelOptimizer:
     @contextmanager
     def ema(self) -> Iterator[None]:
         """The averaged weights inside the block."""
-        before = [lane.ema is not None and lane.ema.swapped for lane in self.lanes.values()]
+        swapped = any(lane.ema is not None and lane.ema.swapped for lane in self.lanes.values())
         self.switch_to_ema()
         try:
             yield
         finally:
-            if not any(before):
+            if not swapped:
                 self.switch_to_online()
 
     def _switch(self, *, ema: bool) -> None:
@@ -584,3 +593,13 @@ class ModelOptimizer:
             checkpoint.restore(twin, {n: t.clone() for n, t in tensors.items()}, meta)
         twin._metric, twin._validated, twin.saved = self._metric, self._validated, self.saved
         return twin
+
+
+def _by_name(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The models by name; one alone has the empty name."""
+    models = dict(model) if isinstance(model, Mapping) else {"": model}
+    for name, module in models.items():
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"expected a torch.nn.Module, got {type(module).__name__}", where=name or "model",
+                              hint="several models go in by name: {'g': g, 'd': d}")  # fmt: skip
+    return models
