@@ -13,17 +13,9 @@ from layerline.pipeline.errors import StageError
 
 
 class OpenVino:
-    """Runs on the CPU unless told otherwise; float layers are computed in float32, not in the CPU's bfloat16.
-
-    Args:
-        device: OpenVINO's name of the device.
-        threads: inference threads; 0 leaves the choice to the runtime.
-    """
+    """Runs on the CPU; float layers are computed in float32, not in the CPU's bfloat16."""
 
     name = "openvino"
-
-    def __init__(self, device: str = "CPU", *, threads: int = 0) -> None:
-        self.device, self.threads = device, threads
 
     def unavailable_reason(self) -> str | None:
         return None if find_spec("openvino") else "openvino is not installed: pip install openvino"
@@ -33,9 +25,6 @@ class OpenVino:
         switch_off_telemetry()
         import openvino as ov
 
-        options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}
-        if self.threads:
-            options["INFERENCE_NUM_THREADS"] = self.threads
         core = ov.Core()
         try:
             graph = core.read_model(io.BytesIO(model) if isinstance(model, bytes) else str(model))
@@ -43,7 +32,9 @@ class OpenVino:
             kept = _tappable(graph, [t for t in taps if t not in outputs])
             if kept:
                 graph.add_outputs(kept)
-            return OpenVinoSession(core.compile_model(graph, self.device, options), [*outputs, *kept])
+            return OpenVinoSession(
+                core.compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}), [*outputs, *kept]
+            )
         except RuntimeError as error:
             raise StageError(
                 f"openvino refuses the model: {error}", where=str(getattr(model, "name", "model"))

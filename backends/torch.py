@@ -61,22 +61,15 @@ class TorchSession:
         import torch
 
         check_names(feed, self.inputs)
-        kept: dict[str, Any] = {}
-        wanted = set(self.outputs)
-
-        class Keeping(torch.fx.Interpreter):
-            def run_node(self, node: torch.fx.Node) -> Any:
-                value = super().run_node(node)
-                if node.name in wanted:
-                    kept[node.name] = value
-                return value
-
+        # Keeps every value, for the taps.
+        interpreter = torch.fx.Interpreter(self._program.graph_module, garbage_collect_values=False)
         try:
             with torch.no_grad():
-                Keeping(self._program.graph_module).run(*self._arguments(feed))
+                interpreter.run(*self._arguments(feed))
         except Exception as error:
             raise StageError(f"torch could not run the program: {error}", where="run") from error
-        return {name: kept[name].numpy() for name in self.outputs if isinstance(kept[name], torch.Tensor)}
+        values = {node.name: value for node, value in interpreter.env.items()}
+        return {name: values[name].numpy() for name in self.outputs if isinstance(values[name], torch.Tensor)}
 
     def _arguments(self, feed: Feed) -> list[Any]:
         import torch

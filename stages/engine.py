@@ -255,17 +255,19 @@ def _axes(signature: Signature, profiles: Sequence[Profile]) -> dict[str, str]:
 
 
 def _gates(built: Built) -> tuple[Gate, ...]:
-    from layerline.backends.tensorrt import build_record
+    """Fails an engine whose products all compute in float although it quantises: it only pays for Q/DQ."""
+    from layerline.backends.tensorrt.build_record import FLOAT
     from layerline.backends.tensorrt.network import compute_precisions
 
     if not any(layer.type == "QUANTIZE" for layer in built.layers):
         return ()
-    precisions = ", ".join(f"{n} in {p}" for p, n in compute_precisions(built.layers).items()) or "none"
+    precisions = compute_precisions(built.layers)
+    in_words = ", ".join(f"{n} in {precision}" for precision, n in precisions.items()) or "none"
     return (
         Gate(
             name="quantisation reaches the arithmetic",
-            passed=not build_record.disguised(built.layers),
-            seen=f"convolutions and matrix products: {precisions}",
+            passed=not precisions or any(precision not in FLOAT for precision in precisions),
+            seen=f"convolutions and matrix products: {in_words}",
             expected="at least one that takes both operands dequantised",
             hint="quantise the weights of the layers whose inputs are quantised",
         ),

@@ -334,8 +334,8 @@ class ImportOnnx(Stage):
         arrays: Mapping[str, Any],
         constants: Mapping[str, Array],
     ) -> tuple[Feeder, Fed]:
-        from layerline.backends.tensorrt.checks import refuse_training
         from layerline.export.signature import signature
+        from layerline.graph.analysis.refusals import refuse_training
         from layerline.onnx_import import allocation_sizes, feed_sources
         from layerline.onnx_import import feeds as foreign
         from layerline.onnx_import.size_search import Feeder

@@ -11,23 +11,14 @@ from layerline.backends.base import MODULE
 from layerline.backends.tensorrt.builder import Built
 from layerline.backends.tensorrt.network import COMPUTE, Layer, compute_precisions
 from layerline.backends.tensorrt.profiles import Profile
-from layerline.graph.analysis.proto_queries import metadata
+from layerline.graph.analysis.proto_queries import first_output, metadata
 from layerline.graph.io import onnx_files
 from layerline.pipeline.report import LayerDiff
 
 if TYPE_CHECKING:
     import onnx
 
-_FLOAT = ("float32", "float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class OnnxNode:
-    """The ONNX node behind a value."""
-
-    node: str
-    op: str
-    module: str
+FLOAT = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -40,27 +31,24 @@ class OnnxNames:
         shapes: dimensions of a value as declared, "?" where they have no name.
     """
 
-    values: Mapping[str, OnnxNode]
+    values: Mapping[str, onnx.NodeProto]
     modules: Mapping[str, str]
-    shapes: Mapping[str, tuple[int | str, ...]]
+    shapes: Mapping[str, Sequence[int | str]]
 
 
 def names(model: onnx.ModelProto) -> OnnxNames:
     """Reads the names that a model carries, including those inside If, Loop and Scan."""
-    values: dict[str, OnnxNode] = {}
+    values: dict[str, onnx.NodeProto] = {}
     modules: dict[str, str] = {}
     for node in onnx_files.nodes(model):
-        module = metadata(node, MODULE)
-        outputs = [output for output in node.output if output]
-        name = node.name
-        if not name and outputs:
-            name = f"node_of_{outputs[0]}"  # TensorRT's parser names unnamed nodes so
-        modules[name] = module
-        values.update(dict.fromkeys(outputs, OnnxNode(name, node.op_type, module)))
-    shapes: dict[str, tuple[int | str, ...]] = {}
+        values.update((output, node) for output in node.output if output)
+        # TensorRT's parser names unnamed nodes after their first output.
+        modules[node.name or f"node_of_{first_output(node)}"] = metadata(node, MODULE)
+    shapes: dict[str, list[int | str]] = {}
     for info in (*model.graph.value_info, *model.graph.input, *model.graph.output):
         if info.type.tensor_type.HasField("shape"):
-            shapes[info.name] = _dims(info)
+            dims = info.type.tensor_type.shape.dim
+            shapes[info.name] = [d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in dims]
     return OnnxNames(values, modules, shapes)
 
 
@@ -72,15 +60,11 @@ def engine_json(built: Built, profiles: Sequence[Profile], **facts: Any) -> dict
         profiles: the profiles that it was built with.
         facts: further entries (runtime, why it was chosen, device, sizes).
     """
-    profile_rows: list[dict[str, dict[str, tuple[int, ...]]]] = []
-    for profile in profiles:
-        row = {name: {"min": limits.min, "opt": limits.opt, "max": limits.max} for name, limits in profile.items()}
-        profile_rows.append(row)
     return {
         **facts,
         "version": built.version,
         "compute_capabilities": list(built.targets) or ["default"],
-        "profiles": profile_rows,
+        "profiles": [{name: vars(limits) for name, limits in profile.items()} for profile in profiles],
         "inputs": [vars(t) for t in built.inputs],
         "outputs": [vars(t) for t in built.outputs],
         "layers": {
@@ -119,8 +103,8 @@ def diffs(layers: Sequence[Layer], onnx_names: OnnxNames) -> tuple[LayerDiff, ..
                 continue
             record = LayerDiff(
                 name=tensor.name,
-                op=node.op,
-                module=node.module,
+                op=node.op_type,
+                module=metadata(node, MODULE),
                 shape=_shape(tensor.shape, onnx_names.shapes.get(tensor.name, ())),
                 dtype=tensor.dtype,
                 extra={"network_layer": layer.name, "type": layer.type, "precision": layer.precision},
@@ -139,7 +123,7 @@ def in_words(built: Built, narrowed: Sequence[str] = ()) -> list[str]:
     counts = compute_precisions(built.layers)
     precisions = ", ".join(f"{n} in {precision}" for precision, n in counts.items()) or "none"
     computing = [layer for layer in built.layers if layer.type in COMPUTE]
-    in_float = [layer.node or layer.name for layer in computing if layer.precision in _FLOAT]
+    in_float = [layer.node or layer.name for layer in computing if layer.precision in FLOAT]
     mixed = ""
     if len(counts) > 1 and in_float:
         mixed = f" (in float: {_first_three(in_float)})"
@@ -154,39 +138,16 @@ def in_words(built: Built, narrowed: Sequence[str] = ()) -> list[str]:
     return notes
 
 
-def disguised(layers: Sequence[Layer]) -> bool:
-    """Whether activations are quantised but all products compute in float, so that Q/DQ only costs time."""
-    if not any(layer.type == "QUANTIZE" for layer in layers):
-        return False
-    precisions = compute_precisions(layers)
-    return bool(precisions) and all(precision in _FLOAT for precision in precisions)
-
-
 def _first_three(names: Sequence[str]) -> str:
     text = ", ".join(names[:3])
     return f"{text}, …" if len(names) > 3 else text
 
 
-def _dims(info: onnx.ValueInfoProto) -> tuple[int | str, ...]:
-    sizes: list[int | str] = []
-    for dim in info.type.tensor_type.shape.dim:
-        if dim.HasField("dim_value"):
-            sizes.append(dim.dim_value)
-        else:
-            sizes.append(dim.dim_param or "?")
-    return tuple(sizes)
-
-
-def _shape(network_shape: tuple[int, ...], declared: tuple[int | str, ...]) -> tuple[int | str, ...]:
+def _shape(network_shape: Sequence[int], declared: Sequence[int | str]) -> tuple[int | str, ...]:
     """The network's sizes; dynamic ones, -1 there, have the names that the model gives them."""
-    if len(declared) != len(network_shape):
-        declared = ("?",) * len(network_shape)
-    sizes: list[int | str] = []
-    for size, symbol in zip(network_shape, declared, strict=True):
-        if size >= 0:
-            sizes.append(size)
-        elif isinstance(symbol, str):
-            sizes.append(symbol)
-        else:
-            sizes.append("?")
+    sizes: list[int | str] = list(network_shape)
+    for axis, size in enumerate(network_shape):
+        if size < 0:
+            symbol = declared[axis] if len(declared) == len(sizes) else "?"
+            sizes[axis] = symbol if isinstance(symbol, str) else "?"
     return tuple(sizes)

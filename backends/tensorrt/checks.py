@@ -12,25 +12,19 @@ from collections.abc import Callable, Iterable, Iterator
 import onnx
 import onnx_ir as ir
 
-from layerline.backends.base import SOURCE, TRACED
-from layerline.backends.light import Model
-from layerline.backends.tensorrt.node_checks import (
-    NODE_CHECKS,
+from layerline.backends.tensorrt.node_checks import NODE_CHECKS, cast_away, edge, is_foldable
+from layerline.graph.analysis import ir_queries
+from layerline.graph.analysis.refusals import (
     NodeSite,
     Refusal,
-    cast_away,
-    edge,
-    is_foldable,
+    inferred,
+    is_traced,
     name,
-    readable,
     sites,
+    training_mode,
 )
-from layerline.graph.analysis import ir_queries
-from layerline.graph.analysis.element_types import infer_types
 from layerline.graph.analysis.shape_inference import Symbols
 from layerline.graph.analysis.symbolic_sizes import sizes
-from layerline.graph.io import canonicalize
-from layerline.graph.io.ir_convert import to_ir
 from layerline.pipeline.errors import StageError
 
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
@@ -47,7 +41,7 @@ def examine(model: onnx.ModelProto) -> tuple[str, ...]:
     Raises:
         StageError: about the first refusal; says how many more there are and where.
     """
-    graph = _inferred(model)
+    graph = inferred(model)
     refused = _refusals(graph)
     if refused:
         first, rest = refused[0], refused[1:]
@@ -65,7 +59,7 @@ def examine(model: onnx.ModelProto) -> tuple[str, ...]:
 def suspects(model: onnx.ModelProto) -> tuple[str, ...]:
     """Constructs that builders are known to fail on without naming them; a hint for such a failure."""
     labels: list[str] = []
-    for site in sites(_flat(model).graph):
+    for site in sites(inferred(model)):
         label = ""
         if site.node.op_type == "If" and any(n.op_type == "If" for n in site.inside):
             label = "If inside the branch of an If"
@@ -74,16 +68,6 @@ def suspects(model: onnx.ModelProto) -> tuple[str, ...]:
         if label:
             labels.append(f"{label} ({site.refuse(None, '', '').where})")
     return tuple(labels)
-
-
-def _flat(model: Model) -> ir.Model:
-    return to_ir(canonicalize.prepare(model)[0])
-
-
-def _inferred(model: Model) -> ir.Graph:
-    flat = _flat(model)
-    infer_types(flat)
-    return flat.graph
 
 
 def _refusals(graph: ir.Graph) -> tuple[Refusal, ...]:
@@ -100,52 +84,20 @@ def _refusals(graph: ir.Graph) -> tuple[Refusal, ...]:
     return tuple(reversed(distinct.values()))
 
 
-def refuse_training(model: Model) -> None:
-    """Refuses a node that drops values, or takes its statistics from the batch, in every run.
-
-    Raises:
-        StageError: about the first such node; says what to change in the file.
-    """
-    for site in sites(_inferred(model)):
-        # A training_mode computed from constants may still turn out false; fuse folds it.
-        if site.node.op_type == "Dropout" and not _switch(site.node):
-            continue
-        for refusal in _training(site):
-            raise StageError(refusal.what, where=refusal.where, hint=refusal.hint)
-
-
-def _training(site: NodeSite) -> Iterator[Refusal]:
-    node = site.node
-    if node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0) == 1:
-        what = "BatchNormalization is in training mode: it takes the batch's own statistics"
-        remedy = "set the node's attribute training_mode to 0"
-    elif node.op_type == "Dropout" and ir_queries.trains(node):
-        what = "Dropout is in training mode: it drops values in every run"
-        remedy = _switch(node) or "make its third input, training_mode, false"
-    else:
-        return
-    hint = f"{remedy}, or export again after model.eval()"
-    if _traced(node, site.inside):
-        hint = "call model.eval() before export"
-    yield site.refuse(node.outputs[0], what, hint)
-
-
-def _switch(dropout: ir.Node) -> str:
-    """How to switch a Dropout off: in pipe.yaml where its mode is an input, in the file where it is stored."""
-    mode = dropout.inputs[2] if len(dropout.inputs) > 2 else None
-    if mode is None:
-        return ""
-    if mode.is_graph_input() and not mode.is_initializer():
-        return f"fix that input in pipe.yaml: import-onnx {{values: {{{mode.name}: 0}}}}"
-    if ir_queries.constant(mode) is None:
-        return ""
-    return f"store false in {mode.name}, its third input"
+def _readable(value: ir.Value | None) -> bool:
+    """Whether the parser can read the value: absent, stored, a Constant, or one of these after Identity or Cast."""
+    if value is None or value.const_value is not None:
+        return True
+    node = value.producer()
+    if node is None:
+        return False
+    return node.op_type == "Constant" or (node.op_type in ("Identity", "Cast") and _readable(node.inputs[0]))
 
 
 def _axes(site: NodeSite) -> Iterator[Refusal]:
     """The parser needs the axes of a reduction; it looks through Cast and Identity only."""
     node = site.node
-    if not node.op_type.startswith("Reduce") or len(node.inputs) < 2 or readable(node.inputs[1]):
+    if not node.op_type.startswith("Reduce") or len(node.inputs) < 2 or _readable(node.inputs[1]):
         return
     axes = node.inputs[1]
     hint = "make the axes constants of the model"
@@ -159,7 +111,7 @@ def _recurrent(site: NodeSite) -> Iterator[Refusal]:
     if site.node.op_type not in _RECURRENT:
         return
     for index, outer in enumerate(site.inside):
-        if outer.op_type == "If" and not readable(outer.inputs[0]):
+        if outer.op_type == "If" and not _readable(outer.inputs[0]):
             decided_by, hint = _settle(outer, site.inside[:index])
             what = (
                 f"{site.node.op_type} lies in a branch of the If node {name(outer)}, "
@@ -223,7 +175,7 @@ def _settle(choice: ir.Node, inside: tuple[ir.Node, ...]) -> tuple[str, str]:
     if not dims and not inputs:
         return "constants alone", "no input and no size decides it: take the If out of the model"
     decided_by = " and ".join([*(f"the size {d}" for d in dims), *(f"what {i} holds" for i in inputs)])
-    traced = _traced(choice, inside)
+    traced = is_traced(choice, inside)
     ways: list[str] = []
     if dims and traced:
         ways.append(f"leave {', '.join(dims)} out of export's `dynamic`")
@@ -240,12 +192,6 @@ def _settle(choice: ir.Node, inside: tuple[ir.Node, ...]) -> tuple[str, str]:
     return decided_by, f"fix that in pipe.yaml and fuse leaves one branch: import-onnx {{{', '.join(ways)}}}"
 
 
-def _traced(choice: ir.Node, inside: tuple[ir.Node, ...]) -> bool:
-    """Whether the model was exported from the project's own module, as the metadata of its nodes says."""
-    graph = (*inside, choice)[0].graph
-    return graph is not None and any(n.metadata_props.keys() & {SOURCE, TRACED} for n in graph)
-
-
 def _deciding(condition: ir.Value | None, symbols: Symbols) -> tuple[list[str], list[str]]:
     """The sizes of inputs, and the inputs, that a condition is computed from.
 
@@ -257,7 +203,7 @@ def _deciding(condition: ir.Value | None, symbols: Symbols) -> tuple[list[str], 
     visited = set[tuple[ir.Value, bool]]()
     while pending:
         value, of_shape = pending.pop()
-        if value is None or (value, of_shape) in visited or (not of_shape and readable(value)):
+        if value is None or (value, of_shape) in visited or (not of_shape and _readable(value)):
             continue
         visited.add((value, of_shape))
         items = sizes(value) if of_shape else symbols.of(value)
@@ -285,4 +231,4 @@ def _symbol_names(items: Iterable[int | str]) -> set[str]:
     return names
 
 
-_CHECKS: tuple[Callable[[NodeSite], Iterator[Refusal]], ...] = (*NODE_CHECKS, _training, _axes, _recurrent, _ranks)
+_CHECKS: tuple[Callable[[NodeSite], Iterator[Refusal]], ...] = (*NODE_CHECKS, training_mode, _axes, _recurrent, _ranks)

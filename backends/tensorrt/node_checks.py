@@ -1,4 +1,4 @@
-"""What TensorRT can't build about a single node: its element types, indices and Q/DQ; and what such checks ask.
+"""What TensorRT can't build about a single node: its element types, indices and Q/DQ.
 
 TensorRT lacks some element types, takes some at the edges only, narrows others, and quantises symmetrically to int8.
 """
@@ -6,12 +6,12 @@ TensorRT lacks some element types, takes some at the edges only, narrows others,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
-from layerline.graph.analysis import ir_queries, provenance
+from layerline.graph.analysis import ir_queries
+from layerline.graph.analysis.refusals import NodeSite, Refusal
 
 # What Q and DQ may store; these exist between the two and nowhere else.
 _QUANTIZED = frozenset({ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN, ir.DataType.INT4, ir.DataType.FLOAT4E2M1})
@@ -21,77 +21,6 @@ _TAKEN = frozenset(
 )
 # Where each of these takes its indices.
 _INDEXED = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1}
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A reason why TensorRT can't build the model.
-
-    Attributes:
-        tensor: name of the tensor it is about.
-        where: tensor and node, with the module path where there is one.
-        what: what the model has and what TensorRT takes.
-        hint: what to change.
-    """
-
-    tensor: str
-    where: str
-    what: str
-    hint: str
-
-
-@dataclass(frozen=True)
-class NodeSite:
-    """A node and the control-flow nodes whose bodies it lies in, outermost first."""
-
-    node: ir.Node
-    inside: tuple[ir.Node, ...] = ()
-
-    def refuse(self, value: ir.Value | None, what: str, hint: str) -> Refusal:
-        """A refusal at this node, about one of its values."""
-        tensor = ""
-        parts: list[str] = []
-        if value is not None and value.name:
-            tensor = value.name
-            parts.append(f"tensor {tensor}")
-        parts.append(f"{self.node.op_type} node {name(self.node)}")
-        modules = provenance.modules(self.node)
-        if modules:
-            parts.append(f"module {modules[0]}")
-        return Refusal(tensor, ", ".join(parts), what, hint)
-
-
-def sites(graph: ir.Graph, inside: tuple[ir.Node, ...] = ()) -> Iterator[NodeSite]:
-    """Every node in order, those in bodies after the node that holds them."""
-    for node in graph:
-        yield NodeSite(node, inside)
-        for body in ir_queries.subgraphs(node):
-            yield from sites(body, (*inside, node))
-
-
-def name(node: ir.Node) -> str:
-    """The node's name, or that of its first output."""
-    if node.name:
-        return node.name
-    for output in node.outputs:
-        if output.name:
-            return output.name
-    return ""
-
-
-def is_quantizer(node: ir.Node) -> bool:
-    """Whether it is one of Q/DQ."""
-    return node.op_type in ("QuantizeLinear", "DequantizeLinear")
-
-
-def readable(value: ir.Value | None) -> bool:
-    """Whether the parser can read the value: absent, stored, a Constant, or one of these after Identity or Cast."""
-    if value is None or value.const_value is not None:
-        return True
-    node = value.producer()
-    if node is None:
-        return False
-    return node.op_type == "Constant" or (node.op_type in ("Identity", "Cast") and readable(node.inputs[0]))
 
 
 def is_foldable(value: ir.Value | None) -> bool:
@@ -108,6 +37,11 @@ def is_foldable(value: ir.Value | None) -> bool:
             return False
         pending += node.inputs
     return True
+
+
+def is_quantizer(node: ir.Node) -> bool:
+    """Whether it is one of Q/DQ."""
+    return node.op_type in ("QuantizeLinear", "DequantizeLinear")
 
 
 def edge(value: ir.Value) -> Iterator[Refusal]:

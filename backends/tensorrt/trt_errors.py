@@ -19,7 +19,6 @@ _NOISE = re.compile(
     r"While parsing node number|^--- (Begin|End) node|^Node name:|Make sure (input|output) \S+ has Int64 binding"
 )
 _PLACE = re.compile(r"^\[?\w+\.(?:cpp|hpp|h)(?:::\w+)*(?:::?\d+)?[\]:]+\s*|^In function \w+:\s*|^\[\d+\]\s*")
-_IMPORTER = re.compile(r"^import(\w+)$")
 _INCONSISTENT = re.compile(r"Profile k(MIN|OPT|MAX) values are not self-consistent")
 
 
@@ -60,13 +59,7 @@ class Messages:
 
 
 def parse_failed(errors: Sequence[Any], modules: Mapping[str, str], path: Path) -> StageError:
-    """An error about the first node that the parser refuses.
-
-    Args:
-        errors: TensorRT's ParserError objects.
-        modules: module path by node name.
-        path: the file that was parsed.
-    """
+    """An error about the first node that the parser refuses, from TensorRT's ParserError objects."""
     if not errors:
         return StageError("TensorRT's parser can't read the file", where="model.onnx")
     first = errors[0]
@@ -95,16 +88,16 @@ def _suspects(function: str, text: str, path: Path) -> tuple[str, list[str]]:
     """
     import onnx
 
-    importer = _IMPORTER.match(function)
-    if importer is None:
+    if not function.startswith("import"):
         return "", []
+    op = function.removeprefix("import")
     model = onnx.load(str(path), load_external_data=False)
-    nodes = [node for node in onnx_files.nodes(model) if node.op_type == importer[1]]
+    nodes = [node for node in onnx_files.nodes(model) if node.op_type == op]
     if not nodes:
         return "", []
     words = set(re.findall(r"\w+", text.lower()))
     with_attribute = [node for node in nodes if any(a.name.lower() in words for a in node.attribute)]
-    return importer[1], [node.name or first_output(node) for node in with_attribute or nodes]
+    return op, [node.name or first_output(node) for node in with_attribute or nodes]
 
 
 def build_failed(messages: Messages, layers: Sequence[Layer], modules: Mapping[str, str]) -> StageError:

@@ -9,8 +9,8 @@ from onnx import TensorProto
 
 from layerline.backends.base import SOURCE
 from layerline.backends.tensorrt import checks
-from layerline.backends.tensorrt.checks import examine, refuse_training, suspects
-from layerline.backends.tensorrt.node_checks import Refusal
+from layerline.backends.tensorrt.checks import examine, suspects
+from layerline.graph.analysis.refusals import Refusal, inferred, refuse_training
 from layerline.pipeline.errors import StageError
 from tests.backends import models
 from tests.backends.models import BOOL, I64, U8, WEIGHT, F, graph, model, node
@@ -21,7 +21,7 @@ LACKING = [getattr(TensorProto, n) for n in ("INT16", "UINT16", "UINT32", "UINT6
 
 def refusals(proto: onnx.ModelProto) -> tuple[Refusal, ...]:
     """All refusals; `examine` raises about the first."""
-    return checks._refusals(checks._inferred(proto))
+    return checks._refusals(inferred(proto))
 
 
 def only(proto: onnx.ModelProto) -> tuple[str, str]:
