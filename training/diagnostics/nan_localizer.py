@@ -63,15 +63,13 @@ class Origin:
         return f"{place}: {self.tensor} ({self.dtype} {size}) has {' and '.join(counts)}{self._sample_list()}"
 
     def _sample_list(self) -> str:
-        if not self.samples:
-            return ""
         if len(self.samples) == self.batch > 1:
             return f", samples all {self.batch}"
         rows = ", ".join(map(str, self.samples[:_SHOWN]))
         if len(self.samples) > _SHOWN:
             rows += ", …"
-        noun = "samples" if len(self.samples) > 1 else "sample"
-        return f", {noun} {rows}"
+        nouns = {0: "", 1: f", sample {rows}"}
+        return nouns.get(len(self.samples), f", samples {rows}")
 
 
 @dataclass
@@ -139,13 +137,9 @@ def trace(model: nn.Module, recorded: Pass) -> Origin | None:
         if not recorded.gradients:
             return None
         watch.backward = True
-        # Its gradient with respect to each output is the gradient that the loss sent there.
-        products = []
-        for index, gradient in recorded.gradients.items():
-            products.append((outputs[index].to(gradient.dtype) * gradient).sum().double())
-        total = torch.stack(products).sum()
+        starts = [outputs[index] for index in recorded.gradients]
         with watch:
-            gradients = torch.autograd.grad(total, params, allow_unused=True)
+            gradients = torch.autograd.grad(starts, params, list(recorded.gradients.values()), allow_unused=True)
         if all(g is None or _finite(g) for g in gradients):
             return None
     return _explain(watch, sources, ())

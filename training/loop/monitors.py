@@ -11,6 +11,7 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,14 @@ class Monitor:
         self._clipped_lately = self._lately = 0
         self._scale_drops = 0
         self._peak, self._peak_read = 0.0, -math.inf
-        self._writer = summary_writer()(config.tensorboard) if config.tensorboard else None
         self.write: Callable[[str], object] | None = _print if config.print else None
         self.trackers: list[Callable[[dict[str, float]], object]] = []
+        if config.tensorboard:
+            self.trackers.append(partial(_to_tensorboard, summary_writer()(config.tensorboard)))
 
     def hush(self) -> None:
         """Goes on watching, but leaves it to another rank to speak and to draw."""
-        self.speak, self._writer, self.write = lambda _: None, None, None
-        self.trackers = []
+        self.speak, self.write, self.trackers = lambda _: None, None, []
         self._hushed = True
 
     @property
@@ -199,20 +200,15 @@ class Monitor:
             self.trackers.append(call)
 
     def _publish(self, values: Mapping[str, float]) -> None:
-        """Hands a row to TensorBoard, to the user's trackers and to the terminal."""
-        if self._writer is None and self.write is None and not self.trackers:
+        """Hands a row to TensorBoard and the user's trackers, and prints it."""
+        if self.write is None and not self.trackers:
             return
-        measured = {name: float(v) for name, v in values.items() if not math.isnan(v)}
-        step = int(measured["step"])
-        if self._writer is not None:
-            for name, value in measured.items():
-                if name != "step":
-                    self._writer.add_scalar(name, value, step)
+        measured = {name: float(value) for name, value in values.items() if not math.isnan(value)}
         for call in self.trackers:
             call(dict(measured))
         if self.write is not None:
             figures = [f"{name} {measured[name]:.4g}" for name in _PRINTED if name in measured]
-            self.write(f"step {step}: {', '.join(figures)}")
+            self.write(f"step {measured['step']:.0f}: {', '.join(figures)}")
 
     def write_csv(self, path: Path) -> None:
         """All rows so far; a cell that was not measured is empty."""
@@ -322,6 +318,12 @@ def _within(params: Sequence[Tensor], budget: int) -> list[Tensor]:
         if dense and (part.dtype, part.device) == (parts[0].dtype, parts[0].device):
             kept.append(part.as_strided((min(part.numel(), share),), (1,)))
     return kept
+
+
+def _to_tensorboard(writer: Any, row: Mapping[str, float]) -> None:
+    for name, value in row.items():
+        if name != "step":
+            writer.add_scalar(name, value, int(row["step"]))
 
 
 def summary_writer() -> Any:

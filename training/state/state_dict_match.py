@@ -182,37 +182,69 @@ def choose(tree: Any, model: nn.Module, *, key: str = "", ignore: Sequence[str] 
 
 
 def fit(state: State, model: Named, ignore: Sequence[str] = ()) -> Fit:
-    """Compares a state dict with a model's names and shapes; names of wrappers are removed."""
+    """Compares a state dict with a model's names, shapes and types; names of wrappers are removed."""
     target = model.tensors
-    if state.order:
-        by_position = dict(zip(model.params, state.order, strict=False))
-        too_many = len(by_position) < len(state.order)
-        return _compare(state, by_position, model, ["more tensors than parameters"] if too_many else [])
     try:
         tensors = canonical_names.strip({state.prefix + n: t for n, t in state.tensors.items()}, model)
     except StageError as error:
         matching = {n: t for n, t in state.tensors.items() if n in target}
         return Fit(state=state, tensors=matching, wrong=(error.what,))
-    matching, dropped, extra = {}, [], []
+    resizable = canonical_names.resized(model, tensors)
+    fitting: dict[str, Tensor] = {}
+    wrong: list[str] = []
+    extra: list[str] = []
+    dropped: list[str] = []
     for name, tensor in tensors.items():
-        if name in target:
-            matching[name] = tensor
-        elif any(fnmatch(name, pattern) for pattern in (*_NO_WEIGHTS, *ignore)):
-            dropped.append(name)
+        expected = target.get(name)
+        if expected is None:
+            if any(fnmatch(name, pattern) for pattern in (*_NO_WEIGHTS, *ignore)):
+                dropped.append(name)
+            else:
+                extra.append(name)
+                wrong.append(f"unknown {name} {tuple(tensor.shape)}")
+            continue
+        fitting[name] = tensor
+        fault = _fault(name, tensor, expected, resizable=name in resizable)
+        if fault:
+            wrong.append(fault)
+    missing: list[str] = []
+    counters = 0
+    for name in target:
+        if name in fitting:
+            continue
+        # These only count for BatchNorm(momentum=None), and files from before torch 0.4.1 have none.
+        if name.endswith("num_batches_tracked"):
+            fitting[name] = target[name]
+            counters += 1
         else:
-            extra.append(name)
-    result = _compare(state, matching, model, [f"unknown {n} {tuple(tensors[n].shape)}" for n in extra])
-    notes = list(result.notes)
+            missing.append(name)
+    notes: list[str] = []
+    if counters:
+        notes.append(f"{counters} counters of batches are not in the file and stay at 0")
     if dropped:
         notes.append(f"left out of {state.where}: {', '.join(dropped[:_SHOWN])}")
     if state.prefix:
         notes.append(f"{state.where} names its tensors without {state.prefix}")
-    return replace(result, notes=tuple(notes), extra=tuple(extra))
+    return Fit(state=state, tensors=fitting, missing=tuple(missing), wrong=tuple(wrong), extra=tuple(extra),
+               notes=tuple(notes))  # fmt: skip
+
+
+def _fault(name: str, tensor: Tensor, expected: Tensor, *, resizable: bool) -> str:
+    """How a tensor of the file differs from the model's in shape or type; "" where it can be loaded."""
+    if tensor.shape != expected.shape:
+        return "" if resizable else f"{name} is {tuple(tensor.shape)}, the model has {tuple(expected.shape)}"
+    if not _convertible(tensor, expected):
+        return f"{name} is {_type(tensor)}, the model has {_type(expected)}"
+    return ""
 
 
 def _parts(state: State, model: Named) -> Iterator[State]:
     """The ways to read a state dict: as it is, below each prefix that ends where a name of the model begins, and with
     the prefix of the one module that holds the whole model."""
+    if state.order:
+        names = [*model.params, *(f"[{index}]" for index in range(len(model.params), len(state.order)))]
+        yield replace(state, tensors=dict(zip(names, state.order, strict=False)))
+        return
     yield state
     stored_names = {canonical_names.bare(name): name for name in state.tensors}
     # Three of the longest names are enough to see a shared prefix, and keep this linear in the size of the file.
@@ -232,39 +264,6 @@ def _parts(state: State, model: Named) -> Iterator[State]:
     roots = {n.partition(".")[0] for n in model.tensors}
     if len(roots) == 1 and state.tensors:
         yield replace(state, prefix=f"{roots.pop()}.")
-
-
-def _compare(state: State, tensors: Mapping[str, Tensor], model: Named, wrong: Sequence[str]) -> Fit:
-    """Shapes and types of tensors under the model's names."""
-    target = model.tensors
-    resizable = canonical_names.resized(model, tensors)
-    shapes, types = [], []
-    for name, tensor in tensors.items():
-        expected = target[name]
-        if tensor.shape == expected.shape:
-            if not _convertible(tensor, expected):
-                types.append(f"{name} is {_type(tensor)}, the model has {_type(expected)}")
-        elif name not in resizable:
-            shapes.append(f"{name} is {tuple(tensor.shape)}, the model has {tuple(expected.shape)}")
-    counters, missing = {}, []
-    for name, tensor in target.items():
-        if name in tensors:
-            continue
-        # These only count for BatchNorm(momentum=None), and files from before torch 0.4.1 have none.
-        if name.endswith("num_batches_tracked"):
-            counters[name] = tensor
-        else:
-            missing.append(name)
-    notes = []
-    if counters:
-        notes.append(f"{len(counters)} counters of batches are not in the file and stay at 0")
-    return Fit(
-        state=state,
-        tensors={**tensors, **counters},
-        missing=tuple(missing),
-        wrong=(*wrong, *shapes, *types),
-        notes=tuple(notes),
-    )
 
 
 def _convertible(tensor: Tensor, target: Tensor) -> bool:
