@@ -49,7 +49,7 @@ def changed(before: nn.Module, after: nn.Module) -> dict[str, nn.Module]:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     plain = {name: value for name, value in vars(module).items() if name not in _COMMON}
-    return plain | module._parameters | module._buffers
+    return plain | dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
 
 
 def _same(a: Any, b: Any, visited: set[tuple[int, int]]) -> bool:

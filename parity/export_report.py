@@ -66,10 +66,7 @@ def batch_size(call: Call) -> int:
 
 def _metrics(prober: Prober, rows: Sequence[LayerDiff], opset: int) -> dict[str, Scalar]:
     graph = prober.traced.model.graph
-    random: dict[str, str] = {}
-    for row in rows:
-        if row.extra.get("nondeterministic"):
-            random[row.name] = str(row.extra["nondeterministic"])
+    random = {row.name: str(row.extra["nondeterministic"]) for row in rows if row.extra.get("nondeterministic")}
     # The sizes that the model can be deployed at are a headline of the report.
     sizes: Mapping[str, str] = {"batch": f"fixed at {batch_size(prober.call)}"}
     if prober.axes.names:
@@ -85,14 +82,11 @@ def _metrics(prober: Prober, rows: Sequence[LayerDiff], opset: int) -> dict[str,
 
 def _fixed_sizes(prober: Prober) -> list[str]:
     """A note if no size can change, which is rarely meant."""
-    if prober.axes.names:
+    names = [name for name, array in prober.call.feed.items() if array.ndim]
+    if prober.axes.names or not names:
         return []
-    for name, array in prober.call.feed.items():
-        if array.ndim:
-            size = batch_size(prober.call)
-            note = f"no axis is dynamic: the batch is fixed at {size}, the example's; "
-            return [note + f"`dynamic: {{{name}: {{0: batch}}}}` makes it dynamic"]
-    return []
+    note = f"no axis is dynamic: the batch is fixed at {batch_size(prober.call)}, the example's; "
+    return [note + f"`dynamic: {{{names[0]}: {{0: batch}}}}` makes it dynamic"]
 
 
 def _constant_or_complex(call: Call) -> list[str]:
@@ -100,8 +94,7 @@ def _constant_or_complex(call: Call) -> list[str]:
     notes = [f"input {n} is no tensor: its value {value!r} is part of the graph" for n, value in call.fixed.items()]
     # A graph returns tensors alone.
     for name, value in call.left_out.items():
-        note = f"output {name} is no tensor ({value!r} for the example): the ONNX does not give it"
-        notes.append(note)
+        notes.append(f"output {name} is no tensor ({value!r} for the example): the ONNX does not give it")
     complex_note = "is complex: the ONNX takes (real, imaginary) on a last axis"
     return notes + [f"input {name} {complex_note}" for name in call.complex_inputs]
 
@@ -130,11 +123,10 @@ def flip_notes(rows: Sequence[LayerDiff]) -> list[str]:
 
 def start_of_difference(rows: Sequence[LayerDiff]) -> list[str]:
     """Where the difference starts, and the jump that caused it, if there is one."""
-    for row in rows:
-        if not row.passed:
-            break
-    else:
+    failed = [row for row in rows if not row.passed]
+    if not failed:
         return []
+    row = failed[0]
     places = [row.module, str(row.extra.get("source") or "")]
     where = ", ".join(place for place in places if place)
     if row.extra.get("mismatch"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from torch import nn
 
 from layerline.backends.base import Array, Feed
 from layerline.export import padded_masks, trace_guards
@@ -384,10 +385,10 @@ class Prober:
         return Probe(label=label, feed=feed, outputs=outputs, sizes=sizes or {})
 
 
-def outputs_or_error(call: Call, feed: Feed) -> dict[str, Array] | str:
-    """The module's outputs, or what it raised."""
+def outputs_or_error(call: Call, feed: Feed, module: nn.Module | None = None) -> dict[str, Array] | str:
+    """The module's outputs, or what it raised; those of another module, if one is passed."""
     try:
-        return call.run(feed)
+        return call.run(feed, module)
     except Exception as error:  # noqa: BLE001 - a user's forward() may raise anything on inputs it does not take
         return brief(error)
 

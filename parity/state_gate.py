@@ -16,7 +16,7 @@ from layerline.export import kept_state
 from layerline.export.example_call import Call, place_of
 from layerline.export.probe_files import Probe
 from layerline.graph.io.module_identity import source
-from layerline.pipeline.errors import brief
+from layerline.parity.probe_inputs import outputs_or_error
 from layerline.pipeline.report import Gate
 
 LIMIT = 1e-4
@@ -85,10 +85,7 @@ def _seeded(call: Call, module: nn.Module | None, probe: Probe) -> Mapping[str, 
     # The same seed for both calls: a module that draws numbers must not differ for that reason.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        try:
-            return call.run(probe.feed, module)
-        except Exception as error:  # noqa: BLE001 - the user's module may raise anything on a state it left behind
-            return brief(error)
+        return outputs_or_error(call, probe.feed, module)
 
 
 def _where(name: str, owner: nn.Module, root: Path) -> str:
