@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnx_ir.tape import Tape
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
@@ -58,47 +59,42 @@ def _values(graph: ir.Graph) -> Mapping[str, ir.Value]:
 
 def _open_rows(mask: ir.Value, meta: Tensor, before: ir.Node) -> ir.Value:
     """Which rows of a mask leave a key to attend to, with an axis of one for the keys; computed ahead of a node."""
-    last = _constant(np.array([-1]), f"{mask.name}/last_axis", before)
+    tape = Tape()
+
+    def add(op: str, inputs: list[ir.Value], name: str, **attributes: ir.TensorProtocol | int) -> ir.Value:
+        value = tape.op(op, inputs, attributes, metadata_props=dict(before.metadata_props))
+        value.name = f"{mask.name}/{name}"
+        return value
+
+    last = add("Constant", [], "last_axis", value=ir.tensor(np.array([-1])))
     if meta.dtype == torch.bool:
-        numbers = _add("Cast", [mask], f"{mask.name}/visible", before, to=ir.DataType.FLOAT)
-        hidden = _constant(np.array(0.0, np.float32), f"{mask.name}/nothing", before)
+        numbers = add("Cast", [mask], "visible", to=ir.DataType.FLOAT)
+        hidden = add("Constant", [], "nothing", value=ir.tensor(np.array(0.0, np.float32)))
     else:
-        numbers = _add("Cast", [mask], f"{mask.name}/added", before, to=ir.DataType.FLOAT)
-        hidden = _constant(np.array(-np.inf, np.float32), f"{mask.name}/hidden", before)
-    greatest = _add("ReduceMax", [numbers, last], f"{mask.name}/greatest", before, keepdims=1)
-    return _add("Greater", [greatest, hidden], f"{mask.name}/open_rows", before)
+        numbers = add("Cast", [mask], "added", to=ir.DataType.FLOAT)
+        hidden = add("Constant", [], "hidden", value=ir.tensor(np.array(-np.inf, np.float32)))
+    greatest = add("ReduceMax", [numbers, last], "greatest", keepdims=1)
+    open_rows = add("Greater", [greatest, hidden], "open_rows")
+    assert before.graph is not None
+    before.graph.insert_before(before, tape.nodes)
+    return open_rows
 
 
 def _keep(attended: ir.Value, rows: ir.Value, producer: ir.Node, dtype: torch.dtype) -> None:
     """The attended values where a row is open, 0 elsewhere, under the name of the former."""
     name = attended.name or ""
-    # Taken before the new node becomes a use as well.
-    uses = list(attended.uses())
+    tape = Tape()
+    props = dict(producer.metadata_props)
+    zero_tensor = ir.tensor(np.zeros((), str(dtype).removeprefix("torch.")))
+    zero = tape.op("Constant", [], {"value": zero_tensor}, metadata_props=dict(props))
+    zero.name = f"{name}/zero"
+    kept = tape.op("Where", [rows, attended, zero], metadata_props=props)
+    kept.shape, kept.type = attended.shape, attended.type
     graph = producer.graph
     assert graph is not None
-    zero = _constant(np.zeros((), str(dtype).removeprefix("torch.")), f"{name}/zero", producer)
-    kept = ir.Node("", "Where", [rows, attended, zero], metadata_props=dict(producer.metadata_props))
-    kept.outputs[0].shape, kept.outputs[0].type = attended.shape, attended.type
-    graph.insert_after(producer, kept)
-    for use in uses:
-        use.node.replace_input_with(use.idx, kept.outputs[0])
-    for index, output in enumerate(graph.outputs):
-        if output is attended:
-            graph.outputs[index] = kept.outputs[0]
+    graph.insert_before(producer, tape.nodes[:1])
+    graph.insert_after(producer, tape.nodes[1:])
+    attended.replace_all_uses_with(kept, replace_graph_outputs=True)
+    tape.nodes[1].replace_input_with(1, attended)  # the new node itself still reads the old value
     attended.name = f"{name}/all_rows"
-    kept.outputs[0].name = name
-
-
-def _constant(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], name: str, before: ir.Node) -> ir.Value:
-    return _add("Constant", [], name, before, value=ir.tensor(array))
-
-
-def _add(
-    op: str, inputs: list[ir.Value], name: str, before: ir.Node, **attributes: ir.TensorProtocol | int
-) -> ir.Value:
-    """A node ahead of another one, with its record of where it comes from; gives its output."""
-    node = ir.node(op, inputs, attributes=attributes, metadata_props=dict(before.metadata_props))
-    node.outputs[0].name = name
-    assert before.graph is not None
-    before.graph.insert_before(before, node)
-    return node.outputs[0]
+    kept.name = name
