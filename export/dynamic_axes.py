@@ -168,7 +168,9 @@ def settle(model: onnx.ModelProto, axes: Axes, runs: Iterable[tuple[Feed, Feed]]
         runs: (feed, outputs by name), the axes varied.
     """
     runs = list(runs)
-    sizes_by_name = {name: [axes.size(feed, name) for feed, _ in runs] for name in axes.bounds}
+    sizes_by_name: dict[str, list[int]] = {}
+    for name in axes.bounds:
+        sizes_by_name[name] = [axes.size(feed, name) for feed, _ in runs]
     for output in model.graph.output:
         shape = output.type.tensor_type.shape
         shapes = [outputs[output.name].shape for _, outputs in runs]
