@@ -21,7 +21,8 @@ from layerline.training.diagnostics.verify_accumulation import AccumulationCheck
 from layerline.training.loop import ema_swap, halving, memory_report
 from layerline.training.loop.best_checkpoints import FOLDER, Best
 from layerline.training.loop.halving import Forward
-from layerline.training.loop.masks import Gradual, Masks, configured
+from layerline.training.loop.mask_choice import Gradual, configured
+from layerline.training.loop.masks import Masks
 from layerline.training.loop.memory_report import LayerMemory
 from layerline.training.loop.step_engine import Lane
 from layerline.training.loop.step_result import StepResult, step_result

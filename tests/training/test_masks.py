@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import Config
-from layerline.training.loop.masks import Gradual, Masks, channels, configured, cubic, magnitude, two_of_four
+from layerline.training.loop.mask_choice import Gradual, channels, configured, cubic, magnitude, two_of_four
+from layerline.training.loop.masks import Masks
 from layerline.training.loop.step_engine import Lane
 from tests.training.zeros import share_of_zeros
 

@@ -8,7 +8,6 @@ counters, schedule, loss scale, random state, data positions. Nothing is pickled
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -23,14 +22,18 @@ from layerline.pipeline.errors import ConfigError, StageError
 from layerline.training.config.sections import Config
 from layerline.training.distributed.ranks import Ranks
 from layerline.training.loop import ema_swap, rejected_steps
-from layerline.training.loop.masks import Masks
 from layerline.training.loop.step_engine import Lane
 from layerline.training.model import canonical_names as names
 from layerline.training.model.split_tensors import whole
-from layerline.training.optimizers import registry as optimizers
 from layerline.training.randomness import rng_state
 from layerline.training.randomness.rng_state import Draws
-from layerline.training.state import checkpoint_reader, optimizer_state, safetensors_io, tensor_forms
+from layerline.training.state import (
+    checkpoint_reader,
+    lane_checkpoint,
+    optimizer_state,
+    safetensors_io,
+    tensor_forms,
+)
 from layerline.training.state.checkpoint_reader import prefix_of
 from layerline.training.state.state_tree import Tensors, pack, unpack
 
@@ -115,7 +118,7 @@ def roll_back(mo: Training, name: str) -> str | None:
     _, tensors, meta = _read(mo, mo.saved)
     state = checkpoint_reader.read(mo.lanes[name], meta["lanes"][name], prefix_of(name), tensors)
     _load_others(mo, {name: state.parts["optimizer"]}, {})
-    _restore_lane(mo.lanes[name], state)
+    lane_checkpoint.restore(mo.lanes[name], state)
     return mo.saved.name
 
 
@@ -127,7 +130,10 @@ def rotation(folder: Path) -> list[Path]:
 def state(mo: Training, *, timings: bool = True) -> tuple[Tensors, dict[str, Any]]:
     """Tensors by name (not copies) and the JSON entry. The models must hold their trained weights, not averages."""
     tensors: Tensors = {}
-    lanes = {name: _lane_state(lane, prefix_of(name), tensors, timings=timings) for name, lane in mo.lanes.items()}
+    lanes = {
+        name: lane_checkpoint.collect(lane, prefix_of(name), tensors, timings=timings)
+        for name, lane in mo.lanes.items()
+    }
     extras = {name: pack(extra.state_dict(), f"extras/{name}", tensors) for name, extra in mo.extras.items()}
     meta = {"format": FORMAT, "config": mo.config.model_dump(mode="json"), "lanes": lanes, "extras": extras,
             "rng": pack(tuple(rng_state.draws()), "rng", tensors)}  # fmt: skip
@@ -172,7 +178,7 @@ def restore(mo: Training, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
             extras[name] = unpack(meta["extras"][name], f"extras/{name}", tensors)
     _load_others(mo, {name: state.parts["optimizer"] for name, state in states.items()}, extras)
     for name, state in states.items():
-        _restore_lane(mo.lanes[name], state)
+        lane_checkpoint.restore(mo.lanes[name], state)
     _restore_rng(meta, tensors, 0 if mo.ranks is None else mo.ranks.rank)
 
 
@@ -270,65 +276,6 @@ def _restore_rng(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: i
         rng_state.seed_all(rng_state.mix(int(torch.randint(2**62, ()).item()), rank))
 
 
-def _lane_state(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> dict[str, Any]:
-    lane.refresh()
-    _add_weights(lane, prefix, tensors)
-    parts: dict[str, Any] = {"optimizer": optimizer_state.state(lane), "window": _window_state(lane), "guard": {}}
-    for policy in lane.policies():
-        if policy.name:
-            parts[policy.name] = policy.state_dict()
-    if timings:
-        parts["monitor"] = lane.monitor.state_dict()
-    counters = {"steps": lane.steps, "skipped": lane.skipped, "in_a_row": lane.skipped_in_a_row,
-                "first_rejected": lane.first_rejected, "ema_updates": lane.ema.updates if lane.ema else 0,
-                "loss": _finite(lane.loss), "grad_norm": _finite(lane.grad_norm)}  # fmt: skip
-    if lane.largest_part is not None:
-        counters["largest_part"] = lane.largest_part
-    classes = optimizers.classes(lane.optimizer)
-    saved: dict[str, Any] = {"counters": counters, "aliases": lane.named.aliases}
-    for name in (*checkpoint_reader.PARTS, *checkpoint_reader.OPTIONAL_PARTS):
-        if name in parts:
-            saved[name] = pack(parts[name], f"{prefix}{name}", tensors, classes)
-    return saved
-
-
-def _add_weights(lane: Lane, prefix: str, tensors: Tensors) -> None:
-    for name, tensor in lane.named.tensors.items():
-        tensors[f"{prefix}online/{name}"] = tensor.detach()
-    if lane.masters is not None:
-        for name, param in zip(lane.names, lane.params, strict=True):
-            if lane.masters.has(param):
-                tensors[f"{prefix}masters/{name}"] = lane.masters.stepped(param)
-    if lane.ema is not None:
-        for name, average in zip(lane.ema.names, lane.ema.shadow, strict=True):
-            tensors[f"{prefix}ema/{name}"] = average
-
-
-def _window_state(lane: Lane) -> dict[str, Any]:
-    grads = {}
-    for name, stepped in zip(lane.names, lane.stepped, strict=True):
-        if stepped.grad is not None:
-            grads[name] = stepped.grad
-    curvature = {}
-    if lane.sophia is not None:
-        estimates = lane.sophia.curvature
-        curvature = {n: estimates[p] for n, p in zip(lane.names, lane.stepped, strict=True) if p in estimates}
-    window: dict[str, Any] = lane.window.state_dict()
-    if lane.peers is not None:
-        window = lane.peers.shared_window(window)
-        grads = lane.peers.mean_by_name(grads)
-        if lane.sophia is not None:
-            curvature = lane.peers.mean_by_name(curvature)
-    if curvature:
-        window["curvature"] = curvature
-    return {**window, "grads": grads}
-
-
-def _finite(number: float) -> float | None:
-    """The number, or None for NaN and Inf, which JSON has not."""
-    return number if math.isfinite(number) else None
-
-
 def _load_others(mo: Training, optimizers: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
     """Loads the state of the user's own objects: all of them or, where one refuses, none."""
     loads = [(mo.extras[name], state) for name, state in extras.items()]
@@ -351,59 +298,6 @@ def _load_others(mo: Training, optimizers: Mapping[str, Any], extras: Mapping[st
         raise
 
 
-def _restore_lane(lane: Lane, state: checkpoint_reader.Saved) -> None:
-    ema_swap.switch(lane, ema=False)
-    if lane.peers is not None:
-        lane.peers.release()
-    weights, parts, counters = state.weights, state.parts, state.counters
-    masks, lane.masks = lane.masks, None  # masks of other weights must not touch those that are loaded
-    names.load(lane.model, weights["online"])
-    lane.refresh()  # a buffer that was resized may be another tensor
-    if lane.masters is not None:
-        by_name = weights["masters"] or weights["online"]
-        with_master = [n for n, p in zip(lane.names, lane.params, strict=True) if lane.masters.has(p)]
-        lane.masters.adopt([by_name[name] for name in with_master])
-    lane.steps = counters["steps"]
-    lane.skipped = counters["skipped"]
-    lane.skipped_in_a_row = counters["in_a_row"]
-    lane.first_rejected = counters.get("first_rejected", 0)
-    lane.loss, lane.grad_norm = counters.get("loss") or math.nan, counters.get("grad_norm") or math.nan
-    lane.largest_part = counters.get("largest_part")
-    lane.state_was_loaded()
-    if lane.ema is not None:
-        lane.ema.load(weights["ema"], counters["ema_updates"])
-    if not lane.custom:
-        optimizer_state.restore(lane, parts["optimizer"])
-    if lane.strides is not None:
-        lane.strides.renew()
-    _restore_window(lane, parts["window"])
-    lane.masks = masks
-    if "masks" in parts:
-        lane.masks = masks or Masks(lane, {})
-    elif masks is not None:
-        masks.weights_were_loaded()
-    for policy in lane.policies():
-        if policy.name in parts:
-            policy.load_state_dict(parts[policy.name], lane.steps)
-    if "monitor" in parts:
-        lane.monitor.load_state_dict(parts["monitor"])
-    if lane.peers is not None:
-        lane.peers.arm(sync=lane.window.micro == lane.config.accumulate.steps - 1)
-
-
-def _restore_window(lane: Lane, window: Mapping[str, Any]) -> None:
-    lane.window.load_state_dict(window)
-    for name, param in zip(lane.names, lane.stepped, strict=True):
-        grad = window["grads"].get(name)
-        if grad is not None:
-            grad = grad.to(param.device)
-        param.grad = grad
-    if lane.sophia is not None:
-        saved = window.get("curvature", {})
-        pairs = zip(lane.names, lane.stepped, strict=True)
-        lane.sophia.curvature = {p: saved[n].to(p.device) for n, p in pairs if n in saved}
-
-
 def _changes(old: Any, new: Any, path: str = "") -> list[str]:
     """Fields that differ, except for those that don't change the result of the training."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -411,6 +305,8 @@ def _changes(old: Any, new: Any, path: str = "") -> list[str]:
         for key in {**old, **new}:
             changes += _changes(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
         return changes
-    if old == new or path.startswith(("monitor.", "memory.", "distributed.")):
+    # Which metric is better decides on the rate of a plateau schedule.
+    harmless = path.startswith(("monitor.", "memory.", "distributed.")) and path != "monitor.better"
+    if old == new or harmless:
         return []
     return [f"{path} was {old!r}, is {new!r}"]

@@ -1,0 +1,244 @@
+"""Which weights pruning masks: the smallest, two of four, or whole channels, at once or a growing share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.nearest import did_you_mean
+from layerline.training.config.sections import Config
+from layerline.training.model.canonical_names import modules, named
+from layerline.training.model.split_tensors import whole
+
+Scope = Literal["layer", "global"]
+Method = Literal["layer", "global", "channels", "2:4"]
+_TRANSPOSED = (nn.modules.conv._ConvTransposeNd,)
+
+
+def magnitude(
+    model: nn.Module, sparsity: float, *, scope: Scope = "layer", skip: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Masks that drop the smallest weights of the Linear and convolution layers: exactly round(sparsity · n) of them.
+
+    Of equal weights the first go. Globally, the largest weight of a layer always stays: a layer without weights is cut
+    off from the rest for good.
+
+    Args:
+        model: wrapped or not.
+        sparsity: share of zeros, 0 to 1.
+        scope: whether the share holds in each layer or over all of them.
+        skip: glob patterns of parameter names that stay whole.
+
+    Returns:
+        True where a weight stays, by canonical parameter name.
+    """
+    _check_word("scope", scope, Scope)
+    weights: dict[str, Tensor] = {}
+    for name, (_, param) in _layers(model, skip).items():
+        weights[name] = whole(param.detach()).abs().float()
+    _check(sparsity, weights)
+    if scope == "layer":
+        return {n: _keep(w.flatten(), round(sparsity * w.numel())).view(w.shape) for n, w in weights.items()}
+    scores = [weight.flatten().clone() for weight in weights.values()]
+    for score in scores:
+        score[score.argmax()] = torch.inf
+    sizes = [len(score) for score in scores]
+    count = min(round(sparsity * sum(sizes)), sum(sizes) - len(sizes))
+    kept = torch.split(_keep(torch.cat(scores), count), sizes)
+    return {n: k.view(w.shape) for k, (n, w) in zip(kept, weights.items(), strict=True)}
+
+
+def two_of_four(model: nn.Module, *, skip: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Masks that keep the two largest of each four weights along the input channels (Mishra et al. 2021).
+
+    Layers whose input channels are no multiple of four stay whole, and so do transposed convolutions: the sparse
+    kernels take neither.
+    """
+    masks: dict[str, Tensor] = {}
+    for name, (layer, param) in _layers(model, skip).items():
+        weight = whole(param.detach()).abs().float()
+        if isinstance(layer, _TRANSPOSED) or weight.shape[1] % 4:
+            continue
+        last = weight.movedim(1, -1)
+        fours = last.reshape(-1, 4)
+        # Of equal weights the first stay: sort() keeps their order where it is stable.
+        order = fours.sort(dim=1, descending=True, stable=True).indices
+        kept = torch.zeros_like(fours, dtype=torch.bool).scatter_(1, order[:, :2], True)
+        masks[name] = kept.view(last.shape).movedim(-1, 1).contiguous()
+    return masks
+
+
+def channels(model: nn.Module, sparsity: float, *, skip: Sequence[str] = (), norms: bool = False) -> dict[str, Tensor]:
+    """Masks that drop whole output channels, those of smallest L2 norm: round(sparsity · channels) of each Linear and
+    convolution layer, one at least stays.
+
+    The channel's bias goes too, so that it gives exactly zero and can be cut out later. The output channels of a
+    transposed convolution are on axis 1, group by group on axis 0.
+
+    Args:
+        norms: also masks what the BatchNorm that is registered right behind a layer gives for its channels, which would
+            else be a constant that is not zero.
+    """
+    layers = _layers(model, skip)
+    weights = {name: whole(param.detach()).float() for name, (_, param) in layers.items()}
+    _check(sparsity, weights)
+    behind = _norms_behind(model) if norms else {}
+    masks: dict[str, Tensor] = {}
+    for name, (layer, _) in layers.items():
+        weight = weights[name]
+        groups = layer.groups if isinstance(layer, _TRANSPOSED) else 0
+        by_channel = weight.flatten(1)
+        if groups:
+            by_channel = weight.view(groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
+        norm_of = by_channel.norm(dim=1)
+        kept = _keep(norm_of, min(round(sparsity * len(norm_of)), len(norm_of) - 1))
+        mask = kept[:, None].expand_as(by_channel)
+        if groups:
+            mask = mask.view(groups, -1, len(weight) // groups, *weight.shape[2:]).transpose(1, 2)
+        masks[name] = mask.reshape(weight.shape).contiguous()
+        if isinstance(layer.bias, nn.Parameter):
+            masks[f"{name.rpartition('.')[0]}.bias".lstrip(".")] = kept
+        norm_path, norm_channels = behind.get(layer, ("", 0))
+        if norm_channels == len(kept):
+            masks |= {f"{norm_path}.weight": kept, f"{norm_path}.bias": kept}
+    return masks
+
+
+def cubic(step: int, *, begin: int, end: int, final: float, initial: float = 0.0) -> float:
+    """Sparsity at a step: s_f + (s_i - s_f) (1 - (t - t_0) / (t_1 - t_0))³ (Zhu & Gupta 2017, equation 1).
+
+    Fast at first, while there is much to spare, slow at the end; 0.4375 half-way to 0.5 from 0.
+    """
+    if step >= end:
+        return final
+    left = 1.0 - max(step - begin, 0) / (end - begin)
+    return final + (initial - final) * left**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradual:
+    """Masks that grow from `initial` to `final` sparsity between two optimizer steps, chosen anew every `every` steps.
+
+    Attributes:
+        method: magnitude in each "layer" or over all ("global"), whole "channels", or "2:4", chosen once.
+        skip: glob patterns of parameter names that stay whole.
+        norms: see `channels`.
+    """
+
+    final: float
+    begin: int
+    end: int
+    every: int = 100
+    initial: float = 0.0
+    method: Method = "layer"
+    skip: tuple[str, ...] = ()
+    norms: bool = False
+
+    def __post_init__(self) -> None:
+        _check_word("method", self.method, Method)
+        if not 0 <= self.begin < self.end or self.every < 1:
+            raise ConfigError(
+                f"begins at {self.begin}, ends at {self.end}, every {self.every}",
+                where="masks",
+                hint="0 <= begin < end, every >= 1",
+            )
+        if not 0 <= self.initial <= self.final < 1:
+            raise ConfigError(
+                f"grows from {self.initial} to {self.final}", where="masks", hint="0 <= initial <= final < 1"
+            )
+
+    def latest(self, step: int) -> int | None:
+        """The last step up to accepted step number `step` at which masks are chosen; None before the first."""
+        if step < self.begin:
+            return None
+        return self.end if step >= self.end else step - (step - self.begin) % self.every
+
+    def choose(self, model: nn.Module, step: int) -> dict[str, Tensor]:
+        """The masks of that step."""
+        share = cubic(step, begin=self.begin, end=self.end, final=self.final, initial=self.initial)
+        if self.method == "2:4":
+            return two_of_four(model, skip=self.skip)
+        if self.method == "channels":
+            return channels(model, share, skip=self.skip, norms=self.norms)
+        return magnitude(model, share, scope=self.method, skip=self.skip)
+
+
+def configured(model: nn.Module, config: Config) -> Gradual | None:
+    """The masks that the section `pruning` asks for; None where it is off."""
+    pruning = config.pruning
+    if pruning.method is None:
+        return None
+    begin = pruning.start_step
+    half = (config.scheduler.total_steps or 0) // 2
+    end = pruning.end_step or max(half, begin + 1)
+    skip = pruning.skip
+    if pruning.method == "channels" and not skip:
+        skip = tuple(_layers(model))[-1:]  # its channels are the model's outputs
+    method: Method = "layer" if pruning.method == "magnitude" else pruning.method
+    if method == "2:4":
+        end = begin + 1
+    return Gradual(final=pruning.share, begin=begin, end=end, every=pruning.every, method=method, skip=skip,
+                   norms=method == "channels")  # fmt: skip
+
+
+def _norms_behind(model: nn.Module) -> dict[nn.Module, tuple[str, int]]:
+    """Path and channels of the BatchNorm that is registered right behind a module."""
+    paths: dict[nn.Module, str] = {}
+    for path, module in modules(model):
+        paths.setdefault(module, path)
+    leaves = [module for module in paths if not module._modules]
+    behind: dict[nn.Module, tuple[str, int]] = {}
+    for module, after in pairwise(leaves):
+        if isinstance(after, nn.modules.batchnorm._BatchNorm) and after.affine:
+            behind[module] = paths[after], after.num_features
+    return behind
+
+
+def _layers(
+    model: nn.Module, skip: Sequence[str] = ()
+) -> dict[str, tuple[nn.Linear | nn.modules.conv._ConvNd, nn.Parameter]]:
+    """The layers with weights to prune, by the name of the weight; a tied weight once."""
+    layers: dict[str, tuple[nn.Linear | nn.modules.conv._ConvNd, nn.Parameter]] = {}
+    names = named(model)
+    for name, param in names.params.items():
+        owner = names.owners[name]
+        if not isinstance(owner, nn.Linear | nn.modules.conv._ConvNd) or param is not owner.weight:
+            continue
+        if not any(fnmatchcase(name, pattern) for pattern in skip):
+            layers[name] = owner, param
+    return layers
+
+
+def _keep(scores: Tensor, drop: int) -> Tensor:
+    """True for all but the `drop` smallest; of equal ones the first are dropped."""
+    keep = torch.ones_like(scores, dtype=torch.bool)
+    if drop:
+        bound = scores.kthvalue(drop).values
+        smaller = scores < bound
+        keep &= ~smaller
+        equal = (scores == bound).nonzero().flatten()
+        keep[equal[: drop - int(smaller.sum())]] = False
+    return keep
+
+
+def _check_word(what: str, word: str, words: Any) -> None:
+    if word not in get_args(words):
+        hint = did_you_mean(str(word), get_args(words)) or f"one of {', '.join(get_args(words))}"
+        raise ConfigError(f"no {what} is called {word!r}", where="masks", hint=hint)
+
+
+def _check(sparsity: float, weights: Mapping[str, Tensor]) -> None:
+    if not 0 <= sparsity <= 1:
+        raise ConfigError(f"a sparsity of {sparsity}", where="masks", hint="it is a share, 0 to 1")
+    if not weights:
+        raise ConfigError("the model has no Linear or convolution layer", where="masks")
+    for name, weight in weights.items():
+        if not torch.isfinite(weight).all():
+            raise ConfigError("a weight that is not finite cannot be ranked", where=name)

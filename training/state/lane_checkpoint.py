@@ -1,0 +1,129 @@
+"""One model's part of a checkpoint: weights, averages, optimizer, open window and counters, collected and put back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from layerline.training.loop import ema_swap
+from layerline.training.loop.masks import Masks
+from layerline.training.loop.step_engine import Lane
+from layerline.training.model import canonical_names as names
+from layerline.training.optimizers import registry as optimizers
+from layerline.training.state import checkpoint_reader, optimizer_state
+from layerline.training.state.state_tree import Tensors, pack
+
+
+def collect(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> dict[str, Any]:
+    """The lane's part of the JSON entry; its tensors are added to `tensors` under names that begin with `prefix`."""
+    lane.refresh()
+    _add_weights(lane, prefix, tensors)
+    parts: dict[str, Any] = {"optimizer": optimizer_state.state(lane), "window": _window_state(lane), "guard": {}}
+    for policy in lane.policies():
+        if policy.name:
+            parts[policy.name] = policy.state_dict()
+    if timings:
+        parts["monitor"] = lane.monitor.state_dict()
+    counters = {"steps": lane.steps, "skipped": lane.skipped, "in_a_row": lane.skipped_in_a_row,
+                "first_rejected": lane.first_rejected, "ema_updates": lane.ema.updates if lane.ema else 0,
+                "loss": _finite(lane.loss), "grad_norm": _finite(lane.grad_norm)}  # fmt: skip
+    if lane.largest_part is not None:
+        counters["largest_part"] = lane.largest_part
+    classes = optimizers.classes(lane.optimizer)
+    saved: dict[str, Any] = {"counters": counters, "aliases": lane.named.aliases}
+    for name in (*checkpoint_reader.PARTS, *checkpoint_reader.OPTIONAL_PARTS):
+        if name in parts:
+            saved[name] = pack(parts[name], f"{prefix}{name}", tensors, classes)
+    return saved
+
+
+def _add_weights(lane: Lane, prefix: str, tensors: Tensors) -> None:
+    for name, tensor in lane.named.tensors.items():
+        tensors[f"{prefix}online/{name}"] = tensor.detach()
+    if lane.masters is not None:
+        for name, param in zip(lane.names, lane.params, strict=True):
+            if lane.masters.has(param):
+                tensors[f"{prefix}masters/{name}"] = lane.masters.stepped(param)
+    if lane.ema is not None:
+        for name, average in zip(lane.ema.names, lane.ema.shadow, strict=True):
+            tensors[f"{prefix}ema/{name}"] = average
+
+
+def _window_state(lane: Lane) -> dict[str, Any]:
+    grads = {}
+    for name, stepped in zip(lane.names, lane.stepped, strict=True):
+        if stepped.grad is not None:
+            grads[name] = stepped.grad
+    curvature = {}
+    if lane.sophia is not None:
+        estimates = lane.sophia.curvature
+        curvature = {n: estimates[p] for n, p in zip(lane.names, lane.stepped, strict=True) if p in estimates}
+    window: dict[str, Any] = lane.window.state_dict()
+    if lane.peers is not None:
+        window = lane.peers.shared_window(window)
+        grads = lane.peers.mean_by_name(grads)
+        if lane.sophia is not None:
+            curvature = lane.peers.mean_by_name(curvature)
+    if curvature:
+        window["curvature"] = curvature
+    return {**window, "grads": grads}
+
+
+def _finite(number: float) -> float | None:
+    """The number, or None for NaN and Inf, which JSON has not."""
+    return number if math.isfinite(number) else None
+
+
+def restore(lane: Lane, state: checkpoint_reader.Saved) -> None:
+    """Puts a checked state into a lane."""
+    ema_swap.switch(lane, ema=False)
+    if lane.peers is not None:
+        lane.peers.release()
+    weights, parts, counters = state.weights, state.parts, state.counters
+    masks, lane.masks = lane.masks, None  # masks of other weights must not touch those that are loaded
+    names.load(lane.model, weights["online"])
+    lane.refresh()  # a buffer that was resized may be another tensor
+    if lane.masters is not None:
+        by_name = weights["masters"] or weights["online"]
+        with_master = [n for n, p in zip(lane.names, lane.params, strict=True) if lane.masters.has(p)]
+        lane.masters.adopt([by_name[name] for name in with_master])
+    lane.steps = counters["steps"]
+    lane.skipped = counters["skipped"]
+    lane.skipped_in_a_row = counters["in_a_row"]
+    lane.first_rejected = counters.get("first_rejected", 0)
+    lane.loss, lane.grad_norm = counters.get("loss") or math.nan, counters.get("grad_norm") or math.nan
+    lane.largest_part = counters.get("largest_part")
+    lane.state_was_loaded()
+    if lane.ema is not None:
+        lane.ema.load(weights["ema"], counters["ema_updates"])
+    if not lane.custom:
+        optimizer_state.restore(lane, parts["optimizer"])
+    if lane.strides is not None:
+        lane.strides.renew()
+    _restore_window(lane, parts["window"])
+    lane.masks = masks
+    if "masks" in parts:
+        lane.masks = masks or Masks(lane, {})
+    elif masks is not None:
+        masks.weights_were_loaded()
+    for policy in lane.policies():
+        if policy.name in parts:
+            policy.load_state_dict(parts[policy.name], lane.steps)
+    if "monitor" in parts:
+        lane.monitor.load_state_dict(parts["monitor"])
+    if lane.peers is not None:
+        lane.peers.arm(sync=lane.window.micro == lane.config.accumulate.steps - 1)
+
+
+def _restore_window(lane: Lane, window: Mapping[str, Any]) -> None:
+    lane.window.load_state_dict(window)
+    for name, param in zip(lane.names, lane.stepped, strict=True):
+        grad = window["grads"].get(name)
+        if grad is not None:
+            grad = grad.to(param.device)
+        param.grad = grad
+    if lane.sophia is not None:
+        saved = window.get("curvature", {})
+        pairs = zip(lane.names, lane.stepped, strict=True)
+        lane.sophia.curvature = {p: saved[n].to(p.device) for n, p in pairs if n in saved}
