@@ -151,6 +151,16 @@ def optional_input(node: ir.Node, index: int) -> ir.Value | None:
     return node.inputs[index]
 
 
+def reduced_axes(node: ir.Node) -> Array | None:
+    """The axes that a reduction names; None where they are computed or left out."""
+    # From opset 18 on, and in ReduceSum from 13, they are an input.
+    if optional_input(node, 1) is not None:
+        return constant(node.inputs[1])
+    if "axes" not in node.attributes:
+        return None
+    return np.array(node.attributes.get_ints("axes"))
+
+
 def name_of(value: ir.Value | None) -> str | None:
     """The name of a value that may be left out."""
     if value is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +16,7 @@ from onnx_shape_inference import OpShapeInferenceRegistry, ShapeInferenceContext
 from onnx_shape_inference import registry as library
 
 from layerline.graph.analysis.ir_queries import BROADCASTING, constant, dim, optional_input, subgraphs
-from layerline.graph.analysis.symbolic_sizes import Dim, is_size
+from layerline.graph.analysis.symbolic_sizes import Dim, broadcast, is_size
 
 Elements = Sequence[Dim]
 ShapeFunction = Callable[[ShapeInferenceContext, ir.Node], None]
@@ -28,7 +27,6 @@ FOLLOWED = frozenset(
     | {"Add", "Sub", "Mul", "Div", "Identity", "Squeeze", "Unsqueeze", "Reshape"}
 )
 """Operators whose integer results are followed element by element."""
-# Exporters write INT64_MAX or INT32_MAX as the end of a Slice that takes the rest.
 _LAST = 2**31 - 1
 
 
@@ -70,15 +68,20 @@ def _broadcasting(ctx: ShapeInferenceContext, node: ir.Node) -> None:
         # The second input is stretched along an axis that the node names.
         ctx.set_shape(node.outputs[0], check_inputs(node, "A")[0].shape)
         return
-    shapes: list[Elements | None] = []
-    for value in node.inputs:
-        if value is None or value.shape is None:
-            shapes.append(None)
-        else:
-            shapes.append(list(value.shape))
-    if node.op_type == "Expand":
-        shapes[1] = _requested(ctx, node.inputs[1])
-    ctx.set_shape(node.outputs[0], _common_shape(ctx, shapes))
+    shapes: list[Elements] = []
+    for index, value in enumerate(node.inputs):
+        shape: Elements | None = None
+        if node.op_type == "Expand" and index == 1:
+            shape = _requested(ctx, value)
+        elif value is not None and value.shape is not None:
+            shape = list(value.shape)
+        if shape is not None:
+            shapes.append(shape)
+    if len(shapes) == len(node.inputs):
+        dims = [ctx.new_symbolic_dim() if size is None else size for size in broadcast(shapes)]
+        ctx.set_shape(node.outputs[0], ir.Shape(dims))
+    else:
+        ctx.set_shape(node.outputs[0], None)
     if node.op_type in _ELEMENTWISE:
         ctx.set_symbolic_value(node.outputs[0], _combined(ctx, node))
 
@@ -90,29 +93,6 @@ def _requested(ctx: ShapeInferenceContext, value: ir.Value | None) -> Elements |
     if elements is None and isinstance(count, int):
         return [ctx.new_symbolic_dim() for _ in range(count)]
     return elements
-
-
-def _common_shape(ctx: ShapeInferenceContext, shapes: Sequence[Elements | None]) -> ir.Shape | None:
-    """The shape that shapes broadcast to."""
-    from_the_end: list[Elements] = []
-    for shape in shapes:
-        if shape is None:
-            return None
-        from_the_end.append(shape[::-1])
-    dims: list[Dim] = []
-    for aligned in zip_longest(*from_the_end, fillvalue=1):
-        distinct = {size: None for size in aligned if size != 1}
-        numbers = [size for size in distinct if isinstance(size, int)]
-        if not distinct:
-            dims.append(1)
-        elif len(distinct) == 1:
-            dims.append(next(iter(distinct)))
-        # A number other than 1 decides; of two names either may be 1.
-        elif numbers:
-            dims.append(numbers[0])
-        else:
-            dims.append(ctx.new_symbolic_dim())
-    return ir.Shape(dims[::-1])
 
 
 def _combined(ctx: ShapeInferenceContext, node: ir.Node) -> Elements | None:
@@ -273,15 +253,14 @@ def _reduce_prod(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 def _slice(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     """Axes that are taken whole keep their size, also where it is a name; of other names nothing follows."""
     (data,) = check_inputs(node, "data")
-    bounds = _slice_bounds(ctx, node)
+    bounds = slice_bounds(ctx, node)
     if bounds is None or data.shape is None:
         _set_open(ctx, node)
         return
     dims = list(data.shape)
     for start, end, axis, step in zip(*bounds, strict=True):
         size = dims[axis]
-        reaches_end = end == size or (isinstance(end, int) and end >= _LAST)
-        if start == 0 and step == 1 and reaches_end:
+        if takes_whole(start, end, step, size):
             continue
         if all(isinstance(item, int) for item in (start, end, step, size)):
             dims[axis] = len(range(*slice(start, end, step).indices(size)))
@@ -295,7 +274,20 @@ def _slice(ctx: ShapeInferenceContext, node: ir.Node) -> None:
         ctx.set_symbolic_value(node.outputs[0], elements[start:end:step])
 
 
-def _slice_bounds(ctx: ShapeInferenceContext, node: ir.Node) -> list[Elements] | None:
+def takes_whole(start: Dim, end: Dim, step: Dim, size: Dim) -> bool:
+    """Whether a Slice with these bounds takes all of an axis."""
+    if start != 0 or step != 1:
+        return False
+    if end == size:
+        return True
+    # Exporters write INT64_MAX or INT32_MAX as the end of a Slice that takes the rest.
+    least = _LAST
+    if isinstance(size, int):
+        least = size
+    return isinstance(end, int) and end >= least
+
+
+def slice_bounds(ctx: ShapeInferenceContext, node: ir.Node) -> list[Elements] | None:
     """starts, ends, axes and steps; None where one is not known."""
     bounds: list[Elements | None] = []
     if len(node.inputs) < 3:

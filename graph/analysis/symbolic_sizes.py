@@ -6,7 +6,8 @@ Two equal texts are the same number in every run. onnx_ir's SymbolicDim does the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 import onnx_ir as ir
 import sympy
@@ -49,6 +50,24 @@ def product(dims: Iterable[Dim]) -> Size:
     for dim in dims:
         total = total * dim
     return size_of(simplified(total) or total)
+
+
+def broadcast(shapes: Sequence[Sequence[Dim]]) -> list[Dim | None]:
+    """The shape that shapes are stretched to; None for an axis where two names meet, either of which may be 1."""
+    result: list[Dim | None] = []
+    for aligned in zip_longest(*(shape[::-1] for shape in shapes), fillvalue=1):
+        distinct = list(dict.fromkeys(size for size in aligned if size != 1))
+        numbers = [size for size in distinct if isinstance(size, int)]
+        if not distinct:
+            result.append(1)
+        elif len(distinct) == 1:
+            result.append(distinct[0])
+        # A number other than 1 decides, or the operator fails.
+        elif numbers:
+            result.append(numbers[0])
+        else:
+            result.append(None)
+    return result[::-1]
 
 
 def size_of(dim: Dim) -> Size:

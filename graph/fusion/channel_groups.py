@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from layerline.graph.analysis.ir_queries import Array, constant, dim, optional_input, rank
+from layerline.graph.analysis.ir_queries import Array, constant, dim, optional_input, rank, reduced_axes
 from layerline.graph.fusion import affine_ops
 from layerline.graph.fusion.firing import Declined
 
@@ -245,7 +245,7 @@ def _flat(group: Group, node: ir.Node, data: ir.Value, value: ir.Value) -> list[
     spread = 1
     # A mean over all pixels of a constant channel is that constant.
     if node.op_type == "ReduceMean":
-        axes = constant(optional_input(node, 1))
+        axes = reduced_axes(node)
         reduced: set[int] = set()
         if axes is not None:
             reduced = {int(axis) % len(data.shape) for axis in axes.ravel()}

@@ -318,29 +318,20 @@ def canonical(model: Model) -> Light:
     opsets = sorted(_read_opsets(out), key=lambda o: o.domain)
     del out.opset_import[:]
     out.opset_import.extend(opsets)
-    _clean_metadata(out)
     for node in nodes(out):
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 attribute.g.name = attribute.name
+    parts: list[Any] = [out, *out.functions, *nodes(out), *tensors(out)]
     for graph in graphs(out):
-        graph.ClearField("doc_string")
-        _clean_metadata(graph)
-        for item in (*graph.node, *graph.input, *graph.output, *graph.value_info):
-            item.ClearField("doc_string")
-            _clean_metadata(item)
-    for function in out.functions:
-        function.ClearField("doc_string")
-        _clean_metadata(function)
-        for node in function.node:
-            node.ClearField("doc_string")
-            _clean_metadata(node)
+        parts += [graph, *graph.input, *graph.output, *graph.value_info]
+    for part in parts:
+        part.ClearField("doc_string")
+        _clean_metadata(part)
     for tensor in tensors(out):
-        tensor.ClearField("doc_string")
         # The default may be written out or left out, which makes other bytes.
         if tensor.data_location == TensorProto.DEFAULT:
             tensor.ClearField("data_location")
-        _clean_metadata(tensor)
         if not tensor.HasField("raw_data") and tensor.data_type != TensorProto.STRING:
             name = tensor.name
             tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor), name))

@@ -7,13 +7,11 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import Array, constant, optional_input, rank
+from layerline.graph.analysis.shape_functions import slice_bounds, takes_whole
 from layerline.graph.analysis.shape_inference import Symbols
-from layerline.graph.analysis.symbolic_sizes import Size, sizes
+from layerline.graph.analysis.symbolic_sizes import sizes
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on
-
-# Exporters write INT32_MAX or INT64_MAX as the end of a Slice that takes the rest.
-_END = 2**31 - 1
 
 
 def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
@@ -32,32 +30,15 @@ def transpose(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  #
 
 
 def slice_all(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
-    if work.opset < 10:
+    value = node.inputs[0]
+    bounds = slice_bounds(Symbols(), node)
+    # Up to opset 9 the bounds are attributes, which no exporter of today writes.
+    if work.opset < 10 or value is None or value.shape is None or bounds is None:
         return None
-    shape = sizes(node.inputs[0])
-    symbols = Symbols()
-    starts, ends, axes, steps = (symbols.of(optional_input(node, index)) for index in range(1, 5))
-    if shape is None or starts is None or ends is None or (len(node.inputs) > 4 and steps is None):
-        return None
-    if axes is None:
-        if optional_input(node, 3) is not None:
+    for start, end, axis, step in zip(*bounds, strict=True):
+        if not isinstance(axis, int) or not takes_whole(start, end, step, value.shape[axis]):
             return None
-        axes = tuple(range(len(starts)))
-    for start, end, axis, step in zip(starts, ends, axes, steps or (1,) * len(axes), strict=True):
-        if start != 0 or step != 1 or not isinstance(axis, int) or not _takes_rest(end, shape[axis]):
-            return None
-    return node.inputs[0]
-
-
-def _takes_rest(end: Size, size: Size) -> bool:
-    """Whether a Slice that starts with the first element and ends at `end` takes all of an axis."""
-    if end == size:
-        return True
-    if not isinstance(end, int):
-        return False
-    if isinstance(size, int):
-        return end >= size
-    return end >= _END
+    return value
 
 
 def pad(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001

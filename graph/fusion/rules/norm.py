@@ -6,13 +6,21 @@ is matched without its scale and bias, which `norm-affine` then takes in: that c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import Array, constant, dim, name_of, optional_input, parent, rank, scalar
+from layerline.graph.analysis.ir_queries import (
+    Array,
+    constant,
+    dim,
+    name_of,
+    optional_input,
+    parent,
+    rank,
+    reduced_axes,
+    scalar,
+)
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting, refuse_other_outputs
 from layerline.graph.fusion.rule import on, only_within, sole
@@ -150,10 +158,7 @@ def _tail(*means: ir.Node) -> int:
     for mean in means:
         count = rank(mean.inputs[0])
         name = mean.outputs[0].name
-        # From opset 18 on the axes are an input.
-        reduced: Iterable[int] | None = mean.attributes.get_ints("axes")
-        if len(mean.inputs) > 1:
-            reduced = constant(mean.inputs[1])
+        reduced = reduced_axes(mean)
         if count is None or reduced is None or not mean.attributes.get_int("keepdims", 1):
             raise Declined(f"the axes of ReduceMean {name} are not known, or not kept")
         axes = sorted(int(axis) % count for axis in reduced)

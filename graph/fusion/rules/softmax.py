@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from functools import partial
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import constant, name_of, parent, rank, scalar
+from layerline.graph.analysis.ir_queries import name_of, parent, rank, reduced_axes, scalar
 from layerline.graph.analysis.value_ranges import Ranges
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
@@ -43,10 +42,7 @@ def rewrite(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
 def _axis(node: ir.Node) -> int | None:
     """The one axis that a reduction is over, from the front; None where it isn't one, or isn't kept."""
     count = rank(node.inputs[0])
-    if len(node.inputs) > 1:
-        axes = constant(node.inputs[1])
-    else:
-        axes = np.array(node.attributes.get_ints("axes") or ())
+    axes = reduced_axes(node)
     if count is None or axes is None or axes.size != 1 or not node.attributes.get_int("keepdims", 1):
         return None
     return int(axes.item()) % count
