@@ -1,6 +1,6 @@
 """Arithmetic on shapes whose outcome is known before any run, and Reshapes that can say what they mean.
 
-What a shape tensor holds is followed by name (symbolic_shapes.py), so a Reshape to [Shape(x)[0], Shape(x)[1], 12, 64]
+What a shape tensor holds is followed by name (shape_inference.py), so a Reshape to [Shape(x)[0], Shape(x)[1], 12, 64]
 becomes a Reshape to the stored tensor [0, 0, 12, 64] and stays right at every size.
 """
 
