@@ -102,7 +102,7 @@ def _nothing(*_: Any) -> None: ...
 
 FORGOTTEN: dict[str, tuple[object, str, str]] = {
     "data position": (Batches, "load_state_dict", "data/epoch "),
-    "random state": (checkpoint.rng_state, "redraw", "rng/"),
+    "random state": (checkpoint, "_restore_rng", "rng/"),
     "averages": (Ema, "load", "ema/"),
     "weights": (checkpoint.names, "load", "online/"),
     "optimizer": (checkpoint.optimizer_state, "restore", "online/"),  # the weights that it moves tell first
