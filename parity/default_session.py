@@ -38,19 +38,6 @@ _NUMBERS = frozenset(CODES) - {"bfloat16"}
 _NO_INT8 = {"session.disable_quant_qdq": "1"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shipped:
-    """The result of running an artifact in a default session.
-
-    Attributes:
-        gates: one failed gate; none where all is well.
-        notes: how far apart the outputs were, and what was corrected or excused.
-    """
-
-    gates: tuple[Gate, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True)
 class _Fault:
     """The first thing that went wrong: on which feed, where, and what."""
@@ -72,7 +59,7 @@ def check(
     *,
     allowed: Mapping[str, float],
     expected: Sequence[Mapping[str, Array]] | None = None,
-) -> Shipped:
+) -> tuple[list[Gate], list[str]]:
     """Opens a saved model in a default session and runs it on every feed.
 
     If it fails because shapes of inner values are declared wrong, they are corrected in the file.
@@ -82,6 +69,9 @@ def check(
         feeds: arrays by input name.
         allowed: greatest relative L2 error by output; LIMIT for those left out.
         expected: outputs of the unoptimised graph for each feed; computed here if left out.
+
+    Returns:
+        A gate if it failed, and notes: how far apart the outputs were, what was corrected or excused.
     """
     if expected is None:
         session = OnnxRuntime(few_runs=True).open(path)
@@ -101,22 +91,22 @@ def check(
         float_fault, _ = _run(path, feeds, expected, allowed, _NO_INT8)
         if float_fault is None:
             notes.append(f"int8 kernels of a default session saturate on this CPU, which has no VNNI: {fault.what}")
-            return Shipped(notes=tuple(notes))
+            return [], notes
     if fault is None:
         notes.append(f"a default onnxruntime session gives the same on all {len(feeds)} feeds, within {worst:.1e}")
-        return Shipped(notes=tuple(notes))
+        return [], notes
     # A difference next to a threshold is no error where it begins at a step and is small.
     where, flipped = _locate(path, feeds, fault)
     if flipped and not fault.raised:
         begin = f"a default onnxruntime session differs from {where} on, where values lie next to a threshold"
-        return Shipped(notes=(*notes, f"{begin}: {fault.what}"))
+        return [], [*notes, f"{begin}: {fault.what}"]
     shapes = ", ".join(f"{name} {tuple(array.shape)}" for name, array in feeds[fault.feed].items())
     actual = f"feed {fault.feed} ({shapes}): {where}: {fault.what}"
     hint = (
         "users who open the file with onnxruntime's defaults get this; leave the operator out, or report it to "
         "onnxruntime"
     )
-    return Shipped(gates=(Gate(GATE, False, actual, _EXPECTED, hint),), notes=tuple(notes))
+    return [Gate(GATE, False, actual, _EXPECTED, hint)], notes
 
 
 def _run(

@@ -72,8 +72,8 @@ def with_default_session(report: Report, converted: Converted, path: Path, probe
     outputs = {o.name for o in converted.model.model.graph.output}
     # Kernels that compute in int8 round differently in places, which moves an output no further than quantisation did.
     allowed = {r.name: max(0.01, 2 * (r.rel_l2 or 0.0)) for r in report.records if r.name in outputs}
-    shipped = default_session.check(path, probes, allowed=allowed)
-    return dataclasses.replace(report, gates=(*report.gates, *shipped.gates), notes=(*report.notes, *shipped.notes))
+    gates, notes = default_session.check(path, probes, allowed=allowed)
+    return dataclasses.replace(report, gates=(*report.gates, *gates), notes=(*report.notes, *notes))
 
 
 def with_outputs(

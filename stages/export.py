@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from layerline.export.dynamic_axes import Axes
     from layerline.export.example_call import Call
     from layerline.export.probe_files import Probe
-    from layerline.parity.default_session import Shipped
     from layerline.parity.parity import Parity
     from layerline.parity.probe_inputs import Prober
     from layerline.training.run.shipping import Example
@@ -78,9 +77,9 @@ class Export(Stage):
         probe_files.save(work.out, [probe.feed for probe in probes])
         noise_floor.save(work.out, result.floors)
         signature(light, prober.dims, prober.integers).save(work.out)
-        shipped = _in_default_session(work, probes, result)
-        prober.notes += shipped.notes
-        return report(self.name, self.opset, prober, result, [*gates, *shipped.gates], auto=self.tolerance == "auto")
+        session_gates, session_notes = _in_default_session(work, probes, result)
+        prober.notes += session_notes
+        return report(self.name, self.opset, prober, result, [*gates, *session_gates], auto=self.tolerance == "auto")
 
     def debug(self, work: Work, folder: Path) -> LayerDiff | None:
         """Writes the smallest ONNX that shows the first bad value, with inputs, to `folder`; None if there is none.
@@ -268,7 +267,7 @@ def _ranges(declared: Mapping[str, Range], call: Call) -> dict[str, tuple[int, i
     return ranges
 
 
-def _in_default_session(work: Work, probes: Sequence[Probe], result: Parity) -> Shipped:
+def _in_default_session(work: Work, probes: Sequence[Probe], result: Parity) -> tuple[list[Gate], list[str]]:
     """Runs the saved file in a default onnxruntime session, as users do, on the probes that it runs on unoptimised."""
     from layerline.graph.io import onnx_files
     from layerline.parity import default_session

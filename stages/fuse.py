@@ -84,11 +84,11 @@ class Fuse(Stage):
         work.log.say(f"{_nodes(fused.light)} nodes out; {len(fused.proofs)} rewrites proved")
         outputs = [output.name for output in fused.light.model.graph.output]
         allowed = default_session.limits(case.floors, outputs)
-        shipped = default_session.check(work.out / onnx_files.FILE, case.feeds, allowed=allowed)
-        notes = [*case.notes, *fused.notes, *shipped.notes]
+        gates, session_notes = default_session.check(work.out / onnx_files.FILE, case.feeds, allowed=allowed)
+        notes = [*case.notes, *fused.notes, *session_notes]
         if not all(row.passed for row in rows):
             notes.append(_blame(self._guilty(case, fused)))
-        return _report(case.unfused, fused, rows, notes, shipped.gates)
+        return _report(case.unfused, fused, rows, notes, gates)
 
     def debug(self, work: Work, folder: Path) -> LayerDiff | None:
         """Finds the one rewrite that takes the whole graph beyond its floor.
@@ -230,7 +230,7 @@ def _blame(firing: Firing | None) -> str:
 
 
 def _report(
-    model: Light, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequence[str], gates: tuple[Gate, ...]
+    model: Light, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequence[str], gates: Sequence[Gate]
 ) -> Report:
     from layerline.graph.analysis.rounding_noise import drawn, unjudged
     from layerline.graph.fusion import rewrite_log
@@ -246,7 +246,7 @@ def _report(
         reference="unfused onnx on onnxruntime",
         candidate="fused onnx on onnxruntime",
         records=rows,
-        gates=gates,
+        gates=tuple(gates),
         metrics={
             **unjudged(model.model.graph, random),
             "nodes_before": _nodes(model),
