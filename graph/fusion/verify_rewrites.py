@@ -8,9 +8,8 @@ value leaves the runtime, and random operators give both sides the same draw.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,15 +71,94 @@ class _Comparison:
     """One value of the unfused model beside what computes it now.
 
     Attributes:
+        index: tells the names of one comparison from those of another: two firings may have made values of one name.
         whole: leaves both sides to numpy.
         equal: asks only whether the two are the same numbers, as a folded weight is: a third of the work.
     """
 
+    index: int
     name: str
     after: After
     type: int
     whole: bool
     equal: bool
+
+    def key(self, what: str) -> str:
+        """A name in the proof's model."""
+        return f"proof {self.index} {what}"
+
+    def made_names(self) -> dict[str, str]:
+        """Names in the proof's model for what the firing made."""
+        made = set(self.after.tensors)
+        for node in self.after.nodes:
+            made.update(filter(None, node.output))
+        return {name: self.key(f"of {name}") for name in made}
+
+    def sides(self) -> tuple[str, str]:
+        """Where both values are read: where they are copied or widened to, or directly."""
+        if self.type and not self.equal:
+            return self.key("a"), self.key("b")
+        return self._values()
+
+    def _values(self) -> tuple[str, str]:
+        return self.name, self.made_names().get(self.after.result, self.after.result)
+
+    def outputs(self) -> list[str]:
+        """The outputs of the proof's model that `error` reads."""
+        if self.whole:
+            return list(self.sides())
+        if self.equal:
+            return [self.key("l1"), self.key("sa"), self.key("sb")]
+        return [self.key("ee"), self.key("aa"), self.key("sa"), self.key("sb")]
+
+    def nodes(self) -> list[onnx.NodeProto]:
+        """What computes the value now, and the nodes that reduce the pair to the outputs."""
+        copies = onnx.GraphProto(node=self.after.nodes)
+        rename(copies, self.made_names())
+        for node in copies.node:
+            # Node names must differ within a graph, and these are copies.
+            node.name = ""
+        nodes = list(copies.node)
+        a, b = self.sides()
+        if self.type and not self.equal:
+            for value, side in zip(self._values(), (a, b), strict=True):
+                if self.type in _STEP:
+                    # Squares of float32 overflow and vanish long before the values do.
+                    nodes.append(helper.make_node("Cast", [value], [side], to=TensorProto.DOUBLE))
+                else:
+                    nodes.append(helper.make_node("Identity", [value], [side]))
+        if self.whole:
+            return nodes
+        nodes.append(helper.make_node("Sub", [a, b], [self.key("e")]))
+        if self.equal:
+            # Not the greatest: onnxruntime's ReduceMax passes over a NaN.
+            nodes.append(helper.make_node("ReduceL1", [self.key("e")], [self.key("l1")], keepdims=0))
+        else:
+            nodes.append(helper.make_node("ReduceSumSquare", [self.key("e")], [self.key("ee")], keepdims=0))
+            nodes.append(helper.make_node("ReduceSumSquare", [a], [self.key("aa")], keepdims=0))
+        nodes.append(helper.make_node("Shape", [a], [self.key("sa")]))
+        nodes.append(helper.make_node("Shape", [b], [self.key("sb")]))
+        return nodes
+
+    def error(self, outputs: Mapping[str, Any]) -> float:
+        """The error of the pair on one feed; NaN when its sums are not finite."""
+        if self.whole:
+            before, after = self.sides()
+            return _whole_error(outputs[before], outputs[after])
+        if outputs[self.key("sa")].tolist() != outputs[self.key("sb")].tolist():
+            return math.inf
+        if self.equal:
+            if outputs[self.key("l1")] == 0:
+                return 0.0
+            return math.nan
+        square = float(outputs[self.key("aa")])
+        difference = float(outputs[self.key("ee")])
+        if not (math.isfinite(square) and math.isfinite(difference)):
+            return math.nan
+        # Relative to what it should be; of zeros the error is taken as it is.
+        if square > 0:
+            return math.sqrt(difference / square)
+        return math.sqrt(difference)
 
 
 def prove(
@@ -106,16 +184,21 @@ def prove(
     computed: dict[_Key, _Comparison] = {}
     for firing in firings:
         for name, after in firing.after.items():
-            is_constant = name not in changing
-            comparison = _comparison(name, after, types.get(name, 0), opset, constant=is_constant)
-            if is_constant:
-                constants[name, id(after)] = comparison
+            key = (name, id(after))
+            if key in constants or key in computed:
+                continue
+            kind = types.get(name, 0)
+            whole = kind not in _STEP or opset < REDUCES
+            index = len(constants) + len(computed)
+            if name in changing:
+                computed[key] = _Comparison(index, name, after, kind, whole, equal=False)
             else:
-                computed[name, id(after)] = comparison
+                equal = not whole and kind in _WIDE
+                constants[key] = _Comparison(index, name, after, kind, whole, equal)
     # What is computed from constants alone is the same on every feed.
     errors = dict(zip(constants, _errors(unfused, list(constants.values()), feeds[:1]), strict=True))
-    equal = [(pair.name, pair.after) for key, pair in constants.items() if errors[key] == 0.0]
-    light = with_constants(unfused, _proved_constants(equal))
+    proved = [(pair.name, pair.after) for key, pair in constants.items() if errors[key] == 0.0]
+    light = with_constants(unfused, _proved_constants(proved))
     errors |= zip(computed, _errors(light, list(computed.values()), feeds), strict=True)
     return [_proof(firing, errors, types, floors, len(feeds)) for firing in firings]
 
@@ -137,11 +220,6 @@ def _proved_constants(equal: Iterable[tuple[str, After]]) -> dict[str, ir.Tensor
         if tensor is not None and tensor.numpy().all():
             constants[name] = tensor
     return constants
-
-
-def _comparison(name: str, after: After, kind: int, opset: int, *, constant: bool) -> _Comparison:
-    whole = kind not in _STEP or opset < REDUCES
-    return _Comparison(name, after, kind, whole, equal=constant and not whole and kind in _WIDE)
 
 
 def _proof(
@@ -196,32 +274,11 @@ def _run(unfused: Light, pairs: list[_Comparison], feeds: Sequence[Feed]) -> lis
     for feed in feeds:
         outputs = session.run(feed)
         for index, pair in enumerate(pairs):
-            error = _error(outputs, index, pair)
+            error = pair.error(outputs)
             # max() would pass over a NaN.
             if math.isnan(error) or error > errors[index]:
                 errors[index] = error
     return errors
-
-
-def _error(outputs: Mapping[str, Any], index: int, pair: _Comparison) -> float:
-    """The error of one pair on one feed; NaN when its sums are not finite."""
-    if pair.whole:
-        before, after = _sides(index, pair)
-        return _whole_error(outputs[before], outputs[after])
-    if outputs[_key(index, "sa")].tolist() != outputs[_key(index, "sb")].tolist():
-        return math.inf
-    if pair.equal:
-        if outputs[_key(index, "l1")] == 0:
-            return 0.0
-        return math.nan
-    square = float(outputs[_key(index, "aa")])
-    difference = float(outputs[_key(index, "ee")])
-    if not (math.isfinite(square) and math.isfinite(difference)):
-        return math.nan
-    # Relative to what it should be; of zeros the error is taken as it is.
-    if square > 0:
-        return math.sqrt(difference / square)
-    return math.sqrt(difference)
 
 
 def _whole_error(a: Any, b: Any) -> float:
@@ -254,20 +311,17 @@ def _zero_if(same: bool) -> float:
 def _proof_model(unfused: Light, pairs: Sequence[_Comparison]) -> Light:
     """The unfused model with what computes each value now beside it, and the comparisons as outputs."""
     light = unfused.copy()
+    if not pairs:
+        return light
     graph = light.model.graph
     added: list[onnx.NodeProto] = []
     outputs: dict[str, None] = {}
-    # Names of its own for each comparison: two firings may have made values of one name.
-    for index, pair in enumerate(pairs):
-        names = _own_names(pair.after, index)
-        added += _renamed(pair.after.nodes, names)
+    for pair in pairs:
+        names = pair.made_names()
         for name, tensor in pair.after.tensors.items():
             store(light, names[name], tensor)
-        comparing_nodes, ends = _ends(index, pair)
-        added += comparing_nodes
-        outputs |= dict.fromkeys(ends)
-    if not pairs:
-        return light
+        added += pair.nodes()
+        outputs |= dict.fromkeys(pair.outputs())
     # Of a pair that is read whole the old side is an output that nothing added reads.
     unfused_nodes = unfused.model.graph.node
     added += [node for node in unfused_nodes if not outputs.keys().isdisjoint(node.output)]
@@ -277,64 +331,3 @@ def _proof_model(unfused: Light, pairs: Sequence[_Comparison]) -> Light:
     graph.node.extend(ordered)
     graph.output.extend(map(helper.make_empty_tensor_value_info, outputs))
     return light
-
-
-def _sides(index: int, pair: _Comparison) -> tuple[str, str]:
-    """Where both values are read: where they are copied or widened to, or directly."""
-    if pair.type and not pair.equal:
-        return _key(index, "a"), _key(index, "b")
-    return _compared(index, pair)
-
-
-def _compared(index: int, pair: _Comparison) -> tuple[str, str]:
-    """Names of the old and the new value in the proof's model."""
-    return pair.name, _own_names(pair.after, index).get(pair.after.result, pair.after.result)
-
-
-def _ends(index: int, pair: _Comparison) -> tuple[list[onnx.NodeProto], list[str]]:
-    """The nodes that turn a pair into what Python reads, and the outputs they fill."""
-    key = partial(_key, index)
-    a, b = _sides(index, pair)
-    nodes: list[onnx.NodeProto] = []
-    if pair.equal:
-        nodes.append(helper.make_node("Sub", [a, b], [key("e")]))
-        # Not the greatest: onnxruntime's ReduceMax passes over a NaN.
-        nodes.append(helper.make_node("ReduceL1", [key("e")], [key("l1")], keepdims=0))
-        return nodes + _shapes(key, a, b), [key("l1"), key("sa"), key("sb")]
-    if pair.type:
-        for value, side in zip(_compared(index, pair), (a, b), strict=True):
-            if pair.type in _STEP:
-                # Squares of float32 overflow and vanish long before the values do.
-                nodes.append(helper.make_node("Cast", [value], [side], to=TensorProto.DOUBLE))
-            else:
-                nodes.append(helper.make_node("Identity", [value], [side]))
-    if pair.whole:
-        return nodes, [a, b]
-    nodes.append(helper.make_node("Sub", [a, b], [key("e")]))
-    nodes.append(helper.make_node("ReduceSumSquare", [key("e")], [key("ee")], keepdims=0))
-    nodes.append(helper.make_node("ReduceSumSquare", [a], [key("aa")], keepdims=0))
-    return nodes + _shapes(key, a, b), [key("ee"), key("aa"), key("sa"), key("sb")]
-
-
-def _shapes(key: Callable[[str], str], a: str, b: str) -> list[onnx.NodeProto]:
-    return [helper.make_node("Shape", [a], [key("sa")]), helper.make_node("Shape", [b], [key("sb")])]
-
-
-def _own_names(after: After, index: int) -> dict[str, str]:
-    made = set(after.tensors)
-    for node in after.nodes:
-        made.update(filter(None, node.output))
-    return {name: _key(index, f"of {name}") for name in made}
-
-
-def _renamed(nodes: Sequence[onnx.NodeProto], names: Mapping[str, str]) -> list[onnx.NodeProto]:
-    copies = onnx.GraphProto(node=nodes)
-    rename(copies, names)
-    for node in copies.node:
-        # Node names must differ within a graph, and these are copies.
-        node.name = ""
-    return list(copies.node)
-
-
-def _key(index: int, what: str) -> str:
-    return f"proof {index} {what}"
