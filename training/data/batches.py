@@ -41,6 +41,7 @@ class Batches:
     Attributes:
         epoch: of the next batch.
         position: of the next batch within its epoch.
+        samples: in an epoch; None where the data comes in batches.
         counted: number of samples in this rank's share of the last batch. It is 0 where a short batch has no sample
             for this rank; the rank then gets the first sample, since every rank must run a forward pass.
         waited: seconds spent waiting for data so far.
@@ -55,7 +56,13 @@ class Batches:
                 where=hook,
                 hint="give a list or a DataLoader: something that can be iterated more than once",
             )
-        self.source = _in_tensors(source, hook) if self.form == "columns" else source
+        self.source = source
+        self.samples: int | None = None
+        if self.form == "columns":
+            self.source = _in_tensors(source, hook)
+            self.samples = rows(self.source)
+        elif self.form == "samples":
+            self.samples = len(source)
         self.batch_size, self.seed, self.workers, self.hook = batch_size, seed, workers, hook
         self.share = _Share(rank, ranks)
         self.epoch = self.position = self.counted = 0
@@ -64,18 +71,9 @@ class Batches:
     @property
     def per_epoch(self) -> int | None:
         """Batches in an epoch; None where an iterable has no length."""
-        if self.form == "batches":
-            return len(self.source) if hasattr(self.source, "__len__") else None
-        return -(-self._samples // self.batch_size)
-
-    @property
-    def samples(self) -> int | None:
-        """Samples in an epoch; None where the data comes in batches."""
-        return None if self.form == "batches" else self._samples
-
-    @property
-    def _samples(self) -> int:
-        return rows(self.source) if self.form == "columns" else len(self.source)
+        if self.samples is not None:
+            return -(-self.samples // self.batch_size)
+        return len(self.source) if hasattr(self.source, "__len__") else None
 
     def forever(self) -> Iterator[Any]:
         """Batches without end from the current position on. While the caller has a batch, `epoch` and `position` are
@@ -117,12 +115,12 @@ class Batches:
                 epoch, position = epoch + 1, 0
 
     def _from_columns(self) -> Iterator[tuple[int, int, bool, int, Any]]:
-        order_epoch = self.epoch
-        order = _order(self._samples, self.seed, order_epoch)
+        assert self.samples is not None
+        order_epoch, order = -1, torch.empty(0)
         for epoch, position, last in self._places():
             if epoch != order_epoch:
                 order_epoch = epoch
-                order = _order(self._samples, self.seed, epoch)
+                order = _order(self.samples, self.seed, epoch)
             rows, counted = self.share.of(order[position * self.batch_size : (position + 1) * self.batch_size])
 
             def select(column: Tensor, rows: Tensor = rows) -> Tensor:

@@ -42,9 +42,9 @@ def soft_loss(
     if axis is None:
         axis = class_axis(student, None)
     wanted = F.log_softmax(teacher.detach().float() / temperature, axis)
-    given = F.log_softmax(student.float() / temperature, axis)
+    learnt = F.log_softmax(student.float() / temperature, axis)
     share = wanted.exp()
-    terms = torch.where(share > 0, share * (wanted - given), 0.0)
+    terms = torch.where(share > 0, share * (wanted - learnt), 0.0)
     by_position = terms.sum(axis)
     if counted is None or counted.shape != by_position.shape:
         return temperature**2 * by_position.mean()

@@ -36,11 +36,10 @@ def class_axis(output: Tensor, labels: Tensor | None) -> int:
     Labels decide where they have the output's shape without that axis. Without them outputs of up to three dimensions
     are taken for sequences, others for images.
     """
-    if output.ndim < 3:
-        return -1
-    if labels is not None and labels.ndim == output.ndim - 1:
-        return -1 if labels.shape == output.shape[:-1] else 1
-    return -1 if output.ndim == 3 else 1
+    sequences = output.ndim < 4
+    if output.ndim > 2 and labels is not None and labels.ndim == output.ndim - 1:
+        sequences = labels.shape == output.shape[:-1]
+    return -1 if sequences else 1
 
 
 def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "sum"] = "mean") -> Tensor:

@@ -79,19 +79,12 @@ class Peers(Policy, ABC):
         """How many ranks there are."""
         return self.ranks.size
 
-    @property
-    def imbalance(self) -> float:
-        """Seconds of the slowest rank over the mean; 1 is even. NaN before the first step."""
-        return max(self.seconds) * self.size / sum(self.seconds) if self.seconds else math.nan
-
     def figures(self) -> dict[str, float]:
-        """Columns of the log: the share of communication, the last step's imbalance, and each rank's seconds."""
+        """Columns of the log: the share of communication, seconds of the slowest rank over the mean (1 is even), and
+        each rank's seconds. NaN before the first step."""
         seconds = self.seconds or [math.nan] * self.size
-        return {
-            "comm_rate": self.communication,
-            "imbalance": self.imbalance,
-            **{f"step_s/{r}": s for r, s in enumerate(seconds)},
-        }
+        columns = {"comm_rate": self.communication, "imbalance": max(seconds) * self.size / sum(seconds)}
+        return columns | {f"step_s/{rank}": s for rank, s in enumerate(seconds)}
 
     def guarded(self, phase: str) -> AbstractContextManager[None]:
         """A part of the step in which ranks wait for each other; see Pulse.guarded."""
@@ -170,8 +163,8 @@ class Peers(Policy, ABC):
         """
         with self.ranks.pulse.guarded("save_ckpt, which every rank has to call,", self.lane.steps):
             states: list[dict[str, Any]] = self.ranks.gather(state)
-            begun = [s for s in states if s["weighted"] is not None or s["micro"]]
-            shared = dict(begun[0] if begun else state)
+            begun = (s for s in states if s["weighted"] is not None or s["micro"])
+            shared = dict(next(iter(begun), state))
             for name in ("loss", "weight"):
                 shared[name] = sum(s[name] for s in states) / self.size
             return shared

@@ -146,7 +146,9 @@ def _owner(key: str) -> str:
     for kind in ("online/", "ema/", "masters/", "window/grads/"):
         if key.startswith(kind):
             return key.removeprefix(kind)
-    return key.removeprefix("optimizer/state/").rpartition("/")[0] if key.startswith("optimizer/state/") else ""
+    if key.startswith("optimizer/state/"):
+        return key.removeprefix("optimizer/state/").rpartition("/")[0]
+    return ""
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:

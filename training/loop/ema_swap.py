@@ -44,8 +44,10 @@ def shipped(lane: LaneState) -> dict[str, Tensor]:
     sharded model on the CPU."""
     lane.refresh()
     with online(lane):
-        tensors: dict[str, Tensor] = {**lane.named.tensors, **(lane.ema.values() if lane.ema else {})}
-        if lane.ema is None and lane.masters is not None:
+        tensors = lane.named.tensors
+        if lane.ema is not None:
+            tensors |= lane.ema.values()
+        elif lane.masters is not None:
             tensors |= {n: lane.masters.stepped(p) for n, p in lane.named.params.items()}
         home = "cpu" if is_split(lane.model) else None
         return {n: wide(whole(t.detach())).to(home) for n, t in tensors.items()}
@@ -65,10 +67,11 @@ def validate(lane: LaneState, metric: Callable[[nn.Module], float]) -> dict[str,
         with torch.no_grad(), ranges_kept(lane.model), online(lane):
             with without_fake_quantization(lane.model):
                 plain = _number(metric(lane.model))
-            same = lane.ema is None and not is_fake_quantized(lane.model)
-            switch(lane, ema=True)
-            deploy = plain if same else _number(metric(lane.model))
-            switch(lane, ema=False)
+            deploy = plain
+            if lane.ema is not None or is_fake_quantized(lane.model):
+                switch(lane, ema=True)
+                deploy = _number(metric(lane.model))
+                switch(lane, ema=False)
     if lane.peers is not None and lane.rate.plateau is not None:
         # Ranks may measure differently (other samples, rounding), and must train at one rate: all follow rank 0.
         plain, deploy = lane.peers.gather((plain, deploy))[0]
@@ -80,11 +83,14 @@ def validate(lane: LaneState, metric: Callable[[nn.Module], float]) -> dict[str,
 
 
 def _number(metric: object) -> float:
+    kind, hint = f"a {type(metric).__name__}", "give a float"
+    if isinstance(metric, Tensor):
+        kind = f"a tensor of shape {tuple(metric.shape)}"
+    elif isinstance(metric, Mapping):
+        hint = f"give one of {', '.join(map(str, metric))}"
     try:
         if not isinstance(metric, str | bytes):
             return float(metric)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):
         pass
-    seen = f"a tensor of shape {tuple(metric.shape)}" if isinstance(metric, Tensor) else f"a {type(metric).__name__}"
-    hint = f"give one of {', '.join(map(str, metric))}" if isinstance(metric, Mapping) else "give a float"
-    raise ConfigError(f"the metric is one number, got {seen}", where="validate", hint=hint)
+    raise ConfigError(f"the metric is one number, got {kind}", where="validate", hint=hint)

@@ -100,7 +100,9 @@ class Monitor:
         out = []
         for key, text in self._said.items():
             times = self._times[key]
-            out.append(text if times == 1 else f"{text} ({times} times)")
+            if times > 1:
+                text += f" ({times} times)"
+            out.append(text)
         return out
 
     def add_columns(self, names: Sequence[str]) -> None:

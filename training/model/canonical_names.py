@@ -83,7 +83,7 @@ def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
     yield prefix, model
     for name, child in model._modules.items():  # named_children() gives a module that has two names here once
         if child is not None:
-            yield from modules(child, f"{prefix}.{name}" if prefix else name)
+            yield from modules(child, f"{prefix}.{name}".lstrip("."))
 
 
 def named(model: nn.Module) -> Named:

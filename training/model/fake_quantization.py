@@ -14,7 +14,7 @@ _OBSERVERS = frozenset({"ObserverBase", "FakeQuantizeBase", "AffineQuantizedObse
 
 def is_observer(module: nn.Module) -> bool:
     """Whether the module follows the range of its input."""
-    return any(cls.__name__ in _OBSERVERS for cls in type(module).__mro__)
+    return not _OBSERVERS.isdisjoint(_class_names(module))
 
 
 def is_fake_quantized(model: nn.Module) -> bool:
@@ -74,4 +74,8 @@ def _switches(model: nn.Module, name: str) -> list[Tensor]:
 
 
 def _torchao(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if any(cls.__name__ == "FakeQuantizerBase" for cls in type(m).__mro__)]
+    return [module for module in model.modules() if "FakeQuantizerBase" in _class_names(module)]
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    return {cls.__name__ for cls in type(module).__mro__}

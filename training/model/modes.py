@@ -24,7 +24,7 @@ def train_mode(model: nn.Module) -> list[str]:
             names.append(name)
             return
         for child_name, child in module.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, child)
+            visit(f"{name}.{child_name}".lstrip("."), child)
 
     visit("", model)
     modes = [(part, part.training) for root in kept for part in root.modules()]

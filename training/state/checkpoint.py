@@ -303,7 +303,7 @@ def _changes(old: Any, new: Any, path: str = "") -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         changes = []
         for key in {**old, **new}:
-            changes += _changes(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+            changes += _changes(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))
         return changes
     # Which metric is better decides on the rate of a plateau schedule.
     harmless = path.startswith(("monitor.", "memory.", "distributed.")) and path != "monitor.better"

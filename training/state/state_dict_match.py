@@ -232,7 +232,9 @@ def fit(state: State, model: Named, ignore: Sequence[str] = ()) -> Fit:
 def _fault(name: str, tensor: Tensor, expected: Tensor, *, resizable: bool) -> str:
     """How a tensor of the file differs from the model's in shape or type; "" where it can be loaded."""
     if tensor.shape != expected.shape:
-        return "" if resizable else f"{name} is {tuple(tensor.shape)}, the model has {tuple(expected.shape)}"
+        if resizable:
+            return ""
+        return f"{name} is {tuple(tensor.shape)}, the model has {tuple(expected.shape)}"
     if not _convertible(tensor, expected):
         return f"{name} is {_type(tensor)}, the model has {_type(expected)}"
     return ""
@@ -255,7 +257,7 @@ def _parts(state: State, model: Named) -> Iterator[State]:
             if stored.endswith(f".{name}"):
                 prefixes[stored.removesuffix(name)] = None
     for prefix in prefixes:
-        path = f"{state.path}.{prefix}" if state.path else prefix
+        path = f"{state.path}.{prefix}".lstrip(".")
         below = {}
         for bare_name, stored in stored_names.items():
             if bare_name.startswith(prefix):
