@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.inputs.untrusted import parse_json
@@ -23,6 +23,21 @@ def _number(value: Any) -> Any:
     return _NONFINITE.get(value, value) if isinstance(value, str) else value
 
 
+def _not_negative(value: float) -> float:
+    if value < 0:  # NaN stays: it is what was measured
+        raise ValueError("it is negative")
+    return value
+
+
+def _cosine(value: float) -> float:
+    if math.isfinite(value) and abs(value) > 1.01:  # sums that overflow give Inf
+        raise ValueError("it is no cosine")
+    return value
+
+
+Distance = Annotated[float, AfterValidator(_not_negative)]
+Cosine = Annotated[float, AfterValidator(_cosine)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 Measure = Literal["max_abs", "mean_abs", "rel_l2"]
 Scalar = Annotated[float | int | str | bool | None, BeforeValidator(_number)]
 Order = Literal["own", "error", "network"]
@@ -61,14 +76,14 @@ class LayerDiff:
     module: str = ""
     shape: tuple[int | str, ...] = ()
     dtype: str = ""
-    max_abs: float | None = None
-    mean_abs: float | None = None
-    rel_l2: float | None = None
-    cosine: float | None = None
+    max_abs: Distance | None = None
+    mean_abs: Distance | None = None
+    rel_l2: Distance | None = None
+    cosine: Cosine | None = None
     sqnr_db: float | None = None
-    nonfinite_a: int = 0
-    nonfinite_b: int = 0
-    one_sided: int = 0
+    nonfinite_a: Count = 0
+    nonfinite_b: Count = 0
+    one_sided: Count = 0
     judged: Measure = "rel_l2"
     tolerance: float | None = None
     extra: Mapping[str, Scalar] = field(default_factory=dict)

@@ -126,7 +126,7 @@ def _module(layer: str, members: Sequence[Followed], layer_of: Mapping[str, str]
             worst[stage] = min(worst.get(stage, record), record, key=_badness)
         if member.op != PARAMETER:
             ops[member.op] = None
-        if member.into and layer_of[member.into] != layer:
+        if member.into and layer_of.get(member.into, layer) != layer:
             holders[layer_of[member.into]] = None
     rank = min(member.rank for member in members)
     return Followed(layer, str(len(members)), ", ".join(ops) or PARAMETER, worst, rank, ", ".join(holders))

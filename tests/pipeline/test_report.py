@@ -22,6 +22,7 @@ NUMBERS = st.floats(allow_nan=False) | st.just(math.inf)
 MEASURES = st.none() | NUMBERS
 SCALARS = st.none() | st.booleans() | st.integers() | NUMBERS | st.text("abc é☃", max_size=5)
 NAMES = st.text("ab.é_0", min_size=1, max_size=6)
+DISTANCES = MEASURES.filter(lambda value: value is None or not value < 0)
 LAYERS = st.builds(
     LayerDiff,
     name=NAMES,
@@ -29,10 +30,10 @@ LAYERS = st.builds(
     module=NAMES,
     shape=st.tuples(st.integers(0, 9), st.just("batch")),
     dtype=st.just("float32"),
-    max_abs=MEASURES,
-    mean_abs=MEASURES,
-    rel_l2=MEASURES,
-    cosine=MEASURES,
+    max_abs=DISTANCES,
+    mean_abs=DISTANCES,
+    rel_l2=DISTANCES,
+    cosine=st.none() | st.floats(-1, 1) | st.sampled_from([math.inf, -math.inf]),
     sqnr_db=MEASURES | st.just(-math.inf),
     nonfinite_a=st.integers(0, 3),
     one_sided=st.integers(0, 3),
