@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from layerline import __version__
-from layerline.pipeline import nearest, process_env
+from layerline.pipeline import process_env
 from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.views import exit_codes
 from layerline.views.exit_codes import print_json, say
@@ -24,22 +23,8 @@ if TYPE_CHECKING:
     from layerline.pipeline.plan import Planner
 
 
-class Commands(TyperGroup):
-    """The commands. An unknown name is an error that gives the closest one."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            raise ConfigError(
-                f"there is no command {args[0]!r}",
-                where=ctx.command_path,
-                hint=nearest.hint(args[0], self.list_commands(ctx)),
-            )
-        return super().resolve_command(ctx, args)
-
-
 app = typer.Typer(
     name="pipe",
-    cls=Commands,
     help="From a trained PyTorch model to a TensorRT engine: every artifact hashed, every layer compared.",
     no_args_is_help=True,
     add_completion=False,

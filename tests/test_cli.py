@@ -785,8 +785,8 @@ def test_a_mistake_ends_in_one_clear_sentence(name: str, form: list[str], pipe: 
 
 # command -> exit code, place, beginning of the error, beginning of the hint
 FAILURES: dict[str, tuple[int, str | None, str, str]] = {
-    "rn all": (2, "pipe", "there is no command 'rn'", "did you mean 'run'?"),
-    "xyz": (2, "pipe", "there is no command 'xyz'", "valid names: check, debug, diff, "),
+    "rn all": (2, "pipe", "No such command 'rn'. Did you mean 'run'", "usage: pipe"),
+    "xyz": (2, "pipe", "No such command 'xyz'", "usage: pipe"),
     "run": (2, "pipe run", "Missing argument", "usage: pipe run"),
     "run al": (2, None, "there is no stage 'al' here", "did you mean 'all'?"),
     "run duoble": (2, None, "there is no stage 'duoble' here", "did you mean 'double'?"),

@@ -6,7 +6,9 @@ off the border and off each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from markupsafe import Markup
@@ -61,6 +63,52 @@ def title(text: str, top: float) -> Markup:
 def tick(text: str, y: float, width: int) -> Markup:
     """A line across a strip with its label."""
     return path("tick", f"M{LEFT} {y:g}H{width - RIGHT}") + label("tick", LEFT - 6, y + 4, text)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Places a point in a strip, in user units. What is infinite sits on the strip's upper or lower edge.
+
+    Attributes:
+        width: of the picture.
+        first: what is at the left end of the horizontal axis.
+        last: what is at its right end.
+        low: the lowest finite value.
+        high: the highest finite value.
+        top: where the strip begins.
+        height: of the strip.
+        edge: from the strip's border to its highest and lowest point.
+    """
+
+    width: int
+    first: float
+    last: float
+    low: float = 0.0
+    high: float = 0.0
+    top: float = 0.0
+    height: int = STRIP
+    edge: int = 8
+
+    def x(self, place: float) -> float:
+        extent = (self.last - self.first) or 1  # one place alone is drawn at the left
+        return round(LEFT + (place - self.first) / extent * (self.width - RIGHT - LEFT), 1)
+
+    def y(self, value: float) -> float:
+        if value == math.inf:
+            return self.top
+        if value == -math.inf:
+            return self.top + self.height
+        if self.high == self.low:
+            return self.top + self.height / 2
+        share = (self.high - value) / (self.high - self.low)
+        return round(self.top + self.edge + share * (self.height - 2 * self.edge), 1)
+
+    def at(self, point: tuple[float, float]) -> tuple[float, float]:
+        return self.x(point[0]), self.y(point[1])
+
+    def line(self, points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        """The points of a line, as many as can be told apart."""
+        return thinned([self.at(point) for point in points])
 
 
 def has_room_for_dots(count: int, width: int) -> bool:

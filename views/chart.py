@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from layerline.pipeline.report import LayerDiff
 from layerline.views import canvas
-from layerline.views.canvas import GAP, HEAD, LEFT, RIGHT, STRIP, TOP
+from layerline.views.canvas import GAP, HEAD, LEFT, RIGHT, STRIP, TOP, Scale
 from layerline.views.follow import Followed
 
 CLEAR = 17  # inside a strip, above and below the points
@@ -41,30 +41,9 @@ class Point:
     db: float
     passed: bool
 
-
-@dataclass(frozen=True)
-class DecibelScale:
-    """Places layers in one strip, in user units. Equal layers sit on its upper edge, lost ones on the lower."""
-
-    low: float
-    high: float
-    top: int
-    slots: int
-    width: int
-    height: int = STRIP
-
-    def x(self, slot: float) -> float:
-        return round(LEFT + slot * (self.width - RIGHT - LEFT) / self.slots, 1)
-
-    def y(self, db: float) -> float:
-        if db == math.inf:
-            return self.top
-        if db == -math.inf:
-            return self.top + self.height
-        return round(self.top + CLEAR + (self.high - db) / (self.high - self.low) * (self.height - 2 * CLEAR), 1)
-
-    def at(self, point: Point) -> tuple[float, float]:
-        return self.x(point.slot + 0.5), self.y(point.db)
+    @property
+    def place(self) -> tuple[float, float]:
+        return self.slot + 0.5, self.db
 
 
 @dataclass(frozen=True)
@@ -133,41 +112,42 @@ def _level(record: LayerDiff) -> float:
     return min(max(record.sqnr_db, LEAST_DB), MOST_DB)
 
 
-def _scale(points: Sequence[Point], top: int, slots: int, width: int) -> DecibelScale:
+def _scale(points: Sequence[Point], top: int, slots: int, width: int) -> Scale:
     """Whole tens around the figures, at least LEAST_SPAN_DB apart, so that noise doesn't fill the strip."""
     finite = [point.db for point in points if math.isfinite(point.db)] or [0.0]
     low = min(math.floor(min(finite) / 10) * 10.0, MOST_DB - LEAST_SPAN_DB)
     high = max(math.ceil(max(finite) / 10) * 10.0, low + LEAST_SPAN_DB)
     all_equal = all(point.db == math.inf for point in points)
-    return DecibelScale(low, high, top, slots, width, FLAT if all_equal else STRIP)
+    height = FLAT if all_equal else STRIP
+    return Scale(width, 0, slots, low, high, top, height, CLEAR)
 
 
-def _strip(stage: str, points: Sequence[Point], rows: Sequence[Followed], scale: DecibelScale) -> Markup:
+def _strip(stage: str, points: Sequence[Point], rows: Sequence[Followed], scale: Scale) -> Markup:
     crosses = ""
     for point in points:
         if not point.passed:
-            x, y = scale.at(point)
+            x, y = scale.at(point.place)
             crosses += f"M{x - 4:g} {y - 4:g}l8 8m0 -8l-8 8"
     body = canvas.title(stage, scale.top) + _ticks(points, scale)
     body += canvas.path("line", _line(points, scale)) + _dots(points, scale) + canvas.path("crosses", crosses)
     for point, label in _named(points, rows, scale):
         # At the lower edge no line passes, and there is no room below.
-        baseline = scale.at(point)[1] + (4 if point.db == -math.inf else BELOW)
+        baseline = scale.at(point.place)[1] + (4 if point.db == -math.inf else BELOW)
         kind = "name" if point.passed else "name bad"
         body += canvas.label(kind, label.x, baseline, label.text, text_anchor=label.anchor)
     return canvas.element("g", body)
 
 
-def _line(points: Sequence[Point], scale: DecibelScale) -> str:
+def _line(points: Sequence[Point], scale: Scale) -> str:
     """Joins neighbours; the line breaks where a layer has no finite figure."""
     path = ""
     for finite, run in groupby(points, key=lambda point: math.isfinite(point.db)):
         if finite:
-            path += f"M{canvas.joined(canvas.thinned([scale.at(point) for point in run]))}"
+            path += f"M{canvas.joined(scale.line([point.place for point in run]))}"
     return path
 
 
-def _dots(points: Sequence[Point], scale: DecibelScale) -> Markup:
+def _dots(points: Sequence[Point], scale: Scale) -> Markup:
     """A dot for each layer that passed.
 
     Where dots have no room, the line alone shows the layers. Equal layers are on no line, so neighbours become a bar.
@@ -183,16 +163,16 @@ def _dots(points: Sequence[Point], scale: DecibelScale) -> Markup:
         elif is_equal:
             bars.append([point])
         elif roomy and point.passed:
-            x, y = scale.at(point)
+            x, y = scale.at(point.place)
             single += f"M{x:g} {y:g}h0"
         previous_is_equal = is_equal
     joined = ""
     for bar in bars:
-        joined += f"M{canvas.joined([scale.at(bar[0])])}H{scale.at(bar[-1])[0]:g}"
+        joined += f"M{canvas.joined([scale.at(bar[0].place)])}H{scale.at(bar[-1].place)[0]:g}"
     return canvas.path("dots", single) + canvas.path("dots equal", joined)
 
 
-def _named(points: Sequence[Point], rows: Sequence[Followed], scale: DecibelScale) -> list[tuple[Point, Label]]:
+def _named(points: Sequence[Point], rows: Sequence[Followed], scale: Scale) -> list[tuple[Point, Label]]:
     """The points that get a name: the worst failing ones whose names don't overlap, or else the lowest."""
     named: list[tuple[Point, Label]] = []
     for point in sorted(points, key=lambda point: point.db):
@@ -209,10 +189,10 @@ def _named(points: Sequence[Point], rows: Sequence[Followed], scale: DecibelScal
     return [(lowest, _label_of(lowest, rows[lowest.slot], scale))]
 
 
-def _label_of(point: Point, row: Followed, scale: DecibelScale) -> Label:
+def _label_of(point: Point, row: Followed, scale: Scale) -> Label:
     """The name of a point, to its left in the right half of the strip."""
     x = scale.x(point.slot + 0.5)
-    is_left = point.slot + 0.5 > scale.slots / 2
+    is_left = point.slot + 0.5 > scale.last / 2
     room = x - LEFT if is_left else scale.width - x
     text = canvas.shortened(row.layer, room - BESIDE)
     reach = BESIDE + canvas.span(text)
@@ -221,7 +201,7 @@ def _label_of(point: Point, row: Followed, scale: DecibelScale) -> Label:
     return Label(text, x + BESIDE, "start", x - 4, x + reach)
 
 
-def _ticks(points: Sequence[Point], scale: DecibelScale) -> Markup:
+def _ticks(points: Sequence[Point], scale: Scale) -> Markup:
     levels = {point.db for point in points}
     # Figures beyond the limits are drawn at the limit, which its tick says.
     above = "≥ " if MOST_DB in levels else ""
@@ -241,7 +221,7 @@ def _groups(rows: Sequence[Followed], bottom: int, width: int) -> Markup:
     """Borders and names of the runs of layers whose module paths begin alike; long runs are named first."""
     drawn = Markup("")
     written: list[tuple[float, float]] = []
-    scale = DecibelScale(0, 1, TOP, len(rows), width)
+    scale = Scale(width, 0, len(rows))
     runs = _runs([tuple(row.layer.split(".")) for row in rows], 0, len(rows), 1, scale)
     for run in sorted(runs, key=lambda run: run.start - run.stop):
         left, right = scale.x(run.start), scale.x(run.stop)
@@ -256,7 +236,7 @@ def _groups(rows: Sequence[Followed], bottom: int, width: int) -> Markup:
     return drawn
 
 
-def _runs(paths: Sequence[tuple[str, ...]], start: int, stop: int, depth: int, scale: DecibelScale) -> list[LayerRun]:
+def _runs(paths: Sequence[tuple[str, ...]], start: int, stop: int, depth: int, scale: Scale) -> list[LayerRun]:
     """The layers from `start` to `stop` as runs, split to the depth at which their names still have room."""
     runs: list[LayerRun] = []
     begin = start
@@ -273,7 +253,7 @@ def _runs(paths: Sequence[tuple[str, ...]], start: int, stop: int, depth: int, s
     return runs
 
 
-def _have_room(runs: Sequence[LayerRun], scale: DecibelScale) -> bool:
+def _have_room(runs: Sequence[LayerRun], scale: Scale) -> bool:
     width = scale.x(runs[-1].stop) - scale.x(runs[0].start)
     if all(run.path[-1].isdigit() for run in runs):
         return len(runs) * LEAST_NUMBERED_RUN < width

@@ -15,10 +15,9 @@ from markupsafe import Markup
 
 from layerline.pipeline.records.lookup import Log
 from layerline.views import canvas
-from layerline.views.canvas import GAP, HEAD, LEFT, RIGHT, STRIP, TITLE, TOP
+from layerline.views.canvas import GAP, HEAD, LEFT, RIGHT, STRIP, TITLE, TOP, Scale
 from layerline.views.formatting import figure
 
-EDGE = 8  # from a strip's border to its highest and lowest point
 APART = 14  # between the baselines of two labels
 AXIS = 18  # below all strips, for the steps
 STEPS_MARKED = 8  # at most
@@ -65,34 +64,6 @@ STRIPS = (
 )
 
 
-@dataclass(frozen=True)
-class StepScale:
-    """Places a step and a value, in user units."""
-
-    width: int
-    first: float
-    last: float
-    low: float = 0.0
-    high: float = 0.0
-    top: float = 0.0
-
-    def x(self, step: float) -> float:
-        steps = (self.last - self.first) or 1  # one step alone is drawn at the left
-        share = (step - self.first) / steps
-        return round(LEFT + share * (self.width - RIGHT - LEFT), 1)
-
-    def y(self, value: float) -> float:
-        if self.high == self.low:
-            return self.top + STRIP / 2
-        return round(self.top + EDGE + (self.high - value) / (self.high - self.low) * (STRIP - 2 * EDGE), 1)
-
-    def at(self, point: tuple[float, float]) -> tuple[float, float]:
-        return self.x(point[0]), self.y(point[1])
-
-    def path(self, points: Points) -> list[tuple[float, float]]:
-        return canvas.thinned([self.at(point) for point in points])
-
-
 def curves(rows: Log) -> Markup:
     """The figure of a training log at each width, or nothing where it holds no step."""
     strips = {}
@@ -114,7 +85,7 @@ def _figure(strips: Mapping[Strip, Lines], width: int) -> Markup:
             steps += [step for step, _ in points]
             name = f"{strip.title} {line.label}".strip()
             last_values.append(f"{name} {figure(points[-1][1])}")
-    axis = StepScale(width, min(steps), max(steps))
+    axis = Scale(width, min(steps), max(steps))
     bottom = TOP + len(strips) * (HEAD + STRIP + GAP)
     body = _axis(axis, bottom)
     top = TOP + HEAD
@@ -144,7 +115,7 @@ def _points(rows: Log, column: str) -> Points:
     return points
 
 
-def _strip(strip: Strip, lines: Lines, scale: StepScale) -> Markup:
+def _strip(strip: Strip, lines: Lines, scale: Scale) -> Markup:
     marks = {scale.low, scale.high}
     if strip.zero:
         # Zero is always marked; another mark so near that the labels would overlap is left out.
@@ -159,19 +130,19 @@ def _strip(strip: Strip, lines: Lines, scale: StepScale) -> Markup:
     return canvas.element("g", body + canvas.title(strip.title, scale.top) + _ends(lines, scale))
 
 
-def _area(lines: Lines, scale: StepScale) -> Markup:
+def _area(lines: Lines, scale: Scale) -> Markup:
     """The area between two lines, or from one line to zero."""
-    upper = scale.path(lines[0][1])
+    upper = scale.line(lines[0][1])
     if len(lines) == 2:
-        lower = scale.path(lines[1][1])
+        lower = scale.line(lines[1][1])
     else:
         lower = [(upper[0][0], scale.y(0.0)), (upper[-1][0], scale.y(0.0))]
     return canvas.path("area", f"M{canvas.joined([*upper, *reversed(lower)])}Z")
 
 
-def _line(line: Line, points: Points, scale: StepScale, *, dotted: bool) -> Markup:
+def _line(line: Line, points: Points, scale: Scale, *, dotted: bool) -> Markup:
     """A line. With `dotted`, each point is a dot with a tooltip where there is room; a single point always is."""
-    drawn = canvas.path(f"line {line.kind}", f"M{canvas.joined(scale.path(points))}")
+    drawn = canvas.path(f"line {line.kind}", f"M{canvas.joined(scale.line(points))}")
     has_room = dotted and canvas.has_room_for_dots(len(points), scale.width)
     if has_room or len(points) == 1:
         for step, value in points:
@@ -181,7 +152,7 @@ def _line(line: Line, points: Points, scale: StepScale, *, dotted: bool) -> Mark
     return drawn
 
 
-def _ends(lines: Lines, scale: StepScale) -> Markup:
+def _ends(lines: Lines, scale: Scale) -> Markup:
     """The last value of each line, above the end of the strip."""
     spans = Markup("")
     for line, points in lines:
@@ -191,7 +162,7 @@ def _ends(lines: Lines, scale: StepScale) -> Markup:
     return canvas.label("end", scale.width - RIGHT, scale.top - TITLE, spans)
 
 
-def _axis(scale: StepScale, bottom: float) -> Markup:
+def _axis(scale: Scale, bottom: float) -> Markup:
     """Round step numbers, as many as there is room for, and lines up through all strips."""
     widest = canvas.span(f"{scale.last:.0f}")
     most = min(max(int((scale.width - RIGHT - LEFT) / (widest + 8)), 1), STEPS_MARKED)

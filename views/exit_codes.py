@@ -90,15 +90,11 @@ def _is_another_rank() -> bool:
 class _Interrupted(PipeError):
     exit_code = 130
 
-    def __init__(self) -> None:
-        what, hint = process_env.INTERRUPTED.split("; ")
-        super().__init__(what, hint=hint)
-
 
 def _interrupted() -> PipeError:
-    error = _Interrupted()
-    say(f"\n{error.what}; {error.hint}", err=True)
-    return error
+    say(f"\n{process_env.INTERRUPTED}", err=True)
+    what, hint = process_env.INTERRUPTED.split("; ")
+    return _Interrupted(what, hint=hint)
 
 
 class _Bug(PipeError):

@@ -45,15 +45,15 @@ def matches(
     if head == "**":
         yield from matches(folder, rest or ["*"], project, enters)
         for path in _inside(folder):
-            if _is_folder(path) and enters(path):
+            if os.path.isdir(path) and enters(path):  # noqa: PTH112 - Path.is_dir raises where it can't look
                 yield from matches(path, parts, project, enters)
     elif has_wildcard(head):
         for path in _inside(folder):
-            if fnmatchcase(path.name, head) and (not rest or (_is_folder(path) and enters(path))):
+            if fnmatchcase(path.name, head) and (not rest or (os.path.isdir(path) and enters(path))):  # noqa: PTH112
                 yield from matches(path, rest, project, enters)
     else:
         path = Path(os.path.normpath(folder / head))
-        if _is_there(path) and path.name not in _KEPT_BY_TOOLS:
+        if os.path.exists(path) and path.name not in _KEPT_BY_TOOLS:  # noqa: PTH110
             yield from matches(path, rest, project, enters)
 
 
@@ -85,21 +85,9 @@ def _is_kept(entry: os.DirEntry[str]) -> bool:
 def size_and_time(path: Path) -> tuple[int, int]:
     """In bytes and nanoseconds; zeros for a link that leads nowhere."""
     with suppress(OSError):
-        found = path.stat()
-        return found.st_size, found.st_mtime_ns
+        state = path.stat()
+        return state.st_size, state.st_mtime_ns
     return 0, 0
-
-
-def _is_there(path: Path) -> bool:
-    with suppress(OSError):  # the name is too long, or not ours to read
-        return path.exists()
-    return False
-
-
-def _is_folder(path: Path) -> bool:
-    with suppress(OSError):
-        return path.is_dir()
-    return False
 
 
 def _inside(folder: Path) -> list[Path]:
