@@ -273,7 +273,7 @@ def resume(
             terminal.findings(screen.console(), proof)
         return
     if steps is not None:
-        raise PipeError("--steps goes with --prove", hint="how long to train stands in pipe.yaml")
+        raise PipeError("--steps needs --prove", hint="pipe.yaml says how long to train")
     stage = resuming.resumable(project)
     with_sets, message = resuming.going_on(project, stage)
     if message:
@@ -402,7 +402,7 @@ def report(
     from layerline.views import html
 
     if not output.parent.is_dir():
-        raise PipeError(f"there is no folder {output.parent}", hint="make it, or write elsewhere with -o")
+        raise PipeError(f"there is no folder {output.parent}", hint="create it, or choose another file with -o")
     project = _load(folder, sets)
     planner = _planner(project)
     chosen_run = lookup.find_run(planner, run_id)
@@ -491,7 +491,7 @@ def debug(
     if as_json:
         print_json({"stage": stage, "found": json_output.plain(shown.report)["records"], "files": list(shown.files)})
     elif not shown.report.records:
-        say(f"every value of {stage} passes: there is nothing to show")
+        say(f"every value of {stage} passes")
     else:
         terminal.diff(screen.console(), shown.report, 1, "error")
         say(f"wrote {target}: {', '.join(shown.files)}")

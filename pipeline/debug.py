@@ -1,4 +1,4 @@
-"""What a stage can show of its own fault: it runs again for that alone, and nothing of it is kept in the store."""
+"""`pipe debug`: runs a stage again to find its first failing value. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from layerline.pipeline.task import Task
 
 @runtime_checkable
 class Debugs(Protocol):
-    """A stage that can reduce its fault to something small."""
+    """A stage that can write a minimal model of a failure."""
 
     def debug(self, work: Work, folder: Path) -> LayerDiff | None:
-        """Writes what shows the fault to `folder`; the first value that fails, or None where none does."""
+        """Writes a minimal model to `folder`, and returns the first value that fails; None if all pass."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def debug(project: Project, name: str, folder: Path, listener: Listener) -> Show
     if not isinstance(stage, Debugs):
         able = [s.name for s in project.stages if isinstance(s, Debugs)]
         hint = f"see: pipe diff {name}; debug takes: {', '.join(able)}"
-        raise ConfigError(f"stage {name} shows all it knows in its report", hint=hint)
+        raise ConfigError(f"stage {name} has nothing to debug", hint=hint)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError("it is there already", where=str(folder), hint="name an empty folder: -o DIR")
     inputs = _inputs(open_planner(project), stage)

@@ -1,4 +1,4 @@
-"""The errors a person is meant to read. Whatever a user can cause is one of these; anything else is our bug."""
+"""Errors for users. Everything that a user can cause is one of these; any other exception is a bug of Layerline."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 _HINTS = {
-    errno.ENOSPC: "make room, or run `pipe gc`; what was finished is kept",
-    errno.EFBIG: "a limit on the size of files (ulimit -f) is set too low for it",
-    errno.EDQUOT: "make room, or run `pipe gc`; what was finished is kept",
-    errno.EROFS: "the project lies on a read-only file system: copy it to one that can be written",
+    errno.ENOSPC: "free disk space, or run `pipe gc`; finished stages are kept",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EDQUOT: "free disk space, or run `pipe gc`; finished stages are kept",
+    errno.EROFS: "the file system is read-only: copy the project to one that can be written",
     errno.EACCES: "check the permissions of that path",
     errno.EPERM: "check the permissions of that path",
-    errno.ENOTDIR: "a file lies where a folder should be: move it away",
-    errno.EEXIST: "a file lies where a folder should be: move it away",
+    errno.ENOTDIR: "a file is where a folder should be: move it away",
+    errno.EEXIST: "a file is where a folder should be: move it away",
 }
 
 
 class PipeError(Exception):
-    """Wrong usage or configuration, told in one sentence (exit code 2).
+    """Wrong usage or configuration (exit code 2).
 
     Args:
-        what: what failed, with what was seen and what was expected.
-        where: the file:line:column, field, tensor, node or module it is about.
+        what: what failed, in one sentence, with what was seen and expected.
+        where: file:line:column, field, tensor, node or module.
         hint: what to do next.
     """
 
@@ -35,7 +35,7 @@ class PipeError(Exception):
         self.what, self.where, self.hint = str(what), str(where), str(hint)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that every failure has under `--json`; what there is nothing to say about is None."""
+        """The fields of a failure under `--json`; None for an empty one."""
         return {
             "error": self.what,
             "where": self.where or None,
@@ -72,7 +72,7 @@ _EXIT_CODES = (1, 2, 3, 130)
 
 
 def exit_code(error: PipeError) -> int:
-    """The code that an error ends the process with: never 0, whatever a class that the user's code defines says."""
+    """The exit code for an error. A subclass in user code may define any value, so it is checked."""
     code = error.exit_code
     if type(code) is int and code in _EXIT_CODES:
         return code
@@ -90,7 +90,7 @@ def failure_fields(error: PipeError | None) -> dict[str, Any]:
 
 
 def words(error: BaseException, limit: int = 4000) -> str:
-    """The text of somebody else's error, which may be endless, or raise when it is made."""
+    """The text of a foreign error; it may be very long, or raise an error itself."""
     try:
         return str(error)[:limit]
     except BaseException as raised:
@@ -100,17 +100,17 @@ def words(error: BaseException, limit: int = 4000) -> str:
 
 
 def first_line(text: str) -> str:
-    """A message without the pages that some libraries append."""
+    """The first line of a message; some libraries append pages."""
     return next(iter(text.splitlines()), "")
 
 
 def brief(error: BaseException) -> str:
-    """Somebody else's error in one line, with its type."""
+    """A foreign error in one line, with its type."""
     return f"{type(error).__name__}: {first_line(words(error))}"
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had, in torch's words too (torch itself need not be there)."""
+    """Whether an error says that memory ran out, recognised by name so that torch need not be imported."""
     names = {cls.__name__ for cls in type(error).__mro__}
     return not names.isdisjoint({"MemoryError", "OutOfMemoryError"}) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in words(error)
@@ -119,7 +119,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_told() -> Iterator[None]:
-    """Every failed allocation inside becomes one error.
+    """Turns failed allocations into one error.
 
     Raises:
         Unavailable: memory ran out.
@@ -133,7 +133,7 @@ def memory_told() -> Iterator[None]:
 
 
 def machine_lacks(error: OSError | MemoryError) -> Unavailable:
-    """What the operating system refused, as an error a person can act on."""
+    """An error of the operating system, with a hint for the user."""
     if isinstance(error, MemoryError):
         return Unavailable("this machine ran out of memory", hint="lower the batch size or the number of samples")
     where = str(error.filename or "disk")

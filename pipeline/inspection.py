@@ -1,4 +1,4 @@
-"""What a stage is handed to look at its part of a project before anything runs, and what it finds there."""
+"""The checks of `pipe check`: what a stage is given to check its part of a project, and what it reports."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Finding:
 
 
 class Skipped(Exception):
-    """What an item needs could not be had, and that has been told."""
+    """An item can't be checked because an earlier check failed, which has been reported."""
 
 
 class CalledOnce(Task):
-    """The user's task, whose data hooks are called once for all that look at what they give."""
+    """The user's task; each data hook is called once, and its result is shared by all checks."""
 
     def __init__(self, path: Path, root: Path) -> None:
         super().__init__(path, root)
@@ -91,13 +91,13 @@ class CalledOnce(Task):
 
 @dataclass
 class Inspection:
-    """What a stage is handed to look around with.
+    """What a stage checks its part of a project with.
 
     Attributes:
         root: the project's folder.
         task: the user's hooks; each data hook is called once.
-        shared: what stages leave for those after them, by name.
-        findings: so far.
+        shared: values that stages pass on to later stages, by name.
+        findings: the findings so far.
     """
 
     root: Path
@@ -108,7 +108,7 @@ class Inspection:
 
     @contextmanager
     def item(self, name: str) -> Iterator[None]:
-        """Whatever is wrong inside becomes a finding about `name`."""
+        """Errors raised inside become findings about `name`."""
         try:
             yield
         except Skipped:
@@ -122,18 +122,18 @@ class Inspection:
                 self.warn(name, f"it could not be checked: {brief(error)}", "the run itself will tell more")
 
     def ok(self, item: str, seen: str) -> None:
-        """Nothing is wrong with it."""
+        """Reports that an item is right."""
         self._add(item, "ok", seen)
 
     def warn(self, item: str, seen: str, hint: str, where: str = "") -> None:
-        """The run will go on, perhaps not as it was meant."""
+        """Reports a problem that does not stop a run."""
         self._add(item, "warning", seen, hint, where)
 
     def need(self, name: str) -> Any:
-        """What an earlier stage left.
+        """A value that an earlier stage passed on.
 
         Raises:
-            Skipped: it could not, and has told why.
+            Skipped: there is none; the reason has been reported.
         """
         if name not in self.shared:
             raise Skipped

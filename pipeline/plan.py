@@ -1,4 +1,4 @@
-"""Keys and freshness: what each stage would be run on, whether that has been done already, and if not, why not."""
+"""Plans a run: computes each stage's key, and says whether the stage is fresh or why it must run."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ ORDER = "order"
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A stage as things stand.
+    """The state of one stage.
 
     Attributes:
         stage: the stage.
-        key: hash over `parts`; None while an input isn't there yet.
+        key: hash over `parts`; None while an input is missing.
         parts: what the result depends on, by name ("config.epochs", "input.model", "hook.loss", "env.torch").
-        notes: what could not be followed in the user's code, and counts whole.
-        record: what the key gave before; None when it never ran.
-        artifact: what it left, verified; None when it would run.
-        reason: why it would run, or that it is fresh.
+        notes: where user code could not be followed, so that more counts.
+        record: the record of an earlier run with this key.
+        artifact: the verified artifact; None if the stage must run.
+        reason: why the stage must run, or that it is fresh.
     """
 
     stage: Stage
@@ -53,7 +53,7 @@ class Step:
 
 
 def check_file(root: Path, stage: Stage, name: str) -> None:
-    """Refuses a file that a stage names and that is no file of the project: a device or a pipe would never end.
+    """Refuses a path of a stage's configuration that is no regular file of the project.
 
     Raises:
         ConfigError: names the stage and the file.
@@ -105,7 +105,7 @@ class Planner:
         return replace(step, artifact=artifact, reason=reason)
 
     def _artifact(self, record: Record) -> tuple[Artifact | None, str]:
-        """What a record's run left, if all of it is still there and whole; and in words what is the matter."""
+        """The artifact of a record if it is complete, and the reason."""
         short = record.digest[:12]
         try:
             artifact = self.store.get(record.digest)
@@ -195,7 +195,7 @@ class Planner:
         return self._prints[hook]
 
     def _notes(self, hook: str, fingerprint: Fingerprint) -> list[str]:
-        """Where the text of a hook doesn't show what it reads."""
+        """Notes about code and folders that the fingerprint can't follow."""
         notes = [f"{hook}(): {file} counts whole: {why}" for file, why in fingerprint.whole.items()]
         for folder in fingerprint.folders:
             inside = [file for file in self.project.data if file.startswith(f"{folder}/")]
@@ -206,7 +206,7 @@ class Planner:
     def _why(self, stage: Stage, parts: Mapping[str, Any], key: str) -> str:
         before = self.ledger.head(stage.name)
         if has_checkpoint(self.project.works / key):
-            return "cut short; goes on from its checkpoint"
+            return "interrupted; resumes from its checkpoint"
         if before is None:
             return "never ran"
         return describe(before.parts, shown(parts)) or "its record is gone"

@@ -1,7 +1,7 @@
-"""What a command does to its process for as long as user code runs, and what user code must not do to it.
+"""Protects the process of `pipe` from what user code may do to it: closed streams, prints, signals, `os._exit`.
 
-`own_process` is called once, by a process that is `pipe` and nothing else; a program that calls our functions keeps its
-standard output, its signals and its `os._exit` as they are.
+Only the command line calls `own_process`. A program that imports Layerline keeps its standard output, its signal
+handlers and `os._exit`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, NoReturn, TextIO
 
 from layerline.pipeline.inputs.untrusted import is_number, printable
 
-INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
+INTERRUPTED = "interrupted; finished stages are kept, and the same command continues from there"
 _RECURSION = sys.getrecursionlimit()
 _FORMAT = warnings.formatwarning
 _WIDEST = 10_000  # columns and lines of a terminal
 
 
 def prepare() -> None:
-    """Before any command: what it prints can be encoded, and variables that libraries trip over are put right."""
+    """Sets up output and environment variables before any command runs."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no ✓ shows a ? instead
@@ -56,11 +56,11 @@ class _Plain(logging.Formatter):
 
 @dataclass
 class _Process:
-    """What is known of this process, where it is `pipe`'s own.
+    """The state of this process, if the command line owns it.
 
     Attributes:
-        output: where results go; a descriptor of its own, that nobody closes by closing standard output.
-        code: what the command came to; None while it is at work.
+        output: a copy of standard output for results; closing standard output does not close it.
+        code: the command's exit code; None while the command runs.
     """
 
     output: TextIO | None = None
@@ -71,9 +71,9 @@ _PROCESS = _Process()
 
 
 def own_process() -> None:
-    """Takes this process over: results have an output of their own, and it can't end without a word.
+    """Gives results a copy of standard output, and guards Ctrl-C and calls that end the process.
 
-    Does nothing where standard output is not that of the process, as under a test runner.
+    Does nothing if standard output is not that of the process, as under a test runner.
     """
     for descriptor in (0, 1, 2):  # a closed one would be given to the next file that is opened, and written to
         try:
@@ -97,7 +97,7 @@ def own_process() -> None:
 
 
 def ended(code: int) -> int:
-    """The command is done; from here on the process ends with this code, whatever handlers of user code do at exit."""
+    """Fixes the exit code: handlers that user code has registered for the exit can't change it any more."""
     _PROCESS.code = code
     if _PROCESS.output is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -105,15 +105,15 @@ def ended(code: int) -> int:
 
 
 def output() -> TextIO | None:
-    """Where a document of `--json` goes; None where that is standard output as it stands."""
+    """The stream for documents of `--json`; None for standard output."""
     return _PROCESS.output
 
 
 def put_right() -> tuple[str, str] | None:
-    """Undoes what user code did to this process that nothing of ours could work under.
+    """Resets global settings of user code under which Layerline can't work.
 
     Returns:
-        What it did that can't be undone without changing what it meant, and what to do instead.
+        What user code has set and what to do instead; None if there is nothing to tell.
     """
     if sys.getrecursionlimit() < _RECURSION:
         sys.setrecursionlimit(_RECURSION)
@@ -125,7 +125,7 @@ def put_right() -> tuple[str, str] | None:
 
 
 class _Open(io.TextIOWrapper):
-    """An output that stays open when user code closes it."""
+    """A stream that stays open if user code closes it."""
 
     def close(self) -> None:
         with contextlib.suppress(ValueError, OSError):
@@ -133,13 +133,13 @@ class _Open(io.TextIOWrapper):
 
 
 def _interrupt(number: int, _frame: Any) -> NoReturn:
-    """Ctrl-C: whoever is at work cleans up; pressed again, the process ends at once."""
+    """Ctrl-C raises KeyboardInterrupt; a second one ends the process at once."""
     signal.signal(number, interrupt_at_once)
     raise KeyboardInterrupt
 
 
 def interrupt_at_once(_number: int = 0, _frame: Any = None) -> NoReturn:
-    """Ends the process with the sentence and the code of an interrupt, and without any cleaning up."""
+    """Prints the message of an interrupt and ends the process without cleaning up."""
     with contextlib.suppress(OSError):
         os.write(2, f"\n{INTERRUPTED}\n".encode())
     _exit(130)
@@ -149,7 +149,7 @@ _exit = os._exit
 
 
 def _watch_exits(process: int) -> None:
-    """Puts a guard before the calls that end a process without a word."""
+    """Replaces the calls that end a process without running its exit handlers."""
     for module in [sys.modules[name] for name in ("os", "posix", "nt") if name in sys.modules]:
         for name in ("_exit", "execv", "execve"):
             if hasattr(module, name):
@@ -157,7 +157,7 @@ def _watch_exits(process: int) -> None:
 
 
 class _Guarded:
-    """A call that ends the process: in a child it does, in `pipe` itself it is told, and the code is not 0."""
+    """Ends a child process as called; in the process of `pipe` it prints an error and exits with code 2."""
 
     def __init__(self, function: Any, process: int) -> None:
         self.function, self.process = function, process
@@ -177,7 +177,7 @@ class _Guarded:
 
 @contextlib.contextmanager
 def inside(folder: Path) -> Iterator[None]:
-    """Hooks open the project's files by their relative names, wherever the command was given."""
+    """Makes the project's folder the current one, so that hooks find its files by relative names."""
     before = Path.cwd()
     os.chdir(folder)
     try:
@@ -188,10 +188,9 @@ def inside(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Keeps standard output for the JSON document, whatever task.py, a library or a child process prints.
+    """Redirects what task.py, libraries and child processes print to standard error, so that only JSON is on stdout.
 
-    In a process of `pipe`'s own it stays so until the end: threads and handlers of user code may print later, and the
-    document has an output of its own.
+    In the process of `pipe` this stays until the end, since threads and exit handlers of user code may print later.
     """
     _flush()
     kept = os.dup(1)
@@ -211,7 +210,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Writes out what Python and the C library hold back for standard output."""
+    """Flushes the buffers of Python and of the C library."""
     for stream in (sys.stdout, sys.__stdout__):
         with contextlib.suppress(ValueError, OSError):  # closed by user code
             if stream is not None:

@@ -23,21 +23,20 @@ class Resumes(Protocol):
     """A stage that keeps checkpoints in its scratch folder."""
 
     def prove_resume(self, work: Work, steps: int) -> Report:
-        """Compares going on from a checkpoint, `steps` steps before it and after it, with not having stopped; the
-        scratch folder is only read."""
+        """Trains with and without an interruption, `steps` steps before and after it, and compares the results."""
 
 
 def resumable(project: Project) -> Stage:
-    """The project's stage that goes on from checkpoints.
+    """The project's stage that resumes from checkpoints.
 
     Raises:
-        ConfigError: it has none: it begins behind its training.
+        ConfigError: the project has no training.
     """
     for stage in project.stages:
         if isinstance(stage, Resumes):
             return stage
     names = ", ".join(s.name for s in project.stages)
-    raise ConfigError(f"nothing is trained in this project; its stages are {names}", hint="pipe run all")
+    raise ConfigError(f"this project has no training; its stages are {names}", hint="pipe run all")
 
 
 def going_on(project: Project, stage: Stage) -> tuple[tuple[str, ...], str]:
@@ -51,21 +50,21 @@ def going_on(project: Project, stage: Stage) -> tuple[tuple[str, ...], str]:
         if has_checkpoint(work):
             lines = [lost] if lost else []
             if sets:
-                lines.append(f"going on with {options}")
+                lines.append(f"resuming with {options}")
             return sets, "\n".join(lines)
         if index == 0 and sets:
             again = f"pipe run {stage.name} {options}"
-            lost = f"the training begun last, with {options}, left no checkpoint: {again} begins it anew"
+            lost = f"the most recent training, with {options}, left no checkpoint; to start it again: {again}"
     step = open_planner(project).step(stage, {})
     if lost or step.artifact or has_checkpoint(project.works / str(step.key)):
         return project.sets, lost
-    return project.sets, f"no training was cut short that goes on with these settings: {stage.name} begins anew"
+    return project.sets, f"no interrupted training has these settings: {stage.name} starts from the beginning"
 
 
 def cut_short(project: Project) -> tuple[Path, tuple[str, ...]] | None:
     """The training that `pipe resume` resumes: its working folder, and its `--set` values.
 
-    It is the newest that left a checkpoint and that would, with these values, still be the same training.
+    It is the newest one with a checkpoint whose key is still the same with these values.
     """
     for work, sets in _unfinished(project):
         if has_checkpoint(work):
@@ -83,7 +82,7 @@ def to_prove(project: Project) -> tuple[Project, Stage, str]:
         if interrupted and interrupted[1]:
             sets = interrupted[1]
             then = load(project.root, sets)
-            return then, resumable(then), f"with {as_options(sets)}, as the training that was cut short"
+            return then, resumable(then), f"with {as_options(sets)}, as the interrupted training"
     return project, resumable(project), ""
 
 
@@ -100,13 +99,13 @@ def _unfinished(project: Project) -> Iterator[tuple[Path, tuple[str, ...]]]:
 
 
 def prove(project: Project, steps: int, listener: Listener) -> Report:
-    """Proves it for the project as it is, and changes nothing in it. Starts at an interrupted training, where one is.
+    """Proves that resuming changes no bit. Starts from an interrupted training if there is one; changes no file.
 
     Raises:
         ConfigError: nothing is trained here, or a launcher started several processes.
     """
     if ranks() > 1:
-        raise ConfigError("the proof starts its own processes, one at a time", hint="start it without torchrun")
+        raise ConfigError("--prove starts its own processes", hint="start it without torchrun")
     stage = resumable(project)
     work = project.works / str(open_planner(project).step(stage, {}).key)
     listener.started(stage, f"{steps} steps, a checkpoint, {steps} more")

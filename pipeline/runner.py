@@ -292,7 +292,7 @@ class Runner:
                 name=stage.name, state=state, reason=reason, seconds=record.seconds, record=record, error=error
             )  # fmt: skip
         if error:
-            reason = "failed before, and nothing it depends on has changed"
+            reason = "failed before; nothing that it depends on has changed"
             return Result(name=stage.name, state="failed", reason=reason, record=record, error=error)
         return Result(name=stage.name, state="cached", reason=step.reason, record=record)
 
@@ -314,7 +314,7 @@ class Runner:
                 return replace(now, reason="made by another process"), False
             adopted = self._adopt(now, work, forced=forced)
             if adopted is not None:
-                return replace(now, artifact=adopted, reason="finished by a run that was cut short"), False
+                return replace(now, artifact=adopted, reason="finished by an interrupted run"), False
             if step.stage.long:
                 self._look_ahead()
             # Only under the lock: the process that held it before removes the folder when it is done.

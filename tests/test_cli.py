@@ -114,7 +114,7 @@ def test_a_gate_that_fails_exits_1_and_says_what_to_do(pipe: Pipe, folder: Folde
     assert said.err == "error judge: score: 3, expected at least 9\n  train longer\n"
     again = pipe("run", "all", "--json")
     assert (again.code, again.document["passed"]) == (1, False)
-    assert again.document["stages"][2]["reason"] == "failed before, and nothing it depends on has changed"
+    assert again.document["stages"][2]["reason"] == "failed before; nothing that it depends on has changed"
 
 
 def test_run_json_is_one_document_and_nothing_else(pipe: Pipe, folder: Folder) -> None:
@@ -139,7 +139,7 @@ def test_run_json_says_what_failed_in_the_document_too(pipe: Pipe, folder: Folde
     said = pipe("run", "all", "--json")
     assert said.code == 3
     assert [s["state"] for s in said.document["stages"]] == ["ran", "ran", "ran", "failed", "blocked"]
-    assert said.err.startswith("error weights.bin: No space left on device\n  make room")
+    assert said.err.startswith("error weights.bin: No space left on device\n  free disk space")
     told = {k: said.document[k] for k in ("error", "where", "hint", "exit_code")}
     assert told["error"] == "No space left on device" and told["where"] == "weights.bin" and told["exit_code"] == 3
     assert [s["error"] for s in said.document["stages"]] == [None, None, None, told, None]
@@ -191,7 +191,7 @@ def test_resume_alone_is_run(pipe: Pipe, proved: list[int]) -> None:
     assert said.out.splitlines()[-1] == "next: pipe run all"
     assert pipe("resume", "--set", "source.rate=2", "--json").document["stages"][0]["reason"] == "rate 1 -> 2"
     assert pipe("resume", "--steps", "3") == Said(
-        2, "", "error --steps goes with --prove\n  how long to train stands in pipe.yaml\n"
+        2, "", "error --steps needs --prove\n  pipe.yaml says how long to train\n"
     )
 
 
@@ -211,16 +211,16 @@ def test_resume_goes_on_with_what_was_set(pipe: Pipe, proved: list[int], folder:
     cut_short(folder, "source.rate=3", at=1)
     cut_short(folder, "source.rate=2", "double.factor=3", at=2)
     said = pipe("resume")
-    assert said.out.splitlines()[0] == "going on with --set source.rate=2 --set double.factor=3"
-    assert "(cut short; goes on from its checkpoint)" in said.out
+    assert said.out.splitlines()[0] == "resuming with --set source.rate=2 --set double.factor=3"
+    assert "(interrupted; resumes from its checkpoint)" in said.out
     assert said.out.splitlines()[-1] == "next: pipe run all --set source.rate=2 --set double.factor=3"
     document = pipe("resume", "--json")
-    assert document.err == "going on with --set source.rate=3\n"
+    assert document.err == "resuming with --set source.rate=3\n"
     assert document.document["stages"][0]["state"] == "ran"
 
 
 def test_resume_says_where_it_begins_anew(pipe: Pipe, proved: list[int], folder: Folder) -> None:
-    anew = "no training was cut short that goes on with these settings: source begins anew"
+    anew = "no interrupted training has these settings: source starts from the beginning"
     cut_short(folder, "source.rate=3", at=1)
     assert pipe("resume", "--set", "source.rate=4").out.splitlines()[0] == anew
     assert "going on" not in pipe("resume", "--set", "source.rate=3").out, "as it was asked"
@@ -236,15 +236,17 @@ def test_resume_says_what_left_no_checkpoint(pipe: Pipe, proved: list[int], fold
     checkpoint.unlink()
     lost, going_on, *_ = pipe("resume").out.splitlines()
     rate = "--set source.rate=2"
-    assert lost == f"the training begun last, with {rate}, left no checkpoint: pipe run source {rate} begins it anew"
-    assert going_on == "going on with --set source.rate=3"
+    assert (
+        lost == f"the most recent training, with {rate}, left no checkpoint; to start it again: pipe run source {rate}"
+    )
+    assert going_on == "resuming with --set source.rate=3"
     assert pipe("resume").out.splitlines()[0] == lost, "there is none to go on with any more"
 
 
 def test_the_proof_is_of_what_was_set(pipe: Pipe, proved: list[int], folder: Folder) -> None:
     cut_short(folder, "source.rate=3", at=1)
     said = pipe("resume", "--prove")
-    assert said.out.splitlines()[0] == "with --set source.rate=3, as the training that was cut short"
+    assert said.out.splitlines()[0] == "with --set source.rate=3, as the interrupted training"
     assert "source.rate" not in pipe("resume", "--prove", "--set", "source.rate=4").out
 
 
@@ -256,7 +258,7 @@ def test_gc_keeps_the_training_that_resume_goes_on_with(pipe: Pipe, proved: list
     next(w for w in edited.parent.iterdir() if "epochs" in (w / "sets.json").read_text()).rename(edited)
     assert pipe("gc", "--keep", "0").out.startswith("removed 2 unfinished stages")
     assert list(edited.parent.iterdir()) == [kept]
-    assert pipe("resume").out.startswith("going on with --set source.rate=3\n")
+    assert pipe("resume").out.startswith("resuming with --set source.rate=3\n")
     assert pipe("gc", "--keep", "0").code == 0 and not kept.exists()
 
 
@@ -284,7 +286,7 @@ def test_resume_prove(pipe: Pipe, proved: list[int], folder: Folder, monkeypatch
 
 
 def test_resume_where_nothing_is_trained(pipe: Pipe) -> None:
-    told = "error nothing is trained in this project; its stages are source, double, judge\n  pipe run all\n"
+    told = "error this project has no training; its stages are source, double, judge\n  pipe run all\n"
     assert pipe("resume", "--prove") == Said(2, "", told)
 
 
@@ -761,7 +763,7 @@ MISTAKES: dict[str, tuple[dict[str, str], int, str]] = {
     ),
     "memory runs out": ({"pipe.yaml": "fault: {how: memory}\n"}, 3, "error this machine ran out of memory"),
     "a bug": ({"pipe.yaml": "fault: {how: bug}\n"}, 1, "error internal error, ZeroDivisionError: a bug"),
-    "Ctrl-C": ({"pipe.yaml": "fault: {how: interrupt}\n"}, 130, "\ninterrupted; what was finished is kept"),
+    "Ctrl-C": ({"pipe.yaml": "fault: {how: interrupt}\n"}, 130, "\ninterrupted; finished stages are kept"),
 }
 
 
@@ -800,8 +802,8 @@ FAILURES: dict[str, tuple[int, str | None, str, str]] = {
         "did you mean 'epochs'?",
     ),
     "run all -C nowhere": (2, None, "there is no pipe.yaml in ", "make a project: pipe init DIR"),
-    "resume": (2, None, "nothing is trained in this project", "pipe run all"),
-    "resume --prove": (2, None, "nothing is trained in this project", "pipe run all"),
+    "resume": (2, None, "this project has no training", "pipe run all"),
+    "resume --prove": (2, None, "this project has no training", "pipe run all"),
     "resume --steps 0": (2, "pipe resume", "Invalid value for '--steps'", "usage: pipe resume"),
     "status --bogus": (2, "pipe status", "No such option: --bogus", "usage: pipe status"),
     "runs -C task.py": (2, "task.py", "it is a file, not a folder", ""),
@@ -809,9 +811,9 @@ FAILURES: dict[str, tuple[int, str | None, str, str]] = {
     "check -C nowhere": (2, None, "there is no pipe.yaml in ", "make a project: pipe init DIR"),
     "diff double": (2, None, "stage double has not run yet", "pipe run double"),
     "diff duble": (2, None, "there is no stage 'duble' here", "did you mean 'double'?"),
-    "debug double": (2, None, "stage double shows all it knows", "see: pipe diff double"),
+    "debug double": (2, None, "stage double has nothing to debug", "see: pipe diff double"),
     "report": (2, None, "there is no run yet", "pipe run all"),
-    "report -o no/where.html": (2, None, "there is no folder no", "make it"),
+    "report -o no/where.html": (2, None, "there is no folder no", "create it"),
     "tune --max-drop 1": (2, "--set quantize.search=true", "quantize: unknown key", ""),
     "plan duble": (2, None, "there is no stage 'duble' here", "did you mean 'double'?"),
     "plan pipe.yaml": (2, "pipe.yaml", "it holds no quantisation plan", "give a plan.json"),
@@ -891,7 +893,7 @@ def test_a_state_that_can_not_be_written(pipe: Pipe, folder: Folder) -> None:
     folder.state.write_text("")
     for arguments in (["run", "all"], ["gc"]):
         said = pipe(*arguments)
-        assert said.code == 3 and ".layerline" in said.err and "a file lies where a folder should be" in said.err
+        assert said.code == 3 and ".layerline" in said.err and "a file is where a folder should be" in said.err
     assert pipe("status").code == 0
 
 

@@ -115,8 +115,8 @@ def from_checkpoint(
     _check_names(weights, data)
     check_checkpoint(_existing(weights))
     arrays = _arrays(data, float32=True)
-    module, call = _factory(model)
-    modules = _local(module)
+    model_import, call = _factory(model)
+    modules = _local(model.partition(":")[0])
     _check_factory(model, modules)
     fields: dict[str, Any] = {"file": weights.name}
     if trust:
@@ -127,7 +127,9 @@ def from_checkpoint(
     if inputs:
         export = Section({"dynamic": {name: {0: "batch"} for name in inputs}})
     sections = {"import-weights": imported, "export": export}
-    hooks = Hooks(source=weights.name, model=call, data=data.name if data else "", arrays=arrays)
+    hooks = Hooks(
+        source=weights.name, model_import=model_import, model=call, data=data.name if data else "", arrays=arrays
+    )
     return _write(folder, weights.name, sections, hooks, {Path(weights.name): weights, **modules}, data)
 
 
@@ -157,7 +159,7 @@ def _arrays(data: Path | None, *, float32: bool = False) -> dict[str, Array]:
 
 
 def _factory(spec: str) -> tuple[str, str]:
-    """The module of `package.module:factory`, and the lines that call it."""
+    """The import and the call of `package.module:factory`."""
     module, _, attribute = spec.partition(":")
     parts = (*module.split("."), *attribute.split("."))
     if any(not part.isidentifier() or keyword.iskeyword(part) for part in parts):
@@ -167,7 +169,8 @@ def _factory(spec: str) -> tuple[str, str]:
     if first in HOOKS:  # a hook of task.py has this name
         name = f"build_{first}"
     call = ".".join(part for part in (name, rest) if part) + "()"
-    return module, f"from {module} import {first} as {name}\n\n\ndef model():\n    return {call}\n"
+    imported = first if name == first else f"{first} as {name}"
+    return f"from {module} import {imported}\n", call
 
 
 def _check_factory(spec: str, files: Mapping[Path, Path]) -> None:

@@ -227,7 +227,8 @@ class Hooks:
 
     Attributes:
         source: the file that the project starts from.
-        model: the lines that define model(); none for a project that starts at ONNX.
+        model_import: imports what makes the network; none for a project that starts at ONNX.
+        model: the expression that makes the network.
         data: the file of samples; none when empty.
         arrays: what it holds, by name.
         inputs: names of the model's inputs.
@@ -236,6 +237,7 @@ class Hooks:
     """
 
     source: str
+    model_import: str = ""
     model: str = ""
     data: str = ""
     arrays: Mapping[str, Array] = field(default_factory=dict)
@@ -250,12 +252,19 @@ class Hooks:
             ConfigError: read again, it isn't the code and the names that were written.
         """
         source = _in_prose(self.source, "the file that the project starts from")
+        code = ""
+        if self.model:
+            code = f"\n\ndef model():\n    return {self.model}\n"
         if not self.data:
             about = f"Hooks for {source}.\n"
             if self.model:
                 about += _EXAMPLE
-            return python_file(about + _HINTS.format(input=_in_prose(self.inputs[0], "input")), "", {}, self.model)
+            about += _HINTS.format(input=_in_prose(self.inputs[0], "input"))
+            return python_file(about, self.model_import, {}, code)
         about = f"Hooks for {source}, on the samples in {_in_prose(self.data, 'the .npz file')}."
+        imports = "import numpy as np\n"
+        if self.model_import:
+            imports += f"\n{self.model_import}"
         label = answers(self.arrays, self.inputs)
         constants = {
             "SAMPLES": self.data,
@@ -264,12 +273,10 @@ class Hooks:
             "WHOLE": list(self.whole),
             "BATCH": 1 if self.whole else BATCH,
         }
-        code = _SAMPLES
+        code += _SAMPLES
         if label:
             code += _ACCURACY if self.arrays[label].kind in "iub" else _ERROR
-        if self.model:
-            code = f"\n{self.model}{code}"
-        return python_file(about, "import numpy as np\n", constants, code)
+        return python_file(about, imports, constants, code)
 
 
 def python_file(about: str, imports: str, constants: Mapping[str, Any], code: str) -> str:
@@ -284,8 +291,12 @@ def python_file(about: str, imports: str, constants: Mapping[str, Any], code: st
     Raises:
         ConfigError: read again, the file isn't what was written.
     """
-    blocks = [f'"""{about}"""\n', imports, "".join(f"{name} = {value!r}\n" for name, value in constants.items())]
-    text = "\n".join(block for block in blocks if block) + ("\n" if code and not constants else "") + code
+    text = f'"""{about}"""\n'
+    if imports:
+        text += f"\n{imports}"
+    if constants:
+        text += "\n" + "".join(f"{name} = {value!r}\n" for name, value in constants.items())
+    text += code
     try:
         docstring, *statements = ast.parse(text).body
         written = {}
