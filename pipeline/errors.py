@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 _HINTS = {
-    errno.ENOSPC: "free disk space, or run `pipe gc`; finished stages are kept",
+    errno.ENOSPC: "make room, or run `pipe gc`; what was finished is kept",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
-    errno.EDQUOT: "free disk space, or run `pipe gc`; finished stages are kept",
+    errno.EDQUOT: "make room, or run `pipe gc`; what was finished is kept",
     errno.EROFS: "the file system is read-only: copy the project to one that can be written",
     errno.EACCES: "check the permissions of that path",
     errno.EPERM: "check the permissions of that path",
-    errno.ENOTDIR: "a file is where a folder should be: move it away",
-    errno.EEXIST: "a file is where a folder should be: move it away",
+    errno.ENOTDIR: "a file lies where a folder should be: move it away",
+    errno.EEXIST: "a file lies where a folder should be: move it away",
 }
 
 

@@ -206,7 +206,7 @@ class Planner:
     def _why(self, stage: Stage, parts: Mapping[str, Any], key: str) -> str:
         before = self.ledger.head(stage.name)
         if has_checkpoint(self.project.works / key):
-            return "interrupted; resumes from its checkpoint"
+            return "cut short; goes on from its checkpoint"
         if before is None:
             return "never ran"
         return describe(before.parts, shown(parts)) or "its record is gone"

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TextIO
 
 from layerline.pipeline.inputs.untrusted import is_number, printable
 
-INTERRUPTED = "interrupted; finished stages are kept, and the same command continues from there"
+INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
 _RECURSION = sys.getrecursionlimit()
 _FORMAT = warnings.formatwarning
 _WIDEST = 10_000  # columns and lines of a terminal

@@ -314,7 +314,7 @@ class Runner:
                 return replace(now, reason="made by another process"), False
             adopted = self._adopt(now, work, forced=forced)
             if adopted is not None:
-                return replace(now, artifact=adopted, reason="finished by an interrupted run"), False
+                return replace(now, artifact=adopted, reason="finished by a run that was cut short"), False
             if step.stage.long:
                 self._look_ahead()
             # Only under the lock: the process that held it before removes the folder when it is done.

@@ -139,7 +139,7 @@ def test_run_json_says_what_failed_in_the_document_too(pipe: Pipe, folder: Folde
     said = pipe("run", "all", "--json")
     assert said.code == 3
     assert [s["state"] for s in said.document["stages"]] == ["ran", "ran", "ran", "failed", "blocked"]
-    assert said.err.startswith("error weights.bin: No space left on device\n  free disk space")
+    assert said.err.startswith("error weights.bin: No space left on device\n  make room")
     told = {k: said.document[k] for k in ("error", "where", "hint", "exit_code")}
     assert told["error"] == "No space left on device" and told["where"] == "weights.bin" and told["exit_code"] == 3
     assert [s["error"] for s in said.document["stages"]] == [None, None, None, told, None]
@@ -212,7 +212,7 @@ def test_resume_goes_on_with_what_was_set(pipe: Pipe, proved: list[int], folder:
     cut_short(folder, "source.rate=2", "double.factor=3", at=2)
     said = pipe("resume")
     assert said.out.splitlines()[0] == "resuming with --set source.rate=2 --set double.factor=3"
-    assert "(interrupted; resumes from its checkpoint)" in said.out
+    assert "(cut short; goes on from its checkpoint)" in said.out
     assert said.out.splitlines()[-1] == "next: pipe run all --set source.rate=2 --set double.factor=3"
     document = pipe("resume", "--json")
     assert document.err == "resuming with --set source.rate=3\n"
@@ -763,7 +763,7 @@ MISTAKES: dict[str, tuple[dict[str, str], int, str]] = {
     ),
     "memory runs out": ({"pipe.yaml": "fault: {how: memory}\n"}, 3, "error this machine ran out of memory"),
     "a bug": ({"pipe.yaml": "fault: {how: bug}\n"}, 1, "error internal error, ZeroDivisionError: a bug"),
-    "Ctrl-C": ({"pipe.yaml": "fault: {how: interrupt}\n"}, 130, "\ninterrupted; finished stages are kept"),
+    "Ctrl-C": ({"pipe.yaml": "fault: {how: interrupt}\n"}, 130, "\ninterrupted; what was finished is kept"),
 }
 
 
@@ -893,7 +893,7 @@ def test_a_state_that_can_not_be_written(pipe: Pipe, folder: Folder) -> None:
     folder.state.write_text("")
     for arguments in (["run", "all"], ["gc"]):
         said = pipe(*arguments)
-        assert said.code == 3 and ".layerline" in said.err and "a file is where a folder should be" in said.err
+        assert said.code == 3 and ".layerline" in said.err and "a file lies where a folder should be" in said.err
     assert pipe("status").code == 0
 
 

@@ -62,7 +62,7 @@ def test_killed_at_any_point_the_next_run_ends_right(tmp_path: Path, monkeypatch
         done = folder.run(["source"])
         assert done.passed, (event, [str(r.error) for r in done.results])
         assert not recorded & set(folder.listener.began), f"what was finished at {event} was made again"
-        adopted += done.results[0].reason == "finished by an interrupted run"
+        adopted += done.results[0].reason == "finished by a run that was cut short"
         outcomes.add(folder.artifact("source").name)
         assert fakes.read(folder.artifact("source") / "numbers.json") == [1.0, 2.0, 3.0]
         assert housekeeping.verify(folder.load())[1] == []
@@ -92,7 +92,7 @@ def test_killed_or_interrupted_a_stage_goes_on_where_it_was(how: signal.Signals,
     _, err = process.communicate(timeout=20)
     if how == signal.SIGINT:
         assert process.returncode == 130
-        assert err == "\ninterrupted; finished stages are kept, and the same command continues from there\n"
+        assert err == "\ninterrupted; what was finished is kept, and the same command goes on from there\n"
     else:
         assert process.returncode == -signal.SIGKILL
     done = folder.run()
@@ -337,6 +337,6 @@ def test_a_state_that_is_a_file(folder: Folder) -> None:
     done = folder.run()
     assert done.exit_code == 3
     assert isinstance(done.results[0].error, Unavailable)
-    assert "a file is where a folder should be" in str(done.results[0].error)
+    assert "a file lies where a folder should be" in str(done.results[0].error)
     with pytest.raises(OSError, match=r"\.layerline"):
         housekeeping.collect(folder.load(), 3, dry_run=False)

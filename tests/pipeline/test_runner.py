@@ -314,7 +314,7 @@ def test_a_project_that_starts_from_a_file(folder: Folder) -> None:
     ("how", "error", "code", "told"),
     [
         ("stage", StageError, 1, "conv1.weight: channel 3 is all zeros"),
-        ("full", Unavailable, 3, "weights.bin: No space left on device\n  free disk space"),
+        ("full", Unavailable, 3, "weights.bin: No space left on device\n  make room"),
         ("read-only", Unavailable, 3, "weights.bin: Read-only file system\n  the project lies on"),
         ("memory", Unavailable, 3, "this machine ran out of memory"),
         ("link", StageError, 1, "it left link: an artifact holds plain files"),
@@ -361,7 +361,7 @@ def test_work_that_was_cut_short_is_told_with_its_checkpoint(folder: Folder) -> 
     (folder.state / "work" / str(step.key) / "scratch" / "checkpoints").mkdir(parents=True)
     assert folder.runner().planner.steps()[0].reason == "never ran"
     (folder.state / "work" / str(step.key) / "scratch" / "checkpoints" / "step-00000003.safetensors").touch()
-    assert folder.runner().planner.steps()[0].reason == "interrupted; resumes from its checkpoint"
+    assert folder.runner().planner.steps()[0].reason == "cut short; goes on from its checkpoint"
 
 
 @pytest.mark.parametrize("how", ["bug", "interrupt"])
