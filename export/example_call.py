@@ -81,8 +81,10 @@ class Call:
             module: a module to call instead.
         """
         args, kwargs = self.arguments(feed)
+        if module is None:
+            module = self.pristine()
         with torch.no_grad():
-            tensors, _ = _leaves((module or self.pristine())(*args, **kwargs))
+            tensors, _ = _leaves(module(*args, **kwargs))
         return {name: array(tensor) for name, (_, tensor) in zip(self.outputs, tensors, strict=True)}
 
     def pristine(self) -> nn.Module:
