@@ -33,6 +33,7 @@ def array(tensor: Tensor) -> Array:
 
 def tensor(array: Array, *, complex_pairs: bool = False) -> Tensor:
     """Copies an array into a tensor; with `complex_pairs` the last axis becomes complex numbers."""
+    # In order and writable, as torch wants it.
     copy = torch.from_numpy(np.array(array, order="C"))
     if complex_pairs:
         return torch.view_as_complex(copy)

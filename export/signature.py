@@ -63,6 +63,7 @@ class Signature:
 
     def save(self, folder: Path) -> None:
         """Writes `signature.json`, the same bytes for the same content."""
+        # Sorted and without time or host: an artifact has the same bytes for the same content.
         (folder / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n", "utf-8")
 
     @classmethod

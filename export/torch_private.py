@@ -60,6 +60,7 @@ def any_names() -> Iterator[None]:
 
 def forget_decompositions() -> None:
     """Clears the cached decompositions of LSTM and GRU."""
+    # The cached choice of the first export would hold for all later ones.
     for op in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
         op._dispatch_cache.clear()
 
@@ -99,6 +100,7 @@ def as_python(expr: Any, names: Mapping[Any, str]) -> str:
 
 def _attribute(base: str, target: str) -> str:
     for name in target.split("."):
+        # A literal of any other name, so that nothing of it becomes code.
         if name.isidentifier() and not keyword.iskeyword(name):
             base = f"{base}.{name}"
         else:

@@ -93,6 +93,7 @@ def traced(call: Call, axes: Axes, opset: int, root: Path) -> tuple[Signature, s
     ops: set[str] = set()
     traced_max: dict[str, int | None] = {}
     try:
+        # Without decompositions and conversion: seconds instead of minutes.
         with quiet(), call.tensors_alone():
             program = torch.export.export(call.module, args, kwargs, dynamic_shapes=shapes, strict=False)
         for node in program.graph.nodes:

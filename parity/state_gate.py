@@ -35,10 +35,12 @@ def gate(call: Call, probes: Sequence[Probe], root: Path) -> tuple[list[Gate], l
     if isinstance(call.first, str):
         return [], [f"cannot check whether forward() keeps state: copying the module failed with {call.first}"]
     owners = {**call.keeps, **kept_state.changed(call.first, call.module)}
+    # No attribute changes, so a later call computes what the first one did.
     if not owners:
         return [], []
     names = ", ".join(f"{name!r} ({_where(name, owner, root)})" for name, owner in owners.items())
     later = call.pristine()
+    # Whatever a call leaves behind is there from now on.
     call.run(call.feed, later)
     difference = ""
     for probe in probes:

@@ -75,6 +75,7 @@ class Train(Stage):
     def _one_form(cls, raw: Any) -> Any:
         if not isinstance(raw, Mapping):
             return raw
+        # One form for all ways of writing it, so that they share one key.
         return _gather(raw, cls.model_fields)
 
     @model_validator(mode="after")
@@ -82,6 +83,7 @@ class Train(Stage):
         config = self.config()
         if config.monitor.valid_interval:
             return self
+        # Each of these waits for a metric that nobody would compute.
         needs_validation = {
             "plateau": config.scheduler.name == "plateau",
             "keep_best": config.monitor.keep_best,
@@ -271,6 +273,7 @@ def _placed(error: ConfigError, raw: Any) -> ValidationError:
     text = error.what
     if error.hint:
         text += f"; {error.hint}"
+    # pydantic carries the error to the place of its field; pipe.yaml's reader shows it as it is.
     kind = PydanticCustomError("told", "{text}", {"text": text, "what": error.what, "hint": error.hint})
     place = tuple(error.where.split("."))
     recipe = raw.get("recipe") if isinstance(raw, Mapping) else None
@@ -337,6 +340,7 @@ def _record(run: Run, name: str, now: Tensor) -> LayerDiff:
     update_ratio = None
     if name in run.before_last:
         update_ratio = tensor_row(name, "parameter", module, run.before_last[name], now).rel_l2
+    # A parameter that training may change and never did is most likely not connected.
     dead = name in run.lane.names and row.rel_l2 == 0.0
     # No SQNR against the initial value: training is meant to leave it behind.
     return dataclasses.replace(row, sqnr_db=None, cosine=None, extra={"update_ratio": update_ratio, "dead": dead})

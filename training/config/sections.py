@@ -287,6 +287,7 @@ class PruningConfig(Section):
             raise ValueError("method says how to prune: magnitude, global, 2:4 or channels")
         if self.end_step is not None and self.end_step <= self.start_step:
             raise ValueError("end_step lies after start_step")
+        # Two of four: the pattern itself is the share.
         if self.method == "2:4" and self.share != 0.5:
             raise ValueError("2:4 has a share of 0.5")
         return self
@@ -435,6 +436,7 @@ class Config(Section):
         total = self.scheduler.total_steps
         if self.swa.share is None or total is None:
             return 0
+        # At least the last step, however small the share.
         return total - max(round(self.swa.share * total), 1) + 1
 
     def replace(self, **sections: Any) -> Config:

@@ -199,6 +199,7 @@ def _run(job: Mapping[str, Any], folder: Path, progress: Callable[[int], object]
     done = 0
     command = [sys.executable, "-c", _START, json.dumps(job)]
     with (folder / "stderr").open("w+", encoding="utf-8", errors="replace") as stderr:
+        # A process of its own: nothing but the checkpoint is carried over.
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, encoding="utf-8") as process:  # noqa: S603  (this interpreter, our module)
             assert process.stdout is not None
             try:
@@ -216,6 +217,7 @@ def _run(job: Mapping[str, Any], folder: Path, progress: Callable[[int], object]
                 raise
         if process.returncode:
             stderr.seek(0)
+            # The last line of a traceback says what happened.
             lines = stderr.read().strip().splitlines()
             reason = lines[-1] if lines else f"it ended with code {process.returncode}"
             raise StageError(f"the run in a fresh process failed: {reason}", where=str(job["make"]))

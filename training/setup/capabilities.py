@@ -119,6 +119,7 @@ def _check_shard(models: list[nn.Module], config: Config, *, wrapped: bool, cust
          "nonfinite.triage: false"),
     ]  # fmt: skip
     for name, param in unwrap(models[0]).named_parameters():
+        # float16 and bfloat16; their float32 masters are whole tensors.
         half = param.dtype.itemsize < 4 and param.is_floating_point()
         refusals.append((half, "shard", f"{name} is {param.dtype}: float32 masters are not sharded",
                          "keep parameters in float32 and use precision.amp"))  # fmt: skip
