@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,13 @@ class Backend(Protocol):
 
     def open(self, model: Path | bytes, taps: Sequence[str] = ()) -> Session:
         """Loads a model file or its serialised bytes; `taps` are inner values to return beside the outputs."""
+
+
+def not_installed(module: str, package: str) -> str | None:
+    """The reason of a backend whose module is missing; None where it is installed."""
+    if find_spec(module) is None:
+        return f"{module} is not installed: pip install {package}"
+    return None
 
 
 def check_names(feed: Feed, inputs: Sequence[str]) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerline.backends.base import Array, Feed, check_names, switch_off_telemetry
+from layerline.backends.base import Array, Feed, check_names, not_installed, switch_off_telemetry
 from layerline.pipeline.errors import StageError
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class OnnxRuntime:
         self.threads, self.few_runs, self.defaults, self.config = threads, few_runs, defaults, config or {}
 
     def unavailable_reason(self) -> str | None:
-        return None if find_spec("onnxruntime") else "onnxruntime is not installed: pip install onnxruntime-gpu"
+        return not_installed("onnxruntime", "onnxruntime-gpu")
 
     def open(self, model: Path | bytes | ModelProto | Light, taps: Sequence[str] = ()) -> OrtSession:
         """Loads a file, its bytes, or a model in memory; the last may be larger than one message can be."""
@@ -165,9 +164,14 @@ def _bytes(model: ModelProto | Light, options: Any) -> tuple[bytes, list[Any]]:
 def _with_taps(source: str | bytes, taps: Sequence[str]) -> bytes:
     import onnx
 
-    model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source, load_external_data=False)
-    made = {o for n in model.graph.node for o in n.output} | {t.name for t in model.graph.initializer}
-    known = made - {o.name for o in model.graph.output}
-    model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(t) for t in taps if t in known)
+    if isinstance(source, bytes):
+        model = onnx.load_from_string(source)
+    else:
+        model = onnx.load(source, load_external_data=False)
+    values = {tensor.name for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        values.update(node.output)
+    values.difference_update(output.name for output in model.graph.output)
+    model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(tap) for tap in taps if tap in values)
     data: bytes = model.SerializeToString()
     return data

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from layerline.backends.base import Array, Feed, check_names, switch_off_telemetry
+from layerline.backends.base import Array, Feed, check_names, not_installed, switch_off_telemetry
 from layerline.pipeline.errors import StageError
 
 
@@ -18,7 +17,7 @@ class OpenVino:
     name = "openvino"
 
     def unavailable_reason(self) -> str | None:
-        return None if find_spec("openvino") else "openvino is not installed: pip install openvino"
+        return not_installed("openvino", "openvino")
 
     def open(self, model: Path | bytes, taps: Sequence[str] = ()) -> OpenVinoSession:
         """Loads an ONNX file or its bytes. Taps that the runtime's reader has folded away are left out."""
@@ -27,9 +26,14 @@ class OpenVino:
 
         core = ov.Core()
         try:
-            graph = core.read_model(io.BytesIO(model) if isinstance(model, bytes) else str(model))
+            source = io.BytesIO(model) if isinstance(model, bytes) else str(model)
+            graph = core.read_model(source)
             outputs = [o.get_any_name() for o in graph.outputs]
-            kept = _tappable(graph, [t for t in taps if t not in outputs])
+            values = set[str]()
+            for node in graph.get_ops():
+                for port in node.outputs():
+                    values |= port.get_names()
+            kept = [tap for tap in taps if tap in values and tap not in outputs]
             if kept:
                 graph.add_outputs(kept)
             return OpenVinoSession(
@@ -58,8 +62,3 @@ class OpenVinoSession:
             raise StageError(f"openvino could not run the model: {error}", where="run") from error
         # The runtime reuses its buffers in the next run.
         return {name: results[self._compiled.output(name)].copy() for name in self.outputs}
-
-
-def _tappable(graph: Any, taps: Sequence[str]) -> list[str]:
-    known = {name for node in graph.get_ops() for port in node.outputs() for name in port.get_names()}
-    return [t for t in taps if t in known]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from layerline.backends.base import Array, Feed, check_names
+from layerline.backends.base import Array, Feed, check_names, not_installed
 from layerline.pipeline.errors import StageError
 
 
@@ -21,7 +20,7 @@ class Torch:
     name = "torch"
 
     def unavailable_reason(self) -> str | None:
-        return None if find_spec("torch") else "torch is not installed: pip install torch"
+        return not_installed("torch", "torch")
 
     def open(self, model: Path | bytes, taps: Sequence[str] = ()) -> TorchSession:
         """Loads a program from a file or its bytes; taps are names of its fx nodes (`relu_3`)."""

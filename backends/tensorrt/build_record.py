@@ -11,6 +11,7 @@ from layerline.backends.base import MODULE
 from layerline.backends.tensorrt.builder import Built
 from layerline.backends.tensorrt.network import COMPUTE, Layer, compute_precisions
 from layerline.backends.tensorrt.profiles import Profile
+from layerline.backends.tensorrt.trt_errors import first_few
 from layerline.graph.analysis.proto_queries import first_output, metadata
 from layerline.graph.io import onnx_files
 from layerline.pipeline.report import LayerDiff
@@ -47,8 +48,8 @@ def names(model: onnx.ModelProto) -> OnnxNames:
     shapes: dict[str, list[int | str]] = {}
     for info in (*model.graph.value_info, *model.graph.input, *model.graph.output):
         if info.type.tensor_type.HasField("shape"):
-            dims = info.type.tensor_type.shape.dim
-            shapes[info.name] = [d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in dims]
+            # A size that is not there reads as 0.
+            shapes[info.name] = [d.dim_param or d.dim_value or "?" for d in info.type.tensor_type.shape.dim]
     return OnnxNames(values, modules, shapes)
 
 
@@ -126,11 +127,11 @@ def in_words(built: Built, narrowed: Sequence[str] = ()) -> list[str]:
     in_float = [layer.node or layer.name for layer in computing if layer.precision in FLOAT]
     mixed = ""
     if len(counts) > 1 and in_float:
-        mixed = f" (in float: {_first_three(in_float)})"
+        mixed = f" (in float: {first_few(in_float)})"
     notes = [f"Convolutions and matrix products, as the network declares them: {precisions}{mixed}."]
     if narrowed:
         count = len(narrowed)
-        notes.append(f"TensorRT has no float64: {count} values are float32 in the engine ({_first_three(narrowed)}).")
+        notes.append(f"TensorRT has no float64: {count} values are float32 in the engine ({first_few(narrowed)}).")
     if built.warnings:
         notes.append(f"The builder warned {sum(built.warnings.values())} times; engine.json has the texts.")
     if not built.repeatable:
@@ -138,16 +139,12 @@ def in_words(built: Built, narrowed: Sequence[str] = ()) -> list[str]:
     return notes
 
 
-def _first_three(names: Sequence[str]) -> str:
-    text = ", ".join(names[:3])
-    return f"{text}, …" if len(names) > 3 else text
-
-
 def _shape(network_shape: Sequence[int], declared: Sequence[int | str]) -> tuple[int | str, ...]:
     """The network's sizes; dynamic ones, -1 there, have the names that the model gives them."""
     sizes: list[int | str] = list(network_shape)
     for axis, size in enumerate(network_shape):
         if size < 0:
-            symbol = declared[axis] if len(declared) == len(sizes) else "?"
-            sizes[axis] = symbol if isinstance(symbol, str) else "?"
+            sizes[axis] = "?"
+            if len(declared) == len(sizes) and isinstance(declared[axis], str):
+                sizes[axis] = declared[axis]
     return tuple(sizes)

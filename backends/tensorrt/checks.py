@@ -44,12 +44,11 @@ def examine(model: onnx.ModelProto) -> tuple[str, ...]:
     graph = inferred(model)
     refused = _refusals(graph)
     if refused:
-        first, rest = refused[0], refused[1:]
-        more = ""
-        if rest:
-            others = " and others" if len(rest) > 1 else ""
-            more = f"; {len(rest)} more, at {rest[0].where}{others}"
-        raise StageError(f"TensorRT can't build this: {first.what}{more}", where=first.where, hint=first.hint)
+        first = refused[0]
+        what = f"TensorRT can't build this: {first.what}"
+        if len(refused) > 1:
+            what += f"; {len(refused) - 1} more, at {refused[1].where}"
+        raise StageError(what, where=first.where, hint=first.hint)
     values = [*graph.inputs]
     for site in sites(graph):
         values.extend(site.node.outputs)
@@ -152,7 +151,7 @@ def _rank(value: ir.Value | None) -> int | None:
     rank = _rank(node.inputs[0])
     if rank is None or node.op_type == "Identity":
         return rank
-    axes = ir_queries.constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    axes = ir_queries.constant(ir_queries.optional_input(node, 1))
     if axes is None:
         return None
     if node.op_type == "Squeeze":

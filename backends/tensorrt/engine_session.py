@@ -70,12 +70,14 @@ class EngineSession:
 
     def _checked(self, feed: Feed) -> dict[str, Array]:
         check_names(feed, self.inputs)
-        arrays = {name: np.asarray(feed[name]) for name in self.inputs}
-        for name, array in arrays.items():
-            if array.dtype != (dtype := self._dtype(name)):
+        arrays: dict[str, Array] = {}
+        for name in self.inputs:
+            array = np.asarray(feed[name], order="C")
+            dtype = self._dtype(name)
+            if array.dtype != dtype:
                 raise StageError(f"is {array.dtype}; the engine takes {dtype}", where=f"input {name}")
-        # ascontiguousarray makes scalars rank 1, which another shape would be.
-        return {n: a if a.flags.c_contiguous else np.ascontiguousarray(a) for n, a in arrays.items()}
+            arrays[name] = array
+        return arrays
 
     def _profile(self, index: int) -> Profile:
         return {name: self._shape_range(name, index) for name in self.inputs}

@@ -83,14 +83,13 @@ def _layer(layer: Any) -> Layer:
     all_inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
     all_outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
     outputs = tuple(tensor(t) for t in all_outputs if t is not None)
-    node = _NODE.search(layer.metadata)
     return Layer(
         name=layer.name,
         type=layer.type.name,
-        precision=outputs[0].dtype if outputs else "",
+        precision="".join(output.dtype for output in outputs[:1]),
         reads=tuple(t.name for t in all_inputs if t is not None),
         outputs=outputs,
-        node=node.group(1) if node else "",
+        node="".join(_NODE.findall(layer.metadata)[:1]),
     )
 
 

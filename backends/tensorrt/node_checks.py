@@ -158,7 +158,7 @@ def _quantizers(site: NodeSite) -> Iterator[Refusal]:
 
 
 def _zero_point(site: NodeSite, stored: ir.Value | None) -> Iterator[Refusal]:
-    point = site.node.inputs[2] if len(site.node.inputs) > 2 else None
+    point = ir_queries.optional_input(site.node, 2)
     if point is None:
         return
     numbers = ir_queries.constant(point)
@@ -190,9 +190,8 @@ def _scale(site: NodeSite, data: ir.Value | None) -> Iterator[Refusal]:
 def _stored_type(node: ir.Node) -> ir.DataType | None:
     """The quantised type of a Q or DQ. ONNX's default for QuantizeLinear is uint8."""
     if node.op_type == "DequantizeLinear":
-        data = node.inputs[0]
-        return None if data is None else data.dtype
-    point = node.inputs[2] if len(node.inputs) > 2 else None
+        return getattr(node.inputs[0], "dtype", None)
+    point = ir_queries.optional_input(node, 2)
     if point is not None:
         return point.dtype
     return ir.DataType(node.attributes.get_int("output_dtype", 0) or ir.DataType.UINT8)

@@ -66,14 +66,15 @@ def parse_failed(errors: Sequence[Any], modules: Mapping[str, str], path: Path) 
     node, op, text = first.node_name(), first.node_operator(), plain(first.desc())
     if not node and not op:
         op, named = _suspects(str(first.func()), text, path)
-        node = named[0] if named else ""
+        node = "".join(named[:1])
         if len(named) > 1:
-            ellipsis = ", …" if len(named) > 4 else ""
-            text += f" (one of {len(named)} {op} nodes: {', '.join(named[:4])}{ellipsis})"
+            text += f" (one of {len(named)} {op} nodes: {first_few(named)})"
     if text == "false" or "Plugin not found" in text or "creator" in text:
         text = "it has no importer for this operator"
     others = sorted({e.node_name() for e in errors} - {node, ""})
-    more = f"; {len(others)} more nodes, {others[0]} among them" if others else ""
+    more = ""
+    if others:
+        more = f"; {len(others)} more nodes, {others[0]} among them"
     if op and not node:
         where = f"{op} node without a name, number {first.node()}"
     else:
@@ -179,6 +180,15 @@ def _find(text: str, layers: Sequence[Layer], modules: Mapping[str, str]) -> str
 def _where(node: str, op: str, modules: Mapping[str, str]) -> str:
     if not node:
         return "model.onnx"
-    module = modules.get(node, "")
-    suffix = f", module {module}" if module else ""
-    return f"{op or 'node'} {node}{suffix}"
+    where = f"{op or 'node'} {node}"
+    if modules.get(node):
+        where += f", module {modules[node]}"
+    return where
+
+
+def first_few(names: Sequence[str]) -> str:
+    """At most three names in one line, with an ellipsis where there are more."""
+    text = ", ".join(names[:3])
+    if len(names) > 3:
+        text += ", …"
+    return text

@@ -112,7 +112,7 @@ def training_mode(site: NodeSite) -> Iterator[Refusal]:
 
 def _switch(dropout: ir.Node) -> str:
     """How to switch a Dropout off: in pipe.yaml where its mode is an input, in the file where it is stored."""
-    mode = dropout.inputs[2] if len(dropout.inputs) > 2 else None
+    mode = ir_queries.optional_input(dropout, 2)
     if mode is None:
         return ""
     if mode.is_graph_input() and not mode.is_initializer():
