@@ -46,10 +46,15 @@ class Error:
     count: float = 0.0
 
     @property
+    def has_signal(self) -> bool:
+        """Whether the float output can be compared with: it is finite and not only zeros."""
+        return self.signal > 0 and math.isfinite(self.signal)
+
+    @property
     def relative(self) -> float:
         """The error relative to the signal, with shifts weighted; inf where the signal is 0 or a number not finite."""
         weighted = self.error + SHIFT_WEIGHT * self.count * float(np.square(self.shift).sum())
-        if self.signal <= 0 or not math.isfinite(self.signal) or not math.isfinite(weighted):
+        if not self.has_signal or not math.isfinite(weighted):
             return math.inf
         return weighted / self.signal
 
@@ -106,12 +111,13 @@ def bound_of(group: Sequence[str], histograms: Mapping[str, Histogram], bounds: 
 def choose(wanted: Sequence[Wanted], tried: Candidates, errors: Errors) -> dict[str, str]:
     """The name of the best candidate of each value, one for all values that share a scale.
 
-    Where no layer gives an error (its output is 0 or not finite), the first candidate is taken.
+    Where no layer gives an error (its float output is 0 or not finite), the first candidate is taken.
     """
     groups = {item.name: group_of(item) for item in wanted}
     totals: dict[tuple[tuple[str, ...], str], float] = {}
     for (value, candidate, _), error in errors.items():
-        if math.isfinite(error.relative):
+        # A layer without a signal says nothing about any candidate; one that a candidate breaks speaks against it.
+        if error.has_signal:
             key = (groups[value], candidate)
             totals[key] = totals.get(key, 0) + error.relative
     chosen: dict[str, str] = {}
@@ -127,7 +133,10 @@ def choose(wanted: Sequence[Wanted], tried: Candidates, errors: Errors) -> dict[
 
 
 def layer_sqnr(chosen: Mapping[str, str], errors: Errors) -> dict[str, float]:
-    """SQNR in dB of each layer, fed with exact inputs in the chosen ranges. Leaves out outputs of 0 or not finite."""
+    """SQNR in dB of each layer, fed with exact inputs in the chosen ranges; -inf where they make it NaN or Inf.
+
+    Leaves out layers whose float output is 0 or not finite, and those without any error.
+    """
     signal: dict[str, float] = {}
     noise: dict[str, float] = {}
     for (value, candidate, layer), error in errors.items():
@@ -136,7 +145,11 @@ def layer_sqnr(chosen: Mapping[str, str], errors: Errors) -> dict[str, float]:
             noise[layer] = noise.get(layer, 0.0) + error.error
     decibels: dict[str, float] = {}
     for layer in signal:
-        if signal[layer] > 0 and noise[layer] > 0 and math.isfinite(signal[layer] + noise[layer]):
+        if not signal[layer] > 0 or not math.isfinite(signal[layer]):
+            continue
+        if not math.isfinite(noise[layer]):
+            decibels[layer] = -math.inf
+        elif noise[layer] > 0:
             decibels[layer] = 10 * math.log10(signal[layer] / noise[layer])
     return decibels
 

@@ -70,10 +70,20 @@ def test_a_shift_counts_more_than_the_same_error_without_one():
     assert even.relative == 0.04 and shifted.relative == pytest.approx((4 + SHIFT_WEIGHT * 4) / 100)
 
 
-@pytest.mark.parametrize(
-    "error", [Error(signal=0, error=1), Error(signal=np.inf, error=1), Error(signal=1, error=np.nan)]
-)
+@pytest.mark.parametrize("error", [Error(signal=0, error=1), Error(signal=np.inf, error=1)])
 def test_what_no_layer_tells_leaves_the_first_candidate(error):
     tried = {"x": {"mse": 1.0, "minmax": 2.0}}
     assert choose([wanted("x")], tried, {("x", "minmax", "y"): error}) == {"x": "mse"}
     assert layer_sqnr({"x": "minmax"}, {("x", "minmax", "y"): error}) == {}
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_candidate_that_breaks_a_layer_never_wins_and_leaves_it_float(broken):
+    tried = {"x": {"mse": 1.0, "minmax": 2.0}}
+    errors = {
+        ("x", "mse", "a"): Error(signal=1.0, error=broken), ("x", "mse", "b"): Error(signal=1.0, error=0.01),
+        ("x", "minmax", "a"): Error(signal=1.0, error=0.5), ("x", "minmax", "b"): Error(signal=1.0, error=0.5),
+        ("x", "mse", "off"): Error(signal=0.0, error=0.1), ("x", "minmax", "off"): Error(signal=0.0, error=0.2),
+    }  # fmt: skip
+    assert choose([wanted("x")], tried, errors) == {"x": "minmax"}
+    assert layer_sqnr({"x": "mse"}, errors) == {"a": -float("inf"), "b": pytest.approx(20)}
