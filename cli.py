@@ -163,16 +163,12 @@ def tune(
 
     Runs quantize with quantize.search, and shows what each layer costs and saves, and what was chosen.
     """
-    budget = [] if max_drop is None else [f"quantize.max_drop={max_drop}"]
-    options = ["quantize.search=true", *budget, *(sets or [])]
-    _run(
-        ["quantize"],
-        options,
-        force=False,
-        as_json=as_json,
-        folder=folder,
-        tables=("search", "slices", "flipped answers"),
-    )
+    options = ["quantize.search=true"]
+    if max_drop is not None:
+        options.append(f"quantize.max_drop={max_drop}")
+    options += sets or []
+    tables = ("search", "slices", "flipped answers")
+    _run(["quantize"], options, force=False, as_json=as_json, folder=folder, tables=tables)
 
 
 def _run(
@@ -198,8 +194,10 @@ def _run(
         done = Runner(project, live).run(names, force=force)
     if _DEBUG and done.error:
         raise done.error
-    record = done.results[-1].record if tables and done.results else None
-    report = None if record is None else _planner(project).ledger.report(record)
+    report = None
+    for result in done.results[-1:]:
+        if tables and result.record:
+            report = _planner(project).ledger.report(result.record)
     if as_json and not rank():
         document = done.to_json()
         if report is not None:
@@ -407,7 +405,9 @@ def report(
     planner = _planner(project)
     chosen_run = lookup.find_run(planner, run_id)
     reports = {r.stage: planner.ledger.report(r) for r in chosen_run.records}
-    missing = [] if chosen_run.passed else [s.name for s in project.stages if s.name not in reports]
+    missing = []
+    if not chosen_run.passed:
+        missing = [stage.name for stage in project.stages if stage.name not in reports]
     write_atomic(output, html.page(project.name, chosen_run, reports, missing, lookup.logs(planner, chosen_run)))
     if as_json:
         print_json({"run": chosen_run.id, "page": str(output)})
@@ -463,9 +463,13 @@ def plan(
         return plan_tree.read(lookup.artifact(_load(folder, sets), stage, run)[0].path)
 
     entries = read(what, run_id)
-    differing = None if beside is None else plan_tree.changes(entries, read(beside, beside))
+    differing = None
+    document: dict[str, Any] = {"entries": list(entries.values())}
+    if beside is not None:
+        differing = plan_tree.changes(entries, read(beside, beside))
+        document = {"changes": differing}
     if as_json:
-        print_json({"entries": list(entries.values())} if differing is None else {"changes": differing})
+        print_json(document)
     else:
         plan_tree.show(screen.console(), entries, differing)
 
@@ -509,7 +513,8 @@ def verify(as_json: AsJson = False, folder: Folder = _HERE) -> None:
         print_json(json_output.verify(checked, problems, damage))
     else:
         say("\n".join(terminal.verified(checked, problems)))
-    raise typer.Exit(damage.exit_code if damage else 0)
+    if damage:
+        raise typer.Exit(damage.exit_code)
 
 
 @app.command()
@@ -557,7 +562,9 @@ def _at_work(project: Project, *, as_json: bool) -> Iterator[None]:
 
 def _where(folder: Path) -> str:
     """The option that a suggested command needs to be about the same project."""
-    return "" if folder == _HERE else f" -C {shlex.quote(str(folder))}"
+    if folder == _HERE:
+        return ""
+    return f" -C {shlex.quote(str(folder))}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -55,8 +55,9 @@ def debug(project: Project, name: str, folder: Path, listener: Listener) -> Show
     task = Task(project.root / project.task, project.root)
     with temporary_work(task, listener, inputs, {}) as work:
         failing = stage.debug(work, folder)
-    records = () if failing is None else (failing,)
-    report = Report(stage=name, reference="the reference", candidate="the first value that fails", records=records)
+    report = Report(stage=name, reference="the reference", candidate="the first value that fails")
+    if failing is not None:
+        report = replace(report, records=(failing,))
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     return Shown(report, tuple(files))
 

@@ -45,13 +45,14 @@ def going_on(project: Project, stage: Stage) -> tuple[tuple[str, ...], str]:
     These are the values that the project was read with, or else those of the most recent interrupted training.
     """
     lost = ""
-    for index, (work, sets) in enumerate(() if project.sets else _unfinished(project)):
+    unfinished = [] if project.sets else list(_unfinished(project))
+    for index, (work, sets) in enumerate(unfinished):
         options = as_options(sets)
         if has_checkpoint(work):
-            lines = [lost] if lost else []
+            message = f"{lost}\n"
             if sets:
-                lines.append(f"resuming with {options}")
-            return sets, "\n".join(lines)
+                message += f"resuming with {options}"
+            return sets, message.strip()
         if index == 0 and sets:
             again = f"pipe run {stage.name} {options}"
             lost = f"the most recent training, with {options}, left no checkpoint; to start it again: {again}"

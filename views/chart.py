@@ -193,25 +193,27 @@ def _label_of(point: Point, row: Followed, scale: Scale) -> Label:
     """The name of a point, to its left in the right half of the strip."""
     x = scale.x(point.slot + 0.5)
     is_left = point.slot + 0.5 > scale.last / 2
-    room = x - LEFT if is_left else scale.width - x
-    text = canvas.shortened(row.layer, room - BESIDE)
-    reach = BESIDE + canvas.span(text)
     if is_left:
-        return Label(text, x - BESIDE, "end", x - reach, x + 4)
-    return Label(text, x + BESIDE, "start", x - 4, x + reach)
+        text = canvas.shortened(row.layer, x - LEFT - BESIDE)
+        return Label(text, x - BESIDE, "end", x - BESIDE - canvas.span(text), x + 4)
+    text = canvas.shortened(row.layer, scale.width - x - BESIDE)
+    return Label(text, x + BESIDE, "start", x - 4, x + BESIDE + canvas.span(text))
 
 
 def _ticks(points: Sequence[Point], scale: Scale) -> Markup:
     levels = {point.db for point in points}
     # Figures beyond the limits are drawn at the limit, which its tick says.
-    above = "≥ " if MOST_DB in levels else ""
-    below = "≤ " if LEAST_DB in levels else ""
+    high, low = f"{scale.high:.0f} dB", f"{scale.low:.0f}"
+    if MOST_DB in levels:
+        high = f"≥ {high}"
+    if LEAST_DB in levels:
+        low = f"≤ {low}"
     ticks = Markup("")
     if math.inf in levels:
         ticks += canvas.tick("equal", scale.y(math.inf), scale.width)
     if any(map(math.isfinite, levels)):
-        ticks += canvas.tick(f"{above}{scale.high:.0f} dB", scale.y(scale.high), scale.width)
-        ticks += canvas.tick(f"{below}{scale.low:.0f}", scale.y(scale.low), scale.width)
+        ticks += canvas.tick(high, scale.y(scale.high), scale.width)
+        ticks += canvas.tick(low, scale.y(scale.low), scale.width)
     if -math.inf in levels:
         ticks += canvas.tick("NaN", scale.y(-math.inf), scale.width)
     return ticks

@@ -45,15 +45,6 @@ TERMS = (
 )
 
 
-def markdown() -> str:
-    """The table of docs/cli.md."""
-    lines = ["| column | unit | meaning |", "| --- | --- | --- |"]
-    for term in TERMS:
-        names = ", ".join(f"`{name}`" for name in term.name.split(", "))
-        lines.append(f"| {names} | {term.unit} | {term.meaning.replace('|', chr(92) + '|')} |")
-    return "\n".join(lines) + "\n"
-
-
 def view() -> TableView:
     """The table of the page."""
     columns = (Column("column"), Column("unit"), Column("meaning"))

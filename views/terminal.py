@@ -384,8 +384,10 @@ def verified(checked: int, problems: Sequence[Problem]) -> Iterator[str]:
     """The lines of `pipe verify`."""
     for problem in problems:
         yield f"{problem.what}: {problem.fault}"
-    repair = f"; {_REPAIR}" if problems else ""
-    yield f"{checked} checked, {len(problems)} damaged{repair}"
+    summary = f"{checked} checked, {len(problems)} damaged"
+    if problems:
+        summary += f"; {_REPAIR}"
+    yield summary
 
 
 def collected(garbage: Sequence[Garbage] | None, *, dry_run: bool, verbose: bool) -> Iterator[str]:

@@ -166,11 +166,12 @@ def _factory(spec: str) -> tuple[str, str]:
         raise ConfigError(f"expected package.module:factory, saw {spec!r}", where="--model")
     first, _, rest = attribute.partition(".")
     name = first
+    alias = ""
     if first in HOOKS:  # a hook of task.py has this name
         name = f"build_{first}"
+        alias = f" as {name}"
     call = ".".join(part for part in (name, rest) if part) + "()"
-    imported = first if name == first else f"{first} as {name}"
-    return f"from {module} import {imported}\n", call
+    return f"from {module} import {first}{alias}\n", call
 
 
 def _check_factory(spec: str, files: Mapping[Path, Path]) -> None:
@@ -287,7 +288,9 @@ def _write(
     sections = {**sections, "quantize": generated_files.quantize_section(samples=bool(hooks.arrays))}
     config = generated_files.pipe_yaml(generated_files.project_name(folder), source, sections)
     texts = {Path("pipe.yaml"): config.encode(), Path("task.py"): hooks.text().encode()}
-    samples = {Path(data.name): data} if data else {}
+    samples: dict[Path, Path] = {}
+    if data:
+        samples[Path(data.name)] = data
     for name in (*copies, *samples):
         if name in texts:
             raise ConfigError(f"every project has a {name} of its own", where=str(name), hint="rename your file")

@@ -50,10 +50,12 @@ def reached(start: str, hasher: Hasher) -> dict[str, str]:
     done: set[tuple[str, bool]] = set()
     while pending:
         module, whole = pending.pop()
-        path = finder.find(module) if module.partition(".")[0] in packages else None
-        if path is None or (module, whole) in done:
+        if module.partition(".")[0] not in packages or (module, whole) in done:
             continue
         done.add((module, whole))
+        path = finder.find(module)
+        if path is None:
+            continue
         if "." in module:
             pending.append((module.rpartition(".")[0], False))
         source = path.read_bytes()
@@ -90,7 +92,9 @@ def _target(name: str, finder: Finder) -> tuple[str, bool]:
 def _facts(module: str, source: bytes, is_package: bool) -> str:
     """The digest of a module's syntax, and each `base:attribute` that it imports or names, all in one line."""
     tree = syntax.tree_of(source, module)
-    package = module if is_package else module.rpartition(".")[0]
+    package = module
+    if not is_package:
+        package = module.rpartition(".")[0]
     at_import = set(syntax.executed(tree))
     names: dict[str, None] = {}  # as an ordered set
     strings = []
