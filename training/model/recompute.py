@@ -61,23 +61,6 @@ class Checkpointed:
                 hint="leave it off: there are no layers to recompute",
             )
 
-    @property
-    def segments(self) -> list[tuple[str, ...]]:
-        """The layers of each segment, by canonical path."""
-        segments: list[tuple[str, ...]] = []
-        for path, body in self._bodies:
-            names = {layer: f"{path}.{n}".lstrip(".") for n, layer in body.named_children()}
-            forward = body.__dict__.get("forward")
-            if isinstance(forward, _Segmented):
-                for layers in forward.segments():
-                    paths = [names[layer] for layer in layers]
-                    segments.append(tuple(paths))
-                continue
-            for layer, name in names.items():
-                if isinstance(layer.__dict__.get("forward"), _Alone):
-                    segments.append((name,))
-        return segments
-
     def remove(self) -> None:
         """Restores the model's own forward methods."""
         while self._undo:
