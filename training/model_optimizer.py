@@ -28,7 +28,7 @@ from layerline.training.loop.step_engine import Lane
 from layerline.training.loop.step_result import StepResult, step_result
 from layerline.training.model import precision
 from layerline.training.model.canonical_names import check_apart, check_copy, unwrap
-from layerline.training.optimizers import registry
+from layerline.training.optimizers import custom
 from layerline.training.proof.prove_resume import Proof, prove
 from layerline.training.setup import capabilities
 from layerline.training.setup.plan import Plan, plan, plan_all
@@ -80,8 +80,8 @@ class ModelOptimizer:
         check_apart(models)
         # A model without an optimizer of its own reads the section `optimizer`.
         if all(optimizers.get(name) is not None for name in models):
-            for custom in optimizers.values():
-                registry.check_unread(self.config.optimizer, custom)
+            for name in models:
+                custom.check_unread(self.config.optimizer, optimizers[name])
         self.checkpointed = capabilities.checkpoint_layers(models.values(), self.config)
         self.ranks = capabilities.enlist(models.values(), self.config, custom=optimizer is not None)
         self.lanes: dict[str, Lane] = {}
@@ -253,7 +253,7 @@ class ModelOptimizer:
         """The optimizer's parameter groups; of several models those of all."""
         groups = []
         for lane in self.lanes.values():
-            groups += registry.own_groups(lane.optimizer)
+            groups += custom.own_groups(lane.optimizer)
         return groups
 
     @property
@@ -576,7 +576,7 @@ class ModelOptimizer:
             for lane in self.lanes.values():
                 stack.enter_context(ema_swap.online(lane))
             models = copy.deepcopy({n: lane.model for n, lane in self.lanes.items()}, memo)
-            own = {n: registry.copied(lane.optimizer, memo) for n, lane in self.lanes.items() if lane.custom}
+            own = {n: custom.copied(lane.optimizer, memo) for n, lane in self.lanes.items() if lane.custom}
             for name, optimizer in own.items():
                 self.lanes[name].rate.rewind(optimizer)
             for name, lane in self.lanes.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,9 @@ def loss_factor(scale: float, weight: float | None) -> float:
     A loss that is a sum over many samples would overflow fp16 where their mean does not: it is brought to a mean's size
     by a power of two, which costs no precision.
     """
-    return scale if not weight else scale * 2.0 ** -round(math.log2(weight))
+    if not weight:
+        return scale
+    return scale * 2.0 ** -round(math.log2(weight))
 
 
 def check_loss(loss: object) -> None:
@@ -36,19 +39,16 @@ def check_loss(loss: object) -> None:
         ConfigError: no tensor, more than one number, or nothing that a gradient could come from.
     """
     if not isinstance(loss, Tensor):
-        seen, hint = f"a {type(loss).__name__}", "give the loss itself, not loss.item()"
+        what, hint = f"a {type(loss).__name__}", "give the loss itself, not loss.item()"
     elif loss.numel() != 1:
-        seen, hint = f"a tensor of shape {tuple(loss.shape)}", "take its mean, or its sum with weight="
+        what, hint = f"a tensor of shape {tuple(loss.shape)}", "take its mean, or its sum with weight="
     elif loss.is_complex():
-        seen, hint = f"a tensor of {loss.dtype}", "take its real part or its magnitude"
+        what, hint = f"a tensor of {loss.dtype}", "take its real part or its magnitude"
     elif not loss.requires_grad:
-        seen, hint = (
-            "a tensor without a gradient",
-            "compute it from the model, outside of torch.no_grad() and undetached",
-        )
+        what, hint = "a tensor without a gradient", "compute it from the model, undetached and without torch.no_grad()"
     else:
         return
-    raise ConfigError(f"a loss is one real number with a gradient, got {seen}", where="loss", hint=hint)
+    raise ConfigError(f"a loss is one real number with a gradient, got {what}", where="loss", hint=hint)
 
 
 def counted(weight: object) -> float:
@@ -57,23 +57,24 @@ def counted(weight: object) -> float:
     Raises:
         ConfigError: no number, a negative one, or one that is not finite.
     """
-    try:
-        number = math.nan if isinstance(weight, str | bytes) else float(weight)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        number = math.nan
-    if not 0 <= number < math.inf:
-        seen = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) and weight.numel() != 1 \
-            else repr(weight)  # fmt: skip
-        raise ConfigError(f"a weight counts samples or tokens, got {seen}", where="weight",
-                          hint="give a finite number from 0 on")  # fmt: skip
-    return number
+    number = math.nan
+    if not isinstance(weight, str | bytes):
+        with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            number = float(weight)  # type: ignore[arg-type]
+    if 0 <= number < math.inf:
+        return number
+    what = repr(weight)
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        what = f"a tensor of shape {tuple(weight.shape)}"
+    raise ConfigError(f"a weight counts samples or tokens, got {what}", where="weight",
+                      hint="give a finite number from 0 on")  # fmt: skip
 
 
 def witness(params: Iterable[Tensor]) -> Witness | None:
     """One gradient as it is now: whether it is still there shows whether all are."""
     for param in params:
-        if (grad := param.grad) is not None:
-            return param, grad, grad._version
+        if param.grad is not None:
+            return param, param.grad, param.grad._version
     return None
 
 
@@ -180,8 +181,10 @@ class Window:
         return total
 
     def clear(self) -> None:
-        self.micro, self.weight, self.weighted, self.factor, self.carried_loss = 0, 0.0, None, 1.0, 0.0
-        self.open, self.samples, self.witness = 0, 0, None
+        self.micro = self.open = self.samples = 0
+        self.weight = self.carried_loss = 0.0
+        self.factor = 1.0
+        self.weighted = self.witness = None
         self.losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,7 +193,8 @@ class Window:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.losses.clear()
-        self.micro, self.weight, self.weighted = state["micro"], state["weight"], state["weighted"]
-        self.factor, self.carried_loss, self.open = state["factor"], state["loss"], state["open"]
+        for name in ("micro", "weight", "weighted", "factor", "open"):
+            setattr(self, name, state[name])
+        self.carried_loss = state["loss"]
         self.samples = state.get("samples", 0)
         self.witness = None

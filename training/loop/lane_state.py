@@ -24,7 +24,7 @@ from layerline.training.loop.running_stats_guard import Guard, guarded
 from layerline.training.model.canonical_names import Slots, named
 from layerline.training.model.precision import LossScale, masters
 from layerline.training.model.split_tensors import device_of
-from layerline.training.optimizers import gradient_norm, group_rules, registry
+from layerline.training.optimizers import custom, gradient_norm, group_rules, registry
 from layerline.training.optimizers.foreach import Sophia
 from layerline.training.optimizers.lr import Rate
 from layerline.training.optimizers.param_groups import Member
@@ -80,11 +80,11 @@ class LaneState:
         if self.masters is not None:
             self.stepped = [self.masters.stepped(p) for p in self.params]
         if self.custom:
-            registry.check_custom(optimizer, self.params)
+            custom.check(optimizer, self.params)
         else:
             optimizer = registry.build(config.optimizer, self.members, self.stepped)
         self.optimizer = optimizer
-        self.needs_closure = self.custom and registry.needs_closure(optimizer)
+        self.needs_closure = self.custom and custom.needs_closure(optimizer)
         self.sophia = optimizer if isinstance(optimizer, Sophia) else None
         self.rate = Rate(config, optimizer, custom=self.custom)
         self.scale = LossScale(config.precision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,15 +50,28 @@ def report(lane: LaneState, forward: Callable[[], Any] | None = None) -> list[La
         lane: the model and its optimizer.
         forward: one forward pass of the model, under whose autocast activations are measured. It leaves no trace.
     """
-    held = activations(lane.model, forward) if forward is not None else None
-    grads, states, averages = _by_parameter(lane)
+    held: Mapping[str, int] | None = None
+    if forward is not None:
+        held = activations(lane.model, forward)
+    paths = {id(module): path for path, module in _unique(lane.model)}
+    totals = {path: Counter[str]() for path in paths.values()}
+    path_of = {name: paths[id(module)] for name, module in lane.named.owners.items()}
+    for name, tensor in lane.named.tensors.items():
+        totals[path_of[name]]["parameters"] += _bytes(tensor)
+    for name, param, stepped in zip(lane.names, lane.params, lane.stepped, strict=True):
+        total = totals[path_of[name]]
+        total["gradients"] += _bytes(stepped)
+        total["optimizer"] += _state_bytes(lane.optimizer, stepped)
+        if stepped is not param:
+            total["optimizer"] += _bytes(stepped)
+    if lane.ema is not None:
+        for name, average in zip(lane.ema.names, lane.ema.shadow, strict=True):
+            totals[path_of[name]]["ema"] += _bytes(average)
     rows = []
-    for path, module in _unique(lane.model):
-        own = {n: t for n, t in lane.named.tensors.items() if lane.named.owners[n] is module}
+    for path, total in totals.items():
         row = LayerMemory(
-            path, sum(_bytes(t) for t in own.values()), sum(grads.get(n, 0) for n in own),
-            sum(states.get(n, 0) for n in own), sum(averages.get(n, 0) for n in own),
-            None if held is None else held.get(path, 0),
+            path, total["parameters"], total["gradients"], total["optimizer"], total["ema"],
+            activations=None if held is None else held.get(path, 0),
         )  # fmt: skip
         if row.total:
             rows.append(row)
@@ -72,18 +86,19 @@ def activations(model: nn.Module, forward: Callable[[], Any]) -> dict[str, int]:
     """
     model = unwrap(model)
     stack = [""]
-    known: set[int] = set()
+    not_counted: set[int] = set()
     held: dict[int, tuple[str, int]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         address = _address(tensor)
-        if address not in known:
+        if address not in not_counted:
             held.setdefault(address, (stack[-1], local(tensor).untyped_storage().nbytes()))
         return tensor
 
     def inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
-        there = (*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs)))
-        known.update(_address(t) for t in there if isinstance(t, Tensor))
+        for tensor in (*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))):
+            if isinstance(tensor, Tensor):
+                not_counted.add(_address(tensor))
 
     def leave(*_: Any) -> None:
         stack.pop()
@@ -98,31 +113,27 @@ def activations(model: nn.Module, forward: Callable[[], Any]) -> dict[str, int]:
     finally:
         for handle in handles:
             handle.remove()
-    out: dict[str, int] = {}
+    sizes = Counter[str]()
     for path, size in held.values():
-        out[path] = out.get(path, 0) + size
+        sizes[path] += size
     del alive
-    return out
+    return dict(sizes)
 
 
 def _unique(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    seen: set[int] = set()
+    done: set[int] = set()
     for path, module in modules(model):
-        if id(module) not in seen:
-            seen.add(id(module))
+        if id(module) not in done:
+            done.add(id(module))
             yield path, module
 
 
-def _by_parameter(lane: LaneState) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
-    states = getattr(lane.optimizer, "state", {})
-    grads, optimizer = {}, {}
-    for name, param, stepped in zip(lane.names, lane.params, lane.stepped, strict=True):
-        grads[name] = _bytes(stepped)
-        own = states.get(stepped, {}) if isinstance(states, Mapping) else {}
-        optimizer[name] = sum(_bytes(t) for t in own.values() if isinstance(t, Tensor))
-        optimizer[name] += _bytes(stepped) if stepped is not param else 0
-    ema = dict(zip(lane.ema.names, map(_bytes, lane.ema.shadow), strict=True)) if lane.ema else {}
-    return grads, optimizer, ema
+def _state_bytes(optimizer: Any, param: Tensor) -> int:
+    states = getattr(optimizer, "state", None)
+    if not isinstance(states, Mapping):
+        return 0
+    tensors = [value for value in states.get(param, {}).values() if isinstance(value, Tensor)]
+    return sum(map(_bytes, tensors))
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ from layerline.training.loop.lane_state import LaneState
 from layerline.training.loop.running_stats_guard import Guard, guarded
 from layerline.training.model.canonical_names import Slots, named
 from layerline.training.model.precision import masters
-from layerline.training.optimizers import group_rules, registry
+from layerline.training.optimizers import custom, group_rules, registry
 from layerline.training.optimizers.param_groups import Member
 
 _ANEW = "change, move or load the model first (load_state_dict without assign=True), then make ModelOptimizer"
@@ -53,7 +53,7 @@ def refresh(lane: LaneState, *, warn: bool = True) -> None:
     lane.frozen = lane.untrained()
     if warn:
         if lane.custom:
-            registry.check_held(lane.optimizer, lane.params)
+            custom.check_held(lane.optimizer, lane.params)
         _warn_of_strangers(lane)
     take_over(lane)
 
@@ -110,7 +110,7 @@ def _warn_of_strangers(lane: LaneState) -> None:
 def _check_fresh(lane: LaneState, fresh: list[Member]) -> None:
     late = [m.param for m in fresh]
     if lane.custom:
-        idle = registry.idle(lane.optimizer, [m.name for m in fresh], late)
+        idle = custom.idle(lane.optimizer, [m.name for m in fresh], late)
         if idle:
             raise ConfigError("a custom optimizer must hold a parameter before it joins", where=idle[0],
                               hint="optimizer.add_param_group({'params': …}) first")  # fmt: skip

@@ -87,9 +87,13 @@ def not_finite(lane: LaneState, loss: float, norm: float) -> StageError:
     """The error for a rejected step, naming the first parameter whose gradient is not finite."""
     bad = [n for n, p in zip(lane.names, lane.stepped, strict=True)
            if p.grad is not None and not torch.isfinite(p.grad).all()]  # fmt: skip
-    where = f"; the first gradient that is not finite is that of {bad[0]}" if bad else ""
+    what = f"{seen(loss, norm)} at step {lane.steps + 1}"
+    if lane.skipped_in_a_row > 1:
+        what += f", {lane.skipped_in_a_row} steps in a row"
+    if bad:
+        what += f"; the first gradient that is not finite is that of {bad[0]}"
     return StageError(
-        f"{seen(loss, norm)} at step {lane.steps + 1}{_in_a_row(lane)}{where}",
+        what,
         where=bad[0] if bad else "loss",
         hint="lower the learning rate, clip gradients, or look for a division or log of 0 there; "
         "nonfinite.triage: true says where it begins",
@@ -98,11 +102,9 @@ def not_finite(lane: LaneState, loss: float, norm: float) -> StageError:
 
 def seen(loss: float, norm: float) -> str:
     """What was not finite, in words."""
-    return f"the gradient norm is {norm:g}" if math.isfinite(loss) else f"the loss is {loss:g}"
-
-
-def _in_a_row(lane: LaneState) -> str:
-    return f", {lane.skipped_in_a_row} steps in a row" if lane.skipped_in_a_row > 1 else ""
+    if math.isfinite(loss):
+        return f"the gradient norm is {norm:g}"
+    return f"the loss is {loss:g}"
 
 
 def _count(lane: LaneState, *, answered: bool) -> None:

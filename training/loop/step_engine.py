@@ -25,7 +25,7 @@ from layerline.training.loop.accumulation import check_loss, counted, loss_facto
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.canonical_names import unwrap
 from layerline.training.model.hooks import Attached
-from layerline.training.optimizers import gradient_norm, registry
+from layerline.training.optimizers import custom, gradient_norm
 
 # Beyond this an unclipped gradient's square overflows float32 and would stay in the optimizer's state as Inf.
 _GREATEST_NORM = 1e18
@@ -55,7 +55,7 @@ class Lane(LaneState):
         adoption.look_at_average(self.monitor, config)
         adoption.watch_autocast(model, self.monitor, config, self.device)
         if self.custom:
-            idle = registry.idle(optimizer, self.names, self.params)
+            idle = custom.idle(optimizer, self.names, self.params)
             if idle:
                 self.monitor.warn("idle", f"{idle[0]} is trained by nobody: the optimizer does not hold it")
 

@@ -30,7 +30,9 @@ class Rate(Policy):
     def __init__(self, config: Config, optimizer: Any, *, custom: bool = False) -> None:
         self._optimizer = optimizer
         self._bases = [float(g["lr"]) for g in self._groups]
-        self.base = self._bases[0] if custom and self._bases else config.optimizer.scaled_lr
+        self.base = config.optimizer.scaled_lr
+        if custom and self._bases:
+            self.base = self._bases[0]
         self.schedule = schedules.build(config.scheduler, self.base)
         self.plateau: schedules.Plateau | None = None
         if config.scheduler.name == "plateau":
@@ -42,7 +44,9 @@ class Rate(Policy):
         self._multiplier = 1.0
         self._momentum = schedules.momentum(config.scheduler)
         # The number of the update at which the schedule ends.
-        self.end = config.scheduler.total_steps if config.scheduler.name in schedules.NEED_TOTAL else None
+        self.end: int | None = None
+        if config.scheduler.name in schedules.NEED_TOTAL:
+            self.end = config.scheduler.total_steps
         self.set(0)
 
     @property
@@ -117,8 +121,10 @@ class Rate(Policy):
 
     def at(self, step: int) -> float:
         """The rate after `step` accepted steps, with the present plateau factor."""
-        factor = 1.0 if self.plateau is None else self.plateau.scale
-        return self.base * self._scheduled(step) * factor
+        rate = self.base * self._scheduled(step)
+        if self.plateau is not None:
+            rate *= self.plateau.scale
+        return rate
 
     @property
     def current(self) -> float:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import RULE_FIELDS, OptimizerConfig
@@ -20,15 +15,7 @@ from layerline.training.optimizers import group_rules
 from layerline.training.optimizers.foreach import Lamb, Lion, Sophia
 from layerline.training.optimizers.param_groups import Member
 from layerline.training.optimizers.several import Several
-from layerline.training.optimizers.strides import fusible, inner
-from layerline.training.state.state_tree import is_compound, pack, unpack
-
-
-class Steps(Protocol):
-    """The interface that a custom optimizer needs."""
-
-    def step(self) -> Any: ...
-    def zero_grad(self) -> Any: ...
+from layerline.training.optimizers.strides import fusible
 
 
 @dataclass(frozen=True)
@@ -144,161 +131,6 @@ def _check_name(config: OptimizerConfig) -> None:
     name = config.ignored
     if name:
         raise ConfigError(f"{config.name} has no {name}; it takes {config.takes}", where=f"optimizer.{name}")
-
-
-def check_custom(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
-    """Refuses an object without the needed methods, or one that steps tensors which are not the model's.
-
-    Raises:
-        ConfigError: a method is missing, or step() has an argument without a default; also as `check_held`.
-    """
-    for method in ("step", "zero_grad"):
-        if not callable(getattr(optimizer, method, None)):
-            raise ConfigError(
-                f"{type(optimizer).__name__} has no {method}()",
-                where="optimizer",
-                hint="any object with step() and zero_grad() will do",
-            )
-    required = [name for name in _required(_step_method(optimizer)) if name != "closure"]
-    if required:
-        raise ConfigError(
-            f"{type(optimizer).__name__}.step() needs {', '.join(required)}, which ModelOptimizer does not pass",
-            where="optimizer",
-            hint="use an optimizer whose step() takes nothing, or a closure",
-        )
-    check_held(optimizer, params)
-
-
-def _step_method(optimizer: Any) -> Any:
-    """step() with its original signature: torch's schedulers replace the method on the instance, not on the class."""
-    step = getattr(type(optimizer), "step", None)
-    return optimizer.step if step is None else step.__get__(optimizer)
-
-
-def needs_closure(optimizer: Any) -> bool:
-    """Whether step() requires a closure, as that of LBFGS does."""
-    return "closure" in _required(_step_method(optimizer))
-
-
-def check_held(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
-    """Refuses an optimizer with a parameter that is not the model's: its gradient would not be unscaled or clipped, and
-    its value not be saved.
-
-    Raises:
-        ConfigError: names its place and shape.
-    """
-    model_params = {id(p) for p in params}
-    for index, param in enumerate(_params_of(optimizer)):
-        if param.requires_grad and id(param) not in model_params:
-            raise ConfigError(
-                f"parameter {index} of {type(optimizer).__name__}, of shape {tuple(param.shape)}, is not the model's",
-                where="optimizer",
-                hint="register it in the model first (also a loss's own parameter), then call join() if training runs",
-            )
-
-
-def idle(optimizer: Any, names: Sequence[str], params: Sequence[nn.Parameter]) -> list[str]:
-    """Parameters that a custom optimizer leaves out; none where it has no parameter groups."""
-    stepped = {id(p) for p in _params_of(optimizer)}
-    if not stepped:
-        return []
-    return [n for n, p in zip(names, params, strict=True) if id(p) not in stepped]
-
-
-def own_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """The parameter groups of any optimizer; none where it has no `param_groups`."""
-    return [g for g in getattr(optimizer, "param_groups", ()) if isinstance(g, dict) and "params" in g]
-
-
-def check_unread(config: OptimizerConfig, optimizer: Any) -> None:
-    """Refuses fields that a custom optimizer does not read. A rate is read where its groups have none.
-
-    Raises:
-        ConfigError: names the field.
-    """
-    read: set[str] = set()
-    if config.name == "custom":
-        read.add("name")
-    if not any("lr" in g for g in own_groups(optimizer)):
-        read |= {"lr", "lr_scaling", "batch_size", "base_batch_size", "lr_range"}
-    for field in sorted(config.model_fields_set - read, key=list(type(config).model_fields).index):
-        raise ConfigError(
-            f"{type(optimizer).__name__} is given, and does not read {field}: {getattr(config, field)!r}",
-            where=f"optimizer.{field}",
-            hint="leave it out, or leave optimizer= out; `name: custom` says that the optimizer is given",
-        )
-
-
-def copied(optimizer: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy with all attributes; torch's own __deepcopy__ of an optimizer copies only state and groups.
-
-    A closure on the instance is left out: it holds the original, as a scheduler's wrapper of step() does.
-    """
-    parts = inner(optimizer)
-    for part in parts:
-        memo[id(part)] = object.__new__(type(part))
-    for value in tree_leaves([list(part.state.values()) for part in parts]):
-        if is_compound(value):  # torch's deep copy of a tensor needs operators that such classes often lack
-            tensors: dict[str, Tensor] = {}
-            node = pack(value, "state", tensors)
-            memo[id(value)] = unpack(node, "state", {n: t.clone() for n, t in tensors.items()})
-    for part in parts:
-        attributes = {name: value for name, value in vars(part).items() if not _is_closure(value)}
-        vars(memo[id(part)]).update(copy.deepcopy(attributes, memo))
-    if parts and parts[-1] is optimizer:
-        return memo[id(optimizer)]
-    return copy.deepcopy(optimizer, memo)
-
-
-def _is_closure(value: Any) -> bool:
-    return isinstance(value, FunctionType) and bool(value.__closure__)
-
-
-def classes(optimizer: Any) -> dict[str, type]:
-    """Classes of plain objects that may be read as optimizer state: those that the optimizer's own package defines.
-
-    A checkpoint must not create objects of other classes: it could name one whose `__del__` does harm.
-    """
-    base_modules: set[str] = set()
-    for part in (*inner(optimizer), optimizer):
-        base_modules |= {cls.__module__ for cls in type(part).__mro__}
-    packages = {_package(name) for name in base_modules} - {"builtins", "torch"}
-    modules = {name for name in base_modules if _package(name) in packages}
-    # A function that these modules import may create objects of the module that defines it.
-    for name in sorted(modules):
-        modules |= {str(x.__module__) for x in vars(sys.modules[name]).values() if hasattr(x, "__module__")}
-    allowed = {}
-    for name in modules & sys.modules.keys():
-        for value in vars(sys.modules[name]).values():
-            if isinstance(value, type) and _package(value.__module__) in packages and _is_plain(value):
-                allowed[f"{value.__module__}:{value.__qualname__}"] = value
-    return allowed
-
-
-def _package(module: str) -> str:
-    return module.partition(".")[0]
-
-
-def _is_plain(cls: type) -> bool:
-    special = {"__del__", "__slots__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__"}
-    return not any(special & vars(base).keys() for base in cls.__mro__[:-1])
-
-
-def _params_of(optimizer: Any) -> list[Tensor]:
-    params: list[Tensor] = []
-    for group in own_groups(optimizer):
-        params += [p for p in group["params"] if isinstance(p, Tensor)]
-    return params
-
-
-def _required(call: Any) -> list[str]:
-    """The arguments without a default."""
-    try:
-        parameters = inspect.signature(call).parameters.values()
-    except (TypeError, ValueError):  # not written in Python, without a signature
-        return []
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
 
 
 def _fast_path(params: Sequence[nn.Parameter], *, fused: bool, foreach: bool) -> dict[str, Any]:

@@ -54,7 +54,9 @@ def build(config: SchedulerConfig, lr: float) -> Schedule:
     rise = _warmup(config.warmup_start, warmup)
 
     def multiplier(step: int) -> float:
-        return rise(step) if step < warmup else decay(step)
+        if step < warmup:
+            return rise(step)
+        return decay(step)
 
     return multiplier
 
@@ -68,7 +70,7 @@ def momentum(config: SchedulerConfig) -> Schedule | None:
 
     def value(step: int) -> float:
         if step <= rise:
-            return _cosine_between(GREATEST_MOMENTUM, LEAST_MOMENTUM, step / rise if rise > 0 else 1.0)
+            return _cosine_between(GREATEST_MOMENTUM, LEAST_MOMENTUM, _share_of(step, rise))
         return _cosine_between(LEAST_MOMENTUM, GREATEST_MOMENTUM, _fall(step, rise, total))
 
     return value
@@ -201,6 +203,13 @@ def _rise(config: SchedulerConfig, total: int) -> float:
     return share * total - 1
 
 
+def _share_of(step: int, rise: float) -> float:
+    """How far one_cycle's rising flank has come; a rise of no length is over."""
+    if rise > 0:
+        return step / rise
+    return 1.0
+
+
 def _fall(step: int, rise: float, total: int) -> float:
     """How far one_cycle's falling flank has come, from 0 to 1."""
     return min((step - rise) / max(total - 1 - rise, 1e-9), 1.0)
@@ -214,7 +223,7 @@ def _one_cycle(config: SchedulerConfig, total: int, floor: float) -> Schedule:
 
     def multiplier(step: int) -> float:
         if step <= rise:
-            return _cosine_between(first, 1.0, step / rise if rise > 0 else 1.0)
+            return _cosine_between(first, 1.0, _share_of(step, rise))
         return _cosine_between(1.0, last, _fall(step, rise, total))
 
     return multiplier

@@ -13,8 +13,9 @@ from layerline.training.config.sections import OptimizerConfig
 from layerline.training.loop import batch_norm
 from layerline.training.loop.step_engine import Lane
 from layerline.training.optimizers import group_rules
+from layerline.training.optimizers.custom import own_groups
 from layerline.training.optimizers.param_groups import Member
-from layerline.training.optimizers.registry import TABLE, own_groups
+from layerline.training.optimizers.registry import TABLE
 from layerline.training.optimizers.strides import inner
 
 LISTED = 60

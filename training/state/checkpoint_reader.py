@@ -11,7 +11,7 @@ from torch import Tensor
 from layerline.pipeline.errors import StageError
 from layerline.training.loop.step_engine import Lane
 from layerline.training.model import canonical_names
-from layerline.training.optimizers import registry
+from layerline.training.optimizers import custom
 from layerline.training.state import optimizer_state
 from layerline.training.state.optimizer_state import WEIGHTS_ALONE
 from layerline.training.state.state_tree import unpack
@@ -50,7 +50,7 @@ def read(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str
     """
     if lane.peers is not None:
         tensors = lane.peers.split(tensors, prefix)
-    classes = registry.classes(lane.optimizer)
+    classes = custom.classes(lane.optimizer)
     part_names = [*PARTS, *(name for name in OPTIONAL_PARTS if name in saved)]
     try:
         parts = {name: unpack(saved[name], f"{prefix}{name}", tensors, classes) for name in part_names}

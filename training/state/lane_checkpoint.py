@@ -10,7 +10,7 @@ from layerline.training.loop import ema_swap
 from layerline.training.loop.masks import Masks
 from layerline.training.loop.step_engine import Lane
 from layerline.training.model import canonical_names as names
-from layerline.training.optimizers import registry as optimizers
+from layerline.training.optimizers import custom
 from layerline.training.state import checkpoint_reader, optimizer_state
 from layerline.training.state.state_tree import Tensors, pack
 
@@ -30,7 +30,7 @@ def collect(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> dict
                 "loss": _finite(lane.loss), "grad_norm": _finite(lane.grad_norm)}  # fmt: skip
     if lane.largest_part is not None:
         counters["largest_part"] = lane.largest_part
-    classes = optimizers.classes(lane.optimizer)
+    classes = custom.classes(lane.optimizer)
     saved: dict[str, Any] = {"counters": counters, "aliases": lane.named.aliases}
     for name in (*checkpoint_reader.PARTS, *checkpoint_reader.OPTIONAL_PARTS):
         if name in parts:
