@@ -2,8 +2,8 @@
 
 Both come from one graph that holds the float and the quantised model. An error that a node receives is taken to leave
 it enlarged by one factor for all of its inputs: what the node's output has beyond the node's own error, over what its
-inputs have. From the outputs backwards these factors give the share of every layer. It is an estimate that ranks
-layers; what is decided by it is measured afterwards.
+inputs have, relative to their size where the node multiplies them. From the outputs backwards these factors give the
+share of every layer. It is an estimate that ranks layers; what is decided by it is measured afterwards.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from layerline.backends.light import Light
 from layerline.compare.compare_models import distances
 from layerline.compare.tensor_distance import Distance, decibels
 
+_PRODUCTS = ("Mul", "Div", "MatMul")
 LEAST_PASSED_ON = 0.1
 """Part of a node's error that counts as received, where its own error and the received one cancel."""
 
@@ -76,7 +77,9 @@ def _influence(reference: Light, values: Mapping[str, tuple[Distance, Distance]]
             influence[output.name] = influence.get(output.name, 0.0) + 1 / values[output.name][0].aa
     for node in reversed(graph.node):
         inputs = [name for name in dict.fromkeys(node.input) if name in values]
-        received = sum(values[name][0].ee for name in inputs)
+        # A product adds relative errors; elsewhere errors add as they are.
+        sizes = {name: values[name][0].aa if node.op_type in _PRODUCTS else 1.0 for name in inputs}
+        received = sum(values[name][0].ee / (sizes[name] or 1.0) for name in inputs)
         if not received or not math.isfinite(received):
             continue
         for output in node.output:
@@ -85,5 +88,6 @@ def _influence(reference: Light, values: Mapping[str, tuple[Distance, Distance]]
             whole, own = values[output]
             passed_on = max(whole.ee - own.ee, LEAST_PASSED_ON * whole.ee)
             for name in inputs:
-                influence[name] = influence.get(name, 0.0) + influence[output] * passed_on / received
+                gain = passed_on / received / (sizes[name] or 1.0)
+                influence[name] = influence.get(name, 0.0) + influence[output] * gain
     return influence
