@@ -1,8 +1,7 @@
 """From a histogram to a threshold: the |x| beyond which values are clipped.
 
-Each calibrator is a pure function of the histogram, so thresholds can be recomputed from a stored `ranges.json` without
-running the model again. Zeros say nothing about clipping (a symmetric scale represents 0 exactly, whatever it is), so
-all of them look at the non-zero values only; the threshold of a tensor of zeros is 0.
+Each calibrator is a pure function of the histogram. Zeros say nothing about clipping (a symmetric scale represents 0
+exactly, whatever it is), so all of them look at the non-zero values only; the threshold of a tensor of zeros is 0.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy.typing as npt
 
-from layerline.calib.histogram import Histogram
+from layerline.calib.histogram import Histogram, shortest
 from layerline.calib.samples import Batch
 from layerline.pipeline.errors import StageError
 
@@ -41,14 +41,13 @@ class Ranges:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Canonical; one line a value. Notes are left out: they are for the report."""
-        lines = (f"{json.dumps(n)}: {json.dumps(h.to_plain())}" for n, h in sorted(self.histograms.items()))
+        """Canonical: one line a value, with its finite range (null where it has none) and what it is of."""
+        lines: list[str] = []
+        for name, histogram in sorted(self.histograms.items()):
+            extremes = [shortest(histogram.low), shortest(histogram.high)] if histogram.count else None
+            counts = {"count": histogram.count, "nan": histogram.nan, "inf": histogram.inf}
+            lines.append(f"{json.dumps(name)}: {json.dumps({'range': extremes, **counts})}")
         return f'{{"samples": {self.samples}, "values": {{\n' + ",\n".join(lines) + "\n}}\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Ranges:
-        raw = json.loads(text)
-        return cls(histograms={n: Histogram.from_plain(h) for n, h in raw["values"].items()}, samples=raw["samples"])
 
 
 def collect(

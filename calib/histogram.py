@@ -7,10 +7,7 @@ order or the grouping of the samples. A bucket is at most 1/128 of its magnitude
 
 from __future__ import annotations
 
-import base64
-import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,31 +101,6 @@ class Histogram:
         below = np.concatenate(([0], np.cumsum(counts)))
         return float((below[-1] - np.interp(amax, edges, below)) / self.count)
 
-    def to_plain(self) -> dict[str, Any]:
-        """JSON-ready, compact and canonical: equal histograms give equal text.
-
-        `counts` starts at bucket `first`: LEB128 numbers in base64, a run of zeros as 0 and its length.
-        """
-        used = np.flatnonzero(self.counts)
-        first, last = (int(used[0]), int(used[-1])) if used.size else (0, -1)
-        extremes = [shortest(self.low), shortest(self.high)] if self.low <= self.high else None
-        return {
-            "range": extremes,
-            "nan": self.nan,
-            "inf": self.inf,
-            "first": first,
-            "counts": _packed(self.counts[first : last + 1].tolist()),
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Histogram:
-        histogram = cls(nan=plain["nan"], inf=plain["inf"])
-        first, counts = plain["first"], _unpacked(plain["counts"])
-        histogram.counts[first : first + len(counts)] = counts
-        if plain["range"] is not None:
-            histogram.low, histogram.high = (float(np.float32(v)) for v in plain["range"])
-        return histogram
-
     def _extremes(self, part: npt.NDArray[np.float32]) -> None:
         low, high = float(part.min()), float(part.max())
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -157,35 +129,6 @@ def _float32(part: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         overflown = np.isinf(single) & np.isfinite(part)
         single[overflown] = np.copysign(np.float32(_GREATEST), single[overflown])
     return single
-
-
-def _packed(counts: list[int]) -> str:
-    numbers: list[int] = []
-    for count, same in itertools.groupby(counts):
-        run = sum(1 for _ in same)
-        numbers += [0, run] if count == 0 else [count] * run
-    packed = bytearray()
-    for number in numbers:
-        while number > 0x7F:
-            packed.append(number & 0x7F | 0x80)
-            number >>= 7
-        packed.append(number)
-    return base64.b64encode(packed).decode("ascii")
-
-
-def _unpacked(text: str) -> list[int]:
-    numbers, number, shift = [], 0, 0
-    for byte in base64.b64decode(text):
-        number |= (byte & 0x7F) << shift
-        shift += 7
-        if byte <= 0x7F:
-            numbers.append(number)
-            number, shift = 0, 0
-    counts: list[int] = []
-    left = iter(numbers)
-    for number in left:
-        counts += [number] if number else [0] * next(left)
-    return counts
 
 
 def shortest(value: float | np.floating[Any]) -> float:

@@ -47,6 +47,7 @@ class Outcome:
         rows: the table: one row a layer.
         evaluations: how many assignments were evaluated on the budget.
         saved: part of the float model's bytes that the assignment saves, from 0 to 1.
+        bias_correction: whether the biases of the model are corrected.
         gates: a failed one where the budget holds with no assignment.
     """
 
@@ -55,6 +56,7 @@ class Outcome:
     rows: Sequence[Mapping[str, Scalar]]
     evaluations: int
     saved: float
+    bias_correction: bool
     gates: tuple[Gate, ...] = ()
 
     def added_to(self, report: Report, model: Light, layers: Mapping[str, str]) -> Report:
@@ -65,10 +67,15 @@ class Outcome:
             layers: `quantize.layers` as pipe.yaml has it.
         """
         note = f"full evaluations of the budget: {self.evaluations}"
-        fixed = fragment(model, layers, self.formats)
-        if fixed:
-            written = json.dumps(fixed, ensure_ascii=False)
-            note += f"; to fix these formats, write in pipe.yaml under quantize: `layers: {written}`"
+        fields: dict[str, str] = {}
+        if self.bias_correction:
+            fields["bias_correction"] = "true"
+        patterns = fragment(model, layers, self.formats)
+        if patterns:
+            fields["layers"] = json.dumps(patterns, ensure_ascii=False)
+        if fields:
+            written = ", ".join(f"{name}: {value}" for name, value in fields.items())
+            note += f"; to fix what was chosen, write in pipe.yaml: `quantize: {{{written}}}`"
         counts = Counter(self.formats.values())
         metrics: dict[str, Scalar] = {
             "evaluations": self.evaluations,
@@ -112,6 +119,7 @@ class Search:
     ) -> None:
         self._model = calibrated.model
         self._feeds = calibrated.feeds
+        self._shifts = calibrated.shifts
         self._make = make
         self._judge = judge
         self._float_format = float_format
@@ -258,6 +266,7 @@ class Search:
             rows=rows,
             evaluations=self._evaluations,
             saved=1 - self._costs.cost(formats, self._float_format) / in_float,
+            bias_correction=bool(self._shifts),
             gates=gates,
         )
 

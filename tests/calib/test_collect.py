@@ -1,10 +1,12 @@
 """Calibration sees every real element of every wanted value, once, and stops at what is not finite."""
 
+import json
+
 import numpy as np
 import pytest
 
 from layerline.calib import collect as module
-from layerline.calib.collect import Ranges, collect
+from layerline.calib.collect import collect
 from layerline.calib.samples import Batch
 from layerline.pipeline.errors import StageError
 
@@ -54,8 +56,10 @@ def test_skipping_leaves_the_range_of_the_others_and_says_so():
     assert ranges.notes == ("2 non-finite elements of x were left out of its range (2 NaN, 0 Inf)",)
 
 
-def test_ranges_survive_json():
-    ranges = collect(Fake, batches([1, 2], [3]), ["z", "x"])
-    again = Ranges.from_json(ranges.to_json())
-    assert again.to_json() == ranges.to_json() and again.samples == 3
-    assert again.histograms["z"].low == -3
+def test_ranges_are_written_one_line_a_value():
+    ranges = collect(Fake, batches([1, 2, np.nan], [3]), ["z", "x"], nonfinite="skip")
+    document = json.loads(ranges.to_json())
+    assert document["samples"] == 4 and list(document["values"]) == ["x", "z"]
+    assert document["values"]["x"] == {"range": [1.0, 3.0], "count": 3, "nan": 1, "inf": 0}
+    assert document["values"]["z"]["range"][0] == -3.0
+    assert collect(Fake, batches([np.nan]), ["x"], nonfinite="skip").to_json().count("null") == 1

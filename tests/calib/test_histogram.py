@@ -1,6 +1,5 @@
 """Histograms are exact, range-free and add up."""
 
-import json
 import math
 
 import numpy as np
@@ -22,7 +21,8 @@ def of(*arrays):
 
 
 def same(a, b):
-    return a.to_plain() == b.to_plain()
+    scalars = [(h.low, h.high, h.nan, h.inf) for h in (a, b)]
+    return scalars[0] == scalars[1] and bool((a.counts == b.counts).all())
 
 
 @given(FLOATS, FLOATS)
@@ -57,20 +57,6 @@ def test_counts_and_extremes_are_exact(array):
     assert (histogram.counts == np.bincount(places, minlength=BUCKETS)).all()
 
 
-@given(FLOATS)
-@settings(max_examples=40, deadline=None)
-def test_survives_json_as_the_same_text(array):
-    text = json.dumps(of(array).to_plain(), allow_nan=False)
-    assert json.dumps(Histogram.from_plain(json.loads(text)).to_plain()) == text
-
-
-def test_counts_of_any_size_survive():
-    histogram = of([1.0, 2.0, 3.0])
-    histogram.counts[5:9] = 0, 127, 128, 2**60
-    again = Histogram.from_plain(histogram.to_plain())
-    assert (again.counts == histogram.counts).all()
-
-
 def test_buckets_are_bfloat16_and_never_wider_than_a_128th():
     floors = bucket_floor(np.arange(0x80, 0x7F80))
     assert (np.diff(floors) / floors[:-1] <= 1 / 128).all()
@@ -99,7 +85,7 @@ def test_views_of_any_stride_and_arrays_larger_than_a_chunk():
 
 def test_nothing_seen_and_only_zeros_seen():
     assert of().amax == of([0.0, -0.0]).amax == 0.0
-    assert of().to_plain()["range"] is None
+    assert of().count == 0
     assert of([0.0]).nonzero()[1].size == 0
     assert of([np.nan]).count == 0
 

@@ -10,7 +10,6 @@ import pytest
 from onnx import numpy_helper, parser
 from pydantic import ValidationError
 
-from layerline.calib.collect import Ranges
 from layerline.calib.plan import QuantPlan
 from layerline.export import probe_files
 from layerline.export.signature import Dim, Signature, Value
@@ -99,8 +98,8 @@ def test_int8_leaves_model_plan_ranges_and_copies(work, calibrator):
         "model.onnx", "plan.json", "ranges.json", "signature.json", "probes.safetensors",
     }  # fmt: skip
     plan = QuantPlan.from_json((task.out / "plan.json").read_text())
-    ranges = Ranges.from_json((task.out / "ranges.json").read_text())
-    assert ranges.samples == 40 and set(ranges.histograms) == {v.name for v in plan.values if v.role == "activation"}
+    ranges = json.loads((task.out / "ranges.json").read_text())
+    assert ranges["samples"] == 40 and set(ranges["values"]) == {v.name for v in plan.values if v.role == "activation"}
     chosen = {v.calibrator for v in plan.values if v.role == "activation"}
     assert chosen <= {"entropy", "percentile", "minmax", "mse"} if calibrator == "auto" else chosen == {calibrator}
     for name in ("signature.json", "probes.safetensors"):
@@ -236,7 +235,7 @@ def test_where_the_samples_come_from_is_said(work):
 def test_samples_limit_the_calibration(work, samples):
     task = work()
     Quantize(samples=samples, batch_size=3).run(task)
-    assert Ranges.from_json((task.out / "ranges.json").read_text()).samples == min(samples, 40)
+    assert json.loads((task.out / "ranges.json").read_text())["samples"] == min(samples, 40)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +398,7 @@ def test_t19_a_generator_serves_for_the_one_pass_that_calibration_takes(work):
     reader = "def calib_data():\n    yield X[:20]\n    yield X[20:]\n"
     task = work(reader)
     Quantize().run(task)
-    assert Ranges.from_json((task.out / "ranges.json").read_text()).samples == 40
+    assert json.loads((task.out / "ranges.json").read_text())["samples"] == 40
 
 
 # T21
@@ -526,8 +525,8 @@ def test_a_model_with_a_fixed_batch_axis_is_calibrated_and_measured_on_real_rows
     made = work(CALIB + LABELLED + metric, net, inputs, [{"x": RNG.standard_normal((16, 3, 6, 6)).astype(np.float32)}])
     report = Quantize().run(made)
     assert report.metrics["rows"] == 40
-    ranges = Ranges.from_json((made.out / "ranges.json").read_text())
-    assert ranges.histograms["x"].count == 40 * 3 * 6 * 6
+    ranges = json.loads((made.out / "ranges.json").read_text())
+    assert ranges["values"]["x"]["count"] == 40 * 3 * 6 * 6
 
 
 def test_how_many_samples_were_used_and_what_one_is_worth_is_noted(work):

@@ -87,7 +87,7 @@ def test_exactly_the_layer_that_loses_the_accuracy_stays_float(searched, fields,
     assert {v.name for v in plan.values} == {"x", "w1", "r", "w3"}
     assert any(k.name == "bad" and k.reason.startswith("search:") for k in plan.kept)
     note = next(n for n in report.notes if n.startswith("full evaluations"))
-    assert json.loads(note.split("`layers: ")[1].rstrip("`")) == {"bad": chosen}
+    assert note.endswith(f'write in pipe.yaml: `quantize: {{layers: {{"bad": "{chosen}"}}}}`')
 
 
 def test_the_fragment_gives_the_same_formats_without_a_search(searched):
@@ -149,7 +149,7 @@ def test_pipe_tune_prints_the_table_and_is_cached_the_second_time(tmp_path, monk
         assert not cli.app([*arguments, "-C", str(tmp_path)], standalone_mode=False)
         states.append(capsys.readouterr().out)
     assert re.search(r"MatMul_bad +MatMul .* fp16 +in int8 the budget fails", states[0])
-    assert 'under quantize: `layers: {"MatMul_bad": "fp16"}`' in states[0].replace("\n     ", " ")
+    assert '`quantize: {layers: {"MatMul_bad": "fp16"}}`' in states[0].replace("\n     ", " ")
     document = json.loads(states[1])
     assert [s["state"] for s in document["stages"]] == ["cached"] * 3
     assert document["report"]["tables"]["search"][0]["module"] == "MatMul_bad"
