@@ -6,6 +6,7 @@ or give other numbers in a default session.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,15 +205,9 @@ def _first_bad(light: Light, feed: Feed, fault: _Fault) -> tuple[str, int]:
 
     if not values or not is_bad(values[-1]):
         return fault.where, 0
-    # values[bad] is wrong; values[good] is right, or before the first.
-    good, bad = -1, len(values) - 1
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if is_bad(values[middle]):
-            bad = middle
-        else:
-            good = middle
-    value = values[bad]
+    # Whatever is behind a wrong value is most likely wrong as well, so the first one can be bisected.
+    first = bisect_left(range(len(values) - 1), True, key=lambda index: is_bad(values[index]))
+    value = values[first]
     array = default(value)
     if array is None or array.shape != right[value].shape:
         return value, 0
