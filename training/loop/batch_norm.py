@@ -124,7 +124,16 @@ def to_group_norm(model: nn.Module, groups: int = 32) -> list[str]:
     and shift stay the same parameters; running statistics have no counterpart, so train on afterwards. The number of
     groups is the greatest divisor of the channels up to `groups`.
     """
-    return _replaced(model, lambda norm: _group_norm(norm, groups))
+
+    def group_norm(norm: nn.modules.batchnorm._BatchNorm) -> nn.GroupNorm:
+        channels = norm.num_features
+        count = max(g for g in range(1, min(groups, channels) + 1) if channels % g == 0)
+        new = nn.GroupNorm(count, channels, norm.eps, norm.affine)
+        if norm.affine:
+            new.weight, new.bias = norm.weight, norm.bias
+        return new.train(norm.training)
+
+    return _replaced(model, group_norm)
 
 
 def to_sync_batch_norm(model: nn.Module) -> list[str]:
@@ -147,15 +156,6 @@ def _replaced(model: nn.Module, make: Callable[[nn.modules.batchnorm._BatchNorm]
                 setattr(parent, name, done[id(child)])
                 names.append(f"{path}.{name}".lstrip("."))
     return names
-
-
-def _group_norm(norm: nn.modules.batchnorm._BatchNorm, groups: int) -> nn.GroupNorm:
-    channels = norm.num_features
-    count = max(g for g in range(1, min(groups, channels) + 1) if channels % g == 0)
-    new = nn.GroupNorm(count, channels, norm.eps, norm.affine)
-    if norm.affine:
-        new.weight, new.bias = norm.weight, norm.bias
-    return new.train(norm.training)
 
 
 @contextmanager

@@ -162,9 +162,11 @@ def strip(state: Mapping[str, Tensor], model: Named) -> dict[str, Tensor]:
     for key, tensor in state.items():
         name = _strip_name(key, names)
         canonical = model.aliases.get(name, name)
-        if canonical in out and not _equal(out[canonical], tensor):
+        other = out.setdefault(canonical, tensor)
+        if other is tensor:
+            continue
+        if other.shape != tensor.shape or not ((other == tensor) | (other.isnan() & tensor.isnan())).all():
             raise StageError(f"{name} and {canonical} are tied in the model and differ in the file", where=key)
-        out[canonical] = tensor
     return out
 
 
@@ -285,7 +287,3 @@ def _strip_name(key: str, names: set[str]) -> str:
         return key
     inner = ".".join(part for part in key.split(".") if part != "module")
     return inner if inner in names else key
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -19,7 +19,10 @@ def train_mode(model: nn.Module) -> list[str]:
     names: list[str] = []
 
     def visit(name: str, module: nn.Module) -> None:
-        if not module.training and name and _stays(module, whole_in_eval=whole_in_eval):
+        # In eval mode on purpose: the rest is not, or none of its parameters is trained.
+        frozen = [not param.requires_grad for param in module.parameters()]
+        on_purpose = not whole_in_eval or (frozen and all(frozen))
+        if not module.training and name and on_purpose:
             kept.append(module)
             names.append(name)
             return
@@ -39,11 +42,3 @@ def train_mode(model: nn.Module) -> list[str]:
         if len(names) > 5:
             text += f" and {len(names) - 5} more"
     return [text]
-
-
-def _stays(module: nn.Module, *, whole_in_eval: bool) -> bool:
-    """Whether a module in eval mode was left in it on purpose."""
-    if not whole_in_eval:
-        return True
-    params = list(module.parameters())
-    return bool(params) and not any(p.requires_grad for p in params)

@@ -304,17 +304,14 @@ def _only(fits: Sequence[Fit], kind: str) -> Fit | None:
         return None
     first = fits[0]
     for other in fits[1:]:
-        if not _equal(first.tensors, other.tensors):
+        equal = [t is other.tensors[n] or torch.equal(t, other.tensors[n]) for n, t in first.tensors.items()]
+        if not all(equal):
             raise StageError(
                 f"{kind} are in the file twice, and they differ: {first.state.where} and {other.state.where}",
                 where="key",
                 hint=f"choose one: key: {first.state.where}",
             )
     return first
-
-
-def _equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    return all(tensor is b[name] or torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
 def _averaged(path: str) -> bool:
