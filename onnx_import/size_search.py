@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
 from layerline.export.signature import Value
 from layerline.graph.analysis.fresh_names import fresh_name
 from layerline.graph.io import onnx_files
-from layerline.onnx_import.feed_sources import Source
+from layerline.onnx_import.feed_sources import Source, shape
 from layerline.pipeline.config.field_types import Dim, Dimension
 from layerline.pipeline.errors import ConfigError, StageError, first_line
 
@@ -25,6 +26,8 @@ BATCHES = 4
 dimension from half to twice its size there."""
 BATCH = 2
 """Samples of the first feed, where the model takes any number."""
+MOST_DRAWN = 1 << 27
+"""Elements of one input that are drawn while sizes are looked for."""
 TRIES = 400
 """Combinations of sizes that are tried before a model without samples and bounds is given up."""
 # Sizes to try of a batch and of any other dimension, the likeliest first.
@@ -81,12 +84,22 @@ class Feeder:
         first_error = ""
         for combination in _likeliest([self._candidates(name) for name in self.free]):
             sizes = dict(zip(self.free, combination, strict=True))
-            feed = source.feed(sizes)
-            error = self.refuses(feed) or self._empty_output(feed)
+            error = self._oversized(sizes)
+            if error is None:
+                feed = source.feed(sizes)
+                error = self.refuses(feed) or self._empty_output(feed)
             if error is None:
                 return sizes
             first_error = first_error or f"at {sizes_text(sizes)}: {error}"
         return first_error
+
+    def _oversized(self, sizes: Mapping[str, int]) -> str | None:
+        """The first input that is larger at these sizes than what is drawn for one."""
+        for value in self.inputs:
+            elements = math.prod(shape(value, sizes))
+            if elements > MOST_DRAWN:
+                return f"{value.name} has {elements:.3g} elements"
+        return None
 
     def _empty_output(self, feed: Feed) -> str | None:
         for name, array in self.run(feed).items():

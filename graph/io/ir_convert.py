@@ -5,15 +5,29 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from layerline.backends.light import Light, Model, split, travels
+from layerline.pipeline.errors import StageError, first_line
 
 
 def to_ir(model: Model) -> ir.Model:
-    """A model in onnx_ir's form; its tensors share their memory with those of `model`, where that is in two parts."""
+    """A model in onnx_ir's form; its tensors share their memory with those of `model`, where that is in two parts.
+
+    Raises:
+        StageError: it holds what ONNX has not, such as a value of an unknown element type.
+    """
     light = split(model)
-    out = ir.serde.deserialize_model(light.stand_ins(light.weights))
+    try:
+        out = ir.serde.deserialize_model(light.stand_ins(light.weights))
+    except ir.serde.SerdeError as error:
+        raise StageError(f"not valid ONNX: {first_line(str(_root(error)))}", where="model") from error
     for name, weight in light.weights.items():
         out.graph.initializers[name].const_value = weight
     return out
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def from_ir(model: ir.Model) -> Light:

@@ -476,6 +476,30 @@ def test_a_file_that_says_it_was_traced_here_is_not_believed(key: str, tmp_path:
     assert shape_inference.declared(ir.from_proto(light.whole())) == {}
 
 
+@pytest.mark.parametrize("place", ["initializer", "constant", "inner value"])
+def test_an_element_type_that_onnx_has_not_is_named(place: str, tmp_path: Path) -> None:
+    given = model("""<ir_version: 10, opset_import: ["" : 20]>
+        g (float[2] x) => (float[2] y) <float[2] w = {1, 2}, float[2] h> {
+            c = Constant <value = float[2] {1, 2}> ()  h = Add (x, w)  y = Add (h, c) }""")
+    if place == "initializer":
+        given.graph.initializer[0].data_type = 99
+    elif place == "constant":
+        given.graph.node[0].attribute[0].t.data_type = 99
+    else:
+        (value,) = (value for value in given.graph.value_info if value.name == "h")
+        value.type.tensor_type.elem_type = 99
+    with pytest.raises(StageError, match="99"):
+        imported(tmp_path, given)
+
+
+def test_no_input_is_drawn_larger_than_the_bound(tmp_path: Path) -> None:
+    names = ", ".join(f"d{i}" for i in range(40))
+    given = model(f"""<ir_version: 10, opset_import: ["" : 20]>
+        g (float[{names}] x) => (float[{names}] y) {{ y = Relu (x) }}""")
+    with pytest.raises(StageError, match=r"no inputs were found .* x has .*e\+\d\d elements"):
+        imported(tmp_path, given)
+
+
 def test_a_declared_range_is_kept_to(tmp_path: Path) -> None:
     given = model("""<ir_version: 8, opset_import: ["" : 17]> g (int32[n] x) => (int32[n] y) { y = Neg (x) }""")
     _, out = imported(tmp_path / "a", given, ranges={"x": {"low": 3, "high": 5}})
