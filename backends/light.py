@@ -122,7 +122,9 @@ def weightless(model: Model) -> onnx.ModelProto:
 
 def large(kind: int, size: int) -> bool:
     """Whether a tensor of this element type and so many bytes need not lie in the graph."""
-    return size > (LEAST_SIZES if kind in _SIZES else LEAST)
+    if kind in _SIZES:
+        return size > LEAST_SIZES
+    return size > LEAST
 
 
 def travels(kind: int, size: int) -> bool:
@@ -207,8 +209,9 @@ def rename(graph: onnx.GraphProto, names: Mapping[str, str], *, nested: bool = T
     for node in graph.node:
         node.input[:] = [names.get(v, v) for v in node.input]
         node.output[:] = [names.get(v, v) for v in node.output]
-        for body in bodies(node) if nested else ():
-            rename(body, names)
+        if nested:
+            for body in bodies(node):
+                rename(body, names)
     for item in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
         item.name = names.get(item.name, item.name)
 

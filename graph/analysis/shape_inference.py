@@ -105,8 +105,9 @@ class Symbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships
             function(self, node)
         except Exception as error:  # noqa: BLE001  # the library may raise anything at a node that it can't read
             logger.debug("no shapes follow at %s: %s", node.name, error)
-            for output in node.outputs if self._writes else ():
-                output.shape = None
+            if self._writes:
+                for output in node.outputs:
+                    output.shape = None
 
     # From here on what the library's functions call.
 
@@ -276,7 +277,9 @@ def _refined(inferred: ir.Shape | None, declared_shape: ir.Shape, symbols: Symbo
         # Powers are no sizes, and one of large numbers would take for ever to compute.
         elif "**" not in str(declared_dim):
             dim = simplified(declared_dim)
-        dims.append(dim or symbols.new_symbolic_dim())
+        if dim is None:
+            dim = symbols.new_symbolic_dim()
+        dims.append(dim)
     return ir.Shape(dims)
 
 

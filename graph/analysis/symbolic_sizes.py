@@ -108,8 +108,10 @@ def from_file(dim: Dim) -> Dim | None:
         if dim <= 0:
             return None
         return dim
-    if dim.value is None or _NAME.fullmatch(dim.value) or dim.value.startswith("'"):
-        return dim if dim.value else None
+    if not dim.value:
+        return None
+    if _NAME.fullmatch(dim.value) or dim.value.startswith("'"):
+        return dim
     # The library assumes the same of every size: an integer above 0.
     return ir.SymbolicDim(sympy.Symbol(f"'{dim.value}'", integer=True, positive=True))
 

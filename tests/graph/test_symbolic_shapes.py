@@ -259,3 +259,16 @@ def test_no_more_is_claimed_than_holds_in_every_run(
         actual = run(model, feed)["y"].shape
         for size, got in zip(claim or actual, actual, strict=True):
             assert names.get(str(size), size) == got or str(size).startswith("unk__"), (claim, actual)
+
+
+def test_an_axis_without_elements_is_known() -> None:
+    model = ir.serde.deserialize_model(
+        parse(
+            "(float[N, 2] x) => (float[] y)",
+            "e = Slice(x, none, none) y = Add(e, one)",
+            none=np.array([0, 0]),
+            one=np.ones((1, 1), np.float32),
+        )
+    )
+    shape_inference.infer(model)
+    assert (sizes(model.graph.outputs[0]) or ())[1] == 0

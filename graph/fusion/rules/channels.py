@@ -162,8 +162,10 @@ class _Cut:
         out = node.outputs[0]
         for index, value in enumerate(node.inputs):
             stored = constant(value)
-            if value is None or stored is None:
-                inputs.append(None if value is None else self.new.get(value, value))
+            if value is None:
+                inputs.append(None)
+            elif stored is None:
+                inputs.append(self.new.get(value, value))
             elif node.op_type == "Reshape":
                 shape = np.array(stored)
                 # -1 adapts by itself.

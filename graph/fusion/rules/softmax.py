@@ -93,14 +93,15 @@ def _unguarded(
 
 def _cause(value: ir.Value | None, ranges: Ranges) -> str:
     """The first value upwards that nothing bounds while all it is computed from is bounded; or an input."""
-    producer = value.producer() if value is not None else None
-    while value is not None and producer is not None:
+    while value is not None:
+        producer = value.producer()
+        if producer is None:
+            break
         unbounded = [v for v in producer.inputs if v is not None and not math.isfinite(ranges.magnitude(v))]
         # All that it is computed from is bounded, so the operator itself loses the bound.
         if not unbounded:
             return f"{producer.op_type} {value.name} is not bounded"
         value = unbounded[0]
-        producer = value.producer()
     return f"{name_of(value) or 'a value'} can hold anything"
 
 
