@@ -384,6 +384,42 @@ def diff(
 
 
 @app.command()
+def why(
+    run_id: RunId = None,
+    sets: Sets = None,
+    try_it: Annotated[
+        bool, typer.Option("--try", help="Make the advised change on the side and show before and after.")
+    ] = False,
+    as_json: AsJson = False,
+    folder: Folder = _HERE,
+) -> None:
+    """Show where accuracy was lost, the likely cause, and what to change.
+
+    Evaluates what each stage of the newest run left, or of the run given with --run. --try runs the stages again with
+    the advised --set; pipe.yaml stays as it is.
+    """
+    from layerline.pipeline import why as reasons
+    from layerline.views import json_output, screen, terminal
+
+    project = _load(folder.resolve(), sets)
+    project.require_task()
+    live = terminal.listener(project.stages, silent=as_json)
+    with _at_work(project, as_json=as_json), contextlib.closing(live):
+        report, causes = reasons.explain(project, live, run_id)
+        trial = reasons.attempt(project, causes, live, run_id) if try_it else None
+    if as_json:
+        document: dict[str, Any] = {"report": json_output.plain(report)}
+        if trial is not None:
+            document["try"] = {"setting": trial.setting, "report": json_output.plain(trial.report)}
+        print_json(document)
+        return
+    terminal.report_tables(screen.console(), report, reasons.TABLES)
+    if trial is not None:
+        say(f"with --set {shlex.quote(trial.setting)}:")
+        terminal.report_tables(screen.console(), trial.report, reasons.TABLES[:1])
+
+
+@app.command()
 def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("report.html"),
     run_id: RunId = None,

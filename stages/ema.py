@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from layerline.pipeline.errors import memory_told
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Stage, Work
-from layerline.pipeline.task import EXAMPLE_HOOKS
+from layerline.pipeline.task import EXAMPLE_HOOKS, Task
+
+if TYPE_CHECKING:
+    from layerline.backends.base import Session
 
 
 class Ema(Stage):
@@ -34,6 +38,17 @@ class Ema(Stage):
         from layerline.training.run import hook_trial
 
         hook_trial.look_at_example(look)
+
+    def session(self, folder: Path, task: Task) -> Session:
+        """The module with the weights that ship, ready to run."""
+        from layerline.export.module_session import ModuleSession
+        from layerline.training.data.batches import example_inputs
+        from layerline.training.run import shipping
+        from layerline.training.state import safetensors_io
+
+        weights, _ = safetensors_io.load(folder / "model.safetensors")
+        module = shipping.network(task, weights)
+        return ModuleSession(module, *example_inputs(task, forward=module.forward))
 
     def run(self, work: Work) -> Report:
         from layerline.compare.arrays import tensor_row

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import LayerDiff, Report
 from layerline.pipeline.stage import Stage, Work
-from layerline.pipeline.task import EXAMPLE_HOOKS
+from layerline.pipeline.task import EXAMPLE_HOOKS, Task
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from layerline.backends.base import Session
     from layerline.training.run.shipping import Example
     from layerline.training.state.state_dict_match import Fit
 
@@ -60,6 +62,17 @@ class ImportWeights(Stage):
             fit = self._chosen(*state_dict_match.choose(tree, network, key=self.key, ignore=self.ignore))
             state_dict_match.check(fit, canonical_names.named(network))
             look.ok("import-weights.file", f"{len(fit.tensors)} tensors in {fit.state.where} fit the model")
+
+    def session(self, folder: Path, task: Task) -> Session:
+        """The module with the weights that ship, ready to run."""
+        from layerline.export.module_session import ModuleSession
+        from layerline.training.data.batches import example_inputs
+        from layerline.training.run import shipping
+        from layerline.training.state import safetensors_io
+
+        weights, _ = safetensors_io.load(folder / "model.safetensors")
+        module = shipping.network(task, weights)
+        return ModuleSession(module, *example_inputs(task, forward=module.forward))
 
     def run(self, work: Work) -> Report:
         from layerline.training.data import batches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
@@ -15,10 +16,12 @@ from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.nearest import did_you_mean, hint
 from layerline.pipeline.report import Gate, LayerDiff, Report
 from layerline.pipeline.stage import Stage, Work
+from layerline.pipeline.task import Task
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from layerline.backends.base import Session
     from layerline.training.config.sections import Config
     from layerline.training.loop.step_engine import Lane
     from layerline.training.proof.prove_resume import Proof
@@ -134,6 +137,17 @@ class Train(Stage):
         from layerline.training.distributed import rendezvous
 
         return rendezvous.follow(self.name, timeout_s=self.config().distributed.timeout_s)
+
+    def session(self, folder: Path, task: Task) -> Session:
+        """The module with the weights of the last step, ready to run."""
+        from layerline.export.module_session import ModuleSession
+        from layerline.training.data.batches import example_inputs
+        from layerline.training.run import shipping
+        from layerline.training.state import checkpoint
+
+        weights, _ = checkpoint.weights(folder / "checkpoint.safetensors")
+        module = shipping.network(task, weights)
+        return ModuleSession(module, *example_inputs(task, forward=module.forward))
 
     def run(self, work: Work) -> Report:
         from layerline.training.distributed import ranks, rendezvous

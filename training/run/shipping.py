@@ -39,13 +39,21 @@ def module_of(task: Task, hook: str = "model") -> nn.Module:
     return module
 
 
-def network(task: Task) -> nn.Module:
+def network(task: Task, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
     """model() in float32 and eval mode. Half precision is chosen by the quantize stage, which reports its cost.
+
+    Args:
+        weights: by canonical name, to be loaded; None for those that model() gives it.
 
     Raises:
         TaskError: model() does not return a module.
+        StageError: the weights do not fit it.
     """
-    return module_of(task).float().eval()
+    model = module_of(task).float().eval()
+    if weights is not None:
+        canonical_names.load(model, weights)
+        stop_observers(model)
+    return model
 
 
 def ship(model: nn.Module, example: Example, weights: Mapping[str, Tensor], out: Path) -> None:

@@ -1,0 +1,389 @@
+"""Why a stage may have lost accuracy: small rules from figures of its report to a cause and a change that addresses it.
+
+A rule is a function that takes the evidence and gives the causes that it sees. Other distributions add theirs by the
+entry points `layerline.causes`. Rules look only at stages that lost something: a figure that is unusual in a model that
+works is no fault.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from layerline.pipeline.errors import Unavailable, brief
+from layerline.pipeline.report import OWN, LayerDiff, Report, Scalar
+
+GROUP = "layerline.causes"
+CLIPPED = 0.005
+"""Share of a value's elements beyond its range from which clipping counts as a cause."""
+LOW_DB = 20.0
+"""A layer with less SQNR by itself loses accuracy visibly: its error is a tenth of its signal."""
+UNEVEN_DB = 12.0
+"""The worst channel of a weight lies so far below the whole: its values are a quarter of the others' size."""
+HALF_TYPES = ("fp16", "bf16")
+LAG = 0.1
+"""Relative distance of averaged weights from the online ones from which the average lags behind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """One possible reason.
+
+    Attributes:
+        name: in a few words ("clipped range").
+        stage: where the accuracy was lost.
+        layer: the value or module; empty where the whole stage is meant.
+        evidence: the figures that speak for it.
+        advice: what to change.
+        setting: the change as `key.path=value` of pipe.yaml; empty where it is another kind of change.
+        confidence: from 0 to 1, by which causes are ranked.
+    """
+
+    name: str
+    stage: str
+    layer: str = ""
+    evidence: str
+    advice: str
+    setting: str = ""
+    confidence: float
+
+    def row(self) -> dict[str, Scalar]:
+        return {
+            "cause": self.name,
+            "stage": self.stage,
+            "layer": self.layer,
+            "evidence": self.evidence,
+            "advice": self.advice,
+            "setting": self.setting,
+            "confidence": round(self.confidence, 2),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What the rules may look at.
+
+    Attributes:
+        reports: by stage, in the order in which they ran.
+        settings: the fields of each stage's configuration.
+        losses: by stage that lost something: what, in words.
+        logs: the rows of metrics.csv by training stage.
+    """
+
+    reports: Mapping[str, Report]
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    losses: Mapping[str, str] = field(default_factory=dict)
+    logs: Mapping[str, Sequence[Mapping[str, float]]] = field(default_factory=dict)
+
+    def lost(self, stage: str) -> Report | None:
+        """The report of a stage that lost something; None if it did not, or has none."""
+        return self.reports.get(stage) if stage in self.losses else None
+
+    def setting(self, stage: str, name: str) -> Any:
+        return self.settings.get(stage, {}).get(name)
+
+
+Rule = Callable[[Evidence], Iterable[Cause]]
+
+
+def rules() -> list[Rule]:
+    """Ours, then those of other distributions.
+
+    Raises:
+        Unavailable: one of another distribution can't be imported; names its entry point.
+    """
+    result = list(RULES)
+    for entry in metadata.entry_points(group=GROUP):
+        try:
+            result.append(entry.load())
+        except Exception as error:  # the code of another distribution
+            raise Unavailable(f"it can't be imported: {brief(error)}", where=f"entry point {GROUP}: {entry}") from error
+    return result
+
+
+def not_finite(evidence: Evidence) -> Iterator[Cause]:
+    """A stage whose values are NaN or Inf where those of the stage before are not."""
+    for stage, report in evidence.reports.items():
+        bad = [record for record in report.records if record.one_sided or record.nonfinite_b > record.nonfinite_a]
+        if not bad:
+            continue
+        first = bad[0]
+        count = first.one_sided or first.nonfinite_b
+        half = evidence.setting(stage, "mode") in HALF_TYPES or evidence.setting(stage, "rest") in HALF_TYPES
+        name = "overflow of half precision" if half else "values that are not finite"
+        if half:
+            advice = "keep the layer in float32"
+            setting = _layer(evidence, first.name, "fp32")
+        else:
+            advice = f"look at its inputs: pipe debug {stage}" if stage in ("export", "fuse") else "look at its inputs"
+            setting = ""
+        yield Cause(
+            name=name,
+            stage=stage,
+            layer=first.name,
+            evidence=f"{first.op} {first.where} is the first of {len(bad)} values with NaN or Inf: {count} elements",
+            advice=advice,
+            setting=setting,
+            confidence=0.95,
+        )
+
+
+def parity_failed(evidence: Evidence) -> Iterator[Cause]:
+    """The first value of an exported or rewritten model beyond its tolerance."""
+    for stage in ("export", "import-onnx", "fuse"):
+        report = evidence.reports.get(stage)
+        first = None if report is None else report.first_failing()
+        if first is None or first.one_sided:
+            continue
+        seen = getattr(first, first.judged)
+        cause = first.extra.get("cause")
+        yield Cause(
+            name="a value differs from the stage before",
+            stage=stage,
+            layer=first.name,
+            evidence=f"{first.op} {first.where}: {first.judged} {_figure(seen)}, tolerance {_figure(first.tolerance)}"
+            + (f"; {cause}" if cause else ""),
+            advice=f"see the smallest model that shows it: pipe debug {stage}",
+            confidence=0.9,
+        )
+
+
+def failed_gates(evidence: Evidence) -> Iterator[Cause]:
+    """Gates that say themselves what is wrong, such as calibration data of another size than the evaluation's."""
+    for stage, report in evidence.reports.items():
+        for gate in report.gates:
+            if gate.passed or "budget" in gate.name or gate.name in ("output SQNR", "output cosine", "search"):
+                continue
+            yield Cause(
+                name=gate.name,
+                stage=stage,
+                evidence=f"{gate.seen}; expected {gate.expected}",
+                advice=gate.hint or f"see: pipe diff {stage}",
+                confidence=0.9,
+            )
+
+
+def clipped_range(evidence: Evidence) -> Iterator[Cause]:
+    """Values of which a large share lies beyond the range that calibration chose."""
+    report = evidence.lost("quantize")
+    if report is None:
+        return
+    clipped: list[tuple[float, LayerDiff]] = []
+    for record in report.records:
+        share, own = _finite(record.extra.get("clipped")), _own(record)
+        if share is not None and share >= CLIPPED and (own is None or own < 2 * LOW_DB):
+            clipped.append((share, record))
+    if not clipped:
+        return
+    share, worst = max(clipped, key=lambda pair: pair[0])
+    others = f", and more than {100 * CLIPPED:g} % of {len(clipped) - 1} other values" if len(clipped) > 1 else ""
+    # Nothing clips less than minmax: what it cuts off lies beyond all calibration samples.
+    widest = evidence.setting("quantize", "calibrator") == "minmax"
+    yield Cause(
+        name="clipped range",
+        stage="quantize",
+        layer=worst.name,
+        evidence=f"{100 * share:.2g} % of {worst.where} lies beyond its range{others}{_own_text(worst)}",
+        advice="calibrate on samples like those of eval_data()" if widest else "use a calibrator that keeps all values",
+        setting="" if widest else "quantize.calibrator=minmax",
+        confidence=min(0.9, 0.5 + 5 * share),
+    )
+
+
+def uneven_channels(evidence: Evidence) -> Iterator[Cause]:
+    """Weights of which some channels are far smaller than others, under one scale or scales that do not fit."""
+    report = evidence.lost("quantize")
+    if report is None:
+        return
+    records = {record.name: record for record in report.records}
+    for row in report.tables.get("quantized", ()):
+        whole, worst = _finite(row.get("sqnr_db")), _finite(row.get("worst_channel_db"))
+        if row.get("role") != "weight" or whole is None or worst is None:
+            continue
+        per_tensor = row.get("axis") is None
+        if worst > LOW_DB or whole - worst < UNEVEN_DB:
+            continue
+        name = str(row["value"])
+        record = records.get(name.removesuffix(".weight"))
+        scale = "one scale for all channels" if per_tensor else "a scale for each channel"
+        turn_on = per_tensor and evidence.setting("quantize", "per_channel") is False
+        yield Cause(
+            name="uneven weight channels",
+            stage="quantize",
+            layer=str(row.get("module") or name),
+            evidence=f"{name} has {worst:.1f} dB in its worst channel and {whole:.1f} dB as a whole, with {scale}"
+            + ("" if record is None else _own_text(record)),
+            advice="give each channel a scale" if turn_on else "keep the layer in half precision",
+            setting="quantize.per_channel=true" if turn_on else _layer(evidence, str(row.get("module") or name)),
+            confidence=0.85 if per_tensor else 0.6,
+        )
+
+
+def sensitive_layers(evidence: Evidence) -> Iterator[Cause]:
+    """Layers that lose most by themselves, with exact inputs; many small losses where no single one stands out."""
+    report = evidence.lost("quantize")
+    if report is None:
+        return
+    rows: list[tuple[float, LayerDiff]] = []
+    for record in report.records:
+        own = _own(record)
+        if own is not None:
+            rows.append((own, record))
+    rows.sort(key=lambda row: row[0])
+    low = [row for row in rows if row[0] < LOW_DB]
+    for own, record in low[:3]:
+        yield Cause(
+            name="a layer that int8 does not suit",
+            stage="quantize",
+            layer=record.name,
+            evidence=f"{record.op} {record.where} has {own:.1f} dB with exact inputs",
+            advice="keep it in half precision; `pipe tune` finds all that need it",
+            setting=_layer(evidence, record.name),
+            confidence=0.55,
+        )
+    if rows and not low:
+        own, record = rows[0]
+        yield Cause(
+            name="many small losses",
+            stage="quantize",
+            layer=record.name,
+            evidence=f"no layer has less than {LOW_DB:g} dB by itself; the lowest is {record.where} with {own:.1f} dB",
+            advice="let a search choose the layers that stay float: pipe tune",
+            setting="quantize.search=true",
+            confidence=0.4,
+        )
+
+
+def lost_slice(evidence: Evidence) -> Iterator[Cause]:
+    """A class or slice that lost far more than all samples together: calibration data may have too little of it."""
+    report = evidence.lost("quantize")
+    if report is None:
+        return
+    changes: list[tuple[float, str, str]] = []
+    for row in report.tables.get("slices", ()):
+        change = _finite(row.get("change"))
+        if change is not None:
+            changes.append((change, str(row["slice"]), str(row["metric"])))
+    changes.sort()
+    if len(changes) < 2:
+        return
+    worst, slice_name, metric = changes[0]
+    others = sum(change for change, _, _ in changes[1:]) / (len(changes) - 1)
+    if worst < -0.02 and worst < 3 * min(others, 0.0) - 0.02:
+        yield Cause(
+            name="one class lost most",
+            stage="quantize",
+            layer=slice_name,
+            evidence=f"{metric} of {slice_name} changed by {worst:.3g}, of the others by {others:.3g} on average",
+            advice="give calib_data() samples of every class, as many of this one as of the others",
+            confidence=0.6,
+        )
+
+
+def average_lags(evidence: Evidence) -> Iterator[Cause]:
+    """Averaged weights that are still near where training began."""
+    report = evidence.lost("ema")
+    if report is None:
+        return
+    rows = [r for r in report.records if r.op == "parameter" and r.rel_l2 is not None]
+    lagging = [record for record in rows if record.rel_l2 is not None and record.rel_l2 > LAG]
+    if len(lagging) * 2 > len(rows):
+        worst = max(lagging, key=lambda record: record.rel_l2 or 0.0)
+        yield Cause(
+            name="the average lags behind",
+            stage="ema",
+            layer=worst.name,
+            evidence=f"{len(lagging)} of {len(rows)} averaged weights are more than {LAG:g} away from the online ones; "
+            f"{worst.name} by {worst.rel_l2:.2g}",
+            advice="let the average follow faster (a smaller train.training.ema_decay, or ema_warmup: true), or ship "
+            "the online weights",
+            setting="ema.weights=online",
+            confidence=0.85,
+        )
+
+
+def stale_statistics(evidence: Evidence) -> Iterator[Cause]:
+    """Outputs of BatchNorm that move although the averaged weights are near the online ones."""
+    report = evidence.lost("ema")
+    if report is None:
+        return
+    parameters = {r.name: r.rel_l2 for r in report.records if r.op == "parameter" and r.rel_l2 is not None}
+    if not parameters or max(parameters.values()) > LAG:
+        return
+    for record in report.records:
+        if record.op.startswith("BatchNorm") and record.sqnr_db is not None and record.sqnr_db < LOW_DB:
+            yield Cause(
+                name="stale BatchNorm statistics",
+                stage="ema",
+                layer=record.name,
+                evidence=f"{record.where} has {record.sqnr_db:.1f} dB, though no averaged weight is more than "
+                f"{max(parameters.values()):.2g} away from the online one",
+                advice="estimate the statistics again for the averaged weights, or ship the online weights",
+                setting="ema.weights=online",
+                confidence=0.8,
+            )
+            return
+
+
+def training_diverged(evidence: Evidence) -> Iterator[Cause]:
+    """A loss that ends far above its best."""
+    for stage, rows in evidence.logs.items():
+        losses = [row["loss"] for row in rows if "loss" in row]
+        quarter = len(losses) // 4
+        if quarter < 5 or any(not math.isfinite(loss) for loss in losses):
+            continue
+        means = [sum(losses[i : i + quarter]) / quarter for i in range(0, len(losses) - quarter + 1, quarter)]
+        best, last = min(means), means[-1]
+        if last > 1.5 * best and last - best > 0.05:
+            yield Cause(
+                name="training got worse at the end",
+                stage=stage,
+                evidence=f"the loss averages {last:.3g} over the last quarter of the log, and {best:.3g} over its best",
+                advice="lower the learning rate, or keep the best checkpoint: train.monitor.keep_best",
+                confidence=0.7,
+            )
+
+
+RULES: tuple[Rule, ...] = (
+    not_finite,
+    parity_failed,
+    failed_gates,
+    clipped_range,
+    uneven_channels,
+    sensitive_layers,
+    lost_slice,
+    average_lags,
+    stale_statistics,
+    training_diverged,
+)
+
+
+def _layer(evidence: Evidence, name: str, chosen: str = "") -> str:
+    """The setting that gives one more layer a format of its own: the half type in use, if none is named."""
+    layers = dict(evidence.setting("quantize", "layers") or {})
+    in_use = [wanted for wanted in (*layers.values(), evidence.setting("quantize", "rest")) if wanted in HALF_TYPES]
+    layers[name] = chosen or (in_use[0] if in_use else "fp16")
+    return f"quantize.layers={json.dumps(layers, ensure_ascii=False)}"
+
+
+def _own(record: LayerDiff) -> float | None:
+    """SQNR of a layer with exact inputs, in dB; None where it was not measured or is infinite."""
+    return _finite(record.extra.get(OWN))
+
+
+def _own_text(record: LayerDiff) -> str:
+    own = _own(record)
+    return "" if own is None else f"; with exact inputs it has {own:.1f} dB"
+
+
+def _finite(value: Any) -> float | None:
+    """A finite number; None for anything else."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, int | float) else "not measured"

@@ -1,0 +1,159 @@
+"""`pipe why`: where accuracy was lost, by which cause, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from layerline.pipeline.causes import Cause, Evidence, rules
+from layerline.pipeline.config.project import Project, load
+from layerline.pipeline.errors import PipeError
+from layerline.pipeline.plan import open_planner
+from layerline.pipeline.records import lookup
+from layerline.pipeline.records.store import Artifact
+from layerline.pipeline.report import OWN, Report, Scalar
+from layerline.pipeline.runner import Listener, Runner, temporary_work
+from layerline.pipeline.stage import Log
+from layerline.pipeline.task import Task
+
+STAGE = "why"
+TABLES = ("metric by stage", "causes", "worst layers")
+_SCORES = "layerline.parity.stage_scores"  # by name, on use: it imports onnx
+_WORST = 3  # layers of each stage
+
+
+@runtime_checkable
+class Opens(Protocol):
+    """A stage that leaves weights, and can open them as something to run."""
+
+    def session(self, folder: Path, task: Task) -> Any:
+        """The model in an artifact's folder, as a session."""
+
+
+def explain(project: Project, log: Log, run_id: str | None = None) -> tuple[Report, list[Cause]]:
+    """Measures the metric after each stage of a run, and ranks the causes of what was lost.
+
+    Nothing is run again and nothing is stored.
+
+    Returns:
+        The findings as a report: the verdict in its notes, tables "metric by stage", "causes" and "worst layers", and
+        a gate that fails if something was lost. And the causes, the likeliest first.
+
+    Raises:
+        PipeError: nothing has run yet.
+        TaskError: metric() failed.
+    """
+    planner = open_planner(project)
+    run = lookup.find_run(planner, run_id)
+    project = load(project.root, run.sets)  # the settings that the run had
+    records = [record for record in run.records if record.stage in {s.name for s in project.stages}]
+    reports = {record.stage: planner.ledger.report(record) for record in records}
+    artifacts = {record.stage: planner.store.get(record.digest) for record in records}
+    scores = _scores(project, artifacts, log)
+    losses = dict(scores.losses)
+    for record in records:
+        if not record.passed and record.stage not in losses:
+            losses[record.stage] = reports[record.stage].failure().what
+    for stage, error in run.errors.items():
+        losses.setdefault(stage, error.error)
+    evidence = Evidence(
+        reports=reports,
+        settings={stage.name: stage.model_dump() for stage in project.stages},
+        losses=losses,
+        logs=lookup.logs(planner, run),
+    )
+    causes = ranked(evidence)
+    return _report(evidence, causes, scores), causes
+
+
+def ranked(evidence: Evidence) -> list[Cause]:
+    """What the rules see, the earliest stage that lost something first, and in it the likeliest cause first."""
+    order = list(dict.fromkeys([*evidence.reports, *evidence.losses]))
+    causes = [cause for rule in rules() for cause in rule(evidence)]
+
+    def place(cause: Cause) -> tuple[int, float]:
+        at = order.index(cause.stage) if cause.stage in order else len(order)
+        return at, -cause.confidence
+
+    return sorted(causes, key=place)
+
+
+def _scores(project: Project, artifacts: Mapping[str, Artifact | None], log: Log) -> Any:
+    folders = {stage: artifact.path for stage, artifact in artifacts.items() if artifact is not None}
+    task = Task(project.root / project.task, project.root)
+    modules: dict[str, Callable[[], Any]] = {}
+    max_drop = None
+    for stage in project.stages:
+        if isinstance(stage, Opens) and stage.name in folders:
+            modules[stage.name] = partial(stage.session, folders[stage.name], task)
+        max_drop = getattr(stage, "max_drop", max_drop)
+    with temporary_work(task, log, {}, {}) as work:
+        return import_module(_SCORES).measure(work, folders, modules, max_drop)
+
+
+def _report(evidence: Evidence, causes: list[Cause], scores: Any) -> Report:
+    worst: list[dict[str, Scalar]] = []
+    for stage, report in evidence.reports.items():
+        for record in report.sorted(report.order)[:_WORST]:
+            own = record.extra.get(OWN)
+            if record.sqnr_db is None and own is None:
+                continue
+            place: dict[str, Scalar] = {"stage": stage, "layer": record.where, "value": record.name, "op": record.op}
+            worst.append({**place, "own_sqnr_db": own, "sqnr_db": record.sqnr_db})
+    return Report(
+        stage=STAGE,
+        notes=(*verdict(evidence, causes), *scores.notes),
+        tables=dict(zip(TABLES, (scores.rows, [cause.row() for cause in causes], worst), strict=True)),
+    )
+
+
+def verdict(evidence: Evidence, causes: list[Cause]) -> list[str]:
+    """Where accuracy was lost, why, and what to do, in sentences."""
+    sentences: list[str] = []
+    if not evidence.losses and not causes:
+        return ["no loss was found in any stage"]
+    for stage, what in evidence.losses.items():
+        sentences.append(f"lost in {stage}: {what}")
+        if not any(cause.stage == stage for cause in causes):
+            sentences.append(f"no rule explains it: see pipe diff {stage}")
+    for cause in causes[:1]:
+        layer = f" at {cause.layer}" if cause.layer else ""
+        sentences.append(f"likely cause: {cause.name}{layer} ({cause.evidence})")
+        change = f", with --set {cause.setting!r}" if cause.setting else ""
+        sentences.append(f"what to do: {cause.advice}{change}")
+    return sentences
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A change that was tried: the setting, and the same findings with it."""
+
+    setting: str
+    report: Report
+
+
+def attempt(project: Project, causes: Sequence[Cause], listener: Listener, run_id: str | None = None) -> Trial:
+    """Runs what the change of the likeliest cause makes out of date, and explains that run.
+
+    The results of other runs stay; the new run is the newest one.
+
+    Raises:
+        PipeError: no cause has a change of pipe.yaml.
+    """
+    settings = [cause.setting for cause in causes if cause.setting]
+    if not settings:
+        raise PipeError("no cause was found that a change of pipe.yaml addresses", hint="see: pipe why")
+    run = lookup.find_run(open_planner(project), run_id)
+    changed = load(project.root, (*run.sets, settings[0]))
+    # The engine is not evaluated, so it need not be built.
+    stages = [record.stage for record in run.records if record.kind != "engine"]
+    done = Runner(changed, listener).run(stages)
+    for result in done.results:
+        if result.error is not None and result.record is None:
+            raise result.error
+    report, _ = explain(changed, listener)
+    return Trial(settings[0], report)
