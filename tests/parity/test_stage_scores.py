@@ -1,0 +1,66 @@
+"""The metric after each stage, measured on the same samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from layerline.parity import stage_scores
+from layerline.pipeline.errors import StageError
+from layerline.pipeline.stage import Work
+from layerline.pipeline.task import Task
+from tests.backends import models
+from tests.parity.test_on_backend import Quiet
+
+TASK = """
+import numpy as np
+
+def eval_data():
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((200, 3, 8, 8)).astype(np.float32), np.zeros(200, np.int64)
+
+def metric(outputs, targets):
+    return {"mean": float(outputs.mean(axis=(1, 2, 3)).mean())}
+"""
+
+
+def measured(tmp_path, factors, max_drop=None, modules=None, task=TASK):
+    """Stages that leave the same convolution, its weights times a factor."""
+    (tmp_path / "task.py").write_text(task)
+    folders = {}
+    for stage, factor in factors.items():
+        folders[stage] = models.artifact(tmp_path / stage, models.conv(weight=models.WEIGHT * np.float32(factor)))
+    work = Work(inputs={}, task=Task(tmp_path / "task.py"), out=tmp_path, scratch=tmp_path, log=Quiet())
+    return stage_scores.measure(work, folders, modules or {}, max_drop)
+
+
+def test_each_stage_is_compared_with_the_one_before(tmp_path) -> None:
+    scores = measured(tmp_path, {"export": 1.0, "fuse": 1.0, "quantize": 0.5})
+    values = [row["value"] for row in scores.rows]
+    assert values[0] == values[1] and values[2] == pytest.approx(values[0] / 2, rel=1e-5)
+    assert [row["stage"] for row in scores.rows] == ["export", "fuse", "quantize"]
+    assert "change" not in scores.rows[0] and scores.rows[1]["change"] == 0
+    assert scores.rows[2]["change"] == pytest.approx(-values[0] / 2, rel=1e-5)
+    assert list(scores.losses) == ["quantize"] and not scores.notes
+
+
+def test_a_loss_within_the_budget_or_in_the_other_direction_is_none(tmp_path) -> None:
+    assert not measured(tmp_path, {"fuse": 1.0, "quantize": 0.5}, max_drop="60%").losses
+    assert not measured(tmp_path, {"fuse": 1.0, "quantize": 2.0}).losses
+
+
+def test_what_does_not_run_is_left_out_with_its_reason(tmp_path) -> None:
+    def refuse():
+        raise StageError("the weights do not fit")
+
+    scores = measured(tmp_path, {"ema": 1.0, "export": 1.0}, modules={"ema": refuse})
+    assert [row["stage"] for row in scores.rows] == ["export"]
+    assert scores.notes == ["ema was not evaluated: the weights do not fit"]
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"), [("", "no eval_data()"), (TASK.replace(", np.zeros(200, np.int64)", ""), "gives no targets")]
+)
+def test_without_a_metric_a_note_says_why(tmp_path, task, reason) -> None:
+    scores = measured(tmp_path, {"export": 1.0}, task=task)
+    assert not scores.rows and reason in scores.notes[-1]

@@ -1,0 +1,178 @@
+"""The rules behind `pipe why`, each on figures that show its fault and on figures that do not."""
+
+from __future__ import annotations
+
+import math
+from importlib import metadata
+
+import pytest
+
+from layerline.pipeline import causes, why
+from layerline.pipeline.causes import Evidence
+from layerline.pipeline.errors import Unavailable
+from layerline.pipeline.report import Gate, LayerDiff, Report
+
+
+def record(name="relu", op="Relu", *, own=None, clipped=None, **fields) -> LayerDiff:
+    extra = {"isolated_sqnr_db": own, "clipped": clipped}
+    return LayerDiff(name=name, op=op, extra={k: v for k, v in extra.items() if v is not None}, **fields)
+
+
+def evidence(stage, *records, lost=True, settings=None, logs=None, **fields) -> Evidence:
+    report = Report(stage=stage, records=records, **fields)
+    losses = {stage: "accuracy 0.9 -> 0.5"} if lost else {}
+    return Evidence(reports={stage: report}, settings={stage: settings or {}}, losses=losses, logs=logs or {})
+
+
+def only(rule, seen: Evidence):
+    (cause,) = rule(seen)
+    return cause
+
+
+def test_the_value_that_is_clipped_most_is_named() -> None:
+    seen = evidence("quantize", record("a", own=15.0, clipped=0.02), record("b", own=12.0, clipped=0.1))
+    cause = only(causes.clipped_range, seen)
+    assert (cause.layer, cause.setting) == ("b", "quantize.calibrator=minmax")
+    assert "10 %" in cause.evidence and "1 other" in cause.evidence and cause.confidence == 0.9
+
+
+@pytest.mark.parametrize(("own", "clipped"), [(60.0, 0.1), (15.0, 0.001)])
+def test_clipping_without_harm_is_no_cause(own, clipped) -> None:
+    assert not list(causes.clipped_range(evidence("quantize", record(own=own, clipped=clipped))))
+
+
+def test_what_minmax_clips_calls_for_other_samples() -> None:
+    seen = evidence("quantize", record(own=5.0, clipped=0.2), settings={"calibrator": "minmax"})
+    cause = only(causes.clipped_range, seen)
+    assert not cause.setting and "eval_data" in cause.advice
+
+
+def row(worst, *, axis=0, whole=30.0):
+    return {"value": "fc.weight", "role": "weight", "module": "fc", "axis": axis, "sqnr_db": whole,
+            "worst_channel_db": worst}  # fmt: skip
+
+
+def test_uneven_channels_under_one_scale() -> None:
+    seen = evidence("quantize", tables={"quantized": [row(5.0, axis=None)]}, settings={"per_channel": False})
+    cause = only(causes.uneven_channels, seen)
+    assert (cause.layer, cause.setting) == ("fc", "quantize.per_channel=true")
+    assert "5.0 dB" in cause.evidence and "30.0 dB" in cause.evidence
+
+
+def test_uneven_channels_that_have_their_scales_go_to_half_precision_beside_what_is_set() -> None:
+    settings = {"layers": {"head": "bf16"}}
+    cause = only(causes.uneven_channels, evidence("quantize", tables={"quantized": [row(5.0)]}, settings=settings))
+    assert cause.setting == 'quantize.layers={"head": "bf16", "fc": "bf16"}'
+
+
+@pytest.mark.parametrize(("worst", "whole"), [(25.0, 45.0), (15.0, 20.0)])
+def test_even_channels_are_no_cause(worst, whole) -> None:
+    seen = evidence("quantize", tables={"quantized": [row(worst, whole=whole)]})
+    assert not list(causes.uneven_channels(seen))
+
+
+def test_layers_with_the_least_own_sqnr_come_first() -> None:
+    rows = [record(f"v{i}", own=float(i)) for i in (19, 3, 11, 7, 40)]
+    seen = evidence("quantize", *rows)
+    assert [cause.layer for cause in causes.sensitive_layers(seen)] == ["v3", "v7", "v11"]
+
+
+def test_many_small_losses() -> None:
+    cause = only(causes.sensitive_layers, evidence("quantize", record("a", own=30.0), record("b", own=25.0)))
+    assert (cause.name, cause.layer, cause.setting) == ("many small losses", "b", "quantize.search=true")
+
+
+def test_the_class_that_lost_most() -> None:
+    rows = [{"slice": k, "metric": "accuracy", "change": change} for k, change in ((0, -0.01), (7, -0.6), (3, 0.0))]
+    assert only(causes.lost_slice, evidence("quantize", tables={"slices": rows})).layer == "7"
+    rows[0]["change"] = rows[2]["change"] = -0.5
+    assert not list(causes.lost_slice(evidence("quantize", tables={"slices": rows})))
+
+
+def test_an_average_that_lags() -> None:
+    rows = [record(f"w{i}", "parameter", rel_l2=distance) for i, distance in enumerate((0.5, 0.2, 0.01))]
+    cause = only(causes.average_lags, evidence("ema", *rows))
+    assert (cause.layer, cause.setting) == ("w0", "ema.weights=online") and "2 of 3" in cause.evidence
+    assert not list(causes.stale_statistics(evidence("ema", *rows)))
+
+
+def test_stale_statistics() -> None:
+    rows = [record("w", "parameter", rel_l2=0.01), record("bn", "BatchNorm2d", sqnr_db=3.0)]
+    cause = only(causes.stale_statistics, evidence("ema", *rows))
+    assert cause.layer == "bn" and "3.0 dB" in cause.evidence
+    assert not list(causes.average_lags(evidence("ema", *rows)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "setting"),
+    [
+        ({"mode": "fp16"}, "overflow of half precision", 'quantize.layers={"b": "fp32"}'),
+        ({"mode": "int8", "rest": "fp32"}, "values that are not finite", ""),
+    ],
+)
+def test_the_first_value_that_is_not_finite(settings, name, setting) -> None:
+    rows = [record("a"), record("b", one_sided=4, nonfinite_b=4), record("c", one_sided=9, nonfinite_b=9)]
+    cause = only(causes.not_finite, evidence("quantize", *rows, settings=settings, lost=False))
+    assert (cause.name, cause.layer, cause.setting) == (name, "b", setting)
+    assert "first of 2" in cause.evidence and "4 elements" in cause.evidence
+
+
+def test_the_first_value_beyond_its_tolerance() -> None:
+    rows = [record("a", rel_l2=1e-7, tolerance=1e-6), record("b", rel_l2=0.5, tolerance=1e-6)]
+    cause = only(causes.parity_failed, evidence("export", *rows, lost=False))
+    assert cause.layer == "b" and "0.5" in cause.evidence and "1e-06" in cause.evidence
+
+
+def test_a_gate_that_says_what_is_wrong() -> None:
+    gates = (
+        Gate("accuracy budget", False, "0.9 -> 0.1", "a drop of at most 0.5% of it"),
+        Gate("calibration data", False, "x reaches 255 in the calibration data and 1 in eval_data()", "alike", "scale"),
+    )
+    cause = only(causes.failed_gates, evidence("quantize", gates=gates))
+    assert (cause.name, cause.advice) == ("calibration data", "scale") and "255" in cause.evidence
+
+
+def test_a_loss_that_rose_again() -> None:
+    good = [{"step": i, "loss": 2.0 / (i + 1)} for i in range(40)]
+    assert not list(causes.training_diverged(evidence("train", logs={"train": good})))
+    bad = good[:30] + [{"step": i, "loss": 1.5} for i in range(30, 40)]
+    assert "1.5" in only(causes.training_diverged, evidence("train", logs={"train": bad})).evidence
+
+
+def test_a_sound_project_is_told_so() -> None:
+    rows = [record("a", own=12.0, clipped=0.5, sqnr_db=10.0)]
+    tables = {"quantized": [row(1.0)], "slices": [{"slice": 1, "metric": "m", "change": -0.9}]}
+    seen = evidence("quantize", *rows, tables=tables, lost=False)
+    assert why.ranked(seen) == []
+    assert why.verdict(seen, []) == ["no loss was found in any stage"]
+
+
+def test_the_earliest_stage_comes_first_then_the_likeliest_cause() -> None:
+    quantized = Report(stage="quantize", records=(record("q", own=3.0, clipped=0.3),))
+    averaged = Report(stage="ema", records=(record("w", "parameter", rel_l2=math.inf),))
+    losses = {"ema": "accuracy 0.9 -> 0.8", "quantize": "accuracy 0.8 -> 0.1"}
+    ranked = why.ranked(Evidence(reports={"ema": averaged, "quantize": quantized}, losses=losses))
+    assert [cause.layer for cause in ranked] == ["w", "q", "q"]
+    sentences = why.verdict(Evidence(reports={"ema": averaged, "quantize": quantized}, losses=losses), ranked)
+    assert sentences[0] == "lost in ema: accuracy 0.9 -> 0.8" and "w" in sentences[2]
+
+
+def test_a_loss_that_no_rule_explains() -> None:
+    seen = evidence("fuse", record("a", rel_l2=1e-7))
+    assert why.verdict(seen, why.ranked(seen))[1] == "no rule explains it: see pipe diff fuse"
+
+
+def own_rule(seen):
+    yield causes.Cause(name="mine", stage="fuse", evidence="figures", advice="change it", confidence=1.0)
+
+
+@pytest.mark.parametrize("value", ["tests.pipeline.test_causes:own_rule", "tests.pipeline.test_causes:missing"])
+def test_rules_of_another_distribution(monkeypatch, value) -> None:
+    entry = metadata.EntryPoint("own", value, causes.GROUP)
+    monkeypatch.setattr(causes.metadata, "entry_points", lambda *, group: [entry] if group == causes.GROUP else [])
+    seen = evidence("fuse", record("a"))
+    if value.endswith("missing"):
+        with pytest.raises(Unavailable, match="can't be imported"):
+            why.ranked(seen)
+    else:
+        assert [cause.name for cause in why.ranked(seen)] == ["mine"]

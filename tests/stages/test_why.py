@@ -1,0 +1,38 @@
+"""`pipe why` on a trained network: silent where nothing is lost, and right about a range that cuts values off."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from layerline import cli
+
+
+@pytest.mark.slow
+def test_why_names_the_clipped_range_and_tries_the_change(tmp_path, capfd) -> None:
+    def pipe(*arguments):
+        code = cli.app([*arguments], prog_name="pipe", standalone_mode=False)
+        return code or 0, capfd.readouterr().out
+
+    folder = str(tmp_path / "digits")
+    pipe("init", folder, "--template", "mnist")
+    short = ("--set", "train.steps=150")
+    code, _ = pipe("run", "quantize", "-C", folder, *short)
+    assert code == 0
+    code, said = pipe("why", "-C", folder, "--json")
+    report = json.loads(said)["report"]
+    assert code == 0 and report["notes"] == ["no loss was found in any stage"] and not report["tables"]["causes"]
+    stages = [row["stage"] for row in report["tables"]["metric by stage"]]
+    assert stages == ["train", "ema", "export", "fuse", "quantize"]
+    clipping = ("--set", "quantize.calibrator=percentile", "--set", "quantize.percentile=70")
+    code, _ = pipe("run", "quantize", "-C", folder, *short, *clipping)
+    assert code == 1
+    _, said = pipe("why", "-C", folder, "--try", "--json")
+    document = json.loads(said)
+    cause = document["report"]["tables"]["causes"][0]
+    assert (cause["cause"], cause["stage"]) == ("clipped range", "quantize")
+    assert document["try"]["setting"] == "quantize.calibrator=minmax"
+    before = document["report"]["tables"]["metric by stage"][-1]
+    after = document["try"]["report"]["tables"]["metric by stage"][-1]
+    assert before["change"] < -0.05 < after["change"]
