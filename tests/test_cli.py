@@ -807,6 +807,7 @@ FAILURES: dict[str, tuple[int, str | None, str, str]] = {
     "resume --steps 0": (2, "pipe resume", "Invalid value for '--steps'", "usage: pipe resume"),
     "status --bogus": (2, "pipe status", "No such option: --bogus", "usage: pipe status"),
     "runs -C task.py": (2, "task.py", "it is a file, not a folder", ""),
+    "why": (2, None, "there is no run yet", "pipe run all"),
     "explain sauce": (2, None, "there is no stage 'sauce' here", "did you mean 'source'?"),
     "check -C nowhere": (2, None, "there is no pipe.yaml in ", "make a project: pipe init DIR"),
     "diff double": (2, None, "stage double has not run yet", "pipe run double"),
