@@ -323,3 +323,24 @@ def test_a_layer_that_is_used_later_and_one_that_joins(name: str) -> None:
         assert mo.step(sum(layer(torch.ones(1, 2)).square().sum() for layer in used))  # type: ignore[arg-type]
         moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
         assert {n[0] for n in moved} == {key for key, layer in model.items() if layer in used}
+
+
+def test_a_zero_grad_of_ones_own_is_called_and_torchs_is_not() -> None:
+    calls = []
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            calls.append("own")
+            super().zero_grad(set_to_none)
+
+    for kind, expected in ((Own, ["own"]), (torch.optim.SGD, [])):
+        model, x, y = _problem()
+        optimizer = kind(model.parameters(), lr=0.1)
+        mo = ModelOptimizer(model, optimizer=optimizer)
+        calls.clear()
+        assert mo.step((model(x) - y).square().mean())
+        assert calls == expected and all(p.grad is None for p in model.parameters())
+    optimizer.zero_grad = lambda: calls.append("patched")  # type: ignore[method-assign]
+    mo = ModelOptimizer(model, optimizer=optimizer)
+    mo.step((model(x) - y).square().mean())
+    assert calls == ["patched"]

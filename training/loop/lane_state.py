@@ -84,6 +84,7 @@ class LaneState:
         else:
             optimizer = registry.build(config.optimizer, self.members, self.stepped)
         self.optimizer = optimizer
+        self._clears_itself = self.custom and custom.clears_itself(optimizer)
         self.needs_closure = self.custom and custom.needs_closure(optimizer)
         self.sophia = optimizer if isinstance(optimizer, Sophia) else None
         self.rate = Rate(config, optimizer, custom=self.custom)
@@ -144,7 +145,7 @@ class LaneState:
         if self.masters is not None:
             for half in self.masters.half:  # a backward pass that failed has left gradients there
                 half.grad = None
-        if self.custom:
+        if self._clears_itself:
             self.optimizer.zero_grad()
         elif self.sophia is not None:
             self.sophia.forget()
