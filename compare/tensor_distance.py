@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from layerline.pipeline.report import Scalar
+from layerline.pipeline.report import Scalar, decibels
 
 Array = npt.NDArray[Any]
 
@@ -108,15 +108,6 @@ class Distance:
         """The fields of a LayerDiff that this determines."""
         names = ("max_abs", "mean_abs", "rel_l2", "cosine", "sqnr_db", "nonfinite_a", "nonfinite_b", "one_sided")
         return {name: getattr(self, name) for name in names}
-
-
-def decibels(signal: float, noise: float) -> float:
-    """10 log10(signal / noise), of powers; inf where there is no noise."""
-    if noise == 0.0:
-        return math.inf
-    if signal <= 0.0:
-        return -math.inf
-    return 10.0 * (math.log10(signal) - math.log10(noise))
 
 
 def diff_arrays(a: Any, b: Any) -> Distance:

@@ -100,6 +100,13 @@ class Evaluation:
             # The default metric fits classifiers alone. Other models lose nothing by its failure.
             self.why = f"the task has no metric(), and {error.what}"
             return None
+        if before.keys() != after.keys():
+            differing = ", ".join(sorted(before.keys() ^ after.keys()))
+            raise TaskError(
+                f"it gives {differing} for one of the float and the converted model alone",
+                where="metric",
+                hint="give the same names whatever the outputs are",
+            )
         measured = Measured(before, after, predictions)
         self._last = converted.measured, measured
         return measured

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.compare.compare_models import distances
-from layerline.compare.tensor_distance import Distance, decibels
+from layerline.compare.tensor_distance import Distance
+from layerline.pipeline.report import decibels
 
 _PRODUCTS = ("Mul", "Div", "MatMul")
 LEAST_PASSED_ON = 0.1

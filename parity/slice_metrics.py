@@ -46,9 +46,7 @@ def by_slice(metric: Metric, predictions: Predictions, budgets: Mapping[str, Bud
         except TaskError:  # such as an AUC of one class
             left_out += 1
             continue
-        for each in after:
-            if each not in before:
-                continue
+        for each in [name for name in after if name in before]:
             loss = budgets.get(each, Budget(drop=0.0)).loss(before[each], after[each])
             row: Row = {"slice": name, "samples": chosen.size, "metric": each}
             row |= {"float": before[each], "converted": after[each], "change": after[each] - before[each]}

@@ -149,6 +149,15 @@ class LayerDiff:
         return {k: _plain(v) for k, v in fields.items()}
 
 
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise), of powers; inf where there is no noise, -inf where there is noise alone."""
+    if noise == 0.0:
+        return math.inf
+    if signal <= 0.0:
+        return -math.inf
+    return 10.0 * (math.log10(signal) - math.log10(noise))
+
+
 @dataclass(frozen=True)
 class Gate:
     """One condition a stage must meet: what was seen against what was asked."""

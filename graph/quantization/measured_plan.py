@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,6 +19,7 @@ from layerline.calib.range_candidates import CALIBRATORS
 from layerline.graph.analysis.rounding_noise import drawn
 from layerline.graph.quantization import bias_correction, qdq, range_choice
 from layerline.graph.quantization.qdq_placement import Placement, Rules
+from layerline.pipeline.report import decibels
 
 SAMPLES = 8
 """Samples that single ranges are tried on: each sample costs some twelve runs of the model."""
@@ -101,36 +101,20 @@ class _Judge:
         self.exact = self._run(model, feeds)
 
     def least_db(self, model: Light) -> float | None:
-        """SQNR in dB of the output that lost most; None where no output can be measured."""
+        """SQNR in dB of the output that lost most; None where no output holds numbers other than 0."""
         outputs = self._run(model, self.feeds)
         measured: list[float] = []
         for name in self.names:
-            db = self._decibels(name, outputs)
-            if db is not None:
-                measured.append(db)
+            signal, error = 0.0, 0.0
+            for exact, other in zip(self.exact, outputs, strict=True):
+                a, b = exact[name], other[name]
+                if a.dtype.kind in "fiu" and a.shape == b.shape:
+                    usable = np.isfinite(a) & np.isfinite(b)
+                    signal += float(np.square(a[usable].astype(np.float64)).sum())
+                    error += float(np.square(a[usable].astype(np.float64) - b[usable]).sum())
+            if signal:
+                measured.append(decibels(signal, error))
         return min(measured, default=None)
-
-    def _decibels(self, name: str, outputs: Sequence[Mapping[str, Array]]) -> float | None:
-        """SQNR of one output in dB; None where it holds no numbers, or only zeros.
-
-        An element that is NaN or Inf on one side only makes it -inf: such a plan must not look better than another.
-        """
-        signal, error = 0.0, 0.0
-        for exact, other in zip(self.exact, outputs, strict=True):
-            a, b = exact[name], other[name]
-            if a.dtype.kind not in "fiu" or a.shape != b.shape:
-                return None
-            usable = np.isfinite(a) & np.isfinite(b)
-            same = (a == b) | (np.isnan(a) & np.isnan(b))
-            if not (usable | same).all():
-                return -math.inf
-            signal += float(np.square(a[usable].astype(np.float64)).sum())
-            error += float(np.square(a[usable].astype(np.float64) - b[usable]).sum())
-        if not signal:
-            return None
-        if not error:
-            return math.inf
-        return 10 * math.log10(signal / error)
 
     @staticmethod
     def _run(model: Light, feeds: Sequence[Feed]) -> list[dict[str, Array]]:

@@ -34,6 +34,7 @@ from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.qdq_placement import Placement
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
 from layerline.pipeline.errors import StageError
+from layerline.pipeline.report import decibels
 
 QUANTIZED, DEQUANTIZED, SCALE, ZERO_POINT = "/quantized", "/dequantized", "/scale", "/zero_point"
 
@@ -117,17 +118,11 @@ def weight_sqnr(model: Model, plan: QuantPlan) -> dict[str, WeightLoss]:
         other_axes = None
         if item.axis is not None:
             other_axes = tuple(i for i in range(array.ndim) if i != item.axis)
-        channels = np.ravel(_decibels(signal.sum(axis=other_axes), noise.sum(axis=other_axes)))
-        whole = float(_decibels(signal.sum(), noise.sum()))
-        losses[item.name] = WeightLoss(whole, float(channels.min(initial=np.inf)))
+        pairs = zip(np.ravel(signal.sum(axis=other_axes)), np.ravel(noise.sum(axis=other_axes)), strict=True)
+        channels = [decibels(float(s), float(n)) for s, n in pairs if s > 0]
+        whole = decibels(float(signal.sum()), float(noise.sum()))
+        losses[item.name] = WeightLoss(whole, min(channels, default=math.inf))
     return losses
-
-
-def _decibels(signal: npt.NDArray[np.float64], noise: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """10 log10(signal / noise); inf where either is 0."""
-    clear = (noise == 0) | (signal == 0)
-    ratio = np.where(clear, 1.0, signal) / np.where(clear, 1.0, noise)
-    return np.where(clear, np.inf, 10 * np.log10(ratio))
 
 
 def apply(model: Model, plan: QuantPlan) -> Light:

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from layerline.compare.tensor_distance import Distance, decibels, diff_arrays
+from layerline.compare.tensor_distance import Distance, diff_arrays
+from layerline.pipeline.report import decibels
 
 FLOATS = hnp.arrays(np.float32, st.integers(0, 50), elements=st.floats(width=32))
 

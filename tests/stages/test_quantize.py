@@ -198,6 +198,17 @@ def test_a_budget_for_an_unknown_metric_is_refused_with_the_nearest(work):
     assert caught.value.where == "quantize.max_drop" and caught.value.hint == "did you mean 'accuracy'?"
 
 
+def test_metrics_that_one_model_alone_has_are_refused(work):
+    metric = (
+        "def metric(outputs, targets):\n"
+        "    metric.calls = getattr(metric, 'calls', 0) + 1\n"
+        "    return {'a': 1.0, **({'b': 2.0} if metric.calls == 1 else {})}\n"
+    )
+    with pytest.raises(TaskError, match="gives b for one of") as caught:
+        Quantize().run(work(CALIB + LABELLED + metric))
+    assert caught.value.where == "metric"
+
+
 def test_a_drop_stands_with_its_interval(work):
     report = Quantize(max_drop=1.0).run(work(CALIB + LABELLED))
     [row] = report.tables["metrics"]
