@@ -24,6 +24,7 @@ test-slow: $(READY)  ## The tests that take longer than about ten seconds each.
 
 bench: $(READY)  ## Every benchmark; each ends in one JSON line: ours, the peer's, the ratio.
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench,demo,dev,openvino,qat]'
+	-$(PYTHON) -m venv build/nncf && build/nncf/bin/pip install --quiet nncf onnx onnxruntime
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 $(READY): pyproject.toml constraints.txt

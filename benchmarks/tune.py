@@ -5,8 +5,8 @@ packages): EfficientNet-Lite0 on crops of photographs, judged by whether it answ
 and rec on rendered text, swift-f0 and silero-vad on made-up voices, judged by the SQNR of their outputs.
 
 NNCF clashes with the pinned versions: `--peer PYTHON` names the interpreter of an environment of its own, in which
-`pip install nncf onnx onnxruntime` was run. It gets the fused model, the same samples and the same budget, and runs
-where there is a metric. Ends in one JSON line.
+`pip install nncf onnx onnxruntime` was run; `make bench` makes one in build/nncf. It gets the fused model, the same
+samples and the same budget, and runs where there is a metric. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -270,7 +270,8 @@ def npz_of_mnist(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--path", help="folder of packages that ship networks")
-    parser.add_argument("--peer", help="interpreter of an environment with nncf")
+    made = Path(__file__).parents[1] / "build/nncf/bin/python"
+    parser.add_argument("--peer", help="interpreter of an environment with nncf", default=made if made.exists() else "")
     parser.add_argument("--net", action="append", choices=["mnist", *NETS], help="only this; may be repeated")
     options = parser.parse_args()
     if options.path:

@@ -191,6 +191,10 @@ def measure(
         if name in budgets:
             gates.append(_gate(name, before[name], after[name], interval, budgets[name], records))
             notes += _remarks(name, before[name], interval, budgets[name])
+            rise = after[name] - before[name]
+            if not isinstance(max_drop, Mapping) and rise > budgets[name].allowed(before[name]):
+                change = f"{name} rose from {before[name]:.4g} to {after[name]:.4g}, which counts as a gain"
+                notes.append(f"{change}; if less is better, write max_drop: {{{name}: {{rise: 5%}}}}")
     if max_drop is not None and not after:
         gates.append(Gate("accuracy budget", False, "metric() gave no figure", f"max_drop {max_drop}"))
     slices, about_slices = by_slice(evaluation.metric, measured.predictions, budgets)

@@ -190,6 +190,8 @@ def test_each_metric_has_its_own_budget_and_direction(work, budget, passed):
     report = Quantize(max_drop=budget).run(work(CALIB + LABELLED + TWO))
     assert {g.name.removesuffix(" budget"): g.passed for g in report.gates} == passed
     assert [row["metric"] for row in report.tables["metrics"]] == ["accuracy", "mse"]
+    # Without a direction a rise counts as a gain, and a note says so.
+    assert any("mse rose from 0.1 to 0.104" in note for note in report.notes) == isinstance(budget, str)
 
 
 def test_a_budget_for_an_unknown_metric_is_refused_with_the_nearest(work):
