@@ -45,7 +45,10 @@ class Backend(Protocol):
         """Why this backend can't run on this machine, in one sentence; None when it can."""
 
     def open(self, model: Path | bytes, taps: Sequence[str] = ()) -> Session:
-        """Loads a model file or its serialised bytes; `taps` are inner values to return beside the outputs."""
+        """Loads a model file or its serialised bytes.
+
+        `taps` are inner values to return beside the outputs; `outputs` leave out what can't be had.
+        """
 
 
 def not_installed(module: str, package: str) -> str | None:

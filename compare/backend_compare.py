@@ -89,7 +89,9 @@ class BackendSession:
         if isinstance(self.session, EngineSession):
             arrays = {name: _without_float64(array) for name, array in arrays.items()}
         with self._border():
-            results = dict(self.session.run(arrays))
+            results: dict[str, Any] = dict(self.session.run(arrays))
+            # A tensor of some framework becomes an array; sequences and what is absent stay.
+            results.update((name, np.asarray(value)) for name, value in results.items() if hasattr(value, "__array__"))
         missing = [name for name in self.outputs if name not in results]
         if missing:
             raise StageError(f"it gives no array for {missing[0]}, which is among its outputs", where=self._where)

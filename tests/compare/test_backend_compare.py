@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+import torch
 
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.backends.openvino import OpenVino
@@ -108,6 +109,11 @@ def test_what_the_backend_raises_or_leaves_out_names_it(tmp_path) -> None:
         compared(tmp_path, Own(lambda arrays, taps: {}))
     with pytest.raises(StageError, match="backend own: AttributeError"):
         compared(tmp_path, type("Own", (), {"name": "own"})())
+
+
+def test_tensors_of_a_framework_are_taken_for_arrays(tmp_path) -> None:
+    rows, _ = compared(tmp_path, Own(lambda arrays, taps: {n: torch.from_numpy(a) for n, a in arrays.items()}))
+    assert list(rows) == ["c", "y"] and rows["y"].rel_l2 == 0
 
 
 def test_another_shape_and_nan_do_not_pass(tmp_path) -> None:
