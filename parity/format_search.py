@@ -17,7 +17,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -95,10 +95,11 @@ Judge = Callable[[Converted], Verdict]
 Make = Callable[[Collection[str], Collection[str]], Converted]
 
 
+@dataclass(kw_only=True)
 class Search:
     """One search.
 
-    Args:
+    Attributes:
         calibrated: the float model, and the plan in which every layer is int8.
         make: the model in which these layers stay float, and those of the second argument are half precision.
         judge: evaluates a model on the budget.
@@ -107,36 +108,24 @@ class Search:
         said: called with a sentence for each evaluation.
     """
 
-    def __init__(
-        self,
-        calibrated: Calibrated,
-        make: Make,
-        judge: Judge,
-        *,
-        float_format: str,
-        half_type: str,
-        said: Callable[[str], None],
-    ) -> None:
-        self._model = calibrated.model
-        self._feeds = calibrated.feeds
-        self._shifts = calibrated.shifts
-        self._make = make
-        self._judge = judge
-        self._float_format = float_format
-        self._half_type = half_type
-        self._said = said
-        self._layers = calibrated.layers()
-        self._verdicts: dict[frozenset[str], Verdict] = {}
-        self._best: tuple[Verdict, frozenset[str], Converted] | None = None
-        self._evaluations = 0
-        self._reasons: dict[str, str] = {}
+    calibrated: Calibrated
+    make: Make
+    judge: Judge
+    float_format: str
+    half_type: str
+    said: Callable[[str], None]
+    _evaluations: int = 0
+    _verdicts: dict[frozenset[str], Verdict] = field(default_factory=dict)
+    _reasons: dict[str, str] = field(default_factory=dict)
+    _best: tuple[Verdict, frozenset[str], Converted] | None = None
 
     def run(self) -> Outcome:
         """Searches; the outcome has a failed gate where even one layer in int8 is too much."""
-        everything_int8 = self._make((), ())
-        sensitivity = measure(everything_int8.reference, everything_int8.measured, self._feeds, self._layers)
+        everything_int8 = self.make((), ())
+        self._layers = self.calibrated.layers()
+        sensitivity = measure(everything_int8.reference, everything_int8.measured, self.calibrated.feeds, self._layers)
         self._effects = sensitivity.effects
-        self._costs = CostModel(self._model, sensitivity.elements)
+        self._costs = CostModel(self.calibrated.model, sensitivity.elements)
         self._savings = {layer: self._saving(layer) for layer in self._layers}
         kept: frozenset[str] = frozenset()
         self._verdicts[kept] = self._evaluate(everything_int8, kept, "all layers in int8")
@@ -153,13 +142,13 @@ class Search:
         """Whether the budget holds if these layers stay float; evaluated once for each set."""
         if kept not in self._verdicts:
             what = f"{len(kept)} of {len(self._layers)} layers float"
-            self._verdicts[kept] = self._evaluate(self._make(kept, ()), kept, what)
+            self._verdicts[kept] = self._evaluate(self.make(kept, ()), kept, what)
         return self._verdicts[kept].passed
 
     def _evaluate(self, converted: Converted, kept: frozenset[str], what: str) -> Verdict:
-        verdict = self._judge(converted)
+        verdict = self.judge(converted)
         self._evaluations += 1
-        self._said(f"{what}: {verdict.seen}")
+        self.said(f"{what}: {verdict.seen}")
         best = self._best
         # Of assignments that hold the last one counts: the search goes from more expensive ones to cheaper ones.
         if best is None or verdict.passed or (not best[0].passed and verdict.lack < best[0].lack):
@@ -169,8 +158,8 @@ class Search:
     def _saving(self, layer: str) -> float:
         """Bytes that the layer's int8 saves where all others are int8."""
         all_int8 = dict.fromkeys(self._layers, "int8")
-        one_float = self._costs.cost({**all_int8, layer: self._float_format}, self._float_format)
-        return one_float - self._costs.cost(all_int8, self._float_format)
+        one_float = self._costs.cost({**all_int8, layer: self.float_format}, self.float_format)
+        return one_float - self._costs.cost(all_int8, self.float_format)
 
     def _ranked(self) -> list[str]:
         """The layers, those first that add most error for what they save."""
@@ -218,20 +207,20 @@ class Search:
 
     def _outcome(self, kept: frozenset[str], converted: Converted) -> Outcome:
         formats = self._formats(kept)
-        in_half = {**formats, **dict.fromkeys(kept, self._half_type)}
-        if kept and self._half_type and self._costs.cost(in_half) < self._costs.cost(formats):
-            halved = self._make(kept, kept)
-            verdict = self._evaluate(halved, kept, f"these {len(kept)} in {self._half_type}")
+        in_half = {**formats, **dict.fromkeys(kept, self.half_type)}
+        if kept and self.half_type and self._costs.cost(in_half) < self._costs.cost(formats):
+            halved = self.make(kept, kept)
+            verdict = self._evaluate(halved, kept, f"these {len(kept)} in {self.half_type}")
             if verdict.passed:
                 # Half precision has its own reasons to leave a layer in float32, such as its range.
                 added = halved.plan.kept[len(converted.plan.kept) :]
                 single = {item.name for item in added}
-                formats.update(dict.fromkeys(kept - single, self._half_type))
+                formats.update(dict.fromkeys(kept - single, self.half_type))
                 converted = halved
         return self._told(converted, formats, ())
 
     def _formats(self, kept: frozenset[str]) -> dict[str, str]:
-        return {layer: self._float_format if layer in kept else "int8" for layer in self._layers}
+        return {layer: self.float_format if layer in kept else "int8" for layer in self._layers}
 
     def _impossible(self) -> Outcome:
         assert self._best is not None
@@ -243,8 +232,8 @@ class Search:
         return self._told(converted, self._formats(kept), (gate,))
 
     def _told(self, converted: Converted, formats: Mapping[str, str], gates: tuple[Gate, ...]) -> Outcome:
-        in_float = self._costs.cost({}, self._float_format) or 1.0
-        nodes = {first_output(node): node for node in to_ir(self._model).graph}
+        in_float = self._costs.cost({}, self.float_format) or 1.0
+        nodes = {first_output(node): node for node in to_ir(self.calibrated.model).graph}
         rows: list[Mapping[str, Scalar]] = []
         for layer in self._ranked():
             effect = self._effects.get(layer)
@@ -265,8 +254,8 @@ class Search:
             formats=formats,
             rows=rows,
             evaluations=self._evaluations,
-            saved=1 - self._costs.cost(formats, self._float_format) / in_float,
-            bias_correction=bool(self._shifts),
+            saved=1 - self._costs.cost(formats, self.float_format) / in_float,
+            bias_correction=bool(self.calibrated.shifts),
             gates=gates,
         )
 

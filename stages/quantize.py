@@ -223,9 +223,9 @@ class Quantize(Stage):
         assert budget is not None
         half_type = "" if "rest" in self.model_fields_set else formats.half_type or "fp16"
         search = format_search.Search(
-            calibrated,
-            make,
-            search_judge.judge(evaluation, data, probes, budget, self._bounds()),
+            calibrated=calibrated,
+            make=make,
+            judge=search_judge.judge(evaluation, data, probes, budget, self._bounds()),
             float_format=self.rest,
             half_type=half_type,
             said=data.log.say,

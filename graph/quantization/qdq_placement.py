@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from layerline.backends.light import Model
@@ -442,8 +443,7 @@ def _uneven_groups(node: ir.Node) -> str:
         return ""
     grouped = np.abs(weight.astype(np.float64)).reshape(_groups(node), -1, *weight.shape[1:])
     greatest = grouped.max(axis=(1, *range(3, grouped.ndim)), initial=0.0)  # (groups, outputs / group)
-    least = np.where(greatest > 0, greatest, np.inf).min(axis=0)
-    ratio = float((greatest.max(axis=0) / least).max(initial=1.0))
+    ratio = max((_spread(channels) for channels in greatest.T), default=1.0)
     if ratio <= _CHANNEL_MAX_RATIO:
         return ""
     return f"its {_groups(node)} groups would share scales along axis 1, and their channels differ {ratio:.3g} times"
@@ -454,17 +454,17 @@ def _uneven_stack(node: ir.Node) -> str:
     weight = weight_of(node.inputs[1])
     if node.op_type != "MatMul" or weight is None or weight.ndim < 3:
         return ""
-    greatest = np.abs(weight.astype(np.float64)).max(axis=tuple(range(weight.ndim - 1)), initial=0.0)
-    used = greatest[greatest > 0]
-    if used.size == 0:
-        return ""
-    ratio = float(used.max() / used.min())
+    ratio = _spread(np.abs(weight.astype(np.float64)).max(axis=tuple(range(weight.ndim - 1)), initial=0.0))
     if ratio <= _CHANNEL_MAX_RATIO:
         return ""
-    return (
-        f"its weight has {weight.ndim} axes, for which onnxruntime takes one scale, and its channels differ "
-        f"{ratio:.3g} times"
-    )
+    scales = f"its weight has {weight.ndim} axes, for which onnxruntime takes one scale"
+    return f"{scales}, and its channels differ {ratio:.3g} times"
+
+
+def _spread(sizes: npt.NDArray[np.float64]) -> float:
+    """How many times larger the greatest size is than the smallest above 0; 1 where there is none."""
+    used = sizes[sizes > 0]
+    return float(used.max() / used.min()) if used.size else 1.0
 
 
 def _large_weight(node: ir.Node) -> str | None:
