@@ -249,6 +249,10 @@ class Search:
                     "why": self._why(layer, formats[layer], failed=bool(gates)),
                 }
             )
+        for name, reason in self.calibrated.rules.keep.items():
+            if name in nodes and nodes[name].op_type in OPS:
+                place: dict[str, Scalar] = {"layer": name, "module": module_of(nodes[name]), "op": nodes[name].op_type}
+                rows.append({**place, "format": "float", "why": reason})
         return Outcome(
             converted=converted,
             formats=formats,

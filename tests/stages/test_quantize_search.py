@@ -106,6 +106,13 @@ def test_a_budget_that_holds_already_keeps_no_layer_and_takes_one_evaluation(sea
     assert [row["why"] for row in report.tables["search"]] == ["the budget holds with it in int8"] * 3
 
 
+def test_layers_that_stay_float_for_other_reasons_are_in_the_table(searched):
+    report, _ = searched(layers={"h": "skip"})
+    row = report.tables["search"][-1]
+    assert (row["layer"], row["format"], row["why"]) == ("h", "float", "layers: h is skip")
+    assert formats(report)["bad"] == "fp16" and report.passed
+
+
 def test_a_budget_that_no_assignment_keeps_fails_with_the_best_reached(searched):
     report, _ = searched(net=TWO, task=PLAIN_LABELS, max_drop=0.0)
     gate = report.gates[0]
