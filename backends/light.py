@@ -184,7 +184,7 @@ def message(light: Light, location: str) -> tuple[bytes, dict[str, ir.TensorProt
 
     An input that the model stores as well counts as read: without its weight it would have to be fed.
     """
-    read = {*_read(light.model.graph), *(i.name for i in light.model.graph.input)}
+    read = {*reads(light.model.graph), *(i.name for i in light.model.graph.input)}
     weights = {n: w for n, w in light.weights.items() if n in read}
     return light.stand_ins(weights, location).SerializeToString(), weights
 
@@ -216,12 +216,13 @@ def rename(graph: onnx.GraphProto, names: Mapping[str, str], *, nested: bool = T
         item.name = names.get(item.name, item.name)
 
 
-def _read(graph: onnx.GraphProto) -> Iterator[str]:
+def reads(graph: onnx.GraphProto) -> Iterator[str]:
+    """Every value that a graph reads, in the bodies of its nodes as well."""
     yield from (o.name for o in graph.output)
     for node in graph.node:
         yield from node.input
         for body in bodies(node):
-            yield from _read(body)
+            yield from reads(body)
 
 
 def _set(message: onnx.ModelProto | onnx.GraphProto, field: str, value: object) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from layerline.backends.light import Light, bodies, weightless
+from layerline.backends.light import Light, bodies, reads, weightless
 from layerline.graph.analysis.proto_queries import stored
 from layerline.graph.io import onnx_files
 from layerline.pipeline.errors import StageError
@@ -158,7 +158,7 @@ def _most(graph: onnx.GraphProto, sizes: dict[str, int]) -> tuple[list[str], int
     for index, node in enumerate(graph.node):
         read = list(node.input)
         for body in bodies(node):
-            read += _read(body)
+            read += reads(body)
         for name in read:
             last_use[name] = max(last_use.get(name, index), index)
     freed_after: dict[int, list[str]] = {}
@@ -179,16 +179,6 @@ def _most(graph: onnx.GraphProto, sizes: dict[str, int]) -> tuple[list[str], int
             del alive[name]
             total -= sizes[name]
     return alive_at_most, most
-
-
-def _read(graph: onnx.GraphProto) -> Iterator[str]:
-    """Every value that a graph reads, in the bodies of its nodes as well."""
-    for output in graph.output:
-        yield output.name
-    for node in graph.node:
-        yield from node.input
-        for body in bodies(node):
-            yield from _read(body)
 
 
 def _gigabytes(size: int) -> str:

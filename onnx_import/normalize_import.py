@@ -14,7 +14,7 @@ from layerline.backends.base import MODULE
 from layerline.backends.light import Light
 from layerline.graph.analysis.fresh_names import fresh_name
 from layerline.graph.analysis.ir_queries import Array
-from layerline.graph.analysis.proto_queries import metadata
+from layerline.graph.analysis.proto_queries import first_output, metadata
 from layerline.graph.fusion import apply_rules
 from layerline.graph.fusion.rules import RULES
 from layerline.graph.io import onnx_files
@@ -137,7 +137,7 @@ def name_nodes(model: onnx.ModelProto) -> list[str]:
     renamed = 0
     for node in nodes:
         if node.name in used:
-            node.name = fresh_name(f"{node.op_type}_{_first_output(node) or 'none'}", taken)
+            node.name = fresh_name(f"{node.op_type}_{first_output(node) or 'none'}", taken)
             if node.op_type != "Constant":
                 renamed += 1
         used.add(node.name)
@@ -211,16 +211,8 @@ def _inherit(before: onnx.ModelProto, raised: onnx.ModelProto) -> None:
             for value in node.input:
                 module_of_reader[value] = metadata(node, MODULE)
         for node in reversed(graph.node):
-            output = _first_output(node)
+            output = first_output(node)
             path = module_of_reader.get(output)
             if path and output not in old_values and not metadata(node, MODULE):
                 node.metadata_props.add(key=MODULE, value=path)
                 module_of_reader |= dict.fromkeys(node.input, path)
-
-
-def _first_output(node: onnx.NodeProto) -> str:
-    """The first output that is not left out."""
-    for output in node.output:
-        if output:
-            return str(output)
-    return ""

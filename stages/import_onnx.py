@@ -59,25 +59,6 @@ class ImportedDim(Dimension):
         return self
 
 
-@dataclass(frozen=True)
-class _Place:
-    """What the import needs of its `Work`, in the process that does it.
-
-    Attributes:
-        root: the project's folder.
-        sources: where the project's files are read.
-        out: where the artifact goes.
-        log: what to say goes to the caller.
-        limits: what this process may take.
-    """
-
-    root: Path
-    sources: Path
-    out: Path
-    log: Relay
-    limits: Limits
-
-
 class ImportOnnx(Stage):
     """Takes a file as it comes: opsets from 11, weights as Constant nodes, initializers that are also inputs, external
     data, functions, nested If and Loop. Its own names stay."""
@@ -173,8 +154,8 @@ class ImportOnnx(Stage):
 
     def run(self, work: Work) -> Report:
         limits = self._limits(work.root)
-        places = (work.root, work.sources, work.out)
-        report: Report = self._isolated(_imported, *places, limits, limits=limits, log=work.log)
+        folders = (work.root, work.sources, work.out)
+        report: Report = self._isolated(ImportOnnx._import, *folders, limits, limits=limits, log=work.log)
         return report
 
     def _try(self, root: Path, limits: Limits, feed: Mapping[str, Array]) -> list[Array]:
@@ -215,26 +196,27 @@ class ImportOnnx(Stage):
             hint="import-onnx.max_memory_gb and import-onnx.max_seconds set what it may take",
         )
 
-    def _import(self, work: _Place) -> Report:
+    def _import(self, root: Path, sources: Path, out: Path, limits: Limits, log: Relay) -> Report:
+        """The import, in its own process."""
         from layerline.export import probe_files
         from layerline.export.signature import bounds, signature
         from layerline.onnx_import import file_checks, import_report, symbolic_dims
         from layerline.onnx_import.compare_in_parts import unchanged
 
-        arrays = self._arrays(work.sources)
-        adopted = self._adopt(work.root, work.sources, arrays)
-        adopted, declared, constants = self._settle(adopted, work.limits)
+        arrays = self._arrays(sources)
+        adopted = self._adopt(root, sources, arrays)
+        adopted, declared, constants = self._settle(adopted, limits)
         light = adopted.light
-        feeder, fed = self._feed(work, adopted, declared, arrays, constants)
+        feeder, fed = self._feed(log, adopted, declared, arrays, constants)
         symbolic_dims.write(light.model, feeder.same, feeder.fixed)
         feeds = [*fed.feeds, *feeder.edges]
         runs = [(feed, feeder.run(feed)) for feed in feeds]
         symbolic_dims.settle(light.model, symbolic_dims.places(light), runs)
-        work.log.say(f"{len(light.model.graph.node)} nodes; comparing every value on {len(feeds)} feeds")
+        log.say(f"{len(light.model.graph.node)} nodes; comparing every value on {len(feeds)} feeds")
         rows, notes = unchanged(adopted, [feeder.whole(feed) for feed in feeds], feeder.elements, self.tolerance)
-        objections = file_checks.save_checked(light, work.out)
-        probe_files.save(work.out, fed.feeds)
-        signature(light, feeder.dims, fed.ranges).save(work.out)
+        objections = file_checks.save_checked(light, out)
+        probe_files.save(out, fed.feeds)
+        signature(light, feeder.dims, fed.ranges).save(out)
         return Report(
             stage=self.name,
             reference=f"{self.file} on onnxruntime",
@@ -328,7 +310,7 @@ class ImportOnnx(Stage):
 
     def _feed(
         self,
-        work: _Place,
+        log: Relay,
         adopted: Adopted,
         declared: Mapping[str, Dimension],
         arrays: Mapping[str, Any],
@@ -341,7 +323,7 @@ class ImportOnnx(Stage):
         from layerline.onnx_import.size_search import Feeder
 
         for loop in allocation_sizes.described_loops(adopted.light.model):
-            work.log.suspect(loop)
+            log.suspect(loop)
         refuse_training(adopted.light)
         inputs = signature(adopted.light).inputs
         if not inputs:
@@ -352,7 +334,7 @@ class ImportOnnx(Stage):
             fed_arrays = {name: array for name, array in arrays.items() if name not in constants}
             samples = feed_sources.samples(fed_arrays, inputs, self.data)
             return feeder, foreign.from_samples(feeder, samples, self.probes, ranges)
-        work.log.say("no samples given: looking for inputs that the model takes")
+        log.say("no samples given: looking for inputs that the model takes")
         return feeder, foreign.from_nothing(feeder, ranges)
 
 
@@ -410,8 +392,3 @@ def _tried(stage: ImportOnnx, root: Path, limits: Limits, feed: Mapping[str, Arr
     session = OnnxRuntime().open(adopted.light)
     outputs = session.run(feed)
     return [outputs[name] for name in session.outputs]
-
-
-def _imported(stage: ImportOnnx, root: Path, sources: Path, out: Path, limits: Limits, log: Relay) -> Report:
-    """The import in its own process."""
-    return stage._import(_Place(root, sources, out, log, limits))

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from layerline.pipeline import nearest, stage_table
 from layerline.pipeline.config.document import Document
-from layerline.pipeline.config.validation_errors import beyond_64_bits, elsewhere, mistake, numbers_in_disguise
+from layerline.pipeline.config.validation_errors import elsewhere, mistake, unfit_numbers
 from layerline.pipeline.errors import ConfigError, TaskError
 from layerline.pipeline.init.generated_files import project_name
 from layerline.pipeline.inputs.data_files import expand
@@ -182,7 +182,7 @@ def _build_stage(name: str, raw: Any, document: Document) -> Stage:
         if first.what in _UNKNOWN and first.place:  # a field whose name is no text has no place
             hint = _hint(str(first.place[-1]), hint)
         raise document.error((name, *first.place), first.what, hint) from None
-    for wrong in (*numbers_in_disguise(raw or {}, stage.model_dump()), *beyond_64_bits(raw or {})):
+    for wrong in unfit_numbers(raw or {}, stage.model_dump()):
         raise document.error((name, *wrong.place), wrong.what)
     for field, value in stage:
         _check_key(document, (name, field), value)

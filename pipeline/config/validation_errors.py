@@ -75,36 +75,27 @@ def mistake(cls: type[BaseModel], raw: Mapping[Any, Any], error: ValidationError
     return _in_words(cls, [f for f in forms if (f.place, f.depth) == (closest.place, closest.depth)])
 
 
-def numbers_in_disguise(raw: Any, taken: Any, place: Place = ()) -> Iterator[Mistake]:
-    """Where `true` or `false` was written for a number, in the order written. pydantic accepts true as 1.
+def unfit_numbers(raw: Any, taken: Any, place: Place = ()) -> Iterator[Mistake]:
+    """Where `true` or `false` was written for a number, which pydantic accepts as 1 and 0, and integers beyond 64 bits.
 
     Args:
         raw: what was written.
-        taken: the dump of what pydantic made of it.
+        taken: the dump of what pydantic made of it; None where a field has a short form.
         place: where both are.
     """
     if isinstance(raw, bool):
         if not isinstance(taken, bool) and taken is not None:
             yield Mistake(place, f"expected {_WANTED.get(type(taken).__name__, 'fields')}, saw {raw}")
-    elif isinstance(raw, Mapping) and isinstance(taken, Mapping):
-        for key in raw:
-            if key in taken:
-                yield from numbers_in_disguise(raw[key], taken[key], (*place, key))
-    elif isinstance(raw, list) and isinstance(taken, list | tuple) and len(raw) == len(taken):
-        for i, (ours, theirs) in enumerate(zip(raw, taken, strict=True)):
-            yield from numbers_in_disguise(ours, theirs, (*place, i))
-
-
-def beyond_64_bits(raw: Any, place: Place = ()) -> Iterator[Mistake]:
-    """Integers beyond 64 bits, which no field, array or file holds, in the order written."""
-    if isinstance(raw, int) and not -(2**63) <= raw < 2**64:
+    elif isinstance(raw, int) and not -(2**63) <= raw < 2**64:  # no field, array or file holds it
         yield Mistake(place, f"expected an integer of 64 bits, saw {raw}")
     elif isinstance(raw, Mapping):
         for key, value in raw.items():
-            yield from beyond_64_bits(value, (*place, key))
+            inner = taken.get(key) if isinstance(taken, Mapping) else None
+            yield from unfit_numbers(value, inner, (*place, key))
     elif isinstance(raw, list):
+        same_length = isinstance(taken, list | tuple) and len(taken) == len(raw)
         for i, value in enumerate(raw):
-            yield from beyond_64_bits(value, (*place, i))
+            yield from unfit_numbers(value, taken[i] if same_length else None, (*place, i))
 
 
 def elsewhere(name: str, fields: Sequence[Sequence[str]]) -> str:

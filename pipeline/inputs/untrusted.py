@@ -25,7 +25,6 @@ _RANKS = 1 << 20
 _NAME_BYTES = 255  # what common file systems take for one name
 _CODE = (".py", ".pyc", ".pyo", ".pyw", ".pyd", ".so", ".dll", ".dylib", ".pth")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9]{6}-[0-9a-f]{2}")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
@@ -79,11 +78,6 @@ def check_utf8(folder: Path) -> None:
 def is_digest(text: object) -> bool:
     """Whether it has the form of a SHA-256 in hex, as keys, digests and names of reports have."""
     return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
-
-
-def is_run_id(text: object) -> bool:
-    """Whether it has the form of a run's id."""
-    return isinstance(text, str) and _RUN_ID.fullmatch(text) is not None
 
 
 def is_text(text: object) -> bool:

@@ -335,12 +335,7 @@ def _read_record(path: Path) -> Record | str:
 
 def _read_run(path: Path) -> Run | str:
     try:
-        raw = read_json(path, size=_RECORD_BYTES)
-        # A file that doesn't say was written before runs did: it must not be lost to `pipe runs` and `pipe gc`.
-        if isinstance(raw, dict) and "ran" not in raw:
-            records = _RUN.validate_python({**raw, "ran": ()}).records
-            raw["ran"] = [r.stage for r in records]
-        run = _RUN.validate_python(raw)
+        run = _RUN.validate_python(read_json(path, size=_RECORD_BYTES))
     except (OSError, ValueError) as error:
         return fault(error)
     return run if run.id == path.stem else f"it holds the run {run.id}"

@@ -99,13 +99,6 @@ def test_a_torn_run_is_passed_over(text: str, ledger: Ledger, tmp_path: Path) ->
     assert [r.id for r in ledger.runs()] == ["1"]
 
 
-def test_a_run_that_does_not_say_what_ran_is_no_torn_one(ledger: Ledger, tmp_path: Path) -> None:
-    ledger.put_run(Run("1", True, (record(stage="train"), record(stage="ema")), ("ema",)))
-    path = tmp_path / "ledger" / "runs" / "1.json"
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "ran"}))
-    assert [r.ran for r in ledger.runs()] == [("train", "ema")]
-
-
 def test_a_report_comes_back_as_it_was_and_is_checked(ledger: Ledger, tmp_path: Path) -> None:
     layer = LayerDiff(name="relu", op="Relu", sqnr_db=math.inf, shape=("batch", 3))
     report = Report(stage="export", records=(layer,), metrics={"x": -math.inf})

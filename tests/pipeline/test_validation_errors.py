@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from layerline.pipeline.config.validation_errors import mistake, numbers_in_disguise
+from layerline.pipeline.config.validation_errors import mistake, unfit_numbers
 
 
 class Bounds(BaseModel):
@@ -103,4 +103,4 @@ def test_one_item_is_told_how_to_be_a_list(written: Any, hint: str) -> None:
 )
 def test_true_is_no_number_and_is_told_in_the_order_written(raw: dict[str, Any], told: list[str]) -> None:
     taken = Fields.model_validate(raw).model_dump()
-    assert [f"{'.'.join(map(str, m.place))}: {m.what}" for m in numbers_in_disguise(raw, taken)] == told
+    assert [f"{'.'.join(map(str, m.place))}: {m.what}" for m in unfit_numbers(raw, taken)] == told
