@@ -120,12 +120,18 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
             raise document.error((key,), "unknown key", _hint(str(key), nearest.hint(str(key), valid)))
     names = _stage_names(raw, document)
     stages = _ordered([_build_stage(n, raw.get(n), document) for n in names])
+    task = _text(document, "task", "task.py")
+    if not is_inside(task):
+        raise document.error(("task",), f"expected a path inside the project, saw {task!r}")
+    check = raw.get("check", True)
+    if not isinstance(check, bool):
+        raise document.error(("check",), f"expected true or false, saw {check!r}")
     return Project(
         root=folder,
         name=_text(document, "name", project_name(folder)),
-        task=_text(document, "task", "task.py"),
+        task=task,
         data=_data_files(document, folder),
-        check=_switch(document, "check"),
+        check=check,
         stages=stages,
         sets=tuple(overrides),
     )
@@ -234,15 +240,6 @@ def _text(document: Document, key: str, default: str) -> str:
     value = document.content.get(key, default)
     if not isinstance(value, str) or not value:
         raise document.error((key,), f"expected text, saw {value!r}")
-    if key == "task" and not is_inside(value):
-        raise document.error((key,), f"expected a path inside the project, saw {value!r}")
-    return value
-
-
-def _switch(document: Document, key: str) -> bool:
-    value = document.content.get(key, True)
-    if not isinstance(value, bool):
-        raise document.error((key,), f"expected true or false, saw {value!r}")
     return value
 
 

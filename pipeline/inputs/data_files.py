@@ -54,7 +54,7 @@ class _Walk:
     def __init__(self, project: Path, named: Path) -> None:
         self._project, self._named, self._entered = project, named, 0
         self._walked: set[Path] = set()
-        self._allowed = [_real(project), _real(named)]
+        self._allowed = [project.resolve(), named.resolve()]
         if named != project and self._allowed[0].is_relative_to(self._allowed[1]):
             raise ValueError(f"it leads to {self._allowed[1]}, which holds the project itself")
 
@@ -84,12 +84,8 @@ class _Walk:
             raise ValueError(f"it goes through more than {FILES} folders")
         if not folder.is_symlink():
             return True
-        target = _real(folder)
+        target = folder.resolve()
         if not any(target.is_relative_to(place) for place in self._allowed):
             name = printable(folder.relative_to(self._project).as_posix(), 80)
             raise ValueError(f"{name!r} is a link to {target}, out of the project: name it itself, or match less")
-        return not any(_real(parent).is_relative_to(target) for parent in folder.parents)
-
-
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))
+        return not any(parent.resolve().is_relative_to(target) for parent in folder.parents)

@@ -17,7 +17,7 @@ from layerline.pipeline.state_folder import claim
 
 _PREFIX, _HELD = "layerline-", ".held"
 _JUST_MADE_S = 60
-_MARKS = "[0-9]*-*.lock"
+_RUNNING, _MARKS = "running", "[0-9]*-*.lock"
 
 
 def lock(path: Path) -> FileLock:
@@ -66,7 +66,7 @@ def at_work(state: Path) -> Iterator[bool]:
     Yields:
         Whether an earlier run never came to its end, which is told once.
     """
-    folder = _folder(state)
+    folder = state / _RUNNING
     mark = folder / f"{os.getpid()}-{secrets.token_hex(4)}.lock"
     broken: list[Path] = []
     with ExitStack() as held:
@@ -84,13 +84,13 @@ def at_work(state: Path) -> Iterator[bool]:
 
 def was_broken_off(state: Path) -> bool:
     """Whether a run was ended by something that left it no time: a signal, a loss of power, or its own code."""
-    return bool(_broken(_folder(state)))
+    return bool(_broken(state / _RUNNING))
 
 
 @contextmanager
 def alone(state: Path) -> Iterator[bool]:
     """Whether no run is going on; none begins before this ends."""
-    folder = _folder(state)
+    folder = state / _RUNNING
     claim(state)
     own_folder(folder, state)
     with lock(folder / "gate"):
@@ -115,7 +115,3 @@ def _is_held(mark: Path) -> bool:
 def _forget(mark: Path) -> None:
     with suppress(OSError):  # what is left of it is free to be locked, and says nothing
         mark.unlink()
-
-
-def _folder(state: Path) -> Path:
-    return state / "running"
