@@ -561,7 +561,10 @@ class ModelOptimizer:
     def join(self) -> list[str]:
         """Takes in parameters that the model has gained since (fake-quantisation scales, a new head); their names."""
         check_apart({name: lane.model for name, lane in self.lanes.items()})
-        return [n for lane in self.lanes.values() for n in lane.join()]
+        names = []
+        for lane in self.lanes.values():
+            names += lane.join()
+        return names
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelOptimizer:
         """Another one over copies of the models, in the same state; it shares nothing with this one.
@@ -575,23 +578,25 @@ class ModelOptimizer:
         with ExitStack() as stack:
             for lane in self.lanes.values():
                 stack.enter_context(ema_swap.online(lane))
-            models = copy.deepcopy({n: lane.model for n, lane in self.lanes.items()}, memo)
-            own = {n: custom.copied(lane.optimizer, memo) for n, lane in self.lanes.items() if lane.custom}
-            for name, optimizer in own.items():
-                self.lanes[name].rate.rewind(optimizer)
+            models = copy.deepcopy({name: lane.model for name, lane in self.lanes.items()}, memo)
+            optimizers: dict[str, Any] = {}
+            frozen: list[nn.Parameter] = []
             for name, lane in self.lanes.items():
                 check_copy(lane.named, models[name])
+                if lane.custom:
+                    optimizers[name] = custom.copied(lane.optimizer, memo)
+                    lane.rate.rewind(optimizers[name])
+                frozen += [memo[id(param)] for param in lane.params if not param.requires_grad]
             # What was frozen since is trained by the copy too, from the same state, as soon as it is unfrozen.
-            copies = [memo[id(p)] for lane in self.lanes.values() for p in lane.params]
-            frozen = [copied for copied in copies if not copied.requires_grad]
-            for copied in frozen:
-                copied.requires_grad_(True)
-            twin = ModelOptimizer(models.get("", models), self.config, optimizer=own or None)
-            for copied in frozen:
-                copied.requires_grad_(False)
-            twin.extras |= copy.deepcopy({n: x for n, x in self.extras.items() if x is not self.best}, memo)
+            for param in frozen:
+                param.requires_grad_(True)
+            twin = ModelOptimizer(models.get("", models), self.config, optimizer=optimizers or None)
+            for param in frozen:
+                param.requires_grad_(False)
+            extras = {name: thing for name, thing in self.extras.items() if thing is not self.best}
+            twin.extras |= copy.deepcopy(extras, memo)
             tensors, meta = checkpoint.state(self)
-            checkpoint.restore(twin, {n: t.clone() for n, t in tensors.items()}, meta)
+            checkpoint.restore(twin, {name: tensor.clone() for name, tensor in tensors.items()}, meta)
         twin._metric, twin._validated, twin.saved = self._metric, self._validated, self.saved
         return twin
 

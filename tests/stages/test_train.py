@@ -504,6 +504,33 @@ def test_batches_that_do_not_fit_are_halved_and_train_as_one(own: str, tmp_path:
     assert (weights[0] - weights[1]).norm() < 1e-5 * weights[0].norm()
 
 
+def test_a_halved_training_that_was_cut_short_ends_in_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout and BatchNorm: a pass that failed leaves neither random numbers nor statistics behind."""
+    narrow = TASK.replace(
+        "    x, y = batch\n",
+        """    x, y = batch
+    if len(x) > 2:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+""",
+    )
+    config = {**CONFIG, "training": {**CONFIG["training"], "on_oom": "halve"}}
+    outs = []
+    for name in ("straight", "struck"):
+        (tmp_path / name).mkdir()
+        if name == "struck":
+            monkeypatch.setenv("STRIKE", "raise:14")
+            with pytest.raises(TaskError, match="struck"):
+                Train(**config).run(_work(tmp_path / name, narrow))
+            monkeypatch.delenv("STRIKE")
+        work = _work(tmp_path / name, narrow)
+        report = Train(**config).run(work)
+        assert any("resumed at step" in note for note in report.notes) is (name == "struck")
+        outs.append((work.out / "checkpoint.safetensors").read_bytes())
+    assert outs[0] == outs[1]
+
+
 def test_a_frozen_part_in_eval_mode_keeps_its_statistics(tmp_path: Path) -> None:
     task = """
 import numpy as np, torch
