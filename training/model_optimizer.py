@@ -195,7 +195,8 @@ class ModelOptimizer:
         """
         lane = self._lane(only, "train_step")
         if self.config.accumulate.on_oom == "halve":
-            loss, weight, parts = halving.accumulate(lane, batch, forward, self.autocast)
+            models = [other.model for other in self.lanes.values()]
+            loss, weight, parts = halving.accumulate(lane, batch, forward, self.autocast, models)
             moved = lane.step(None, samples=samples)
             read = lane.window.last_read if parts == 1 else None
             return step_result(self._after(moved), loss, weight, read)

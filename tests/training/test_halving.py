@@ -237,3 +237,12 @@ def test_step_says_that_it_cannot_halve() -> None:
     net, mo = _made(1000)
     mo.step(_mean(net)(_batch(4)))
     assert "needs mo.train_step(batch, forward)" in mo.warnings[0]
+
+
+def test_statistics_of_another_model_in_the_pass_are_put_back_too() -> None:
+    torch.manual_seed(0)
+    g, d = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), Small(4)
+    mo = ModelOptimizer({"g": g, "d": d}, {"accumulate": {"on_oom": "halve"}})
+    assert mo.train_step(_batch(8), lambda batch: F.cross_entropy(d(g(batch[0])), batch[1]), only="d").moved
+    assert d.sizes == [8, 4, 4] and g[1].num_batches_tracked.item() == 2
+    assert mo.lanes["g"].largest_part is None and g[0].weight.grad is None

@@ -6,13 +6,14 @@ What depends on the samples that are in a pass together, such as BatchNorm's sta
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError, ran_out_of_memory
 from layerline.training.data.batches import each_tensor, size
@@ -44,7 +45,9 @@ def check(lane: LaneState) -> None:
                           hint="leave it out, and accumulate smaller batches: accumulate.steps")  # fmt: skip
 
 
-def accumulate(lane: LaneState, batch: Any, forward: Forward, autocast: Autocast) -> tuple[Tensor, float | None, int]:
+def accumulate(
+    lane: LaneState, batch: Any, forward: Forward, autocast: Autocast, models: Sequence[nn.Module]
+) -> tuple[Tensor, float | None, int]:
     """Adds the gradients of one micro-batch to the window, in as few parts as have fitted so far.
 
     A part that runs out of memory is taken back and halved; later micro-batches have parts of that size at once. A
@@ -53,12 +56,13 @@ def accumulate(lane: LaneState, batch: Any, forward: Forward, autocast: Autocast
     Args:
         batch: tensors in lists, tuples and mappings; those that are as long as the first one are split along axis 0.
         forward: the loss of a part: a mean over its samples, or a sum and the weight that it is a sum over.
+        models: what `forward` may run, other models beside the lane's own among them.
 
     Returns:
         Loss and weight of the micro-batch, and in how many parts it ran.
     """
     while True:
-        before = _Before(lane)
+        before = _Before(lane, models)
         count = 1
         if lane.largest_part is not None:
             count = -(-size(batch) // lane.largest_part)
@@ -146,13 +150,13 @@ class _Before:
     Gradients of earlier micro-batches are set aside meanwhile: a backward pass that fails has added to some of them.
     """
 
-    def __init__(self, lane: LaneState) -> None:
+    def __init__(self, lane: LaneState, models: Sequence[nn.Module]) -> None:
         lane.window.check_gradients(lane.stepped)
         lane.window.witness = None
         self._lane = lane
         self._window = replace(lane.window, losses=list(lane.window.losses))
         self._grads = [p.grad for p in lane.stepped]
-        self._model = past(lane.model.modules())
+        self._past = past(itertools.chain(*[model.modules() for model in models]))
         for param in lane.stepped:
             param.grad = None
 
@@ -163,9 +167,9 @@ class _Before:
         lane.window = self._window
         for param, grad in zip(lane.stepped, self._grads, strict=True):
             param.grad = grad
-        for module, name, buffer in self._model.buffers:
+        for module, name, buffer in self._past.buffers:
             module._buffers[name] = buffer
-        redraw(self._model.draws)
+        redraw(self._past.draws)
 
     def merge(self) -> None:
         """Adds the earlier gradients to those of the micro-batch."""
