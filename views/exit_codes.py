@@ -45,8 +45,11 @@ def exit_code(command: Callable[[], int | None], *, as_json: bool, debug: bool) 
             return 2
         error = _usage_error(wrong)
         _print_error(error)
-    except SystemExit:  # raised by click when the reader of standard output has closed it
-        raise
+    except SystemExit as ended:
+        if ended.code not in (None, 0):  # raised by click when the reader of standard output has closed it
+            raise
+        error = PipeError(f"a package ended the process: SystemExit({ended.code})", hint="nothing was filed")
+        _print_error(error)
     except BaseException as raised:  # the program's outermost border: everything becomes a message
         error = _as_pipe_error(raised)
         if debug:

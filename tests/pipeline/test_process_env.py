@@ -47,6 +47,16 @@ def test_nothing_passes_by_dying(name: str, folder: Folder) -> None:
     assert not list(folder.state.glob("ledger/keys/*"))
 
 
+def test_a_package_that_exits_with_0_is_an_error(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerline.views import exit_codes
+
+    def exits(_stage: object, _work: object) -> None:
+        raise SystemExit(0)  # no line of the project is on the way
+
+    monkeypatch.setattr(fakes.Double, "run", exits)
+    assert exit_codes.exit_code(lambda: folder.run().exit_code, as_json=False, debug=False) == 2
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="the C library has another name there")
 def test_an_end_below_python_is_told_by_the_next_command(folder: Folder) -> None:
     folder.write("task.py", fakes.TASK + "def eval_data():\n    import ctypes\n    ctypes.CDLL(None)._exit(0)\n")
