@@ -11,7 +11,7 @@ _HINTS = {
     errno.ENOSPC: "make room, or run `pipe gc`; what was finished is kept",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.EDQUOT: "make room, or run `pipe gc`; what was finished is kept",
-    errno.EROFS: "the file system is read-only: copy the project to one that can be written",
+    errno.EROFS: "the project lies on a read-only file system: copy it to one that can be written",
     errno.EACCES: "check the permissions of that path",
     errno.EPERM: "check the permissions of that path",
     errno.ENOTDIR: "a file lies where a folder should be: move it away",
