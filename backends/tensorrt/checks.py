@@ -85,12 +85,14 @@ def _refusals(graph: ir.Graph) -> tuple[Refusal, ...]:
 
 def _readable(value: ir.Value | None) -> bool:
     """Whether the parser can read the value: absent, stored, a Constant, or one of these after Identity or Cast."""
-    if value is None or value.const_value is not None:
-        return True
-    node = value.producer()
-    if node is None:
-        return False
-    return node.op_type == "Constant" or (node.op_type in ("Identity", "Cast") and _readable(node.inputs[0]))
+    passed: set[ir.Value] = set()
+    while value is not None and value.const_value is None:
+        node = value.producer()
+        if node is None or node.op_type not in ("Identity", "Cast") or value in passed:
+            return node is not None and node.op_type == "Constant"
+        passed.add(value)
+        value = node.inputs[0]
+    return True
 
 
 def _axes(site: NodeSite) -> Iterator[Refusal]:

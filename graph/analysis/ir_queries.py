@@ -97,30 +97,36 @@ def consumers(value: ir.Value) -> list[ir.Node]:
 
 def constant(value: ir.Value | None) -> Array | None:
     """The numbers of a value known before any run: an initializer, a Constant, or either behind Identity and Cast."""
-    if value is None:
-        return None
-    # On the output of a node const_value is a hint that a pass left; the node itself says what it holds.
-    if value.const_value is not None and value.producer() is None:
-        return value.const_value.numpy()
-    node = value.producer()
-    if node is None or node.domain != "":
-        return None
-    if node.op_type == "Constant":
-        tensor = constant_tensor(node)
+    passed: dict[ir.Node, None] = {}
+    # Not by recursion: a file may hold a chain of any length, and an invalid one may be cyclic.
+    while value is not None:
+        node = value.producer()
+        # On the output of a node const_value is a hint that a pass left; the node itself says what it holds.
+        tensor = value.const_value
+        if node is not None:
+            if node.domain != "":
+                return None
+            if node.op_type in ("Identity", "Cast"):
+                if node in passed:
+                    return None
+                passed[node] = None
+                value = node.inputs[0]
+                continue
+            tensor = constant_tensor(node)
         if tensor is None:
             return None
-        return tensor.numpy()
-    if node.op_type == "Identity":
-        return constant(node.inputs[0])
-    if node.op_type == "Cast":
-        return _cast(constant(node.inputs[0]), node)
+        array: Array | None = tensor.numpy()
+        for outer in reversed(passed):
+            if outer.op_type == "Cast":
+                array = _cast(array, outer)
+        return array
     return None
 
 
 def constant_tensor(node: ir.Node) -> ir.TensorProtocol | None:
-    """What a Constant node holds; None for strings, sparse tensors and attributes of a function."""
+    """What a Constant node holds; None for other nodes, strings, sparse tensors and attributes of a function."""
     # A Constant has its value in one of several attributes, by type.
-    if len(node.attributes) != 1:
+    if node.op_type != "Constant" or len(node.attributes) != 1:
         return None
     [attribute] = node.attributes.values()
     if attribute.is_ref():

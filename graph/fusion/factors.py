@@ -10,6 +10,9 @@ import onnx_ir as ir
 
 from layerline.graph.analysis.ir_queries import parent, scalar
 
+MOST_OPENED = 16
+"""Mul and Div nodes that are taken apart at most: more than a written-out function has. A chain of n squares would have
+2^n factors."""
 # Constants are compared in the precision they are stored in.
 _CLOSE = {ir.DataType.FLOAT: 1e-6, ir.DataType.DOUBLE: 1e-6, ir.DataType.FLOAT16: 2e-3, ir.DataType.BFLOAT16: 1e-2}
 
@@ -21,34 +24,41 @@ class Product:
     Attributes:
         number: the product of all scalar constants in it.
         values: the other factors.
-        nodes: the Mul, Div and Neg nodes that it was taken apart from.
     """
 
     number: float
     values: tuple[ir.Value, ...]
-    nodes: tuple[ir.Node, ...]
 
 
 def product(value: ir.Value | None) -> Product:
     """`value` taken apart into factors as far as Mul and Div by constants go."""
-    if value is None:
-        return Product(math.nan, (), ())
-    number = scalar(value)
-    if number is not None:
-        return Product(number, (), ())
-    node = parent(value, "Mul", "Div")
-    if node is None:
-        return Product(1.0, (value,), ())
-    if node.op_type == "Div":
-        divisor = scalar(node.inputs[1])
+    number = 1.0
+    values: list[ir.Value] = []
+    opened = 0
+    pending = [value]
+    while pending:
+        factor = pending.pop()
+        if factor is None:
+            return Product(math.nan, ())
+        constant = scalar(factor)
+        if constant is not None:
+            number *= constant
+            continue
+        node = parent(factor, "Mul", "Div")
+        divisor = None
+        if node is not None and node.op_type == "Div":
+            divisor = scalar(node.inputs[1])
         # A divisor that is computed makes the quotient a factor of its own.
-        if divisor is None or divisor == 0:
-            return Product(1.0, (value,), ())
-        inner = product(node.inputs[0])
-        return Product(inner.number / divisor, inner.values, (*inner.nodes, node))
-    a = product(node.inputs[0])
-    b = product(node.inputs[1])
-    return Product(a.number * b.number, a.values + b.values, (*a.nodes, *b.nodes, node))
+        if node is None or opened == MOST_OPENED or (node.op_type == "Div" and not divisor):
+            values.append(factor)
+            continue
+        opened += 1
+        if divisor:
+            number /= divisor
+            pending.append(node.inputs[0])
+        else:
+            pending += [node.inputs[1], node.inputs[0]]
+    return Product(number, tuple(values))
 
 
 def close(a: float | None, b: float, of: ir.Value | None) -> bool:

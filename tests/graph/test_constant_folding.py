@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import numpy_helper, parser
 
+from layerline.graph.analysis.ir_queries import constant
 from tests.graph.fusing import fired, normal, only, ops, parse, prove, reason, run
 
 
@@ -281,3 +283,20 @@ def test_strings_are_left_alone() -> None:
     from layerline.graph.fusion.apply_rules import rewrite
 
     assert "Constant" in ops(rewrite(model).model)
+
+
+def test_a_constant_behind_a_chain_of_any_length() -> None:
+    """Longer than Python's recursion limit."""
+    first = ir.Node("", "Constant", [], attributes=[ir.AttrTensor("value", ir.tensor([2.5]))])
+    last = ir.Node("", "Cast", first.outputs, attributes=[ir.AttrInt64("to", ir.DataType.DOUBLE)])
+    for _ in range(3000):
+        last = ir.Node("", "Identity", last.outputs)
+    array = constant(last.outputs[0])
+    assert array is not None and array.dtype == np.float64 and array.tolist() == [2.5]
+
+
+def test_a_chain_that_ends_in_itself_is_no_constant() -> None:
+    first = ir.Node("", "Identity", [None])
+    second = ir.Node("", "Identity", first.outputs)
+    first.replace_input_with(0, second.outputs[0])
+    assert constant(second.outputs[0]) is None

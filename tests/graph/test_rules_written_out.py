@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
+from layerline.graph.fusion.factors import MOST_OPENED, product
 from tests.graph.fusing import fired, normal, ops, parse, prove, reason, run
 
 SCALARS = {
@@ -267,3 +269,15 @@ def test_scale_of_a_norm_that_would_overflow_stays() -> None:
                   g=np.full(8, 1e20, np.float32), k=np.float32(1e20))  # fmt: skip
     done = prove(large, {"x": np.zeros((2, 8), np.float32)})
     assert "would overflow float32" in reason(done, "norm-affine")
+
+
+def test_products_are_taken_apart_so_far_only() -> None:
+    """A chain of n squares has 2^n factors, and one of n constants is deeper than Python's recursion limit."""
+    squares = ir.Value(name="x")
+    scaled = squares
+    half = ir.Node("", "Constant", [], attributes=[ir.AttrFloat32("value_float", 0.5)]).outputs[0]
+    for _ in range(2000):
+        squares = ir.Node("", "Mul", [squares, squares]).outputs[0]
+        scaled = ir.Node("", "Mul", [half, scaled]).outputs[0]
+    assert len(product(squares).values) == MOST_OPENED + 1
+    assert (product(scaled).number, len(product(scaled).values)) == (0.5**MOST_OPENED, 1)
