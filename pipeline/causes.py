@@ -1,17 +1,19 @@
 """Why a stage may have lost accuracy: small rules from figures of its report to a cause and a change that addresses it.
 
 A rule is a function that takes the evidence and gives the causes that it sees. Other distributions add theirs by the
-entry points `layerline.causes`. Rules look only at stages that lost something: a figure that is unusual in a model that
-works is no fault.
+entry points `layerline.causes`. Most rules look only at stages that lost something: a figure that is unusual in a model
+that works is no fault. NaN and Inf, failed gates and a loss that rose at the end of training are reported of any stage.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from statistics import fmean
 from typing import Any
 
 from layerline.pipeline.errors import Unavailable, brief
@@ -263,25 +265,32 @@ def lost_slice(evidence: Evidence) -> Iterator[Cause]:
     report = evidence.lost("quantize")
     if report is None:
         return
-    changes: list[tuple[float, str, str]] = []
+    budgets = evidence.setting("quantize", "max_drop")
+    changes: dict[str, list[tuple[float, str]]] = {}
     for row in report.tables.get("slices", ()):
         change = _finite(row.get("change"))
-        if change is not None:
-            changes.append((change, str(row["slice"]), str(row["metric"])))
-    changes.sort()
-    if len(changes) < 2:
-        return
-    worst, slice_name, metric = changes[0]
-    others = sum(change for change, _, _ in changes[1:]) / (len(changes) - 1)
-    if worst < -0.02 and worst < 3 * min(others, 0.0) - 0.02:
-        yield Cause(
-            name="one class lost most",
-            stage="quantize",
-            layer=slice_name,
-            evidence=f"{metric} of {slice_name} changed by {worst:.3g}, of the others by {others:.3g} on average",
-            advice="give calib_data() samples of every class, as many of this one as of the others",
-            confidence=0.6,
-        )
+        if change is None:
+            continue
+        metric = str(row["metric"])
+        if isinstance(budgets, Mapping) and budgets.get(metric, {}).get("rise") is not None:
+            change = -change  # less is better
+        changes.setdefault(metric, []).append((change, str(row["slice"])))
+    for metric, by_slice in changes.items():
+        by_slice.sort()
+        if len(by_slice) < 2:
+            continue
+        worst, slice_name = by_slice[0]
+        others = fmean(change for change, _ in by_slice[1:])
+        if worst < -0.02 and worst < 3 * min(others, 0.0) - 0.02:
+            yield Cause(
+                name="one class lost most",
+                stage="quantize",
+                layer=slice_name,
+                evidence=f"{metric} of {slice_name} got worse by {-worst:.3g}, "
+                f"the others by {0.0 - others:.3g} on average",
+                advice="give calib_data() samples of every class, as many of this one as of the others",
+                confidence=0.6,
+            )
 
 
 def average_lags(evidence: Evidence) -> Iterator[Cause]:
@@ -336,9 +345,10 @@ def training_diverged(evidence: Evidence) -> Iterator[Cause]:
         quarter = len(losses) // 4
         if quarter < 5 or any(not math.isfinite(loss) for loss in losses):
             continue
-        means = [sum(losses[i : i + quarter]) / quarter for i in range(0, len(losses) - quarter + 1, quarter)]
-        best, last = min(means), means[-1]
-        if last > 1.5 * best and last - best > 0.05:
+        best = min(fmean(losses[i : i + quarter]) for i in range(0, len(losses) - quarter + 1, quarter))
+        last = fmean(losses[-quarter:])
+        # Of the size of the loss: a log-likelihood is below 0.
+        if last - best > max(0.5 * abs(best), 0.05):
             yield Cause(
                 name="training got worse at the end",
                 stage=stage,
@@ -366,7 +376,8 @@ def _layer(evidence: Evidence, name: str, chosen: str = "") -> str:
     """The setting that gives one more layer a format of its own: the half type in use, if none is named."""
     layers = dict(evidence.setting("quantize", "layers") or {})
     in_use = [wanted for wanted in (*layers.values(), evidence.setting("quantize", "rest")) if wanted in HALF_TYPES]
-    layers[name] = chosen or (in_use[0] if in_use else "fp16")
+    # Keys are patterns: a bracket in a name stands for itself.
+    layers[glob.escape(name)] = chosen or (in_use[0] if in_use else "fp16")
     return f"quantize.layers={json.dumps(layers, ensure_ascii=False)}"
 
 

@@ -40,8 +40,8 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> tuple[Repo
     Nothing is run again and nothing is stored.
 
     Returns:
-        The findings as a report: the verdict in its notes, tables "metric by stage", "causes" and "worst layers", and
-        a gate that fails if something was lost. And the causes, the likeliest first.
+        The findings as a report: the verdict in its notes, and the tables "metric by stage", "causes" and "worst
+        layers". And the causes, as `ranked` orders them.
 
     Raises:
         PipeError: nothing has run yet.
@@ -50,7 +50,8 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> tuple[Repo
     planner = open_planner(project)
     run = lookup.find_run(planner, run_id)
     project = load(project.root, run.sets)  # the settings that the run had
-    records = [record for record in run.records if record.stage in {s.name for s in project.stages}]
+    stages = {stage.name for stage in project.stages}
+    records = [record for record in run.records if record.stage in stages]
     reports = {record.stage: planner.ledger.report(record) for record in records}
     artifacts = {record.stage: planner.store.get(record.digest) for record in records}
     scores = _scores(project, artifacts, log)
@@ -71,13 +72,13 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> tuple[Repo
 
 
 def ranked(evidence: Evidence) -> list[Cause]:
-    """What the rules see, the earliest stage that lost something first, and in it the likeliest cause first."""
+    """What the rules see: of stages that lost something first, the earliest stage first, in it the likeliest cause."""
     order = list(dict.fromkeys([*evidence.reports, *evidence.losses]))
     causes = [cause for rule in rules() for cause in rule(evidence)]
 
-    def place(cause: Cause) -> tuple[int, float]:
+    def place(cause: Cause) -> tuple[bool, int, float]:
         at = order.index(cause.stage) if cause.stage in order else len(order)
-        return at, -cause.confidence
+        return cause.stage not in evidence.losses, at, -cause.confidence
 
     return sorted(causes, key=place)
 
@@ -120,7 +121,8 @@ def verdict(evidence: Evidence, causes: list[Cause]) -> list[str]:
         sentences.append(f"lost in {stage}: {what}")
         if not any(cause.stage == stage for cause in causes):
             sentences.append(f"no rule explains it: see pipe diff {stage}")
-    for cause in causes[:1]:
+    if causes:
+        cause = causes[0]
         layer = f" at {cause.layer}" if cause.layer else ""
         sentences.append(f"likely cause: {cause.name}{layer} ({cause.evidence})")
         change = f", with --set {cause.setting!r}" if cause.setting else ""

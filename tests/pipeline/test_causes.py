@@ -89,6 +89,19 @@ def test_the_class_that_lost_most() -> None:
     assert not list(causes.lost_slice(evidence("quantize", tables={"slices": rows})))
 
 
+def test_classes_are_compared_within_one_metric() -> None:
+    rows = [{"slice": k, "metric": "loss", "change": change} for k, change in ((0, 0.1), (1, 4.0), (2, -0.1))]
+    rows += [{"slice": k, "metric": "accuracy", "change": -0.3} for k in (0, 1, 2)]
+    settings = {"max_drop": {"loss": {"drop": None, "rise": 0.1}, "accuracy": {"drop": "1%", "rise": None}}}
+    cause = only(causes.lost_slice, evidence("quantize", tables={"slices": rows}, settings=settings))
+    assert cause.layer == "1" and "loss of 1 got worse by 4, the others by 0 " in cause.evidence
+
+
+def test_a_name_with_brackets_is_no_pattern() -> None:
+    cause = only(causes.not_finite, evidence("quantize", record("a[0]", one_sided=1), settings={"mode": "fp16"}))
+    assert cause.setting == 'quantize.layers={"a[[]0]": "fp32"}'
+
+
 def test_an_average_that_lags() -> None:
     rows = [record(f"w{i}", "parameter", rel_l2=distance) for i, distance in enumerate((0.5, 0.2, 0.01))]
     cause = only(causes.average_lags, evidence("ema", *rows))
@@ -139,6 +152,17 @@ def test_a_loss_that_rose_again() -> None:
     assert "1.5" in only(causes.training_diverged, evidence("train", logs={"train": bad})).evidence
 
 
+def test_the_last_rows_of_a_log_count() -> None:
+    rows = [{"step": i, "loss": 0.1} for i in range(20)] + [{"step": i, "loss": 9.0} for i in (20, 21, 22)]
+    # Quarters of 5 rows: the last has two of 0.1 and three of 9.
+    assert "5.44" in only(causes.training_diverged, evidence("train", logs={"train": rows})).evidence
+
+
+def test_a_loss_below_zero_may_move_a_little() -> None:
+    rows = [{"step": i, "loss": -2.0 + 0.1 * (i >= 30)} for i in range(40)]
+    assert not list(causes.training_diverged(evidence("train", logs={"train": rows})))
+
+
 def test_a_sound_project_is_told_so() -> None:
     rows = [record("a", own=12.0, clipped=0.5, sqnr_db=10.0)]
     tables = {"quantized": [row(1.0)], "slices": [{"slice": 1, "metric": "m", "change": -0.9}]}
@@ -155,6 +179,15 @@ def test_the_earliest_stage_comes_first_then_the_likeliest_cause() -> None:
     assert [cause.layer for cause in ranked] == ["w", "q", "q"]
     sentences = why.verdict(Evidence(reports={"ema": averaged, "quantize": quantized}, losses=losses), ranked)
     assert sentences[0] == "lost in ema: accuracy 0.9 -> 0.8" and "w" in sentences[2]
+
+
+def test_a_stage_that_lost_something_comes_before_one_that_did_not() -> None:
+    rows = [{"step": i, "loss": float(i >= 30)} for i in range(40)]
+    quantized = Report(stage="quantize", records=(record("q", own=3.0, clipped=0.3),))
+    reports = {"train": Report(stage="train"), "quantize": quantized}
+    losses = {"quantize": "accuracy 0.8 -> 0.1"}
+    ranked = why.ranked(Evidence(reports=reports, losses=losses, logs={"train": rows}))
+    assert [cause.stage for cause in ranked] == ["quantize", "quantize", "train"]
 
 
 def test_a_loss_that_no_rule_explains() -> None:
