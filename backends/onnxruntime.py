@@ -74,13 +74,12 @@ class OnnxRuntime:
             source = model if isinstance(model, bytes) else str(model)
         else:
             source, weights = _bytes(model, options)
-        if taps:
-            source = _with_taps(source, taps)
-            if isinstance(model, Path):
-                # The tapped copy lives in memory; its external data stays where it is.
-                folder = str(model.parent.resolve())
-                options.add_session_config_entry(_FOLDER, folder)
         try:
+            if taps:
+                source = _with_taps(source, taps)
+                if isinstance(model, Path):
+                    # The tapped copy lives in memory; its external data stays where it is.
+                    options.add_session_config_entry(_FOLDER, str(model.parent.resolve()))
             return OrtSession(ort.InferenceSession(source, options, providers=["CPUExecutionProvider"]), weights)
         except Exception as error:
             raise StageError(

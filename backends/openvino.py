@@ -39,7 +39,7 @@ class OpenVino:
             return OpenVinoSession(
                 core.compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}), [*outputs, *kept]
             )
-        except RuntimeError as error:
+        except Exception as error:
             raise StageError(
                 f"openvino refuses the model: {error}", where=str(getattr(model, "name", "model"))
             ) from error
@@ -58,7 +58,7 @@ class OpenVinoSession:
         check_names(feed, self.inputs)
         try:
             results = self._request.infer(dict(feed))
-        except RuntimeError as error:
+        except Exception as error:
             raise StageError(f"openvino could not run the model: {error}", where="run") from error
         # The runtime reuses its buffers in the next run.
         return {name: results[self._compiled.output(name)].copy() for name in self.outputs}

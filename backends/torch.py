@@ -65,10 +65,11 @@ class TorchSession:
         try:
             with torch.no_grad():
                 interpreter.run(*self._arguments(feed))
+            values = {node.name: value for node, value in interpreter.env.items()}
+            # numpy has no bfloat16.
+            return {name: values[name].numpy() for name in self.outputs if isinstance(values[name], torch.Tensor)}
         except Exception as error:
             raise StageError(f"torch could not run the program: {error}", where="run") from error
-        values = {node.name: value for node, value in interpreter.env.items()}
-        return {name: values[name].numpy() for name in self.outputs if isinstance(values[name], torch.Tensor)}
 
     def _arguments(self, feed: Feed) -> list[Any]:
         import torch

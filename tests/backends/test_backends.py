@@ -69,9 +69,12 @@ def test_wrong_names_and_unreadable_models_are_stage_errors(tmp_path, name) -> N
         session.run({"z": np.zeros(1)})
     with pytest.raises(StageError, match="could not run"):
         session.run({"x": np.zeros((1, 5, 8, 8), np.float32)})
+    with pytest.raises(StageError, match="could not run"):
+        session.run({"x": np.array([object()])})
     (tmp_path / "model.onnx").write_bytes(b"no model")
-    with pytest.raises(StageError, match=r"model\.onnx: .*refuses the model"):
-        opened(name, tmp_path / "model.onnx")
+    for taps in ([], ["x"]):
+        with pytest.raises(StageError, match=r"model\.onnx: .*refuses the model"):
+            opened(name, tmp_path / "model.onnx", taps)
 
 
 def test_taps_of_a_model_with_external_data(tmp_path, monkeypatch) -> None:
@@ -114,3 +117,15 @@ def test_an_exported_program_runs_under_its_own_names() -> None:
         session.run({"x": x.numpy()[0, :1], "shift": shift.numpy()})
     with pytest.raises(StageError, match="can't load"):
         Torch().open(b"no program")
+
+
+def test_an_output_that_numpy_lacks_is_a_stage_error() -> None:
+    class Narrow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.bfloat16()
+
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(Narrow(), (torch.ones(2),)), buffer)
+    session = Torch().open(buffer.getvalue())
+    with pytest.raises(StageError, match=r"could not run the program.*BFloat16"):
+        session.run({session.inputs[0]: np.ones(2, np.float32)})
