@@ -191,7 +191,6 @@ def speech(folder: Path) -> dict[str, np.ndarray]:
 
 
 FIELDS = {
-    "pp-ocr rec": ", data: calib.npz, dims: {'?': 48}",
     "swift-f0": ", data: calib.npz, values: {fmin: 46.875, fmax: 2093.75}",
     "silero-vad": "",
 }
