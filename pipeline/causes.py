@@ -141,13 +141,13 @@ def parity_failed(evidence: Evidence) -> Iterator[Cause]:
         first = None if report is None else report.first_failing()
         if first is None or first.one_sided:
             continue
-        seen = getattr(first, first.judged)
+        measured = _figure(getattr(first, first.judged))
         cause = first.extra.get("cause")
         yield Cause(
             name="a value differs from the stage before",
             stage=stage,
             layer=first.name,
-            evidence=f"{first.op} {first.where}: {first.judged} {_figure(seen)}, tolerance {_figure(first.tolerance)}"
+            evidence=f"{first.op} {first.where}: {first.judged} {measured}, tolerance {_figure(first.tolerance)}"
             + (f"; {cause}" if cause else ""),
             advice=f"see the smallest model that shows it: pipe debug {stage}",
             confidence=0.9,
@@ -201,7 +201,6 @@ def uneven_channels(evidence: Evidence) -> Iterator[Cause]:
     report = evidence.lost("quantize")
     if report is None:
         return
-    records = {record.name: record for record in report.records}
     for row in report.tables.get("quantized", ()):
         whole, worst = _finite(row.get("sqnr_db")), _finite(row.get("worst_channel_db"))
         if row.get("role") != "weight" or whole is None or worst is None:
@@ -210,17 +209,16 @@ def uneven_channels(evidence: Evidence) -> Iterator[Cause]:
         if worst > LOW_DB or whole - worst < UNEVEN_DB:
             continue
         name = str(row["value"])
-        record = records.get(name.removesuffix(".weight"))
+        layer = str(row.get("module") or name)
         scale = "one scale for all channels" if per_tensor else "a scale for each channel"
         turn_on = per_tensor and evidence.setting("quantize", "per_channel") is False
         yield Cause(
             name="uneven weight channels",
             stage="quantize",
-            layer=str(row.get("module") or name),
-            evidence=f"{name} has {worst:.1f} dB in its worst channel and {whole:.1f} dB as a whole, with {scale}"
-            + ("" if record is None else _own_text(record)),
+            layer=layer,
+            evidence=f"{name} has {worst:.1f} dB in its worst channel and {whole:.1f} dB as a whole, with {scale}",
             advice="give each channel a scale" if turn_on else "keep the layer in half precision",
-            setting="quantize.per_channel=true" if turn_on else _layer(evidence, str(row.get("module") or name)),
+            setting="quantize.per_channel=true" if turn_on else _layer(evidence, layer),
             confidence=0.85 if per_tensor else 0.6,
         )
 
