@@ -391,3 +391,20 @@ def test_a_copy_of_parameters_in_one_buffer_goes_on_and_of_one_with_gaps_is_refu
     sliced.weight = nn.Parameter(torch.randn(3, 8)[:, ::2])
     with pytest.raises(ConfigError, match="weight is a slice with gaps in its memory"):
         copy.deepcopy(ModelOptimizer(sliced, {}))
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_a_parameter_that_was_never_stepped_may_be_frozen_later(tmp_path, name) -> None:
+    models = []
+    for freezes in (False, True):
+        model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+        model[1].requires_grad_(not freezes)
+        models.append((model, ModelOptimizer(model, {"optimizer": {"name": name, "lr": 0.1}})))
+    for _ in range(3):
+        models[0][1].step(models[0][0][0](torch.ones(3, 2)).mean())
+    models[0][1].save_ckpt(tmp_path / "c.safetensors")
+    models[1][1].load_ckpt(tmp_path / "c.safetensors")
+    for model, mo in models:
+        mo.step(model[0](torch.ones(3, 2)).mean())
+    assert torch.equal(models[0][0][0].weight, models[1][0][0].weight)
+    assert torch.equal(models[0][0][1].weight, models[1][0][1].weight)

@@ -107,7 +107,8 @@ def check(lane: Lane, saved: Mapping[str, Any], expected: Mapping[str, tuple[int
 def restore(lane: Lane, saved: Mapping[str, Any]) -> None:
     """Restores the state of a built-in optimizer."""
     by_name = dict(zip(lane.names, lane.stepped, strict=True))
-    _restore_steps(lane, {id(by_name[n]): step for n, step in saved["group_steps"].items()})
+    # One without state was never stepped: it may be frozen now.
+    _restore_steps(lane, {id(by_name[n]): step for n, step in saved["group_steps"].items() if n in by_name})
     for part in inner(lane.optimizer):
         current = part.state_dict()
         # torch numbers parameters in the order of the groups.
