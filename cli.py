@@ -152,7 +152,9 @@ def tune(
     max_drop: Annotated[
         str | None,
         typer.Option(
-            metavar="BUDGET", help="As quantize.max_drop: 0.01, 0.5% or {accuracy: 0.5%}.", show_default="0.5%"
+            metavar="BUDGET",
+            help="As quantize.max_drop: 0.01, 0.5% or {accuracy: 0.5%}.",
+            show_default="that of pipe.yaml, else 0.5%",
         ),
     ] = None,
     sets: Sets = None,
@@ -413,7 +415,7 @@ def why(
             document["try"] = {"setting": trial.setting, "report": json_output.plain(trial.report)}
         print_json(document)
         return
-    terminal.report_tables(screen.console(), report, reasons.TABLES)
+    terminal.why(screen.console(), report)
     if trial is not None:
         say(f"with --set {shlex.quote(trial.setting)}:")
         terminal.report_tables(screen.console(), trial.report, reasons.TABLES[:1])

@@ -252,16 +252,18 @@ def _remarks(name: str, before: float, interval: Interval | None, budget: Budget
 def _remedy(records: Sequence[LayerDiff]) -> str:
     """The change of pipe.yaml that keeps the layers float that lose most by themselves, fed with exact inputs."""
     decibels: dict[str, float] = {}
+    layers: dict[str, str] = {}
     for record in records:
         value = record.extra.get("isolated_sqnr_db")
         if isinstance(value, int | float) and math.isfinite(value):
             decibels[record.name] = float(value)
+            layers[record.name] = record.where
     worst = sorted(decibels, key=lambda name: decibels[name])[:3]
     if not worst:
         return "try another calibrator or more samples"
-    layers = ", ".join(f"{name} ({decibels[name]:.1f} dB)" for name in worst)
+    listed = ", ".join(f"{name} in {layers[name]} ({decibels[name]:.1f} dB)" for name in worst)
     names = json.dumps(worst, ensure_ascii=False)
     return (
-        f"the layers that lose most by themselves: {layers}; keep them float with `skip: {names}` under quantize, or "
+        f"the layers that lose most by themselves: {listed}; keep them float with `skip: {names}` under quantize, or "
         "see all: pipe diff quantize --sort own"
     )

@@ -75,7 +75,7 @@ class Outcome:
             fields["layers"] = json.dumps(patterns, ensure_ascii=False)
         if fields:
             written = ", ".join(f"{name}: {value}" for name, value in fields.items())
-            note += f"; to fix what was chosen, write in pipe.yaml: `quantize: {{{written}}}`"
+            note += f"; to keep this choice, write in pipe.yaml: `quantize: {{{written}}}`"
         counts = Counter(self.formats.values())
         metrics: dict[str, Scalar] = {
             "evaluations": self.evaluations,
@@ -239,11 +239,11 @@ class Search:
             effect = self._effects.get(layer)
             rows.append(
                 {
-                    "layer": layer,
-                    "module": module_of(nodes[layer]),
+                    "layer": module_of(nodes[layer]),
+                    "value": layer,
                     "op": nodes[layer].op_type,
                     "own_sqnr_db": effect.own_db if effect is not None else None,
-                    "output_sqnr_db": effect.output_db if effect is not None else None,
+                    "outputs_sqnr_db": effect.output_db if effect is not None else None,
                     "saves_percent": 100 * self._savings[layer] / in_float,
                     "format": formats[layer],
                     "why": self._why(layer, formats[layer], failed=bool(gates)),
@@ -251,7 +251,7 @@ class Search:
             )
         for name, reason in self.calibrated.rules.keep.items():
             if name in nodes and nodes[name].op_type in OPS:
-                place: dict[str, Scalar] = {"layer": name, "module": module_of(nodes[name]), "op": nodes[name].op_type}
+                place: dict[str, Scalar] = {"layer": module_of(nodes[name]), "value": name, "op": nodes[name].op_type}
                 rows.append({**place, "format": "float", "why": reason})
         return Outcome(
             converted=converted,

@@ -50,7 +50,7 @@ def compare(stage: str, name: str, work: Work) -> Report:
         metrics[f"{metric}_reference"] = scores["reference"][metric]
     return Report(
         stage=stage,
-        reference="onnx on onnxruntime, as written",
+        reference="onnx on onnxruntime (as written)",
         candidate=f"onnx on {name}" + (", default session" if isinstance(backend, OnnxRuntime) else ""),
         records=records,
         metrics=metrics,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,6 +100,8 @@ def _scores(project: Project, artifacts: Mapping[str, Artifact | None], log: Log
 def _report(evidence: Evidence, causes: list[Cause], scores: Any) -> Report:
     worst: list[dict[str, Scalar]] = []
     for stage, report in evidence.reports.items():
+        if evidence.losses and stage not in evidence.losses:
+            continue
         for record in report.sorted(report.order)[:_WORST]:
             own = record.extra.get(OWN)
             if record.sqnr_db is None and own is None:
@@ -125,7 +128,7 @@ def verdict(evidence: Evidence, causes: list[Cause]) -> list[str]:
         cause = causes[0]
         layer = f" at {cause.layer}" if cause.layer else ""
         sentences.append(f"likely cause: {cause.name}{layer} ({cause.evidence})")
-        change = f", with --set {cause.setting!r}" if cause.setting else ""
+        change = f", with --set {shlex.quote(cause.setting)}" if cause.setting else ""
         sentences.append(f"what to do: {cause.advice}{change}")
     return sentences
 

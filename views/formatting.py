@@ -26,6 +26,12 @@ _LONGEST_CELL = 60
 # Measurements that have another name in the tables than in a report.
 _HEADINGS = {
     "isolated_sqnr_db": "own dB",
+    "own_sqnr_db": "own dB",
+    "outputs_sqnr_db": "outputs dB",
+    "saves_percent": "saves %",
+    "cost_saved_percent": "cost saved %",
+    "low_95": "95 % low",
+    "high_95": "95 % high",
     "weight_sqnr_db": "weight dB",
     "clipped": "clipped %",
     "network_layer": "engine layer",

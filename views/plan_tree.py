@@ -93,7 +93,7 @@ def show(out: Console, entries: Mapping[str, Entry], differing: list[dict[str, s
     for module, line in lines:
         _branch(branches, module).add(line)
     if lines:
-        out.print(root, soft_wrap=True)
+        out.print(root)
     else:
         out.print("the two plans are the same")
 

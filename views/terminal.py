@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -306,6 +307,30 @@ def report_tables(out: Console, report: Report, names: Sequence[str]) -> None:
         if len(rows) > ROWS:
             _dim(out, f"{ROWS} of {len(rows)} rows; --json and the page of `pipe report` have all")
     findings(out, report)
+
+
+def why(out: Console, report: Report) -> None:
+    """Prints the metric after each stage, the worst layers, the causes as a numbered list, and the verdict last."""
+    report = cleaned(report)
+    for name, rows in report.tables.items():
+        if rows and name != "causes":
+            out.print(words(name, "bold"))
+            table(out, free_table(rows))
+    causes = report.tables.get("causes", ())
+    if causes:
+        out.print(words("causes, the likeliest first", "bold"))
+    for number, cause in enumerate(causes, 1):
+        place = f"  {cause['stage']}  {cause['layer']}"
+        head = Text(f"{number:2}  ")
+        _hanging(out, head, Text.assemble(words(str(cause["cause"]), "yellow"), words(place.rstrip())))
+        _hanging(out, Text(" " * head.cell_len), words(str(cause["evidence"])))
+        advice = str(cause["advice"])
+        if cause["setting"]:
+            advice += f": --set {shlex.quote(str(cause['setting']))}"
+        _hanging(out, Text(" " * head.cell_len), words(advice, "dim"))
+    out.print(words("verdict", "bold"))
+    for note in report.notes:
+        _hanging(out, Text("  "), words(note))
 
 
 def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -115,7 +115,7 @@ class _Float32Choice:
         self.nodes, self.half, self.opset = list(model.graph), half, model.opset_imports.get("", 1)
         self.single = {v for v in model.graph.inputs if v.dtype == ir.DataType.FLOAT}
         self.limits, self.type, self.amax = LIMITS[half], half.name.lower(), amax
-        self.skipped = matching(model, skip, field="skip")
+        self.skipped = matching(model, skip, field="quantize.skip")
         self.kept: dict[ir.Node, str] = {}
         self._greatest: dict[ir.Value, float | None] = {}
 

@@ -141,7 +141,7 @@ class _Placing:
         self.nodes = list(model.graph)
         self.slots: dict[ir.Value, _Slot] = {}
         self.kept: dict[ir.Node, str] = {}
-        skipped = matching(model, rules.skip, field="skip")
+        skipped = matching(model, rules.skip, field="quantize.skip")
         self.skipped = {node for node in skipped if first_output(node) not in rules.forced}
 
     def run(self) -> Placement:

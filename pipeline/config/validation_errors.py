@@ -31,8 +31,8 @@ _WANTED = {
     "str": "text",
     "list": "a list",
     "tuple": "a list",
-    "dict": "fields",
-    "mapping": "fields",
+    "dict": "a table of fields",
+    "mapping": "a table of fields",
 }
 
 

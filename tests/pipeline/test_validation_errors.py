@@ -95,7 +95,7 @@ def test_one_item_is_told_how_to_be_a_list(written: Any, hint: str) -> None:
         ({"count": True}, ["count: expected an integer, saw True"]),
         ({"only": {"low": False}}, ["only.low: expected a number, saw False"]),
         ({"wide": [2, True]}, ["wide.1: expected an integer, saw True"]),
-        ({"sizes": {"b": True}}, ["sizes.b: expected fields, saw True"]),
+        ({"sizes": {"b": True}}, ["sizes.b: expected a table of fields, saw True"]),
         ({"values": {"a": True, "b": 1}}, ["values.a: expected a number, saw True"]),
         ({"count": 1, "flags": {"a": True, "b": 0}, "wide": [1]}, []),
         ({"values": dict.fromkeys("hcbgafde", True)}, [f"values.{k}: expected a number, saw True" for k in "hcbgafde"]),

@@ -72,7 +72,7 @@ def searched(work, tmp_path):  # noqa: F811
 
 
 def formats(report):
-    return {row["layer"]: row["format"] for row in report.tables["search"]}
+    return {row["value"]: row["format"] for row in report.tables["search"]}
 
 
 @pytest.mark.parametrize(("fields", "chosen"), [({}, "fp16"), ({"rest": "fp32"}, "fp32"), ({"rest": "bf16"}, "bf16")])
@@ -80,7 +80,7 @@ def test_exactly_the_layer_that_loses_the_accuracy_stays_float(searched, fields,
     report, made = searched(**fields)
     assert report.passed, report.gates
     assert formats(report) == {"bad": chosen, "h": "int8", "y": "int8"}
-    assert report.tables["search"][0]["layer"] == "bad"
+    assert report.tables["search"][0]["value"] == "bad"
     assert report.metrics["accuracy"] == report.metrics["accuracy_float"] == 1.0
     assert report.metrics["evaluations"] == (3 if chosen == "fp16" else 2)
     plan = QuantPlan.from_json((made.out / "plan.json").read_text())
@@ -109,7 +109,7 @@ def test_a_budget_that_holds_already_keeps_no_layer_and_takes_one_evaluation(sea
 def test_layers_that_stay_float_for_other_reasons_are_in_the_table(searched):
     report, _ = searched(layers={"h": "skip"})
     row = report.tables["search"][-1]
-    assert (row["layer"], row["format"], row["why"]) == ("h", "float", "layers: h is skip")
+    assert (row["value"], row["format"], row["why"]) == ("h", "float", "layers: h is skip")
     assert formats(report)["bad"] == "fp16" and report.passed
 
 
@@ -155,8 +155,8 @@ def test_pipe_tune_prints_the_table_and_is_cached_the_second_time(tmp_path, monk
     for arguments in (["tune"], ["tune", "--json"]):
         assert not cli.app([*arguments, "-C", str(tmp_path)], standalone_mode=False)
         states.append(capsys.readouterr().out)
-    assert re.search(r"MatMul_bad +MatMul .* fp16 +in int8 the budget fails", states[0])
+    assert re.search(r"MatMul_bad +bad/cut +MatMul .* fp16 +in int8 the budget fails", states[0])
     assert '`quantize: {layers: {"MatMul_bad": "fp16"}}`' in states[0].replace("\n     ", " ")
     document = json.loads(states[1])
     assert [s["state"] for s in document["stages"]] == ["cached"] * 3
-    assert document["report"]["tables"]["search"][0]["module"] == "MatMul_bad"
+    assert document["report"]["tables"]["search"][0]["layer"] == "MatMul_bad"

@@ -26,8 +26,8 @@ def written(folder: Path, *values: QuantValue, kept: tuple[Kept, ...] = ()) -> P
     return folder
 
 
-def shown(entries, differing=None) -> list[str]:
-    console = Console(width=200, no_color=True)
+def shown(entries, differing=None, width=200) -> list[str]:
+    console = Console(width=width, no_color=True)
     with console.capture() as captured:
         plan_tree.show(console, entries, differing)
     return [line.rstrip() for line in captured.get().splitlines()]
@@ -41,6 +41,14 @@ def test_values_stand_under_their_modules(tmp_path):
         "│   ├── x  int8, step 0.5, range by mse: input of Conv",
         "│   └── w  int8, 2 steps of 0.25 to 0.5 along axis 0, range by minmax: weight of Conv",
         "└── x (Softmax)  float: there is no int8 rule for Softmax",
+    ]
+
+
+def test_a_narrow_terminal_wraps_an_entry(tmp_path):
+    entries = plan_tree.read(written(tmp_path / "a", VALUE, WEIGHT))
+    assert shown(entries, width=50)[-2:] == [
+        "    └── w  int8, 2 steps of 0.25 to 0.5 along axis",
+        "        0, range by minmax: weight of Conv",
     ]
 
 

@@ -175,3 +175,29 @@ def test_only_what_a_run_did_is_wrapped() -> None:
 def test_a_pipe_is_as_wide_as_it_is_told(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert screen.console().width == width
+
+
+def test_causes_are_a_list_with_evidence_and_change_and_the_verdict_is_last() -> None:
+    cause = {
+        "cause": "clipped range",
+        "stage": "quantize",
+        "layer": "view",
+        "evidence": "20 % of view lies beyond its range, and more than 0.5 % of 5 other values",
+        "advice": "use a calibrator that keeps all values",
+        "setting": 'quantize.layers={"a b": "fp16"}',
+    }
+    rows = {"metric by stage": [{"stage": "quantize", "low_95": -0.5}], "causes": [cause], "worst layers": []}
+    report = Report(stage="why", notes=("lost in quantize",), tables=rows)
+    assert lines(60, terminal.why, report) == [
+        "metric by stage",
+        "stage     95 % low",
+        "quantize      -0.5",
+        "causes, the likeliest first",
+        " 1  clipped range  quantize  view",
+        "    20 % of view lies beyond its range, and more than 0.5 %",
+        "    of 5 other values",
+        "    use a calibrator that keeps all values: --set",
+        '    \'quantize.layers={"a b": "fp16"}\'',
+        "verdict",
+        "  lost in quantize",
+    ]
