@@ -415,10 +415,10 @@ def why(
             document["try"] = {"setting": trial.setting, "report": json_output.plain(trial.report)}
         print_json(document)
         return
-    terminal.why(screen.console(), report)
+    terminal.why(screen.console(), report, reasons.TABLES)
     if trial is not None:
         say(f"with --set {shlex.quote(trial.setting)}:")
-        terminal.report_tables(screen.console(), trial.report, reasons.TABLES[:1])
+        terminal.why(screen.console(), trial.report, reasons.TABLES[:1])
 
 
 @app.command()

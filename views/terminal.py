@@ -309,14 +309,15 @@ def report_tables(out: Console, report: Report, names: Sequence[str]) -> None:
     findings(out, report)
 
 
-def why(out: Console, report: Report) -> None:
-    """Prints the metric after each stage, the worst layers, the causes as a numbered list, and the verdict last."""
+def why(out: Console, report: Report, names: Sequence[str]) -> None:
+    """Prints these tables of `pipe why`, the causes as a numbered list behind the others, and the verdict last."""
     report = cleaned(report)
-    for name, rows in report.tables.items():
-        if rows and name != "causes":
+    shown_tables = {name: report.tables.get(name, ()) for name in names}
+    causes = shown_tables.pop("causes", ())
+    for name, rows in shown_tables.items():
+        if rows:
             out.print(words(name, "bold"))
             table(out, free_table(rows))
-    causes = report.tables.get("causes", ())
     if causes:
         out.print(words("causes, the likeliest first", "bold"))
     for number, cause in enumerate(causes, 1):

@@ -188,7 +188,7 @@ def test_causes_are_a_list_with_evidence_and_change_and_the_verdict_is_last() ->
     }
     rows = {"metric by stage": [{"stage": "quantize", "low_95": -0.5}], "causes": [cause], "worst layers": []}
     report = Report(stage="why", notes=("lost in quantize",), tables=rows)
-    assert lines(60, terminal.why, report) == [
+    assert lines(60, terminal.why, report, tuple(rows)) == [
         "metric by stage",
         "stage     95 % low",
         "quantize      -0.5",
@@ -201,3 +201,4 @@ def test_causes_are_a_list_with_evidence_and_change_and_the_verdict_is_last() ->
         "verdict",
         "  lost in quantize",
     ]
+    assert lines(60, terminal.why, report, ("metric by stage",))[3:] == ["verdict", "  lost in quantize"]
