@@ -160,7 +160,10 @@ def _conversion_gate(converted: Converted, mode: str) -> tuple[Gate, ...]:
 
 
 def _quantized_rows(converted: Converted, losses: Mapping[str, qdq.WeightLoss]) -> dict[str, Row]:
-    """One row a quantised value; `clipped` is the share of an activation's elements beyond its range."""
+    """One row a quantised value; `clipped` is the share of an activation's elements beyond its range.
+
+    `range_used` is the greatest |x| that calibration saw, in units of the range's end.
+    """
     rows: dict[str, Row] = {}
     for value in converted.plan.values:
         histogram = None
@@ -175,6 +178,7 @@ def _quantized_rows(converted: Converted, losses: Mapping[str, qdq.WeightLoss]) 
             "least_scale": min(value.scales),
             "greatest_scale": max(value.scales),
             "calibrator": value.calibrator,
+            "range_used": None if histogram is None or not value.amax else histogram.amax / value.amax,
             "clipped": None if histogram is None else histogram.beyond(value.amax),
             "sqnr_db": None if loss is None else loss.sqnr_db,
             "worst_channel_db": None if loss is None else loss.worst_channel_db,

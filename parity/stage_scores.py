@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from layerline.backends.base import Session
@@ -12,7 +13,8 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.export.signature import Signature
 from layerline.graph.io import onnx_files
 from layerline.graph.quantization.calibration_data import CalibrationData
-from layerline.parity import evaluate
+from layerline.parity import evaluate, nonfinite_outputs
+from layerline.parity.nonfinite_outputs import NonFinite
 from layerline.parity.paired_metric import Interval, intervals
 from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric
 from layerline.pipeline.errors import PipeError, TaskError
@@ -34,12 +36,14 @@ class Scores:
     Attributes:
         rows: one a stage and metric, in the order of the stages.
         losses: by stage, what is beyond the budget: the figures in words.
+        nonfinite: by stage, the samples whose outputs it made NaN or Inf.
         notes: what could not be measured, and why.
     """
 
     rows: Sequence[Mapping[str, Scalar]]
     losses: Mapping[str, str]
     notes: Sequence[str]
+    nonfinite: Mapping[str, NonFinite] = field(default_factory=dict)
 
 
 def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opener], max_drop: MaxDrop | None) -> Scores:
@@ -69,6 +73,8 @@ def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opene
     if predictions.targets is None:
         return Scores((), {}, (*notes, "no metric was measured: eval_data() gives no targets"))
     has_metric = work.task.has("metric")
+    nonfinite = nonfinite_outputs.by_stage(predictions.outputs, folders, samples)
+    losses = {stage: outputs.text for stage, outputs in nonfinite.items()}
     judge = _Judge(work.task.get("metric") if has_metric else accuracy, predictions, max_drop)
     try:
         for stage in sessions:
@@ -76,8 +82,10 @@ def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opene
     except TaskError as error:
         if has_metric:
             raise
-        return Scores((), {}, (*notes, f"no metric was measured: the task has no metric(), and {error.what}"))
-    return Scores(judge.rows, judge.losses, notes)
+        notes.append(f"no metric was measured: the task has no metric(), and {error.what}")
+        return Scores((), losses, notes, nonfinite)
+    # The metric may not see it: argmax takes NaN for a class.
+    return Scores(judge.rows, {**losses, **judge.losses}, notes, nonfinite)
 
 
 class _Judge:
@@ -115,8 +123,10 @@ class _Judge:
 
 def _lost(budget: Budget, before: float, after: float, interval: Interval | None) -> bool:
     """Whether the loss is beyond the budget, and more than noise."""
-    if budget.passes(before, after):
+    if budget.passes(before, after) or math.isnan(before):
         return False
+    if math.isnan(after):
+        return True
     if interval is None:
         return True
     # The interval is that of before - after.

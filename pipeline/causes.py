@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from layerline.pipeline.errors import Unavailable, brief
 from layerline.pipeline.report import OWN, LayerDiff, Report, Scalar
@@ -24,6 +24,10 @@ CLIPPED = 0.005
 """Share of a value's elements beyond its range from which clipping counts as a cause."""
 LOW_DB = 20.0
 """A layer with less SQNR by itself loses accuracy visibly: its error is a tenth of its signal."""
+UNFIT_DB = 10.0
+"""Below this a value lost its signal. int8 steps over the right range keep more of nearly any value."""
+RANGE_USED = 0.125
+"""Share of a range that calibration used from which downwards 3 bits of 8 are lost."""
 UNEVEN_DB = 12.0
 """The worst channel of a weight lies so far below the whole: its values are a quarter of the others' size."""
 HALF_TYPES = ("fp16", "bf16")
@@ -65,6 +69,17 @@ class Cause:
         }
 
 
+class NonFinite(Protocol):
+    """Samples with NaN or Inf in their outputs; the first value that has them, and its module, where that is known."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def value(self) -> str: ...
+    @property
+    def module(self) -> str: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     """What the rules may look at.
@@ -74,12 +89,14 @@ class Evidence:
         settings: the fields of each stage's configuration.
         losses: by stage that lost something: what, in words.
         logs: the rows of metrics.csv by training stage.
+        nonfinite: by stage, the samples of eval_data() whose outputs it made NaN or Inf.
     """
 
     reports: Mapping[str, Report]
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     losses: Mapping[str, str] = field(default_factory=dict)
     logs: Mapping[str, Sequence[Mapping[str, float]]] = field(default_factory=dict)
+    nonfinite: Mapping[str, NonFinite] = field(default_factory=dict)
 
     def lost(self, stage: str) -> Report | None:
         """The report of a stage that lost something; None if it did not, or has none."""
@@ -108,30 +125,35 @@ def rules() -> list[Rule]:
 
 
 def not_finite(evidence: Evidence) -> Iterator[Cause]:
-    """A stage whose values are NaN or Inf where those of the stage before are not."""
-    for stage, report in evidence.reports.items():
-        bad = [record for record in report.records if record.one_sided or record.nonfinite_b > record.nonfinite_a]
-        if not bad:
+    """A stage whose values are NaN or Inf where those of the stage before are not, on the probes or on eval_data()."""
+    for stage in dict.fromkeys([*evidence.reports, *evidence.nonfinite]):
+        report, samples = evidence.reports.get(stage), evidence.nonfinite.get(stage)
+        records = () if report is None else report.records
+        bad = [record for record in records if record.one_sided or record.nonfinite_b > record.nonfinite_a]
+        if bad:
+            first = bad[0]
+            layer, count = first.name, first.one_sided or first.nonfinite_b
+            text = f"{first.op} {first.where} is the first of {len(bad)} values with NaN or Inf: {count} elements"
+        elif samples is not None:
+            layer, text = samples.value, samples.text
+            if samples.value:
+                text += f"; the first value that has them is {samples.value}"
+            if samples.module:
+                text += f" of {samples.module}"
+        else:
             continue
-        first = bad[0]
-        count = first.one_sided or first.nonfinite_b
         half = evidence.setting(stage, "mode") in HALF_TYPES or evidence.setting(stage, "rest") in HALF_TYPES
         name = "overflow of half precision" if half else "values that are not finite"
+        setting = ""
         if half:
             advice = "keep the layer in float32"
-            setting = _layer(evidence, first.name, "fp32")
+            if layer:
+                setting = _layer(evidence, layer, "fp32")
+        elif bad and stage in ("export", "fuse"):
+            advice = f"look at its inputs: pipe debug {stage}"
         else:
-            advice = f"look at its inputs: pipe debug {stage}" if stage in ("export", "fuse") else "look at its inputs"
-            setting = ""
-        yield Cause(
-            name=name,
-            stage=stage,
-            layer=first.name,
-            evidence=f"{first.op} {first.where} is the first of {len(bad)} values with NaN or Inf: {count} elements",
-            advice=advice,
-            setting=setting,
-            confidence=0.95,
-        )
+            advice = "look at its inputs: for log, a root, a division or an overflow"
+        yield Cause(name=name, stage=stage, layer=layer, evidence=text, advice=advice, setting=setting, confidence=0.95)
 
 
 def parity_failed(evidence: Evidence) -> Iterator[Cause]:
@@ -175,13 +197,17 @@ def clipped_range(evidence: Evidence) -> Iterator[Cause]:
     if report is None:
         return
     clipped: list[tuple[float, LayerDiff]] = []
+    harmful: list[tuple[float, LayerDiff]] = []
     for record in report.records:
-        share, own = _finite(record.extra.get("clipped")), _own(record)
-        if share is not None and share >= CLIPPED and (own is None or own < 2 * LOW_DB):
-            clipped.append((share, record))
+        share, least = _finite(record.extra.get("clipped")), _least_own(report, record)
+        if share is None or share < CLIPPED or (least is not None and least >= 2 * LOW_DB):
+            continue
+        clipped.append((share, record))
+        if least is None or least < LOW_DB:
+            harmful.append((share, record))
     if not clipped:
         return
-    share, worst = max(clipped, key=lambda pair: pair[0])
+    share, worst = max(harmful or clipped, key=lambda pair: pair[0])
     others = f", and more than {100 * CLIPPED:g} % of {len(clipped) - 1} other values" if len(clipped) > 1 else ""
     # Nothing clips less than minmax: what it cuts off lies beyond all calibration samples.
     widest = evidence.setting("quantize", "calibrator") == "minmax"
@@ -192,8 +218,54 @@ def clipped_range(evidence: Evidence) -> Iterator[Cause]:
         evidence=f"{100 * share:.2g} % of {worst.where} lies beyond its range{others}{_own_text(worst)}",
         advice="calibrate on samples like those of eval_data()" if widest else "use a calibrator that keeps all values",
         setting="" if widest else "quantize.calibrator=minmax",
-        confidence=min(0.9, 0.5 + 5 * share),
+        confidence=min(0.9, 0.5 + 5 * share) if harmful else 0.35,
     )
+
+
+def unlike_calibration(evidence: Evidence) -> Iterator[Cause]:
+    """Most layers lose their signal by themselves, though calibration saw little beyond their ranges."""
+    report = evidence.lost("quantize")
+    if report is None:
+        return
+    measured = [record for record in report.records if _own(record) is not None]
+    unfit: list[tuple[float, LayerDiff]] = []
+    for record in measured:
+        own, share = _own(record), _finite(record.extra.get("clipped"))
+        if own is not None and own < UNFIT_DB and (share is None or share < CLIPPED):
+            unfit.append((own, record))
+    if len(unfit) * 2 < len(measured) or len(unfit) < 2:
+        return
+    own, worst = min(unfit, key=lambda pair: pair[0])
+    yield Cause(
+        name="calibration data unlike eval_data()",
+        stage="quantize",
+        layer=worst.name,
+        evidence=f"{len(unfit)} of {len(measured)} values have less than {UNFIT_DB:g} dB with exact inputs, down to "
+        f"{own:.1f} dB at {worst.where}, and calibration saw little beyond their ranges",
+        advice="calibrate on samples like those of eval_data(): the same preparation, and all classes",
+        confidence=0.8,
+    )
+
+
+def coarse_range(evidence: Evidence) -> Iterator[Cause]:
+    """A range far greater than the values that calibration saw: few of its steps are used."""
+    report = evidence.lost("quantize")
+    if report is None:
+        return
+    for row in report.tables.get("quantized", ()):
+        used = _finite(row.get("range_used"))
+        if row.get("role") != "activation" or used is None or not 0 < used < RANGE_USED:
+            continue
+        yield Cause(
+            name="range far beyond the data",
+            stage="quantize",
+            layer=str(row["value"]),
+            evidence=f"calibration saw {100 * used:.2g} % of the range of {row['value']}, which "
+            f"{row.get('module') or 'a layer'} reads",
+            advice="keep the layer in half precision, or mend the range that the model brings along",
+            setting=_layer(evidence, str(row.get("module") or row["value"])),
+            confidence=min(0.9, 0.9 - used),
+        )
 
 
 def uneven_channels(evidence: Evidence) -> Iterator[Cause]:
@@ -361,6 +433,8 @@ RULES: tuple[Rule, ...] = (
     parity_failed,
     failed_gates,
     clipped_range,
+    coarse_range,
+    unlike_calibration,
     uneven_channels,
     sensitive_layers,
     lost_slice,
@@ -382,6 +456,21 @@ def _layer(evidence: Evidence, name: str, chosen: str = "") -> str:
 def _own(record: LayerDiff) -> float | None:
     """SQNR of a layer with exact inputs, in dB; None where it was not measured or is infinite."""
     return _finite(record.extra.get(OWN))
+
+
+def _least_own(report: Report, record: LayerDiff) -> float | None:
+    """The least SQNR, with exact inputs, of a value and of the layers that read it quantised; None if not measured.
+
+    Rounding and clipping a value is an error of the layer that reads it.
+    """
+    readers = [row.get("module") for row in report.tables.get("quantized", ()) if row.get("value") == record.name]
+    measured = [record.extra[OWN]] if OWN in record.extra else []
+    for other in report.records:
+        modules = [module.strip() for module in other.module.split(",")]
+        if OWN in other.extra and any(module in readers for module in modules if module):
+            measured.append(other.extra[OWN])
+    values = [float(own) for own in measured if isinstance(own, int | float)]
+    return min(values, default=None)
 
 
 def _own_text(record: LayerDiff) -> str:

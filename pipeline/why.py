@@ -62,11 +62,14 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> tuple[Repo
             losses[record.stage] = reports[record.stage].failure().what
     for stage, error in run.errors.items():
         losses.setdefault(stage, error.error)
+    order = [stage.name for stage in project.stages]
+    losses = {stage: losses[stage] for stage in [*order, *losses] if stage in losses}
     evidence = Evidence(
         reports=reports,
         settings={stage.name: stage.model_dump() for stage in project.stages},
         losses=losses,
         logs=lookup.logs(planner, run),
+        nonfinite=scores.nonfinite,
     )
     causes = ranked(evidence)
     return _report(evidence, causes, scores), causes
@@ -147,13 +150,21 @@ def attempt(project: Project, causes: Sequence[Cause], listener: Listener, run_i
     The results of other runs stay; the new run is the newest one.
 
     Raises:
-        PipeError: no cause has a change of pipe.yaml.
+        PipeError: no cause was found, or the likeliest one needs another change than one of pipe.yaml.
     """
-    settings = [cause.setting for cause in causes if cause.setting]
-    if not settings:
-        raise PipeError("no cause was found that a change of pipe.yaml addresses", hint="see: pipe why")
+    if not causes:
+        raise PipeError("there is nothing to try: no cause was found", hint="see: pipe why")
+    likeliest = causes[0]
+    if not likeliest.setting:
+        # A change for a less likely cause would show nothing.
+        raise PipeError(
+            f"there is nothing to try: no change of pipe.yaml addresses the likeliest cause, {likeliest.name} "
+            f"({likeliest.evidence})",
+            where=likeliest.stage,
+            hint=likeliest.advice,
+        )
     run = lookup.find_run(open_planner(project), run_id)
-    changed = load(project.root, (*run.sets, settings[0]))
+    changed = load(project.root, (*run.sets, likeliest.setting))
     # The engine is not evaluated, so it need not be built.
     stages = [record.stage for record in run.records if record.kind != "engine"]
     done = Runner(changed, listener).run(stages)
@@ -161,4 +172,4 @@ def attempt(project: Project, causes: Sequence[Cause], listener: Listener, run_i
         if result.error is not None and result.record is None:
             raise result.error
     report, _ = explain(changed, listener)
-    return Trial(settings[0], report)
+    return Trial(likeliest.setting, report)

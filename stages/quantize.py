@@ -41,7 +41,7 @@ class Quantize(Stage):
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
     uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric")

@@ -31,7 +31,7 @@ from layerline.graph.analysis.value_ranges import Ranges, greatest
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization.naming import first_output
-from layerline.graph.quantization.qdq_placement import Placement
+from layerline.graph.quantization.qdq_placement import Placement, channel_axis
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import decibels
@@ -115,14 +115,25 @@ def weight_sqnr(model: Model, plan: QuantPlan) -> dict[str, WeightLoss]:
         wide = array.astype(np.float64)
         noise = np.square(wide - _int8(array, item).dequantized())
         signal = np.square(wide)
+        # Channels count under one scale too: there an uneven weight loses its small ones.
+        axis = item.axis if item.axis is not None else _channel_axis(values, item)
         other_axes = None
-        if item.axis is not None:
-            other_axes = tuple(i for i in range(array.ndim) if i != item.axis)
+        if axis is not None:
+            other_axes = tuple(i for i in range(array.ndim) if i != axis)
         pairs = zip(np.ravel(signal.sum(axis=other_axes)), np.ravel(noise.sum(axis=other_axes)), strict=True)
         channels = [decibels(float(s), float(n)) for s, n in pairs if s > 0]
         whole = decibels(float(signal.sum()), float(noise.sum()))
         losses[item.name] = WeightLoss(whole, min(channels, default=math.inf))
     return losses
+
+
+def _channel_axis(values: Mapping[str | None, ir.Value], item: QuantValue) -> int | None:
+    """The axis of a weight that counts the channels of the layer's output; None where no axis holds them all."""
+    reader, position = item.readers[0]
+    node = values[reader].producer()
+    if node is None or position != 1:
+        return None
+    return channel_axis(node)
 
 
 def apply(model: Model, plan: QuantPlan) -> Light:

@@ -192,7 +192,7 @@ class _Placing:
                 self.kept[node] = reason
                 return
         self._want(node, 0, "activation", None, f"input of {node.op_type}")
-        self._want(node, 1, "weight", _channel_axis(node), f"weight of {node.op_type}{_shared_scales(node)}")
+        self._want(node, 1, "weight", channel_axis(node), f"weight of {node.op_type}{_shared_scales(node)}")
 
     def _add(self, node: ir.Node) -> None:
         convs = [self._fusing_conv(v) for v in node.inputs]
@@ -407,7 +407,7 @@ def _in_body(owner: ir.Node, body: ir.Graph) -> Iterator[Kept]:
             yield from _in_body(owner, inner)
 
 
-def _channel_axis(node: ir.Node) -> int | None:
+def channel_axis(node: ir.Node) -> int | None:
     """The output-channel dimension of the weight, input 1; None where one scale has to do for the whole weight."""
     if node.op_type == "Conv":
         return 0
@@ -431,7 +431,7 @@ def _groups(node: ir.Node) -> int:
 
 def _shared_scales(node: ir.Node) -> str:
     """The remark on a grouped ConvTranspose, whose axis 1 holds one output channel of every group."""
-    if node.op_type != "ConvTranspose" or _groups(node) == 1 or _channel_axis(node) != 1:
+    if node.op_type != "ConvTranspose" or _groups(node) == 1 or channel_axis(node) != 1:
         return ""
     return f", each scale shared by its {_groups(node)} groups"
 

@@ -1,5 +1,7 @@
 """Q/DQ goes where TensorRT wants it, with the right numbers, and renames nothing."""
 
+import dataclasses
+
 import numpy as np
 import onnx
 import pytest
@@ -645,6 +647,21 @@ def test_weight_sqnr_is_the_loss_of_each_weight():
     back = tensors["w1/quantized"] * tensors["w1/scale"].reshape(-1, 1, 1, 1)
     assert found["w1"].sqnr_db == pytest.approx(10 * np.log10((w**2).sum() / ((w - back) ** 2).sum()), rel=1e-3)
     assert set(found) == {"w1", "w2", "wf"}
+
+
+def test_under_one_scale_the_worst_channel_still_counts():
+    net = residual()
+    plan, _ = quantize(net, f32(1, 4, 8, 8))
+    w = stored(net)["w1"]
+    scale = float(np.abs(w).max()) * 40 / 127
+    values = tuple(dataclasses.replace(v, axis=None, scales=(scale,)) if v.name == "w1" else v for v in plan.values)
+    loss = qdq.weight_sqnr(net, dataclasses.replace(plan, values=values))["w1"]
+    by_channel = []
+    for channel in w.astype(np.float64):
+        noise = channel - np.rint(channel / np.float32(scale)) * scale
+        by_channel.append(10 * np.log10((channel**2).sum() / (noise**2).sum()))
+    assert loss.worst_channel_db == pytest.approx(min(by_channel), rel=1e-3)
+    assert loss.worst_channel_db < loss.sqnr_db
 
 
 # TensorRT itself, built without a device

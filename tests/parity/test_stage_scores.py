@@ -64,3 +64,9 @@ def test_what_does_not_run_is_left_out_with_its_reason(tmp_path) -> None:
 def test_without_a_metric_a_note_says_why(tmp_path, task, reason) -> None:
     scores = measured(tmp_path, {"export": 1.0}, task=task)
     assert not scores.rows and reason in scores.notes[-1]
+
+
+def test_nan_counts_from_the_stage_that_makes_it(tmp_path) -> None:
+    scores = measured(tmp_path, {"export": 1.0, "fuse": np.nan, "quantize": np.nan})
+    assert list(scores.nonfinite) == ["fuse"] and scores.nonfinite["fuse"].count == 200
+    assert scores.nonfinite["fuse"].value and list(scores.losses) == ["fuse"]

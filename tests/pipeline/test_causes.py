@@ -7,9 +7,10 @@ from importlib import metadata
 
 import pytest
 
+from layerline.parity.nonfinite_outputs import NonFinite
 from layerline.pipeline import causes, why
 from layerline.pipeline.causes import Evidence
-from layerline.pipeline.errors import Unavailable
+from layerline.pipeline.errors import PipeError, Unavailable
 from layerline.pipeline.report import Gate, LayerDiff, Report
 
 
@@ -209,3 +210,45 @@ def test_rules_of_another_distribution(monkeypatch, value) -> None:
             why.ranked(seen)
     else:
         assert [cause.name for cause in why.ranked(seen)] == ["mine"]
+
+
+def test_a_clipped_value_counts_by_the_layer_that_reads_it() -> None:
+    fields = {"role": "activation", "axis": None}
+    tables = {"quantized": [{"value": "x", "module": "fc1", **fields}, {"value": "r", "module": "fc2", **fields}]}
+    rows = [record("x", "Input", own=math.inf, clipped=0.3), record("a", "Gemm", own=50.0, module="fc1"),
+            record("r", own=math.inf, clipped=0.1), record("b", "Gemm", own=8.0, module="fc2, fc2.bn")]  # fmt: skip
+    cause = only(causes.clipped_range, evidence("quantize", *rows, tables=tables))
+    assert (cause.layer, cause.confidence) == ("r", 0.9)
+    assert not list(causes.clipped_range(evidence("quantize", *rows[:2], tables=tables)))
+
+
+@pytest.mark.parametrize(("used", "named"), [(0.02, ["r"]), (0.5, []), (1.3, []), (None, [])])
+def test_a_range_far_beyond_the_data(used, named) -> None:
+    tables = {"quantized": [{"value": "r", "role": "activation", "module": "fc2", "range_used": used}]}
+    assert [cause.layer for cause in causes.coarse_range(evidence("quantize", tables=tables))] == named
+
+
+def test_calibration_data_unlike_the_samples() -> None:
+    rows = [record("a", own=-0.5, clipped=0.0), record("b", own=4.0), record("c", own=30.0)]
+    cause = only(causes.unlike_calibration, evidence("quantize", *rows))
+    assert cause.layer == "a" and "2 of 3" in cause.evidence and not cause.setting
+    clipped = [record("a", own=-0.5, clipped=0.3), record("b", own=4.0, clipped=0.2)]
+    assert not list(causes.unlike_calibration(evidence("quantize", *clipped)))
+
+
+def test_nan_of_rare_samples_is_named_though_no_probe_has_it() -> None:
+    samples = NonFinite(count=3, samples=200, value="sqrt", module="body")
+    seen = Evidence(reports={"train": Report(stage="train")}, nonfinite={"train": samples})
+    cause = only(causes.not_finite, seen)
+    assert (cause.name, cause.stage, cause.layer) == ("values that are not finite", "train", "sqrt")
+    assert "3 of 200 samples" in cause.evidence and "body" in cause.evidence
+
+
+def test_a_likeliest_cause_without_a_setting_is_not_tried() -> None:
+    first = causes.Cause(name="calibration data", stage="quantize", evidence="255", advice="scale it", confidence=0.9)
+    second = causes.Cause(name="other", stage="quantize", evidence="", advice="", setting="a.b=1", confidence=0.1)
+    with pytest.raises(PipeError, match="calibration data") as caught:
+        why.attempt(None, [first, second], None)
+    assert (caught.value.where, caught.value.hint) == ("quantize", "scale it")
+    with pytest.raises(PipeError, match="no cause was found"):
+        why.attempt(None, [], None)

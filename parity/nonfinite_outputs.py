@@ -1,0 +1,122 @@
+"""The stage from which on outputs hold NaN or Inf, and the first value of its model that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.graph.io import module_identity, onnx_files
+from layerline.parity.evaluate import Batch
+from layerline.pipeline.errors import PipeError
+from layerline.pipeline.inputs.batches import leaves
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinite:
+    """Samples whose outputs a stage made NaN or Inf.
+
+    Attributes:
+        count: how many.
+        samples: of how many samples.
+        value: the first value in the graph's order that is NaN or Inf; empty where it can't be told.
+        module: module path of the node that computes it.
+    """
+
+    count: int
+    samples: int
+    value: str = ""
+    module: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"the outputs of {self.count} of {self.samples} samples have NaN or Inf"
+
+
+def by_stage(outputs: Mapping[str, Any], folders: Mapping[str, Path], batches: Iterable[Batch]) -> dict[str, NonFinite]:
+    """The stages that make outputs NaN or Inf which were finite in the stage before.
+
+    Inf of the first stage is no fault: a model may mask its outputs with it.
+
+    Args:
+        outputs: of each stage, in order, for all samples.
+        folders: the artifact of each stage.
+        batches: the same samples once more.
+    """
+    result: dict[str, NonFinite] = {}
+    before: Mask | None = None
+    for stage, arrays in outputs.items():
+        nan = _samples_with(np.isnan, arrays)
+        bad = nan | _samples_with(np.isinf, arrays)
+        if before is None:
+            new = nan
+        elif len(before) == len(bad):
+            new = bad & ~before
+        else:
+            new = np.zeros_like(bad)
+        before = bad
+        if not new.any():
+            continue
+        path = _model_from(stage, folders)
+        value, module = "", ""
+        if path is not None:
+            value, module = _first_value(path, batches, int(np.flatnonzero(new)[0]))
+        result[stage] = NonFinite(count=int(new.sum()), samples=len(new), value=value, module=module)
+    return result
+
+
+def _samples_with(test: Any, arrays: Any) -> Mask:
+    """Whether any element of a sample's outputs passes the test."""
+    rows: list[npt.NDArray[Any]] = [array for array in leaves(arrays) if np.ndim(array)]
+    result = np.zeros(len(rows[0]) if rows else 0, bool)
+    for array in rows:
+        if np.issubdtype(array.dtype, np.inexact) and len(array) == len(result):
+            result |= test(array).reshape(len(array), -1).any(axis=1)
+    return result
+
+
+def _model_from(stage: str, folders: Mapping[str, Path]) -> Path | None:
+    """The stage's ONNX file. A torch stage has none: the first one after it computes the same values."""
+    names = list(folders)
+    for name in names[names.index(stage) :]:
+        path = folders[name] / onnx_files.FILE
+        if path.is_file():
+            return path
+    return None
+
+
+def _first_value(path: Path, batches: Iterable[Batch], index: int) -> tuple[str, str]:
+    """Name and module of the first value that is NaN or Inf on the batch with this sample; empty if none is."""
+    model = onnx_files.load(path)
+    names = _inner_values(model)
+    start = 0
+    for batch in batches:
+        rows = len(next(leaves(batch.target)))
+        if index < start + rows:
+            try:
+                values = OnnxRuntime().open(path, names).run(batch.feed)
+            except PipeError:  # a value that can't be an output, such as a sequence
+                return "", ""
+            for name in names:
+                array = values[name]
+                if np.issubdtype(array.dtype, np.inexact) and not np.isfinite(array).all():
+                    return name, module_identity.modules(model).get(name, "")
+            break
+        start += rows
+    return "", ""
+
+
+def _inner_values(model: Any) -> Sequence[str]:
+    """What the nodes compute, in order. Constants are left out: masks hold Inf on purpose."""
+    names: list[str] = []
+    for node in model.graph.node:
+        if node.op_type != "Constant":
+            names += [name for name in node.output if name]
+    return names
