@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -349,8 +350,20 @@ def diff(
         ),
     ] = None,
     top: Annotated[
-        int | None, typer.Option(min=1, help="Number of values to show.", show_default=f"{TOP}, or all with --json")
+        int | None,
+        typer.Option(min=1, help="Number of values to show.", show_default=f"{TOP}, or all with --json or --csv"),
     ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Only modules of this path and below it, or that match this glob."),
+    ] = None,
+    fail_under: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MEASURE=VALUE", help="Exit with code 1 if sqnr, own, weight (dB) or cosine of a layer is lower."
+        ),
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
@@ -360,8 +373,12 @@ def diff(
     docs/cli.md and the page of `pipe report` explain the columns.
     """
     from layerline.pipeline.records import lookup
-    from layerline.views import json_output, screen, terminal
+    from layerline.views import json_output, screen, selection, tables, terminal
 
+    if as_csv and as_json:
+        raise ConfigError("--csv and --json both say what is printed", hint="give one of the two")
+    silent = as_json or as_csv
+    limits = selection.read_limits(fail_under or ())
     project = _load(folder.resolve(), sets)
     planner, name = _planner(project), project.stage(stage).name
     beside = None
@@ -370,19 +387,33 @@ def diff(
             raise ConfigError("--on measures now, --against shows an earlier run", hint="give one of the two")
         from layerline.pipeline.diff_on import diff_on
 
-        live = terminal.listener([project.stage(stage)], silent=as_json)
-        with _at_work(project, as_json=as_json), contextlib.closing(live):
+        live = terminal.listener([project.stage(stage)], silent=silent)
+        with _at_work(project, as_json=silent), contextlib.closing(live):
             report = diff_on(project, name, on, live, run_id)
     else:
         chosen = lookup.choose(planner, name, run_id)
         report = planner.ledger.report(chosen.record)
         if against is not None:
             beside = lookup.beside(planner, chosen, against)
+    if module is not None:
+        report = selection.of_module(report, module)
+        if beside is not None:
+            beside = replace(beside, report=selection.matching(beside.report, module))
+    failing = selection.below(report, limits)
+    failure = selection.failure(failing, name)
+    order = sort or report.order
+    if silent and not top:
+        order = sort or "network"
     if as_json:
-        default = report.order if top else "network"
-        print_json(json_output.diff(name, report, beside, sort or default, top))
+        print_json(json_output.diff(name, report, beside, order, top, failing, failure))
+    elif as_csv:
+        then = screen.cleaned(beside.report) if beside else None
+        say(tables.csv_text(screen.cleaned(report), order, then, top), nl=False)
     else:
-        terminal.diff(screen.console(), report, top or TOP, sort or report.order, beside)
+        terminal.diff(screen.console(), report, top or TOP, order, beside)
+    if failure:
+        screen.error(failure)
+        raise typer.Exit(failure.exit_code)
 
 
 @app.command()

@@ -60,9 +60,9 @@ def exit_code(command: Callable[[], int | None], *, as_json: bool, debug: bool) 
     return own_code(error)
 
 
-def say(sentence: str, *, err: bool = False) -> None:
-    """Prints text, with control characters as escapes."""
-    typer.echo(printable(sentence, keep="\n"), err=err)
+def say(sentence: str, *, err: bool = False, nl: bool = True) -> None:
+    """Prints text, with control characters as escapes; without `nl` it ends as it is."""
+    typer.echo(printable(sentence, keep="\n"), err=err, nl=nl)
 
 
 def print_json(document: Mapping[str, Any]) -> None:

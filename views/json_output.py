@@ -17,6 +17,7 @@ from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.records.lookup import Beside
 from layerline.pipeline.report import Order, Report
 from layerline.views.follow import in_network_order
+from layerline.views.selection import Below
 
 Document = dict[str, Any]
 
@@ -88,12 +89,23 @@ def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fing
     return {"stage": step.stage.name, "key": step.key, "reason": step.reason, "parts": parts, "hooks": hooks}
 
 
-def diff(stage: str, report: Report, beside: Beside | None, order: Order, top: int | None = None) -> Document:
-    """The records in an order (only the first `top` of them), and the other run's records of the same values."""
+def diff(
+    stage: str,
+    report: Report,
+    beside: Beside | None,
+    order: Order,
+    top: int | None = None,
+    failing: Sequence[Below] = (),
+    failure: PipeError | None = None,
+) -> Document:
+    """The records in an order (only the first `top` of them), the other run's records of the same values, and the
+    measures below the limits of `--fail-under`."""
     by_place = tuple(in_network_order(report.records))
     report = replace(report, records=by_place)
     report = replace(report, records=report.sorted(order)[:top])
     document: Document = {"stage": stage, "run": None, "changed": [], "report": plain(report), "against": None}
+    document["below"] = [item.to_json() for item in failing]
+    document.update(failure_fields(failure))
     if beside is None:
         return document
     other = beside.report

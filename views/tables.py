@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
 from operator import attrgetter
 from typing import Literal
 
-from layerline.pipeline.report import LayerDiff, Order, Scalar
+from layerline.pipeline.report import LayerDiff, Order, Report, Scalar
 from layerline.views import formatting
 from layerline.views.formatting import MEASURES, decibels, error, figure, heading, shape
 
@@ -109,6 +111,41 @@ def records_table(
         (Column("order", "number", PAGE_ONLY), [str(place) for place, _ in placed]),
     ]
     return filled(columns)
+
+
+_CSV_FIELDS = ("sqnr_db", "rel_l2", "max_abs", "mean_abs", "cosine", "tolerance")
+_CSV_COUNTS = ("nonfinite_a", "nonfinite_b", "one_sided", "dtype")
+
+
+def csv_text(report: Report, order: Order = "network", then: Report | None = None, top: int | None = None) -> str:
+    """The table as CSV with unrounded figures; a measure that was not taken is an empty cell.
+
+    Args:
+        report: the report.
+        order: how rows are sorted.
+        then: the same stage in another run; its SQNR becomes the column `then_sqnr_db`.
+        top: how many rows; None for all.
+    """
+    earlier = {record.name: record for record in then.records} if then else {}
+    records = report.sorted(order)[:top]
+    extras = list(dict.fromkeys(key for record in records for key in record.extra))
+    rows: list[dict[str, Scalar]] = []
+    for record in records:
+        row: dict[str, Scalar] = {"layer": record.where, "value": record.name, "op": record.op}
+        row["passed"] = record.passed
+        row.update((name, getattr(record, name)) for name in _CSV_FIELDS)
+        row["judged"] = record.judged
+        row.update((name, getattr(record, name)) for name in _CSV_COUNTS)
+        row["shape"] = "x".join(map(str, record.shape))
+        if then is not None:
+            row["then_sqnr_db"] = earlier[record.name].sqnr_db if record.name in earlier else None
+        row.update((key, record.extra.get(key)) for key in extras)
+        rows.append(row)
+    text = StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else ["layer", "value"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def free_table(rows: Sequence[Mapping[str, Scalar]]) -> TableView:
