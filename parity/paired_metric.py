@@ -66,7 +66,10 @@ def intervals(
         return {}, "outputs and targets do not have one row a sample"
     samples = lengths.pop()[0]
     try:
-        if score(metric, after, targets) != totals[1]:
+        again = score(metric, after, targets)
+        if not all(math.isfinite(value) for scores in (*totals, again) for value in scores.values()):
+            return {}, "metric() gives NaN or Inf"
+        if again != totals[1]:
             return {}, "metric() gives other numbers each time"
     except TaskError as error:
         return {}, error.what

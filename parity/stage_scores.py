@@ -100,11 +100,20 @@ class _Judge:
         self._before: tuple[str, Mapping[str, float]] | None = None
 
     def add(self, stage: str) -> None:
+        """Computes the metric of one more stage.
+
+        Raises:
+            TaskError: metric() failed, or gives other names than for the stage before.
+        """
         now = score(self._metric, self._predictions.outputs[stage], self._predictions.targets)
         if self._before is None:
             self.rows += [{"stage": stage, "metric": name, "value": value} for name, value in now.items()]
         else:
-            self._compare(stage, now, *self._before)
+            earlier, then = self._before
+            if now.keys() != then.keys():
+                names = f"{', '.join(now)} for {stage}, {', '.join(then)} for {earlier}"
+                raise TaskError(f"it gives other metrics for each model: {names}", where="metric")
+            self._compare(stage, now, earlier, then)
         self._before = stage, now
 
     def _compare(self, stage: str, now: Mapping[str, float], earlier: str, then: Mapping[str, float]) -> None:
@@ -118,7 +127,8 @@ class _Judge:
                 row |= {"low_95": -interval.high, "high_95": -interval.low, "by": interval.method}
             self.rows.append(row)
             if name in budgets and _lost(budgets[name], then[name], value, interval):
-                self.losses[stage] = f"{name} {then[name]:.6g} -> {value:.6g}"
+                lost = f"{name} {then[name]:.6g} -> {value:.6g}"
+                self.losses[stage] = f"{self.losses[stage]}, {lost}" if stage in self.losses else lost
 
 
 def _lost(budget: Budget, before: float, after: float, interval: Interval | None) -> bool:

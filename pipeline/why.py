@@ -15,6 +15,7 @@ from layerline.pipeline.config.project import Project, load
 from layerline.pipeline.errors import PipeError
 from layerline.pipeline.plan import open_planner
 from layerline.pipeline.records import lookup
+from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.records.store import Artifact
 from layerline.pipeline.report import OWN, Report, Scalar
 from layerline.pipeline.runner import Listener, Runner, temporary_work
@@ -60,10 +61,8 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> tuple[Repo
     for record in records:
         if not record.passed and record.stage not in losses:
             losses[record.stage] = reports[record.stage].failure().what
-    for stage, error in run.errors.items():
-        losses.setdefault(stage, error.error)
     order = [stage.name for stage in project.stages]
-    losses = {stage: losses[stage] for stage in [*order, *losses] if stage in losses}
+    losses = {stage: losses[stage] for stage in order if stage in losses}
     evidence = Evidence(
         reports=reports,
         settings={stage.name: stage.model_dump() for stage in project.stages},
@@ -72,7 +71,7 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> tuple[Repo
         nonfinite=scores.nonfinite,
     )
     causes = ranked(evidence)
-    return _report(evidence, causes, scores), causes
+    return _report(evidence, causes, _unfinished(run), scores), causes
 
 
 def ranked(evidence: Evidence) -> list[Cause]:
@@ -100,7 +99,12 @@ def _scores(project: Project, artifacts: Mapping[str, Artifact | None], log: Log
         return import_module(_SCORES).measure(work, folders, modules, max_drop)
 
 
-def _report(evidence: Evidence, causes: list[Cause], scores: Any) -> Report:
+def _unfinished(run: Run) -> list[str]:
+    """A sentence for each stage that ended in an error: nothing can be said of what it would have lost."""
+    return [f"{stage} ended in an error, and was not evaluated: {error.error}" for stage, error in run.errors.items()]
+
+
+def _report(evidence: Evidence, causes: list[Cause], unfinished: list[str], scores: Any) -> Report:
     worst: list[dict[str, Scalar]] = []
     for stage, report in evidence.reports.items():
         if evidence.losses and stage not in evidence.losses:
@@ -113,16 +117,21 @@ def _report(evidence: Evidence, causes: list[Cause], scores: Any) -> Report:
             worst.append({**place, "own_sqnr_db": own, "sqnr_db": record.sqnr_db})
     return Report(
         stage=STAGE,
-        notes=(*verdict(evidence, causes), *scores.notes),
+        notes=(*verdict(evidence, causes, unfinished), *scores.notes),
         tables=dict(zip(TABLES, (scores.rows, [cause.row() for cause in causes], worst), strict=True)),
     )
 
 
-def verdict(evidence: Evidence, causes: list[Cause]) -> list[str]:
-    """Where accuracy was lost, why, and what to do, in sentences."""
-    sentences: list[str] = []
+def verdict(evidence: Evidence, causes: list[Cause], unfinished: Sequence[str] = ()) -> list[str]:
+    """Where accuracy was lost, why, and what to do, in sentences.
+
+    Args:
+        unfinished: a sentence for each stage that ended in an error.
+    """
+    sentences = [*unfinished]
     if not evidence.losses and not causes:
-        return ["no loss was found in any stage"]
+        where = "the stages that were evaluated" if unfinished else "any stage"
+        return [*sentences, f"no loss was found in {where}"]
     for stage, what in evidence.losses.items():
         sentences.append(f"lost in {stage}: {what}")
         if not any(cause.stage == stage for cause in causes):

@@ -40,7 +40,7 @@ def read(path: Path) -> dict[str, Entry]:
         entries.update({f"{entry['name']} ({entry['op']})": entry for entry in document["kept"]})
         for entry in entries.values():
             text(entry)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise PipeError(
             f"it holds no quantisation plan ({type(error).__name__}: {error})",
             where=str(file),

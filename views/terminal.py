@@ -142,7 +142,7 @@ def run_outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = (
 def _next_command(done: Outcome, sets: Sequence[str]) -> str:
     for result in done.results:
         if result.state == "failed" and result.record:
-            return f"pipe diff {result.name}"
+            return "pipe why" if result.name == "quantize" else f"pipe diff {result.name}"
         if result.state == "failed":
             return ""
     if done.out_of_date:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -105,16 +106,28 @@ class _Judge:
         outputs = self._run(model, self.feeds)
         measured: list[float] = []
         for name in self.names:
-            signal, error = 0.0, 0.0
-            for exact, other in zip(self.exact, outputs, strict=True):
-                a, b = exact[name], other[name]
-                if a.dtype.kind in "fiu" and a.shape == b.shape:
-                    usable = np.isfinite(a) & np.isfinite(b)
-                    signal += float(np.square(a[usable].astype(np.float64)).sum())
-                    error += float(np.square(a[usable].astype(np.float64) - b[usable]).sum())
-            if signal:
-                measured.append(decibels(signal, error))
+            db = self._decibels(name, outputs)
+            if db is not None:
+                measured.append(db)
         return min(measured, default=None)
+
+    def _decibels(self, name: str, outputs: Sequence[Mapping[str, Array]]) -> float | None:
+        """SQNR of one output in dB; None where it holds no numbers, or only zeros.
+
+        An element that is NaN or Inf on one side only makes it -inf: such a plan must not look better than another.
+        """
+        signal, error = 0.0, 0.0
+        for exact, other in zip(self.exact, outputs, strict=True):
+            a, b = exact[name], other[name]
+            if a.dtype.kind not in "fiu" or a.shape != b.shape:
+                return None
+            usable = np.isfinite(a) & np.isfinite(b)
+            same = (a == b) | (np.isnan(a) & np.isnan(b))
+            if not (usable | same).all():
+                return -math.inf
+            signal += float(np.square(a[usable].astype(np.float64)).sum())
+            error += float(np.square(a[usable].astype(np.float64) - b[usable]).sum())
+        return decibels(signal, error) if signal else None
 
     @staticmethod
     def _run(model: Light, feeds: Sequence[Feed]) -> list[dict[str, Array]]:

@@ -22,10 +22,10 @@ def _checked_amount(value: float | str) -> float | str:
         number = float(text.removesuffix("%"))
     except ValueError:
         number = math.nan
-    if not number >= 0:
-        raise ValueError("expected a number that is at least 0, or a percentage such as 0.5%")
+    if not 0 <= number < math.inf:
+        raise ValueError("expected a finite number that is at least 0, or a percentage such as 0.5%")
     if text.endswith("%"):
-        return f"{number:g}%"
+        return f"{number:.15g}%"
     return number
 
 

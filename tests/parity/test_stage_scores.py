@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from layerline.parity import stage_scores
-from layerline.pipeline.errors import StageError
+from layerline.pipeline.errors import StageError, TaskError
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from tests.backends import models
@@ -70,3 +70,15 @@ def test_nan_counts_from_the_stage_that_makes_it(tmp_path) -> None:
     scores = measured(tmp_path, {"export": 1.0, "fuse": np.nan, "quantize": np.nan})
     assert list(scores.nonfinite) == ["fuse"] and scores.nonfinite["fuse"].count == 200
     assert scores.nonfinite["fuse"].value and list(scores.losses) == ["fuse"]
+
+
+def test_every_lost_metric_is_named(tmp_path) -> None:
+    two = TASK.replace('{"mean": float', '{"other": float(abs(outputs).sum()), "mean": float')
+    lost = measured(tmp_path, {"fuse": 1.0, "quantize": 0.5}, task=two).losses["quantize"]
+    assert lost.startswith("other ") and ", mean " in lost
+
+
+def test_metrics_that_one_model_alone_has_are_refused(tmp_path) -> None:
+    odd = TASK.replace('{"mean"', '{("big" if abs(outputs).max() > 5 else "small")')
+    with pytest.raises(TaskError, match="big for quantize, small for fuse"):
+        measured(tmp_path, {"fuse": 0.001, "quantize": 100.0}, task=odd)

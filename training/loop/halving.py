@@ -65,7 +65,7 @@ def accumulate(
         before = _Before(lane, models)
         count = 1
         if lane.largest_part is not None:
-            count = -(-size(batch) // lane.largest_part)
+            count = max(1, -(-size(batch) // lane.largest_part))
         try:
             loss, weight = _run(lane, batch, forward, autocast, count)
         except Exception as error:
