@@ -22,6 +22,8 @@ from layerline.views.exit_codes import print_json, say
 if TYPE_CHECKING:
     from layerline.pipeline.config.project import Project
     from layerline.pipeline.plan import Planner
+    from layerline.pipeline.records.lookup import Beside
+    from layerline.pipeline.report import Report
 
 
 app = typer.Typer(
@@ -331,7 +333,13 @@ def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder
 
 @app.command()
 def diff(
-    stage: StageName,
+    stage: Annotated[str, typer.Argument(metavar="STAGE|FILE", help=f"One of {STAGES}; or an ONNX file.")],
+    other: Annotated[
+        str | None, typer.Argument(metavar="[FILE]", help="The ONNX file to compare with the first.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="NPZ", help="Samples for two files: one array per input.")
+    ] = None,
     run_id: RunId = None,
     sets: Sets = None,
     against: Annotated[
@@ -367,45 +375,35 @@ def diff(
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """Show a stage's per-layer errors, worst layer first.
+    """Show a stage's per-layer errors, worst layer first, or those between two ONNX files.
 
     Of its newest run, of the run given with --run, or of the newest run with the settings given with --set.
     docs/cli.md and the page of `pipe report` explain the columns.
     """
-    from layerline.pipeline.records import lookup
     from layerline.views import json_output, screen, selection, tables, terminal
 
     if as_csv and as_json:
         raise ConfigError("--csv and --json both say what is printed", hint="give one of the two")
     silent = as_json or as_csv
     limits = selection.read_limits(fail_under or ())
-    project = _load(folder.resolve(), sets)
-    planner, name = _planner(project), project.stage(stage).name
     beside = None
-    if on is not None:
-        if against is not None:
-            raise ConfigError("--on measures now, --against shows an earlier run", hint="give one of the two")
-        from layerline.pipeline.diff_on import diff_on
-
-        live = terminal.listener([project.stage(stage)], silent=silent)
-        with _at_work(project, as_json=silent), contextlib.closing(live):
-            report = diff_on(project, name, on, live, run_id)
+    if other is not None or stage.endswith(".onnx"):
+        if run_id or sets or against or on:
+            raise ConfigError("--run, --set, --against and --on are about a stage", hint="leave them out for two files")
+        report = _files_compared(stage, other, data, silent=silent)
     else:
-        chosen = lookup.choose(planner, name, run_id)
-        report = planner.ledger.report(chosen.record)
-        if against is not None:
-            beside = lookup.beside(planner, chosen, against)
+        report, beside = _stage_compared(stage, folder, sets, run_id, against, on, data, silent=silent)
     if module is not None:
         report = selection.of_module(report, module)
         if beside is not None:
             beside = replace(beside, report=selection.matching(beside.report, module))
     failing = selection.below(report, limits)
-    failure = selection.failure(failing, name)
+    failure = selection.failure(failing, report.stage)
     order = sort or report.order
     if silent and not top:
         order = sort or "network"
     if as_json:
-        print_json(json_output.diff(name, report, beside, order, top, failing, failure))
+        print_json(json_output.diff(report.stage, report, beside, order, top, failing, failure))
     elif as_csv:
         then = screen.cleaned(beside.report) if beside else None
         say(tables.csv_text(screen.cleaned(report), order, then, top), nl=False)
@@ -414,6 +412,49 @@ def diff(
     if failure:
         screen.error(failure)
         raise typer.Exit(failure.exit_code)
+
+
+def _files_compared(reference: str, candidate: str | None, data: Path | None, *, silent: bool) -> Report:
+    from layerline.pipeline.diff_on import diff_files
+    from layerline.views import terminal
+
+    if candidate is None:
+        raise ConfigError(f"{reference} is compared with nothing", hint="pipe diff a.onnx b.onnx --data x.npz")
+    with contextlib.closing(terminal.listener([], silent=silent)) as live:
+        return diff_files(Path(reference), Path(candidate), data, live)
+
+
+def _stage_compared(
+    stage: str,
+    folder: Path,
+    sets: Sequence[str] | None,
+    run_id: str | None,
+    against: str | None,
+    on: str | None,
+    data: Path | None,
+    *,
+    silent: bool,
+) -> tuple[Report, Beside | None]:
+    """The report of a stage, or of its model on a backend; and the one of another run."""
+    from layerline.pipeline.diff_on import diff_on
+    from layerline.pipeline.records import lookup
+    from layerline.views import terminal
+
+    project = _load(folder.resolve(), sets)
+    planner, name = _planner(project), project.stage(stage).name
+    if data is not None:
+        raise ConfigError("--data is about two ONNX files", hint="a stage has its own data in task.py")
+    if on is not None:
+        if against is not None:
+            raise ConfigError("--on measures now, --against shows an earlier run", hint="give one of the two")
+        live = terminal.listener([project.stage(stage)], silent=silent)
+        with _at_work(project, as_json=silent), contextlib.closing(live):
+            return diff_on(project, name, on, live, run_id), None
+    chosen = lookup.choose(planner, name, run_id)
+    report = planner.ledger.report(chosen.record)
+    if against is None:
+        return report, None
+    return report, lookup.beside(planner, chosen, against)
 
 
 @app.command()

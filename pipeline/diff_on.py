@@ -1,8 +1,9 @@
-"""What a backend computes from a stage's model: measured when it is asked for, and not stored."""
+"""Comparisons that are measured when asked for, and not stored: a stage's model on a backend, two ONNX files."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import ConfigError
@@ -12,7 +13,9 @@ from layerline.pipeline.runner import temporary_work
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 
-_COMPARE = "layerline.parity.on_backend"  # by name, on use: it imports onnx
+# By name, on use: they import onnx.
+_COMPARE = "layerline.parity.on_backend"
+_COMPARE_FILES = "layerline.onnx_import.compare_files"
 
 
 def diff_on(project: Project, stage: str, backend: str, log: Log, run_id: str | None = None) -> Report:
@@ -36,4 +39,24 @@ def diff_on(project: Project, stage: str, backend: str, log: Log, run_id: str | 
     task = Task(project.root / project.task, project.root)
     with temporary_work(task, log, {"model": artifact.path}, {}) as work:
         report: Report = import_module(_COMPARE).compare(stage, backend, work)
+    return report
+
+
+def diff_files(reference: Path, candidate: Path, data: Path | None, log: Log) -> Report:
+    """Compares two ONNX files value by value on the samples of an .npz; needs no project.
+
+    Raises:
+        ConfigError: a file is not there, there are no samples, or inputs and samples don't fit.
+        StageError: a file is no ONNX or can't be run.
+    """
+    if data is None:
+        raise ConfigError(
+            "two files are compared on samples, and none are given",
+            where="--data",
+            hint="--data x.npz, with one array per input: np.savez('x.npz', input=array)",
+        )
+    for path in (reference, candidate, data):
+        if not path.is_file():
+            raise ConfigError("there is no such file", where=str(path), hint="pipe diff a.onnx b.onnx --data x.npz")
+    report: Report = import_module(_COMPARE_FILES).compare_files(reference, candidate, data, log)
     return report

@@ -106,7 +106,7 @@ def below(report: Report, limits: Mapping[str, float]) -> list[Below]:
             raise ConfigError(
                 f"no value of {report.stage} has the measure {measure}, so it can't be judged",
                 where="--fail-under",
-                hint=f"`pipe diff {report.stage} --csv` shows what was measured",
+                hint="--csv shows what was measured",
             )
     failing = []
     for record in report.records:
@@ -145,4 +145,4 @@ def failure(failing: Sequence[Below], stage: str) -> StageError | None:
         texts.append(f"{item.layer} ({item.value}): {item.measure} {figure}, limit {item.limit:g}")
     if len(failing) > _LISTED:
         texts.append(f"and {len(failing) - _LISTED} more")
-    return StageError("; ".join(texts), where=stage, hint="`pipe why` looks for the cause")
+    return StageError("; ".join(texts), where=stage)

@@ -119,7 +119,7 @@ def listener(stages: Sequence[Stage], *, silent: bool) -> Live | Silent:
     """The listener that draws the work on these stages, or prints nothing."""
     if silent:
         return Silent()
-    return Live(console(), width=max(len(stage.name) for stage in stages))
+    return Live(console(), width=max((len(stage.name) for stage in stages), default=0))
 
 
 def run_outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = ()) -> None:

@@ -1,0 +1,144 @@
+"""Compares two ONNX files value by value on samples: `pipe diff a.onnx b.onnx --data x.npz`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from layerline.backends.base import Array, Feed
+from layerline.backends.light import Light
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.backends.subprocess_build import GB, Limits, Log, bounded, machine_memory
+from layerline.compare.compare_models import compare, computed_values, why_two_sessions
+from layerline.export.signature import Value, signature
+from layerline.graph.io import module_identity, onnx_files
+from layerline.graph.io.wellformed import refuse_broken
+from layerline.onnx_import import allocation_sizes, feed_sources, file_checks, symbolic_dims
+from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.inputs import npz
+from layerline.pipeline.report import Report
+
+_MOST_MEMORY = 8 * GB
+_SECONDS = 1800
+_COPIES = 8  # of what is stored: two models that are read, parsed, joined and run, and layers fed alone
+
+
+def compare_files(reference: Path, candidate: Path, data: Path, log: Log) -> Report:
+    """Compares two files in a process of its own, whose memory and time are bounded.
+
+    Raises:
+        StageError: a file that is no ONNX or can't be run, or that takes too much memory or time.
+        ConfigError: the two take other inputs, or the samples don't fit them.
+    """
+    # The other process works in another folder. Links stay: external data lies beside them.
+    paths = [path.absolute() for path in (reference, candidate, data)]
+    files = list(paths)
+    for path in paths[:2]:
+        files += [path.parent / name for name in onnx_files.external_files(onnx_files.read(path), path)]
+    stored = sum(path.stat().st_size for path in files)
+    memory = int(min(_MOST_MEMORY, machine_memory() / 2)) + _COPIES * stored
+    limits = Limits(
+        memory=memory,
+        seconds=_SECONDS,
+        what=f"comparing {reference.name} with {candidate.name}",
+        hint="give fewer samples, or smaller ones",
+    )
+    report: Report = bounded(compare_within, *paths, memory, limits=limits, log=log)
+    # As the user wrote them: both files may have one name.
+    return replace(report, reference=f"{reference} on onnxruntime", candidate=f"{candidate} on onnxruntime")
+
+
+def compare_within(reference: Path, candidate: Path, data: Path, memory: int, log: Log) -> Report:
+    """The comparison itself, in this process; `memory` is what the values of a model may take, in bytes."""
+    arrays = npz.read(data)
+    models = [_read(path, arrays, memory) for path in (reference, candidate)]
+    inputs = [signature(light).inputs for light in models]
+    feeds, notes = _feeds(arrays, _joint_inputs(inputs[0], inputs[1], candidate.name), data.name)
+    log.say(f"comparing every value on {len(feeds)} feeds")
+    try:
+        records = compare(models[0], models[1], feeds, isolated=True)
+    except StageError:
+        for path, light in zip((reference, candidate), models, strict=True):
+            _open(path, light)  # names the file that is at fault
+        raise
+    matched = {record.name for record in records}
+    values = computed_values(models[0].model.graph)
+    missing = [name for name in values if name not in matched]
+    if missing:
+        notes.append(
+            f"{len(missing)} of {len(values)} values of {reference.name} are not compared, since {candidate.name} has "
+            f"no tensor of that name; the first is {missing[0]}"
+        )
+    two_sessions = why_two_sessions(models[0].model, models[1].model)
+    if two_sessions:
+        notes.append(two_sessions)
+    return Report(stage="files", records=records, notes=tuple(notes))
+
+
+def _read(path: Path, arrays: Mapping[str, Array], memory: int) -> Light:
+    light = onnx_files.parts(path)
+    refuse_broken(light)
+    file_checks.refuse_types(light)
+    symbolic_dims.name(light, {name: array.ndim for name, array in arrays.items()})
+    module_identity.distrust(light.model)
+    allocation_sizes.refuse_endless(light)
+    allocation_sizes.refuse_large(light, memory, "the memory of this machine sets the limit")
+    return light
+
+
+def _open(path: Path, light: Light) -> None:
+    try:
+        OnnxRuntime().open(light)
+    except StageError as error:
+        raise StageError(error.what, where=path.name, hint=error.hint) from error
+
+
+def _joint_inputs(reference: Sequence[Value], candidate: Sequence[Value], name: str) -> list[Value]:
+    """The inputs of both models: those of the reference, with the sizes that either of the two fixes.
+
+    Raises:
+        ConfigError: an input of the candidate that the reference lacks, or has with another type or size.
+    """
+    by_name = {value.name: value for value in reference}
+    for value in candidate:
+        where = f"{name}: input {value.name}"
+        if value.name not in by_name:
+            takes = ", ".join(by_name) or "no inputs"
+            raise ConfigError("the first model has no such input", where=where, hint=f"it takes {takes}; rename one")
+        other = by_name[value.name]
+        if value.dtype != other.dtype:
+            raise ConfigError(f"it is {value.dtype}, and {other.dtype} in the first model", where=where)
+        fixed = [size if isinstance(size, int) else dim for size, dim in zip(value.shape, other.shape, strict=False)]
+        agree = all(dim == size for dim, size in zip(other.shape, fixed, strict=False) if isinstance(dim, int))
+        if len(value.shape) != len(other.shape) or not agree:
+            raise ConfigError(f"its shape is {value.shape}, and {other.shape} in the first model", where=where)
+        by_name[value.name] = replace(other, shape=tuple(fixed))
+    return list(by_name.values())
+
+
+def _feeds(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> tuple[list[Feed], list[str]]:
+    """The feeds that the arrays are, and what to say about them.
+
+    Arrays of the shapes that the models take are one feed. Where a model fixes the first axis to another size, or a
+    sample is a whole input, the first axis is cut into feeds.
+
+    Raises:
+        ConfigError: the arrays don't fit the inputs.
+    """
+    samples = feed_sources.samples(arrays, inputs, where)
+    if samples.whole:
+        return [samples.feed(samples.sizes(1), turn) for turn in range(samples.count)], []
+    fixed = {int(v.shape[0]) for v in inputs if samples.stacked(v) and isinstance(v.shape[0], int)}
+    if len(fixed) > 1:
+        raise ConfigError(
+            f"the models fix the first axes of inputs to {sorted(fixed)}, so samples can't be cut along them",
+            where=where,
+            hint="give whole inputs with one axis more in front",
+        )
+    step = next(iter(fixed), samples.count)
+    feeds = [samples.feed(samples.sizes(step), turn) for turn in range(0, samples.count, step)]
+    rest = samples.count % step
+    if rest:
+        return feeds, [f"the models take {step} samples at once: the last {rest} are filled up with the first ones"]
+    return feeds, []

@@ -1,0 +1,147 @@
+"""Two ONNX files compared on samples: worked-out distances, inputs that don't fit, files from strangers."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from layerline import cli
+from layerline.onnx_import.compare_files import compare_within
+from layerline.pipeline.errors import ConfigError, PipeError, StageError
+from layerline.pipeline.report import OWN, Report
+
+ROOM = 1 << 30
+
+
+def model(path: Path, scale: float = 1.0, *, rows: int | str = "N", **names: Any) -> Path:
+    """y = Relu(x * scale) + 1, with x of the shape (rows, 2)."""
+    x, relu, dtype = names.get("x", "x"), names.get("op", "Relu"), names.get("dtype", TensorProto.FLOAT)
+    nodes = [
+        helper.make_node("Mul", [x, "scale"], ["h"]),
+        helper.make_node(relu, ["h"], [names.get("inner", "r")]),
+        helper.make_node("Add", [names.get("inner", "r"), "one"], ["y"]),
+    ]
+    array = helper.tensor_dtype_to_np_dtype(dtype)
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info(x, dtype, [rows, 2])],
+        [helper.make_tensor_value_info("y", dtype, [rows, 2])],
+        [numpy_helper.from_array(np.array(v, array), n) for n, v in (("scale", [1, scale]), ("one", 1))],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    return path
+
+
+def samples(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **{name: np.asarray(array, np.float32) for name, array in arrays.items()})
+    return path
+
+
+class Silent:
+    def say(self, text: str) -> None: ...
+
+
+def compared(a: Path, b: Path, data: Path) -> Report:
+    return compare_within(a, b, data, ROOM, Silent())
+
+
+def test_the_distance_is_that_of_the_changed_factor(tmp_path: Path) -> None:
+    data = samples(tmp_path / "x.npz", x=[[3, 4]] * 3)
+    report = compared(model(tmp_path / "a.onnx"), model(tmp_path / "b.onnx", 0.9), data)
+    h, r, y = report.records
+    # (3, 4) against (3, 3.6), and behind the sum (4, 5) against (4, 4.6).
+    assert [record.name for record in report.records] == ["h", "r", "y"] and report.notes == ()
+    assert h.sqnr_db == r.sqnr_db == pytest.approx(10 * math.log10(25 / 0.16), abs=1e-4)
+    assert y.sqnr_db == pytest.approx(10 * math.log10(41 / 0.16), abs=1e-4)
+    assert h.max_abs == pytest.approx(0.4, rel=1e-5) and h.mean_abs == pytest.approx(0.2, rel=1e-5)
+    assert h.extra[OWN] == pytest.approx(h.sqnr_db) and r.extra[OWN] == y.extra[OWN] == math.inf
+
+
+def test_values_of_other_names_are_left_out_and_counted(tmp_path: Path) -> None:
+    data = samples(tmp_path / "x.npz", x=[[3, 4]])
+    report = compared(model(tmp_path / "a.onnx"), model(tmp_path / "b.onnx", inner="other"), data)
+    assert [record.name for record in report.records] == ["h", "y"]
+    assert report.notes[0].startswith("1 of 3 values of a.onnx are not compared")
+
+
+@pytest.mark.parametrize(("rows_a", "rows_b"), [("N", "M"), (1, "N"), ("N", 1), (3, 3)])
+def test_every_sample_counts_once_at_any_fixed_batch(rows_a: int | str, rows_b: int | str, tmp_path: Path) -> None:
+    data = samples(tmp_path / "x.npz", x=[[3, 1], [3, 10], [3, 100]])
+    report = compared(model(tmp_path / "a.onnx", rows=rows_a), model(tmp_path / "b.onnx", 1.5, rows=rows_b), data)
+    assert report.records[0].max_abs == 50.0 and report.records[0].mean_abs == pytest.approx(55.5 / 6)
+    assert report.notes == ()
+
+
+def test_whole_inputs_and_a_batch_that_is_filled_up(tmp_path: Path) -> None:
+    a, b = model(tmp_path / "a.onnx", rows=2), model(tmp_path / "b.onnx", 2.0, rows=2)
+    whole = compared(a, b, samples(tmp_path / "x.npz", x=[[[0, 1], [0, 2]], [[0, 3], [0, 4]]]))
+    assert whole.records[0].mean_abs == 10 / 8 and whole.notes == ()
+    filled = compared(a, b, samples(tmp_path / "x.npz", x=[[0, 1], [0, 2], [0, 3]]))
+    assert filled.records[0].mean_abs == (1 + 2 + 3 + 1) / 8
+    assert filled.notes == ("the models take 2 samples at once: the last 1 are filled up with the first ones",)
+
+
+def test_inputs_that_differ_are_named(tmp_path: Path) -> None:
+    a, data = model(tmp_path / "a.onnx", rows=1), samples(tmp_path / "x.npz", x=[[3, 4]])
+    others = {
+        "no such input": model(tmp_path / "b.onnx", x="z"),
+        "it is float64, and float32": model(tmp_path / "c.onnx", dtype=TensorProto.DOUBLE),
+        r"its shape is \(4, 2\), and \(1, 2\)": model(tmp_path / "d.onnx", rows=4),
+    }
+    for text, other in others.items():
+        with pytest.raises(ConfigError, match=text) as caught:
+            compared(a, other, data)
+        assert caught.value.where.startswith(f"{other.name}: input ")
+    with pytest.raises(ConfigError, match="there is no input 'q'"):
+        compared(a, a, samples(tmp_path / "q.npz", q=[[3, 4]]))
+    with pytest.raises(ConfigError, match=r"shape \(1, 3\), the model takes \(1, 2\)"):
+        compared(a, a, samples(tmp_path / "q.npz", x=[[3, 4, 5]]))
+
+
+def test_the_file_at_fault_is_named(tmp_path: Path) -> None:
+    a, data = model(tmp_path / "a.onnx"), samples(tmp_path / "x.npz", x=[[3, 4]])
+    with pytest.raises(StageError, match="Nope") as caught:
+        compared(a, model(tmp_path / "b.onnx", op="Nope"), data)
+    assert caught.value.where == "b.onnx"
+    (tmp_path / "junk.onnx").write_bytes(b"\x00junk")
+    with pytest.raises(PipeError, match="not a readable ONNX file") as unread:
+        compared(a, tmp_path / "junk.onnx", data)
+    assert unread.value.where == "junk.onnx"
+    with pytest.raises(StageError, match="GB"):
+        compare_within(model(tmp_path / "c.onnx", rows=1 << 20), a, data, 1 << 20, Silent())
+
+
+def test_the_command_needs_no_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def pipe(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["pipe", "diff", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capfd.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    monkeypatch.chdir(tmp_path)
+    model(tmp_path / "a.onnx")
+    model(tmp_path / "b.onnx", 0.9)
+    samples(tmp_path / "x.npz", x=[[3, 4]])
+    files = ("a.onnx", "b.onnx", "--data", "x.npz")
+    code, out, err = pipe(*files, "--json", "--fail-under", "own=22")
+    document = json.loads(out)
+    assert code == document["exit_code"] == 1 and "files: h (h): own 21.94, limit 22" in err
+    assert document["report"]["reference"] == "a.onnx on onnxruntime"
+    assert [item["value"] for item in document["below"]] == ["h"]
+    wrong = (["a.onnx"], ["a.onnx", "b.onnx"], ["a.onnx", "no.onnx", *files[2:]], [*files, "--on", "openvino"])
+    for arguments in wrong:
+        code, out, err = pipe(*arguments)
+        assert (code, out) == (2, "") and err.startswith("error ") and "internal error" not in err
