@@ -187,7 +187,7 @@ def failed_gates(evidence: Evidence) -> Iterator[Cause]:
                 stage=stage,
                 evidence=f"{gate.seen}; expected {gate.expected}",
                 advice=gate.hint or f"see: pipe diff {stage}",
-                confidence=0.9,
+                confidence=0.93,  # a gate measured it; the rules below infer
             )
 
 
