@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from layerline.pipeline import stage_table
-from layerline.pipeline.config.field_types import check_sizes
+from layerline.pipeline.config.field_types import Dimension
 from layerline.pipeline.config.project import load
 from layerline.pipeline.errors import ConfigError
 
@@ -16,13 +16,13 @@ from layerline.pipeline.errors import ConfigError
     ("low", "high", "multiple"), [(None, None, 8), (3, None, 8), (1, 8, 8), (9, 16, 8), (4, 4, 4), (None, 1, None)]
 )
 def test_sizes_that_exist(low: int | None, high: int | None, multiple: int | None) -> None:
-    check_sizes(low, high, multiple)
+    assert Dimension(min=low, max=high, multiple=multiple).max == high
 
 
 @pytest.mark.parametrize(("low", "high", "multiple"), [(4, 2, None), (9, 15, 8), (None, 7, 8), (3, 3, 2)])
 def test_sizes_that_do_not_exist(low: int | None, high: int | None, multiple: int | None) -> None:
     with pytest.raises(ValueError, match=r"is below min|lies between"):
-        check_sizes(low, high, multiple)
+        Dimension(min=low, max=high, multiple=multiple)
 
 
 @pytest.mark.parametrize(
