@@ -22,8 +22,6 @@ from layerline.views.exit_codes import print_json, say
 if TYPE_CHECKING:
     from layerline.pipeline.config.project import Project
     from layerline.pipeline.plan import Planner
-    from layerline.pipeline.records.lookup import Beside
-    from layerline.pipeline.report import Report
 
 
 app = typer.Typer(
@@ -380,19 +378,34 @@ def diff(
     Of its newest run, of the run given with --run, or of the newest run with the settings given with --set.
     docs/cli.md and the page of `pipe report` explain the columns.
     """
+    from layerline.pipeline import diff_on
+    from layerline.pipeline.records import lookup
     from layerline.views import json_output, screen, selection, tables, terminal
 
-    if as_csv and as_json:
-        raise ConfigError("--csv and --json both say what is printed", hint="give one of the two")
+    _only_one(csv=as_csv, json=as_json)
+    _only_one(on=on, against=against)
     silent = as_json or as_csv
     limits = selection.read_limits(fail_under or ())
     beside = None
     if other is not None or stage.endswith(".onnx"):
         if run_id or sets or against or on:
             raise ConfigError("--run, --set, --against and --on are about a stage", hint="leave them out for two files")
-        report = _files_compared(stage, other, data, silent=silent)
+        with contextlib.closing(terminal.listener([], silent=silent)) as log:
+            report = diff_on.diff_files(Path(stage), other, data, log)
     else:
-        report, beside = _stage_compared(stage, folder, sets, run_id, against, on, data, silent=silent)
+        project = _load(folder.resolve(), sets)
+        planner, name = _planner(project), project.stage(stage).name
+        if data is not None:
+            raise ConfigError("--data is about two ONNX files", hint="a stage has its own data in task.py")
+        if on is not None:
+            live = terminal.listener([project.stage(stage)], silent=silent)
+            with _at_work(project, as_json=silent), contextlib.closing(live):
+                report = diff_on.diff_on(project, name, on, live, run_id)
+        else:
+            chosen = lookup.choose(planner, name, run_id)
+            report = planner.ledger.report(chosen.record)
+            if against is not None:
+                beside = lookup.beside(planner, chosen, against)
     if module is not None:
         report = selection.of_module(report, module)
         if beside is not None:
@@ -414,47 +427,11 @@ def diff(
         raise typer.Exit(failure.exit_code)
 
 
-def _files_compared(reference: str, candidate: str | None, data: Path | None, *, silent: bool) -> Report:
-    from layerline.pipeline.diff_on import diff_files
-    from layerline.views import terminal
-
-    if candidate is None:
-        raise ConfigError(f"{reference} is compared with nothing", hint="pipe diff a.onnx b.onnx --data x.npz")
-    with contextlib.closing(terminal.listener([], silent=silent)) as live:
-        return diff_files(Path(reference), Path(candidate), data, live)
-
-
-def _stage_compared(
-    stage: str,
-    folder: Path,
-    sets: Sequence[str] | None,
-    run_id: str | None,
-    against: str | None,
-    on: str | None,
-    data: Path | None,
-    *,
-    silent: bool,
-) -> tuple[Report, Beside | None]:
-    """The report of a stage, or of its model on a backend; and the one of another run."""
-    from layerline.pipeline.diff_on import diff_on
-    from layerline.pipeline.records import lookup
-    from layerline.views import terminal
-
-    project = _load(folder.resolve(), sets)
-    planner, name = _planner(project), project.stage(stage).name
-    if data is not None:
-        raise ConfigError("--data is about two ONNX files", hint="a stage has its own data in task.py")
-    if on is not None:
-        if against is not None:
-            raise ConfigError("--on measures now, --against shows an earlier run", hint="give one of the two")
-        live = terminal.listener([project.stage(stage)], silent=silent)
-        with _at_work(project, as_json=silent), contextlib.closing(live):
-            return diff_on(project, name, on, live, run_id), None
-    chosen = lookup.choose(planner, name, run_id)
-    report = planner.ledger.report(chosen.record)
-    if against is None:
-        return report, None
-    return report, lookup.beside(planner, chosen, against)
+def _only_one(**options: object) -> None:
+    """Refuses two options that exclude each other."""
+    used = [f"--{name}" for name, value in options.items() if value]
+    if len(used) > 1:
+        raise ConfigError(f"{' and '.join(used)} exclude each other", hint="give one of the two")
 
 
 @app.command()

@@ -42,21 +42,18 @@ def diff_on(project: Project, stage: str, backend: str, log: Log, run_id: str | 
     return report
 
 
-def diff_files(reference: Path, candidate: Path, data: Path | None, log: Log) -> Report:
+def diff_files(reference: Path, candidate: str | None, data: Path | None, log: Log) -> Report:
     """Compares two ONNX files value by value on the samples of an .npz; needs no project.
 
     Raises:
-        ConfigError: a file is not there, there are no samples, or inputs and samples don't fit.
+        ConfigError: a file is not named or not there, or inputs and samples don't fit.
         StageError: a file is no ONNX or can't be run.
     """
-    if data is None:
-        raise ConfigError(
-            "two files are compared on samples, and none are given",
-            where="--data",
-            hint="--data x.npz, with one array per input: np.savez('x.npz', input=array)",
-        )
-    for path in (reference, candidate, data):
+    usage = "pipe diff a.onnx b.onnx --data x.npz, with one array per input: np.savez('x.npz', input=array)"
+    if candidate is None or data is None:
+        raise ConfigError("expected two ONNX files, and samples with --data", where=str(reference), hint=usage)
+    for path in (reference, Path(candidate), data):
         if not path.is_file():
-            raise ConfigError("there is no such file", where=str(path), hint="pipe diff a.onnx b.onnx --data x.npz")
-    report: Report = import_module(_COMPARE_FILES).compare_files(reference, candidate, data, log)
+            raise ConfigError("there is no such file", where=str(path), hint=usage)
+    report: Report = import_module(_COMPARE_FILES).compare_files(reference, Path(candidate), data, log)
     return report

@@ -17,7 +17,7 @@ from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.records.lookup import Beside
 from layerline.pipeline.report import Order, Report
 from layerline.views.follow import in_network_order
-from layerline.views.selection import Below
+from layerline.views.selection import Row
 
 Document = dict[str, Any]
 
@@ -95,7 +95,7 @@ def diff(
     beside: Beside | None,
     order: Order,
     top: int | None = None,
-    failing: Sequence[Below] = (),
+    failing: Sequence[Row] = (),
     failure: PipeError | None = None,
 ) -> Document:
     """The records in an order (only the first `top` of them), the other run's records of the same values, and the
@@ -104,7 +104,7 @@ def diff(
     report = replace(report, records=by_place)
     report = replace(report, records=report.sorted(order)[:top])
     document: Document = {"stage": stage, "run": None, "changed": [], "report": plain(report), "against": None}
-    document["below"] = [item.to_json() for item in failing]
+    document["below"] = list(failing)
     document.update(failure_fields(failure))
     if beside is None:
         return document

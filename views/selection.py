@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from layerline.pipeline import nearest
@@ -18,21 +18,8 @@ _JOINED = ", "  # paths of a layer that fuse merged
 _LISTED = 5  # layers in an error message
 
 
-@dataclass(frozen=True)
-class Below:
-    """A measure of a layer that is below its limit; `seen` is None where the sides differ too much to be measured."""
-
-    layer: str
-    value: str
-    measure: str
-    seen: float | None
-    limit: float
-
-    def to_json(self) -> dict[str, Scalar]:
-        seen: Scalar = self.seen
-        if self.seen is not None and not math.isfinite(self.seen):
-            seen = str(self.seen)
-        return {"layer": self.layer, "value": self.value, "measure": self.measure, "seen": seen, "limit": self.limit}
+Row = dict[str, Scalar]
+"""A measure of a layer that is below its limit: `layer`, `value`, `measure`, `seen` and `limit`."""
 
 
 def of_module(report: Report, pattern: str) -> Report:
@@ -92,57 +79,47 @@ def read_limits(texts: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def below(report: Report, limits: Mapping[str, float]) -> list[Below]:
-    """The measures that are below their limits, in the order of the records. NaN is below any limit.
-
-    A value that is not finite on one side only, or has another shape there, is below every limit of `sqnr` and of
-    `cosine`. Other values without a measure are not judged.
+def below(report: Report, limits: Mapping[str, float]) -> list[Row]:
+    """The measures that are below their limits, NaN included; figures that are not finite are strings.
 
     Raises:
         ConfigError: no value has the measure.
     """
-    for measure in limits:
-        if not any(_judged(record, measure) for record in report.records):
-            raise ConfigError(
-                f"no value of {report.stage} has the measure {measure}, so it can't be judged",
-                where="--fail-under",
-                hint="--csv shows what was measured",
-            )
-    failing = []
-    for record in report.records:
-        for measure, limit in limits.items():
+    failing: list[Row] = []
+    for measure, limit in limits.items():
+        is_measured = False
+        for record in report.records:
             seen = _measured(record, measure)
-            reaches = seen is not None and seen >= limit
-            if _judged(record, measure) and not (reaches and not _differs(record, measure)):
-                failing.append(Below(record.where, record.name, measure, seen, limit))
+            if seen is None:
+                continue
+            is_measured = True
+            if not seen >= limit:  # NaN too
+                shown: Scalar = seen if math.isfinite(seen) else str(seen)
+                row: Row = {"layer": record.where, "value": record.name, "measure": measure}
+                failing.append({**row, "seen": shown, "limit": limit})
+        if not is_measured:
+            what = f"no value of {report.stage} has the measure {measure}, so it can't be judged"
+            raise ConfigError(what, where="--fail-under", hint="--csv shows what was measured")
     return failing
 
 
-def _judged(record: LayerDiff, measure: str) -> bool:
-    return _measured(record, measure) is not None or _differs(record, measure)
-
-
-def _differs(record: LayerDiff, measure: str) -> bool:
-    """Whether both sides can't be compared; the errors of the layer itself and of its weights are other comparisons."""
-    return measure in ("sqnr", "cosine") and (record.one_sided > 0 or "mismatch" in record.extra)
-
-
 def _measured(record: LayerDiff, measure: str) -> float | None:
+    # No finite figure describes a value that is finite on one side only, or has another shape there.
+    if measure in ("sqnr", "cosine") and (record.one_sided or "mismatch" in record.extra):
+        return -math.inf
     field = MEASURES[measure]
     value = record.extra.get(field, getattr(record, field, None))
     return float(value) if isinstance(value, int | float) else None
 
 
-def failure(failing: Sequence[Below], stage: str) -> StageError | None:
+def failure(failing: Sequence[Row], stage: str) -> StageError | None:
     """The error that names the layers below their limits; None where there are none."""
     if not failing:
         return None
     texts = []
-    for item in failing[:_LISTED]:
-        figure = formatting.figure(item.seen)
-        if item.seen is None:
-            figure = "not measured: shapes differ, or NaN or Inf on one side"
-        texts.append(f"{item.layer} ({item.value}): {item.measure} {figure}, limit {item.limit:g}")
+    for row in failing[:_LISTED]:
+        figures = f"{formatting.figure(row['seen'])}, limit {formatting.figure(row['limit'])}"
+        texts.append(f"{row['layer']} ({row['value']}): {row['measure']} {figures}")
     if len(failing) > _LISTED:
         texts.append(f"and {len(failing) - _LISTED} more")
     return StageError("; ".join(texts), where=stage)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 from layerline.pipeline.report import LayerDiff, Order, Report, Scalar
 from layerline.views import formatting
@@ -113,12 +113,8 @@ def records_table(
     return filled(columns)
 
 
-_CSV_FIELDS = ("sqnr_db", "rel_l2", "max_abs", "mean_abs", "cosine", "tolerance")
-_CSV_COUNTS = ("nonfinite_a", "nonfinite_b", "one_sided", "dtype")
-
-
 def csv_text(report: Report, order: Order = "network", then: Report | None = None, top: int | None = None) -> str:
-    """The table as CSV with unrounded figures; a measure that was not taken is an empty cell.
+    """The table as CSV: columns are the fields of a record, with figures unrounded and an empty cell for what is None.
 
     Args:
         report: the report.
@@ -126,23 +122,20 @@ def csv_text(report: Report, order: Order = "network", then: Report | None = Non
         then: the same stage in another run; its SQNR becomes the column `then_sqnr_db`.
         top: how many rows; None for all.
     """
-    earlier = {record.name: record for record in then.records} if then else {}
-    records = report.sorted(order)[:top]
-    extras = list(dict.fromkeys(key for record in records for key in record.extra))
-    rows: list[dict[str, Scalar]] = []
-    for record in records:
-        row: dict[str, Scalar] = {"layer": record.where, "value": record.name, "op": record.op}
+    earlier = {record.name: record.sqnr_db for record in then.records} if then else {}
+    rows: list[dict[str, Any]] = []
+    for record in report.sorted(order)[:top]:
+        row = {"layer": record.where, **asdict(record), "shape": "x".join(map(str, record.shape))}
         row["passed"] = record.passed
-        row.update((name, getattr(record, name)) for name in _CSV_FIELDS)
-        row["judged"] = record.judged
-        row.update((name, getattr(record, name)) for name in _CSV_COUNTS)
-        row["shape"] = "x".join(map(str, record.shape))
         if then is not None:
-            row["then_sqnr_db"] = earlier[record.name].sqnr_db if record.name in earlier else None
-        row.update((key, record.extra.get(key)) for key in extras)
+            row["then_sqnr_db"] = earlier.get(record.name)
+        row.update(row.pop("extra"))
         rows.append(row)
+    names = dict.fromkeys(["layer", "name"])  # as an ordered set
+    for row in rows:
+        names.update(dict.fromkeys(row))
     text = StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else ["layer", "value"], lineterminator="\n")
+    writer = csv.DictWriter(text, list(names), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

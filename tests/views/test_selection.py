@@ -78,12 +78,12 @@ def test_what_is_below_a_limit() -> None:
         LayerDiff(name="random", op="Dropout", extra={"nondeterministic": "Dropout"}),
     )
     failing = selection.below(Report(stage="fuse", records=records), {"sqnr": 20.0})
-    assert [item.value for item in failing] == ["below", "undefined", "one_sided", "shapes"]
-    assert failing[0].to_json() == {"layer": "b", "value": "below", "measure": "sqnr", "seen": 19.9, "limit": 20.0}
-    assert [item.to_json()["seen"] for item in failing[1:]] == ["nan", 50.0, None]
+    assert [item["value"] for item in failing] == ["below", "undefined", "one_sided", "shapes"]
+    assert failing[0] == {"layer": "b", "value": "below", "measure": "sqnr", "seen": 19.9, "limit": 20.0}
+    assert [item["seen"] for item in failing[1:]] == ["nan", "-inf", "-inf"]
     error = selection.failure(failing, "fuse")
     assert error is not None and error.exit_code == 1
-    assert error.what.startswith("b (below): sqnr 19.9, limit 20; d (undefined): sqnr NaN, limit 20")
+    assert error.what.startswith("b (below): sqnr 19.9, limit 20; d (undefined): sqnr nan, limit 20")
     assert selection.failure([], "fuse") is None
 
 
@@ -91,7 +91,7 @@ def test_several_limits_are_judged_on_their_own() -> None:
     low = diff("x", "a", db=40.0, extra={OWN: 14.0, "weight_sqnr_db": 30.0})
     report = Report(stage="quantize", records=(low, diff("y", "b", db=10.0)))
     limits = {"sqnr": 20.0, "own": 15.0, "weight": 30.0}
-    assert [(i.value, i.measure) for i in selection.below(report, limits)] == [("x", "own"), ("y", "sqnr")]
+    assert [(i["value"], i["measure"]) for i in selection.below(report, limits)] == [("y", "sqnr"), ("x", "own")]
 
 
 def test_a_measure_that_nothing_has_is_no_pass() -> None:
@@ -107,13 +107,13 @@ def test_the_csv_holds_unrounded_figures() -> None:
     report = Report(stage="quantize", records=(second, first))
     then = Report(stage="quantize", records=(diff("a,b", db=2.5),))
     rows = list(csv.DictReader(io.StringIO(tables.csv_text(report, "error", then))))
-    assert [row["value"] for row in rows] == ["a,b", "y"]
+    assert [row["name"] for row in rows] == ["a,b", "y"]
     assert rows[0]["layer"] == 'the "stem"' and rows[0]["shape"] == "batchx4" and rows[0]["dtype"] == "float32"
     assert (float(rows[0]["sqnr_db"]), float(rows[0][OWN]), rows[0]["clipped"]) == (1 / 3, 2 / 3, "0.1")
     assert (rows[1]["sqnr_db"], rows[1][OWN], rows[1]["max_abs"]) == ("inf", "", "")
     assert [row["then_sqnr_db"] for row in rows] == ["2.5", ""]
     assert len(list(csv.reader(io.StringIO(tables.csv_text(report, top=1))))) == 2
-    assert tables.csv_text(Report(stage="train")) == "layer,value\n"
+    assert tables.csv_text(Report(stage="train")) == "layer,name\n"
 
 
 def test_the_options_of_the_command(
