@@ -67,8 +67,8 @@ def compare_within(reference: Path, candidate: Path, data: Path, memory: int, lo
     missing = [name for name in values if name not in matched]
     if missing:
         notes.append(
-            f"{len(missing)} of {len(values)} values of {reference.name} are not compared, since {candidate.name} has "
-            f"no tensor of that name; the first is {missing[0]}"
+            f"{len(missing)} of {len(values)} values of the first model are not compared, since the second has no "
+            f"tensor of that name; the first is {missing[0]}"
         )
     two_sessions = why_two_sessions(models[0].model, models[1].model)
     if two_sessions:

@@ -70,7 +70,7 @@ def test_values_of_other_names_are_left_out_and_counted(tmp_path: Path) -> None:
     data = samples(tmp_path / "x.npz", x=[[3, 4]])
     report = compared(model(tmp_path / "a.onnx"), model(tmp_path / "b.onnx", inner="other"), data)
     assert [record.name for record in report.records] == ["h", "y"]
-    assert report.notes[0].startswith("1 of 3 values of a.onnx are not compared")
+    assert report.notes[0].startswith("1 of 3 values of the first model are not compared")
 
 
 @pytest.mark.parametrize(("rows_a", "rows_b"), [("N", "M"), (1, "N"), ("N", 1), (3, 3)])
