@@ -170,8 +170,9 @@ class Quantize(Stage):
             shutil.copyfile(folder / name, work.out / name)
         _write_plan(work.out, converted)
         report = quantization_report.layer_report(self.name, converted, probes, mode=self.mode)
-        # A search without a metric has judged the outputs: there its own budget for metrics means nothing.
-        max_drop = self.max_drop if evaluation.why else self._max_drop()
+        # Without a metric a search judges the outputs: there its own budget for metrics means nothing.
+        measured = evaluation.measure(converted)
+        max_drop = self.max_drop if measured is None else self._max_drop()
         accuracy = accuracy_budget.measure(converted, evaluation, report.records, max_drop)
         if self.mode != "none":
             if quantization_report.runs_on_onnxruntime(converted):

@@ -272,3 +272,37 @@ def test_scales_that_were_observed_in_training_ship_as_they_are(tmp_path: Path) 
     torch.testing.assert_close(shipped["q.scale"], trained["online/q.scale"], rtol=0, atol=0)
     report = Export().run(Work(inputs={"weights": tmp_path / "out"}, out=tmp_path / "onnx", **common))
     assert report.passed, report.gates
+
+
+PADDED = """
+import torch
+from torch import nn
+
+class Padded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(8, 2)
+    def forward(self, x, mask):
+        return self.head(self.encoder(x, src_key_padding_mask=mask).mean(1))
+
+def model():
+    return Padded()
+
+def train_data():
+    mask = torch.zeros(8, 5, dtype=torch.bool)
+    mask[::2, 3:] = True
+    return {"x": torch.randn(8, 5, 8), "mask": mask, "label": torch.arange(8) % 2}
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch["x"], batch["mask"]), batch["label"])
+"""
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_padded_samples_that_torch_passes_on_as_nested_tensors_are_compared(tmp_path: Path) -> None:
+    checkpoint = _trained(tmp_path, PADDED)
+    report = Ema().run(_work(tmp_path, "ema", PADDED, checkpoint=checkpoint))
+    shapes = {record.name: tuple(record.shape) for record in report.records if record.op == "TransformerEncoderLayer"}
+    assert shapes == {"encoder.layers.0": (2, 5, 8), "encoder.layers.1": (2, 5, 8)}

@@ -160,3 +160,18 @@ def test_pipe_tune_prints_the_table_and_is_cached_the_second_time(tmp_path, monk
     document = json.loads(states[1])
     assert [s["state"] for s in document["stages"]] == ["cached"] * 3
     assert document["report"]["tables"]["search"][0]["layer"] == "MatMul_bad"
+
+
+NO_TARGETS = """
+def eval_data():
+    return X
+"""
+
+
+def test_a_model_without_a_layer_for_int8_and_without_a_metric_is_judged_by_its_outputs(searched):
+    net = model("g (float[n, 8] x) => (float[n, 8] y) { y = Mul (x, huge) }", huge=HUGE)
+    report, _ = searched(net=net, task=NO_TARGETS)
+    assert [(gate.name, gate.passed) for gate in report.gates if gate.name != "onnxruntime runs it alike"] == [
+        ("output SQNR", True)
+    ]
+    assert any("eval_data() gives no targets" in note for note in report.notes)

@@ -154,6 +154,9 @@ def activations(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         calls[path] = count + 1
         if isinstance(out, Tensor) or (isinstance(out, tuple) and out and isinstance(out[0], Tensor)):
             tensor = first_output(out)
+            if tensor.is_nested:
+                # nn.TransformerEncoder hands these to its layers where src_key_padding_mask hides the ends of samples.
+                tensor = tensor.to_padded_tensor(0.0)
             if tensor.is_floating_point():
                 key = f"{path}:{count}" if count else path
                 outputs[key] = type(module).__name__, tensor.detach().clone()
