@@ -78,7 +78,7 @@ class Stage(BaseModel):
         implementation: the name that it is registered under, where it stands in for another stage; set by `use:`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     name: ClassVar[str]
     version: ClassVar[int]

@@ -289,7 +289,8 @@ def _placed(error: ConfigError, raw: Any) -> ValidationError:
         text += f"; {error.hint}"
     # pydantic carries the error to the place of its field; pipe.yaml's reader shows it as it is.
     kind = PydanticCustomError("told", "{text}", {"text": text, "what": error.what, "hint": error.hint})
-    place = tuple(error.where.split("."))
+    # A number is the place in a list: `optimizer.groups.1.lr`.
+    place: tuple[str | int, ...] = tuple(int(part) if part.isdecimal() else part for part in error.where.split("."))
     recipe = raw.get("recipe") if isinstance(raw, Mapping) else None
     if isinstance(recipe, Mapping) and place[0] not in raw:
         # In `recipe`, a field may be one key: `clip.max_norm`.
@@ -297,7 +298,10 @@ def _placed(error: ConfigError, raw: Any) -> ValidationError:
             place = (error.where,)
         place = ("recipe", *place)
     for key in place:
-        raw = raw.get(key) if isinstance(raw, Mapping) else None
+        if isinstance(raw, list) and isinstance(key, int) and key < len(raw):
+            raw = raw[key]
+        else:
+            raw = raw.get(key) if isinstance(raw, Mapping) else None
     details: InitErrorDetails = {"type": kind, "loc": place, "input": raw}
     return ValidationError.from_exception_data("Train", [details])
 

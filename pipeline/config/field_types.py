@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 class Fields(BaseModel):
     """Fields below a stage's own."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Range(Fields):

@@ -38,9 +38,12 @@ from layerline.pipeline.errors import ConfigError
         ),
         (
             "quantize",
-            "max_drop: {a: half}",
-            "quantize.max_drop.a: expected a number that is at least 0, or a percentage such as 0.5%, saw 'half'",
+            "max_drop: {a: x}",
+            "quantize.max_drop.a: expected a finite number that is at least 0, or a percentage such as 0.5%, saw 'x'",
         ),
+        ("train", "optimizer: {groups: [{lr: 1}]}", "train.optimizer.groups.0: match is required, and missing"),
+        ("quantize", "min_db: .nan", "quantize.min_db: expected a finite number, saw nan"),
+        ("engine", "tolerance: .inf", "engine.tolerance: expected a finite number, saw inf"),
         ("train", "epochs: true", "train.epochs: expected an integer, saw True"),
     ],
 )

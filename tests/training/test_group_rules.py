@@ -165,3 +165,19 @@ def test_layer_decay_of_a_model_that_is_its_own_stack() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mo = ModelOptimizer(net, {"optimizer": {"lr": 1.0, "layer_decay": 0.5}})
     assert sorted({g["lr"] for g in mo.param_groups}) == [0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("rule", "where", "what", "hint"),
+    [
+        ({"lr": 0.1}, "", "match is required, and missing", ""),
+        ({"math": "head.*", "lr": 0.1}, ".math", "no such field", "did you mean 'match'?"),
+        ({"match": "head.*", "lr": float("nan")}, ".lr", "Input should be a finite number, got nan", ""),
+    ],
+)
+def test_a_mistake_in_a_rule_is_told_with_its_field(rule: dict[str, Any], where: str, what: str, hint: str) -> None:
+    groups = [{"match": "body.*", "lr": 0.1}, rule]
+    with pytest.raises(ConfigError) as caught:
+        ModelOptimizer(_net(), {"optimizer": {"groups": groups}})
+    assert (caught.value.where, caught.value.what) == (f"optimizer.groups.1{where}", what)
+    assert caught.value.hint == hint

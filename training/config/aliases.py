@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from layerline.pipeline.config.document import Document
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.nearest import closest, hint
-from layerline.training.config.sections import Config, OptimizerName, SchedulerName, Section
+from layerline.training.config.sections import Config, GroupRule, OptimizerName, SchedulerName, Section
 from layerline.training.optimizers import schedules
 
 # Accepted field -> canonical field.
@@ -434,17 +434,25 @@ def _validate(fields: Mapping[str, Any], written: _Written) -> Config:
     try:
         return Config.model_validate(nested(fields))
     except ValidationError as error:
-        # One error at a time: later ones often follow from the first.
-        first = error.errors()[0]
+        # One error at a time: later ones often follow from the first. An unknown name is most often a misspelling of
+        # the missing one, and says more.
+        first = min(error.errors(), key=lambda e: e["type"] == "missing")
         path = ".".join(str(part) for part in first["loc"][:2])
+        inside = "" if path in _PAIRS else "".join(f".{part}" for part in first["loc"][2:])
         what = first["msg"].removeprefix("Value error, ")
         advice = ""
         if path in _PAIRS and first["type"] in ("missing", "too_long", "tuple_type"):
             what = f"expected two numbers, got {fields.get(path)!r}"
+        elif first["type"] == "missing" and inside:
+            inside, _, name = inside.rpartition(".")
+            what = f"{name} is required, and missing"
+        elif first["type"] == "extra_forbidden" and inside:
+            what = "no such field"
+            advice = hint(str(first["loc"][-1]), list(GroupRule.model_fields))
         elif first["type"] == "literal_error" and isinstance(first["input"], str):
             valid = re.findall(r"'([^']+)'", first["ctx"]["expected"])
             what = f"unknown value {first['input']!r}"
             advice = hint(first["input"], valid)
         elif "." in path:
             what += f", got {first['input']!r}"
-        raise ConfigError(what, where=written[path], hint=advice) from error
+        raise ConfigError(what, where=f"{written[path]}{inside}", hint=advice) from error
