@@ -232,7 +232,12 @@ def _gate(
             seen += f", McNemar's p {interval.p_value:.2g}"
         seen += ")"
     passed = budget.passes(before, after)
-    return Gate(f"{name} budget", passed, seen, expected, "" if passed else _remedy(records))
+    hint = ""
+    if math.isnan(before):
+        hint = "metric() gives NaN for the float model itself, so that there is nothing to compare with: mend metric()"
+    elif not passed:
+        hint = _remedy(records)
+    return Gate(f"{name} budget", passed, seen, expected, hint)
 
 
 def _remarks(name: str, before: float, interval: Interval | None, budget: Budget) -> list[str]:

@@ -162,6 +162,15 @@ def test_the_accuracy_budget_is_a_gate_in_the_metrics_own_units(work):
     assert gate.hint.endswith("pipe diff quantize --sort own")
 
 
+def test_a_metric_that_is_nan_for_the_float_model_blames_no_layer(work):
+    report = Quantize(max_drop=0.4).run(work(CALIB + LABELLED + FALLING.format("float('nan')")))
+    (gate,) = (gate for gate in report.gates if gate.name == "metric budget")
+    assert not gate.passed
+    assert gate.hint == (
+        "metric() gives NaN for the float model itself, so that there is nothing to compare with: mend metric()"
+    )
+
+
 def test_a_drop_of_exactly_the_budget_passes(work):
     task = CALIB + LABELLED + FALLING.format("0.985 - 0.005 * (calls - 1)")
     assert Quantize(max_drop=0.005).run(work(task)).passed
