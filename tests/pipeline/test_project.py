@@ -51,12 +51,17 @@ def test_the_name_is_the_folder_s_unless_it_is_given(tmp_path: Path) -> None:
         (".5", 0.5),
         ("1", 1.0),
         ("-1.5", -1.5),
-        (".inf", float("inf")),
     ],
 )
 def test_numbers_are_numbers(written: str, rate: float, tmp_path: Path) -> None:
     assert source(tmp_path, f"source: {{rate: {written}}}").rate == rate
     assert source(tmp_path, "", f"source.rate={written}").rate == rate
+
+
+@pytest.mark.parametrize("written", [".inf", "-.inf", ".nan", "1e400"])
+def test_a_number_that_is_not_finite_is_refused(written: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"source.rate: expected a finite number, saw (inf|-inf|nan)"):
+        source(tmp_path, f"source: {{rate: {written}}}")
 
 
 def test_anchors_merges_and_whole_number_keys(tmp_path: Path) -> None:
