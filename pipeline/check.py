@@ -47,8 +47,8 @@ class Checked:
         return min((f.exit_code for f in self.errors), default=0)
 
     def to_json(self) -> dict[str, Any]:
-        told = failure(self.errors).to_json() if self.errors else {}
-        return {"passed": not self.errors, **told, "findings": [f.to_json() for f in self.findings]}
+        error_fields = failure(self.errors).to_json() if self.errors else {}
+        return {"passed": not self.errors, **error_fields, "findings": [f.to_json() for f in self.findings]}
 
 
 def check(project: Project) -> Checked:

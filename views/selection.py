@@ -89,12 +89,12 @@ def below(report: Report, limits: Mapping[str, float]) -> list[Row]:
     for measure, limit in limits.items():
         is_measured = False
         for record in report.records:
-            seen = _measured(record, measure)
-            if seen is None:
+            measured = _measured(record, measure)
+            if measured is None:
                 continue
             is_measured = True
-            if not seen >= limit:  # NaN too
-                shown: Scalar = seen if math.isfinite(seen) else str(seen)
+            if not measured >= limit:  # NaN too
+                shown: Scalar = measured if math.isfinite(measured) else str(measured)
                 row: Row = {"layer": record.where, "value": record.name, "measure": measure}
                 failing.append({**row, "seen": shown, "limit": limit})
         if not is_measured:

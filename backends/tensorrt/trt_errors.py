@@ -97,8 +97,12 @@ def _suspects(function: str, text: str, path: Path) -> tuple[str, list[str]]:
     if not nodes:
         return "", []
     words = set(re.findall(r"\w+", text.lower()))
-    with_attribute = [node for node in nodes if any(a.name.lower() in words for a in node.attribute)]
+    with_attribute = [node for node in nodes if not words.isdisjoint(_attribute_names(node))]
     return op, [node.name or first_output(node) for node in with_attribute or nodes]
+
+
+def _attribute_names(node: Any) -> set[str]:
+    return {attribute.name.lower() for attribute in node.attribute}
 
 
 def build_failed(messages: Messages, layers: Sequence[Layer], modules: Mapping[str, str]) -> StageError:

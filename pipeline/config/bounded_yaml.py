@@ -127,8 +127,8 @@ def _loader() -> YAML:
             except (YAMLError, RecursionError):
                 raise
             except Exception as error:
-                told = f"{type(error).__name__}: {first_line(str(error))}"
-                raise ConstructorError(None, None, told, node.start_mark) from error
+                message = f"{type(error).__name__}: {first_line(str(error))}"
+                raise ConstructorError(None, None, message, node.start_mark) from error
 
     loader = YAML(typ="rt")
     loader.Constructor = Constructor

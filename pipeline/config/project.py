@@ -73,7 +73,8 @@ class Project:
 
     def upstream(self, stage: Stage) -> dict[str, Stage]:
         """The stage behind each input port."""
-        return {port: next(s for s in self.stages if s.gives == kind) for port, kind in stage.takes.items()}
+        by_kind = {other.gives: other for other in reversed(self.stages)}
+        return {port: by_kind[kind] for port, kind in stage.takes.items()}
 
     def needed_for(self, names: Sequence[str]) -> tuple[Stage, ...]:
         """The named stages and everything they take from, in the order they run."""

@@ -33,12 +33,12 @@ class Setting:
 def settings(record: Record) -> list[Setting]:
     """Every field that the stage ran with, those that differ from their defaults first."""
     usual = _defaults(record.stage)
-    found = [
-        Setting(name.removeprefix(CONFIG), value, usual.get(name.removeprefix(CONFIG)))
-        for name, value in record.parts.items()
-        if name.startswith(CONFIG)
-    ]
-    return sorted(found, key=lambda setting: not setting.differs)
+    result: list[Setting] = []
+    for part, value in record.parts.items():
+        if part.startswith(CONFIG):
+            name = part.removeprefix(CONFIG)
+            result.append(Setting(name, value, usual.get(name)))
+    return sorted(result, key=lambda setting: not setting.differs)
 
 
 def has_settings(record: Record, wanted: Mapping[str, str]) -> bool:
@@ -64,23 +64,27 @@ def changed(now: Sequence[Record], then: Sequence[Record]) -> list[str]:
     An input of a stage that another stage of the run made says nothing that the other's changes don't.
     """
     before = {r.stage: r for r in then}
-    told = []
+    changes: list[str] = []
     for record in now:
         old = before.get(record.stage)
         if old is not None and old != record:
-            parts = [{k: v for k, v in r.parts.items() if not k.startswith("input.")} for r in (old, record)]
-            told += [f"{record.stage}: {phrase}" for phrase in phrases(*parts)]
-    return told + _versions_changed(now, before)
+            differing = phrases(_without_inputs(old), _without_inputs(record))
+            changes += [f"{record.stage}: {phrase}" for phrase in differing]
+    return changes + _versions_changed(now, before)
+
+
+def _without_inputs(record: Record) -> dict[str, str]:
+    return {name: value for name, value in record.parts.items() if not name.startswith("input.")}
 
 
 def _versions_changed(now: Sequence[Record], before: Mapping[str, Record]) -> list[str]:
-    told: dict[str, None] = {}
+    changes: dict[str, None] = {}  # each once, in order
     for record in now:
         old = before[record.stage].versions if record.stage in before else {}
         for name, version in record.versions.items():
             if old.get(name, version) != version:
-                told[f"{name} {old[name]} -> {version}"] = None
-    return list(told)
+                changes[f"{name} {old[name]} -> {version}"] = None
+    return list(changes)
 
 
 def _defaults(stage: str) -> dict[str, str]:

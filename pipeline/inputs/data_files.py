@@ -31,16 +31,16 @@ def expand(project: Path, pattern: str) -> list[str]:
         parts = tuple(plain)
     named = project.joinpath(*plain)
     walk = _Walk(project, named)
-    found: set[str] = set()
+    files: set[str] = set()
     try:
         for match in matches(project, parts, project, walk.enters):
             for path in walk.files(match):
-                found.add(path)
-                if len(found) > FILES:
+                files.add(path)
+                if len(files) > FILES:
                     raise ValueError(f"more than {FILES} files match")
     except RecursionError:
         raise ValueError("its folders lie too deep in each other") from None
-    return sorted(os.path.relpath(path, project).replace(os.sep, "/") for path in found)
+    return sorted(os.path.relpath(path, project).replace(os.sep, "/") for path in files)
 
 
 class _Walk:

@@ -28,8 +28,8 @@ def check_samples(arrays: Mapping[str, Array], where: str) -> None:
     """
     counts = {k: len(a) for k, a in arrays.items() if a.ndim}
     if len(set(counts.values())) > 1 or 0 in counts.values():
-        seen = ", ".join(f"{k} {n}" for k, n in counts.items())
-        raise ConfigError(f"expected equally many samples along every first axis, saw {seen}", where=where)
+        lengths = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise ConfigError(f"expected equally many samples along every first axis, saw {lengths}", where=where)
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":
             raise ConfigError(f"the array holds {array.dtype}, expected numbers", where=f"{where}: {name}")
@@ -122,10 +122,10 @@ def _refuse(
     if not bad.any():
         return
     at = np.unravel_index(int(bad.argmax()), bad.shape)
-    told = [int(i) for i in at]
-    if rows is not None and told:
-        told[0] = int(rows[told[0]])
-    index = f"[{', '.join(map(str, told))}]" if told else ""
+    places = [int(i) for i in at]
+    if rows is not None and places:
+        places[0] = int(rows[places[0]])
+    index = f"[{', '.join(map(str, places))}]" if places else ""
     raise ConfigError(
         f"{name}{index} is {array[at]}, expected {expected}; {int(bad.sum())} of {bad.size} elements are not that",
         where=where,

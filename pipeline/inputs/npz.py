@@ -45,8 +45,8 @@ def read(path: Path) -> dict[str, Array]:
         except (ConfigError, MemoryError):
             raise
         except Exception as error:  # zipfile, zlib and numpy raise a dozen kinds on damaged files
-            told = printable(" ".join(str(error).split()), 200)
-            raise ConfigError(f"not an .npz file of plain arrays ({told})", where=where) from error
+            message = printable(" ".join(str(error).split()), 200)
+            raise ConfigError(f"not an .npz file of plain arrays ({message})", where=where) from error
 
 
 def _arrays(archive: zipfile.ZipFile, size: int, where: str) -> Iterator[tuple[str, Array]]:
@@ -99,10 +99,11 @@ def check_header(file: IO[bytes], size: int, where: str) -> None:
         raise ConfigError("it holds Python objects, expected numbers", where=where)
     if len(shape) > AXES or any(n < 0 for n in shape):
         raise ConfigError(f"its shape is {printable(str(shape), 80)}, expected at most {AXES} sizes", where=where)
-    expected, there = math.prod(shape) * dtype.itemsize, size - file.tell()
-    if expected != there:
-        told = printable(str(tuple(shape)), 80)
-        raise ConfigError(f"its shape {told} of {dtype} takes {_short(expected)} bytes, it has {there}", where=where)
+    expected = math.prod(shape) * dtype.itemsize
+    stored = size - file.tell()
+    if expected != stored:
+        sizes = printable(str(tuple(shape)), 80)
+        raise ConfigError(f"its shape {sizes} of {dtype} takes {_short(expected)} bytes, it has {stored}", where=where)
 
 
 def _short(number: int) -> str:

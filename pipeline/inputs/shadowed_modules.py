@@ -80,8 +80,11 @@ def _needed() -> frozenset[str]:
             if needed not in wanted and (name == _OURS or not optional):
                 wanted.add(needed)
                 pending.append(needed)
-    modules = metadata.packages_distributions()
-    return frozenset(m for m, owners in modules.items() if any(_normal(owner) in wanted for owner in owners)) | {_OURS}
+    modules = {_OURS}
+    for module, owners in metadata.packages_distributions().items():
+        if not wanted.isdisjoint(map(_normal, owners)):
+            modules.add(module)
+    return frozenset(modules)
 
 
 def _requirements(distribution: str) -> list[str]:
@@ -92,5 +95,7 @@ def _requirements(distribution: str) -> list[str]:
 
 
 def _normal(requirement: str) -> str:
-    found = _DISTRIBUTION.match(requirement)
-    return re.sub(r"[-_.]+", "-", found[0]).lower() if found else ""
+    name = _DISTRIBUTION.match(requirement)
+    if name is None:
+        return ""
+    return re.sub(r"[-_.]+", "-", name[0]).lower()

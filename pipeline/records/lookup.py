@@ -240,9 +240,13 @@ def read_log(path: Path) -> Log:
     """
     try:
         reader = csv.DictReader(StringIO(read_bytes(path, _LOG_BYTES).decode()))
-        rows = [{name: cell for name, cell in row.items() if cell} for row in reader]
-        return _LOG.validate_python(rows)
+        return _LOG.validate_python([_measured_columns(row) for row in reader])
     except (OSError, ValueError, csv.Error) as error:
         raise PipeError(
             f"it is no table of numbers: {fault(error)}", where=str(path), hint="the stage writes it again with --force"
         ) from None
+
+
+def _measured_columns(row: Mapping[str, str]) -> dict[str, str]:
+    """A row without the columns in which nothing was measured."""
+    return {name: cell for name, cell in row.items() if cell}

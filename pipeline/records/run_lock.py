@@ -39,13 +39,13 @@ def temporary_folder() -> Iterator[Path]:
 
 def abandoned() -> list[Path]:
     """Temporary folders of this user that killed processes left behind."""
-    found = []
+    left_behind = []
     for folder in sorted(Path(gettempdir()).glob(f"{_PREFIX}*")):
         with suppress(OSError):  # gone meanwhile, or not ours to read
             own = folder.is_dir() and not folder.is_symlink()
             if own and (os.name == "nt" or folder.stat().st_uid == os.getuid()) and _is_left(folder):
-                found.append(folder)
-    return found
+                left_behind.append(folder)
+    return left_behind
 
 
 def _is_left(folder: Path) -> bool:

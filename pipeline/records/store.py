@@ -171,8 +171,9 @@ class Store:
     def _check(self, path: Path, name: str, content: str, size: int) -> None:
         if not path.is_file():
             raise DamagedError(f"{name} is missing")
-        if (seen := path.stat().st_size) != size:
-            raise DamagedError(f"{name} has {seen} bytes, not {size}")
+        size_now = path.stat().st_size
+        if size_now != size:
+            raise DamagedError(f"{name} has {size_now} bytes, not {size}")
         if self._hasher.file(path) != content:
             raise DamagedError(f"{name} has changed since it was written")
 

@@ -76,7 +76,9 @@ def _afforded(values: list[ir.Value], chosen: list[ir.Node], work: Rewriting) ->
     for value in values:
         gone: set[ir.Value] = set()
         for node in _needed(value, chosen):
-            gone.update(read for read in _stored_inputs(node) if all(use.node in chosen for use in read.uses()))
+            for read in _stored_inputs(node):
+                if all(use.node in chosen for use in read.uses()):
+                    gone.add(read)
         # Two values may free the same tensor; it counts once.
         gone -= freed
         added = max((_bytes(value) or 0) - sum(_bytes(read) or 0 for read in gone), 0)
