@@ -373,9 +373,9 @@ def diff(
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """Show a stage's per-layer errors, worst layer first, or those between two ONNX files.
+    """Show each layer's errors, of a stage or between two ONNX files.
 
-    Of its newest run, of the run given with --run, or of the newest run with the settings given with --set.
+    Of the newest run, of the run given with --run, or of the newest run with the settings given with --set.
     docs/cli.md and the page of `pipe report` explain the columns.
     """
     from layerline.pipeline import diff_on
@@ -444,7 +444,7 @@ def why(
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """Show where accuracy was lost, the likely cause, and what to change.
+    """Show where accuracy was lost, why, and what to change.
 
     Evaluates what each stage of the newest run left, or of the run given with --run. --try runs the stages again with
     the advised --set; pipe.yaml stays as it is.
