@@ -139,7 +139,7 @@ def test_the_bounds_that_security_states_are_those_of_the_code() -> None:
     text = " ".join((ROOT / "SECURITY.md").read_text("utf-8").split())
     for stated in (
         f"{bounded_yaml.SIZE:,} characters and {bounded_yaml.VALUES:,} values",
-        f"a JSON record {ledger._RECORD_BYTES >> 20} MiB",
+        f"a JSON record or report {ledger._RECORD_BYTES >> 20} MiB",
         f"at most {npz.UNPACKED >> 30} GiB or {npz.RATIO} times its size",
         f"at most {untrusted.DIGITS} digits",
         f"at most {inline_functions.MOST_NODES:,} nodes",

@@ -117,7 +117,7 @@ def test_two_ranks_leave_the_artifact_that_one_leaves(form: str, tmp_path: Path)
     assert _run(0, str(two)) == ([("train", "cached")], "")
 
 
-@pytest.mark.parametrize("shard", ["none", "zero3"])
+@pytest.mark.parametrize("shard", ["none", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_struck_down_and_rerun_two_ranks_end_in_the_same_bytes(shard: str, tmp_path: Path) -> None:
     yaml = YAML.replace("save_interval: 2}}", f"save_interval: 2}}, distributed: {{shard: {shard}}}}}")
     straight, struck = _project(tmp_path / "a", yaml=yaml), _project(tmp_path / "b", yaml=yaml)
