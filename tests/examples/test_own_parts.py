@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,10 @@ Pipe = Callable[..., tuple[int, Any]]
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder to put on sys.path, with the package as pip installs it."""
-    pytest.importorskip("pip")
-    pytest.importorskip("setuptools")
+    # Looked for and not imported: setuptools replaces distutils, which something may have imported before.
+    for tool in ("pip", "setuptools"):
+        if find_spec(tool) is None:
+            pytest.skip(f"{tool} is not installed")
     source, target = tmp_path_factory.mktemp("source") / "own_parts", tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "examples" / "own_parts", source)  # a build leaves files beside the source
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
