@@ -20,7 +20,7 @@ from layerline.compare.value_types import CODES, Shape, infer
 from layerline.graph.analysis.rounding_noise import drawn, perturbed
 from layerline.graph.io.module_identity import modules
 from layerline.pipeline.errors import StageError
-from layerline.pipeline.report import LayerDiff
+from layerline.pipeline.report import OWN, LayerDiff
 
 __all__ = ["Distance", "compare", "diff_arrays", "pair_values", "why_two_sessions"]
 FEW = 8
@@ -368,7 +368,7 @@ def _rows(
             if comparison.isolated and pair.pointer is None:
                 # NaN or Inf on one side only: no finite figure describes that.
                 decibels = -math.inf if alone.one_sided else alone.sqnr_db
-                measures["extra"] = total.flags | {"isolated_sqnr_db": decibels}
+                measures["extra"] = total.flags | {OWN: decibels}
         dtype, shape = comparison.types[pair.a]
         op, module = ops.get(pair.a, "Input"), module_paths.get(pair.a, "")
         rows.append(LayerDiff(name=pair.a, op=op, module=module, dtype=dtype, shape=shape, **measures))

@@ -26,7 +26,7 @@ from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import leaves
 from layerline.pipeline.inputs.metric import Metric, accuracy, score
-from layerline.pipeline.report import Gate, LayerDiff, Scalar
+from layerline.pipeline.report import OWN, Gate, LayerDiff, Scalar
 
 Scores = Mapping[str, float]
 LARGE = 0.2
@@ -259,7 +259,7 @@ def _remedy(records: Sequence[LayerDiff]) -> str:
     decibels: dict[str, float] = {}
     layers: dict[str, str] = {}
     for record in records:
-        value = record.extra.get("isolated_sqnr_db")
+        value = record.extra.get(OWN)
         if isinstance(value, int | float) and math.isfinite(value):
             decibels[record.name] = float(value)
             layers[record.name] = record.where

@@ -20,7 +20,7 @@ from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.graph.quantization.qdq_placement import products
 from layerline.parity import default_session, output_sqnr
-from layerline.pipeline.report import Gate, LayerDiff, Report, Scalar
+from layerline.pipeline.report import OWN, Gate, LayerDiff, Report, Scalar
 
 Row = dict[str, Scalar]
 
@@ -202,7 +202,7 @@ def _input_rows(converted: Converted, probes: Sequence[Feed]) -> list[LayerDiff]
             total += diff_arrays(
                 feed[value.name], (np.clip(steps, limits.min, limits.max) - value.zero_point).astype(np.float32) * scale
             )
-        extra: Row = {"isolated_sqnr_db": total.sqnr_db}
+        extra: Row = {OWN: total.sqnr_db}
         shape = shapes[value.name].shape
         records.append(
             LayerDiff(name=value.name, op="Input", shape=shape, dtype="float32", extra=extra, **total.measures())

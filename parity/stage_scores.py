@@ -135,9 +135,7 @@ def _lost(budget: Budget, before: float, after: float, interval: Interval | None
     """Whether the loss is beyond the budget, and more than noise."""
     if budget.passes(before, after) or math.isnan(before):
         return False
-    if math.isnan(after):
-        return True
-    if interval is None:
+    if interval is None or math.isnan(after):
         return True
     # The interval is that of before - after.
     return interval.low > 0 if budget.word == "drop" else interval.high < 0

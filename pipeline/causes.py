@@ -7,6 +7,7 @@ that works is no fault. NaN and Inf, failed gates and a loss that rose at the en
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import math
@@ -191,11 +192,24 @@ def failed_gates(evidence: Evidence) -> Iterator[Cause]:
             )
 
 
-def clipped_range(evidence: Evidence) -> Iterator[Cause]:
+def _of_lost(stage: str) -> Callable[[Callable[[Evidence, Report], Iterator[Cause]]], Rule]:
+    """Makes a rule of a function that takes the report of a stage: it is called where that stage lost something."""
+
+    def as_rule(look: Callable[[Evidence, Report], Iterator[Cause]]) -> Rule:
+        @functools.wraps(look)
+        def rule(evidence: Evidence) -> Iterator[Cause]:
+            report = evidence.lost(stage)
+            if report is not None:
+                yield from look(evidence, report)
+
+        return rule
+
+    return as_rule
+
+
+@_of_lost("quantize")
+def clipped_range(evidence: Evidence, report: Report) -> Iterator[Cause]:
     """Values of which a large share lies beyond the range that calibration chose."""
-    report = evidence.lost("quantize")
-    if report is None:
-        return
     clipped: list[tuple[float, LayerDiff]] = []
     harmful: list[tuple[float, LayerDiff]] = []
     for record in report.records:
@@ -222,11 +236,9 @@ def clipped_range(evidence: Evidence) -> Iterator[Cause]:
     )
 
 
-def unlike_calibration(evidence: Evidence) -> Iterator[Cause]:
+@_of_lost("quantize")
+def unlike_calibration(_: Evidence, report: Report) -> Iterator[Cause]:
     """Most layers lose their signal by themselves, though calibration saw little beyond their ranges."""
-    report = evidence.lost("quantize")
-    if report is None:
-        return
     measured = [record for record in report.records if _own(record) is not None]
     unfit: list[tuple[float, LayerDiff]] = []
     for record in measured:
@@ -250,11 +262,9 @@ def unlike_calibration(evidence: Evidence) -> Iterator[Cause]:
     )
 
 
-def coarse_range(evidence: Evidence) -> Iterator[Cause]:
+@_of_lost("quantize")
+def coarse_range(evidence: Evidence, report: Report) -> Iterator[Cause]:
     """A range far greater than the values that calibration saw: few of its steps are used."""
-    report = evidence.lost("quantize")
-    if report is None:
-        return
     for row in report.tables.get("quantized", ()):
         used = _finite(row.get("range_used"))
         if row.get("role") != "activation" or used is None or not 0 < used < RANGE_USED:
@@ -271,11 +281,9 @@ def coarse_range(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-def uneven_channels(evidence: Evidence) -> Iterator[Cause]:
+@_of_lost("quantize")
+def uneven_channels(evidence: Evidence, report: Report) -> Iterator[Cause]:
     """Weights of which some channels are far smaller than others, under one scale or scales that do not fit."""
-    report = evidence.lost("quantize")
-    if report is None:
-        return
     for row in report.tables.get("quantized", ()):
         whole, worst = _finite(row.get("sqnr_db")), _finite(row.get("worst_channel_db"))
         if row.get("role") != "weight" or whole is None or worst is None:
@@ -298,11 +306,9 @@ def uneven_channels(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-def sensitive_layers(evidence: Evidence) -> Iterator[Cause]:
+@_of_lost("quantize")
+def sensitive_layers(evidence: Evidence, report: Report) -> Iterator[Cause]:
     """Layers that lose most by themselves, with exact inputs; many small losses where no single one stands out."""
-    report = evidence.lost("quantize")
-    if report is None:
-        return
     rows: list[tuple[float, LayerDiff]] = []
     for record in report.records:
         own = _own(record)
@@ -333,11 +339,9 @@ def sensitive_layers(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-def lost_slice(evidence: Evidence) -> Iterator[Cause]:
+@_of_lost("quantize")
+def lost_slice(evidence: Evidence, report: Report) -> Iterator[Cause]:
     """A class or slice that lost far more than all samples together: calibration data may have too little of it."""
-    report = evidence.lost("quantize")
-    if report is None:
-        return
     budgets = evidence.setting("quantize", "max_drop")
     changes: dict[str, list[tuple[float, str]]] = {}
     for row in report.tables.get("slices", ()):
@@ -366,11 +370,9 @@ def lost_slice(evidence: Evidence) -> Iterator[Cause]:
             )
 
 
-def average_lags(evidence: Evidence) -> Iterator[Cause]:
+@_of_lost("ema")
+def average_lags(_: Evidence, report: Report) -> Iterator[Cause]:
     """Averaged weights that are still near where training began."""
-    report = evidence.lost("ema")
-    if report is None:
-        return
     rows = [r for r in report.records if r.op == "parameter" and r.rel_l2 is not None]
     lagging = [record for record in rows if record.rel_l2 is not None and record.rel_l2 > LAG]
     if len(lagging) * 2 > len(rows):
@@ -388,11 +390,9 @@ def average_lags(evidence: Evidence) -> Iterator[Cause]:
         )
 
 
-def stale_statistics(evidence: Evidence) -> Iterator[Cause]:
+@_of_lost("ema")
+def stale_statistics(_: Evidence, report: Report) -> Iterator[Cause]:
     """Outputs of BatchNorm that move although the averaged weights are near the online ones."""
-    report = evidence.lost("ema")
-    if report is None:
-        return
     parameters = {r.name: r.rel_l2 for r in report.records if r.op == "parameter" and r.rel_l2 is not None}
     if not parameters or max(parameters.values()) > LAG:
         return
