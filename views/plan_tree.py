@@ -19,6 +19,8 @@ from layerline.pipeline.inputs.untrusted import read_json
 from layerline.views.screen import words
 
 FILE = "plan.json"
+DEEPEST = 10
+"""Levels of the tree, each four columns wide. What is below them has no room: the rest of its path is one line."""
 Entry = Mapping[str, Any]
 
 
@@ -89,7 +91,7 @@ def show(out: Console, entries: Mapping[str, Entry], differing: list[dict[str, s
             line.append_text(words(row["now"]))
             lines.append((row["module"], line))
     root = Tree("", hide_root=True)
-    branches = {"": root}
+    branches: dict[tuple[str, ...], Tree] = {(): root}
     for module, line in lines:
         _branch(branches, module).add(line)
     if lines:
@@ -102,9 +104,14 @@ def _line(name: str, description: str, style: str) -> Text:
     return Text.assemble(words(name, "bold"), "  ", words(description, style))
 
 
-def _branch(branches: dict[str, Tree], module: str) -> Tree:
+def _branch(branches: dict[tuple[str, ...], Tree], module: str) -> Tree:
     """The branch of a module path, below those of the modules around it."""
-    if module not in branches:
-        parent, _, own_name = module.rpartition(".")
-        branches[module] = _branch(branches, parent).add(words(own_name, "cyan"))
-    return branches[module]
+    path: tuple[str, ...] = ()
+    if not module:
+        return branches[path]
+    for name in module.split(".", DEEPEST):
+        around = branches[path]
+        path = (*path, name)
+        if path not in branches:
+            branches[path] = around.add(words(name, "cyan"))
+    return branches[path]

@@ -52,6 +52,13 @@ def test_a_narrow_terminal_wraps_an_entry(tmp_path):
     ]
 
 
+def test_an_entry_of_a_deep_module_has_room(tmp_path):
+    deep = ".".join(f"m{i}" for i in range(3000))
+    lines = shown({"x": {"module": deep, "reason": "there is no rule"}, "y": {"module": "m0.m1", "reason": "skip"}})
+    assert lines[0].endswith("m0") and "x  float: there is no rule" in lines[-2] and "m2999" in "".join(lines)
+    assert lines[-1] == "    └── y  float: skip"
+
+
 def test_what_differs_between_two_plans(tmp_path):
     entries = plan_tree.read(written(tmp_path / "a", VALUE, WEIGHT))
     kept = Kept(name="c", op="Conv", module="net.conv", reason="skip")
