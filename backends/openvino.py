@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +22,7 @@ class OpenVino:
 
     def open(self, model: Path | bytes, taps: Sequence[str] = ()) -> OpenVinoSession:
         """Loads an ONNX file or its bytes. Taps that the runtime's reader has folded away are left out."""
-        switch_off_telemetry()
-        import openvino as ov
-
-        core = ov.Core()
+        core = _core()
         try:
             source = io.BytesIO(model) if isinstance(model, bytes) else str(model)
             graph = core.read_model(source)
@@ -43,6 +41,20 @@ class OpenVino:
             raise StageError(
                 f"openvino refuses the model: {error}", where=str(getattr(model, "name", "model"))
             ) from error
+
+
+@functools.cache
+def _core() -> Any:
+    """One core for the whole process.
+
+    OpenVINO's CPU plugin replaces the stack of signal handlers and puts the previous one back when the plugin goes.
+    Of two cores, the later one puts back the stack of the earlier one, which is no longer mapped: the next signal,
+    such as Ctrl-C, then ends the process with a segmentation fault (seen with OpenVINO 2026.4).
+    """
+    switch_off_telemetry()
+    import openvino as ov
+
+    return ov.Core()
 
 
 class OpenVinoSession:
