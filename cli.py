@@ -349,9 +349,9 @@ def diff(
         typer.Option(metavar="BACKEND", help="Run the stage's model on a backend and compare with onnxruntime."),
     ] = None,
     sort: Annotated[
-        Literal["own", "error", "network"] | None,
+        Literal["own", "error", "sqnr", "effect", "clipped", "network"] | None,
         typer.Option(
-            help="Sort by each layer's own error, by accumulated error, or in network order.",
+            help="Sort by each layer's own error, by accumulated error (sqnr), by its effect at the outputs, or so on.",
             show_default="own where measured; network with --json",
         ),
     ] = None,
@@ -366,7 +366,8 @@ def diff(
     fail_under: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="MEASURE=VALUE", help="Exit with code 1 if sqnr, own, weight (dB) or cosine of a layer is lower."
+            metavar="MEASURE=VALUE",
+            help="Exit with code 1 if sqnr, own, effect, weight (dB) or cosine of a layer is lower.",
         ),
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,

@@ -82,10 +82,10 @@ def _measured(
     isolated: bool,
     pairs: Mapping[str, str] | None,
     settled: Collection[str],
-) -> tuple[_Comparison, list[tuple[Distance, Distance]]]:
+) -> tuple[Comparison, list[tuple[Distance, Distance]]]:
     # A generator may give any number of feeds.
     few = isinstance(feeds, Sequence) and len(feeds) <= FEW
-    comparison = _Comparison(split(reference), split(candidate), pairs, isolated, OnnxRuntime(few_runs=few), settled)
+    comparison = Comparison(split(reference), split(candidate), pairs, isolated, OnnxRuntime(few_runs=few), settled)
     totals = [(Distance(), Distance())] * len(comparison.pairs)
     for feed in feeds:
         measured = comparison.measure(feed)
@@ -171,7 +171,7 @@ def _opsets(model: onnx.ModelProto) -> dict[str, int]:
     return {o.domain.replace("ai.onnx", "", 1): o.version for o in model.opset_import}
 
 
-class _Comparison:
+class Comparison:
     """One comparison: the pairs, and the sessions, each opened when it is first needed.
 
     Attributes:
@@ -347,7 +347,7 @@ def _size(shape: Shape) -> int | None:
 
 
 def _rows(
-    comparison: _Comparison, totals: list[tuple[Distance, Distance]], tolerances: Mapping[str, float]
+    comparison: Comparison, totals: list[tuple[Distance, Distance]], tolerances: Mapping[str, float]
 ) -> tuple[LayerDiff, ...]:
     reference, candidate = comparison.reference.model, comparison.candidate.model
     ops: dict[str, str] = {}

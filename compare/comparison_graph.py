@@ -9,7 +9,7 @@ frees a value once all its readers have run.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import onnx
@@ -17,7 +17,7 @@ from onnx import helper
 
 from layerline.backends.light import Light, bodies, equal, rename
 from layerline.compare.pair_metrics import Measures, Pair
-from layerline.graph.analysis.toposort import in_order
+from layerline.graph.analysis.toposort import in_order, reads
 from layerline.graph.io import onnx_files
 from layerline.graph.io.opset import opset_of
 
@@ -47,10 +47,7 @@ def joint(
     reference, pairs = _unreserved(reference, list(pairs))
     a, b = reference.model, candidate.model
     shared = _shared(reference, candidate)
-    # Names that the candidate's inputs and stored tensors have in the joint graph.
-    outer = {i.name: i.name for i in candidate.fed}
-    for name in candidate.stored:
-        outer[name] = name if name in shared else B + name
+    outer = _outer(candidate, shared)
     computed_a = _computed(a.graph)
     read = outer | {name: name for name in settled if name in computed_a}
     nodes = [*a.graph.node, *copied(b.graph.node, B, read)]
@@ -69,6 +66,77 @@ def joint(
             if pair.b in computed_b:
                 other = ISOLATED + pair.b
             measures.add(f"{i}/isolated", pair, other, whole=i in whole)
+    return _model(reference, candidate, measures, nodes, shared)
+
+
+def effects_graph(
+    reference: Light,
+    candidate: Light,
+    pairs: Iterable[Pair],
+    layers: Sequence[int],
+    outputs: Sequence[int],
+    *,
+    whole: bool,
+) -> Light:
+    """The graph that computes the reference's outputs once more for each layer, with this layer the candidate's.
+
+    Its outputs are `<layer>/<output>/<column>`, for the outputs that a layer reaches. All layers share one run of the
+    reference: of it, only the nodes that depend on a layer are copied.
+
+    Args:
+        pairs: values that stand for each other; a layer reads the reference's.
+        layers: indices of the pairs whose candidate's side replaces the reference's.
+        outputs: indices of the pairs that are measured.
+        whole: whether both sides of an output are outputs as they are.
+    """
+    reference, pairs = _unreserved(reference, list(pairs))
+    graph = reference.model.graph
+    shared = _shared(reference, candidate)
+    reference_values, casts = feeds_of(pairs)
+    isolated = copied(candidate.model.graph.node, ISOLATED, _outer(candidate, shared) | reference_values)
+    nodes = [*graph.node, *casts, *isolated]
+    fixed = {i.name for i in graph.input} | reference.stored | _computed(graph)
+    measures = Measures(opset_of(reference.model))
+    for index in layers:
+        layer, prefix = pairs[index], f"{index}//"
+        behind, changed = _behind(graph, layer.a)
+        nodes.append(helper.make_node("Cast", [ISOLATED + layer.b], [prefix + layer.a], to=layer.dtype_a))
+        nodes += copied(behind, prefix, {name: name for name in fixed - changed})
+        for place in outputs:
+            output = pairs[place]
+            if output.a in changed:
+                measures.add(f"{index}/{place}", output, prefix + output.a, whole=whole)
+    return _model(reference, candidate, measures, nodes, shared)
+
+
+def _behind(graph: onnx.GraphProto, value: str) -> tuple[list[onnx.NodeProto], set[str]]:
+    """The nodes that depend on a value, and the values that do, itself among them."""
+    changed = {value}
+    nodes = []
+    for node in graph.node:
+        if not changed.isdisjoint(reads(node)):
+            nodes.append(node)
+            changed.update(node.output)
+    return nodes, changed
+
+
+def _outer(candidate: Light, shared: Collection[str]) -> dict[str, str]:
+    """Names that the candidate's inputs and stored tensors have in a joint graph."""
+    outer = {i.name: i.name for i in candidate.fed}
+    for name in candidate.stored:
+        outer[name] = name if name in shared else B + name
+    return outer
+
+
+def _model(
+    reference: Light,
+    candidate: Light,
+    measures: Measures,
+    nodes: Iterable[onnx.NodeProto],
+    shared: Collection[str],
+) -> Light:
+    """The model that takes these measures, with those of the nodes that they need."""
+    a, b = reference.model, candidate.model
     # Each measure stands right behind its pair: the runtime frees a value once its last reader has run.
     ordered = in_order(measures.nodes, nodes)
     inputs_a = {i.name for i in a.graph.input}

@@ -26,7 +26,7 @@ from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import leaves
 from layerline.pipeline.inputs.metric import Metric, accuracy, score
-from layerline.pipeline.report import OWN, Gate, LayerDiff, Scalar
+from layerline.pipeline.report import EFFECT, OWN, Gate, LayerDiff, Scalar
 
 Scores = Mapping[str, float]
 LARGE = 0.2
@@ -255,12 +255,14 @@ def _remarks(name: str, before: float, interval: Interval | None, budget: Budget
 
 
 def _remedy(records: Sequence[LayerDiff]) -> str:
-    """The change of pipe.yaml that keeps the layers float that lose most by themselves, fed with exact inputs."""
+    """The change of pipe.yaml that keeps the layers float that alone take most from the outputs."""
     decibels: dict[str, float] = {}
     layers: dict[str, str] = {}
+    # Models that can't share a graph have own errors alone.
+    column = EFFECT if any(EFFECT in record.extra for record in records) else OWN
     for record in records:
-        value = record.extra.get(OWN)
-        if isinstance(value, int | float) and math.isfinite(value):
+        value = record.extra.get(column)
+        if isinstance(value, int | float) and value < math.inf:
             decibels[record.name] = float(value)
             layers[record.name] = record.where
     worst = sorted(decibels, key=lambda name: decibels[name])[:3]
@@ -269,6 +271,6 @@ def _remedy(records: Sequence[LayerDiff]) -> str:
     listed = ", ".join(f"{name} in {layers[name]} ({decibels[name]:.1f} dB)" for name in worst)
     names = json.dumps(worst, ensure_ascii=False)
     return (
-        f"the layers that lose most by themselves: {listed}; keep them float with `skip: {names}` under quantize, or "
-        "see all: pipe diff quantize --sort own"
+        f"with one of these layers alone the outputs lose most: {listed}; keep them float with `skip: {names}` under "
+        "quantize, or see all: pipe diff quantize --sort effect"
     )

@@ -1,7 +1,7 @@
 """Finds the cheapest formats of layers that keep a budget: int8 where it holds, half precision or float32 elsewhere.
 
 1. Everything int8. If the budget holds, that is the result, after one evaluation.
-2. The layers are ranked by the error that they add to the outputs (`sensitivity`), per byte that int8 saves there.
+2. The layers are ranked by the error that each alone adds to the outputs (`output_effects`), per byte that int8 saves.
 3. Bisection over the ranking: how many of its first layers have to stay float.
 4. Back to int8 in groups, those that save most first, as long as the budget holds.
 5. What stays float becomes half precision, if that is cheaper and the budget still holds.
@@ -22,14 +22,15 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from layerline.backends.light import Light
+from layerline.compare.compare_models import distances
+from layerline.compare.output_effects import effects
 from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization.convert import Calibrated, Converted
 from layerline.graph.quantization.cost_model import CostModel
 from layerline.graph.quantization.naming import first_output, matching, module_of
 from layerline.graph.quantization.qdq_placement import OPS
 from layerline.parity.search_judge import Verdict
-from layerline.parity.sensitivity import measure
-from layerline.pipeline.report import Gate, Report, Scalar
+from layerline.pipeline.report import Gate, Report, Scalar, decibels
 
 MOST_EVALUATIONS = 40
 """No further group of layers is tried back in int8 after so many."""
@@ -123,9 +124,7 @@ class Search:
         """Searches; the outcome has a failed gate where even one layer in int8 is too much."""
         everything_int8 = self.make((), ())
         self._layers = self.calibrated.layers()
-        sensitivity = measure(everything_int8.reference, everything_int8.measured, self.calibrated.feeds, self._layers)
-        self._effects = sensitivity.effects
-        self._costs = CostModel(self.calibrated.model, sensitivity.elements)
+        self._measure(everything_int8)
         self._savings = {layer: self._saving(layer) for layer in self._layers}
         kept: frozenset[str] = frozenset()
         self._verdicts[kept] = self._evaluate(everything_int8, kept, "all layers in int8")
@@ -137,6 +136,20 @@ class Search:
             kept = self._back_to_int8(frozenset(ranked[:count]))
         assert self._best is not None
         return self._outcome(kept, self._best[2])
+
+    def _measure(self, everything_int8: Converted) -> None:
+        """Measures each layer's own error and its effect at the outputs, and the size of every value."""
+        feeds = self.calibrated.feeds
+        values = distances(everything_int8.reference, everything_int8.measured, feeds)
+        elements = {name: whole.count for name, (whole, _) in values.items()}
+        for feed in feeds:
+            for name, array in feed.items():
+                elements[name] = elements.get(name, 0) + array.size
+        self._costs = CostModel(self.calibrated.model, elements)
+        noise = {name: own.ee / own.aa for name, (_, own) in values.items() if own.aa}
+        self._own = {layer: noise[layer] for layer in self._layers if layer in noise}
+        worst_first = sorted(self._own, key=lambda layer: -self._own[layer])
+        self._effects = effects(everything_int8.reference, everything_int8.measured, feeds, worst_first)
 
     def _holds(self, kept: frozenset[str]) -> bool:
         """Whether the budget holds if these layers stay float; evaluated once for each set."""
@@ -166,8 +179,8 @@ class Search:
         greatest = max((abs(saving) for saving in self._savings.values()), default=0.0) or 1.0
         scores: dict[str, float] = {}
         for layer in self._layers:
-            effect = self._effects.get(layer)
-            share = effect.share if effect is not None and math.isfinite(effect.share) else math.inf
+            # What the effect was not measured of is ranked by its own error.
+            share = self._effects.get(layer, self._own.get(layer, math.inf))
             scores[layer] = share / max(self._savings[layer], LEAST_SAVING * greatest)
         return sorted(self._layers, key=lambda layer: -scores[layer])
 
@@ -236,14 +249,14 @@ class Search:
         nodes = {first_output(node): node for node in to_ir(self.calibrated.model).graph}
         rows: list[Mapping[str, Scalar]] = []
         for layer in self._ranked():
-            effect = self._effects.get(layer)
+            own, effect = self._own.get(layer), self._effects.get(layer)
             rows.append(
                 {
                     "layer": module_of(nodes[layer]),
                     "value": layer,
                     "op": nodes[layer].op_type,
-                    "own_sqnr_db": effect.own_db if effect is not None else None,
-                    "outputs_sqnr_db": effect.output_db if effect is not None else None,
+                    "own_sqnr_db": None if own is None else decibels(1.0, own),
+                    "outputs_sqnr_db": None if effect is None else decibels(1.0, effect),
                     "saves_percent": 100 * self._savings[layer] / in_float,
                     "format": formats[layer],
                     "why": self._why(layer, formats[layer], failed=bool(gates)),

@@ -239,10 +239,10 @@ def clipped_range(evidence: Evidence, report: Report) -> Iterator[Cause]:
 @_of_lost("quantize")
 def unlike_calibration(_: Evidence, report: Report) -> Iterator[Cause]:
     """Most layers lose their signal by themselves, though calibration saw little beyond their ranges."""
-    measured = [record for record in report.records if _own(record) is not None]
+    measured = [record for record in report.records if record.own_db is not None]
     unfit: list[tuple[float, LayerDiff]] = []
     for record in measured:
-        own, share = _own(record), _finite(record.extra.get("clipped"))
+        own, share = record.own_db, _finite(record.extra.get("clipped"))
         if own is not None and own < UNFIT_DB and (share is None or share < CLIPPED):
             unfit.append((own, record))
     shares = [_finite(row.get("clipped")) for row in report.tables.get("quantized", ())]
@@ -311,7 +311,7 @@ def sensitive_layers(evidence: Evidence, report: Report) -> Iterator[Cause]:
     """Layers that lose most by themselves, with exact inputs; many small losses where no single one stands out."""
     rows: list[tuple[float, LayerDiff]] = []
     for record in report.records:
-        own = _own(record)
+        own = record.own_db
         if own is not None:
             rows.append((own, record))
     rows.sort(key=lambda row: row[0])
@@ -456,11 +456,6 @@ def _layer(evidence: Evidence, name: str, chosen: str = "") -> str:
     return f"quantize.layers={json.dumps(layers, ensure_ascii=False)}"
 
 
-def _own(record: LayerDiff) -> float | None:
-    """SQNR of a layer with exact inputs, in dB; None where it was not measured or is infinite."""
-    return _finite(record.extra.get(OWN))
-
-
 def _least_own(report: Report, record: LayerDiff) -> float | None:
     """The least SQNR, with exact inputs, of a value and of the layers that read it quantised; None if not measured.
 
@@ -477,7 +472,7 @@ def _least_own(report: Report, record: LayerDiff) -> float | None:
 
 
 def _own_text(record: LayerDiff) -> str:
-    own = _own(record)
+    own = record.own_db
     return "" if own is None else f"; with exact inputs it has {own:.1f} dB"
 
 

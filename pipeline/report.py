@@ -40,10 +40,16 @@ Cosine = Annotated[float, AfterValidator(_cosine)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Measure = Literal["max_abs", "mean_abs", "rel_l2"]
 Scalar = Annotated[float | int | str | bool | None, BeforeValidator(_number)]
-Order = Literal["own", "error", "network"]
-"""How the rows of a table are sorted: by each layer's own error, by its accumulated one, or as the network runs."""
+Order = Literal["own", "error", "sqnr", "effect", "clipped", "network"]
+"""How the rows of a table are sorted: by a measure, worst first, by how far they are beyond their tolerance and then by
+SQNR (`error`), or as the network runs."""
 OWN = "isolated_sqnr_db"
 """The column that holds a layer's own error: its SQNR where it is fed what the reference computes."""
+EFFECT = "outputs_sqnr_db"
+"""The column that holds a layer's effect: the SQNR of the outputs if this layer alone were the candidate's."""
+CLIPPED = "clipped"
+"""The column that holds the share of a value that its range cuts off."""
+_SORTED_BY = {"own": OWN, "sqnr": "sqnr_db", "effect": EFFECT, "clipped": CLIPPED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,16 +128,23 @@ class LayerDiff:
             return math.inf
         return float(measured / self.tolerance)
 
+    def severity_by(self, order: Order) -> tuple[bool, float, tuple[bool, float, float]]:
+        """Sorts worst first: failed, then by the measure; values without it come last, in order of `severity`."""
+        column = _SORTED_BY.get(order, "")
+        measured = self.extra.get(column, getattr(self, column, None))
+        place = math.inf
+        if isinstance(measured, int | float):
+            place = -math.inf if math.isnan(measured) else float(measured)
+            # Of all of them only the clipped share is worse the greater it is.
+            if column == CLIPPED:
+                place = -place
+        return self.passed, place, self.severity
+
     @property
-    def own_severity(self) -> tuple[bool, float, tuple[bool, float, float]]:
-        """Sorts worst first: failed, then the lowest own SQNR; values without one come last, in order of `severity`."""
-        decibels = math.inf
-        isolated = self.extra.get(OWN)
-        if isinstance(isolated, int | float):
-            decibels = float(isolated)
-        if math.isnan(decibels):
-            decibels = -math.inf
-        return self.passed, decibels, self.severity
+    def own_db(self) -> float | None:
+        """SQNR of the layer with exact inputs, in dB; None where it was not measured or is infinite."""
+        own = self.extra.get(OWN)
+        return float(own) if isinstance(own, int | float) and math.isfinite(own) else None
 
     @property
     def where(self) -> str:
@@ -215,9 +228,7 @@ class Report:
         """All records in an order; `network` is the report's own."""
         if order == "network":
             return self.records
-        if order == "own":
-            return tuple(sorted(self.records, key=lambda r: r.own_severity))
-        return tuple(sorted(self.records, key=lambda r: r.severity))
+        return tuple(sorted(self.records, key=lambda r: r.severity_by(order)))
 
     def first_failing(self) -> LayerDiff | None:
         """The first record in topological order that did not pass: where the difference starts."""

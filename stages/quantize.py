@@ -41,7 +41,7 @@ class Quantize(Stage):
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
     uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric")
@@ -173,6 +173,8 @@ class Quantize(Stage):
         # Without a metric a search judges the outputs: there its own budget for metrics means nothing.
         measured = evaluation.measure(converted)
         max_drop = self.max_drop if measured is None else self._max_drop()
+        if self.mode != "none":
+            report = quantization_report.with_effects(report, converted, data, probes)
         accuracy = accuracy_budget.measure(converted, evaluation, report.records, max_drop)
         if self.mode != "none":
             if quantization_report.runs_on_onnxruntime(converted):

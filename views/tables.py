@@ -6,17 +6,14 @@ import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
-from operator import attrgetter
 from typing import Any, Literal
 
-from layerline.pipeline.report import LayerDiff, Order, Report, Scalar
+from layerline.pipeline.report import CLIPPED, LayerDiff, Order, Report, Scalar
 from layerline.views import formatting
 from layerline.views.formatting import MEASURES, decibels, error, figure, heading, shape
 
 # Which end of a column is the worse one: "low" for decibels, "high" for errors; the others have none.
 Kind = Literal["text", "verdict", "number", "low", "high"]
-SHARE = "clipped"
-"""The measurement that is a share of 1 and is shown in per cent."""
 
 # A terminal drops the column with the smallest number first.
 PAGE_ONLY = -1  # never on a terminal
@@ -76,8 +73,7 @@ def records_table(
     """
     placed = list(enumerate(records, 1))
     if order != "network":
-        severity = attrgetter("own_severity" if order == "own" else "severity")
-        placed.sort(key=lambda pair: severity(pair[1]))
+        placed.sort(key=lambda pair: pair[1].severity_by(order))
     placed = placed[:top]
     rows = [record for _, record in placed]
 
@@ -166,6 +162,6 @@ def _free_column(key: str, values: Sequence[Scalar], worse: Kind) -> _Cells:
     numbers = [None if value is None else float(value) for value in values]
     if key.endswith("_db"):
         return Column(label, "low"), [decibels(number) for number in numbers]
-    if key == SHARE:
+    if key == CLIPPED:
         return Column(label, worse), [formatting.percent(number) for number in numbers]
     return Column(label, worse), [figure(value) for value in values]

@@ -41,6 +41,9 @@ from layerline.views.tables import PAGE_ONLY, Column, TableView, filled, free_ta
 ORDERS: Mapping[Order, str] = {
     "own": "the lowest own dB first",
     "error": "the lowest SQNR first",
+    "sqnr": "the lowest SQNR first",
+    "effect": "the lowest outputs dB first",
+    "clipped": "the greatest clipped share first",
     "network": "in the network's order",
 }
 ROWS = 20  # of a table, after `pipe tune`

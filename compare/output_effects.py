@@ -1,0 +1,86 @@
+"""The effect of each layer at the outputs: their error where this layer alone is the candidate's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from layerline.backends.base import Feed
+from layerline.backends.light import Model, split
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.compare.compare_models import Comparison, why_two_sessions
+from layerline.compare.comparison_graph import effects_graph
+from layerline.compare.pair_metrics import Pair, distance, trusted
+from layerline.compare.tensor_distance import Distance
+from layerline.graph.analysis.rounding_noise import drawn
+
+LAYERS = 128
+"""So many layers are measured at most, those that are named first."""
+RUNS = 100
+"""Fewer feeds are run where the number of layers times the number of feeds exceeds this: on average, half of the model
+runs once more for each layer."""
+_NODES = 4000  # of the reference in one graph, copies included: opening a graph takes time by the square of its nodes
+
+
+def effects(reference: Model, candidate: Model, feeds: Sequence[Feed], values: Collection[str]) -> dict[str, float]:
+    """The noise power that each value adds to the outputs, relative to their signal and summed over them.
+
+    Args:
+        reference: the model on the a-side.
+        candidate: the model that the values are taken from, each computed from the reference's values.
+        feeds: arrays by input name; the first ones are taken.
+        values: names of values that both models have, those first that matter most.
+
+    Returns:
+        By value; Inf where an output is not finite. Empty where the two models can't share a graph. Without values that
+        reach no output that can be measured.
+    """
+    light_a, light_b = split(reference), split(candidate)
+    if why_two_sessions(light_a.model, light_b.model) is not None:
+        return {}
+    runtime = OnnxRuntime(few_runs=True)
+    comparison = Comparison(light_a, light_b, None, True, runtime)
+    pairs = comparison.pairs
+    random = drawn(light_a.model)
+    output_names = {output.name for output in light_a.model.graph.output} - random.keys()
+    outputs = [index for index, pair in enumerate(pairs) if pair.a in output_names and pair.dtype_a and pair.dtype_b]
+    index_of = {pair.a: index for index, pair in enumerate(pairs) if pair.dtype_a and pair.dtype_b}
+    layers = [index_of[name] for name in values if name in index_of][:LAYERS]
+    if not layers or not outputs or not comparison.one_graph:
+        return {}
+    feeds = feeds[: max(1, RUNS // len(layers))]
+    step = max(1, _NODES // len(light_a.model.graph.node))
+    shares: dict[str, float] = {}
+    for start in range(0, len(layers), step):
+        part = layers[start : start + step]
+        for whole in (False, True):
+            session = runtime.open(effects_graph(light_a, light_b, pairs, part, outputs, whole=whole))
+            totals: dict[str, Distance] = {}
+            for feed in feeds:
+                results = session.run({name: array for name, array in feed.items() if name in session.inputs})
+                for tag in _tags(results):
+                    totals[tag] = totals.get(tag, Distance()) + distance(results, tag)
+            if whole or all(_is_trusted(pairs, tag, total) for tag, total in totals.items()):
+                break
+        for tag, total in totals.items():
+            name = pairs[int(tag.split("/")[0])].a
+            shares[name] = shares.get(name, 0.0) + _share(total)
+    return shares
+
+
+def _tags(results: Collection[str]) -> list[str]:
+    """The `<layer>/<output>` of which there are columns."""
+    return list(dict.fromkeys(name.rpartition("/")[0] for name in results))
+
+
+def _is_trusted(pairs: Sequence[Pair], tag: str, total: Distance) -> bool:
+    pair = pairs[int(tag.split("/")[1])]
+    return pair.small or trusted(pair, total)
+
+
+def _share(total: Distance) -> float:
+    if total.one_sided or total.mismatch:
+        return math.inf
+    if total.ee == 0.0:
+        return 0.0
+    return total.ee / total.aa if total.aa else math.inf

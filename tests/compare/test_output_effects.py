@@ -1,0 +1,81 @@
+"""What each layer alone does to the outputs, against the model in which it alone is quantised."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib.histogram import Histogram
+from layerline.calib.plan import QuantPlan
+from layerline.compare import output_effects
+from layerline.compare.compare_models import compare
+from layerline.compare.output_effects import effects
+from layerline.graph.quantization import qdq
+from layerline.graph.quantization.qdq_placement import place
+from tests.stages.test_quantize import model
+
+RNG = np.random.default_rng(5)
+X = RNG.standard_normal((64, 8)).astype(np.float32)
+W = {name: RNG.standard_normal((8, 8)).astype(np.float32) for name in ("u", "v", "w")}
+CHAIN = "a = MatMul (x, u) r = Relu (a) b = MatMul (r, v) y = MatMul (b, w)"
+TWO_OUTPUTS = "a = MatMul (x, u) r = Relu (a) b = MatMul (r, v) y = MatMul (b, w)"
+BRANCHES = "a = MatMul (x, u) b = MatMul (x, v) m = Mul (a, b) y = MatMul (m, w)"
+
+
+@pytest.mark.parametrize("body", [CHAIN, BRANCHES, TWO_OUTPUTS])
+@pytest.mark.parametrize("nodes", [4000, 1])
+def test_the_effect_is_the_error_of_the_outputs_with_the_layer_quantised_alone(body, nodes, monkeypatch):
+    monkeypatch.setattr(output_effects, "_NODES", nodes)
+    net = model(
+        f"g (float[n, 8] x) => (float[n, 8] y{', float[n, 8] r' if body == TWO_OUTPUTS else ''}) {{ {body} }}", **W
+    )
+    plan = qdq.plan(net, place(net), ranges(net), "minmax")
+    shares = effects(net, qdq.apply(net, plan), [{"x": X}], ["y", "b", "a"])
+    assert list(shares) == ["y", "b", "a"]
+    for layer, share in shares.items():
+        rows = compare(net, qdq.apply(net, only(plan, layer)), [{"x": X}], pairs={})
+        assert share == pytest.approx(sum(row.rel_l2**2 for row in rows), rel=1e-6), layer
+
+
+def test_an_output_with_nan_gives_an_infinite_share_and_one_that_is_not_reached_none():
+    negative = model(
+        "g (float[n, 8] x) => (float[n, 8] y) { h = Relu (x) a = Neg (h) r = Relu (x) s = Log (a) y = Add (s, r) }"
+    )
+    positive = model(
+        "g (float[n, 8] x) => (float[n, 8] y) { h = Relu (x) a = Exp (h) r = Relu (x) s = Log (a) y = Add (s, r) }"
+    )
+    shares = effects(positive, negative, [{"x": X}], ["h", "a"])
+    assert shares == {"h": 0.0, "a": math.inf}
+
+
+def test_models_that_share_no_graph_have_no_effects():
+    old = model("g (float[n, 8] x) => (float[n, 8] y) { y = Relu (x) }")
+    new = model("g (float[n, 8] x) => (float[n, 8] y) { y = Relu (x) }")
+    new.opset_import[0].version += 1
+    assert effects(old, new, [{"x": X}], ["y"]) == {}
+
+
+def test_few_feeds_are_run_where_layers_are_many(monkeypatch):
+    monkeypatch.setattr(output_effects, "RUNS", 3)
+    a = model("g (float[n, 8] x) => (float[n, 8] y) { a = Relu (x) y = Neg (a) }")
+    b = model("g (float[n, 8] x) => (float[n, 8] y) { a = Identity (x) y = Neg (a) }")
+    right, wrong = np.abs(X), -np.abs(X)
+    assert effects(a, b, [{"x": right}, {"x": wrong}], ["a", "y"]) == {"a": 0.0, "y": 0.0}
+    assert effects(a, b, [{"x": right}, {"x": wrong}], ["a"])["a"] == pytest.approx(1.0)
+
+
+def only(plan, layer):
+    """The plan in which this layer alone is int8."""
+    values = [replace(v, readers=tuple(r for r in v.readers if r[0] == layer)) for v in plan.values]
+    return QuantPlan(values=tuple(v for v in values if v.readers), kept=())
+
+
+def ranges(net):
+    session = OnnxRuntime().open(net, [name for node in net.graph.node for name in node.output])
+    histograms = {}
+    for name, array in ({"x": X} | session.run({"x": X})).items():
+        histograms[name] = Histogram()
+        histograms[name].update(array)
+    return histograms
