@@ -483,6 +483,7 @@ def report(
 
     About the newest run, the run given with --run, or the newest run with the settings given with --set.
     """
+    from layerline.pipeline import why as reasons
     from layerline.pipeline.files import write_atomic
     from layerline.pipeline.records import lookup
     from layerline.views import html
@@ -496,7 +497,9 @@ def report(
     missing = []
     if not chosen_run.passed:
         missing = [stage.name for stage in project.stages if stage.name not in reports]
-    write_atomic(output, html.page(project.name, chosen_run, reports, missing, lookup.logs(planner, chosen_run)))
+    logs = lookup.logs(planner, chosen_run)
+    causes = reasons.from_reports(project, chosen_run, reports, logs)
+    write_atomic(output, html.page(project.name, chosen_run, reports, missing, logs, causes))
     if as_json:
         print_json({"run": chosen_run.id, "page": str(output)})
     else:

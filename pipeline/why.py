@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from layerline.pipeline.causes import Cause, Evidence, rules
+from layerline.pipeline.causes import RULES, Cause, Evidence, NonFinite, Rule, rules
 from layerline.pipeline.config.project import Project, load
-from layerline.pipeline.errors import PipeError
+from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.pipeline.plan import open_planner
 from layerline.pipeline.records import lookup
 from layerline.pipeline.records.ledger import Run
@@ -57,27 +58,48 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> tuple[Repo
     reports = {record.stage: planner.ledger.report(record) for record in records}
     artifacts = {record.stage: planner.store.get(record.digest) for record in records}
     scores = _scores(project, artifacts, log)
-    losses = dict(scores.losses)
-    for record in records:
-        if not record.passed and record.stage not in losses:
-            losses[record.stage] = reports[record.stage].failure().what
-    order = [stage.name for stage in project.stages]
-    losses = {stage: losses[stage] for stage in order if stage in losses}
-    evidence = Evidence(
-        reports=reports,
-        settings={stage.name: stage.model_dump() for stage in project.stages},
-        losses=losses,
-        logs=lookup.logs(planner, run),
-        nonfinite=scores.nonfinite,
-    )
+    evidence = _evidence(project, reports, scores.losses, lookup.logs(planner, run), scores.nonfinite)
     causes = ranked(evidence)
     return _report(evidence, causes, _unfinished(run), scores), causes
 
 
-def ranked(evidence: Evidence) -> list[Cause]:
+def from_reports(
+    project: Project, run: Run, reports: Mapping[str, Report], logs: Mapping[str, lookup.Log]
+) -> list[Cause]:
+    """The ranked causes as far as the reports of a run hold them: nothing is measured, and no task is imported.
+
+    Stages lost something if they did not pass. Rules of other distributions are left out: they are foreign code.
+    """
+    with suppress(ConfigError):  # pipe.yaml may have changed so that the overrides of the run no longer fit it
+        project = load(project.root, run.sets)
+    return ranked(_evidence(project, reports, {}, logs, {}), RULES)
+
+
+def _evidence(
+    project: Project,
+    reports: Mapping[str, Report],
+    lost: Mapping[str, str],
+    logs: Mapping[str, lookup.Log],
+    nonfinite: Mapping[str, NonFinite],
+) -> Evidence:
+    """What the rules look at. A stage that did not pass has lost something too."""
+    losses: dict[str, str] = {}
+    for stage in project.stages:
+        report = reports.get(stage.name)
+        if stage.name in lost:
+            losses[stage.name] = lost[stage.name]
+        elif report is not None and not report.passed:
+            losses[stage.name] = report.failure().what
+    settings = {stage.name: stage.model_dump() for stage in project.stages}
+    return Evidence(reports=reports, settings=settings, losses=losses, logs=logs, nonfinite=nonfinite)
+
+
+def ranked(evidence: Evidence, looking: Sequence[Rule] | None = None) -> list[Cause]:
     """What the rules see: of stages that lost something first, the earliest stage first, in it the likeliest cause."""
     order = list(dict.fromkeys([*evidence.reports, *evidence.losses]))
-    causes = [cause for rule in rules() for cause in rule(evidence)]
+    if looking is None:
+        looking = rules()
+    causes = [cause for rule in looking for cause in rule(evidence)]
 
     def place(cause: Cause) -> tuple[bool, int, float]:
         at = order.index(cause.stage) if cause.stage in order else len(order)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -468,6 +469,17 @@ def test_report_writes_one_page(pipe: Pipe, folder: Folder) -> None:
     run = pipe("run", "all", "--json").document["run"]
     assert pipe("report", "--output", "page.html", "--run", run[:15]).out == "wrote page.html\n"
     assert "layers.2" in (folder.root / "page.html").read_text()
+
+
+def test_the_page_tells_the_causes_that_the_reports_hold_without_foreign_code(
+    pipe: Pipe, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pipe("run", "all", "--set", "judge.at_least=9").code == 1
+    foreign = metadata.EntryPoint("foreign", "os:abort", "layerline.causes")
+    monkeypatch.setattr(metadata, "entry_points", lambda *, group: [foreign] if "causes" in group else [])
+    assert pipe("report").code == 0
+    head = (folder.root / "report.html").read_text().partition("</header>")[0]
+    assert "Likely causes" in head and "<b>score</b> judge" in head
 
 
 def test_verify_says_what_is_damaged(pipe: Pipe, folder: Folder) -> None:

@@ -6,7 +6,6 @@ off the border and off each other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +16,7 @@ WIDTHS = (1160, 840, 600, 440)
 """User units; page.css keeps a unit between 0.83 and 1.17 pixels in windows of 400 pixels and more."""
 LEFT, RIGHT = 80, 12  # beside the strips; the left margin holds the figures of the scale
 TOP, HEAD, STRIP, GAP = 2, 24, 96, 12  # heights; HEAD is above each strip and holds its title
+EDGE = 8  # from a strip's border to its highest and lowest point
 TITLE = 10  # from the baseline of a title down to its strip
 DOT = 4.5  # a dot's width in page.css; where they would touch, the line alone is drawn
 
@@ -67,17 +67,15 @@ def tick(text: str, y: float, width: int) -> Markup:
 
 @dataclass(frozen=True)
 class Scale:
-    """Places a point in a strip, in user units. What is infinite sits on the strip's upper or lower edge.
+    """Places a point in a strip, in user units.
 
     Attributes:
         width: of the picture.
         first: what is at the left end of the horizontal axis.
         last: what is at its right end.
-        low: the lowest finite value.
-        high: the highest finite value.
+        low: the lowest value.
+        high: the highest value.
         top: where the strip begins.
-        height: of the strip.
-        edge: from the strip's border to its highest and lowest point.
     """
 
     width: int
@@ -86,22 +84,16 @@ class Scale:
     low: float = 0.0
     high: float = 0.0
     top: float = 0.0
-    height: int = STRIP
-    edge: int = 8
 
     def x(self, place: float) -> float:
         extent = (self.last - self.first) or 1  # one place alone is drawn at the left
         return round(LEFT + (place - self.first) / extent * (self.width - RIGHT - LEFT), 1)
 
     def y(self, value: float) -> float:
-        if value == math.inf:
-            return self.top
-        if value == -math.inf:
-            return self.top + self.height
         if self.high == self.low:
-            return self.top + self.height / 2
+            return self.top + STRIP / 2
         share = (self.high - value) / (self.high - self.low)
-        return round(self.top + self.edge + share * (self.height - 2 * self.edge), 1)
+        return round(self.top + EDGE + share * (STRIP - 2 * EDGE), 1)
 
     def at(self, point: tuple[float, float]) -> tuple[float, float]:
         return self.x(point[0]), self.y(point[1])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from layerline.pipeline.report import LayerDiff, Report
+from layerline.pipeline.report import OWN, LayerDiff, Report
 from layerline.views.formatting import FAILED, MEASURES, decibels, error
 from layerline.views.tables import Column, Kind, TableView, filled
 
@@ -51,6 +51,17 @@ def follow(reports: Mapping[str, Report]) -> list[Followed]:
     return [_followed(name, by_name[name], about_parameters, merged.get(name, "")) for name in names]
 
 
+def by_own_error(report: Report) -> Report:
+    """The report with each layer's own SQNR in place of the accumulated one, if the stage measured own errors."""
+    if report.order != "own":
+        return report
+    records = []
+    for record in report.records:
+        own = record.extra.get(OWN)
+        records.append(replace(record, sqnr_db=float(own) if isinstance(own, int | float) else None))
+    return replace(report, records=tuple(records))
+
+
 def by_module(rows: Sequence[Followed]) -> list[Followed]:
     """One row per module path: in each stage the worst of the module's values."""
     grouped: dict[str, list[Followed]] = {}
@@ -60,19 +71,25 @@ def by_module(rows: Sequence[Followed]) -> list[Followed]:
     return [_module(layer, members, layer_of) for layer, members in grouped.items()]
 
 
-def follow_views(rows: Sequence[Followed], stages: Sequence[str]) -> list[TableView]:
-    """The tables of "follow a layer", worst first: of modules and of values, in decibels and as relative error."""
-    views = []
-    tables = {
-        "worst of each module": (Column("values", "number"), by_module(rows)),
-        "each value": (Column("value"), rows),
-    }
-    for title, (second, table_rows) in tables.items():
-        label = f"SQNR in dB, {title}"
-        views.append(_view(label, table_rows, second, stages, "low", lambda r: decibels(r.sqnr_db)))
-        label = f"{MEASURES['rel_l2']}, {title}"
-        views.append(_view(label, table_rows, second, stages, "high", lambda r: error(r.rel_l2)))
-    return views
+def follow_views(rows: Sequence[Followed], stages: Sequence[str], own: Sequence[Followed] = ()) -> list[TableView]:
+    """The tables of "follow a layer", worst first: of modules and of values, in decibels and as relative error.
+
+    Args:
+        rows: in topological order.
+        stages: in the order they ran.
+        own: the rows of `by_own_error`, where a stage measured own errors; their tables come first.
+    """
+
+    def both(measure: str, of_values: Sequence[Followed], kind: Kind, text: CellText) -> list[TableView]:
+        columns = {"worst of each module": Column("values", "number"), "each value": Column("value")}
+        tables = zip(columns.items(), (by_module(of_values), of_values), strict=True)
+        return [_view(f"{measure}, {of}", table, second, stages, kind, text) for (of, second), table in tables]
+
+    views = both("SQNR in dB", rows, "low", lambda r: decibels(r.sqnr_db))
+    views += both(MEASURES["rel_l2"], rows, "high", lambda r: error(r.rel_l2))
+    if not own:
+        return views
+    return both("own error in dB", own, "low", lambda r: decibels(r.sqnr_db)) + views
 
 
 def _view(

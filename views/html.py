@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 from urllib.parse import quote
@@ -12,34 +12,35 @@ from urllib.parse import quote
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from layerline.pipeline.causes import Cause
 from layerline.pipeline.config.project import as_options
 from layerline.pipeline.config.settings import UNSET, settings, versions
-from layerline.pipeline.errors import located
 from layerline.pipeline.records.ledger import Record, Run
 from layerline.pipeline.records.lookup import Log
-from layerline.pipeline.report import Gate, Report
-from layerline.views import glossary
-from layerline.views.chart import chart
+from layerline.pipeline.report import OWN, Gate, Report
+from layerline.views import glossary, summary
 from layerline.views.curves import curves, validated
-from layerline.views.follow import MERGED, follow, follow_views, in_network_order
-from layerline.views.formatting import FAILED, amount, count, decibels, heading, outcome
+from layerline.views.follow import MERGED, by_module, by_own_error, follow, follow_views, in_network_order
+from layerline.views.formatting import FAILED, amount, decibels, heading, outcome
+from layerline.views.heat_map import heat_map
 from layerline.views.lines import DEPLOYED
 from layerline.views.screen import cleaned
 from layerline.views.tables import Column, TableView, filled, free_table, records_table
 
 MAIN_METRICS = 4
+CAUSES = 5  # shown at most
 ROWS_AT_FIRST = 25
 LONG = 48  # characters; a longer text is wrapped, as in page.js
 SUMMARY = (
     Column("stage"),
     Column("verdict"),
     Column("worst layer"),
-    Column("its SQNR dB", "low"),
+    Column("own dB", "low"),
+    Column("SQNR dB", "low"),
     Column("figures"),
     Column("compared", "number"),
     Column("failed", "number"),
     Column("seconds", "number"),
-    Column("digest"),
 )
 
 
@@ -49,6 +50,7 @@ def page(
     reports: Mapping[str, Report],
     missing: Sequence[str] = (),
     logs: Mapping[str, Log] | None = None,
+    causes: Sequence[Cause] = (),
 ) -> str:
     """The run as a self-contained page; the same input gives the same text.
 
@@ -60,10 +62,14 @@ def page(
         reports: by stage; a stage without one is shown with what its record holds.
         missing: stages that a failed run left without a result.
         logs: by stage, the rows of the metrics.csv that a training left.
+        causes: what may be the reason, the likeliest first.
     """
-    title, run, reports, missing = cleaned((title, run, reports, missing))
+    title, run, reports, missing, causes = cleaned((title, run, reports, missing, causes))
     of_run = {record.stage: reports[record.stage] for record in run.records if record.stage in reports}
     rows = follow(of_run)
+    own_rows = rows
+    if any(report.order == "own" for report in of_run.values()):
+        own_rows = follow({stage: by_own_error(report) for stage, report in of_run.items()})
     layer_of = {row.value: row.layer for row in rows}
     stages = []
     for record in run.records:
@@ -73,7 +79,14 @@ def page(
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
     environment.filters["url"] = lambda text: quote(text, safe="")
-    constants = {"FAILED": FAILED, "LONG": LONG, "MERGED": MERGED, "ROWS_AT_FIRST": ROWS_AT_FIRST, "SUMMARY": SUMMARY}
+    constants = {
+        "FAILED": FAILED,
+        "LONG": LONG,
+        "MERGED": MERGED,
+        "ROWS_AT_FIRST": ROWS_AT_FIRST,
+        "SUMMARY": SUMMARY,
+        "CAUSES": CAUSES,
+    }
     functions = {f.__name__: f for f in (amount, as_options, grid_data, heading, outcome)}
     return environment.from_string(_file("page.html"), {**constants, **functions}).render(
         title=title,
@@ -81,11 +94,13 @@ def page(
         policy=_policy(style, script),
         style=Markup(style),  # noqa: S704 - a file of this package
         script=Markup(script),  # noqa: S704 - a file of this package
-        facts=_facts(run, of_run, missing),
-        failures=list(_failures(run, of_run)),
+        headline=summary.headline(of_run),
+        facts=summary.facts(run, of_run, missing),
+        failures=list(summary.failures(run, of_run)),
+        causes=causes,
         stages=stages,
-        chart=chart(rows, list(of_run)),
-        followed=follow_views(rows, list(of_run)),
+        heat_map=heat_map(by_module(own_rows), list(of_run)),
+        followed=follow_views(rows, list(of_run), () if own_rows is rows else own_rows),
         any_merged=any(row.into for row in rows),
         glossary=glossary.view(),
     )
@@ -114,44 +129,6 @@ def grid_data(views: Sequence[TableView]) -> dict[str, Any]:
     return {"first": ROWS_AT_FIRST, "views": data}
 
 
-def _facts(run: Run, reports: Mapping[str, Report], missing: Sequence[str]) -> list[str]:
-    """The run in a few figures."""
-    records = [record for report in reports.values() for record in report.records]
-    gates = [gate for report in reports.values() for gate in report.gates]
-    ran = [record for record in run.records if record.stage in run.ran]
-    kept = len(run.records) - len(ran)
-    failed_gates = sum(not gate.passed for gate in gates)
-    facts = [
-        count(len(run.records), "stage"),
-        f"{sum(record.seconds for record in ran):.1f} s of work",
-        count(len(records), "comparison"),
-        f"{sum(not record.passed for record in records)} beyond tolerance",
-    ]
-    if kept:
-        facts.append(f"{count(kept, 'stage')} from an earlier run")
-    if failed_gates:
-        facts.append(f"{count(failed_gates, 'gate')} failed")
-    if missing:
-        facts.append(f"without a result: {', '.join(missing)}")
-    return facts
-
-
-def _failures(run: Run, reports: Mapping[str, Report]) -> Iterator[tuple[str, str, str]]:
-    """What went wrong, in the words of the command line: stage, sentence, hint."""
-    for stage, report in reports.items():
-        if not report.passed:
-            failure = report.failure()
-            yield stage, failure.what, failure.hint
-    for stage, error in run.errors.items():
-        yield stage, located(error.where, error.error), error.hint or ""
-    failed = [record.stage for record in run.records if not record.passed]
-    for stage in failed:
-        if stage not in reports or reports[stage].passed:
-            yield stage, "did not pass", ""
-    if not (run.passed or failed or run.errors):
-        yield "", "A stage stopped before it left a record.", ""
-
-
 def _stage(
     record: Record, report: Report | None, log: Log, layer_of: Mapping[str, str], *, earlier: bool
 ) -> dict[str, Any]:
@@ -165,12 +142,18 @@ def _stage(
         earlier: whether the artifact comes from an earlier run.
     """
     worst = record.worst or {}
-    summary = {"its SQNR dB": "", "compared": "", "failed": "", "seconds": f"{record.seconds:.1f}"}
-    if worst.get("sqnr_db") is not None:
-        summary["its SQNR dB"] = decibels(float(worst["sqnr_db"]))
+    columns = {"SQNR dB": worst.get("sqnr_db"), "own dB": None}
+    layer = layer_of.get(str(worst.get("value")), str(worst.get("layer", "")))
+    counts = ["", ""]
     if report and report.records:
-        summary["compared"] = str(len(report.records))
-        summary["failed"] = str(sum(not r.passed for r in report.records))
+        counts = [str(len(report.records)), str(sum(not r.passed for r in report.records))]
+        first = report.sorted(report.order)[0]
+        layer = layer_of.get(first.name, first.where)
+        columns = {"SQNR dB": first.sqnr_db, "own dB": first.extra.get(OWN)}
+    levels = {name: decibels(None if level is None else float(level)) for name, level in columns.items()}
+    if not any(levels.values()):
+        layer = ""
+    summary = {**levels, "compared": counts[0], "failed": counts[1], "seconds": f"{record.seconds:.1f}"}
     # Figures in DEPLOYED come first, so that the limit never cuts them.
     names = sorted(record.metrics, key=lambda name: name not in DEPLOYED)
     figures = [(name, record.metrics[name]) for name in names if record.metrics[name] is not None]
@@ -181,7 +164,7 @@ def _stage(
         "record": record,
         "report": report,
         "summary": summary,
-        "worst_layer": layer_of.get(str(worst.get("value")), str(worst.get("layer", ""))),
+        "worst_layer": layer,
         "figures": figures[:MAIN_METRICS],
         "curves": curves(log),
         "validated": validated(log),

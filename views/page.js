@@ -1,9 +1,10 @@
 "use strict";
-// Makes the tables searchable, sortable and complete, and reads the chart. Every cell arrives as the text it shows
+// Makes the tables searchable, sortable and complete, and reads the heat map. Every cell arrives as the text it shows
 // and is only ever set as text, so nothing in a report can become markup.
 
 const FAILED = "✗";
 const LONG = 48;
+const MORE = 500; // rows; thousands at once take seconds to lay out
 const WORST_FIRST = { low: 1, high: -1 };
 
 const make = (tag, text = "", properties = {}) =>
@@ -95,10 +96,11 @@ class Grid {
     this.count.textContent = shown.length < rows.length ? `${shown.length} of ${rows.length} rows ` : matches;
     if (shown.length === rows.length) return;
     const onclick = () => {
-      this.limit = Infinity;
+      this.limit += MORE;
       this.draw();
     };
-    this.count.append(make("button", "show all", { type: "button", onclick }));
+    const more = Math.min(MORE, rows.length - shown.length);
+    this.count.append(make("button", `show ${more} more`, { type: "button", onclick }));
   }
 
   head() {
@@ -181,6 +183,7 @@ function columns(records) {
   return [...having].filter(([head, by]) => isName(head) || by.size > 1 || all.size === 1).map(([head]) => head);
 }
 
+document.querySelectorAll(".stages a").forEach((link) => breakable(link, link.textContent));
 const grids = [...document.querySelectorAll(".grid")].map((root) => new Grid(root));
 const stages = grids.filter(({ root }) => root.dataset.stage);
 const follow = grids.find(({ follows }) => follows);
@@ -200,23 +203,33 @@ function visit() {
 addEventListener("hashchange", visit);
 visit();
 
-// Pointing at the chart reads one value across all strips; a click follows it.
-function readChart(svg) {
-  const { slots, left, right, height } = svg.dataset;
-  const { heads, rows } = byValue();
-  const width = (right - left) / slots;
+// Pointing at the heat map, or the arrow keys on it, read one layer in all stages; a click or Enter follows it.
+function readHeatMap(svg) {
+  const { slots, height } = svg.dataset;
+  const { heads, rows } = follow.views[0];
+  const width = svg.viewBox.baseVal.width / slots;
   const inOrder = [...rows].sort((a, b) => a.at(-1) - b.at(-1));
-  const slotAt = ({ clientX, clientY }) => {
-    const { x } = new DOMPoint(clientX, clientY).matrixTransform(svg.getScreenCTM().inverse());
-    return Math.min(slots - 1, Math.max(0, Math.floor((x - left) / width)));
-  };
-  svg.onpointermove = (event) => {
-    const slot = slotAt(event);
-    const [layer, value, ...cells] = inOrder[slot];
+  let at = -1;
+  const read = (slot) => {
+    at = Math.min(slots - 1, Math.max(0, slot));
+    const [layer, , ...cells] = inOrder[at];
     const measured = heads.slice(2, heads.indexOf("op")).flatMap((stage, i) => (cells[i] ? [`${stage} ${cells[i]}`] : []));
-    svg.querySelector(".cursor").setAttribute("d", `M${Number(left) + (slot + 0.5) * width} 0V${height}`);
-    svg.closest("section").querySelector(".reading").textContent = `${layer} (${value}): ${measured.join(" · ")}`;
+    svg.querySelector(".cursor").setAttribute("d", `M${(at + 0.5) * width} 20V${height}`);
+    svg.closest("section").querySelector(".reading").textContent = `${layer}: ${measured.join(" · ")}`;
   };
-  svg.onclick = (event) => (location.hash = `#layer=${encodeURIComponent(inOrder[slotAt(event)][1])}`);
+  const go = () => (location.hash = `#layer=${encodeURIComponent(inOrder[at][0])}`);
+  svg.onpointermove = ({ clientX, clientY }) => {
+    const { x } = new DOMPoint(clientX, clientY).matrixTransform(svg.getScreenCTM().inverse());
+    read(Math.floor(x / width));
+  };
+  svg.onclick = (event) => {
+    svg.onpointermove(event);
+    go();
+  };
+  svg.tabIndex = 0;
+  svg.onkeydown = ({ key }) => {
+    if (key === "ArrowLeft" || key === "ArrowRight") read(at + (key === "ArrowLeft" ? -1 : 1));
+    if (key === "Enter" && at >= 0) go();
+  };
 }
-document.querySelectorAll("#chart svg").forEach(readChart);
+document.querySelectorAll("#heat svg").forEach(readHeatMap);

@@ -61,7 +61,7 @@ def _box(e: ElementTree.Element) -> Box:
 
 def _anchor(kind: Sequence[str]) -> str:
     """As page.css has it."""
-    return "middle" if "group" in kind else "end" if {"tick", "end"} & set(kind) else "start"
+    return "middle" if {"group", "figure"} & set(kind) else "end" if {"tick", "end"} & set(kind) else "start"
 
 
 def _meet(a: Box, b: Box) -> bool:

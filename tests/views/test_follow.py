@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerline.pipeline.report import LayerDiff, Report
-from layerline.views.follow import by_module, follow, follow_views, in_network_order
+from layerline.views.follow import by_module, by_own_error, follow, follow_views, in_network_order
 from tests.views.samples import LAYERS, diff, sample_reports, values
 
 
@@ -78,7 +78,7 @@ def test_a_module_shows_the_worst_of_its_values_in_each_stage() -> None:
 
 
 def test_worst_first_is_failed_then_lowest_and_learned_changes_last() -> None:
-    sqnr_by_module, relative_by_module, sqnr, relative = follow_views(follow(sample_reports()), list(sample_reports()))
+    sqnr_by_module, sqnr, relative_by_module, relative = follow_views(follow(sample_reports()), list(sample_reports()))
     order = [row[1] for row in sqnr.rows]
     assert order[:2] == ["mean", "conv2d_1"]
     assert order[2:].index("logits") == 0
@@ -106,8 +106,23 @@ def test_what_was_not_measured_is_empty_and_a_stage_that_measured_nothing_has_no
 
 def test_equal_is_said_and_a_value_measured_twice_counts_once() -> None:
     report = Report(stage="s", records=(diff("a", db=math.inf), diff("b", db=30.0), diff("b", db=10.0)))
-    view = follow_views(follow({"s": report}), ["s"])[2]
+    view = follow_views(follow({"s": report}), ["s"])[1]
     assert [tuple(row[1:3]) for row in view.rows] == [("b", "10.0"), ("a", "equal")]
+
+
+def test_own_errors_come_first_where_a_stage_measured_them() -> None:
+    late, early = (
+        diff(n, n, db=db, extra={"isolated_sqnr_db": own}) for n, db, own in (("a", 9.0, 50.0), ("b", 30.0, 20.0))
+    )
+    reports = {
+        "fuse": Report(stage="fuse", records=(diff("a", "a", db=90.0),)),
+        "q": Report(stage="q", records=(late, early)),
+    }
+    own = follow({stage: by_own_error(report) for stage, report in reports.items()})
+    views = follow_views(follow(reports), list(reports), own)
+    assert [view.label.split(",")[0] for view in views] == ["own error in dB"] * 2 + ["SQNR in dB"] * 2 + ["rel L2"] * 2
+    assert [tuple(row[:4]) for row in views[1].rows] == [("b", "b", "", "20.0"), ("a", "a", "90.0", "50.0")]
+    assert [row[0] for row in views[3].rows] == ["a", "b"]
 
 
 def fused(into: dict[str, str], *records: LayerDiff) -> dict[str, Report]:
@@ -131,7 +146,7 @@ def test_what_was_merged_names_the_value_and_the_module_that_hold_it() -> None:
     assert merged(once) == ({"conv": "norm"}, {"net.conv": "net.bn"})
     twice = fused({"conv": "relu", "norm": "relu"}, relu)
     assert merged(twice) == ({"conv": "relu", "norm": "relu"}, {"net.conv": "net.act", "net.bn": "net.act"})
-    (modules, _, values_, _) = follow_views(follow(once), list(once))
+    (modules, values_, _, _) = follow_views(follow(once), list(once))
     assert [c.label for c in values_.columns][-3:] == ["merged into", "op", "order"]
     assert {row[0]: row[-3] for row in modules.rows} == {"net.conv": "net.bn", "net.bn": "", "net.act": ""}
 
