@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import onnx
 import onnx_ir as ir
@@ -26,16 +26,6 @@ from layerline.graph.fusion.extract_subgraph import cut, nearest_unfused_after
 from layerline.graph.fusion.firing import After, Decline, Declined, Firing, Site
 
 Rewrite: TypeAlias = "Callable[[ir.Node, Tape, Rewriting], ir.Value | None]"
-
-
-class NewParts(Protocol):
-    """What a firing adds to the graph: a tape, or a branch that moves out."""
-
-    @property
-    def nodes(self) -> Sequence[ir.Node]: ...
-
-    @property
-    def initializers(self) -> Sequence[ir.Value]: ...
 
 
 class Rewriting:
@@ -64,7 +54,8 @@ class Rewriting:
         self.fold_limit = fold_limit
         self.opset = model.opset_imports.get("", 1)
         # A tenth of what is stored: folding must not make a large file noticeably larger.
-        self.fold_total = max(fold_limit, _stored_bytes(model.graph) // 10)
+        tensors = [value.const_value for value in model.graph.initializers.values()]
+        self.fold_total = max(fold_limit, sum(tensor.nbytes for tensor in tensors if tensor is not None) // 10)
         self.folded = 0
         self.firings: list[Firing] = []
         self.declines: dict[Site, Decline] = {}
@@ -185,10 +176,16 @@ class Rewriting:
         Raises:
             Declined: the names of graph inputs and outputs could not all be kept.
         """
-        return self.swap(rule, [(old, new)], tape)
+        return self.swap(rule, [(old, new)], tape.nodes, tape.initializers)
 
-    def swap(self, rule: str, pairs: Sequence[tuple[ir.Value, ir.Value]], parts: NewParts) -> bool:
-        """Replaces several values at once; the firing's place is the first of them."""
+    def swap(
+        self,
+        rule: str,
+        pairs: Sequence[tuple[ir.Value, ir.Value]],
+        nodes: Sequence[ir.Node],
+        initializers: Sequence[ir.Value],
+    ) -> bool:
+        """Replaces several values at once, with new nodes and tensors; the firing's place is the first of them."""
         first_old, first_new = pairs[0]
         node = first_old.producer()
         assert node is not None and node.graph is not None
@@ -197,17 +194,17 @@ class Rewriting:
         # Taken down before the node is out of its graph.
         site = self._site(rule, first_old)
         owners = self._owners(node.graph)
+        made = {new for _, new in pairs if new in initializers or new.producer() in nodes}
         # Decided while the graph still shows who reads what.
-        renamed = [new for old, new in pairs if self._takes_over(old, new, parts)]
-        self._settle_names(node, dict(pairs), parts)
+        renamed = [new for old, new in pairs if new not in made and self._takes_over(old, new)]
+        self._settle_names(node, dict(pairs), nodes, initializers)
         after: dict[str, After] = {}
         # A constant has its bytes by construction; inside a body the outputs of the node around it are proved.
         if not owners and node.op_type != "Constant":
             for old, new in pairs:
-                after[old.name or ""] = cut(new, self.unfused_names, made=_is_made(new, parts))
-        if parts.nodes:
-            # Right before the node they replace, where all that they read is computed already.
-            node.graph.insert_before(node, parts.nodes)
+                after[old.name or ""] = cut(new, self.unfused_names, made=new in made)
+        # Right before the node they replace, where all that they read is computed already.
+        node.graph.insert_before(node, nodes)
         for old, new in pairs:
             if new in renamed:
                 new.name = old.name
@@ -216,9 +213,14 @@ class Rewriting:
             new.type = new.type or old.type
             old.replace_all_uses_with(new, replace_graph_outputs=True)
         # Only now is it known what nothing reads any more.
-        gone = self.prune(_producers(old for old, _ in pairs))
-        modules = provenance.stamp(parts.nodes, gone, rule)
-        self.firings.append(Firing(site, first_new.name or "", _source_names(gone), modules, after))
+        gone = self.prune(dict.fromkeys(old.producer() for old, _ in pairs))
+        modules = provenance.stamp(nodes, gone, rule)
+        # Names of the values that are gone, each once; what is a constant has no source.
+        sources: dict[str, None] = {}
+        for removed in gone:
+            if removed.op_type != "Constant":
+                sources.update((output.name, None) for output in removed.outputs if output.name)
+        self.firings.append(Firing(site, first_new.name or "", tuple(sources), modules, after))
         index = len(self.firings) - 1
         if owners:
             self._proved_by[index] = [output.name for output in owners[0].outputs if output.name]
@@ -266,15 +268,15 @@ class Rewriting:
         new.shape, new.dtype = ir.Shape(tensor.shape.numpy()), tensor.dtype
         return self.fire(rule, old, new, tape)
 
-    def prune(self, nodes: Iterable[ir.Node]) -> list[ir.Node]:
+    def prune(self, nodes: Iterable[ir.Node | None]) -> list[ir.Node]:
         """Removes the nodes that nothing reads, then what only they read; returns the removed nodes, inputs first."""
         removed: list[ir.Node] = []
         pending = list(nodes)
         while pending:
             node = pending.pop(0)
-            graph = node.graph
-            if graph is None or any(o.uses() or o.is_graph_output() for o in node.outputs):
+            if node is None or node.graph is None or any(o.uses() or o.is_graph_output() for o in node.outputs):
                 continue
+            graph = node.graph
             read = [value for value in node.inputs if value is not None] + captures(node)
             _detach(node)
             graph.remove(node, safe=True)
@@ -304,7 +306,7 @@ class Rewriting:
             graph = owners[0].graph
         return owners
 
-    def _takes_over(self, old: ir.Value, new: ir.Value, parts: NewParts) -> bool:
+    def _takes_over(self, old: ir.Value, new: ir.Value) -> bool:
         """Whether `new`, which was there already, must be called `old` from now on.
 
         It must where `old` is a graph output. It should where both belong to one module and nothing else reads `new`:
@@ -313,8 +315,6 @@ class Rewriting:
         producer = new.producer()
         node = old.producer()
         assert node is not None
-        if _is_made(new, parts):
-            return False
         is_free = producer is not None and producer.graph is node.graph and not new.is_graph_output()
         if old.is_graph_output():
             if not is_free:
@@ -325,18 +325,24 @@ class Rewriting:
         modules = provenance.modules(node)
         return modules != () and provenance.modules(producer) == modules
 
-    def _settle_names(self, node: ir.Node, pairs: Mapping[ir.Value, ir.Value], parts: NewParts) -> None:
+    def _settle_names(
+        self,
+        node: ir.Node,
+        pairs: Mapping[ir.Value, ir.Value],
+        nodes: Sequence[ir.Node],
+        initializers: Sequence[ir.Value],
+    ) -> None:
         """Names everything made: replacements like what they replace, the rest like nothing before."""
         assert node.graph is not None
         replaced_names = {new: old.name for old, new in pairs.items()}
         stem = next(iter(pairs)).name
-        for value in parts.initializers:
+        for value in initializers:
             name = replaced_names.get(value) or self.fresh(value.name or f"{stem}/constant")
             _set_tensor_name(value, name)
             node.graph.register_initializer(value)
         # The node goes, so one that replaces it may have its name.
         self._node_names.discard(node.name or "")
-        for count, made in enumerate(parts.nodes):
+        for count, made in enumerate(nodes):
             node_name = node.name or stem or made.op_type
             if not any(output in replaced_names for output in made.outputs):
                 node_name = f"{node_name}/{made.op_type}_{count}"
@@ -360,36 +366,6 @@ def _set_tensor_name(value: ir.Value, name: str) -> None:
         copy.CopyFrom(value.const_value.raw)
         value.const_value = ir.serde.TensorProtoTensor(copy)
     value.name = name
-
-
-def _stored_bytes(graph: ir.Graph) -> int:
-    total = 0
-    for value in graph.initializers.values():
-        if value.const_value is not None:
-            total += value.const_value.nbytes
-    return total
-
-
-def _is_made(value: ir.Value, parts: NewParts) -> bool:
-    return value in parts.initializers or value.producer() in parts.nodes
-
-
-def _producers(values: Iterable[ir.Value]) -> list[ir.Node]:
-    producers: list[ir.Node] = []
-    for value in values:
-        producer = value.producer()
-        if producer is not None:
-            producers.append(producer)
-    return producers
-
-
-def _source_names(removed: Iterable[ir.Node]) -> tuple[str, ...]:
-    """Names of the values that removed nodes computed, each once; what is a constant has no source."""
-    names: dict[str, None] = {}
-    for node in removed:
-        if node.op_type != "Constant":
-            names.update((output.name, None) for output in node.outputs if output.name)
-    return tuple(names)
 
 
 def refuse_other_outputs(node: ir.Node) -> None:

@@ -37,6 +37,11 @@ def on(name: str, summary: str, ops: Iterable[str], rewrite: Rewrite) -> Rule:
     `rewrite(node, tape, work)` returns the value that replaces the node's first output: the output of a node it made on
     the tape, or a value that is there already. None means no match; raising Declined means a match that must not fire.
     """
+    return each(name, summary, ops, lambda node, work: work.attempt(name, node, rewrite))
+
+
+def each(name: str, summary: str, ops: Iterable[str], apply: Callable[[ir.Node, Rewriting], None]) -> Rule:
+    """A rule that does more at a node of these operators than to replace its first output; it may raise Declined."""
     # Only ONNX's own operators: those of other domains may have the same names.
     matched_ops = frozenset(ops)
 
@@ -44,7 +49,10 @@ def on(name: str, summary: str, ops: Iterable[str], rewrite: Rewrite) -> Rule:
         for graph in work.graphs():
             for node in graph:
                 if node.domain == "" and node.op_type in matched_ops:
-                    work.attempt(name, node, rewrite)
+                    try:
+                        apply(node, work)
+                    except Declined as declined:
+                        work.decline(name, node.outputs[0], str(declined))
 
     return Rule(name, summary, run)
 

@@ -95,7 +95,7 @@ class _Cut:
                 self.new[node.outputs[0]] = made
             else:
                 pairs.append((node.outputs[0], made))
-        if not work.swap(NAME, pairs, self.tape):
+        if not work.swap(NAME, pairs, self.tape.nodes, self.tape.initializers):
             return False
         # The copies were inserted before the first consumer, and some may read what came after it.
         work.model.graph.sort()

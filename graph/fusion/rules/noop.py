@@ -1,4 +1,4 @@
-"""Nodes whose output equals their input, whatever the input: same elements, same shape."""
+"""What can go without a trace: unread nodes, nodes whose output equals their input, casts that change no value."""
 
 from __future__ import annotations
 
@@ -6,12 +6,57 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import Array, constant, optional_input, rank
+from layerline.graph.analysis.ir_queries import Array, constant, constant_tensor, optional_input, parent, rank, trains
 from layerline.graph.analysis.shape_functions import slice_bounds, takes_whole
 from layerline.graph.analysis.shape_inference import Symbols
 from layerline.graph.analysis.symbolic_sizes import sizes
-from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import on
+from layerline.graph.fusion.firing import Declined
+from layerline.graph.fusion.rewriter import Rewriting, drop_initializer
+from layerline.graph.fusion.rule import Rule, each, on
+
+_D = ir.DataType
+_INTEGERS = (_D.INT8, _D.INT16, _D.INT32, _D.INT64)
+_UNSIGNED = (_D.UINT8, _D.UINT16, _D.UINT32, _D.UINT64)
+_FLOATS = (_D.FLOAT16, _D.FLOAT, _D.DOUBLE)
+# Types that hold every value of another, so that going through them changes nothing.
+_HOLDS: dict[ir.DataType, frozenset[ir.DataType]] = {
+    **{t: frozenset({_D.BOOL, *_INTEGERS[:i]}) for i, t in enumerate(_INTEGERS)},
+    **{t: frozenset({_D.BOOL, *_FLOATS[:i]}) for i, t in enumerate(_FLOATS)},
+}
+# A signed type holds the unsigned ones that are narrower than it is.
+_HOLDS |= {t: _HOLDS[t] | set(_UNSIGNED[:i]) for i, t in enumerate(_INTEGERS)}
+# float32 has a significand of 24 bits and holds 16-bit integers; float64 has 53 bits and holds 32-bit ones.
+_HOLDS[_D.FLOAT] |= {_D.BFLOAT16, _D.INT8, _D.INT16, _D.UINT8, _D.UINT16}
+_HOLDS[_D.DOUBLE] |= {_D.BFLOAT16, *_INTEGERS[:3], *_UNSIGNED[:3]}
+
+
+def store(node: ir.Node, work: Rewriting) -> None:
+    """A Constant node as an initializer, so that every later rule and stage finds weights in one place."""
+    tensor = constant_tensor(node)
+    if node.outputs[0].is_graph_output():
+        return
+    if tensor is None:
+        raise Declined(f"Constant {node.outputs[0].name} holds no dense numeric tensor")
+    work.fold("constants", node.outputs[0], tensor)
+
+
+def remove_unread(work: Rewriting) -> None:
+    """Nodes and stored tensors that no output depends on."""
+    for graph in list(work.graphs()):
+        work.prune(reversed(list(graph)))
+        for value in list(graph.initializers.values()):
+            if not value.uses():
+                drop_initializer(value)
+
+
+def identity(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
+    return node.inputs[0]
+
+
+def dropout(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
+    if trains(node) or (work.opset < 7 and not node.attributes.get_int("is_test", 0)):
+        raise Declined(f"Dropout {node.outputs[0].name} may be in training mode")
+    return node.inputs[0]
 
 
 def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
@@ -92,6 +137,52 @@ def permutation(node: ir.Node) -> tuple[int, ...] | None:
     return tuple(reversed(range(count)))
 
 
+def cast(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
+    value = node.inputs[0]
+    to = _target(node)
+    if value is None or value.dtype is None or to is None:
+        return None
+    if value.dtype == to:
+        return value
+    if node.op_type == "CastLike":
+        # With the node's own attributes, which say what becomes of numbers beyond an 8-bit float.
+        return tape.op("Cast", [value], {**node.attributes, "to": int(to)})
+    return None
+
+
+def cast_chain(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
+    inner = parent(node.inputs[0], "Cast")
+    if inner is None:
+        return None
+    value = inner.inputs[0]
+    if value is None or value.dtype is None:
+        return None
+    middle = _target(inner)
+    last = _target(node)
+    if last == _D.STRING:
+        raise Declined(f"{node.outputs[0].name} writes numbers out, which reads otherwise in another type")
+    if middle is None or value.dtype not in _HOLDS.get(middle, ()):
+        raise Declined(f"Cast {inner.outputs[0].name} to {middle} may change {value.name} of type {value.dtype}")
+    if last is None:
+        return None
+    return tape.op("Cast", [value], {**node.attributes, "to": int(last)})
+
+
+def _target(node: ir.Node) -> ir.DataType | None:
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes.get_int("to", 0))
+    like = node.inputs[1]
+    if like is None:
+        return None
+    return like.dtype
+
+
+CONSTANTS = each("constants", "Constant nodes to initializers", ["Constant"], store)
+DEAD = Rule("dead-code", "nodes and initializers that no output depends on", remove_unread)
+IDENTITY = on("identity", "Identity removed", ["Identity"], identity)
+DROPOUT = on("dropout", "Dropout removed where it never drops", ["Dropout"], dropout)
+CAST = on("noop-cast", "Cast to the type a value has; CastLike where the type is known", ["Cast", "CastLike"], cast)
+CAST_CHAIN = on("cast-cast", "Cast of a Cast that keeps every value", ["Cast"], cast_chain)
 RESHAPE = on(
     "noop-reshape",
     "Reshape, Flatten, Squeeze, Unsqueeze and Expand to the shape a value has",

@@ -1,4 +1,4 @@
-"""Arithmetic on shapes whose outcome is known before any run, and Reshapes that can say what they mean.
+"""Shape arithmetic that is known before any run, Reshapes that say what they mean, and two shape changes in one.
 
 What a shape tensor holds is followed by name (shape_inference.py), so a Reshape to [Shape(x)[0], Shape(x)[1], 12, 64]
 becomes a Reshape to the stored tensor [0, 0, 12, 64] and stays right at every size.
@@ -10,12 +10,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import constant, name_of, rank
+from layerline.graph.analysis.ir_queries import Array, constant, name_of, optional_input, parent, rank
 from layerline.graph.analysis.shape_inference import Symbols
 from layerline.graph.analysis.symbolic_sizes import Size, Sizes, sizes
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Rule, on
+from layerline.graph.fusion.rule import Rule, on, sole
+from layerline.graph.fusion.rules.noop import permutation
 
 _KINDS = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL})
 
@@ -86,5 +87,94 @@ def _better(requested: Size, inferred: Size) -> Size:
     return inferred
 
 
+def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
+    """Reshape, Flatten, Squeeze or Unsqueeze of one of these: one Reshape, as all keep the order of elements."""
+    inner = parent(node.inputs[0], "Reshape", "Flatten", "Squeeze", "Unsqueeze")
+    if inner is None or work.opset < 5:
+        return None
+    before = sizes(inner.inputs[0])
+    after = sizes(node.outputs[0])
+    if before is not None and before == after:
+        return inner.inputs[0]
+    sole(node.inputs[0], node)
+    stored_shape: Array | None = None
+    if node.op_type == "Reshape":
+        stored_shape = constant(node.inputs[1])
+    # Without 0 and -1 the shape means the same whatever it is applied to.
+    if stored_shape is not None and (stored_shape > 0).all():
+        shape = [int(size) for size in stored_shape]
+    elif before is None or after is None or 0 in after:
+        raise Declined(f"the shape of {node.outputs[0].name} is not known")
+    else:
+        shape = reshape_target(before, after)
+    if shape.count(-1) > 1:
+        raise Declined(f"shape {list(after or ())} of {node.outputs[0].name} leaves more than one size open")
+    target = tape.initializer(ir.tensor(np.array(shape, np.int64)), f"{node.outputs[0].name}/shape")
+    return tape.op("Reshape", [inner.inputs[0], target])
+
+
+def transpose(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
+    inner = parent(node.inputs[0], "Transpose")
+    if inner is None:
+        return None
+    first = permutation(inner)
+    second = permutation(node)
+    if first is None or second is None:
+        return None
+    # Axis i of the result is axis second[i] of the middle value, which is axis first[second[i]] of the input.
+    both = [first[axis] for axis in second]
+    if both == list(range(len(both))):
+        return inner.inputs[0]
+    sole(node.inputs[0], node)
+    return tape.op("Transpose", [inner.inputs[0]], {"perm": both})
+
+
+def slices(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
+    """Slices along different axes, by constants."""
+    inner = parent(node.inputs[0], "Slice")
+    if inner is None or work.opset < 10:
+        return None
+    sole(node.inputs[0], node)
+    first = _bounds(inner)
+    second = _bounds(node)
+    if first is None or second is None:
+        raise Declined(f"the bounds of {node.outputs[0].name} or of the Slice before it are computed")
+    if set(first[2].tolist()) & set(second[2].tolist()):
+        # Bounds of the outer Slice count from where the inner one starts, and clamp to its end.
+        raise Declined(f"{node.outputs[0].name} and the Slice before it cut the same axis")
+    inputs = [inner.inputs[0]]
+    for name, inner_bound, outer_bound in zip(("starts", "ends", "axes", "steps"), first, second, strict=True):
+        joined = ir.tensor(np.concatenate([inner_bound, outer_bound]))
+        inputs.append(tape.initializer(joined, f"{node.outputs[0].name}/{name}"))
+    return tape.op("Slice", inputs)
+
+
+def _bounds(node: ir.Node) -> list[Array] | None:
+    """starts, ends, axes (not negative) and steps as int64 vectors of one length."""
+    starts = constant(node.inputs[1])
+    ends = constant(node.inputs[2])
+    count = rank(node.inputs[0])
+    if starts is None or ends is None or count is None:
+        return None
+    axes: Array | None = np.arange(starts.size)
+    if optional_input(node, 3) is not None:
+        axes = constant(node.inputs[3])
+    steps: Array | None = np.ones(starts.size)
+    if optional_input(node, 4) is not None:
+        steps = constant(node.inputs[4])
+    if axes is None or steps is None:
+        return None
+    axes = np.where(axes < 0, axes + count, axes)
+    return [np.asarray(bound, np.int64).reshape(-1) for bound in (starts, ends, axes, steps)]
+
+
 KNOWN = Rule("shape-constants", "shape arithmetic whose result is the same in every run", fold_shapes)
 TARGET = on("reshape-target", "Reshape to a computed shape made a stored one, with 0 and -1", ["Reshape"], target)
+RESHAPE = on(
+    "reshape-reshape",
+    "Reshape, Flatten, Squeeze and Unsqueeze in a row to one Reshape",
+    ["Reshape", "Flatten", "Squeeze", "Unsqueeze"],
+    reshape,
+)
+TRANSPOSE = on("transpose-transpose", "Transposes in a row to one or none", ["Transpose"], transpose)
+SLICE = on("slice-slice", "Slices of different axes in a row to one", ["Slice"], slices)

@@ -1,4 +1,4 @@
-"""Sequences that are only taken apart again."""
+"""Ifs with a constant condition, and sequences that are only taken apart again."""
 
 from __future__ import annotations
 
@@ -9,21 +9,38 @@ from onnx_ir.tape import Tape
 from layerline.graph.analysis.ir_queries import constant, consumers, dim, optional_input, parent, scalar
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Rule, on
+from layerline.graph.fusion.rule import each, on
 
 
-def split(work: Rewriting) -> None:
+def branch(node: ir.Node, work: Rewriting) -> None:
+    """If whose condition is a constant: the branch that is always taken moves out, the other goes."""
+    condition = constant(node.inputs[0])
+    if condition is None or condition.size != 1:
+        return
+    branch_name = "else_branch"
+    if condition.item():
+        branch_name = "then_branch"
+    body = node.attributes[branch_name].as_graph()
+    ends = list(body.outputs)
+    for old, end in zip(node.outputs, ends, strict=True):
+        producer = end.producer()
+        is_computed = producer is not None and producer.graph is body
+        if not is_computed or ends.count(end) > 1:
+            raise Declined(f"branch output {end.name} of If {old.name} is not computed in the branch, or given twice")
+    if node.outputs and not work.permits("constant-branch", node.outputs[0]):
+        return
+    nodes = list(body)
+    initializers = list(body.initializers.values())
+    # A node can't move while its graph still holds on to it.
+    body.outputs.clear()
+    body.initializers.clear()
+    body.remove(nodes)
+    work.release(nodes, initializers)
+    work.swap("constant-branch", list(zip(node.outputs, ends, strict=True)), nodes, initializers)
+
+
+def split(node: ir.Node, work: Rewriting) -> None:
     """SplitToSequence whose pieces are each picked by number: one Split."""
-    for graph in work.graphs():
-        for node in graph:
-            if node.op_type == "SplitToSequence" and node.domain == "":
-                try:
-                    _split(node, work)
-                except Declined as declined:
-                    work.decline(SPLIT.name, node.outputs[0], str(declined))
-
-
-def _split(node: ir.Node, work: Rewriting) -> None:
     name = node.outputs[0].name
     lengths = _lengths(node)
     picks = consumers(node.outputs[0])
@@ -53,7 +70,7 @@ def _split(node: ir.Node, work: Rewriting) -> None:
         attributes = {"axis": axis, "split": lengths}
         pieces = tape.op_multi_out("Split", [node.inputs[0]], attributes, num_outputs=len(lengths))
     pairs = [(pick.outputs[0], pieces[index]) for pick, index in zip(picks, chosen, strict=True)]
-    work.swap(SPLIT.name, pairs, tape)
+    work.swap("split-sequence", pairs, tape.nodes, tape.initializers)
 
 
 def _lengths(node: ir.Node) -> list[int]:
@@ -95,6 +112,7 @@ def concat(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # no
     return tape.op("Concat", made.inputs, {"axis": node.attributes.get_int("axis", 0)})
 
 
-SPLIT = Rule("split-sequence", "SplitToSequence whose pieces are picked by number to Split", split)
+BRANCH = each("constant-branch", "If whose condition is constant, replaced by the branch it takes", ["If"], branch)
+SPLIT = each("split-sequence", "SplitToSequence whose pieces are picked by number to Split", ["SplitToSequence"], split)
 AT = on("sequence-at", "picking from a sequence just put together", ["SequenceAt"], at)
 CONCAT = on("sequence-concat", "joining a sequence just put together", ["ConcatFromSequence"], concat)

@@ -1,0 +1,245 @@
+"""Activations written out, to the one operator: GELU by erf or tanh, hard sigmoid and hard swish, Softmax.
+
+TensorRT runs the single operator as one activation. The guard against NaN behind a Softmax goes where it can't be met.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from layerline.graph.analysis.ir_queries import name_of, optional_input, parent, rank, reduced_axes, scalar
+from layerline.graph.analysis.value_ranges import Ranges
+from layerline.graph.fusion.factors import Product, close, plus, product
+from layerline.graph.fusion.firing import Declined
+from layerline.graph.fusion.rewriter import Rewriting
+from layerline.graph.fusion.rule import Rule, on, only_within
+
+GELU_SINCE = 20
+HARD_SWISH_SINCE = 14
+SOFTMAX_SINCE = 13
+# x³ in tanh's argument; Hendrycks and Gimpel, arXiv:1606.08415.
+CUBIC = 0.044715
+
+
+def gelu(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
+    approximate = "none"
+    x = _argument(node, "Erf", _is_erf)
+    if x is None:
+        approximate = "tanh"
+        x = _argument(node, "Tanh", _is_tanh)
+    if x is None:
+        return None
+    if work.opset < GELU_SINCE:
+        raise Declined(
+            f"{node.outputs[0].name} is a GELU, which opset {work.opset} doesn't have (it comes with {GELU_SINCE})"
+        )
+    only_within(node, x)
+    return tape.op("Gelu", [x], {"approximate": approximate})
+
+
+def _argument(node: ir.Node, op: str, is_inner: Callable[[ir.Value | None, ir.Value], bool]) -> ir.Value | None:
+    """x, where the node is x/2 (1 + op(…)) and `is_inner` holds for what stands in the brackets."""
+    whole = product(node.outputs[0])
+    if len(whole.values) != 2 or not close(whole.number, 0.5, node.outputs[0]):
+        return None
+    # A product has no order: either factor may be x.
+    for x, rest in (whole.values, whole.values[::-1]):
+        squashed = parent(plus(rest, 1.0), op)
+        if squashed is not None and is_inner(squashed.inputs[0], x):
+            return x
+    return None
+
+
+def _is_erf(inner: ir.Value | None, x: ir.Value) -> bool:
+    scaled = product(inner)
+    # erf(x / sqrt(2)), so that x/2 (1 + erf(…)) is x times the normal distribution's Φ(x).
+    return scaled.values == (x,) and close(scaled.number, math.sqrt(0.5), x)
+
+
+def _is_tanh(inner: ir.Value | None, x: ir.Value) -> bool:
+    """sqrt(2/pi) (x + 0.044715 x³), or sqrt(2/pi) x (1 + 0.044715 x²)."""
+    scaled = product(inner)
+    if not close(scaled.number, math.sqrt(2 / math.pi), x):
+        return False
+    if len(scaled.values) == 1:
+        total = parent(scaled.values[0], "Add")
+        if total is None:
+            return False
+        a, b = total.inputs
+        return (a is x and _is_power(b, x, 3)) or (b is x and _is_power(a, x, 3))
+    if len(scaled.values) == 2:
+        first, second = scaled.values
+        if first is x and _is_power(plus(second, 1.0), x, 2):
+            return True
+        return second is x and _is_power(plus(first, 1.0), x, 2)
+    return False
+
+
+def _is_power(value: ir.Value | None, x: ir.Value, exponent: int) -> bool:
+    """Whether `value` is 0.044715 times a power of x, as a product or by Pow."""
+    scaled = product(value)
+    if not close(scaled.number, CUBIC, x):
+        return False
+    if len(scaled.values) == exponent:
+        return all(factor is x for factor in scaled.values)
+    if len(scaled.values) != 1:
+        return False
+    power = parent(scaled.values[0], "Pow")
+    return power is not None and power.inputs[0] is x and scalar(power.inputs[1]) == exponent
+
+
+def hard_swish(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
+    whole = product(node.outputs[0])
+    gated = _gated(whole)
+    if work.opset >= HARD_SWISH_SINCE and gated is not None:
+        only_within(node, gated)
+        return tape.op("HardSwish", [gated])
+    if not close(whole.number, 1 / 6, node.outputs[0]) or len(whole.values) not in (1, 2):
+        return None
+    for index, clipped in enumerate(whole.values):
+        x = _unclipped(clipped)
+        rest = [*whole.values[:index], *whole.values[index + 1 :]]
+        if x is None or rest not in ([], [x]):
+            continue
+        only_within(node, x)
+        if rest and work.opset >= HARD_SWISH_SINCE:
+            return tape.op("HardSwish", [x])
+        # HardSigmoid is max(0, min(1, x / 6 + 1 / 2)), which is clip(x + 3, 0, 6) / 6.
+        gate = tape.op("HardSigmoid", [x], {"alpha": 1 / 6, "beta": 0.5})
+        if rest:
+            return tape.op("Mul", [x, gate])
+        return gate
+    return None
+
+
+def _gated(whole: Product) -> ir.Value | None:
+    """x, where the product is x times its hard sigmoid."""
+    if whole.number != 1.0 or len(whole.values) != 2:
+        return None
+    for x, gate in (whole.values, whole.values[::-1]):
+        node = parent(gate, "HardSigmoid")
+        if node is None or node.inputs[0] is not x:
+            continue
+        slope: float = node.attributes.get_float("alpha", 0.0)
+        middle: float = node.attributes.get_float("beta", 0.0)
+        if close(slope, 1 / 6, x) and middle == 0.5:
+            return x
+    return None
+
+
+def _unclipped(value: ir.Value) -> ir.Value | None:
+    """x, where `value` is clip(x + 3, 0, 6)."""
+    clip = parent(value, "Clip")
+    if clip is None:
+        return None
+    low = scalar(optional_input(clip, 1))
+    high = scalar(optional_input(clip, 2))
+    if len(clip.inputs) == 1:
+        # Up to opset 10 the bounds are attributes.
+        low = clip.attributes.get_float("min")
+        high = clip.attributes.get_float("max")
+    # relu6(x + 3), as MobileNetV3 writes it (Howard et al., arXiv:1905.02244).
+    if (low, high) != (0.0, 6.0):
+        return None
+    return plus(clip.inputs[0], 3.0)
+
+
+def softmax(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
+    """exp(x - max x) / sum exp(x - max x)."""
+    exp = parent(node.inputs[0], "Exp")
+    total = parent(node.inputs[1], "ReduceSum")
+    if exp is None or total is None or total.inputs[0] is not exp.outputs[0]:
+        return None
+    shifted = parent(exp.inputs[0], "Sub")
+    top: ir.Node | None = None
+    if shifted is not None:
+        top = parent(shifted.inputs[1], "ReduceMax")
+    if shifted is None or top is None or top.inputs[0] is not shifted.inputs[0]:
+        raise Declined(
+            f"{node.outputs[0].name} doesn't take off the maximum, so Softmax would differ where exp overflows"
+        )
+    # Before opset 13 Softmax flattens everything behind its axis.
+    axes = {_axis(total), _axis(top)}
+    if len(axes) > 1 or None in axes or work.opset < SOFTMAX_SINCE:
+        raise Declined(f"{node.outputs[0].name} is not over one axis that is kept, or below opset {SOFTMAX_SINCE}")
+    only_within(node, shifted.inputs[0])
+    return tape.op("Softmax", [shifted.inputs[0]], {"axis": axes.pop()})
+
+
+def _axis(node: ir.Node) -> int | None:
+    """The one axis that a reduction is over, from the front; None where it isn't one, or isn't kept."""
+    count = rank(node.inputs[0])
+    axes = reduced_axes(node)
+    if count is None or axes is None or axes.size != 1 or not node.attributes.get_int("keepdims", 1):
+        return None
+    return int(axes.item()) % count
+
+
+def guard(work: Rewriting) -> None:
+    """Where(IsNaN(s), 0, s) after a Softmax whose scores are finite in every run.
+
+    torch writes it for rows that a mask of -inf covers whole, and TensorRT's fused attention is lost to it. A row is
+    NaN too when a score is NaN or a product has overflowed, so it goes only where neither can be (value_ranges.py).
+    """
+    for graph in work.graphs():
+        ranges: Ranges | None = None
+        for node in graph:
+            if node.op_type != "Where" or node.domain != "":
+                continue
+            softmax = _guarded(node)
+            if softmax is None:
+                continue
+            # Worked out at the first guard only: most graphs have none.
+            if ranges is None:
+                ranges = Ranges(graph, finite=True)
+            work.attempt("softmax-nan-guard", node, partial(_unguarded, scores=softmax.inputs[0], ranges=ranges))
+
+
+def _guarded(node: ir.Node) -> ir.Node | None:
+    """The Softmax, where the node replaces its NaN by 0."""
+    test = parent(node.inputs[0], "IsNaN")
+    softmax = parent(node.inputs[2], "Softmax")
+    if test is None or softmax is None or test.inputs[0] is not node.inputs[2] or scalar(node.inputs[1]) != 0.0:
+        return None
+    return softmax
+
+
+def _unguarded(
+    node: ir.Node,
+    tape: Tape,  # noqa: ARG001
+    work: Rewriting,  # noqa: ARG001
+    *,
+    scores: ir.Value | None,
+    ranges: Ranges,
+) -> ir.Value | None:
+    if not math.isfinite(ranges.magnitude(scores)):
+        name = name_of(scores) or ""
+        raise Declined(f"scores {name} of {node.outputs[0].name} may be NaN or infinite: {_cause(scores, ranges)}")
+    return node.inputs[2]
+
+
+def _cause(value: ir.Value | None, ranges: Ranges) -> str:
+    """The first value upwards that nothing bounds while all it is computed from is bounded; or an input."""
+    while value is not None:
+        producer = value.producer()
+        if producer is None:
+            break
+        unbounded = [v for v in producer.inputs if v is not None and not math.isfinite(ranges.magnitude(v))]
+        # All that it is computed from is bounded, so the operator itself loses the bound.
+        if not unbounded:
+            return f"{producer.op_type} {value.name} is not bounded"
+        value = unbounded[0]
+    return f"{name_of(value) or 'a value'} can hold anything"
+
+
+GELU = on("gelu", "GELU written out with erf or tanh to Gelu (opset 20)", ["Mul", "Div"], gelu)
+HARD_SWISH = on(
+    "hard-swish", "hard sigmoid and hard swish written out to the single operators", ["Mul", "Div"], hard_swish
+)
+SOFTMAX = on("softmax", "softmax written out to Softmax (opset 13)", ["Div"], softmax)
+GUARD = Rule("softmax-nan-guard", "replacing NaN after a Softmax whose scores are finite in every run", guard)

@@ -1,0 +1,168 @@
+"""Constant arithmetic, BatchNormalization and a bias into the linear op before them.
+
+A Mul, Div, Add or Sub goes in per output channel where the two are adjacent. A single number goes in also where only
+Reshapes and Transposes lie between (the 1/sqrt(d) of attention): those are made again behind the scaled op.
+
+y = gamma (Wx + b - mean) / sqrt(var + eps) + beta scales each output channel of W by gamma / sqrt(var + eps). The
+shipped rule of onnxscript is not used: it leaves training-mode nodes, missing optional inputs and weights in Constant
+nodes out of account. Arithmetic is in float64, so that the fused weights are rounded once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from layerline.graph.analysis.ir_queries import Array, constant, dim, name_of, parent, rank
+from layerline.graph.fusion import affine_ops
+from layerline.graph.fusion.firing import Declined
+from layerline.graph.fusion.rewriter import Rewriting
+from layerline.graph.fusion.rule import on, sole
+
+MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
+# Gemm's types; the runtime has no kernel for Gemm on integers.
+FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16})
+
+
+def affine(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
+    for side in (0, 1):
+        value = node.inputs[side]
+        other = node.inputs[1 - side]
+        amount = constant(other)
+        if amount is None or value is None or other is None:
+            continue
+        # Only one number for all elements stays the same wherever they are moved.
+        is_single = amount.size == 1 and amount.ndim <= min(rank(value) or 0, 1)
+        moves: list[ir.Node] = []
+        if is_single and node.op_type in ("Mul", "Div"):
+            moves = _moves(value)
+        # The values between the linear op and this node, last first, each with its reader.
+        path: list[tuple[ir.Value | None, ir.Node]] = [(value, node)]
+        path += [(move.inputs[0], move) for move in moves]
+        before = affine_ops.behind(path[-1][0])
+        if before is None:
+            continue
+        # 1 / (Wx + b) is not affine in x.
+        if node.op_type == "Div" and side == 1:
+            raise Declined(f"{node.outputs[0].name} divides a constant by {before.node.op_type} output {value.name}")
+        for read, reader in path:
+            sole(read, reader)
+        each = before.per_channel(amount, f"constant {other.name}")
+        scale, shift = _affine(node.op_type, side, each)
+        out = before.scaled(tape, scale, shift, node.op_type.lower())
+        for move in reversed(moves):
+            out = tape.op(move.op_type, [out, *move.inputs[1:]], move.attributes)
+        return out
+    return None
+
+
+def _moves(value: ir.Value) -> list[ir.Node]:
+    """The nodes before `value`, last first, that only move elements about."""
+    moves: list[ir.Node] = []
+    node = parent(value, *MOVES)
+    while node is not None and node.inputs[0] is not None:
+        moves.append(node)
+        node = parent(node.inputs[0], *MOVES)
+    return moves
+
+
+def _affine(op: str, side: int, amount: Array) -> tuple[Array, Array]:
+    """scale and shift of `y op amount` (side 0) or `amount op y` (side 1)."""
+    one = np.ones_like(amount)
+    zero = np.zeros_like(amount)
+    if op == "Mul":
+        return amount, zero
+    if op == "Div":
+        if not amount.all():
+            raise Declined("it divides by zero")
+        return 1.0 / amount, zero
+    if op == "Add":
+        return one, amount
+    if side == 0:
+        return one, -amount
+    return -one, amount
+
+
+def batchnorm(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
+    before = affine_ops.behind(node.inputs[0])
+    if before is None:
+        return None
+    where = f"BatchNormalization {node.outputs[0].name}"
+    _refuse_training(node, work.opset, where)
+    # Whoever else reads the layer wants it without the normalisation.
+    sole(node.inputs[0], node)
+    if before.axis != 1:
+        name = before.node.outputs[0].name
+        raise Declined(f"{where} normalises axis 1, the channels of {name} lie on axis {before.axis}")
+    parameters: list[Array] = []
+    for value in node.inputs[1:5]:
+        parameter = constant(value)
+        if parameter is None:
+            raise Declined(f"{name_of(value) or 'a parameter'} of {where} is computed")
+        if parameter.shape != (before.channels,):
+            raise Declined(f"{name_of(value)} of {where} has shape {parameter.shape}, not {before.channels}")
+        parameters.append(parameter.astype(np.float64))
+    gamma, beta, mean, var = parameters
+    spread = var + node.attributes.get_float("epsilon", 1e-5)
+    if not (spread > 0).all():
+        raise Declined(f"{where} divides by the root of a variance that is not above 0 ({spread.min()})")
+    scale = gamma / np.sqrt(spread)
+    return before.scaled(tape, scale, beta - mean * scale, "batchnorm")
+
+
+def _refuse_training(node: ir.Node, opset: int, where: str) -> None:
+    attributes = node.attributes
+    # Up to opset 6 training is the default.
+    if attributes.get_int("training_mode", 0) or (opset < 7 and not attributes.get_int("is_test", 0)):
+        raise Declined(f"{where} is in training mode")
+    if any(o.name for o in node.outputs[1:]):
+        raise Declined(f"{where} gives batch statistics ({node.outputs[1].name}): it is in training mode")
+    if not attributes.get_int("spatial", 1):
+        raise Declined(f"{where} normalises every element on its own (spatial=0)")
+
+
+def matmul_add(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
+    for side in (0, 1):
+        product = node.inputs[side]
+        bias = node.inputs[1 - side]
+        matmul = parent(product, "MatMul")
+        if matmul is None or product is None or bias is None:
+            continue
+        # `sole` would let it pass: the Add is the only reader, twice.
+        if bias is product:
+            raise Declined(f"{node.outputs[0].name} adds MatMul {product.name} to itself; both are needed")
+        a, b = matmul.inputs
+        if rank(a) != 2 or rank(b) != 2:
+            raise Declined(
+                f"MatMul {matmul.outputs[0].name} multiplies ranks {rank(a)} and {rank(b)}; Gemm takes 2 and 2"
+            )
+        assert a is not None and b is not None  # they have a rank
+        if a.dtype not in FLOATS:
+            raise Declined(f"MatMul {matmul.outputs[0].name} multiplies {a.dtype}, which Gemm doesn't take")
+        _refuse_wide_bias(bias, a, b, matmul)
+        sole(product, node)
+        return tape.op("Gemm", [a, b, bias])
+    return None
+
+
+def _refuse_wide_bias(bias: ir.Value, a: ir.Value, b: ir.Value, matmul: ir.Node) -> None:
+    shape = bias.shape
+    if shape is None or len(shape) > 2:
+        raise Declined(f"bias {bias.name} of shape {shape} has not at most 2 dimensions, as Gemm's C must")
+    full = (dim(a, 0), dim(b, 1))
+    for axis in range(1, len(shape) + 1):
+        size = dim(bias, -axis)
+        if size is None or size not in (1, full[-axis]):
+            raise Declined(
+                f"bias {bias.name} of shape {shape} doesn't broadcast one way to MatMul {matmul.outputs[0].name} {full}"
+            )
+
+
+BATCHNORM = on(
+    "batchnorm", "BatchNormalization into Conv, ConvTranspose, Gemm or MatMul", ["BatchNormalization"], batchnorm
+)
+MATMUL_ADD = on("matmul-add", "MatMul and Add to Gemm (rank 2, bias broadcast one way)", ["Add"], matmul_add)
+AFFINE = on(
+    "affine", "constant Mul, Div, Add and Sub into the linear op before them", ["Mul", "Div", "Add", "Sub"], affine
+)
