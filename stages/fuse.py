@@ -139,7 +139,7 @@ class Fuse(Stage):
         return _Case(unfused=model, feeds=feeds, floors=floors, notes=notes), fused
 
     def _guilty(self, case: _Case, fused: Fused) -> Firing | None:
-        from layerline.graph.fusion.bisect import guilty
+        from layerline.graph.fusion.fuse import guilty
 
         def good(some: Rewritten) -> bool:
             candidate = dataclasses.replace(fused, light=some.light, firings=some.firings)

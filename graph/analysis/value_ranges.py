@@ -13,7 +13,7 @@ Two questions are asked of the same arithmetic:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -80,20 +80,18 @@ class Ranges:
         if node.domain != "":
             return OPEN
         if not self.finite:
-            if node.op_type in _BY_CONSTRUCTION:
-                return _BY_CONSTRUCTION[node.op_type](node, self)
-            return OPEN
+            return self._by_construction(node)
         kind = node.outputs[0].dtype
         if kind not in LIMITS or not all(map(self._is_bounded, node.inputs)):
             return OPEN
-        if node.op_type in _ROUNDED_ONCE:
-            return _rounded(_ROUNDED_ONCE[node.op_type](node, self), kind)
+        if node.op_type in ("Add", "Sub", "Mul", "Div", "Cast"):
+            return _rounded(self._by_construction(node), kind)
         low, high = OPEN
         if node.op_type in _IN_STEPS:
             high = _HEADROOM * _IN_STEPS[node.op_type](node, self)
             low = -high
         elif node.op_type in _NOT_ROUNDED:
-            low, high = _BY_CONSTRUCTION[node.op_type](node, self)
+            low, high = self._by_construction(node)
         if max(-low, high) <= LIMITS[kind][0]:
             return low, high
         return OPEN
@@ -101,10 +99,38 @@ class Ranges:
     def _is_bounded(self, value: ir.Value | None) -> bool:
         return value is None or all(map(math.isfinite, self.of(value)))
 
-    def ends(self, values: Iterable[ir.Value | None]) -> tuple[list[float], list[float]]:
-        """The lower ends and the upper ends of several values."""
-        read = [self.of(value) for value in values]
-        return [low for low, _ in read], [high for _, high in read]
+    def _by_construction(self, node: ir.Node) -> Range:
+        """The range that the operator gives numbers of these ranges, in exact arithmetic."""
+        op = node.op_type
+        if op in _MOVES or (op == "Cast" and self._casts_floats(node)):
+            return self.of(node.inputs[0])
+        # Cubic interpolation overshoots; the two others do not.
+        interpolates = op == "Resize" and node.attributes.get_string("mode", "nearest") != "cubic"
+        pads_with_zero = op == "AveragePool" or (op == "Pad" and optional_input(node, 2) is None)
+        if interpolates or pads_with_zero:
+            low, high = self.of(node.inputs[0])
+            return min(low, 0.0), max(high, 0.0)
+        if op == "Div" and self.finite:
+            return self._quotient(node)
+        if op not in _ENDS:
+            return _FIXED.get(op, OPEN)
+        ranges = [self.of(value) for value in node.inputs]
+        return _ENDS[op]([low for low, _ in ranges], [high for _, high in ranges])
+
+    def _casts_floats(self, node: ir.Node) -> bool:
+        """Whether a Cast keeps the range: without `finite` nothing is known of integers, and casts to them wrap."""
+        value = node.inputs[0]
+        return self.finite or (value is not None and value.dtype is not None and value.dtype.is_floating_point())
+
+    def _quotient(self, node: ir.Node) -> Range:
+        divisor = constant(node.inputs[1])
+        if divisor is None:
+            return OPEN
+        least = float(np.abs(divisor.astype(np.float64)).min(initial=math.inf))
+        if not least > _LEAST_DIVISOR:  # NaN is not greater either
+            return OPEN
+        most = self.magnitude(node.inputs[0]) / least
+        return -most, most
 
 
 def greatest(interval: Range) -> float:
@@ -125,128 +151,23 @@ def _rounded(exact: Range, kind: ir.DataType) -> Range:
     return ends[0], ends[1]
 
 
-Step = Callable[[ir.Node, Ranges], Range]
+Ends = list[float]
 
 
-def _share(_node: ir.Node, _ranges: Ranges) -> Range:
-    return 0.0, 1.0
-
-
-def _unit(_node: ir.Node, _ranges: Ranges) -> Range:
-    return -1.0, 1.0
-
-
-def _first(node: ir.Node, ranges: Ranges) -> Range:
-    """Picks among the numbers of the first input, or averages them."""
-    return ranges.of(node.inputs[0])
-
-
-def _with_zero(node: ir.Node, ranges: Ranges) -> Range:
-    """An average that may count padding."""
-    low, high = ranges.of(node.inputs[0])
-    return min(low, 0.0), max(high, 0.0)
-
-
-def _any(node: ir.Node, ranges: Ranges) -> Range:
-    lows, highs = ranges.ends(node.inputs)
-    return min(lows), max(highs)
-
-
-def _where(node: ir.Node, ranges: Ranges) -> Range:
-    lows, highs = ranges.ends(node.inputs[1:])
-    return min(lows), max(highs)
-
-
-def _relu(node: ir.Node, ranges: Ranges) -> Range:
-    low, high = ranges.of(node.inputs[0])
-    return max(low, 0.0), max(high, 0.0)
-
-
-def _clip(node: ir.Node, ranges: Ranges) -> Range:
-    low, high = ranges.of(node.inputs[0])
-    least, _ = ranges.of(optional_input(node, 1))
-    _, greatest = ranges.of(optional_input(node, 2))
-    return min(max(low, least), greatest), min(max(high, least), greatest)
-
-
-def _least(node: ir.Node, ranges: Ranges) -> Range:
-    lows, highs = ranges.ends(node.inputs)
-    return min(lows), min(highs)
-
-
-def _greatest(node: ir.Node, ranges: Ranges) -> Range:
-    lows, highs = ranges.ends(node.inputs)
-    return max(lows), max(highs)
-
-
-def _abs(node: ir.Node, ranges: Ranges) -> Range:
-    low, high = ranges.of(node.inputs[0])
-    least = 0.0
-    if low > 0 or high < 0:
-        least = min(abs(low), abs(high))
-    return least, max(-low, high)
-
-
-def _neg(node: ir.Node, ranges: Ranges) -> Range:
-    low, high = ranges.of(node.inputs[0])
-    return -high, -low
-
-
-def _sum(node: ir.Node, ranges: Ranges) -> Range:
-    lows, highs = ranges.ends(node.inputs)
-    return sum(lows), sum(highs)
-
-
-def _difference(node: ir.Node, ranges: Ranges) -> Range:
-    low, high = ranges.of(node.inputs[0])
-    other_low, other_high = ranges.of(node.inputs[1])
-    return low - other_high, high - other_low
-
-
-def _product(node: ir.Node, ranges: Ranges) -> Range:
-    a = ranges.of(node.inputs[0])
-    b = ranges.of(node.inputs[1])
+def _product(low: Ends, high: Ends) -> Range:
     # 0 times an infinite end would be NaN.
-    if not all(map(math.isfinite, (*a, *b))):
+    if not all(map(math.isfinite, (*low, *high))):
         return OPEN
     # A product is extreme where both factors are.
-    corners = (a[0] * b[0], a[0] * b[1], a[1] * b[0], a[1] * b[1])
+    corners = (low[0] * low[1], low[0] * high[1], high[0] * low[1], high[0] * high[1])
     return min(corners), max(corners)
 
 
-def _quotient(node: ir.Node, ranges: Ranges) -> Range:
-    divisor = constant(node.inputs[1])
-    if divisor is None:
-        return OPEN
-    least = float(np.abs(divisor.astype(np.float64)).min(initial=math.inf))
-    if not least > _LEAST_DIVISOR:  # NaN is not greater either
-        return OPEN
-    most = ranges.magnitude(node.inputs[0]) / least
-    return -most, most
-
-
-def _cast(node: ir.Node, ranges: Ranges) -> Range:
-    value = node.inputs[0]
-    # Without `finite` nothing is known of integers, and casts to them wrap around.
-    if not ranges.finite and (value is None or value.dtype is None or not value.dtype.is_floating_point()):
-        return OPEN
-    return _first(node, ranges)
-
-
-def _resize(node: ir.Node, ranges: Ranges) -> Range:
-    """Cubic interpolation overshoots; the two others do not."""
-    if node.attributes.get_string("mode", "nearest") == "cubic":
-        return OPEN
-    return _with_zero(node, ranges)
-
-
-def _pad(node: ir.Node, ranges: Ranges) -> Range:
-    low, high = _first(node, ranges)
-    fill = optional_input(node, 2)
-    fill_low, fill_high = 0.0, 0.0
-    if fill is not None:
-        fill_low, fill_high = ranges.of(fill)
-    return min(fill_low, low), max(fill_high, high)
+def _clip(low: Ends, high: Ends) -> Range:
+    # A bound that is left out leaves that side open.
+    least = [*low[1:2], -math.inf][0]
+    greatest = [*high[2:3], math.inf][0]
+    return min(max(low[0], least), greatest), min(max(high[0], least), greatest)
 
 
 def _matmul(node: ir.Node, ranges: Ranges) -> float:
@@ -321,38 +242,30 @@ def _normalised_count(node: ir.Node) -> int | None:
     return count
 
 
-def _gelu(node: ir.Node, ranges: Ranges) -> float:
-    return ranges.magnitude(node.inputs[0])
-
-
-def _total(node: ir.Node, ranges: Ranges) -> float:
-    return sum(map(ranges.magnitude, node.inputs))
-
-
 _MOVES = frozenset(
     {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Tile", "Gather", "GatherND"}
     | {"GatherElements", "Slice", "Split", "DepthToSpace", "SpaceToDepth", "MaxPool", "GlobalMaxPool", "Dropout"}
     | {"GlobalAveragePool", "ReduceMean", "ReduceMax", "ReduceMin"}
 )
-_BY_CONSTRUCTION: dict[str, Step] = {
-    **dict.fromkeys(_MOVES, _first),
-    **dict.fromkeys(("Sigmoid", "HardSigmoid", "Softmax", "Hardmax"), _share),
-    **dict.fromkeys(("Tanh", "Erf", "Softsign", "Sin", "Cos"), _unit),
-    **dict.fromkeys(("Add", "Sum"), _sum),
-    "AveragePool": _with_zero,
-    "Concat": _any,
-    "Where": _where,
-    "Relu": _relu,
-    "Clip": _clip,
-    "Min": _least,
-    "Max": _greatest,
-    "Abs": _abs,
-    "Neg": _neg,
-    "Sub": _difference,
+"""They pick among the numbers of the first input, or average them."""
+_FIXED = {
+    **dict.fromkeys(("Sigmoid", "HardSigmoid", "Softmax", "Hardmax"), (0.0, 1.0)),
+    **dict.fromkeys(("Tanh", "Erf", "Softsign", "Sin", "Cos"), (-1.0, 1.0)),
+}
+# From the lower and the upper ends of the inputs to those of the output.
+_ENDS: dict[str, Callable[[Ends, Ends], Range]] = {
+    **dict.fromkeys(("Add", "Sum"), lambda low, high: (sum(low), sum(high))),
+    "Sub": lambda low, high: (low[0] - high[1], high[0] - low[1]),
     "Mul": _product,
-    "Cast": _cast,
-    "Resize": _resize,
-    "Pad": _pad,
+    "Concat": lambda low, high: (min(low), max(high)),
+    "Where": lambda low, high: (min(low[1:]), max(high[1:])),
+    "Relu": lambda low, high: (max(low[0], 0.0), max(high[0], 0.0)),
+    "Clip": _clip,
+    "Min": lambda low, high: (min(low), min(high)),
+    "Max": lambda low, high: (max(low), max(high)),
+    "Abs": lambda low, high: (max(low[0], -high[0], 0.0), max(-low[0], high[0])),
+    "Neg": lambda low, high: (-high[0], -low[0]),
+    "Pad": lambda low, high: (min(low[0], low[2]), max(high[0], high[2])),
 }
 # Their numbers are those of their inputs, or correct to the last bit. Averages are not: what they add up on the way may
 # pass the end of the type.
@@ -361,19 +274,12 @@ _NOT_ROUNDED = frozenset(
     | {"GatherElements", "Slice", "Split", "Concat", "Where", "Relu", "Clip", "Min", "Max", "Abs", "Neg", "Sigmoid"}
     | {"HardSigmoid", "Softmax", "Tanh", "Erf", "Sin", "Cos"}
 )
-_ROUNDED_ONCE: dict[str, Step] = {
-    "Add": _sum,
-    "Sub": _difference,
-    "Mul": _product,
-    "Div": _quotient,
-    "Cast": _cast,
-}
 # The greatest |x| as exact arithmetic has it, of what is rounded in several steps.
 _IN_STEPS: dict[str, Callable[[ir.Node, Ranges], float]] = {
     "MatMul": _matmul,
     "Gemm": _gemm,
-    "Gelu": _gelu,
-    "Sum": _total,
+    "Gelu": lambda node, ranges: ranges.magnitude(node.inputs[0]),
+    "Sum": lambda node, ranges: sum(map(ranges.magnitude, node.inputs)),
     "LayerNormalization": _normalised,
     "RMSNormalization": _normalised,
 }

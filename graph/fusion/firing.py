@@ -1,12 +1,15 @@
-"""The record of rewriting: where a rule fired or declined, and what has to be proved of it."""
+"""The record of rewriting: where a rule fired or declined, and the piece of the graph that has to be proved of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import onnx
 import onnx_ir as ir
+
+from layerline.graph.analysis.ir_queries import captures
 
 
 class Declined(Exception):
@@ -64,3 +67,51 @@ class Decline:
 
     site: Site
     reason: str
+
+
+def cut(new: ir.Value, unfused_names: AbstractSet[str], *, made: bool) -> After:
+    """What computes `new`, back to values that the unfused model has.
+
+    Args:
+        unfused_names: names of those values. A value of such a name has the unfused model's numbers, whoever computes
+            it now.
+        made: whether `new` itself was just made: it carries the name of what it replaces and is not that value yet.
+    """
+    nodes: list[onnx.NodeProto] = []
+    tensors: dict[str, ir.TensorProtocol] = {}
+    visited: set[ir.Value] = set()
+    # Depth first: a node comes off the stack after everything that it reads, so the list can be run in order.
+    pending: list[ir.Value | ir.Node | None] = [new]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, ir.Node):
+            nodes.append(ir.serde.serialize_node(item))
+            continue
+        is_new = made and item is new
+        if item is None or item in visited or (item.name in unfused_names and not is_new):
+            continue
+        visited.add(item)
+        producer = item.producer()
+        if producer is not None:
+            # All outputs at once: a node is written once, whichever of them led to it.
+            visited.update(producer.outputs)
+            pending += [producer, *reversed((*producer.inputs, *captures(producer)))]
+        elif item.const_value is not None:
+            tensors[item.name or ""] = item.const_value
+    return After(new.name or "", tuple(nodes), tensors)
+
+
+def nearest_unfused_after(value: ir.Value, unfused_names: AbstractSet[str]) -> list[str]:
+    """The nearest values downstream, in the same graph, that the unfused model has."""
+    nearest: dict[str, None] = {}
+    visited = {value}
+    pending = [value]
+    while pending:
+        for use in pending.pop().uses():
+            for output in use.node.outputs:
+                if output.name in unfused_names and output.graph is value.graph:
+                    nearest[output.name or ""] = None
+                elif output not in visited:
+                    visited.add(output)
+                    pending.append(output)
+    return list(nearest)

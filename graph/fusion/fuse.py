@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import onnx
@@ -12,8 +12,7 @@ from layerline.backends.light import Light, Model, split, weightless
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.analysis.ir_queries import Array
 from layerline.graph.fusion.apply_rules import Rewritten, rewrite
-from layerline.graph.fusion.bisect import guilty
-from layerline.graph.fusion.firing import Site
+from layerline.graph.fusion.firing import Firing, Site
 from layerline.graph.fusion.rule import Rule
 from layerline.graph.fusion.rules import RULES
 from layerline.graph.fusion.verify_rewrites import Proof, prove
@@ -72,7 +71,9 @@ def fuse(
                 record = {field.name: getattr(done, field.name) for field in fields(done)}
                 record["notes"] = (*done.notes, *notes)
                 return Fused(**record, proofs=tuple(proofs), undone=tuple(undone))
-        if failed is None or _is_shared(failed, proofs):
+        # Firings inside the body of one node stand or fall with the same values.
+        sharing = [p for p in proofs if failed is not None and p.firing.after == failed.firing.after]
+        if failed is None or len(sharing) > 1:
             # One of many: the first k firings are right, the next one isn't.
             def good(some: Rewritten) -> bool:
                 return _first_failed(proofs_of(some)) is None and _examine(some.light, original)[0] is None
@@ -89,16 +90,49 @@ def fuse(
         denied |= {failed.firing.site}
 
 
+def guilty(
+    model: Model,
+    good: Callable[[Rewritten], bool],
+    rules: Sequence[Rule] = RULES,
+    *,
+    denied: frozenset[Site] = frozenset(),
+    fold_limit: int = 1 << 20,
+) -> Firing | None:
+    """The firing after which the model is no longer good; None when it still is after all of them.
+
+    Rewriting is deterministic, so the model after the first k firings is well defined for every k. The search assumes
+    that a spoilt model stays spoilt, and takes the model before the first firing for good.
+
+    Args:
+        good: judges a rewritten model against the unfused one, as `pipe debug fuse` does with the probe feeds.
+    """
+
+    def after(count: int | None) -> Rewritten:
+        return rewrite(model, rules, denied=denied, limit=count, fold_limit=fold_limit)
+
+    whole = after(None)
+    if good(whole):
+        return None
+    # Then the model is spoilt by its own, and no rewrite is to blame.
+    if not whole.firings:
+        return None
+    # Good after `low` firings, no longer good after `high`.
+    low = 0
+    high = len(whole.firings)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if good(after(middle)):
+            low = middle
+        else:
+            high = middle
+    return whole.firings[high - 1]
+
+
 def _first_failed(proofs: Sequence[Proof]) -> Proof | None:
     for proof in proofs:
         if not proof.passed:
             return proof
     return None
-
-
-def _is_shared(failed: Proof, proofs: Sequence[Proof]) -> bool:
-    """Whether other firings stand or fall with the same values: those inside the body of one node do."""
-    return any(p.firing is not failed.firing and p.firing.after == failed.firing.after for p in proofs)
 
 
 def _examine(model: Light, original: Light) -> tuple[str | None, list[str]]:

@@ -22,8 +22,7 @@ from layerline.graph.analysis import provenance, shape_inference
 from layerline.graph.analysis.fresh_names import fresh_name, node_names, value_names
 from layerline.graph.analysis.ir_queries import captures, graph_values, subgraphs
 from layerline.graph.analysis.symbolic_sizes import unquoted
-from layerline.graph.fusion.extract_subgraph import cut, nearest_unfused_after
-from layerline.graph.fusion.firing import After, Decline, Declined, Firing, Site
+from layerline.graph.fusion.firing import After, Decline, Declined, Firing, Site, cut, nearest_unfused_after
 
 Rewrite: TypeAlias = "Callable[[ir.Node, Tape, Rewriting], ir.Value | None]"
 

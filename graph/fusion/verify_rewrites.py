@@ -23,7 +23,6 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.analysis.ir_queries import LIMITS
 from layerline.graph.analysis.toposort import in_order, moving
 from layerline.graph.fusion.firing import After, Firing
-from layerline.graph.fusion.stored_constants import constant_of, with_constants
 from layerline.graph.io.ir_convert import store
 from layerline.graph.io.opset import opset_of
 from layerline.pipeline.errors import StageError
@@ -216,10 +215,35 @@ def _proved_constants(equal: Iterable[tuple[str, After]]) -> dict[str, ir.Tensor
     """The constants among values that were proved to be equal; none with a zero, whose sign no proof looks at."""
     constants: dict[str, ir.TensorProtocol] = {}
     for name, after in equal:
-        tensor = constant_of(after)
-        if tensor is not None and tensor.numpy().all():
+        # Without nodes the value has become a stored tensor.
+        tensor = after.tensors.get(after.result)
+        if not after.nodes and tensor is not None and tensor.numpy().all():
             constants[name] = tensor
     return constants
+
+
+def with_constants(light: Light, constants: Mapping[str, ir.TensorProtocol]) -> Light:
+    """The model with these values stored in place of the nodes that compute them from nothing but constants.
+
+    A proof or a comparison runs the unfused model on many feeds. To transpose every weight again on each of them, as
+    exporters write it, would take as long as all the rest.
+    """
+    out = light.copy()
+    graph = out.model.graph
+    # What depends on an input stays computed, even where a rule made it a constant.
+    replaceable = constants.keys() - moving(graph)
+    kept: list[onnx.NodeProto] = []
+    for node in graph.node:
+        outputs = set(filter(None, node.output))
+        if outputs <= replaceable:
+            # Sorted, so that the same model is stored the same way each time.
+            for name in sorted(outputs):
+                store(out, name, constants[name])
+        else:
+            kept.append(node)
+    del graph.node[:]
+    graph.node.extend(kept)
+    return out
 
 
 def _proof(

@@ -14,8 +14,7 @@ from layerline.graph.fusion.firing import After, Firing, Site
 from layerline.graph.fusion.fuse import fuse
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on
-from layerline.graph.fusion.stored_constants import with_constants
-from layerline.graph.fusion.verify_rewrites import prove, reference
+from layerline.graph.fusion.verify_rewrites import prove, reference, with_constants
 from tests.graph.fusing import normal, ops, parse
 
 MODEL = parse(
