@@ -22,6 +22,8 @@ from layerline.views.exit_codes import print_json, say
 if TYPE_CHECKING:
     from layerline.pipeline.config.project import Project
     from layerline.pipeline.plan import Planner
+    from layerline.pipeline.records.lookup import Beside
+    from layerline.pipeline.report import Report
 
 
 app = typer.Typer(
@@ -331,9 +333,12 @@ def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder
 
 @app.command()
 def diff(
-    stage: Annotated[str, typer.Argument(metavar="STAGE|FILE", help=f"One of {STAGES}; or an ONNX file.")],
+    stage: Annotated[str, typer.Argument(metavar="STAGE[@RUN]|FILE", help=f"One of {STAGES}; or an ONNX file.")],
     other: Annotated[
-        str | None, typer.Argument(metavar="[FILE]", help="The ONNX file to compare with the first.")
+        str | None,
+        typer.Argument(
+            metavar="[STAGE[@RUN]|FILE]", help="The stage or file whose model is compared with the first's."
+        ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="NPZ", help="Samples for two files: one array per input.")
@@ -370,17 +375,21 @@ def diff(
             help="Exit with code 1 if sqnr, own, effect, weight (dB) or cosine of a layer is lower.",
         ),
     ] = None,
+    repro: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="For two models: write the smallest one that shows the first value listed."),
+    ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
-    """Show each layer's errors, of a stage or between two ONNX files.
+    """Show each layer's errors, of a stage or between two stages, runs or ONNX files.
 
     Of the newest run, of the run given with --run, or of the newest run with the settings given with --set.
     docs/cli.md and the page of `pipe report` explain the columns.
     """
     from layerline.pipeline import diff_on
-    from layerline.pipeline.records import lookup
+    from layerline.pipeline.debug import refuse_used
     from layerline.views import json_output, screen, selection, tables, terminal
 
     _only_one(csv=as_csv, json=as_json)
@@ -388,25 +397,23 @@ def diff(
     silent = as_json or as_csv
     limits = selection.read_limits(fail_under or ())
     beside = None
-    if other is not None or stage.endswith(".onnx"):
-        if run_id or sets or against or on:
-            raise ConfigError("--run, --set, --against and --on are about a stage", hint="leave them out for two files")
-        with contextlib.closing(terminal.listener([], silent=silent)) as log:
-            report = diff_on.diff_files(Path(stage), other, data, log)
+    if other is None and not stage.endswith(".onnx"):
+        _refuse(data=data, repro=repro, why="needs two models: name a second stage or file")
+        report, beside = _of_stage(stage, run_id, sets, against, on, folder, silent=silent)
     else:
-        project = _load(folder.resolve(), sets)
-        planner, name = _planner(project), project.stage(stage).name
-        if data is not None:
-            raise ConfigError("--data is about two ONNX files", hint="a stage has its own data in task.py")
-        if on is not None:
-            live = terminal.listener([project.stage(stage)], silent=silent)
-            with _at_work(project, as_json=silent), contextlib.closing(live):
-                report = diff_on.diff_on(project, name, on, live, run_id)
-        else:
-            chosen = lookup.choose(planner, name, run_id)
-            report = planner.ledger.report(chosen.record)
-            if against is not None:
-                beside = lookup.beside(planner, chosen, against)
+        _refuse(against=against, on=on, why="is about one stage")
+        further: dict[str, Any] = {"effect": sort == "effect" or "effect" in limits, "order": sort or "own"}
+        if repro is not None:
+            _only_one(repro=repro, module=module)
+            refuse_used(repro)
+            further["repro"] = repro.resolve()
+        with contextlib.closing(terminal.listener([], silent=silent)) as log:
+            if stage.endswith(".onnx") or str(other).endswith(".onnx"):
+                _refuse(run=run_id, set=sets, why="is about a stage, and these are two files")
+                report = diff_on.diff_files(Path(stage), other, data, log, further)
+            else:
+                _refuse(data=data, why="is about two ONNX files: stages are compared on their probes")
+                report = diff_on.diff_stages(_load(folder.resolve(), sets), (stage, str(other)), log, run_id, further)
     if module is not None:
         report = selection.of_module(report, module)
         if beside is not None:
@@ -426,6 +433,43 @@ def diff(
     if failure:
         screen.error(failure)
         raise typer.Exit(failure.exit_code)
+
+
+def _of_stage(
+    stage: str,
+    run_id: str | None,
+    sets: Sequence[str] | None,
+    against: str | None,
+    on: str | None,
+    folder: Path,
+    *,
+    silent: bool,
+) -> tuple[Report, Beside | None]:
+    """The report of a stage (`STAGE` or `STAGE@RUN`), or of its model on a backend; and that of another run."""
+    from layerline.pipeline import diff_on
+    from layerline.pipeline.records import lookup
+    from layerline.views import terminal
+
+    name, _, run_of_stage = stage.partition("@")
+    if run_of_stage:
+        _refuse(run=run_id, why=f"says another run than {stage}")
+    run_id = run_of_stage or run_id
+    project = _load(folder.resolve(), sets)
+    planner, chosen_stage = _planner(project), project.stage(name)
+    if on is not None:
+        live = terminal.listener([chosen_stage], silent=silent)
+        with _at_work(project, as_json=silent), contextlib.closing(live):
+            return diff_on.diff_on(project, name, on, live, run_id), None
+    chosen = lookup.choose(planner, name, run_id)
+    beside = None if against is None else lookup.beside(planner, chosen, against)
+    return planner.ledger.report(chosen.record), beside
+
+
+def _refuse(*, why: str, **options: object) -> None:
+    """Refuses options that mean nothing here."""
+    for name, value in options.items():
+        if value:
+            raise ConfigError(f"it {why}", where=f"--{name}", hint="leave it out, or see: pipe diff --help")
 
 
 def _only_one(**options: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from layerline.backends.base import Feed
 from layerline.backends.light import Model, split
@@ -13,6 +14,7 @@ from layerline.compare.comparison_graph import effects_graph
 from layerline.compare.pair_metrics import Pair, distance, trusted
 from layerline.compare.tensor_distance import Distance
 from layerline.graph.analysis.rounding_noise import drawn
+from layerline.pipeline.report import EFFECT, Report, decibels
 
 LAYERS = 128
 """So many layers are measured at most, those that are named first."""
@@ -20,6 +22,18 @@ RUNS = 100
 """Fewer feeds are run where the number of layers times the number of feeds exceeds this: on average, half of the model
 runs once more for each layer."""
 _NODES = 4000  # of the reference in one graph, copies included: opening a graph takes time by the square of its nodes
+
+
+def with_effects(report: Report, reference: Model, candidate: Model, feeds: Sequence[Feed]) -> Report:
+    """Adds to each layer that makes an error the SQNR of the outputs if this layer alone were the candidate's."""
+    worst_first = [record.name for record in report.sorted("own") if record.own_db is not None]
+    shares = effects(reference, candidate, feeds, worst_first)
+    records = []
+    for record in report.records:
+        if record.name in shares:
+            record = replace(record, extra={**record.extra, EFFECT: decibels(1.0, shares[record.name])})
+        records.append(record)
+    return replace(report, records=tuple(records))
 
 
 def effects(reference: Model, candidate: Model, feeds: Sequence[Feed], values: Collection[str]) -> dict[str, float]:

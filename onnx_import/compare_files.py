@@ -1,9 +1,11 @@
-"""Compares two ONNX files value by value on samples: `pipe diff a.onnx b.onnx --data x.npz`."""
+"""Compares two ONNX models value by value: two files on samples (`pipe diff a.onnx b.onnx --data x.npz`), and what two
+stages left on their probes."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerline.backends.base import Array, Feed
@@ -11,20 +13,39 @@ from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.backends.subprocess_build import GB, Limits, Log, bounded, machine_memory
 from layerline.compare.compare_models import compare, computed_values, why_two_sessions
+from layerline.compare.output_effects import with_effects
+from layerline.compare.region import reproduce
+from layerline.export import probe_files
 from layerline.export.signature import Value, signature
 from layerline.graph.io import module_identity, onnx_files
+from layerline.graph.io.opset import opset_of, raise_opset
 from layerline.graph.io.wellformed import refuse_broken
 from layerline.onnx_import import allocation_sizes, feed_sources, file_checks, symbolic_dims
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.inputs import npz
-from layerline.pipeline.report import Report
+from layerline.pipeline.report import Order, Report
 
 _MOST_MEMORY = 8 * GB
 _SECONDS = 1800
 _COPIES = 8  # of what is stored: two models that are read, parsed, joined and run, and layers fed alone
 
 
-def compare_files(reference: Path, candidate: Path, data: Path, log: Log) -> Report:
+@dataclass(frozen=True)
+class Further:
+    """What is done beside the comparison.
+
+    Attributes:
+        effect: also measure what each layer does to the outputs.
+        repro: the folder that gets the smallest model that shows the first value of `order`; None for none.
+        order: how the values are sorted for that.
+    """
+
+    effect: bool = False
+    repro: Path | None = None
+    order: Order = "own"
+
+
+def compare_files(reference: Path, candidate: Path, data: Path, log: Log, further: Further) -> Report:
     """Compares two files in a process of its own, whose memory and time are bounded.
 
     Raises:
@@ -44,36 +65,66 @@ def compare_files(reference: Path, candidate: Path, data: Path, log: Log) -> Rep
         what=f"comparing {reference.name} with {candidate.name}",
         hint="give fewer samples, or smaller ones",
     )
-    report: Report = bounded(compare_within, *paths, memory, limits=limits, log=log)
+    report: Report = bounded(compare_within, *paths, memory, further, limits=limits, log=log)
     # As the user wrote them: both files may have one name.
     return replace(report, reference=f"{reference} on onnxruntime", candidate=f"{candidate} on onnxruntime")
 
 
-def compare_within(reference: Path, candidate: Path, data: Path, memory: int, log: Log) -> Report:
+def compare_within(reference: Path, candidate: Path, data: Path, memory: int, further: Further, log: Log) -> Report:
     """The comparison itself, in this process; `memory` is what the values of a model may take, in bytes."""
     arrays = npz.read(data)
     models = [_read(path, arrays, memory) for path in (reference, candidate)]
-    inputs = [signature(light).inputs for light in models]
-    feeds, notes = _feeds(arrays, _joint_inputs(inputs[0], inputs[1], candidate.name), data.name)
-    log.say(f"comparing every value on {len(feeds)} feeds")
+    feeds, notes = _feeds(arrays, _joint_inputs(models[0], models[1], candidate.name), data.name)
     try:
-        records = compare(models[0], models[1], feeds, isolated=True)
+        return _compared(models[0], models[1], feeds, notes, log, further)
     except StageError:
         for path, light in zip((reference, candidate), models, strict=True):
             _open(path, light)  # names the file that is at fault
         raise
+
+
+def compare_stages(reference: Path, candidate: Path, log: Log, further: Further) -> Report:
+    """Compares the models in two artifacts on the probes of the first, in this process.
+
+    Raises:
+        StageError: a model that onnxruntime can't run.
+        ConfigError: the two take other inputs.
+    """
+    models = [onnx_files.parts(folder / onnx_files.FILE) for folder in (reference, candidate)]
+    # quantize may raise the opset, and models of one opset can be one graph.
+    newest = max(opset_of(light.model) for light in models)
+    with contextlib.suppress(StageError):
+        models = [raise_opset(light, newest) for light in models]
+    _joint_inputs(models[0], models[1], "the second stage")
+    return _compared(models[0], models[1], probe_files.load(reference), [], log, further)
+
+
+def _compared(
+    reference: Light, candidate: Light, feeds: Sequence[Feed], notes: list[str], log: Log, further: Further
+) -> Report:
+    log.say(f"comparing every value on {len(feeds)} feeds")
+    records = compare(reference, candidate, feeds, isolated=True)
     matched = {record.name for record in records}
-    values = computed_values(models[0].model.graph)
+    values = computed_values(reference.model.graph)
     missing = [name for name in values if name not in matched]
     if missing:
         notes.append(
             f"{len(missing)} of {len(values)} values of the first model are not compared, since the second has no "
             f"tensor of that name; the first is {missing[0]}"
         )
-    two_sessions = why_two_sessions(models[0].model, models[1].model)
+    two_sessions = why_two_sessions(reference.model, candidate.model)
     if two_sessions:
         notes.append(two_sessions)
-    return Report(stage="files", records=records, notes=tuple(notes))
+    report = Report(stage="files", records=records, notes=tuple(notes))
+    if further.effect:
+        report = with_effects(report, reference, candidate, feeds)
+    if further.repro is not None:
+        if not records:
+            raise StageError("the two models have no value of one name: there is nothing to show", where="--repro")
+        bad = report.sorted(further.order)[0]
+        equal = {record.name for record in records if record.passed and record.max_abs == 0}
+        reproduce(reference, candidate, feeds, bad, equal, further.repro)
+    return report
 
 
 def _read(path: Path, arrays: Mapping[str, Array], memory: int) -> Light:
@@ -94,14 +145,14 @@ def _open(path: Path, light: Light) -> None:
         raise StageError(error.what, where=path.name, hint=error.hint) from error
 
 
-def _joint_inputs(reference: Sequence[Value], candidate: Sequence[Value], name: str) -> list[Value]:
+def _joint_inputs(reference: Light, candidate: Light, name: str) -> list[Value]:
     """The inputs of both models: those of the reference, with the sizes that either of the two fixes.
 
     Raises:
         ConfigError: an input of the candidate that the reference lacks, or has with another type or size.
     """
-    by_name = {value.name: value for value in reference}
-    for value in candidate:
+    by_name = {value.name: value for value in signature(reference).inputs}
+    for value in signature(candidate).inputs:
         where = f"{name}: input {value.name}"
         if value.name not in by_name:
             takes = ", ".join(by_name) or "no inputs"

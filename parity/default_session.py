@@ -15,6 +15,7 @@ from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime, int8_flag
 from layerline.compare import noise_floor
+from layerline.compare.region import region
 from layerline.compare.tensor_distance import diff_arrays
 from layerline.compare.topk_indices import pointers, resolved
 from layerline.compare.value_types import CODES, types_of
@@ -22,7 +23,6 @@ from layerline.export import declared_shapes
 from layerline.graph.analysis.rounding_noise import drawn
 from layerline.graph.io import onnx_files
 from layerline.graph.io.module_identity import modules
-from layerline.parity.repro import region
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import Gate
 

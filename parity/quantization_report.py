@@ -11,7 +11,6 @@ import numpy as np
 
 from layerline.backends.base import Feed
 from layerline.compare.compare_models import compare
-from layerline.compare.output_effects import effects
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.threshold_flips import blamed
 from layerline.export.signature import Signature, signature
@@ -21,7 +20,7 @@ from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.graph.quantization.qdq_placement import products
 from layerline.parity import default_session, output_sqnr
-from layerline.pipeline.report import EFFECT, OWN, Gate, LayerDiff, Report, Scalar, decibels
+from layerline.pipeline.report import CLIPPED, OWN, WEIGHT, Gate, LayerDiff, Report, Scalar
 
 Row = dict[str, Scalar]
 
@@ -75,19 +74,6 @@ def with_default_session(report: Report, converted: Converted, path: Path, probe
     allowed = {r.name: max(0.01, 2 * (r.rel_l2 or 0.0)) for r in report.records if r.name in outputs}
     gates, notes = default_session.check(path, probes, allowed=allowed)
     return dataclasses.replace(report, gates=(*report.gates, *gates), notes=(*report.notes, *notes))
-
-
-def with_effects(report: Report, converted: Converted, data: CalibrationData, probes: Sequence[Feed]) -> Report:
-    """Adds to each layer that makes an error the SQNR of the outputs if this layer alone were converted."""
-    worst_first = [record.name for record in report.sorted("own") if record.own_db is not None]
-    feeds = output_sqnr.samples(data, probes)
-    shares = effects(converted.reference, converted.measured, feeds, worst_first)
-    records = []
-    for record in report.records:
-        if record.name in shares:
-            record = dataclasses.replace(record, extra={**record.extra, EFFECT: decibels(1.0, shares[record.name])})
-        records.append(record)
-    return dataclasses.replace(report, records=tuple(records))
 
 
 def with_outputs(
@@ -228,10 +214,10 @@ def _with_columns(record: LayerDiff, rows: Mapping[str, Row], converted: Convert
     """Adds the clipped share of the value and the SQNR of the layer's weights."""
     extra: Row = dict(record.extra)
     if record.name in rows:
-        extra["clipped"] = rows[record.name]["clipped"]
+        extra[CLIPPED] = rows[record.name]["clipped"]
     for value in converted.plan.values:
         if value.role == "weight" and any(reader == record.name for reader, _ in value.readers):
-            extra["weight_sqnr_db"] = rows[value.name]["sqnr_db"]
+            extra[WEIGHT] = rows[value.name]["sqnr_db"]
     return dataclasses.replace(record, extra=extra)
 
 

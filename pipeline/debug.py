@@ -16,6 +16,12 @@ from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.task import Task
 
 
+def refuse_used(folder: Path) -> None:
+    """Raises ConfigError if a folder that is to be written has something in it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError("it is there already", where=str(folder), hint="name an empty folder")
+
+
 @runtime_checkable
 class Debugs(Protocol):
     """A stage that can write a minimal model of a failure."""
@@ -49,8 +55,7 @@ def debug(project: Project, name: str, folder: Path, listener: Listener) -> Show
         able = [s.name for s in project.stages if isinstance(s, Debugs)]
         hint = f"see: pipe diff {name}; debug takes: {', '.join(able)}"
         raise ConfigError(f"stage {name} has nothing to debug", hint=hint)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError("it is there already", where=str(folder), hint="name an empty folder: -o DIR")
+    refuse_used(folder)
     inputs = _inputs(open_planner(project), stage)
     task = Task(project.root / project.task, project.root)
     with temporary_work(task, listener, inputs, {}) as work:

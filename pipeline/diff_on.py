@@ -1,14 +1,18 @@
-"""Comparisons that are measured when asked for, and not stored: a stage's model on a backend, two ONNX files."""
+"""Comparisons that are measured when asked for, and not stored: a stage's model on a backend, two stages, two files."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.plan import open_planner
 from layerline.pipeline.records import lookup
-from layerline.pipeline.report import Report
+from layerline.pipeline.report import CLIPPED, WEIGHT, Report, Scalar
 from layerline.pipeline.runner import temporary_work
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
@@ -27,22 +31,62 @@ def diff_on(project: Project, stage: str, backend: str, log: Log, run_id: str | 
         StageError: it refuses the model.
         PipeError: the stage has not run.
     """
-    artifact, doubt = lookup.artifact(project, stage, run_id)
-    if not (artifact.path / "model.onnx").is_file():
-        raise ConfigError(
-            f"stage {stage} leaves no model.onnx that a backend could run",
-            where="--on",
-            hint="name a stage that does: export, fuse, quantize or import-onnx",
-        )
-    if doubt:
-        log.say(f"note: {doubt}")
+    folder = _with_model(project, stage, run_id, log)
     task = Task(project.root / project.task, project.root)
-    with temporary_work(task, log, {"model": artifact.path}, {}) as work:
+    with temporary_work(task, log, {"model": folder}, {}) as work:
         report: Report = import_module(_COMPARE).compare(stage, backend, work)
     return report
 
 
-def diff_files(reference: Path, candidate: str | None, data: Path | None, log: Log) -> Report:
+def diff_stages(
+    project: Project, stages: Sequence[str], log: Log, run_id: str | None, further: Mapping[str, Any]
+) -> Report:
+    """Compares the models that two stages left, value by value, on the probes of the first.
+
+    The share that a range clips, and the SQNR of weights, are those of the second stage's report.
+
+    Args:
+        stages: two of `STAGE` or `STAGE@RUN`.
+        run_id: the run of a stage without one.
+        further: fields of `Further`.
+
+    Raises:
+        ConfigError: a stage leaves no model, or the two take other inputs.
+        StageError: onnxruntime can't run a model.
+        PipeError: a stage has not run.
+    """
+    places = [(name, run or run_id) for name, _, run in (stage.partition("@") for stage in stages)]
+    folders = [_with_model(project, name, run, log) for name, run in places]
+    compare = import_module(_COMPARE_FILES)
+    report: Report = compare.compare_stages(*folders, log, compare.Further(**further))
+    planner = open_planner(project)
+    filed = planner.ledger.report(lookup.choose(planner, *places[1]).record)
+    columns: dict[str, dict[str, Scalar]] = {}
+    for record in filed.records:
+        columns[record.name] = {key: record.extra[key] for key in (CLIPPED, WEIGHT) if key in record.extra}
+    records = [replace(record, extra={**record.extra, **columns.get(record.name, {})}) for record in report.records]
+    reference, candidate = stages
+    return replace(
+        report, stage=f"{reference} {candidate}", reference=reference, candidate=candidate, records=tuple(records)
+    )
+
+
+def _with_model(project: Project, stage: str, run_id: str | None, log: Log) -> Path:
+    """The folder of a stage's artifact, which holds a model.onnx."""
+    artifact, doubt = lookup.artifact(project, stage, run_id)
+    if not (artifact.path / "model.onnx").is_file():
+        raise ConfigError(
+            f"stage {stage} leaves no model.onnx",
+            hint="name a stage that does: export, fuse, quantize or import-onnx",
+        )
+    if doubt:
+        log.say(f"note: {doubt}")
+    return artifact.path
+
+
+def diff_files(
+    reference: Path, candidate: str | None, data: Path | None, log: Log, further: Mapping[str, Any]
+) -> Report:
     """Compares two ONNX files value by value on the samples of an .npz; needs no project.
 
     Raises:
@@ -55,5 +99,6 @@ def diff_files(reference: Path, candidate: str | None, data: Path | None, log: L
     for path in (reference, Path(candidate), data):
         if not path.is_file():
             raise ConfigError("there is no such file", where=str(path), hint=usage)
-    report: Report = import_module(_COMPARE_FILES).compare_files(reference, Path(candidate), data, log)
+    compare = import_module(_COMPARE_FILES)
+    report: Report = compare.compare_files(reference, Path(candidate), data, log, compare.Further(**further))
     return report

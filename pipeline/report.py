@@ -47,6 +47,8 @@ OWN = "isolated_sqnr_db"
 """The column that holds a layer's own error: its SQNR where it is fed what the reference computes."""
 EFFECT = "outputs_sqnr_db"
 """The column that holds a layer's effect: the SQNR of the outputs if this layer alone were the candidate's."""
+WEIGHT = "weight_sqnr_db"
+"""The column that holds the SQNR of a layer's weights."""
 CLIPPED = "clipped"
 """The column that holds the share of a value that its range cuts off."""
 _SORTED_BY = {"own": OWN, "sqnr": "sqnr_db", "effect": EFFECT, "clipped": CLIPPED}

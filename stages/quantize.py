@@ -150,11 +150,12 @@ class Quantize(Stage):
             look.warn("quantize.ops", absent, f"the model has {quantizable}")
 
     def run(self, work: Work) -> Report:
+        from layerline.compare.output_effects import with_effects
         from layerline.export import probe_files
         from layerline.export.signature import Signature
         from layerline.graph.io import onnx_files
         from layerline.graph.quantization.calibration_data import CalibrationData
-        from layerline.parity import accuracy_budget, quantization_report
+        from layerline.parity import accuracy_budget, output_sqnr, quantization_report
 
         folder = work.inputs["model"]
         model = onnx_files.parts(folder / onnx_files.FILE)
@@ -174,7 +175,8 @@ class Quantize(Stage):
         measured = evaluation.measure(converted)
         max_drop = self.max_drop if measured is None else self._max_drop()
         if self.mode != "none":
-            report = quantization_report.with_effects(report, converted, data, probes)
+            feeds = output_sqnr.samples(data, probes)
+            report = with_effects(report, converted.reference, converted.measured, feeds)
         accuracy = accuracy_budget.measure(converted, evaluation, report.records, max_drop)
         if self.mode != "none":
             if quantization_report.runs_on_onnxruntime(converted):

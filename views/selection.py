@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 
 from layerline.pipeline import nearest
 from layerline.pipeline.errors import ConfigError, StageError
-from layerline.pipeline.report import EFFECT, OWN, LayerDiff, Report, Scalar
+from layerline.pipeline.report import EFFECT, OWN, WEIGHT, LayerDiff, Report, Scalar
 from layerline.views import formatting
 
 # Of all of them a lower figure is the worse one.
-MEASURES = {"sqnr": "sqnr_db", "own": OWN, "effect": EFFECT, "weight": "weight_sqnr_db", "cosine": "cosine"}
+MEASURES = {"sqnr": "sqnr_db", "own": OWN, "effect": EFFECT, "weight": WEIGHT, "cosine": "cosine"}
 _JOINED = ", "  # paths of a layer that fuse merged
 _LISTED = 5  # layers in an error message
 

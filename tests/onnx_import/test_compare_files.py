@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from layerline import cli
-from layerline.onnx_import.compare_files import compare_within
+from layerline.compare.region import reproduce
+from layerline.export import probe_files
+from layerline.graph.io import onnx_files
+from layerline.onnx_import.compare_files import Further, compare_stages, compare_within
 from layerline.pipeline.errors import ConfigError, PipeError, StageError
-from layerline.pipeline.report import OWN, Report
+from layerline.pipeline.report import EFFECT, OWN, LayerDiff, Report
 
 ROOM = 1 << 30
 
@@ -50,8 +54,8 @@ class Silent:
     def say(self, text: str) -> None: ...
 
 
-def compared(a: Path, b: Path, data: Path) -> Report:
-    return compare_within(a, b, data, ROOM, Silent())
+def compared(a: Path, b: Path, data: Path, further: Further | None = None) -> Report:
+    return compare_within(a, b, data, ROOM, further or Further(), Silent())
 
 
 def test_the_distance_is_that_of_the_changed_factor(tmp_path: Path) -> None:
@@ -117,7 +121,44 @@ def test_the_file_at_fault_is_named(tmp_path: Path) -> None:
         compared(a, tmp_path / "junk.onnx", data)
     assert unread.value.where == "junk.onnx"
     with pytest.raises(StageError, match="GB"):
-        compare_within(model(tmp_path / "c.onnx", rows=1 << 20), a, data, 1 << 20, Silent())
+        compare_within(model(tmp_path / "c.onnx", rows=1 << 20), a, data, 1 << 20, Further(), Silent())
+
+
+def test_what_two_stages_left_is_compared_on_the_probes_of_the_first(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, factor in zip(folders, (1.0, 0.9), strict=True):
+        folder.mkdir()
+        model(folder / "model.onnx", factor)
+    newer = onnx.load(folders[1] / "model.onnx")
+    newer.opset_import[0].version = 19
+    onnx.save(newer, folders[1] / "model.onnx")
+    probe_files.save(folders[0], [{"x": np.float32([[3, 4]])}])
+    report = compare_stages(*folders, Silent(), Further(effect=True))
+    h, r, y = report.records
+    assert report.notes == (), "opset 17 is raised to 19, so that both are one graph"
+    assert h.sqnr_db == pytest.approx(10 * math.log10(25 / 0.16), abs=1e-4) and y.extra[OWN] == math.inf
+    assert h.extra[EFFECT] == pytest.approx(10 * math.log10(41 / 0.16), abs=1e-4) and EFFECT not in r.extra
+
+
+@pytest.mark.parametrize("order", ["own", "network"])
+def test_the_smallest_model_that_shows_a_difference_and_the_script(order: str, tmp_path: Path) -> None:
+    data = samples(tmp_path / "x.npz", x=[[3, 1], [3, 10]])
+    files = model(tmp_path / "a.onnx", rows=1), model(tmp_path / "b.onnx", 0.9, rows=1)
+    compared(*files, data, Further(repro=tmp_path / "bug", order=order))
+    cut = onnx.load(tmp_path / "bug" / "model.onnx")
+    assert [node.op_type for node in cut.graph.node] == ["Mul"] and [o.name for o in cut.graph.output] == ["h"]
+    script = [sys.executable, str(tmp_path / "bug" / "repro.py")]
+    done = subprocess.run(script, capture_output=True, text=True, check=True)
+    assert "worst element: [0, 1] of [1, 2]\nseen 9, expected 10\n1 of 2 elements differ" in done.stdout
+
+
+def test_an_error_from_further_back_is_shown_from_where_both_are_equal(tmp_path: Path) -> None:
+    a, b = (onnx_files.parts(model(tmp_path / f"{n}.onnx", n)) for n in (1.0, 0.9))
+    feeds = [{"x": np.float32([[3, 4]])}]
+    bad = LayerDiff(name="y", op="Add")
+    reproduce(a, b, feeds, bad, [], tmp_path / "bug")
+    assert [node.op_type for node in onnx.load(tmp_path / "bug" / "model.onnx").graph.node] == ["Mul", "Relu", "Add"]
+    np.testing.assert_array_equal(np.load(tmp_path / "bug" / "expected.npy"), [[4, 5]])
 
 
 def test_the_command_needs_no_project(
@@ -141,7 +182,16 @@ def test_the_command_needs_no_project(
     assert code == document["exit_code"] == 1 and "files: h (h): own 21.94, limit 22" in err
     assert document["report"]["reference"] == "a.onnx on onnxruntime"
     assert [item["value"] for item in document["below"]] == ["h"]
-    wrong = (["a.onnx"], ["a.onnx", "b.onnx"], ["a.onnx", "no.onnx", *files[2:]], [*files, "--on", "openvino"])
+    code, out, err = pipe(*files, "--repro", "bug", "--sort", "effect")
+    assert code == 0 and "outputs dB" in out and (tmp_path / "bug" / "repro.py").is_file()
+    wrong = (
+        [*files, "--repro", "bug"],
+        ["a.onnx", "--repro", "no"],
+        ["a.onnx"],
+        ["a.onnx", "b.onnx"],
+        ["a.onnx", "no.onnx", *files[2:]],
+        [*files, "--on", "openvino"],
+    )
     for arguments in wrong:
         code, out, err = pipe(*arguments)
         assert (code, out) == (2, "") and err.startswith("error ") and "internal error" not in err
