@@ -139,12 +139,7 @@ def _load_file(path: Path, *, whole: bool) -> Config:
 def with_keywords(
     config: Config | Mapping[str, Any] | str | Path | None, fields: Mapping[str, Any]
 ) -> Config | Mapping[str, Any] | str | Path:
-    """A configuration with what was given by keyword: sections, and fields by their last name (`log_interval`).
-
-    Raises:
-        ConfigError: a name that is no field, or one of several sections; keywords beside a file or a Config; a field
-            that is given twice.
-    """
+    """A configuration with what was given by keyword: sections, and fields by their last name (`log_interval`)."""
     if config is None:
         config = {}
     if not fields:
@@ -188,9 +183,6 @@ def _field_called(name: str) -> str:
 def normal_form(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Every field that is given, by its one name and as its own type, over `defaults`: two ways of saying the same give
     the same dict. A default yields to its rival (warm-up as ratio or as steps).
-
-    Raises:
-        ConfigError: as `load`.
     """
     fields, written = canonical_fields(source)
     for path, value in defaults.items():

@@ -279,9 +279,6 @@ def example_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(positional, keyword) arguments for forward: the task's example, or the first `n` samples of its eval or training
     data, in the form that `forward` takes.
-
-    Raises:
-        TaskError: the task has neither.
     """
     if task.has("example_inputs"):
         example = task.call("example_inputs")

@@ -137,11 +137,7 @@ class Taught:
         self.loss, self.student, self.distillation, self.blaming = loss, student, distillation, blaming
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, float | None]:
-        """The loss to train on, with the same weight.
-
-        Raises:
-            TaskError: loss() does not call the model.
-        """
+        """The loss to train on, with the same weight."""
         calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

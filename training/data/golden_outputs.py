@@ -20,11 +20,7 @@ _CALL_ALIKE = "call the arrays of the data (or what example_inputs() gives) as f
 
 
 def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a call, named by forward's arguments, then keys and positions (`batch_image`, `args_0`).
-
-    Raises:
-        TaskError: the call does not fit forward().
-    """
+    """The tensors of a call, named by forward's arguments, then keys and positions (`batch_image`, `args_0`)."""
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -68,11 +64,7 @@ def misfit(
 
 
 def named_outputs(out: Any) -> dict[str, Tensor]:
-    """The tensors a model returns, named by keys and fields: `output`, `output_0`, `boxes`, `heads_mask`.
-
-    Raises:
-        TaskError: it returns none.
-    """
+    """The tensors a model returns, named by keys and fields: `output`, `output_0`, `boxes`, `heads_mask`."""
     has_names = isinstance(out, Mapping) or hasattr(out, "_fields") or dataclasses.is_dataclass(out)
     tensors = dict(_tensors(out, () if has_names else ("output",)))
     if tensors:
@@ -100,11 +92,7 @@ def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
 
 
 def forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """One forward pass without gradients, in the model's present mode, on copies of the arguments.
-
-    Raises:
-        TaskError: the model cannot run on this input.
-    """
+    """One forward pass without gradients, in the model's present mode, on copies of the arguments."""
     named_inputs(model, args, kwargs)
     args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, dict(kwargs)))
     try:

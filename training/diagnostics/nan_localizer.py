@@ -162,13 +162,7 @@ def output_tensors(out: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Birth:
-    """A result that is not finite although no input has a NaN.
-
-    Attributes:
-        origin: the operator.
-        intended: whether it is an Inf that the operator was given as a number.
-        from_inf: whether an input had an Inf.
-    """
+    """A result that is not finite although no input has a NaN."""
 
     origin: Origin
     intended: bool

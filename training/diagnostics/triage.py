@@ -85,9 +85,6 @@ def _advice(origin: Origin | None) -> tuple[str, str]:
 class Recorder:
     """Records the micro-batches of the present window so that they can run again: references to their inputs, the
     random state (about ten microseconds each) and copies of the buffers.
-
-    Args:
-        lane: the lane whose model is recorded. Passes without gradients are not.
     """
 
     def __init__(self, lane: LaneState) -> None:
@@ -154,10 +151,6 @@ class Judge:
     last saved weights, averages and optimizer state after `limit` in a row and goes on with the next data; it gives up
     when it would restore the same checkpoint for the fourth time.
 
-    Args:
-        lane: the lane whose steps are judged.
-        roll_back: restores the last saved state and returns its name; None where there is none.
-
     Attributes:
         findings: one for each sequence of rejected steps, where `nonfinite.triage` is on.
     """
@@ -171,9 +164,6 @@ class Judge:
     def rejected(self, lane: LaneState, loss: float, norm: float) -> None:
         """Called while the gradients of the rejected window still exist; not for an overflow that a smaller loss scale
         answers.
-
-        Raises:
-            StageError: the policy ends the training; holds the diagnosis.
         """
         if self.recorder is not None and lane.skipped_in_a_row == 1:
             self._look(lane, self.recorder.find(loss, norm))
@@ -181,11 +171,7 @@ class Judge:
             self.enough(lane, self._end(lane, loss, norm))
 
     def enough(self, lane: LaneState, error: StageError) -> None:
-        """Called after as many rejected steps in a row as the policy allows: rolls back, or ends with `error`.
-
-        Raises:
-            StageError: the policy does not roll back, or has no checkpoint, or has restored this one too often.
-        """
+        """Called after as many rejected steps in a row as the policy allows: rolls back, or ends with `error`."""
         if self._config.policy != "rollback":
             raise error
         where = self._roll_back()

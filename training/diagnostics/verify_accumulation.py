@@ -60,15 +60,6 @@ def verify(lane: Lane, batch: Any, loss: Loss, micro: int) -> AccumulationCheck:
 
     Dropout is off during the check, since its draws depend on the split. Weights, statistics and random state are
     restored.
-
-    Args:
-        lane: a lane at the start of a window.
-        batch: (inputs…, target) or a dict by name, all with the same first dimension.
-        loss: mean loss of a batch.
-        micro: number of parts; the last ones are shorter.
-
-    Raises:
-        ConfigError: fewer samples than parts, or a window has begun.
     """
     samples = size(batch)
     refuse_averages(lane, "verify_accumulation")

@@ -37,11 +37,7 @@ HOOKS = {
 
 
 def prepare(model: nn.Module, config: Config, ranks: Ranks) -> None:
-    """Before an optimizer is made: every rank has the same model, and starts from the weights of rank 0.
-
-    Raises:
-        StageError: the ranks do not have the same model or configuration.
-    """
+    """Before an optimizer is made: every rank has the same model, and starts from the weights of rank 0."""
     names = named(model)
     ranks.compare(lines(names, config))
     with ranks.pulse.guarded("sharing weights", 0), torch.no_grad():
@@ -55,15 +51,6 @@ class Replicas(Peers):
     pass that was to reduce, a rank sends zeros for what the pass did not reach here. After the window ranks tell each
     other, in one small message, who has a gradient for which parameter and whose gradients DDP has not seen whole. A
     parameter that no rank used has no gradient, as in one process.
-
-    Args:
-        lane: its model may be in a DistributedDataParallel of the user's already.
-        ranks: the group.
-        config: `distributed`, and `accumulate` for when gradients are reduced.
-
-    Attributes:
-        model: what a loop calls: the wrapper where there is one. Calling the plain model gives the same gradients,
-            reduced after the backward pass.
     """
 
     def __init__(self, lane: LaneState, ranks: Ranks, config: Config) -> None:

@@ -36,11 +36,6 @@ class Pulse:
         rank, size: this rank, and the number of ranks.
         alarm_s: seconds in one collective after which the thread logs which rank is late; None for never. It is for
             backends whose collectives don't raise (NCCL) but abort the process after their own timeout.
-
-    Attributes:
-        step: the present optimizer step.
-        phase: the present part of it.
-        inputs: shapes of the model's last inputs.
     """
 
     def __init__(self, store: Any, rank: int, size: int, alarm_s: float | None = None) -> None:

@@ -143,11 +143,7 @@ class Peers(Policy, ABC):
             return self.ranks.gather(thing)
 
     def admit(self, fresh: Sequence[Member]) -> None:
-        """Before parameters join: the same ones on every rank, which start from the values of rank 0.
-
-        Raises:
-            StageError: on every rank, where other parameters would join on one of them.
-        """
+        """Before parameters join: the same ones on every rank, which start from the values of rank 0."""
         self.ranks.compare([(f"parameter {m.name}", kind(m.param)) for m in fresh])
         with self.guarded("sharing weights"), torch.no_grad():
             self.ranks.spread([m.param.detach() for m in fresh], self.lane.config.distributed.bucket_mb * 2**20)

@@ -100,15 +100,7 @@ class Ranks:
     def compare(
         self, lines: Sequence[Line], hint: str = "build the same model with the same configuration on each rank"
     ) -> None:
-        """Refuses to train where ranks differ.
-
-        Args:
-            lines: properties of this rank as (name, value).
-            hint: what to do where they differ.
-
-        Raises:
-            StageError: on every rank; names the first rank and the first line that differ from rank 0.
-        """
+        """Refuses to train where ranks differ."""
         # Ranks that are missing are named here: a collective could only wait for them.
         meet(self.store, f"lines/{next(_MEETINGS)}", self.rank, self.size, self.timeout_s, self.pulse.ended)
         first, *others = self.gather(list(lines))

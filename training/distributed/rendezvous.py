@@ -18,12 +18,7 @@ from layerline.pipeline.inputs.untrusted import integer, is_number, launched
 
 
 def device(kind: str) -> torch.device:
-    """The device of this rank: the GPU of its number on its machine, where a launcher gave it one.
-
-    Raises:
-        ConfigError: the launcher's number is none.
-        Unavailable: the machine has fewer GPUs.
-    """
+    """The device of this rank: the GPU of its number on its machine, where a launcher gave it one."""
     number = os.environ.get("LOCAL_RANK")
     if kind != "cuda" or number is None:
         return torch.device(kind)
@@ -72,9 +67,6 @@ def meet(store: Any, place: str, rank: int, size: int, timeout_s: float,
 
     Args:
         ended: says which of the ranks that are missing have ended, so that nobody waits for them.
-
-    Raises:
-        StageError: names the ranks that did not come.
     """
     store.set(f"{place}/here/{rank}", "")
     pause, end = 0.005, time.monotonic() + timeout_s
@@ -102,11 +94,7 @@ def announce(place: str, *, runs: bool, timeout_s: float) -> None:
 
 
 def follow(place: str, *, timeout_s: float) -> bool:
-    """The other ranks: what rank 0 decided, however long that takes.
-
-    Raises:
-        StageError: rank 0 is gone.
-    """
+    """The other ranks: what rank 0 decided, however long that takes."""
     rank, _ = launched()
     store = rendezvous(timeout_s)
     try:

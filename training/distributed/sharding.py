@@ -43,9 +43,6 @@ def shard(model: nn.Module, config: Config, ranks: Ranks) -> None:
     zero3 splits the weights in between as well, and gathers them once more for the backward pass. With
     `distributed.compress` gradients are reduced in that type. With `distributed.offload` the parts of weights,
     gradients and optimizer state live in CPU memory.
-
-    Raises:
-        ConfigError: a combination that cannot work, with the reason.
     """
     options = config.distributed
     for name, why in _WHOLE_MATRICES.items():
@@ -71,10 +68,6 @@ class Shards(Peers):
     """A part of the model on each rank.
 
     Every micro-batch reduces its gradients, also within a window: only then are they never held whole.
-
-    Args:
-        lane: its model has been through `shard`, or the user's own fully_shard.
-        ranks: the group.
     """
 
     def arm(self, *, sync: bool) -> None:
@@ -92,11 +85,7 @@ class Shards(Peers):
             self._settle_buffers()
 
     def admit(self, fresh: Sequence[Member]) -> None:
-        """Nothing joins: units are split once, and what was frozen then takes no gradient.
-
-        Raises:
-            ConfigError: there is a parameter to join.
-        """
+        """Nothing joins: units are split once, and what was frozen then takes no gradient."""
         if fresh:
             raise ConfigError(
                 "a parameter cannot join a model that is sharded already",

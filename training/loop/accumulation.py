@@ -33,11 +33,7 @@ def loss_factor(scale: float, weight: float | None) -> float:
 
 
 def check_loss(loss: object) -> None:
-    """Refuses what no backward pass can begin at.
-
-    Raises:
-        ConfigError: no tensor, more than one number, or nothing that a gradient could come from.
-    """
+    """Refuses what no backward pass can begin at."""
     if not isinstance(loss, Tensor):
         what, hint = f"a {type(loss).__name__}", "give the loss itself, not loss.item()"
     elif loss.numel() != 1:
@@ -52,11 +48,7 @@ def check_loss(loss: object) -> None:
 
 
 def counted(weight: object) -> float:
-    """A weight as a plain number, whatever counted it: python, numpy or a tensor of one element.
-
-    Raises:
-        ConfigError: no number, a negative one, or one that is not finite.
-    """
+    """A weight as a plain number, whatever counted it: python, numpy or a tensor of one element."""
     number = math.nan
     if not isinstance(weight, str | bytes):
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
@@ -147,11 +139,7 @@ class Window:
         return self.micro
 
     def check_gradients(self, params: Iterable[Tensor]) -> None:
-        """Whether what was added is still there: a loop's own zero_grad() would take it away without a word.
-
-        Raises:
-            StageError: the gradients were cleared.
-        """
+        """Whether what was added is still there: a loop's own zero_grad() would take it away without a word."""
         if self.witness is None:
             return
         param, grad, version = self.witness

@@ -24,13 +24,7 @@ _INITIAL_SHARE = 0.1
 
 
 def look_at_loss(monitor: Monitor, loss: Tensor, weight: float | None, accumulated: int) -> None:
-    """Warns of a loss that the loop has divided, weighed or scaled by itself.
-
-    Args:
-        loss: as given to step() or backward(); its backward pass has not run.
-        weight: what it is said to be a sum over.
-        accumulated: micro-batches a window.
-    """
+    """Warns of a loss that the loop has divided, weighed or scaled by itself."""
     factor = _last_factor(loss)
     if accumulated > 1 and weight is None and _is(factor, 1 / accumulated) and not _may_be_half(loss, accumulated):
         monitor.warn(

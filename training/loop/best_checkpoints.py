@@ -25,10 +25,6 @@ class Entry(NamedTuple):
 class Best:
     """Follows the metric of what would ship.
 
-    Args:
-        config: `monitor.keep_best`, `monitor.early_stop`, and which metric is better.
-        folder: where the checkpoints go. It may move: a saved state holds file names alone.
-
     Attributes:
         entries: the best validations, the best first; at most `keep_best`, and one where nothing is kept.
         waited: validations since the last improvement.
@@ -48,11 +44,6 @@ class Best:
     def observe(self, metric: float, step: int, save: Callable[[Path], object]) -> None:
         """Takes in one validation; NaN is never among the best. Of several at one step the best one counts: they share
         a checkpoint.
-
-        Args:
-            metric: of what would ship.
-            step: accepted steps so far.
-            save: writes a checkpoint to a path; called where it is among the best.
         """
         before = next((entry for entry in self.entries if entry.step == step), None)
         if before is not None:

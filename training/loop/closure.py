@@ -17,9 +17,6 @@ class Evaluation:
 
     The gradients of the evaluation that the step began with are used again where the weights have not moved since:
     LBFGS evaluates first, SAM only after it has moved the weights.
-
-    Attributes:
-        loss: of the first evaluation, at the weights that the step began with.
     """
 
     def __init__(self, lane: LaneState, closure: Callable[[], Tensor]) -> None:
@@ -63,11 +60,7 @@ def _follow_statistics(lane: LaneState) -> None:
 
 
 def check(lane: LaneState) -> None:
-    """Refuses what cannot go with an optimizer that evaluates the loss itself.
-
-    Raises:
-        ConfigError: an optimizer of the table, accumulation, fp16, several ranks, or a window that is still open.
-    """
+    """Refuses what cannot go with an optimizer that evaluates the loss itself."""
     config = lane.config
     reason = ""
     if not lane.custom:

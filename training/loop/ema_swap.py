@@ -54,14 +54,7 @@ def shipped(lane: LaneState) -> dict[str, Tensor]:
 
 
 def validate(lane: LaneState, metric: Callable[[nn.Module], float]) -> dict[str, float]:
-    """`metric` of the online weights without fake quantisation, and of what would ship; both in eval mode.
-
-    Returns:
-        `online`, `deploy` and `gap` = online - deploy.
-
-    Raises:
-        ConfigError: the metric is no number.
-    """
+    """`metric` of the online weights without fake quantisation, and of what would ship; both in eval mode."""
     with modes_kept(lane.model):
         lane.model.eval()
         with torch.no_grad(), ranges_kept(lane.model), online(lane):

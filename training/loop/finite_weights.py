@@ -17,12 +17,7 @@ from layerline.training.optimizers.gradient_norm import numbers
 
 
 class FiniteWeights:
-    """The weights of one model that were finite at first; what holds an Inf on purpose is left alone.
-
-    Args:
-        names: of the parameters.
-        params: what the model holds; of a split parameter this rank's part is looked at.
-    """
+    """The weights of one model that were finite at first; what holds an Inf on purpose is left alone."""
 
     def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
         self._watched = [

@@ -28,11 +28,7 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 def check(lane: LaneState) -> None:
-    """Refuses what cannot go with `accumulate.on_oom: halve`.
-
-    Raises:
-        ConfigError: several ranks, sophia, or triage.
-    """
+    """Refuses what cannot go with `accumulate.on_oom: halve`."""
     reason = ""
     if lane.peers is not None:
         reason = "one rank alone would halve its batch, and the others would wait for it"
@@ -52,11 +48,6 @@ def accumulate(
 
     A part that runs out of memory is taken back and halved; later micro-batches have parts of that size at once. A
     micro-batch that fails in another way leaves the window as it was.
-
-    Args:
-        batch: tensors in lists, tuples and mappings; those that are as long as the first one are split along axis 0.
-        forward: the loss of a part: a mean over its samples, or a sum and the weight that it is a sum over.
-        models: what `forward` may run, other models beside the lane's own among them.
 
     Returns:
         Loss and weight of the micro-batch, and in how many parts it ran.

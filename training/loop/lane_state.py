@@ -35,13 +35,6 @@ from layerline.training.policy import Policy
 class LaneState:
     """The state of one model's training.
 
-    Args:
-        model: as the user has it, wrapped or not.
-        config: the typed configuration.
-        optimizer: an object with step() and zero_grad() instead of one from the table.
-        shared: whether other lanes' parameters may lie in the same graph (GAN): gradients are then taken for this
-            lane's parameters only.
-
     Attributes:
         optimizer: the built-in or custom optimizer; `custom` says which.
         named: the model's tensors by canonical name.

@@ -11,22 +11,13 @@ from layerline.training.loop.lane_state import LaneState
 
 
 def refuse_averages(lane: LaneState, where: str) -> None:
-    """Training would change the averages, which the model holds, and not the weights.
-
-    Raises:
-        ConfigError: the model holds its averages.
-    """
+    """Training would change the averages, which the model holds, and not the weights."""
     if lane.ema is not None and lane.ema.swapped:
         raise ConfigError("the model holds its EMA weights", where=where, hint="call switch_to_online() first")
 
 
 def check_begun(lane: LaneState) -> None:
-    """A step without a loss needs gradients from backward(), here or by hand; one rank of several may have none.
-
-    Raises:
-        ConfigError: the model holds its averages.
-        StageError: there is nothing to step on.
-    """
+    """A step without a loss needs gradients from backward(), here or by hand; one rank of several may have none."""
     refuse_averages(lane, "step")
     if lane.window.open or lane.peers is not None:
         return
@@ -38,14 +29,7 @@ def check_begun(lane: LaneState) -> None:
 
 
 def settle_foreign(lane: LaneState, others_ran: bool) -> None:
-    """Drops gradients that the backward pass of another ModelOptimizer has left, as zero_grad() in a plain loop does.
-
-    Args:
-        others_ran: whether there was such a pass since this lane's last one.
-
-    Raises:
-        StageError: it has added to the gradients of an open window.
-    """
+    """Drops gradients that the backward pass of another ModelOptimizer has left, as a plain zero_grad() does."""
     if not others_ran or lane.shared or lane.peers is not None:
         return
     if lane.window.untouched:
@@ -68,21 +52,13 @@ def settle_foreign(lane: LaneState, others_ran: bool) -> None:
 
 
 def no_gradient(lane: LaneState) -> StageError:
-    """The error for a step that no parameter has a gradient for.
-
-    Raises:
-        ConfigError: the model was changed, which explains it.
-    """
+    """The error for a step that no parameter has a gradient for."""
     lane.refresh()
     return StageError("no parameter has a gradient", where="step", hint="pass the loss: mo.step(loss)")
 
 
 def explain_backward(error: BaseException) -> None:
-    """What a backward pass raised, said in the loop's terms where it can be.
-
-    Raises:
-        ConfigError: the graph of the loss was used up by an earlier pass.
-    """
+    """What a backward pass raised, said in the loop's terms where it can be."""
     if isinstance(error, RuntimeError) and "through the graph a second time" in str(error):
         raise ConfigError("a backward pass has gone through the graph of this loss already", where="loss",
                           hint="mo.step(loss) runs it: leave loss.backward() out, or call mo.step() without "
@@ -105,11 +81,7 @@ def sparse_gradient(lane: LaneState) -> str | None:
 
 
 def explain_step(lane: LaneState, error: BaseException, sparse: str | None) -> None:
-    """What a step raised, said in the loop's terms where it can be; `sparse` as it was before the window was dropped.
-
-    Raises:
-        ConfigError: a sparse gradient, or the model was changed.
-    """
+    """What a step raised, said in the loop's terms where it can be; `sparse` as it was before the window was dropped."""
     if sparse is not None:
         raise ConfigError("sparse gradients are not supported", where=sparse,
                           hint="sparse=False where its embedding is looked up") from error  # fmt: skip

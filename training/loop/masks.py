@@ -25,12 +25,7 @@ __all__ = ["Gradual", "Masks", "channels", "magnitude"]
 
 
 class Masks(Policy):
-    """The masks of one model, and when they change. What is masked once stays so, whatever is added.
-
-    Args:
-        lane: model, masters and averages that are masked.
-        masks: as for `add`.
-    """
+    """The masks of one model, and when they change. What is masked once stays so, whatever is added."""
 
     name = "masks"
 
@@ -51,10 +46,6 @@ class Masks(Policy):
         Args:
             masks: True or 1 where a weight stays, by parameter name; or a schedule that chooses them. One that has
                 begun already is taken up where it would be now.
-
-        Raises:
-            ConfigError: a name that is no parameter, another shape, a value that is neither 0 nor 1.
-            StageError: ranks have different masks.
         """
         if self._lane.peers is not None:
             _compare(self._lane.peers, masks)

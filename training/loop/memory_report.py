@@ -44,12 +44,7 @@ class LayerMemory:
 
 
 def report(lane: LaneState, forward: Callable[[], Any] | None = None) -> list[LayerMemory]:
-    """Every module that holds anything, in the model's order; a rank of several reports its own part.
-
-    Args:
-        lane: the model and its optimizer.
-        forward: one forward pass of the model, under whose autocast activations are measured. It leaves no trace.
-    """
+    """Every module that holds anything, in the model's order; a rank of several reports its own part."""
     held: Mapping[str, int] | None = None
     if forward is not None:
         held = activations(lane.model, forward)

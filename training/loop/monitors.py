@@ -329,11 +329,7 @@ def _to_tensorboard(writer: Any, row: Mapping[str, float]) -> None:
 
 
 def summary_writer() -> Any:
-    """TensorBoard's class; making one writes a file.
-
-    Raises:
-        Unavailable: TensorBoard is not installed.
-    """
+    """TensorBoard's class; making one writes a file."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

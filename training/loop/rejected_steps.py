@@ -15,11 +15,7 @@ from layerline.training.loop.lane_state import LaneState
 
 
 def reject(lane: LaneState, loss: float, norm: float) -> None:
-    """Drops a window whose loss or gradient is not finite.
-
-    Raises:
-        StageError: as many in a row as `nonfinite` allows, or what the judge makes of it.
-    """
+    """Drops a window whose loss or gradient is not finite."""
     # fp16 gradients overflow as a matter of course while the scale is being found; a loss never should.
     answered = lane.scale.on and not lane.scale.at_floor and math.isfinite(loss)
     step = lane.steps + 1  # the judge may go back to an earlier one
@@ -54,9 +50,6 @@ def weights_spoilt(lane: LaneState) -> bool:
     """Looks for a weight that an earlier update made Inf or NaN. True when the last checkpoint was put back for it.
 
     Of several ranks all must ask at the same step.
-
-    Raises:
-        StageError: there is such a weight, and `nonfinite.policy` is not rollback or has no checkpoint to go back to.
     """
     name = spoilt_weight(lane)
     if name is None:

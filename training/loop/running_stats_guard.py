@@ -24,11 +24,7 @@ def guarded(model: Named) -> dict[str, Tensor]:
 
 
 class Guard(Policy):
-    """Copies of what such buffers hold (means, variances, counters, ranges) as the last accepted step left it.
-
-    Args:
-        live: where these buffers are; usually few and small.
-    """
+    """Copies of what such buffers hold (means, variances, counters, ranges) as the last accepted step left it."""
 
     name = "guard"
 

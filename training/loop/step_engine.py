@@ -159,11 +159,7 @@ class Lane(LaneState):
         return moved
 
     def step_closure(self, closure: Callable[[], Tensor]) -> tuple[bool, Tensor]:
-        """A step of an optimizer that evaluates the loss itself: whether the weights moved, and the first loss.
-
-        Raises:
-            ConfigError: what `closure.check` refuses.
-        """
+        """A step of an optimizer that evaluates the loss itself: whether the weights moved, and the first loss."""
         loop_mistakes.refuse_averages(self, "step")
         closures.check(self)
         self._evaluation = evaluation = closures.Evaluation(self, closure)
@@ -187,20 +183,11 @@ class Lane(LaneState):
         return moved
 
     def join(self) -> list[str]:
-        """Takes in trained parameters that the model has gained since; their names.
-
-        Raises:
-            ConfigError: the optimizer is the user's own and does not hold them yet, they are half and would need
-                masters, or the model holds its averages.
-        """
+        """Takes in trained parameters that the model has gained since; their names."""
         return model_sync.join(self)
 
     def refresh(self, *, warn: bool = True) -> None:
-        """Follows what was done to the model since; see `model_sync.refresh`.
-
-        Raises:
-            ConfigError: a trained parameter is gone, or is another tensor, or of another type or device.
-        """
+        """Follows what was done to the model since; see `model_sync.refresh`."""
         model_sync.refresh(self, warn=warn)
 
     def _update(self) -> bool:

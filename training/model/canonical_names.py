@@ -52,12 +52,7 @@ class Named:
 
 
 class Slots:
-    """The places of buffers in a model. A forward pass may put new tensors there.
-
-    Args:
-        model: the model's tensors.
-        names: canonical names of buffers.
-    """
+    """The places of buffers in a model. A forward pass may put new tensors there."""
 
     def __init__(self, model: Named, names: Iterable[str]) -> None:
         self.names = list(names)
@@ -90,9 +85,6 @@ def named(model: nn.Module) -> Named:
     """Names of a model's tensors.
 
     Two names are tied when they hold the same Parameter, or two with the same memory, shape and strides.
-
-    Raises:
-        TaskError: a lazy module has not run yet, so that a parameter has no shape.
     """
     out = Named({}, {}, {}, {})
     first_names: dict[tuple[object, ...], str] = {}
@@ -113,11 +105,7 @@ def named(model: nn.Module) -> Named:
 
 
 def check_apart(models: Mapping[str, nn.Module]) -> None:
-    """Refuses models that share a trained parameter: its gradients would mix, and two optimizers would step it.
-
-    Raises:
-        ConfigError: names the parameter in both models.
-    """
+    """Refuses models that share a trained parameter: its gradients would mix, and two optimizers would step it."""
     trained_by: dict[tuple[object, ...], str] = {}
     for model_name, module in models.items():
         trained = {_identity(p): n for n, p in named(module).params.items() if p.requires_grad}
@@ -130,11 +118,7 @@ def check_apart(models: Mapping[str, nn.Module]) -> None:
 
 
 def check_copy(model: Named, copied: nn.Module) -> None:
-    """Refuses a deep copy that would not train as the model: copy.deepcopy copies each parameter alone and densely.
-
-    Raises:
-        ConfigError: names a parameter that shares elements with another one or has gaps in its memory.
-    """
+    """Refuses a deep copy that would not train as the model: copy.deepcopy copies each parameter alone and densely."""
     hint = "save_ckpt, and load_ckpt into a model that is built anew"
     copies = named(copied).params
     by_storage: dict[int, list[str]] = {}
@@ -152,11 +136,7 @@ def check_copy(model: Named, copied: nn.Module) -> None:
 
 
 def strip(state: Mapping[str, Tensor], model: Named) -> dict[str, Tensor]:
-    """A state dict saved from a wrapped model, by canonical names. Tied names are merged.
-
-    Raises:
-        StageError: two tied names have different values.
-    """
+    """A state dict saved from a wrapped model, by canonical names. Tied names are merged."""
     names = model.tensors.keys() | model.aliases.keys()
     out: dict[str, Tensor] = {}
     for key, tensor in state.items():
@@ -178,11 +158,7 @@ def bare(key: str) -> str:
 
 
 def check(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of a state dict and of the model, both by canonical name. Buffers in `resized` may differ in shape.
-
-    Raises:
-        StageError: names that are missing, unknown or of another shape; lists them.
-    """
+    """The tensors of a state dict and of the model, both by canonical name. Buffers in `resized` may differ in shape."""
     names = named(model)
     tensors = strip(state, names)
     target = names.tensors
@@ -228,11 +204,7 @@ def resized(model: Named, tensors: Mapping[str, Tensor], *, try_only: bool = Tru
 
 
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies a state dict into the model in place. Wrappers on either side do not matter.
-
-    Raises:
-        StageError: as `check`, before anything is copied.
-    """
+    """Copies a state dict into the model in place. Wrappers on either side do not matter."""
     tensors, target = check(model, state)
     if any(tensors[n].shape != t.shape for n, t in target.items()):
         resized(named(model), tensors, try_only=False)

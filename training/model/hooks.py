@@ -11,9 +11,6 @@ class Attached:
 
     `copy.deepcopy` and `torch.save` of a model copy its hooks. The objects behind a hook (optimizer, process group,
     log) must not be copied, and often can't be pickled.
-
-    Args:
-        call: called with the hook's arguments after the module.
     """
 
     def __init__(self, call: Callable[..., Any] | None) -> None:

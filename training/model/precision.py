@@ -41,11 +41,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 class LossScale(Policy):
-    """Keeps small fp16 gradients from vanishing: halves on overflow, doubles after `window` accepted steps.
-
-    Args:
-        config: `loss_scale`, `dynamic_loss_scale_window` and `min_loss_scale`; off (1.0, fixed) unless amp is fp16.
-    """
+    """Keeps small fp16 gradients from vanishing: halves on overflow, doubles after `window` accepted steps."""
 
     name = "scale"
 
@@ -166,11 +162,7 @@ class Masters(Policy):
 
 
 def masters(config: Config, params: Sequence[nn.Parameter], *, custom: bool) -> Masters | None:
-    """Masters for the half parameters of `params`; None where there are none or the configuration turns them off.
-
-    Raises:
-        ConfigError: the optimizer is a custom one, or sophia, and can't step masters.
-    """
+    """Masters for the half parameters of `params`; None where there are none or the configuration turns them off."""
     wanted = config.precision.master_weights
     if wanted is False or not any(p.dtype in HALF for p in params):
         return None

@@ -20,11 +20,7 @@ from layerline.training.state.state_tree import is_compound, pack, unpack
 
 
 def check(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
-    """Refuses an object without the needed methods, or one that steps tensors which are not the model's.
-
-    Raises:
-        ConfigError: a method is missing, or step() has an argument without a default; also as `check_held`.
-    """
+    """Refuses an object without the needed methods, or one that steps tensors which are not the model's."""
     for method in ("step", "zero_grad"):
         if not callable(getattr(optimizer, method, None)):
             raise ConfigError(
@@ -63,9 +59,6 @@ def clears_itself(optimizer: Any) -> bool:
 def check_held(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
     """Refuses an optimizer with a parameter that is not the model's: its gradient would not be unscaled or clipped, and
     its value not be saved.
-
-    Raises:
-        ConfigError: names its place and shape.
     """
     model_params = {id(p) for p in params}
     for index, param in enumerate(_params_of(optimizer)):
@@ -91,11 +84,7 @@ def own_groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def check_unread(config: OptimizerConfig, optimizer: Any) -> None:
-    """Refuses fields that a custom optimizer does not read. A rate is read where its groups have none.
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Refuses fields that a custom optimizer does not read. A rate is read where its groups have none."""
     read: set[str] = set()
     if config.name == "custom":
         read.add("name")

@@ -25,9 +25,6 @@ def placed(model: nn.Module, named: Named, config: OptimizerConfig) -> tuple[Mem
 
     The first rule of `optimizer.groups` that matches one of a parameter's names decides. An explicit `lr` holds alone;
     `lr_scale` is multiplied by the share that `optimizer.layer_decay` gives.
-
-    Raises:
-        ConfigError: a pattern matches no parameter, or `layer_decay` finds no blocks.
     """
     out = members(named, config.no_decay)
     _check_patterns(config.groups, list(itertools.chain(*[member.names for member in out])))
@@ -77,9 +74,6 @@ def layer_shares(model: nn.Module, names: Sequence[str], decay: float) -> dict[s
     The blocks are the children of the ModuleList or Sequential of equal modules that holds the most parameters. The
     last of n blocks has the share `decay`, the first `decay ** n`, what comes before them `decay ** (n + 1)`, and what
     follows them 1.
-
-    Raises:
-        ConfigError: the model has no such container, or two of similar size beside each other.
     """
     path, count = _blocks(unwrap(model))
     prefix = f"{path}." if path else ""

@@ -18,11 +18,6 @@ class Rate(Policy):
 
     With a constant schedule the rates belong to the optimizer: a user's scheduler may change them, and a checkpoint
     restores them.
-
-    Args:
-        config: `scheduler`, and `optimizer.lr` for an optimizer without groups.
-        optimizer: its param_groups are set where it has any.
-        custom: whether the optimizer is the user's own, with rates of its own.
     """
 
     name = "rate"

@@ -45,9 +45,6 @@ def members(model: Named, no_decay: Iterable[str] = ()) -> tuple[Member, ...]:
     These never decay: biases, parameters of normalisation layers, the lengths of weight normalisation, anything of at
     most one dimension (fake-quantisation scales among them), embeddings where `no_decay` says "embeddings", and names
     that match one of its glob patterns.
-
-    Raises:
-        ConfigError: nothing requires a gradient, an embedding gives sparse gradients, or a pattern matches nothing.
     """
     names = {name: [name] for name, param in model.params.items() if param.requires_grad}
     if not names:

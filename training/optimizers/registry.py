@@ -101,11 +101,7 @@ def _build_rule(
 
 
 def part_for(optimizer: Any, config: OptimizerConfig, member: Member) -> Any:
-    """The optimizer that a parameter joins.
-
-    Raises:
-        ConfigError: no parameter has had this update rule so far.
-    """
+    """The optimizer that a parameter joins."""
     name = group_rules.rule_name(config, member)
     parts: dict[str, Any] = {config.name: optimizer}
     if isinstance(optimizer, Several):
@@ -117,11 +113,7 @@ def part_for(optimizer: Any, config: OptimizerConfig, member: Member) -> Any:
 
 
 def _check_name(config: OptimizerConfig) -> None:
-    """Checks that the table has this optimizer, with these fields.
-
-    Raises:
-        ConfigError: as `build`.
-    """
+    """Checks that the table has this optimizer, with these fields."""
     if config.name == "custom":
         raise ConfigError(
             "custom needs the optimizer itself",

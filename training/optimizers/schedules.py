@@ -38,12 +38,7 @@ _REQUIRED = {
 
 
 def build(config: SchedulerConfig, lr: float) -> Schedule:
-    """The schedule; `lr` is the base rate, which `min_lr` is measured against.
-
-    Raises:
-        ConfigError: a length that the schedule needs is missing, warm-up is as long as the whole run, or a field that
-            this schedule does not read.
-    """
+    """The schedule; `lr` is the base rate, which `min_lr` is measured against."""
     check_fields(config)
     check_length(config)
     total, floor, warmup = config.total_steps, floor_ratio(config, lr), warmup_steps(config)
@@ -101,11 +96,7 @@ def floor_ratio(config: SchedulerConfig, lr: float) -> float:
 
 
 def check_length(config: SchedulerConfig) -> None:
-    """Refuses a schedule whose length is missing, or taken up by its warm-up.
-
-    Raises:
-        ConfigError: as `build`.
-    """
+    """Refuses a schedule whose length is missing, or taken up by its warm-up."""
     total, warmup = config.total_steps, warmup_steps(config)
     if total is None and config.name in NEED_TOTAL:
         raise ConfigError(
@@ -118,11 +109,7 @@ def check_length(config: SchedulerConfig) -> None:
 
 
 def check_fields(config: SchedulerConfig) -> None:
-    """Refuses fields that the schedule does not read, and a required one left out, whatever the run's length.
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Refuses fields that the schedule does not read, and a required one left out, whatever the run's length."""
     for name, readers in _READ_BY.items():
         if config.name not in readers and getattr(config, name) != type(config).model_fields[name].default:
             raise ConfigError(
@@ -235,13 +222,7 @@ def _cosine_between(start: float, end: float, t: float) -> float:
 
 @dataclass
 class Plateau:
-    """Multiplies the rate by `factor` once `patience` validations in a row brought no improvement.
-
-    Attributes:
-        floor: the lowest rate as a share of the base rate.
-        higher: whether a higher metric is better.
-        scale: what the rate is multiplied by now.
-    """
+    """Multiplies the rate by `factor` once `patience` validations in a row brought no improvement."""
 
     config: SchedulerConfig
     floor: float = 0.0

@@ -10,11 +10,7 @@ from torch.optim import Optimizer
 
 
 class Several:
-    """Optimizers over parts of one model, stepped as one.
-
-    Attributes:
-        parts: the optimizers by the name of their rule, the configured one first.
-    """
+    """Optimizers over parts of one model, stepped as one."""
 
     def __init__(self, parts: Mapping[str, Optimizer]) -> None:
         self.parts = dict(parts)

@@ -16,13 +16,7 @@ from layerline.training.state.tensor_forms import dense
 
 
 class Strides:
-    """Puts what differs in order before a step.
-
-    Args:
-        optimizer: one that can be fused.
-        params: what the model holds, whose order counts.
-        stepped: what the optimizer steps: the same, or their masters.
-    """
+    """Puts what differs in order before a step."""
 
     def __init__(self, optimizer: Any, params: Sequence[Tensor], stepped: Sequence[nn.Parameter]) -> None:
         self._optimizer, self._params, self._stepped = optimizer, params, stepped

@@ -110,12 +110,6 @@ def make_stage(*, task: str, config: Mapping[str, Any], device: str, **fields: A
 
     A step returns the batches it used. It ends in the middle of the next accumulation window, so that the proof's
     checkpoint lies in an open window, as the stage's own checkpoints may.
-
-    Args:
-        task: path of the task file.
-        config: ModelOptimizer's configuration.
-        device: "cpu" or "cuda".
-        fields: the stage's epochs, steps, batch_size, seed and workers.
     """
     from layerline.training.distributed import rendezvous
     from layerline.training.run import train_loop

@@ -177,13 +177,7 @@ def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, 
 
 
 def _at_fault(name: str, a: Mapping[str, Any], b: Mapping[str, Any], optimizers: Mapping[str, str]) -> str:
-    """The optimizer that writes a tensor, where both runs gave it equal gradients; empty elsewhere.
-
-    Args:
-        name: the tensor that differs.
-        a, b: both reports of the step.
-        optimizers: by what stands before the names of their model's tensors.
-    """
+    """The optimizer that writes a tensor, where both runs gave it equal gradients; empty elsewhere."""
     if a["gradients"] != b["gradients"]:
         return ""
     for prefix, optimizer in optimizers.items():

@@ -30,10 +30,6 @@ class Apart:
     """Inside this context modules work on copies of their buffers; afterwards the random state is restored.
 
     The buffers themselves are not written to, since a backward pass may have saved them. The context is reusable.
-
-    Args:
-        modules: modules whose buffers are copied.
-        start: the state to begin with; the present one by default.
     """
 
     def __init__(self, modules: Iterable[nn.Module], start: Past | None = None) -> None:

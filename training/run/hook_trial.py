@@ -41,11 +41,7 @@ def look_at_training(
     seed: int,
     device: Callable[[], str],
 ) -> None:
-    """Builds what a training run builds, and computes one loss with its gradient on two samples.
-
-    Args:
-        device: names the device, or raises what the machine lacks.
-    """
+    """Builds what a training run builds, and computes one loss with its gradient on two samples."""
     where = torch.device("cpu")
     with look.item("train.device"):
         where = torch.device(device())

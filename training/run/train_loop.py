@@ -276,11 +276,7 @@ def _default_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, flo
 
 
 def _own_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, float | None]:
-    """The result of the task's loss(): a mean over the samples of the batch, or (sum, weight).
-
-    Raises:
-        TaskError: it is neither.
-    """
+    """The result of the task's loss(): a mean over the samples of the batch, or (sum, weight)."""
     loss = task.get("loss")(model, batch)
     weight = None
     # (sum, weight), so that any split of the data gives one gradient.
@@ -304,9 +300,6 @@ def loss_of(task: Task, model: nn.Module, config: Config, device: torch.device) 
     """A function for the task's loss of a model on a batch and its weight; None stands for the number of samples.
 
     Where the section `distillation` asks for it, the loss of the task's teacher is added.
-
-    Raises:
-        TaskError: there is no teacher(), or it gives no module.
     """
     # Without loss(), the default weighs by labels that count.
     own = task.has("loss")

@@ -26,9 +26,6 @@ def metric_of(task: Task, model: nn.Module, batches: Batches, *, device: torch.d
     """The metric by name (`metric`, where the hook returns one number). The model stays in its present mode.
 
     The hook gets an array where the model returns one tensor, and otherwise a tuple of arrays, as for a built model.
-
-    Raises:
-        TaskError: no evaluation data, a batch without label, or the metric is no number.
     """
     batches.load_state_dict({"epoch": 0, "position": 0})
     outputs: list[Any] = []

@@ -31,12 +31,7 @@ def checkpoint_layers(models: Iterable[nn.Module], config: Config) -> list[Check
 
 
 def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Ranks | None:
-    """Joins the other ranks where `distributed` or a wrapped model asks for it, before any optimizer sees a parameter.
-
-    Raises:
-        StageError: a rank is missing, or has another model or configuration.
-        ConfigError: a combination that cannot work, or nothing to train.
-    """
+    """Joins the other ranks where `distributed` or a wrapped model asks for it, before any optimizer sees a parameter."""
     models = list(models)
     options = config.distributed
     sharded = options.shard != "none"

@@ -85,11 +85,7 @@ def save(mo: Training, path: Path, *, timings: bool = True) -> Path:
 
 
 def _check_finite(lane: Lane) -> None:
-    """Refuses to replace a sound checkpoint by one with non-finite weights.
-
-    Raises:
-        StageError: a weight that was finite at first has an Inf or NaN.
-    """
+    """Refuses to replace a sound checkpoint by one with non-finite weights."""
     name = rejected_steps.spoilt_weight(lane)
     if name is not None:
         raise StageError(

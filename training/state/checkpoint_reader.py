@@ -43,11 +43,7 @@ def prefix_of(model_name: str) -> str:
 
 
 def read(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str, Tensor]) -> Saved:
-    """The state in the form that `lane` loads.
-
-    Raises:
-        StageError: a tensor is missing or has another shape, or the optimizer is another one; names it.
-    """
+    """The state in the form that `lane` loads."""
     if lane.peers is not None:
         tensors = lane.peers.split(tensors, prefix)
     classes = custom.classes(lane.optimizer)

@@ -58,11 +58,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _refuse_packed(path: Path) -> None:
-    """Refuses a zip bomb before any of it is unpacked: torch.save never compresses, so a real file can't grow.
-
-    Raises:
-        StageError: names both sizes.
-    """
+    """Refuses a zip bomb before any of it is unpacked: torch.save never compresses, so a real file can't grow."""
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())

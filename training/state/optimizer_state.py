@@ -55,14 +55,7 @@ def _other_rules(lane: Lane) -> dict[str, str]:
 
 
 def check(lane: Lane, saved: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses a state that the optimizer here cannot go on from, before anything is changed.
-
-    Args:
-        expected: shapes of the trained parameters, by name.
-
-    Raises:
-        StageError: it is another optimizer's, or of other parameters, or a tensor has another shape.
-    """
+    """Refuses a state that the optimizer here cannot go on from, before anything is changed."""
     custom = "custom" in saved
     if custom is not lane.custom or saved["name"] != _name(lane):
         kinds = {True: "the custom optimizer ", False: ""}

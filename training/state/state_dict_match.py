@@ -77,11 +77,7 @@ class Fit:
 
 
 def check(fit: Fit, model: Named) -> None:
-    """Refuses weights that are not finite, in the file or in the model's own types. A buffer may hold Inf, as masks do.
-
-    Raises:
-        StageError: NaN, Inf, or a number that the model's type can't hold; names the tensor and the first element.
-    """
+    """Refuses weights that are not finite, in the file or in the model's own types. A buffer may hold Inf, as masks do."""
     for name, target in model.tensors.items():
         tensor = fit.tensors[name]
         if tensor.is_floating_point() and tensor.itemsize == 1:
@@ -105,9 +101,6 @@ def check(fit: Fit, model: Named) -> None:
 def states(tree: Any) -> list[State]:
     """Every state dict in the content of a file, outer ones first: each container with the tensors below it, by the
     keys to them joined by dots.
-
-    Raises:
-        StageError: nested deeper than any trainer does, or a tensor without data; names its place.
     """
     by_place: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     lists: list[State] = []
@@ -295,11 +288,7 @@ def _completed(fits: Sequence[Fit], online: Fit | None, model: Named) -> list[Fi
 
 
 def _only(fits: Sequence[Fit], kind: str) -> Fit | None:
-    """The first of several state dicts that are equal.
-
-    Raises:
-        StageError: two of them differ.
-    """
+    """The first of several state dicts that are equal."""
     if not fits:
         return None
     first = fits[0]

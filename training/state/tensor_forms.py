@@ -19,11 +19,7 @@ _STORED = frozenset({
 
 
 def to_file(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors in the format's types, and for each the properties that it lacks (its form).
-
-    Raises:
-        StageError: as `check_dense`.
-    """
+    """Tensors in the format's types, and for each the properties that it lacks (its form)."""
     out = dict(tensors)
     forms: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -42,11 +38,7 @@ def to_file(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def from_file(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that `to_file` was called with.
-
-    Raises:
-        StageError: the forms don't fit the tensors.
-    """
+    """The tensors that `to_file` was called with."""
     out = dict(tensors)
     name = ""
     try:
@@ -87,11 +79,7 @@ def last_element(tensor: Tensor) -> int:
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Refuses a tensor that is no plain block of numbers.
-
-    Raises:
-        StageError: it is on the meta device, sparse, nested or quantized.
-    """
+    """Refuses a tensor that is no plain block of numbers."""
     if tensor.is_meta:
         raise StageError("it is on the meta device: it has a shape but no data", where=name,
                          hint="save the model after its weights were loaded or initialised")  # fmt: skip
