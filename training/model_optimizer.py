@@ -109,12 +109,7 @@ class ModelOptimizer:
 
     @property
     def model(self) -> nn.Module:
-        """What a loop calls: the model, in DistributedDataParallel where several ranks train whole models.
-
-        Calling the plain model gives the same gradients; they are then reduced after the backward pass, not during it.
-        """
-        if self._main.peers is not None:
-            return self._main.peers.model
+        """The model; of several models the first one."""
         return self._main.model
 
     # Stepping.

@@ -393,8 +393,7 @@ class DistributedConfig(Section):
     bucket_mb: PositiveInt = 25
     """Gradients are reduced in pieces of this size."""
     overlap: bool = True
-    """Reduce while the backward pass runs. Off: after it, always in the same order (resuming three ranks or more is
-    bit-exact then)."""
+    """Reduce while the backward pass runs. Off: after it."""
     compress: Literal["none", "fp16", "bf16"] = "none"
     """The type in which gradients travel."""
     shard: Literal["none", "zero2", "zero3"] = "none"

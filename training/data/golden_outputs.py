@@ -113,11 +113,7 @@ def forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             hint = _CALL_ALIKE
         elif any(t.dtype == torch.uint8 for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
             hint = "the example holds uint8: convert it in the data hooks, or in forward(): x.float() / 255"
-        raise TaskError(
-            what,
-            where="example_inputs",
-            hint=hint,
-        ) from error
+        raise TaskError(what, where="example_inputs", hint=hint) from error
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -70,11 +70,7 @@ def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "su
         )
     output = first_output(out)
     if not isinstance(target, Tensor):
-        raise TaskError(
-            "the label of a batch is not a tensor",
-            where="train_data",
-            hint="give arrays: np.asarray(y)",
-        )
+        raise TaskError("the label of a batch is not a tensor", where="train_data", hint="give arrays: np.asarray(y)")
     if target.is_floating_point():
         if output.shape != target.shape and output.numel() == target.numel():
             output = output.reshape(target.shape)  # (N, 1) and (N,) would broadcast to (N, N)

@@ -24,7 +24,7 @@ _LOG = logging.getLogger("layerline")
 _BEAT_S = 1.0
 _APART_S = 0.05
 # Parts of the messages of gloo and NCCL errors. Other RuntimeErrors of a backward pass come from the model.
-_MARKS = ("gloo", "NCCL", "c10d", "Connection closed by peer", "Connection reset by peer")
+_MARKS = ("gloo", "NCCL", "c10d", "pair closure", "Connection closed by peer", "Connection reset by peer")
 WORKING = ("the backward pass", "reducing gradients")
 
 

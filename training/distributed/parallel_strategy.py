@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from layerline.training.distributed.ranks import Ranks, flattened, kind, unflatten
@@ -37,7 +37,6 @@ class Peers(Policy, ABC):
         ranks: the group.
 
     Attributes:
-        model: what a loop calls.
         seconds: how long each rank worked on the last step, from the end of the step before until its gradients were
             ready (on a GPU: were queued); what it waited for others is not in it.
         communication: share of the step before last that was spent communicating after the backward pass, on the rank
@@ -48,7 +47,6 @@ class Peers(Policy, ABC):
 
     def __init__(self, lane: LaneState, ranks: Ranks) -> None:
         self.lane, self.ranks = lane, ranks
-        self.model: nn.Module = lane.model
         self.seconds: list[float] = []
         self.communication = self._own_share = math.nan
         self._times: list[list[float]] = []
@@ -58,10 +56,6 @@ class Peers(Policy, ABC):
         lane.model.register_forward_hook(Attached(self._leaves))
         lane.monitor.add_columns(list(self.figures()))
 
-    @abstractmethod
-    def arm(self, *, sync: bool) -> None:
-        """Before a forward pass: whether its backward pass shall reduce gradients."""
-
     def backward(self) -> AbstractContextManager[None]:
         """Around each backward pass."""
         return self.guarded("the backward pass")
@@ -70,9 +64,10 @@ class Peers(Policy, ABC):
     def before_step(self) -> None:
         """After the last backward pass of a window: brings its gradients to their mean over the ranks."""
 
-    @abstractmethod
     def norms(self, grads: Sequence[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
         """Norm of each whole gradient, where this rank may hold a part only; summed up in `dtype`."""
+        norms: Sequence[Tensor] = torch._foreach_norm(list(grads), dtype=dtype)
+        return norms
 
     @property
     def size(self) -> int:
@@ -148,9 +143,9 @@ class Peers(Policy, ABC):
         with self.guarded("sharing weights"), torch.no_grad():
             self.ranks.spread([m.param.detach() for m in fresh], self.lane.config.distributed.bucket_mb * 2**20)
 
-    @abstractmethod
     def release(self) -> None:
         """Before weights are written outside of a step: nothing reads or holds them any more."""
+        return
 
     def shared_window(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state of a window in a form that any number of ranks can go on from: the mean of loss and weight.

@@ -176,11 +176,8 @@ def _own_gpu(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def flattened(
-    tensors: Sequence[torch.Tensor], size: int, device: torch.device
-) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Buckets of one kind and at most `size` bytes (or one tensor): a flat copy on `device`, and the tensors it was
-    made of."""
+def buckets(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
+    """Groups of tensors of one type and device, of at most `size` bytes or one tensor."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -188,11 +185,19 @@ def flattened(
         bucket: list[torch.Tensor] = []
         held = 0
         for tensor in group:
-            if bucket and held + tensor.numel() * tensor.element_size() > size:
-                yield torch.cat([t.flatten() for t in bucket]).to(device), bucket
+            if bucket and held + tensor.nbytes > size:
+                yield bucket
                 bucket, held = [], 0
             bucket.append(tensor)
-            held += tensor.numel() * tensor.element_size()
+            held += tensor.nbytes
+        yield bucket
+
+
+def flattened(
+    tensors: Sequence[torch.Tensor], size: int, device: torch.device
+) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """A flat copy of each bucket on `device`, and the tensors it was made of."""
+    for bucket in buckets(tensors, size):
         yield torch.cat([t.flatten() for t in bucket]).to(device), bucket
 
 

@@ -70,9 +70,6 @@ class Shards(Peers):
     Every micro-batch reduces its gradients, also within a window: only then are they never held whole.
     """
 
-    def arm(self, *, sync: bool) -> None:
-        """Nothing: every backward pass reduces."""
-
     @property
     def separates_communication(self) -> bool:
         """No: forward and backward passes gather weights and reduce gradients on their way."""

@@ -81,7 +81,7 @@ def sparse_gradient(lane: LaneState) -> str | None:
 
 
 def explain_step(lane: LaneState, error: BaseException, sparse: str | None) -> None:
-    """What a step raised, said in the loop's terms where it can be; `sparse` as it was before the window was dropped."""
+    """What a step raised, in the loop's terms where it can be; `sparse` as it was before the window was dropped."""
     if sparse is not None:
         raise ConfigError("sparse gradients are not supported", where=sparse,
                           hint="sparse=False where its embedding is looked up") from error  # fmt: skip

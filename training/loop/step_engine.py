@@ -149,14 +149,10 @@ class Lane(LaneState):
             loop_mistakes.check_begun(self)
         if samples is not None:  # a loss that was refused leaves the window as it was
             self.window.samples += samples
-        wanted = self._window_size
-        if self.window.close() >= wanted:
-            moved = self._update()
-        else:
-            moved, self.window.witness = False, witness(self.stepped)
-        if self.peers is not None and wanted > 1:
-            self.peers.arm(sync=self.window.micro == wanted - 1)
-        return moved
+        if self.window.close() >= self._window_size:
+            return self._update()
+        self.window.witness = witness(self.stepped)
+        return False
 
     def step_closure(self, closure: Callable[[], Tensor]) -> tuple[bool, Tensor]:
         """A step of an optimizer that evaluates the loss itself: whether the weights moved, and the first loss."""
@@ -177,10 +173,7 @@ class Lane(LaneState):
         loop_mistakes.refuse_averages(self, "flush")
         if self.window.open:
             self.window.close()
-        moved = self._update()
-        if self.peers is not None:
-            self.peers.arm(sync=self._window_size == 1)
-        return moved
+        return self._update()
 
     def join(self) -> list[str]:
         """Takes in trained parameters that the model has gained since; their names."""

@@ -158,7 +158,7 @@ def bare(key: str) -> str:
 
 
 def check(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of a state dict and of the model, both by canonical name. Buffers in `resized` may differ in shape."""
+    """Tensors of a state dict and of the model, by canonical name. Buffers in `resized` may differ in shape."""
     names = named(model)
     tensors = strip(state, names)
     target = names.tensors

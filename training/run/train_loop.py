@@ -98,8 +98,6 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     if group is not None:
         rank, size = group.rank, group.size
         group.compare(_code_and_data(parts or {}), "run the same task.py and data files on each rank")
-    if size > 2 and "overlap" not in config.distributed.model_fields_set:
-        config = config.replace(distributed={"overlap": False})  # a killed run must end in the same bytes
     check_evaluation(task, config)
     rng_state.seed_all(seed)
     model = module_of(task)

@@ -31,7 +31,7 @@ def checkpoint_layers(models: Iterable[nn.Module], config: Config) -> list[Check
 
 
 def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Ranks | None:
-    """Joins the other ranks where `distributed` or a wrapped model asks for it, before any optimizer sees a parameter."""
+    """Joins the other ranks where `distributed` or a wrapped model asks for it, before an optimizer is made."""
     models = list(models)
     options = config.distributed
     sharded = options.shard != "none"

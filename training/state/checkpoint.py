@@ -27,13 +27,7 @@ from layerline.training.model import canonical_names as names
 from layerline.training.model.split_tensors import whole
 from layerline.training.randomness import rng_state
 from layerline.training.randomness.rng_state import Draws
-from layerline.training.state import (
-    checkpoint_reader,
-    lane_checkpoint,
-    optimizer_state,
-    safetensors_io,
-    tensor_forms,
-)
+from layerline.training.state import checkpoint_reader, lane_checkpoint, optimizer_state, safetensors_io, tensor_forms
 from layerline.training.state.checkpoint_reader import prefix_of
 from layerline.training.state.state_tree import Tensors, pack, unpack
 

@@ -112,8 +112,6 @@ def restore(lane: Lane, state: checkpoint_reader.Saved) -> None:
             policy.load_state_dict(parts[policy.name], lane.steps)
     if "monitor" in parts:
         lane.monitor.load_state_dict(parts["monitor"])
-    if lane.peers is not None:
-        lane.peers.arm(sync=lane.window.micro == lane.config.accumulate.steps - 1)
 
 
 def _restore_window(lane: Lane, window: Mapping[str, Any]) -> None:

@@ -77,7 +77,7 @@ class Fit:
 
 
 def check(fit: Fit, model: Named) -> None:
-    """Refuses weights that are not finite, in the file or in the model's own types. A buffer may hold Inf, as masks do."""
+    """Refuses weights that are not finite, in the file or in the model's types. A buffer may hold Inf, as masks do."""
     for name, target in model.tensors.items():
         tensor = fit.tensors[name]
         if tensor.is_floating_point() and tensor.itemsize == 1:
