@@ -212,7 +212,7 @@ def _resume(rank: int, path: str, size: int, options: dict[str, Any]) -> dict[st
     [
         (2, {}),
         (2, {"shard": "zero3"}),
-        pytest.param(3, {"overlap": False}, marks=pytest.mark.slow),
+        pytest.param(3, {}, marks=pytest.mark.slow),
         pytest.param(3, {"shard": "zero2"}, marks=pytest.mark.slow),
     ],
 )

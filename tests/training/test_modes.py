@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from layerline.training.model.modes import train_mode
+from layerline.training.run.shipping import train_mode
 
 
 def _net() -> nn.Sequential:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 from layerline.training.model.canonical_names import modules, named, unwrap
-from layerline.training.randomness.rng_snapshot import Apart, Past
+from layerline.training.randomness.rng_state import Apart, Past
 
 Phase = Literal["parameter", "input", "forward", "loss", "backward"]
 _SHOWN = 8

@@ -17,7 +17,7 @@ from layerline.training.loop import rejected_steps as rejected
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.canonical_names import unwrap
 from layerline.training.model.hooks import Attached
-from layerline.training.randomness.rng_snapshot import past
+from layerline.training.randomness.rng_state import past
 
 # Rolling back to the same checkpoint more often than this only repeats what happened.
 _ROLL_BACKS = 3

@@ -19,7 +19,7 @@ from layerline.training.loop.batch_norm import batch_norms
 from layerline.training.loop.loop_mistakes import refuse_averages
 from layerline.training.loop.step_engine import Lane
 from layerline.training.model import precision
-from layerline.training.randomness.rng_snapshot import Apart
+from layerline.training.randomness.rng_state import Apart
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

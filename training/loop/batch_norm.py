@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.model.canonical_names import modules, unwrap
-from layerline.training.randomness.rng_snapshot import Apart, modes_kept
+from layerline.training.randomness.rng_state import Apart, modes_kept
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 

@@ -21,7 +21,10 @@ class Evaluation:
 
     def __init__(self, lane: LaneState, closure: Callable[[], Tensor]) -> None:
         self._lane, self._closure = lane, closure
-        _follow_statistics(lane)
+        for module in lane.model.modules():
+            # SAM and WSAM leave its momentum at 0 until their step() begins, and keep the value under this name.
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and hasattr(module, "backup_momentum"):
+                module.momentum = module.backup_momentum  # type: ignore[assignment]
         self.loss = self._evaluate()
         self._unmoved = self._versions()
 
@@ -47,16 +50,6 @@ class Evaluation:
 
     def _versions(self) -> list[int]:
         return [p._version for p in self._lane.params]
-
-
-def _follow_statistics(lane: LaneState) -> None:
-    """Has BatchNorm follow the batch again.
-
-    SAM and WSAM leave its momentum at 0 until their step() begins, and keep the value under this name.
-    """
-    for module in lane.model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and hasattr(module, "backup_momentum"):
-            module.momentum = module.backup_momentum  # type: ignore[assignment]
 
 
 def check(lane: LaneState) -> None:

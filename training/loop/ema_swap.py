@@ -13,7 +13,7 @@ from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.fake_quantization import is_fake_quantized, ranges_kept, without_fake_quantization
 from layerline.training.model.precision import wide
 from layerline.training.model.split_tensors import is_split, whole
-from layerline.training.randomness.rng_snapshot import modes_kept
+from layerline.training.randomness.rng_state import modes_kept
 
 
 def switch(lane: LaneState, *, ema: bool) -> None:

@@ -20,8 +20,7 @@ from layerline.training.data.batches import each_tensor, size
 from layerline.training.loop import batch_norm
 from layerline.training.loop.accumulation import witness
 from layerline.training.loop.lane_state import LaneState
-from layerline.training.randomness.rng_snapshot import past
-from layerline.training.randomness.rng_state import redraw
+from layerline.training.randomness.rng_state import past, redraw
 
 Forward = Callable[[Any], Tensor | tuple[Tensor, float]]
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -61,7 +60,10 @@ def accumulate(
             loss, weight = _run(lane, batch, forward, autocast, count)
         except Exception as error:
             before.restore()
-            if not _memory_ran_out(error) or count >= size(batch):
+            causes = [error]  # another error may have been made of it
+            while isinstance(causes[-1].__cause__, Exception):
+                causes.append(causes[-1].__cause__)
+            if not any(map(ran_out_of_memory, causes)) or count >= size(batch):
                 raise
         else:
             before.merge()
@@ -106,16 +108,6 @@ def _parts(batch: Any, count: int) -> Iterator[tuple[Any, float]]:
             return tensor
 
         yield each_tensor(batch, rows), (end - start) / samples
-
-
-def _memory_ran_out(error: BaseException) -> bool:
-    """Whether memory ran out, also where another error was made of it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if ran_out_of_memory(cause):
-            return True
-        cause = cause.__cause__
-    return False
 
 
 def _halve(lane: LaneState, samples: int, count: int) -> None:

@@ -18,39 +18,57 @@ from layerline.pipeline.errors import StageError
 from layerline.training.config.sections import Config
 from layerline.training.loop.accumulation import Window
 from layerline.training.loop.ema import average
-from layerline.training.loop.finite_weights import FiniteWeights
 from layerline.training.loop.monitors import Monitor
 from layerline.training.loop.running_stats_guard import Guard, guarded
 from layerline.training.model.canonical_names import Slots, named
 from layerline.training.model.precision import LossScale, masters
-from layerline.training.model.split_tensors import device_of
-from layerline.training.optimizers import custom, gradient_norm, group_rules, registry
+from layerline.training.model.split_tensors import device_of, local
+from layerline.training.optimizers import custom, gradient_norm, param_groups, registry
 from layerline.training.optimizers.foreach import Sophia
+from layerline.training.optimizers.gradient_norm import numbers
 from layerline.training.optimizers.lr import Rate
 from layerline.training.optimizers.param_groups import Member
 from layerline.training.optimizers.strides import Strides, fused
 from layerline.training.policy import Policy
 
 
+class FiniteWeights:
+    """The weights of one model that were finite at first; what holds an Inf on purpose is left alone."""
+
+    def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
+        self._watched = [
+            (name, param) for name, param, finite in zip(names, params, _finite(params), strict=True) if finite
+        ]
+
+    def first_spoilt(self) -> str | None:
+        """The name of the first weight with an Inf or NaN (one pass over all weights, one read of the device)."""
+        finite = _finite([param for _, param in self._watched])
+        for (name, _), is_finite in zip(self._watched, finite, strict=True):
+            if not is_finite:
+                return name
+        return None
+
+
+@torch.no_grad()
+def _finite(params: Sequence[Tensor]) -> list[bool]:
+    parts = [local(p.detach()) for p in params]
+    # The greatest magnitude is NaN or Inf where any element is; a rank may hold no element of a split parameter.
+    there = [p for p in parts if p.numel()]
+    norms = iter(numbers(torch._foreach_norm(there, math.inf)) if there else [])
+    return [math.isfinite(next(norms)) if part.numel() else True for part in parts]
+
+
 class LaneState:
     """The state of one model's training.
 
     Attributes:
-        optimizer: the built-in or custom optimizer; `custom` says which.
-        named: the model's tensors by canonical name.
-        members: the trained parameters with their rates and weight decays.
-        params, names: the trained parameters and their names.
+        params, names, members: the trained parameters, their names, and their rates and weight decays.
         stepped: what the optimizer steps: `params`, or their masters.
-        steps: accepted optimizer steps.
         largest_part: greatest number of samples in a pass, where a micro-batch did not fit into memory.
         skipped: rejected steps; `skipped_in_a_row` leaves out fp16 overflows that a smaller loss scale answers.
         first_rejected: number of the first rejected step among all attempted ones; 0 while there is none.
-        gradient_bytes: size of the gradients of the first step.
         loss, grad_norm: of the last accepted step, per sample and before clipping; NaN before the first.
         peers: the exchange with other ranks; None in a single process.
-        masks: applied after each accepted step.
-        frozen: parameters of the model that are not trained.
-        finite: whether the weights still are finite.
         strides: keeps state and gradients in the parameters' order of memory; None where this isn't needed.
         kinds: type and device of each of `params`, which must stay the same.
         judge: decides after each rejected step whether training goes on; None for the default policy.
@@ -63,7 +81,7 @@ class LaneState:
         self.own_passes = LaneState.passes
         self.model, self.config, self.shared = model, config, shared
         self.named = named(model)
-        self.members = group_rules.placed(model, self.named, config.optimizer)
+        self.members = param_groups.placed(model, self.named, config.optimizer)
         self.params = [m.param for m in self.members]
         self.names = [m.name for m in self.members]
         self.device = device_of(self.params[0])

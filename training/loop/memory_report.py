@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.canonical_names import modules, unwrap
 from layerline.training.model.split_tensors import local
-from layerline.training.randomness.rng_snapshot import Apart
+from layerline.training.randomness.rng_state import Apart
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,12 @@ def report(lane: LaneState, forward: Callable[[], Any] | None = None) -> list[La
     path_of = {name: paths[id(module)] for name, module in lane.named.owners.items()}
     for name, tensor in lane.named.tensors.items():
         totals[path_of[name]]["parameters"] += _bytes(tensor)
+    states = getattr(lane.optimizer, "state", None)
     for name, param, stepped in zip(lane.names, lane.params, lane.stepped, strict=True):
         total = totals[path_of[name]]
         total["gradients"] += _bytes(stepped)
-        total["optimizer"] += _state_bytes(lane.optimizer, stepped)
+        state = states.get(stepped, {}) if isinstance(states, Mapping) else {}
+        total["optimizer"] += sum(_bytes(value) for value in state.values() if isinstance(value, Tensor))
         if stepped is not param:
             total["optimizer"] += _bytes(stepped)
     if lane.ema is not None:
@@ -121,14 +123,6 @@ def _unique(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if id(module) not in done:
             done.add(id(module))
             yield path, module
-
-
-def _state_bytes(optimizer: Any, param: Tensor) -> int:
-    states = getattr(optimizer, "state", None)
-    if not isinstance(states, Mapping):
-        return 0
-    tensors = [value for value in states.get(param, {}).values() if isinstance(value, Tensor)]
-    return sum(map(_bytes, tensors))
 
 
 def _bytes(tensor: Tensor) -> int:

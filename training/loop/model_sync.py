@@ -14,7 +14,7 @@ from layerline.training.loop.lane_state import LaneState
 from layerline.training.loop.running_stats_guard import Guard, guarded
 from layerline.training.model.canonical_names import Slots, named
 from layerline.training.model.precision import masters
-from layerline.training.optimizers import custom, group_rules, registry
+from layerline.training.optimizers import custom, param_groups, registry
 from layerline.training.optimizers.param_groups import Member
 
 _ANEW = "change, move or load the model first (load_state_dict without assign=True), then make ModelOptimizer"
@@ -60,7 +60,7 @@ def join(lane: LaneState) -> list[str]:
     loop_mistakes.refuse_averages(lane, "join")
     refresh(lane, warn=False)
     trained = set(map(id, lane.params))
-    placed = group_rules.placed(lane.model, lane.named, lane.config.optimizer)
+    placed = param_groups.placed(lane.model, lane.named, lane.config.optimizer)
     fresh = [member for member in placed if id(member.param) not in trained]
     _check_fresh(lane, fresh)
     if lane.peers is not None:
@@ -138,5 +138,5 @@ def _admit(lane: LaneState, member: Member) -> None:
     if lane.custom:
         return
     part = registry.part_for(lane.optimizer, lane.config.optimizer, member)
-    part.add_param_group({"params": [member.param], **group_rules.options(lane.config.optimizer, member)})
+    part.add_param_group({"params": [member.param], **param_groups.options(lane.config.optimizer, member)})
     lane.rate.adopt(part.param_groups[-1])

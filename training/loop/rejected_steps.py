@@ -19,7 +19,9 @@ def reject(lane: LaneState, loss: float, norm: float) -> None:
     # fp16 gradients overflow as a matter of course while the scale is being found; a loss never should.
     answered = lane.scale.on and not lane.scale.at_floor and math.isfinite(loss)
     step = lane.steps + 1  # the judge may go back to an earlier one
-    _count(lane, answered=answered)
+    lane.skipped += 1
+    lane.first_rejected = lane.first_rejected or lane.steps + lane.skipped
+    lane.skipped_in_a_row += not answered
     if not answered and lane.steps and weights_spoilt(lane):
         return
     for policy in lane.policies():
@@ -98,10 +100,3 @@ def seen(loss: float, norm: float) -> str:
     if math.isfinite(loss):
         return f"the gradient norm is {norm:g}"
     return f"the loss is {loss:g}"
-
-
-def _count(lane: LaneState, *, answered: bool) -> None:
-    """Counts a rejected step; `answered` by a smaller loss scale, it does not count as one in a row."""
-    lane.skipped += 1
-    lane.first_rejected = lane.first_rejected or lane.steps + lane.skipped
-    lane.skipped_in_a_row += not answered

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import Config
-from layerline.training.loop import adoption, loop_mistakes, model_sync, rejected_steps
 from layerline.training.loop import batch_norm as norms
 from layerline.training.loop import closure as closures
+from layerline.training.loop import loop_mistakes, model_sync, rejected_steps
 from layerline.training.loop.accumulation import check_loss, counted, loss_factor, witness
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.canonical_names import unwrap
@@ -45,32 +45,29 @@ class Lane(LaneState):
         self._max_norm = config.clip.max_norm or math.inf
         self._max_value = config.clip.value
         self._window_size = config.accumulate.steps
-        self._look_at = 0
+        self.look_at = 0  # the step before which the model is looked at again
         self._spent: list[Tensor] = []  # gradients of the last step, whose memory the next backward pass takes
         self._counts: set[int] = set()  # how many gradients a step had, where it was not all of them
-        self._listen()
+        # The model tells of weights that are loaded into it, without keeping an optimizer that is gone.
+        reference = WeakMethod(self._loaded)
+
+        def loaded(_: Any) -> None:
+            method = reference()
+            if method is not None:
+                method()
+
+        unwrap(model).register_load_state_dict_post_hook(Attached(loaded))  # type: ignore[no-untyped-call]
         dependence = norms.warning(model, config.accumulate.steps)
         if dependence:
             self.monitor.warn("batch_norm", dependence)
-        adoption.look_at_average(self.monitor, config)
-        adoption.watch_autocast(model, self.monitor, config, self.device)
+        loop_mistakes.look_at_average(self.monitor, config)
+        loop_mistakes.watch_autocast(model, self.monitor, config, self.device)
         if self.custom:
             idle = custom.idle(optimizer, self.names, self.params)
             if idle:
                 self.monitor.warn("idle", f"{idle[0]} is trained by nobody: the optimizer does not hold it")
 
-    def _listen(self) -> None:
-        """Has the model tell of weights that are loaded into it, without keeping an optimizer that is gone."""
-        reference = WeakMethod(self._loaded)
-
-        def loaded(keys: Any) -> None:
-            method = reference()
-            if method is not None:
-                method(keys)
-
-        unwrap(self.model).register_load_state_dict_post_hook(Attached(loaded))  # type: ignore[no-untyped-call]
-
-    def _loaded(self, _: Any) -> None:
+    def _loaded(self) -> None:
         """Weights were loaded into the model: before the first step, training starts from those."""
         if self.steps == 0 and not (self.ema is not None and self.ema.swapped):
             if self.masks is not None:
@@ -103,7 +100,7 @@ class Lane(LaneState):
         if weight is not None:
             weight = counted(weight)
         if not self.steps:
-            adoption.look_at_loss(self.monitor, loss, weight, self._window_size)
+            loop_mistakes.look_at_loss(self.monitor, loss, weight, self._window_size)
         try:
             loop_mistakes.settle_foreign(self, self.own_passes != LaneState.passes)
             if window.weighted is not None:
@@ -134,10 +131,8 @@ class Lane(LaneState):
     def _differentiate(self, loss: Tensor) -> None:
         if self.sophia is not None and self.sophia.wants_curvature():
             self.sophia.backward(loss, self.params)
-        elif self.shared:
-            torch.autograd.backward(loss, inputs=self.params)
         else:
-            torch.autograd.backward(loss)
+            torch.autograd.backward(loss, inputs=self.params if self.shared else None)
 
     def step(self, loss: Tensor | None = None, weight: float | None = None, samples: int | None = None) -> bool:
         """Ends a micro-batch; the last one of a window steps the optimizer. True when the weights moved."""
@@ -237,17 +232,13 @@ class Lane(LaneState):
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.stepped if p.grad is not None]
 
-    def state_was_loaded(self) -> None:
-        """The model is looked at before the next step, whatever the step number was before."""
-        self._look_at = self.steps
-
     def _went_back(self) -> bool:
         """Looks at the model now and then. True when its weights were spoilt and the last checkpoint was put back."""
-        if self.steps >= self._look_at:
+        if self.steps >= self.look_at:
             if self.steps and rejected_steps.weights_spoilt(self):
                 return True
             self.refresh()
-            self._look_at = self.steps + min(self.steps + 1, _LOOK_EVERY)
+            self.look_at = self.steps + min(self.steps + 1, _LOOK_EVERY)
         elif self.frozen and any(map(_TRAINED, self.frozen)):
             self.refresh()
         return False
@@ -257,7 +248,10 @@ class Lane(LaneState):
         row: dict[str, float] = {}
         if monitor.due(number):
             if monitor.per_layer:
-                row = self._by_parameter(grads, unscale)
+                # Apart from the norm that clips, so that watching changes nothing.
+                norms = gradient_norm.numbers(self._norms(grads))
+                names = [n for n, p in zip(self.names, self.stepped, strict=True) if p.grad is not None]
+                row = {f"grad_norm/{n}": norm * unscale for n, norm in zip(names, norms, strict=True)}
             row |= {"lr": self.rate.current, "loss_scale": self.scale.value}
         self._scale_and_clip(grads, norm, unscale)
         if row:
@@ -316,13 +310,6 @@ class Lane(LaneState):
             f"at {self.rate.current:g}; set total_steps to the number of optimizer steps in the whole run"
         )
         self.monitor.warn("past_end", text)
-
-    def _by_parameter(self, grads: list[Tensor], unscale: float) -> dict[str, float]:
-        """The norm of each gradient before clipping, by its column; taken apart from the norm that clips, so that
-        watching changes nothing."""
-        norms = gradient_norm.numbers(self._norms(grads))
-        names = [n for n, p in zip(self.names, self.stepped, strict=True) if p.grad is not None]
-        return {f"grad_norm/{n}": norm * unscale for n, norm in zip(names, norms, strict=True)}
 
     def _norms(self, grads: list[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
         """The norm of each gradient, summed up in `dtype`; of split ones that of the whole."""

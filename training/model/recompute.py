@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.model.canonical_names import unwrap
-from layerline.training.randomness.rng_snapshot import Apart, past
+from layerline.training.randomness.rng_state import Apart, past
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import ParametrizationList
 
 from layerline.pipeline.errors import ConfigError
-from layerline.training.config.sections import GroupRule
-from layerline.training.model.canonical_names import Named
+from layerline.pipeline.nearest import did_you_mean
+from layerline.training.config.sections import GroupRule, OptimizerConfig
+from layerline.training.model.canonical_names import Named, unwrap
 
 _NORMS = (
     nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm,
@@ -97,3 +99,146 @@ def _length(last: str, owner: nn.Module) -> bool:
     if isinstance(owner, ParametrizationList):
         return last == "original0" and isinstance(owner[0], _WeightNorm)
     return last.endswith("_g") and hasattr(owner, f"{last.removesuffix('_g')}_v")
+
+
+# A second stack of blocks with more than this share of the first one's parameters is part of the network's depth: an
+# encoder beside a decoder, two towers.
+_SECOND_STACK = 0.5
+
+
+def placed(model: nn.Module, named: Named, config: OptimizerConfig) -> tuple[Member, ...]:
+    """Every trained parameter with its weight decay and its share of the rate.
+
+    The first rule of `optimizer.groups` that matches one of a parameter's names decides. An explicit `lr` holds alone;
+    `lr_scale` is multiplied by the share that `optimizer.layer_decay` gives.
+    """
+    out = members(named, config.no_decay)
+    _check_patterns(config.groups, list(itertools.chain(*[member.names for member in out])))
+    shares = {}
+    if config.layer_decay is not None:
+        shares = layer_shares(model, [m.name for m in out], config.layer_decay)
+    result = []
+    for member in out:
+        share = shares.get(member.name, 1.0)
+        rule = _rule_for(member, config.groups)
+        if rule is not None and rule.lr_scale is not None:
+            share *= rule.lr_scale
+        result.append(replace(member, share=share, rule=rule))
+    return tuple(result)
+
+
+def rule_name(config: OptimizerConfig, member: Member) -> str:
+    """The name of the update rule that steps a parameter."""
+    if member.rule is None or member.rule.name is None:
+        return config.name
+    return member.rule.name
+
+
+def options(config: OptimizerConfig, member: Member) -> dict[str, Any]:
+    """The fields of the parameter group that a parameter belongs to: its rate, and what else is set for it.
+
+    A rule's weight decay holds for parameters that decay at all: biases and norms stay without.
+    """
+    fields: dict[str, Any] = {"lr": config.scaled_lr * member.share}
+    weight_decay = config.weight_decay
+    if member.rule is not None:
+        fields |= member.rule.arguments
+        if member.rule.lr is not None:
+            fields["lr"] = member.rule.lr
+        if member.rule.weight_decay is not None:
+            weight_decay = member.rule.weight_decay
+    if not member.decay:
+        weight_decay = 0.0
+    if weight_decay is not None:
+        fields["weight_decay"] = weight_decay
+    return fields
+
+
+def layer_shares(model: nn.Module, names: Sequence[str], decay: float) -> dict[str, float]:
+    """The share of the rate of each parameter, as layer-wise decay gives it (Clark et al. 2020, ELECTRA).
+
+    The blocks are the children of the ModuleList or Sequential of equal modules that holds the most parameters. The
+    last of n blocks has the share `decay`, the first `decay ** n`, what comes before them `decay ** (n + 1)`, and what
+    follows them 1.
+    """
+    path, count = _blocks(unwrap(model))
+    prefix = f"{path}." if path else ""
+    first = next(i for i, name in enumerate(names) if name.startswith(prefix))
+    shares = {}
+    for index, name in enumerate(names):
+        if name.startswith(prefix):
+            block = int(name.removeprefix(prefix).partition(".")[0])
+            depth = count - block
+        elif index < first:
+            depth = count + 1
+        else:
+            depth = 0
+        shares[name] = decay**depth
+    return shares
+
+
+def _blocks(model: nn.Module) -> tuple[str, int]:
+    sizes: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    for name, module in model.named_modules():
+        children = list(module.children())
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(children) < 2:
+            continue
+        if len({type(child) for child in children}) > 1:
+            continue
+        sizes[name] = sum(p.numel() for p in module.parameters())
+        counts[name] = len(children)
+    if not sizes:
+        raise ConfigError(
+            "the model has no ModuleList or Sequential of equal blocks",
+            where="optimizer.layer_decay",
+            hint="leave it out and write optimizer.groups with lr_scale",
+        )
+    best = max(sizes, key=sizes.__getitem__)
+    for name, size in sizes.items():
+        if size > _SECOND_STACK * sizes[best] and not _nested(name, best):
+            raise ConfigError(
+                f"the model has two stacks of blocks, {best} and {name}, and layer_decay follows one",
+                where="optimizer.layer_decay",
+                hint="leave it out and write optimizer.groups with lr_scale",
+            )
+    return best, counts[best]
+
+
+def _nested(one: str, other: str) -> bool:
+    """Whether one module is the other or lies inside of it; the whole model has the empty name."""
+    inside = f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+    return inside or not (one and other)
+
+
+def _rule_for(member: Member, rules: Sequence[GroupRule]) -> GroupRule | None:
+    for rule in rules:
+        if rule.name == "muon" and member.param.ndim != 2:
+            continue
+        if matches(member.names, rule.match):
+            return rule
+    return None
+
+
+def _check_patterns(rules: Sequence[GroupRule], names: Sequence[str]) -> None:
+    for index, rule in enumerate(rules):
+        if matches(names, rule.match):
+            continue
+        hint = did_you_mean(rule.match, names) or f"parameters are called {', '.join(names[:3])}, …"
+        raise ConfigError(f"{rule.match!r} matches no parameter", where=f"optimizer.groups.{index}.match", hint=hint)
+
+
+def grouped(config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[Any]) -> list[dict[str, Any]]:
+    """Parameter groups: one for each combination of rate and weight decay, those of the plain rate first."""
+    groups: dict[tuple[tuple[str, float], ...], dict[str, Any]] = {}
+    for member, param in zip(members, stepped, strict=True):
+        fields = options(config, member)
+        key = tuple(sorted(fields.items()))
+        groups.setdefault(key, {"params": [], **fields})["params"].append(param)
+    return sorted(groups.values(), key=lambda group: _place(group, config))
+
+
+def _place(group: Mapping[str, Any], config: OptimizerConfig) -> tuple[bool, bool]:
+    own_rate = group["lr"] != config.scaled_lr
+    spared = group.get("weight_decay") == 0.0
+    return own_rate, spared

@@ -7,15 +7,46 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from layerline.pipeline.errors import ConfigError
 from layerline.training.config.sections import RULE_FIELDS, OptimizerConfig
-from layerline.training.optimizers import group_rules
+from layerline.training.optimizers import param_groups
 from layerline.training.optimizers.foreach import Lamb, Lion, Sophia
 from layerline.training.optimizers.param_groups import Member
-from layerline.training.optimizers.several import Several
 from layerline.training.optimizers.strides import fusible
+
+
+class Several:
+    """Optimizers over parts of one model, stepped as one."""
+
+    def __init__(self, parts: Mapping[str, Optimizer]) -> None:
+        self.parts = dict(parts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts, in their order."""
+        groups: list[dict[str, Any]] = []
+        for part in self.parts.values():
+            groups += part.param_groups
+        return groups
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """The state of each parameter, whichever part steps it."""
+        state: dict[Tensor, dict[str, Any]] = {}
+        for part in self.parts.values():
+            state |= part.state
+        return state
+
+    def step(self) -> None:
+        for part in self.parts.values():
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts.values():
+            part.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -66,7 +97,7 @@ def build(
     _check_name(config)
     by_rule: dict[str, tuple[list[Member], list[nn.Parameter]]] = {}
     for member, param in zip(members, stepped, strict=True):
-        its_members, its_params = by_rule.setdefault(group_rules.rule_name(config, member), ([], []))
+        its_members, its_params = by_rule.setdefault(param_groups.rule_name(config, member), ([], []))
         its_members.append(member)
         its_params.append(param)
     if list(by_rule) == [config.name]:
@@ -93,7 +124,7 @@ def _build_rule(
     if name == config.name:
         fields = [field for field in RULE_FIELDS if getattr(config, field) is not None]
         arguments |= {field: getattr(config, field) for field in fields}
-    groups = group_rules.grouped(config, members, stepped)
+    groups = param_groups.grouped(config, members, stepped)
     # torch's fused SGD fails where a parameter's momentum begins later than that of others in its group.
     momentum = arguments.get("momentum") or any(group.get("momentum") for group in groups)
     fused = rule.fused and not momentum
@@ -102,7 +133,7 @@ def _build_rule(
 
 def part_for(optimizer: Any, config: OptimizerConfig, member: Member) -> Any:
     """The optimizer that a parameter joins."""
-    name = group_rules.rule_name(config, member)
+    name = param_groups.rule_name(config, member)
     parts: dict[str, Any] = {config.name: optimizer}
     if isinstance(optimizer, Several):
         parts = dict(optimizer.parts)

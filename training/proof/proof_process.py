@@ -23,7 +23,7 @@ from layerline.pipeline.task import Task
 from layerline.training.config.sections import Config
 from layerline.training.model.split_tensors import whole
 from layerline.training.state import checkpoint, safetensors_io
-from layerline.training.state.checkpoint_reader import prefix_of
+from layerline.training.state.lane_checkpoint import prefix_of
 
 if TYPE_CHECKING:
     from layerline.training.loop.step_engine import Lane

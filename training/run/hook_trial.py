@@ -20,11 +20,10 @@ from layerline.training.data.batches import Batches, each_tensor, size, to_devic
 from layerline.training.data.distillation import Taught
 from layerline.training.loop.monitors import summary_writer
 from layerline.training.model.canonical_names import named
-from layerline.training.model.modes import train_mode
 from layerline.training.model_optimizer import ModelOptimizer
 from layerline.training.randomness import rng_state
 from layerline.training.run import shipping
-from layerline.training.run.shipping import module_of
+from layerline.training.run.shipping import module_of, train_mode
 from layerline.training.run.train_loop import check_evaluation, loss_of, steps_per_epoch
 
 SAMPLES = 2

@@ -12,7 +12,7 @@ from torch import Tensor
 from layerline.training.config.sections import OptimizerConfig
 from layerline.training.loop import batch_norm
 from layerline.training.loop.step_engine import Lane
-from layerline.training.optimizers import group_rules
+from layerline.training.optimizers import param_groups
 from layerline.training.optimizers.custom import own_groups
 from layerline.training.optimizers.param_groups import Member
 from layerline.training.optimizers.registry import TABLE
@@ -125,9 +125,9 @@ def _groups(lane: Lane) -> dict[str, tuple[str, str, int]]:
 
 def _group_name(config: OptimizerConfig, member: Member) -> str:
     """`decay` or `no decay`, with the rate where it is not the configured one."""
-    fields = group_rules.options(config, member)
+    fields = param_groups.options(config, member)
     name = "decay" if fields.get("weight_decay") != 0 else "no decay"
-    rule = group_rules.rule_name(config, member)
+    rule = param_groups.rule_name(config, member)
     if rule != config.name:
         name = f"{rule}, {name}"
     if fields["lr"] == config.scaled_lr:
@@ -175,8 +175,8 @@ def _planned_states(lane: Lane) -> int:
     config = lane.config.optimizer
     total = 0
     for member, param in zip(lane.members, lane.stepped, strict=True):
-        rule = group_rules.rule_name(config, member)
-        momentum = group_rules.options(config, member).get("momentum", config.momentum)
+        rule = param_groups.rule_name(config, member)
+        momentum = param_groups.options(config, member).get("momentum", config.momentum)
         if rule == "adafactor":
             elements = _adafactor_elements(param)
         elif rule == "sgd":

@@ -27,8 +27,8 @@ from layerline.training.model import canonical_names as names
 from layerline.training.model.split_tensors import whole
 from layerline.training.randomness import rng_state
 from layerline.training.randomness.rng_state import Draws
-from layerline.training.state import checkpoint_reader, lane_checkpoint, optimizer_state, safetensors_io, tensor_forms
-from layerline.training.state.checkpoint_reader import prefix_of
+from layerline.training.state import lane_checkpoint, optimizer_state, safetensors_io, tensor_forms
+from layerline.training.state.lane_checkpoint import prefix_of
 from layerline.training.state.state_tree import Tensors, pack, unpack
 
 FORMAT = 1
@@ -106,7 +106,7 @@ def roll_back(mo: Training, name: str) -> str | None:
     if mo.saved is None:
         return None
     _, tensors, meta = _read(mo, mo.saved)
-    state = checkpoint_reader.read(mo.lanes[name], meta["lanes"][name], prefix_of(name), tensors)
+    state = lane_checkpoint.read(mo.lanes[name], meta["lanes"][name], prefix_of(name), tensors)
     _load_others(mo, {name: state.parts["optimizer"]}, {})
     lane_checkpoint.restore(mo.lanes[name], state)
     return mo.saved.name
@@ -161,7 +161,7 @@ def restore(mo: Training, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
         warnings.warn(f"resuming with another configuration: {change}", stacklevel=4)
     states = {}
     for name, lane in mo.lanes.items():
-        states[name] = checkpoint_reader.read(lane, meta["lanes"][name], prefix_of(name), tensors)
+        states[name] = lane_checkpoint.read(lane, meta["lanes"][name], prefix_of(name), tensors)
     extras = {}
     for name in mo.extras:
         if name in meta["extras"]:
@@ -195,7 +195,7 @@ def weights(path: str | Path, *, only: str | None = None) -> tuple[dict[str, Ten
         only = model_names[0]
     if only not in model_names:
         raise StageError(f"the checkpoint holds no model {only!r}; there are {model_names}", where=path.name, hint=hint)
-    return checkpoint_reader.of_model(tensors, meta, only)
+    return lane_checkpoint.of_model(tensors, meta, only)
 
 
 def load_weights(model: nn.Module, path: str | Path, *, ema: bool = True, only: str | None = None) -> None:

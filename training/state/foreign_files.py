@@ -11,7 +11,7 @@ import torch
 
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.inputs.input_checks import check_checkpoint
-from layerline.training.state import checkpoint, checkpoint_reader, safetensors_io, tensor_forms
+from layerline.training.state import checkpoint, lane_checkpoint, safetensors_io, tensor_forms
 
 _SHOWN = 8
 
@@ -50,7 +50,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
         return tensors
     models: dict[str, Any] = {}
     for name in meta["lanes"]:
-        online, averages = checkpoint_reader.of_model(tensors, meta, name)
+        online, averages = lane_checkpoint.of_model(tensors, meta, name)
         models[name] = {"online": online, "ema": averages}
     # A model that is the only one has the empty name.
     single: dict[str, Any] = models.get("", models)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerline.pipeline.errors import StageError
 from layerline.training.loop.step_engine import Lane
-from layerline.training.optimizers import group_rules
+from layerline.training.optimizers import param_groups
 from layerline.training.optimizers.strides import inner
 
 WEIGHTS_ALONE = "for the weights alone, layerline.training.state.checkpoint.load_weights(model, path)"
@@ -48,7 +48,7 @@ def _other_rules(lane: Lane) -> dict[str, str]:
     config = lane.config.optimizer
     rules = {}
     for name, member in zip(lane.names, lane.members, strict=True):
-        rule = group_rules.rule_name(config, member)
+        rule = param_groups.rule_name(config, member)
         if rule != config.name:
             rules[name] = rule
     return rules
