@@ -121,10 +121,7 @@ class ModelOptimizer:
     def backward(self, loss: Tensor, *, weight: float | None = None, only: str | None = None) -> None:
         """Adds the gradients of `loss`; step() then ends the micro-batch.
 
-        Args:
-            loss: a mean over the micro-batch, or with `weight` a sum over that many samples or tokens.
-            weight: what the sum is over. The window's gradient is Σ grad(loss) / Σ weight, whatever the split.
-            only: the model to train, where there are several.
+        The window's gradient is Σ grad(loss) / Σ weight, whatever the split; arguments are as for `step`.
         """
         self._lane(only, "backward").backward(loss, weight)
 
@@ -141,19 +138,19 @@ class ModelOptimizer:
 
         An error of the backward pass or of the step drops the window; a loss or weight that is refused leaves it.
 
-        Without `weight` each micro-batch counts the same, whatever its size: give loss sums and weights where sizes
-        differ. `samples` is for the speed in the log alone (`samples_s`), where the weight counts something else.
-
-        Optimizers that evaluate the loss themselves (LBFGS, SAM) take `closure` in place of the loss: a function that
-        runs the model on the batch and returns the loss; backward passes and zero_grad() are run around it.
+        Args:
+            loss: a mean over the micro-batch, or with `weight` a sum over that many samples or tokens.
+            samples: for the speed in the log (`samples_s`), where the weight counts something else.
+            closure: in place of the loss, for optimizers that evaluate it themselves (LBFGS, SAM): runs the model on
+                the batch and returns the loss.
+            only: the model, where there are several; so in all methods.
 
         Returns:
             What is true when the weights moved, and prints, formats and computes as the loss.
 
         Raises:
             ConfigError: something that is no loss or weight, or the model holds its averages.
-            StageError: losses, gradients or updates have not been finite for too long, there is nothing to step on, or
-                the gradients were cleared in between.
+            StageError: nothing has been finite for too long, there is nothing to step on, or gradients were cleared.
         """
         lane = self._lane(only, "step")
         if closure is not None:
@@ -182,11 +179,6 @@ class ModelOptimizer:
             batch: tensors in lists, tuples and mappings, with the samples along axis 0.
             forward: gets the batch or a part of it, under autocast, and returns its mean loss, or a sum and the number
                 of samples or tokens that it is a sum over.
-            samples: as for `step`.
-            only: the model, where there are several.
-
-        Raises:
-            ConfigError, StageError: as `step`.
         """
         lane = self._lane(only, "train_step")
         if self.config.accumulate.on_oom == "halve":
@@ -211,19 +203,15 @@ class ModelOptimizer:
         if moved and self._timed and step != self._served:
             self._served = step
             if config.valid_interval and step % config.valid_interval == 0:
-                self._validate_now()
+                if self._metric is not None:
+                    self.validate(self._metric, only=self._validated)
+                else:
+                    text = f"valid_interval is {config.valid_interval}, but there is no metric: call mo.validate_with"
+                    self._main.monitor.warn("valid", text)
             if config.save_interval and step % config.save_interval == 0:
                 self.save_ckpt(config.save_dir)
                 self._saved_at = step
         return moved
-
-    def _validate_now(self) -> None:
-        if self._metric is not None:
-            self.validate(self._metric, only=self._validated)
-            return
-        every = self.config.monitor.valid_interval
-        self._main.monitor.warn("valid", f"valid_interval is {every}, but there is no metric to call: "
-                                         "give it one, mo.validate_with(metric)")  # fmt: skip
 
     def _lane(self, only: str | None, method: str) -> Lane:
         if only is None:
@@ -312,11 +300,7 @@ class ModelOptimizer:
     # State.
 
     def register(self, name: str, thing: Any) -> None:
-        """Saves and loads `thing` (with state_dict() and load_state_dict()) with every checkpoint: data position, …
-
-        Raises:
-            ConfigError: it lacks one of the two.
-        """
+        """Saves and loads `thing` (with state_dict() and load_state_dict()) with every checkpoint: data position, …"""
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(thing, method, None)):
                 raise ConfigError(f"{type(thing).__name__} has no {method}()", where=f"register {name!r}",
@@ -340,10 +324,7 @@ class ModelOptimizer:
         return checkpoint.load(self, Path(path))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a checkpoint holds, for a loop that saves it with other things.
-
-        Tensors are not copies, as in torch's state_dict(). Several ranks must all call it.
-        """
+        """Everything that a checkpoint holds; tensors are not copies. Several ranks must all call it."""
         with ExitStack() as stack:
             for lane in self.lanes.values():
                 stack.enter_context(ema_swap.online(lane))
@@ -351,18 +332,14 @@ class ModelOptimizer:
         return {"tensors": tensors, "meta": meta}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict()` gave.
-
-        Raises:
-            StageError: it does not fit the model or the optimizer; nothing is changed then.
-        """
+        """Goes on from what `state_dict()` gave. Where it does not fit, a StageError says so and nothing is changed."""
         checkpoint.restore(self, {n: t.clone() for n, t in state["tensors"].items()}, state["meta"])
 
     def export(self) -> dict[str, Tensor]:
-        """The weights that would ship, by canonical name: averages where there are any, float32.
+        """Copies of the weights that would ship, by canonical name: averages where there are any, float32.
 
-        They are copies where the model lies; of a sharded model in CPU memory, and every rank has to call it. A tied
-        tensor is there under each of its names, as one tensor, so that a strict load_state_dict() takes the result.
+        A tied tensor is there under each of its names. Of a sharded model they lie in CPU memory, and every rank has to
+        call it.
         """
         out: dict[str, Tensor] = {}
         for model, lane in self.lanes.items():
@@ -373,11 +350,8 @@ class ModelOptimizer:
         return out
 
     def export_metrics(self, path: str | Path) -> None:
-        """Writes the rows so far as CSV, and makes its folder where there is none; several models get one file each,
-        `<stem>-<name>.csv`. Of several ranks the first one writes.
-
-        Raises:
-            Unavailable: it cannot be written there.
+        """Writes the rows so far as CSV; several models get one file each, `<stem>-<name>.csv`. Of several ranks the
+        first one writes.
         """
         if self.ranks is not None and self.ranks.rank > 0:
             return
@@ -402,7 +376,6 @@ class ModelOptimizer:
             masks: True or 1 where a weight stays, by parameter name (`layerline.training.loop.masks` chooses some); or
                 `Gradual`, which chooses them while training goes on.
             replace: drops the masks before; what they held at zero is trained again. `{}` then leaves none.
-            only: the model, where there are several.
 
         Raises:
             ConfigError: a name that is no parameter, another shape, a value that is neither 0 nor 1.
@@ -419,10 +392,8 @@ class ModelOptimizer:
     def layer_memory_report(self, *inputs: Any, only: str | None = None, **named_inputs: Any) -> list[LayerMemory]:
         """Bytes that each module holds: parameters, gradients, optimizer state, averages, activations.
 
-        Args:
-            inputs: arguments of one forward pass, which is run to measure activations and leaves no trace; without them
-                activations are None.
-            only: the model, where there are several; without it and without inputs all of them, `<name>.<module>`.
+        `inputs` are the arguments of one forward pass, which is run to measure activations and leaves no trace; without
+        them activations are None, and several models are reported together.
         """
         if only is None and len(self.lanes) > 1 and not (inputs or named_inputs):
             return [dataclasses.replace(row, module=f"{name}.{row.module}".rstrip("."))
@@ -438,12 +409,7 @@ class ModelOptimizer:
     # Validation.
 
     def validate_with(self, metric: Callable[[nn.Module], float], *, only: str | None = None) -> None:
-        """Calls `validate(metric)` every `monitor.valid_interval` steps from now on, before a checkpoint is written.
-
-        Args:
-            metric: gets the model, in eval mode; higher is better, unless `monitor.better` says otherwise.
-            only: the model, where there are several.
-        """
+        """Calls `validate(metric)` every `monitor.valid_interval` steps from now on, before a checkpoint is written."""
         self._lane(only, "validate_with")
         self._metric, self._validated = metric, only
 
@@ -453,37 +419,26 @@ class ModelOptimizer:
         The model is in eval mode meanwhile. A plateau schedule follows the metric of what would ship. A checkpoint that
         `save_interval` wrote after this very step is written again, with the figures in it.
 
+        Args:
+            metric: gets the model; higher is better, unless `monitor.better` says otherwise.
+
         Returns:
             `online`, `deploy` and their difference `gap`.
-
-        Raises:
-            ConfigError: the metric is no number.
         """
         figures = ema_swap.validate(self._lane(only, "validate"), metric)
-        if self.best is not None and self.global_step >= self._first_complete_step():
+        # The step from which on what ships is what was asked for: pruned to its share, averaged by SWA. A validation
+        # before it is measured on another kind of model, and can't be the best.
+        complete = [lane.masks.complete_at for lane in self.lanes.values() if isinstance(lane.masks, Masks)]
+        if self.best is not None and self.global_step >= max(self.config.swa_start, *complete, 0):
             deployed = figures["deploy"]
             if self.ranks is not None:  # all ranks must decide alike
                 deployed = self.ranks.by_first(lambda: figures["deploy"])
-            self.best.observe(deployed, self.global_step, self._save_best)
+            newest = self.saved
+            self.best.observe(deployed, self.global_step, partial(checkpoint.save, self))
+            self.saved = newest  # what a rollback goes back to is the newest checkpoint, not the best
         if self._saved_at == self.global_step:
             self.save_ckpt(self.config.monitor.save_dir)
         return figures
-
-    def _first_complete_step(self) -> int:
-        """The step from which on what ships is what was asked for: pruned to its share, averaged by SWA.
-
-        A validation before it is measured on another kind of model, and can't be the best.
-        """
-        first = self.config.swa_start
-        for lane in self.lanes.values():
-            if isinstance(lane.masks, Masks):
-                first = max(first, lane.masks.complete_at)
-        return first
-
-    def _save_best(self, path: Path) -> None:
-        newest = self.saved
-        checkpoint.save(self, path)
-        self.saved = newest  # what a rollback goes back to is the newest checkpoint, not the best
 
     @property
     def should_stop(self) -> bool:
@@ -491,12 +446,8 @@ class ModelOptimizer:
         return self.best is not None and self.best.should_stop
 
     def on_log(self, call: Callable[[dict[str, float]], object], *, only: str | None = None) -> None:
-        """Calls `call` with each row of the log from now on, for an experiment tracker.
-
-        Args:
-            call: gets what was measured, by column: `wandb.log`, `mlflow.log_metrics`. Of several ranks the first
-                one's is called.
-            only: the model, where there are several.
+        """Calls `call` with each row of the log from now on, by column: `wandb.log`, `mlflow.log_metrics`. Of several
+        ranks the first one's is called.
         """
         self._lane(only, "on_log").monitor.track(call)
 
@@ -514,7 +465,6 @@ class ModelOptimizer:
             batch: (inputs…, target) or a dict by input name.
             loss: mean loss of (model, batch).
             micro: parts; `accumulate.steps` (at least 3) by default.
-            only: the model, where there are several.
         """
         return verify(
             self._lane(only, "verify_accumulation"), batch, loss, micro or max(self.config.accumulate.steps, 3)
@@ -523,10 +473,7 @@ class ModelOptimizer:
     # What it does.
 
     def plan(self, only: str | None = None) -> Plan:
-        """Groups, learning-rate curve, bytes planned and measured, and what is refused here; print() it.
-
-        Of several models it is the first one's, with the `others`.
-        """
+        """Groups, learning-rate curve, bytes planned and measured, and notes; print() it."""
         return plan_all(self.lanes) if only is None else plan(self._lane(only, "plan"))
 
     def prove_resume(self, steps: int, make: str, *, start: str | Path | None = None) -> Proof:
@@ -563,11 +510,7 @@ class ModelOptimizer:
         return names
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelOptimizer:
-        """Another one over copies of the models, in the same state; it shares nothing with this one.
-
-        Raises:
-            ConfigError: several ranks train together, or tensors share memory in a way that deepcopy does not copy.
-        """
+        """Another one over copies of the models, in the same state; it shares nothing with this one."""
         if self.ranks is not None:
             raise ConfigError("ranks train together, and a copy would be one more group", where="copy",
                               hint="save_ckpt, and load_ckpt in another run")  # fmt: skip
@@ -598,8 +541,7 @@ class ModelOptimizer:
 
 
 def _by_name(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The models by name; one alone has the empty name."""
-    models = dict(model) if isinstance(model, Mapping) else {"": model}
+    models = dict(model) if isinstance(model, Mapping) else {"": model}  # one alone has the empty name
     for name, module in models.items():
         if not isinstance(module, nn.Module):
             raise ConfigError(f"expected a torch.nn.Module, got {type(module).__name__}", where=name or "model",
