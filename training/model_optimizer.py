@@ -206,8 +206,8 @@ class ModelOptimizer:
                 if self._metric is not None:
                     self.validate(self._metric, only=self._validated)
                 else:
-                    text = f"valid_interval is {config.valid_interval}, but there is no metric: call mo.validate_with"
-                    self._main.monitor.warn("valid", text)
+                    text = f"valid_interval is {config.valid_interval}, but there is no metric to call: "
+                    self._main.monitor.warn("valid", f"{text}give it one, mo.validate_with(metric)")
             if config.save_interval and step % config.save_interval == 0:
                 self.save_ckpt(config.save_dir)
                 self._saved_at = step
