@@ -18,7 +18,7 @@ from layerline.training.config import aliases
 from layerline.training.config.sections import Config
 from layerline.training.data.loss import default_loss
 from layerline.training.diagnostics.verify_accumulation import AccumulationCheck, verify
-from layerline.training.loop import ema_swap, halving, memory_report
+from layerline.training.loop import ema_swap, halving, loop_mistakes, memory_report
 from layerline.training.loop.best_checkpoints import FOLDER, Best
 from layerline.training.loop.halving import Forward
 from layerline.training.loop.mask_choice import Gradual, configured
@@ -187,8 +187,12 @@ class ModelOptimizer:
             moved = lane.step(None, samples=samples)
             read = lane.window.last_read if parts == 1 else None
             return step_result(self._after(moved), loss, weight, read)
-        with self.autocast():
-            result = forward(batch)
+        try:
+            with self.autocast():
+                result = forward(batch)
+        except Exception as error:
+            loop_mistakes.explain_memory(lane, error)
+            raise
         loss, weight = result if isinstance(result, tuple) else (result, None)
         return self.step(loss, weight=weight, samples=samples, only=only)
 

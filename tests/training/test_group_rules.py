@@ -181,3 +181,18 @@ def test_a_mistake_in_a_rule_is_told_with_its_field(rule: dict[str, Any], where:
         ModelOptimizer(_net(), {"optimizer": {"groups": groups}})
     assert (caught.value.where, caught.value.what) == (f"optimizer.groups.1{where}", what)
     assert caught.value.hint == hint
+
+
+def test_a_rule_that_an_earlier_one_hides_is_told() -> None:
+    rules = [{"match": "head.*", "lr": 0.1}, {"match": "head.weight", "lr": 0.2}, {"match": "*.bias", "name": "muon"}]
+    mo = ModelOptimizer(_net(), {"optimizer": {"groups": rules}})
+    assert [text.partition(" (")[0] for text in mo.warnings] == ["optimizer.groups.1", "optimizer.groups.2"]
+
+
+def test_adafactor_beside_a_parameter_without_elements() -> None:
+    net = _net()
+    net.empty = nn.Parameter(torch.zeros(0, 4))
+    mo = ModelOptimizer(net, {"optimizer": {"name": "adafactor", "lr": 0.1}})
+    before = net.head.weight.detach().clone()
+    assert mo.step(_loss(net, 0)) and not torch.equal(net.head.weight, before)
+    assert mo.plan().groups["empty"][2] == 0

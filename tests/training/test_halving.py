@@ -246,3 +246,11 @@ def test_statistics_of_another_model_in_the_pass_are_put_back_too() -> None:
     assert mo.train_step(_batch(8), lambda batch: F.cross_entropy(d(g(batch[0])), batch[1]), only="d").moved
     assert d.sizes == [8, 4, 4] and g[1].num_batches_tracked.item() == 2
     assert mo.lanes["g"].largest_part is None and g[0].weight.grad is None
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_without_halving_a_warning_names_the_field(backward: bool) -> None:
+    net, mo = _made(3, {"accumulate": {}}, backward=backward)
+    with pytest.raises(RuntimeError, match="memory"):
+        mo.train_step(_batch(4), _mean(net))
+    assert len(mo.warnings) == 1 and "on_oom: halve" in mo.warnings[0]

@@ -87,6 +87,8 @@ _SHARES = (
     ("scheduler.min_lr", "scheduler.min_lr_ratio", "optimizer.lr"),
 )
 _RIVALS = {a: b for a, b, _ in _SHARES} | {b: a for a, b, _ in _SHARES}
+# Names of other tools that are too unlike ours to be found by their letters.
+_OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay"}
 
 
 class _Written(dict[str, str]):
@@ -108,7 +110,14 @@ def load(source: Config | Mapping[str, Any] | str | Path, *, whole: bool = False
             file with line and column.
     """
     if isinstance(source, str | Path):
-        return _load_file(Path(source), whole=whole)
+        path = Path(source)
+        if not path.is_file():
+            raise ConfigError("there is no such file", where=str(path))
+        document = Document(path)
+        try:
+            return load(document.content, whole=whole)
+        except ConfigError as error:
+            raise document.error(tuple(error.where.split(".")), error.what, error.hint) from error
     written = _Written()
     if isinstance(source, Config):
         config = source
@@ -123,17 +132,6 @@ def load(source: Config | Mapping[str, Any] | str | Path, *, whole: bool = False
         if config is not source:
             _check_length(config, written)
     return config
-
-
-def _load_file(path: Path, *, whole: bool) -> Config:
-    """As `load`, its errors at the place in the file."""
-    if not path.is_file():
-        raise ConfigError("there is no such file", where=str(path))
-    document = Document(path)
-    try:
-        return load(document.content, whole=whole)
-    except ConfigError as error:
-        raise document.error(tuple(error.where.split(".")), error.what, error.hint) from error
 
 
 def with_keywords(
@@ -284,24 +282,21 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         path = f"{prefix}{key}"
         if isinstance(value, Section):
             value = value.model_dump(exclude_unset=True)
+        if isinstance(value, Mapping) and path in FIELDS:
+            hint = "write a list of rules: [{match: …, lr: …}]" if path == "optimizer.groups" else ""
+            raise ConfigError("a mapping is given, and this field is no section", where=path, hint=hint)
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{path}.")
         elif path not in SECTIONS:
             yield path, value
         elif value is not None:  # a section left empty in YAML is None
-            raise ConfigError(f"expected a mapping, {_example(path, value)}; saw {value!r}", where=path)
-
-
-def _words_by_field() -> dict[str, frozenset[str]]:
-    """The words that each field accepts, in any case; none for a field of numbers."""
-    words: dict[str, frozenset[str]] = {}
-    for section, info in Config.model_fields.items():
-        model = info.annotation
-        assert isinstance(model, type) and issubclass(model, Section)
-        for name, field in model.model_fields.items():
-            # Names are accepted in any case, so the words must be known before pydantic compares them.
-            words[f"{section}.{name}"] = _words(field.annotation)
-    return words
+            fields = sorted(_fields_of(path))
+            example = f"{{{fields[0]}: …}}; its fields: {', '.join(fields)}"
+            # Where a word alone says all that is needed, people write it without its section.
+            choices: Mapping[str, Any] = {"optimizer": get_args(OptimizerName), "scheduler": get_args(SchedulerName)}
+            if path in choices:
+                example = f"{{name: {closest(str(value), choices[path]) or choices[path][0]}}}"
+            raise ConfigError(f"expected a mapping, for example {path}: {example}; saw {value!r}", where=path)
 
 
 def _words(annotation: Any) -> frozenset[str]:
@@ -311,20 +306,13 @@ def _words(annotation: Any) -> frozenset[str]:
     return frozenset[str]().union(*map(_words, arguments))
 
 
-NAMES = _words_by_field()
+# The words that each field accepts, in any case: known before pydantic compares them. None for a field of numbers.
+NAMES: dict[str, frozenset[str]] = {}
+for _section, _info in Config.model_fields.items():
+    for _name, _field in getattr(_info.annotation, "model_fields", {}).items():
+        NAMES[f"{_section}.{_name}"] = _words(_field.annotation)
 FIELDS = frozenset(NAMES)
 SECTIONS = frozenset(Config.model_fields) | {p.rpartition(".")[0] for p in MOVES}
-
-
-def _example(section: str, value: Any) -> str:
-    """The mapping that was probably meant by a value alone."""
-    # Where a word alone says all that is needed, people write it without its section.
-    choices: Mapping[str, Any] = {"optimizer": get_args(OptimizerName), "scheduler": get_args(SchedulerName)}
-    if section in choices:
-        name = closest(str(value), choices[section]) or choices[section][0]
-        return f"for example {section}: {{name: {name}}}"
-    fields = sorted(_fields_of(section))
-    return f"for example {section}: {{{fields[0]}: …}}; its fields: {', '.join(fields)}"
 
 
 def _fields_of(section: str) -> dict[str, str]:
@@ -345,6 +333,8 @@ def _unknown(path: str) -> ConfigError:
     # The same field of another section, then its like in this one; of an unknown section the whole path's like.
     namesakes = [name for name in names if name.rpartition(".")[2] == last]
     nearest = closest(path, namesakes, 0) or siblings.get(closest(last, siblings), "")
+    if last in _OTHER_NAMES:
+        nearest = siblings.get(_OTHER_NAMES[last], f"optimizer.{_OTHER_NAMES[last]}")
     if not nearest and section not in SECTIONS:
         nearest = closest(path, [*SECTIONS, *names] if not section else names)
     valid = sorted(siblings) if section in SECTIONS else [*sorted(SECTIONS), "preset"]
@@ -440,7 +430,8 @@ def _validate(fields: Mapping[str, Any], written: _Written) -> Config:
             what = f"{name} is required, and missing"
         elif first["type"] == "extra_forbidden" and inside:
             what = "no such field"
-            advice = hint(str(first["loc"][-1]), list(GroupRule.model_fields))
+            name = str(first["loc"][-1])
+            advice = hint(_OTHER_NAMES.get(name, name), list(GroupRule.model_fields))
         elif first["type"] == "literal_error" and isinstance(first["input"], str):
             valid = re.findall(r"'([^']+)'", first["ctx"]["expected"])
             what = f"unknown value {first['input']!r}"

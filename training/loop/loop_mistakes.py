@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from layerline.pipeline.errors import ConfigError, StageError
+from layerline.pipeline.errors import ConfigError, StageError, ran_out_of_memory
 from layerline.training.config.sections import Config
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.hooks import Attached
@@ -65,8 +65,19 @@ def no_gradient(lane: LaneState) -> StageError:
     return StageError("no parameter has a gradient", where="step", hint="pass the loss: mo.step(loss)")
 
 
-def explain_backward(error: BaseException) -> None:
+def explain_memory(lane: LaneState, error: BaseException) -> None:
+    """Where memory ran out, a warning says how a micro-batch runs in parts."""
+    if ran_out_of_memory(error) and lane.config.accumulate.on_oom == "raise":
+        text = (
+            "memory ran out: `accumulate: {on_oom: halve}` runs a micro-batch in parts that fit, with "
+            "mo.train_step(batch, forward) and in the train stage"
+        )
+        lane.monitor.warn("memory", text)
+
+
+def explain_backward(lane: LaneState, error: BaseException) -> None:
     """What a backward pass raised, said in the loop's terms where it can be."""
+    explain_memory(lane, error)
     if isinstance(error, RuntimeError) and "through the graph a second time" in str(error):
         raise ConfigError("a backward pass has gone through the graph of this loss already", where="loss",
                           hint="mo.step(loss) runs it: leave loss.backward() out, or call mo.step() without "

@@ -62,6 +62,13 @@ class Lane(LaneState):
             self.monitor.warn("batch_norm", dependence)
         loop_mistakes.look_at_average(self.monitor, config)
         loop_mistakes.watch_autocast(model, self.monitor, config, self.device)
+        applied = {id(member.rule) for member in self.members}
+        for index, rule in enumerate(config.optimizer.groups):
+            if id(rule) not in applied:
+                text = f"optimizer.groups.{index} ({rule.match!r}) holds for no parameter: earlier rules come first"
+                if rule.name == "muon":
+                    text += ", and muon takes matrices alone"
+                self.monitor.warn(f"rule {index}", text)
         if self.custom:
             idle = custom.idle(optimizer, self.names, self.params)
             if idle:
@@ -125,7 +132,7 @@ class Lane(LaneState):
             raise
         except BaseException as error:
             self.forget()
-            loop_mistakes.explain_backward(error)
+            loop_mistakes.explain_backward(self, error)
             raise
 
     def _differentiate(self, loss: Tensor) -> None:

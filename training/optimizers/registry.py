@@ -87,14 +87,19 @@ def build(
     """The optimizer, with one group for each combination of rate, weight decay and other fields. Where
     `optimizer.groups` name other update rules, there is one optimizer for each.
 
-    Args:
-        stepped: the members' parameters, or their masters.
-
     Raises:
         ConfigError: `custom` without an optimizer, a field that this optimizer lacks, or parameters that it does not
             support.
     """
-    _check_name(config)
+    if config.name == "custom":
+        raise ConfigError(
+            "custom needs the optimizer itself",
+            where="optimizer.name",
+            hint="ModelOptimizer(model, config, optimizer=…) with step() and zero_grad()",
+        )
+    if config.ignored:
+        what = f"{config.name} has no {config.ignored}; it takes {config.takes}"
+        raise ConfigError(what, where=f"optimizer.{config.ignored}")
     by_rule: dict[str, tuple[list[Member], list[nn.Parameter]]] = {}
     for member, param in zip(members, stepped, strict=True):
         its_members, its_params = by_rule.setdefault(param_groups.rule_name(config, member), ([], []))
@@ -111,6 +116,9 @@ def _build_rule(
     name: str, config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
     rule = TABLE[name]
+    if name == "adafactor":  # torch's divides by the number of elements
+        filled = [(m, p) for m, p in zip(members, stepped, strict=True) if p.numel()]
+        members, stepped = [m for m, _ in filled], [p for _, p in filled]
     for member, param in zip(members, stepped, strict=True):
         if param.is_complex() and not rule.complex:
             supporting = [other for other, r in TABLE.items() if r.complex]
@@ -141,19 +149,6 @@ def part_for(optimizer: Any, config: OptimizerConfig, member: Member) -> Any:
         raise ConfigError(f"it would be the first parameter of {name}, and joins too late for that", where=member.name,
                           hint="make ModelOptimizer after changing the model")  # fmt: skip
     return parts[name]
-
-
-def _check_name(config: OptimizerConfig) -> None:
-    """Checks that the table has this optimizer, with these fields."""
-    if config.name == "custom":
-        raise ConfigError(
-            "custom needs the optimizer itself",
-            where="optimizer.name",
-            hint="ModelOptimizer(model, config, optimizer=…) with step() and zero_grad()",
-        )
-    name = config.ignored
-    if name:
-        raise ConfigError(f"{config.name} has no {name}; it takes {config.takes}", where=f"optimizer.{name}")
 
 
 def _fast_path(params: Sequence[nn.Parameter], *, fused: bool, foreach: bool) -> dict[str, Any]:

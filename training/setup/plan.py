@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -49,8 +50,19 @@ class Plan:
 
     def __str__(self) -> str:
         title = f"{self.model}: {self.optimizer}" if self.model else self.optimizer
-        lines = [title, "", "groups", *_group_lines(self.groups)]
-        lines += ["", "learning rate", *_curve_lines(self.curve)]
+        lines = [title, "", "groups"]
+        listed = list(self.groups.items())[:LISTED]  # a model may have thousands
+        width = max(len(name) for name, _ in listed)
+        for name, (group, why, size) in listed:
+            lines.append(f"  {name:<{width}}  {group:<8}  {why:<10} {size:>12,}")
+        if len(self.groups) > LISTED:
+            lines.append(f"  and {len(self.groups) - LISTED} more: mo.plan().groups has all")
+        lines += ["", "learning rate"]
+        # A rate that stays is one line, from its first to its last point.
+        for rate, points in groupby(self.curve, key=lambda point: f"{point[1]:.3e}"):
+            steps = [step for step, _ in points]
+            to = f" to {steps[-1]:,}" if len(steps) > 1 else ""
+            lines.append(f"  step {steps[0]:>9,}{to}  {rate}")
         lines += ["", f"bytes per trained parameter ({self.elements:,} of them)"]
         for kind, (planned, measured) in self.bytes.items():
             measured_text = "not measured yet"
@@ -60,25 +72,6 @@ class Plan:
         if self.notes:
             lines += ["", "notes", *[f"  {note}" for note in self.notes]]
         return "\n\n\n".join(["\n".join(lines), *map(str, self.others)])
-
-
-def _group_lines(groups: Mapping[str, tuple[str, str, int]]) -> Iterator[str]:
-    """A line for each of the first parameters; a model may have thousands."""
-    listed = list(groups.items())[:LISTED]
-    width = max(len(name) for name, _ in listed)
-    for name, (group, why, size) in listed:
-        yield f"  {name:<{width}}  {group:<8}  {why:<10} {size:>12,}"
-    if len(groups) > LISTED:
-        yield f"  and {len(groups) - LISTED} more: mo.plan().groups has all"
-
-
-def _curve_lines(curve: Sequence[tuple[int, float]]) -> Iterator[str]:
-    """A line for each point; one from the first to the last of those where the rate stays."""
-    # A rate that stays is one line.
-    for rate, points in groupby(curve, key=lambda point: f"{point[1]:.3e}"):
-        steps = [step for step, _ in points]
-        to = f" to {steps[-1]:,}" if len(steps) > 1 else ""
-        yield f"  step {steps[0]:>9,}{to}  {rate}"
 
 
 def plan_all(lanes: Mapping[str, Lane]) -> Plan:
@@ -162,7 +155,10 @@ def _bytes(lane: Lane) -> dict[str, tuple[int, int | None]]:
         "gradients": (_size(lane.stepped), lane.gradient_bytes if started else None),
     }
     if not lane.custom:
-        out["states"] = (_planned_states(lane), _measured_states(lane) if started else None)
+        states = itertools.chain(*[state.values() for state in lane.optimizer.state.values()])
+        # Scalars are step counters, not state of the parameter's size.
+        measured = _size(t for t in states if isinstance(t, Tensor) and t.ndim)
+        out["states"] = (_planned_states(lane), measured if started else None)
     if lane.masters is not None:
         out["masters"] = 2 * _size(lane.masters.half), _size(lane.masters.full)
     if lane.ema is not None:
@@ -177,8 +173,11 @@ def _planned_states(lane: Lane) -> int:
     for member, param in zip(lane.members, lane.stepped, strict=True):
         rule = param_groups.rule_name(config, member)
         momentum = param_groups.options(config, member).get("momentum", config.momentum)
-        if rule == "adafactor":
-            elements = _adafactor_elements(param)
+        if rule == "adafactor" and param.ndim > 1 and param.numel():
+            # The means of rows and columns of a matrix.
+            elements = param.numel() // param.shape[-1] + param.numel() // param.shape[-2]
+        elif rule == "adafactor":
+            elements = param.numel()
         elif rule == "sgd":
             elements = param.numel() if momentum else 0
         elif rule == "rmsprop":
@@ -186,21 +185,6 @@ def _planned_states(lane: Lane) -> int:
         else:
             elements = param.numel() * TABLE[rule].states
         total += elements * param.element_size()
-    return total
-
-
-def _adafactor_elements(param: Tensor) -> int:
-    """Elements of adafactor's statistics: the means of rows and columns of a matrix, all elements of a vector."""
-    if param.ndim < 2:
-        return param.numel()
-    return param.numel() // param.shape[-1] + param.numel() // param.shape[-2]
-
-
-def _measured_states(lane: Lane) -> int:
-    total = 0
-    for state in lane.optimizer.state.values():
-        # Scalars are step counters, not state of the parameter's size.
-        total += _size(t for t in state.values() if isinstance(t, Tensor) and t.ndim)
     return total
 
 

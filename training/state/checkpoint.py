@@ -52,12 +52,7 @@ class Training(Protocol):
 
 def save(mo: Training, path: Path, *, timings: bool = True) -> Path:
     """Writes the file `path`; or writes `step-<n>.safetensors` in the folder `path` and deletes the oldest checkpoints
-    beyond `monitor.keep`.
-
-    Args:
-        mo: the training to save.
-        path: a file ending in .safetensors, or a folder.
-        timings: whether to store the monitors' rows; without them the same training gives the same bytes.
+    beyond `monitor.keep`. Without `timings` (the monitors' rows) the same training gives the same bytes.
     """
     if path.suffix != SUFFIX and not path.is_dir() and (path.suffix.lower() in _OTHERS or path.exists()):
         raise ConfigError(f"a checkpoint is a {SUFFIX} file, or lies in a folder", where=str(path),
@@ -68,7 +63,13 @@ def save(mo: Training, path: Path, *, timings: bool = True) -> Path:
     with ExitStack() as stack:
         for lane in mo.lanes.values():
             stack.enter_context(ema_swap.online(lane))
-            _check_finite(lane)
+            spoilt = rejected_steps.spoilt_weight(lane)
+            if spoilt is not None:  # it must not take the place of a sound one
+                raise StageError(
+                    f"{spoilt} is Inf or NaN after step {lane.steps}; no checkpoint was written",
+                    where=spoilt,
+                    hint="lower the learning rate and resume from the last checkpoint",
+                )
         write = partial(_write, target, path, mo.config.monitor.keep, *state(mo, timings=timings))
         if mo.ranks is None:
             write()
@@ -76,17 +77,6 @@ def save(mo: Training, path: Path, *, timings: bool = True) -> Path:
             mo.ranks.by_first(write)
     mo.saved = target
     return target
-
-
-def _check_finite(lane: Lane) -> None:
-    """Refuses to replace a sound checkpoint by one with non-finite weights."""
-    name = rejected_steps.spoilt_weight(lane)
-    if name is not None:
-        raise StageError(
-            f"{name} is Inf or NaN after step {lane.steps}; no checkpoint was written",
-            where=name,
-            hint="lower the learning rate and resume from the last checkpoint",
-        )
 
 
 def load(mo: Training, path: Path) -> Path:
@@ -98,11 +88,7 @@ def load(mo: Training, path: Path) -> Path:
 
 
 def roll_back(mo: Training, name: str) -> str | None:
-    """Restores one model's last saved weights, averages and optimizer state; data position and random state go on.
-
-    Returns:
-        The file's name; None when nothing was saved or loaded yet.
-    """
+    """Restores one model's last saved state, and returns the file's name; None when nothing was saved or loaded yet."""
     if mo.saved is None:
         return None
     _, tensors, meta = _read(mo, mo.saved)

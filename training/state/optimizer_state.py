@@ -101,8 +101,10 @@ def restore(lane: Lane, saved: Mapping[str, Any]) -> None:
     """Restores the state of a built-in optimizer."""
     by_name = dict(zip(lane.names, lane.stepped, strict=True))
     # One without state was never stepped: it may be frozen now.
-    _restore_steps(lane, {id(by_name[n]): step for n, step in saved["group_steps"].items() if n in by_name})
+    steps = {id(by_name[n]): step for n, step in saved["group_steps"].items() if n in by_name}
     for part in inner(lane.optimizer):
+        for group in list(part.param_groups):
+            _split_by_steps(lane, part, group, steps)
         current = part.state_dict()
         # torch numbers parameters in the order of the groups.
         numbers: dict[int, int] = {}
@@ -150,16 +152,10 @@ def _check_custom(lane: Lane, state: Any) -> None:
         )
 
 
-def _restore_steps(lane: Lane, steps: Mapping[int, int]) -> None:
-    """Splits groups whose parameters have taken different numbers of steps: our own rules count steps by group."""
-    for part in inner(lane.optimizer):
-        for group in list(part.param_groups):
-            _split_by_steps(lane, part, group, steps)
-
-
 def _split_by_steps(
     lane: Lane, optimizer: torch.optim.Optimizer, group: dict[str, Any], steps: Mapping[int, int]
 ) -> None:
+    """Splits a group whose parameters have taken different numbers of steps: our own rules count steps by group."""
     params = group["params"]
     counts = sorted({steps.get(id(p)) for p in params}, key=lambda count: -(count or 0))
     for index, count in enumerate(counts):

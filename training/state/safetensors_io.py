@@ -43,7 +43,15 @@ def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | No
     for name in sorted(tensors):
         check_dense(name, tensors[name])
         contents[name] = tensors[name].detach().cpu().contiguous()
-    specs = {name: _spec(name, tensor) for name, tensor in contents.items()}
+    specs: dict[str, TensorSpec] = {}
+    for name, tensor in contents.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        try:
+            specs[name] = TensorSpec(
+                dtype=dtype, shape=tensor.shape, data_ptr=tensor.data_ptr(), data_len=tensor.nbytes
+            )
+        except (SafetensorError, ValueError, TypeError) as error:
+            raise StageError(f"{tensor.dtype} cannot be stored in a safetensors file ({error})", where=name) from error
     entry = dict(meta or {})
     entry[_SUM] = _checksum(entry, contents)
     text = json.dumps(entry, separators=(",", ":"), allow_nan=False)
@@ -70,10 +78,8 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises:
         StageError: the file is missing, refused by the safetensors library, or does not match its checksum.
     """
-    if path.is_dir():
-        raise StageError("cannot read: a folder", where=str(path))
     if not path.is_file():
-        raise StageError("cannot read: missing", where=str(path))
+        raise StageError("cannot read: a folder" if path.is_dir() else "cannot read: missing", where=str(path))
     try:
         # "pread" gives each tensor its own memory. A memory map would stay whole as long as any tensor is alive.
         with safe_open(str(path), "pt", backend="pread") as file:
@@ -97,14 +103,6 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not sound:
         raise StageError("damaged: the content does not match its checksum", where=path.name)
     return tensors, meta
-
-
-def _spec(name: str, tensor: Tensor) -> TensorSpec:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    try:
-        return TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=tensor.data_ptr(), data_len=tensor.nbytes)
-    except (SafetensorError, ValueError, TypeError) as error:
-        raise StageError(f"{tensor.dtype} cannot be stored in a safetensors file ({error})", where=name) from error
 
 
 def _checksum(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:

@@ -197,40 +197,23 @@ def fit(state: State, model: Named, ignore: Sequence[str] = ()) -> Fit:
                 wrong.append(f"unknown {name} {tuple(tensor.shape)}")
             continue
         fitting[name] = tensor
-        fault = _fault(name, tensor, expected, resizable=name in resizable)
-        if fault:
-            wrong.append(fault)
-    missing: list[str] = []
-    counters = 0
-    for name in target:
-        if name in fitting:
-            continue
-        # These only count for BatchNorm(momentum=None), and files from before torch 0.4.1 have none.
-        if name.endswith("num_batches_tracked"):
-            fitting[name] = target[name]
-            counters += 1
-        else:
-            missing.append(name)
+        if tensor.shape != expected.shape and name not in resizable:
+            wrong.append(f"{name} is {tuple(tensor.shape)}, the model has {tuple(expected.shape)}")
+        elif tensor.shape == expected.shape and not _convertible(tensor, expected):
+            wrong.append(f"{name} is {_type(tensor)}, the model has {_type(expected)}")
+    # These only count for BatchNorm(momentum=None), and files from before torch 0.4.1 have none.
+    counters = {n: t for n, t in target.items() if n not in fitting and n.endswith("num_batches_tracked")}
+    fitting |= counters
+    missing = [name for name in target if name not in fitting]
     notes: list[str] = []
     if counters:
-        notes.append(f"{counters} counters of batches are not in the file and stay at 0")
+        notes.append(f"{len(counters)} counters of batches are not in the file and stay at 0")
     if dropped:
         notes.append(f"left out of {state.where}: {', '.join(dropped[:_SHOWN])}")
     if state.prefix:
         notes.append(f"{state.where} names its tensors without {state.prefix}")
     return Fit(state=state, tensors=fitting, missing=tuple(missing), wrong=tuple(wrong), extra=tuple(extra),
                notes=tuple(notes))  # fmt: skip
-
-
-def _fault(name: str, tensor: Tensor, expected: Tensor, *, resizable: bool) -> str:
-    """How a tensor of the file differs from the model's in shape or type; "" where it can be loaded."""
-    if tensor.shape != expected.shape:
-        if resizable:
-            return ""
-        return f"{name} is {tuple(tensor.shape)}, the model has {tuple(expected.shape)}"
-    if not _convertible(tensor, expected):
-        return f"{name} is {_type(tensor)}, the model has {_type(expected)}"
-    return ""
 
 
 def _parts(state: State, model: Named) -> Iterator[State]:

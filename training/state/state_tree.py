@@ -151,7 +151,11 @@ class _Packer:
         if isinstance(tree, Enum):
             return {_TAG: "enum", "class": _name(type(tree)), "name": tree.name}
         if isinstance(tree, np.ndarray | np.generic) and not isinstance(tree, str | bytes):
-            return self._array(tree, at)
+            try:
+                tensor = torch.from_numpy(np.array(tree, order="K"))
+            except TypeError as error:
+                raise StageError(f"an array of {tree.dtype} cannot be saved", where=at) from error
+            return {**self._tensor(tensor, at), _TAG: "scalar" if isinstance(tree, np.generic) else "array"}
         if isinstance(tree, str | int):
             return tree
         if isinstance(tree, float):
@@ -210,14 +214,6 @@ class _Packer:
         self._tensors[base] = buffer.set_(first_tensor.untyped_storage())
         for node, view, _ in (first, second):
             node |= {"at": base, "view": [list(view.shape), list(view.stride()), view.storage_offset()]}
-
-    def _array(self, array: Any, at: str) -> Any:
-        try:
-            tensor = torch.from_numpy(np.array(array, order="K"))
-        except TypeError as error:
-            raise StageError(f"an array of {array.dtype} cannot be saved", where=at) from error
-        kind = "scalar" if isinstance(array, np.generic) else "array"
-        return {**self._tensor(tensor, at), _TAG: kind}
 
     def _mapping(self, tree: Mapping[Any, Any], at: str) -> Any:
         kind = _mapping_kind(tree, at)
