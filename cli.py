@@ -520,6 +520,10 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("report.html"),
     run_id: RunId = None,
     sets: Sets = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RUN", help="Put this run beside it; may be repeated.", show_default="the run before"),
+    ] = None,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
@@ -530,20 +534,30 @@ def report(
     from layerline.pipeline import why as reasons
     from layerline.pipeline.files import write_atomic
     from layerline.pipeline.records import lookup
-    from layerline.views import html
+    from layerline.views import html, plan_tree
 
     if not output.parent.is_dir():
         raise PipeError(f"there is no folder {output.parent}", hint="create it, or choose another file with -o")
     project = _load(folder, sets)
     planner = _planner(project)
     chosen_run = lookup.find_run(planner, run_id)
-    reports = {r.stage: planner.ledger.report(r) for r in chosen_run.records}
+    now = lookup.past(planner, chosen_run)
     missing = []
     if not chosen_run.passed:
-        missing = [stage.name for stage in project.stages if stage.name not in reports]
+        missing = [stage.name for stage in project.stages if stage.name not in now.reports]
     logs = lookup.logs(planner, chosen_run)
-    causes = reasons.from_reports(project, chosen_run, reports, logs)
-    write_atomic(output, html.page(project.name, chosen_run, reports, missing, logs, causes))
+    plans = lookup.files(planner, chosen_run, "quantized", plan_tree.FILE)
+    text = html.page(
+        project.name,
+        chosen_run,
+        now.reports,
+        missing,
+        logs,
+        reasons.from_reports(project, chosen_run, now.reports, logs),
+        lookup.beside_run(planner, chosen_run, compare or ()),
+        {stage: plan_tree.read(path) for stage, path in plans.items()},
+    )
+    write_atomic(output, text)
     if as_json:
         print_json({"run": chosen_run.id, "page": str(output)})
     else:

@@ -482,6 +482,29 @@ def test_the_page_tells_the_causes_that_the_reports_hold_without_foreign_code(
     assert "Likely causes" in head and "<b>score</b> judge" in head
 
 
+def test_the_page_puts_runs_side_by_side(pipe: Pipe, folder: Folder) -> None:
+    first, second = (
+        pipe("run", "all", "--set", f"double.factor={n}", "--json").document["run"] for n in (2, 3)
+    )  # fmt: skip
+    pipe("report", "-o", "a.html")
+    page = (folder.root / "a.html").read_text()
+    assert "Beside the run before" in page and f"<code>{first}</code>" in page and "double: factor 2 -&gt; 3" in page
+    pipe("report", "-o", "b.html", "--run", first)
+    assert "Beside" not in (folder.root / "b.html").read_text()
+    assert pipe("report", "-o", "b.html", "--run", first, "--compare", second[:22], "--compare", "last").code == 0
+    assert "Beside other runs" in (folder.root / "b.html").read_text()
+    assert "no run matches 'x'" in pipe("report", "--compare", "x").err
+    (folder.root / ".layerline/ledger/reports" / f"{_report_of(folder, first)}.json").write_text("{")
+    assert pipe("report", "-o", "c.html").code == 0
+    assert "Beside" not in (folder.root / "c.html").read_text(), "nobody asked for the damaged run"
+    assert "damaged" in pipe("report", "--compare", first).err
+
+
+def _report_of(folder: Folder, run: str) -> str:
+    records = json.loads((folder.root / f".layerline/ledger/runs/{run}.json").read_text())["records"]
+    return str(next(record["report"] for record in records if record["stage"] == "judge"))
+
+
 def test_verify_says_what_is_damaged(pipe: Pipe, folder: Folder) -> None:
     pipe("run", "all")
     assert pipe("verify") == Said(0, "6 checked, 0 damaged\n", "")

@@ -14,13 +14,13 @@ from markupsafe import Markup
 
 from layerline.pipeline.causes import Cause
 from layerline.pipeline.config.project import as_options
-from layerline.pipeline.config.settings import UNSET, settings, versions
+from layerline.pipeline.config.settings import UNSET, changed, settings, versions
 from layerline.pipeline.records.ledger import Record, Run
-from layerline.pipeline.records.lookup import Log
+from layerline.pipeline.records.lookup import Log, Past
 from layerline.pipeline.report import OWN, Gate, Report
-from layerline.views import glossary, summary
+from layerline.views import glossary, plan_tree, run_comparison, summary
 from layerline.views.curves import curves, validated
-from layerline.views.follow import MERGED, by_module, by_own_error, follow, follow_views, in_network_order
+from layerline.views.follow import MERGED, Followed, by_module, by_own_error, follow, follow_views, in_network_order
 from layerline.views.formatting import FAILED, amount, decibels, heading, outcome
 from layerline.views.heat_map import heat_map
 from layerline.views.lines import DEPLOYED
@@ -51,6 +51,8 @@ def page(
     missing: Sequence[str] = (),
     logs: Mapping[str, Log] | None = None,
     causes: Sequence[Cause] = (),
+    others: Sequence[Past] = (),
+    plans: Mapping[str, Mapping[str, plan_tree.Entry]] | None = None,
 ) -> str:
     """The run as a self-contained page; the same input gives the same text.
 
@@ -63,6 +65,8 @@ def page(
         missing: stages that a failed run left without a result.
         logs: by stage, the rows of the metrics.csv that a training left.
         causes: what may be the reason, the likeliest first.
+        others: runs to put beside it.
+        plans: by stage, the entries of its quantisation plan.
     """
     title, run, reports, missing, causes = cleaned((title, run, reports, missing, causes))
     of_run = {record.stage: reports[record.stage] for record in run.records if record.stage in reports}
@@ -74,7 +78,10 @@ def page(
     stages = []
     for record in run.records:
         log = (logs or {}).get(record.stage, [])
-        stages.append(_stage(record, of_run.get(record.stage), log, layer_of, earlier=record.stage not in run.ran))
+        stage = _stage(record, of_run.get(record.stage), log, layer_of, earlier=record.stage not in run.ran)
+        if plans and record.stage in plans:
+            stage["tables"].append(("plan", _plan(cleaned(plans[record.stage]), rows)))
+        stages.append(stage)
     style, script = _file("page.css"), _file("page.js")
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
@@ -98,6 +105,7 @@ def page(
         facts=summary.facts(run, of_run, missing),
         failures=list(summary.failures(run, of_run)),
         causes=causes,
+        beside=_beside(Past(run, of_run), others),
         stages=stages,
         heat_map=heat_map(by_module(own_rows), list(of_run)),
         followed=follow_views(rows, list(of_run), () if own_rows is rows else own_rows),
@@ -127,6 +135,27 @@ def grid_data(views: Sequence[TableView]) -> dict[str, Any]:
         kinds = [column.kind for column in view.columns]
         data.append({"label": view.label, "heads": heads, "kinds": kinds, "rows": view.rows})
     return {"first": ROWS_AT_FIRST, "views": data}
+
+
+def _beside(now: Past, others: Sequence[Past]) -> dict[str, Any] | None:
+    """What differs between runs: in words, their figures, and the layers that moved."""
+    if not others:
+        return None
+    return cleaned(
+        {
+            "runs": [(past.run, changed(now.run.records, past.run.records)) for past in others],
+            "figures": run_comparison.figures(now, others),
+            "moved": run_comparison.moved(now, others),
+        }
+    )
+
+
+def _plan(entries: Mapping[str, plan_tree.Entry], rows: Sequence[Followed]) -> TableView:
+    """The entries of a plan under their modules, in the network's order."""
+    places = {row.layer: place for place, row in enumerate(rows)}
+    cells = [(str(entry.get("module", "")), name, plan_tree.text(entry)) for name, entry in entries.items()]
+    cells.sort(key=lambda row: places.get(row[0], len(places)))
+    return TableView("plan", (Column("module"), Column("value"), Column("how it is quantised")), cells)
 
 
 def _stage(
@@ -174,7 +203,7 @@ def _stage(
     if report:
         stage["gates"] = _gates(report.gates)
         stage["tables"] = [(title, free_table(rows)) for title, rows in report.tables.items() if rows]
-        stage["layers"] = records_table(in_network_order(report.records))
+        stage["layers"] = records_table(in_network_order(report.records), report.order)
     return stage
 
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from layerline.pipeline import nearest
 from layerline.pipeline.config.project import Project, as_options
-from layerline.pipeline.config.settings import changed, has_settings
+from layerline.pipeline.config.settings import changed, has_settings, previous
 from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.pipeline.inputs.untrusted import read_bytes
 from layerline.pipeline.keys.fingerprint import Fingerprint
@@ -202,6 +202,38 @@ def beside(planner: Planner, chosen: Chosen, run_id: str) -> Beside:
     return Beside(past, planner.ledger.report(then), tuple(differing))
 
 
+@dataclass(frozen=True)
+class Past:
+    """A run and its reports by stage."""
+
+    run: Run
+    reports: Mapping[str, Report]
+
+
+def past(planner: Planner, run: Run) -> Past:
+    """The run with its reports.
+
+    Raises:
+        PipeError: a report is missing or damaged.
+    """
+    return Past(run, {record.stage: planner.ledger.report(record) for record in run.records})
+
+
+def beside_run(planner: Planner, run: Run, others: Sequence[str]) -> list[Past]:
+    """The named runs, or the one before the run; none where its reports can't be read.
+
+    Raises:
+        PipeError: a name is that of no run, or a report of a named run is missing or damaged.
+    """
+    if others:
+        return [past(planner, planner.ledger.find_run(name)) for name in others]
+    before = previous(list(planner.ledger.runs()), run)
+    if before is not None:
+        with suppress(PipeError):  # nobody asked for it, and `pipe verify` reports the damage
+            return [past(planner, before)]
+    return []
+
+
 def _record_in(run: Run, stage: str) -> Record:
     record = next((r for r in run.records if r.stage == stage), None)
     if record is None:
@@ -221,14 +253,19 @@ def logs(planner: Planner, run: Run) -> dict[str, Log]:
     Raises:
         PipeError: a log is no table of numbers, or too large; names the file.
     """
+    return {stage: read_log(path) for stage, path in files(planner, run, "checkpoint", "metrics.csv").items()}
+
+
+def files(planner: Planner, run: Run, kind: str, name: str) -> dict[str, Path]:
+    """A file of each artifact of a kind, by stage; none where the file or the artifact is gone."""
     by_stage = {}
     for record in run.records:
-        if record.kind != "checkpoint":
+        if record.kind != kind:
             continue
-        with suppress(DamagedError):  # the page leaves the log out, and `pipe verify` reports the damage
+        with suppress(DamagedError):  # the page leaves the file out, and `pipe verify` reports the damage
             artifact = planner.store.get(record.digest)
-            if artifact is not None and (artifact.path / "metrics.csv").is_file():
-                by_stage[record.stage] = read_log(artifact.path / "metrics.csv")
+            if artifact is not None and (artifact.path / name).is_file():
+                by_stage[record.stage] = artifact.path / name
     return by_stage
 
 

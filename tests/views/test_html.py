@@ -235,6 +235,18 @@ def test_the_figures_of_the_result_and_the_likely_causes_are_on_top() -> None:
     assert '<a href="#layer=c">c</a>' in text
 
 
+def test_the_plan_stands_in_the_order_of_the_network() -> None:
+    report = Report(stage="quantize", records=(diff("a", "net.a", db=30.0), diff("b", "net.b", db=30.0)))
+    value = {"name": "x", "module": "net.b", "dtype": "int8", "axis": None, "scales": [0.5], "calibrator": "mse"}
+    entries = {"x": {**value, "why": "input of Conv"}, "y (Softmax)": {"module": "net.a", "reason": "skip"}}
+    text = page("p", run_of({"quantize": report}), {"quantize": report}, plans={"quantize": entries})
+    (rows,) = [view["rows"] for grid in Parsed(text).data for view in grid["views"] if view["label"] == "plan"]
+    assert rows == [
+        ["net.a", "y (Softmax)", "float: skip"],
+        ["net.b", "x", "int8, step 0.5, range by mse: input of Conv"],
+    ]
+
+
 def test_a_layer_that_fusing_gave_another_name_has_one_on_the_page() -> None:
     before = Report(
         stage="import-onnx", records=(diff("v0", "MatMul@0", "MatMul", 90.0), diff("v1", "Add@43", "Add", 90.0))

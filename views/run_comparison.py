@@ -1,0 +1,67 @@
+"""Runs side by side: what differs between them, their figures, and the layers that moved most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from layerline.pipeline.records.lookup import Past
+from layerline.pipeline.report import LayerDiff, Report
+from layerline.views.follow import by_own_error
+from layerline.views.formatting import amount, decibels, heading
+from layerline.views.tables import Column, TableView
+
+LEAST_MOVE = 0.1  # dB; less is not listed
+
+
+def figures(now: Past, others: Sequence[Past]) -> TableView:
+    """The figures of this run that differ, a column for each run."""
+    by_run = [_figures(past) for past in (now, *others)]
+    rows = []
+    for stage, name in by_run[0]:
+        cells = [texts.get((stage, name), "") for texts in by_run]
+        if len(set(cells)) > 1:
+            rows.append([f"{stage}: {heading(name)}", *cells])
+    columns = [Column("figure"), *(Column(past.run.id, "number") for past in (now, *others))]
+    return TableView("Figures", tuple(columns), rows)
+
+
+def _figures(past: Past) -> dict[tuple[str, str], str]:
+    texts = {}
+    for record in past.run.records:
+        for name, value in record.metrics.items():
+            texts[record.stage, name] = amount(name, value)
+    return texts
+
+
+def moved(now: Past, others: Sequence[Past]) -> TableView:
+    """The layers whose SQNR differs, the own one where it was measured; those that moved most come first."""
+    rows: list[tuple[float, list[str]]] = []
+    for stage, report in now.reports.items():
+        levels = _levels(report)
+        thens = [_levels(past.reports.get(stage)) for past in others]
+        for name, (record, level) in levels.items():
+            earlier = [then[name][1] for then in thens if name in then]
+            move = max((_distance(level, then) for then in earlier), default=0.0)
+            if move >= LEAST_MOVE:
+                cells = [decibels(then[name][1]) if name in then else "" for then in thens]
+                rows.append((move, [record.where, stage, name, f"{move:.1f}", decibels(level), *cells]))
+    rows.sort(key=lambda row: -row[0])
+    ids = [Column(f"{past.run.id} dB", "low") for past in (now, *others)]
+    columns = (Column("layer"), Column("stage"), Column("value"), Column("moved by dB", "high"), *ids)
+    return TableView("Layers that moved most", columns, [cells for _, cells in rows])
+
+
+def _levels(report: Report | None) -> Mapping[str, tuple[LayerDiff, float]]:
+    if report is None:
+        return {}
+    records = by_own_error(report).records
+    return {record.name: (record, record.sqnr_db) for record in records if record.sqnr_db is not None}
+
+
+def _distance(a: float, b: float) -> float:
+    """In dB; infinite where only one of both is, NaN included."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    difference = abs(a - b)
+    return math.inf if math.isnan(difference) else difference
