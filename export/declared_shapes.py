@@ -6,7 +6,7 @@ is wrong, the model fails at some sizes, or at all but one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -15,52 +15,58 @@ from onnx import helper
 from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
-
-_SHAPE = "shape of "
+from layerline.graph.analysis.fresh_names import fresh_name
+from layerline.graph.io import onnx_files
 
 Shapes = Mapping[str, Sequence[int]]
 """Sizes of values on one feed, by name."""
 
 
-def watching(light: Light, taps: Iterable[str]) -> Light:
-    """The model with the shape of every inner value as one more output, but for the values in `taps`."""
+def watching(light: Light, values: Collection[str]) -> tuple[Light, dict[str, str]]:
+    """The model with the shape of these values as further outputs, and the value behind the name of each."""
     watched = light.copy()
     graph = watched.model.graph
-    # Their sizes are known from their arrays.
-    without = {*taps, *(o.name for o in graph.output)}
-    declared = {v.name for v in graph.value_info if v.type.tensor_type.shape.dim} - without
+    taken: set[str] = set()
+    for inner in onnx_files.graphs(light.model):
+        for node in inner.node:
+            taken.update(node.output)
+    value_of: dict[str, str] = {}
     nodes = list(graph.node)
     del graph.node[:]
     for node in nodes:
         graph.node.append(node)
         for value in node.output:
-            if value in declared:
+            if value in values:
+                name = fresh_name(f"shape of {value}", taken)
+                value_of[name] = value
                 # Taken right where it is made: at the end, every value would have to live until then.
-                graph.node.append(helper.make_node("Shape", [value], [_SHAPE + value]))
-                graph.output.append(helper.make_empty_tensor_value_info(_SHAPE + value))
-    return watched
+                graph.node.append(helper.make_node("Shape", [value], [name]))
+                graph.output.append(helper.make_empty_tensor_value_info(name))
+    return watched, value_of
 
 
-def shapes(outputs: Mapping[str, Array]) -> dict[str, Sequence[int]]:
+def declared(model: onnx.ModelProto, taps: Iterable[str] = ()) -> set[str]:
+    """The inner values that the model declares a shape of; those in `taps` show theirs themselves."""
+    inner = {v.name for v in model.graph.value_info if v.type.tensor_type.shape.dim}
+    return inner - {*taps, *(o.name for o in model.graph.output)}
+
+
+def shapes(outputs: Mapping[str, Array], value_of: Mapping[str, str]) -> dict[str, Sequence[int]]:
     """Sizes of every value among the outputs of such a model."""
     sizes: dict[str, Sequence[int]] = {}
     for name, array in outputs.items():
-        if name.startswith(_SHAPE):
-            sizes[name.removeprefix(_SHAPE)] = array.tolist()
+        if name in value_of:
+            sizes[value_of[name]] = array.tolist()
         elif hasattr(array, "shape"):  # a sequence has none
             sizes[name] = array.shape
     return sizes
 
 
-def without_shapes(outputs: Mapping[str, Array]) -> dict[str, Array]:
-    """The outputs of such a model that the model itself has."""
-    return {name: array for name, array in outputs.items() if not name.startswith(_SHAPE)}
-
-
 def measured(light: Light, feeds: Iterable[Feed]) -> list[tuple[Feed, Shapes]]:
     """The feeds, each with the sizes of every inner value on it."""
-    session = OnnxRuntime(few_runs=True).open(watching(light, ()))
-    return [(feed, shapes(session.run(feed))) for feed in feeds]
+    watched, value_of = watching(light, declared(light.model))
+    session = OnnxRuntime(few_runs=True).open(watched)
+    return [(feed, shapes(session.run(feed), value_of)) for feed in feeds]
 
 
 def correct(model: onnx.ModelProto, runs: Sequence[tuple[Feed, Shapes]]) -> list[str]:

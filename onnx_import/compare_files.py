@@ -20,7 +20,7 @@ from layerline.export.signature import Value, signature
 from layerline.graph.io import module_identity, onnx_files
 from layerline.graph.io.opset import opset_of, raise_opset
 from layerline.graph.io.wellformed import refuse_broken
-from layerline.onnx_import import allocation_sizes, feed_sources, file_checks, symbolic_dims
+from layerline.onnx_import import allocation_sizes, feed_sources, symbolic_dims
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.inputs import npz
 from layerline.pipeline.report import Order, Report
@@ -130,7 +130,6 @@ def _compared(
 def _read(path: Path, arrays: Mapping[str, Array], memory: int) -> Light:
     light = onnx_files.parts(path)
     refuse_broken(light)
-    file_checks.refuse_types(light)
     symbolic_dims.name(light, {name: array.ndim for name, array in arrays.items()})
     module_identity.distrust(light.model)
     allocation_sizes.refuse_endless(light)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import onnx
+from onnx import numpy_helper
 
 from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.export.probe_files import drawn
 from layerline.export.signature import Value
-from layerline.graph.analysis import integer_usage
+from layerline.graph.analysis.proto_queries import stored
 from layerline.onnx_import.feed_sources import WIDE, Drawn, Samples
 from layerline.onnx_import.size_search import BATCH, Feeder, sizes_text
 from layerline.pipeline.config.field_types import Dimension
@@ -19,6 +21,11 @@ from layerline.pipeline.errors import ConfigError, StageError
 
 Range = tuple[int, int]
 """Lowest and highest integer, both included."""
+# The numbers stay the same through these.
+_PASSING = frozenset(
+    {"Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather"}
+)
+_COMPARING = frozenset({"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +57,7 @@ def ranges(light: Light, inputs: Sequence[Value], declared: Mapping[str, Range])
             )
     ranges: dict[str, Range] = {}
     for name in sorted(integers):
-        rows = integer_usage.rows(light, name)
+        rows = table_rows(light, name)
         if rows:
             ranges[name] = (0, rows - 1)
     return ranges | dict(declared)
@@ -66,7 +73,11 @@ def from_samples(feeder: Feeder, samples: Samples, count: int, ranges: Mapping[s
         StageError: the model refuses the samples.
         ConfigError: samples outside of a range.
     """
-    _check_samples(samples, ranges)
+    for name, (low, high) in ranges.items():
+        array = samples.arrays[name]
+        if array.size and (array.min() < low or array.max() > high):
+            values = f"{array.min()} to {array.max()}"
+            raise ConfigError(f"the samples hold {values}, the range is {low} to {high}", where=f"data: {name}")
     batches = samples.batches()
     batch = max((feeder.declared.get(name, Dimension()).fit(BATCH) for name in batches), default=BATCH)
     first = samples.sizes(batch)
@@ -147,14 +158,6 @@ def from_nothing(feeder: Feeder, ranges: Mapping[str, Range]) -> Fed:
     )
 
 
-def _check_samples(samples: Samples, ranges: Mapping[str, Range]) -> None:
-    for name, (low, high) in ranges.items():
-        array = samples.arrays[name]
-        if array.size and (array.min() < low or array.max() > high):
-            values = f"{array.min()} to {array.max()}"
-            raise ConfigError(f"the samples hold {values}, the range is {low} to {high}", where=f"data: {name}")
-
-
 def _next(feeder: Feeder, samples: Samples, count: int, batch: int, first: Mapping[str, int]) -> list[Feed]:
     """Samples after the first ones: all at once if the model takes any number, otherwise in feeds of its own size."""
     feeds: list[Feed] = []
@@ -164,17 +167,10 @@ def _next(feeder: Feeder, samples: Samples, count: int, batch: int, first: Mappi
         if samples.count > batch:
             feeds.append(samples.feed({**first, **sizes}, batch))
     else:
-        size = _fixed_batch(samples)
+        fixed = [value.shape[0] for value in samples.inputs if samples.stacked(value)]
+        size = next((size for size in fixed if isinstance(size, int)), 1)
         feeds += [samples.feed(first, turn) for turn in range(size, min(count + size, samples.count), size)]
     return [feed for feed in feeds if feeder.refuses(feed) is None]
-
-
-def _fixed_batch(samples: Samples) -> int:
-    """How many samples a model takes that takes a fixed number of them."""
-    for value in samples.inputs:
-        if samples.stacked(value) and isinstance(value.shape[0], int):
-            return value.shape[0]
-    return 1
 
 
 def _guesses(inputs: Sequence[Value], ranges: Mapping[str, Range]) -> list[dict[str, Range]]:
@@ -194,7 +190,7 @@ def _drawn(feeder: Feeder, spans: Mapping[str, Range], ranges: Mapping[str, Rang
     """A source of random numbers. It includes the numbers that the graph compares an input with, within its range."""
     special: dict[str, tuple[int, ...]] = {}
     for name in spans:
-        special[name] = integer_usage.compared(feeder.model, name)
+        special[name] = compared_numbers(feeder.model, name)
         if name in ranges:
             low, high = ranges[name]
             special[name] = tuple(number for number in special[name] if low <= number <= high)
@@ -212,3 +208,43 @@ def _in_words(value: Value, source: Drawn, ranges: Mapping[str, Range]) -> str:
     if value.name not in ranges:
         text += "; nothing tells their range"
     return text
+
+
+def table_rows(light: Light, name: str) -> int | None:
+    """Rows of the smallest stored table that an integer input picks from; None where it picks from none."""
+    graph = light.model.graph
+    shapes: dict[str, Sequence[int]] = {tensor_name: tensor.dims for tensor_name, tensor in stored(graph)}
+    shapes.update((weight_name, weight.shape.numpy()) for weight_name, weight in light.weights.items())
+    row_counts: list[int] = []
+    for node, place in _readers(graph, name):
+        if node.op_type == "Gather" and place == 1 and node.input[0] in shapes:
+            axes = [int(attribute.i) for attribute in node.attribute if attribute.name == "axis"]
+            row_counts.append(shapes[node.input[0]][(axes or [0])[0]])
+    # An index has to fit into every table that it picks from.
+    return min(row_counts, default=None)
+
+
+def compared_numbers(light: Light, name: str) -> tuple[int, ...]:
+    """Stored single numbers that an integer input is compared with: each may lead into another branch."""
+    graph = light.model.graph
+    tensors = dict(stored(graph))
+    numbers: dict[int, None] = {}
+    for node, place in _readers(graph, name):
+        if node.op_type not in _COMPARING or node.input[1 - place] not in tensors:
+            continue
+        array = numpy_helper.to_array(tensors[node.input[1 - place]])
+        # Longer tensors are masks and tables, whose elements pick no branch.
+        if array.size == 1 and array.dtype.kind in "iu":
+            numbers[int(array.reshape(-1)[0])] = None
+    return tuple(numbers)
+
+
+def _readers(graph: onnx.GraphProto, name: str) -> Iterator[tuple[onnx.NodeProto, int]]:
+    """Nodes of the main graph that read an input's numbers, however reshaped, and at which place."""
+    same = {name}
+    for node in graph.node:
+        for place, read in enumerate(node.input):
+            if read in same:
+                yield node, place
+                if place == 0 and node.op_type in _PASSING:
+                    same.add(node.output[0])

@@ -1,18 +1,48 @@
-"""The report of an import: metrics, notes and the tables of inputs and dimensions."""
+"""The end of an import: the saved file as onnx's checker sees it, and the report's metrics, notes and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
 
 from layerline.backends.light import Light
 from layerline.export.signature import signature
 from layerline.graph.analysis.rounding_noise import drawn, unjudged
+from layerline.graph.io import onnx_files
 from layerline.graph.io.opset import opset_of
 from layerline.onnx_import import symbolic_dims
 from layerline.onnx_import.feeds import Fed
 from layerline.onnx_import.normalize_import import Adopted
 from layerline.onnx_import.size_search import Feeder
+from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import LayerDiff, Scalar
+
+
+def save_checked(light: Light, folder: Path) -> list[str]:
+    """Saves the model and checks the file. Returns what only onnx objects to, as notes.
+
+    Raises:
+        StageError: it is not valid ONNX.
+    """
+    path = onnx_files.save(light, folder)
+    for output in light.model.graph.output:
+        if not output.type.tensor_type.HasField("shape"):
+            return [f"the rank of output {output.name} varies, so onnx's checker refuses the file; onnxruntime runs it"]
+    try:
+        onnx.checker.check_model(str(path))
+    except Exception as error:
+        raise StageError(f"not valid ONNX: {_one_line(error):.500}", where="model.onnx") from error
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except Exception as error:  # noqa: BLE001 - onnx's shape inference raises errors of many kinds
+        return [f"onnx's shape inference objects, onnxruntime does not: {_one_line(error):.300}"]
+    return []
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def metrics(adopted: Adopted, rows: Sequence[LayerDiff], feeds: int) -> dict[str, Scalar]:

@@ -7,14 +7,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onnx import helper
-
 from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime, OrtSession
+from layerline.export.declared_shapes import watching
 from layerline.export.signature import Value
-from layerline.graph.analysis.fresh_names import fresh_name
-from layerline.graph.io import onnx_files
 from layerline.onnx_import.feed_sources import Source, shape
 from layerline.pipeline.config.field_types import Dim, Dimension
 from layerline.pipeline.errors import ConfigError, StageError, first_line
@@ -33,8 +30,7 @@ TRIES = 400
 # Sizes to try of a batch and of any other dimension, the likeliest first.
 _BATCH_SIZES = (BATCH, 1, 4)
 _SIZES = (64, 2, 32, 48, 16, 1, 128, 224, 256, 512, 576, 3, 80, 320, 640, 1024, 4096, 16000)
-_COUNT = "elements of "
-# What onnxruntime's Size takes: no sequences, no text, and none of the types that it knows but computes nothing on.
+# What is counted: no sequences, no text, and none of the types that onnxruntime knows but computes nothing on.
 _COUNTABLE = {f"tensor({t})" for t in ("float", "double", "float16", "bool")}
 _COUNTABLE |= {f"tensor({s}int{b})" for s in ("", "u") for b in (8, 16, 32, 64)}
 _STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -72,7 +68,7 @@ class Feeder:
     _errors: dict[tuple[tuple[str, int], ...], str | None] = field(default_factory=dict)
     _not_empty: set[str] = field(default_factory=set)
     _counting: OrtSession | None = None
-    _counts: dict[str, str] = field(default_factory=dict)
+    _shapes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._session = OnnxRuntime().open(self.model)
@@ -84,25 +80,23 @@ class Feeder:
         first_error = ""
         for combination in _likeliest([self._candidates(name) for name in self.free]):
             sizes = dict(zip(self.free, combination, strict=True))
-            error = self._oversized(sizes)
-            if error is None:
-                feed = source.feed(sizes)
-                error = self.refuses(feed) or self._empty_output(feed)
+            error = self._why_not(source, sizes)
             if error is None:
                 return sizes
             first_error = first_error or f"at {sizes_text(sizes)}: {error}"
         return first_error
 
-    def _oversized(self, sizes: Mapping[str, int]) -> str | None:
-        """The first input that is larger at these sizes than what is drawn for one."""
+    def _why_not(self, source: Source, sizes: Mapping[str, int]) -> str | None:
+        """What is wrong with these sizes: an input too large to be drawn, an error of the model, an empty output."""
         for value in self.inputs:
             elements = math.prod(shape(value, sizes))
             if elements > MOST_DRAWN:
                 return f"{value.name} has {elements:.3g} elements"
-        return None
-
-    def _empty_output(self, feed: Feed) -> str | None:
-        for name, array in self.run(feed).items():
+        try:
+            outputs = self.run(source.feed(sizes))
+        except StageError as error:
+            return first_line(error.what)
+        for name, array in outputs.items():
             if not array.size:
                 return f"{name} is empty"
         return None
@@ -142,11 +136,18 @@ class Feeder:
         return None
 
     def elements(self, feed: Feed) -> dict[str, int]:
-        """Elements of every value of the main graph on this feed, counted by the graph itself."""
+        """Elements of every value of the main graph on this feed, by shapes that the graph itself gives."""
         if self._counting is None:
-            self._counting = OnnxRuntime().open(self._counted())
+            nodes = self.model.model.graph.node
+            values = [output for node in nodes if node.op_type != "Constant" for output in node.output if output]
+            types = OnnxRuntime().open(self.model, values).types
+            countable = {value for value in values if types[value][0] in _COUNTABLE}
+            watched, self._shapes = watching(self.model, countable)
+            if countable:  # a graph must have an output
+                del watched.model.graph.output[: len(self.model.model.graph.output)]
+            self._counting = OnnxRuntime().open(watched)
         outputs = self._counting.run(self.whole(feed))
-        return {self._counts[name]: int(array) for name, array in outputs.items() if name in self._counts}
+        return {value: math.prod(outputs[name].tolist()) for name, value in self._shapes.items()}
 
     def _candidates(self, name: str) -> list[int]:
         """Sizes to try of a dimension, the likeliest first, within its declared bounds."""
@@ -258,46 +259,19 @@ class Feeder:
     def _error_at(self, source: Source, sizes: Mapping[str, int]) -> str | None:
         """The model's error at these sizes; None if it runs."""
         key = tuple(sorted(sizes.items()))
-        if key not in self._errors:
-            self._errors[key] = self._try(source.feed(sizes))
-        return self._errors[key]
-
-    def _try(self, feed: Feed) -> str | None:
+        if key in self._errors:
+            return self._errors[key]
+        error: str | None = None
         try:
-            counts = self.elements(feed)
-        except StageError as error:
-            return first_line(error.what)
-        for value, count in counts.items():
+            counts = self.elements(source.feed(sizes))
             # TensorRT builds no engine for empty tensors.
-            if not count and value in self._not_empty:
-                return f"{value} becomes empty"
-        return None
-
-    def _counted(self) -> Light:
-        """The model with the number of elements of each value as its outputs."""
-        nodes = self.model.model.graph.node
-        values = [output for node in nodes if node.op_type != "Constant" for output in node.output if output]
-        types = OnnxRuntime().open(self.model, values).types
-        countable = {value for value in values if types[value][0] in _COUNTABLE}
-        taken: set[str] = set()
-        for inner in onnx_files.graphs(self.model.model):
-            for node in inner.node:
-                taken.update(node.output)
-        counts = {value: fresh_name(_COUNT + value, taken) for value in values if value in countable}
-        self._counts = {count: value for value, count in counts.items()}
-        counted = self.model.copy()
-        graph = counted.model.graph
-        del graph.node[:]
-        if countable:  # a graph must have an output
-            del graph.output[:]
-        for node in nodes:
-            graph.node.append(node)
-            # Counted right where it is made: at the end, every value would have to live until then.
-            for value in node.output:
-                if value in countable:
-                    graph.node.append(helper.make_node("Size", [value], [counts[value]]))
-                    graph.output.append(helper.make_empty_tensor_value_info(counts[value]))
-        return counted
+            empty = [value for value, count in counts.items() if not count and value in self._not_empty]
+            if empty:
+                error = f"{empty[0]} becomes empty"
+        except StageError as raised:
+            error = first_line(raised.what)
+        self._errors[key] = error
+        return error
 
 
 def _others(low: int, high: int, first: int, step: int, limit: int) -> list[int]:
@@ -309,15 +283,12 @@ def _others(low: int, high: int, first: int, step: int, limit: int) -> list[int]
     low = -(-max(low, 1) // step) * step
     high = high // step * step
     top = max(low, min(high, limit // step * step))
-    wanted = {low, top, first + step}
-    sizes = _within(wanted, low, high, first)
-    if len(sizes) > 1:
-        return sizes
-    return _within(wanted | {low + step, top - step}, low, high, first)
-
-
-def _within(sizes: set[int], low: int, high: int, first: int) -> list[int]:
-    return sorted(size for size in sizes if low <= size <= high and size != first)
+    sizes: list[int] = []
+    for wanted in ({low, top, first + step}, {low, top, first + step, low + step, top - step}):
+        sizes = sorted(size for size in wanted if low <= size <= high and size != first)
+        if len(sizes) > 1:
+            break
+    return sizes
 
 
 def _likeliest(candidates: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:

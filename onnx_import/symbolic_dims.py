@@ -1,4 +1,4 @@
-"""Names the symbolic sizes of an imported graph, and writes back what is learned about them."""
+"""Checks inputs and outputs of an imported graph, names its symbolic sizes, and writes back what is learned of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ _NAMELESS = frozenset({"", "?", "*", "-1", "None", "none", "unk", "unknown"})
 # The name that onnx's shape inference gives to a size that it can't tell.
 _INFERRED = re.compile(r"unk__\d+")
 
+# Types that numpy lacks. onnxruntime's Python interface passes no such arrays either.
+_NOT_OUTPUTS = ("BFLOAT16", "INT4", "UINT4", "FLOAT4", "INT2", "UINT2")
+_NOT_INPUTS = (*_NOT_OUTPUTS, "FLOAT8")
+
 Places = dict[str, list[tuple[str, int]]]
 """Where each dimension is, by name: (input, axis)."""
 
@@ -27,8 +31,13 @@ def name(light: Light, ranks: Mapping[str, int]) -> Places:
         ranks: ranks of inputs whose shape the file leaves out.
 
     Raises:
-        StageError: an input holds text, or has no shape and is not in `ranks`.
+        StageError: an input or output is of a type that can't be fed or read, or an input holds text, or has no shape
+            and is not in `ranks`; names the first.
     """
+    for value in light.fed:
+        _refuse_type("input", value, _NOT_INPUTS)
+    for value in light.model.graph.output:
+        _refuse_type("output", value, _NOT_OUTPUTS)
     for value in light.fed:
         tensor_type = value.type.tensor_type
         if tensor_type.elem_type == onnx.TensorProto.STRING:
@@ -103,6 +112,19 @@ def settle(model: onnx.ModelProto, places: Places, runs: Sequence[tuple[Feed, Ma
             if _is_open(dim) or _INFERRED.fullmatch(dim.dim_param):
                 sizes = [shape[axis] for shape in shapes]
                 dim.dim_param = _same_sizes(varied, sizes) or f"{output.name}_dim{axis}"
+
+
+def _refuse_type(what: str, value: onnx.ValueInfoProto, refused: tuple[str, ...]) -> None:
+    code = value.type.tensor_type.elem_type
+    if code not in onnx.TensorProto.DataType.values():
+        raise StageError(f"the {what} is of element type {code}, which ONNX has not", where=value.name)
+    element_type = onnx.TensorProto.DataType.Name(code)
+    if element_type.startswith(refused):
+        raise StageError(
+            f"the {what} is {element_type.lower()}, which numpy has not, so it can't be fed or read",
+            where=value.name,
+            hint="put a Cast to float32 behind that input, or before that output",
+        )
 
 
 def _same_sizes(varied: Mapping[str, list[int]], sizes: list[int]) -> str:

@@ -15,7 +15,7 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare import noise_floor
 from layerline.compare.tensor_distance import Distance
 from layerline.compare.value_types import types_of
-from layerline.export.declared_shapes import Shapes, shapes, watching, without_shapes
+from layerline.export.declared_shapes import Shapes, declared, shapes, watching
 from layerline.export.export_errors import refused
 from layerline.export.probe_files import Probe
 from layerline.export.torch_export import Traced
@@ -58,7 +58,8 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
     try:
         # Inner values are outputs of the session; the sizes of those that are not come from Shape nodes.
         taps = traced.taps()
-        session = OnnxRuntime(few_runs=True).open(watching(traced.light, taps), taps)
+        watched, value_of = watching(traced.light, declared(traced.model, taps))
+        session = OnnxRuntime(few_runs=True).open(watched, taps)
     except StageError as error:
         raise refused(traced.model, error) from error
     tally = Tally(traced, rule)
@@ -76,8 +77,8 @@ def parity(traced: Traced, probes: Sequence[Probe], rule: Within | None = None) 
             refusals[index] = refused(traced.model, error)
             outputs.append(None)
             continue
-        values = without_shapes(everything)
-        sizes.append((probe.feed, shapes(everything)))
+        values = {name: array for name, array in everything.items() if name not in value_of}
+        sizes.append((probe.feed, shapes(everything, value_of)))
         outputs.append({name: values[name] for name in names})
         ran.append(probe)
         inner_values.append(values)

@@ -107,13 +107,12 @@ class ImportOnnx(Stage):
         from layerline.export.signature import signature
         from layerline.graph.io import onnx_files
         from layerline.graph.io.wellformed import refuse_broken
-        from layerline.onnx_import import feed_sources, file_checks, symbolic_dims
+        from layerline.onnx_import import feed_sources, symbolic_dims
         from layerline.pipeline.inputs import npz
 
         light = onnx_files.read(path)
         arrays = npz.read(data) if data else {}
         refuse_broken(light)
-        file_checks.refuse_types(light)
         places = symbolic_dims.name(light, {name: array.ndim for name, array in arrays.items()})
         inputs = signature(light).inputs
         whole: tuple[str, ...] = ()
@@ -200,7 +199,7 @@ class ImportOnnx(Stage):
         """The import, in its own process."""
         from layerline.export import probe_files
         from layerline.export.signature import bounds, signature
-        from layerline.onnx_import import file_checks, import_report, symbolic_dims
+        from layerline.onnx_import import import_report, symbolic_dims
         from layerline.onnx_import.compare_in_parts import unchanged
 
         arrays = self._arrays(sources)
@@ -214,7 +213,7 @@ class ImportOnnx(Stage):
         symbolic_dims.settle(light.model, symbolic_dims.places(light), runs)
         log.say(f"{len(light.model.graph.node)} nodes; comparing every value on {len(feeds)} feeds")
         rows, notes = unchanged(adopted, [feeder.whole(feed) for feed in feeds], feeder.elements, self.tolerance)
-        objections = file_checks.save_checked(light, out)
+        objections = import_report.save_checked(light, out)
         probe_files.save(out, fed.feeds)
         signature(light, feeder.dims, fed.ranges).save(out)
         return Report(
@@ -238,7 +237,7 @@ class ImportOnnx(Stage):
         """The model with names for everything, as it is and as the pipeline goes on with it; read from `sources`."""
         from layerline.graph.io import module_identity, onnx_files
         from layerline.graph.io.wellformed import refuse_broken
-        from layerline.onnx_import import file_checks, normalize_import, symbolic_dims
+        from layerline.onnx_import import normalize_import, symbolic_dims
 
         original = root / self.file
         path = sources / self.file
@@ -253,7 +252,6 @@ class ImportOnnx(Stage):
                 )
         light = onnx_files.parts(path)
         refuse_broken(light)
-        file_checks.refuse_types(light)
         symbolic_dims.name(light, {name: array.ndim for name, array in arrays.items()})
         module_identity.stamp(light.model, root)
         module_identity.distrust(light.model)

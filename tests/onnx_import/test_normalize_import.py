@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, parser
 
 from layerline.backends.light import split
-from layerline.graph.analysis import integer_usage
 from layerline.graph.io import onnx_files
 from layerline.graph.io.module_identity import modules
 from layerline.graph.io.opset import opset_of, raise_opset
+from layerline.onnx_import.feeds import compared_numbers, table_rows
 from layerline.onnx_import.normalize_import import adopt, module_path, name_nodes
 from layerline.pipeline.errors import StageError
 
@@ -117,17 +117,15 @@ def test_what_the_graph_says_of_its_integers() -> None:
         ]
     )
     assert (
-        integer_usage.rows(split(model), "ids"),
-        integer_usage.rows(split(model), "rate"),
-        integer_usage.rows(split(model), "free"),
+        table_rows(split(model), "ids"),
+        table_rows(split(model), "rate"),
+        table_rows(split(model), "free"),
     ) == (
         30,
         None,
         None,
     )
-    assert (
-        integer_usage.compared(split(model), "rate") == (16000, 7) and integer_usage.compared(split(model), "ids") == ()
-    )
+    assert compared_numbers(split(model), "rate") == (16000, 7) and compared_numbers(split(model), "ids") == ()
 
 
 @pytest.mark.slow
