@@ -204,6 +204,14 @@ def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     return graphs
 
 
+def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Nodes in order, each followed by those in its bodies."""
+    for node in nodes:
+        yield node
+        for body in bodies(node):
+            yield from all_nodes(body.node)
+
+
 def rename(graph: onnx.GraphProto, names: Mapping[str, str], *, nested: bool = True) -> None:
     """Renames values, in place; what bodies define and read as well, unless `nested` is off."""
     for node in graph.node:

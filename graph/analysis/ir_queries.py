@@ -13,22 +13,11 @@ import onnx_ir as ir
 Array = npt.NDArray[Any]
 
 
-def limits(dtype: npt.DTypeLike) -> tuple[float, float]:
-    """The largest number of a floating-point type, and the distance from 1 to the next one."""
-    info = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
-    return float(info.max), float(info.eps)
-
-
-def smallest_normal(dtype: npt.DTypeLike) -> float:
-    """Below it numbers of a floating-point type lose digits."""
-    return float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
-
-
-LIMITS = {
-    kind: limits(kind.numpy())
-    for kind in (ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-}
-"""Of the types that graphs compute in."""
+LIMITS: dict[ir.DataType, tuple[float, float]] = {}
+"""Of the types that graphs compute in: the largest number, and the distance from 1 to the next one."""
+for _kind in (ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+    _info = ml_dtypes.finfo(_kind.numpy())  # type: ignore[no-untyped-call]
+    LIMITS[_kind] = (float(_info.max), float(_info.eps))
 
 # Each run gives other numbers, so none of these may ever become a constant or be merged with its like.
 RANDOM = frozenset(
@@ -73,7 +62,7 @@ def captures(node: ir.Node) -> list[ir.Value]:
     inner: set[ir.Value] = set()
     read: dict[ir.Value, None] = {}
     for graph in subgraphs(node):
-        for body in _graphs(graph):
+        for body in (graph, *graph.subgraphs()):
             inner.update(graph_values(body))
             for reader in body:
                 read.update((value, None) for value in reader.inputs if value is not None)
@@ -115,10 +104,14 @@ def constant(value: ir.Value | None) -> Array | None:
             tensor = constant_tensor(node)
         if tensor is None:
             return None
-        array: Array | None = tensor.numpy()
-        for outer in reversed(passed):
-            if outer.op_type == "Cast":
-                array = _cast(array, outer)
+        array: Array = tensor.numpy()
+        casts = [outer for outer in reversed(passed) if outer.op_type == "Cast"]
+        for cast in casts:
+            target = np.dtype(ir.DataType(cast.attributes.get_int("to", 0)).numpy())
+            # Only floating-point widening is exact in every runtime; anything else is left to constant folding.
+            if array.dtype.kind != "f" or target.kind != "f" or target.itemsize < array.itemsize:
+                return None
+            array = array.astype(target)
         return array
     return None
 
@@ -204,18 +197,3 @@ def static(value: ir.Value | None) -> tuple[int, ...] | None:
     if value is None or value.shape is None or not value.shape.is_static():
         return None
     return tuple(value.shape.numpy())
-
-
-def _cast(array: Array | None, node: ir.Node) -> Array | None:
-    # Only floating-point widening is exact in every runtime; anything else is left to constant folding.
-    target = np.dtype(ir.DataType(node.attributes.get_int("to", 0)).numpy())
-    if array is None or array.dtype.kind != "f" or target.kind != "f" or target.itemsize < array.itemsize:
-        return None
-    return array.astype(target)
-
-
-def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
-    yield graph
-    for node in graph:
-        for inner in subgraphs(node):
-            yield from _graphs(inner)

@@ -23,7 +23,12 @@ def infer_bodies(node: ir.Node, infer: Callable[[ir.Graph], None]) -> None:
     for body in subgraphs(node):
         fixed = _fixed_shapes(node, body)
         carried = _carried(node, body)
-        assumed: Shapes = {inner: _copied(outer) for outer, inner, _ in carried}
+        assumed: Shapes = {}
+        for outer, inner, _ in carried:
+            named = sizes(outer)
+            assumed[inner] = None
+            if named is not None:
+                assumed[inner] = ir.Shape(named)
         # Each round gives up at least one size, so the loop ends.
         while True:
             for value in body.inputs:
@@ -64,7 +69,10 @@ def _fixed_shapes(node: ir.Node, body: ir.Graph) -> Shapes:
     axes: Sequence[int] = node.attributes.get_ints("scan_input_axes") or [0] * count
     shapes: Shapes = {}
     for index, axis in enumerate(axes[:count], start=first):
-        shapes[body.inputs[index]] = _without(node.inputs[index], axis)
+        named = sizes(node.inputs[index])
+        if named is not None and -len(named) <= axis < len(named):
+            axis %= len(named)
+            shapes[body.inputs[index]] = ir.Shape(named[:axis] + named[axis + 1 :])
     return shapes
 
 
@@ -77,18 +85,3 @@ def _carried(node: ir.Node, body: ir.Graph) -> list[tuple[ir.Value | None, ir.Va
         count = len(node.inputs) - node.attributes.get_int("num_scan_inputs", 0)
         return list(zip(node.inputs[:count], body.inputs[:count], body.outputs[:count], strict=False))
     return []
-
-
-def _copied(value: ir.Value | None) -> ir.Shape | None:
-    named = sizes(value)
-    if named is None:
-        return None
-    return ir.Shape(named)
-
-
-def _without(value: ir.Value | None, axis: int) -> ir.Shape | None:
-    named = sizes(value)
-    if named is None or not -len(named) <= axis < len(named):
-        return None
-    axis %= len(named)
-    return ir.Shape(named[:axis] + named[axis + 1 :])

@@ -11,34 +11,32 @@ import onnx_ir as ir
 from onnx import helper, numpy_helper
 
 from layerline.backends.base import Array
-from layerline.backends.light import Light, Model, bodies, split
+from layerline.backends.light import Light, Model, all_nodes, split
 from layerline.graph.analysis.ir_queries import RANDOM
 from layerline.graph.analysis.proto_queries import stored
 
 # Operators whose stored floats are weights. Elsewhere a float may be a size (Resize scales), a bound or a switch, where
 # one rounding step more is another program and not noise.
 _WEIGHTED = frozenset(
-    {
-        "Conv",
-        "ConvTranspose",
-        "Gemm",
-        "MatMul",
-        "Add",
-        "Sub",
-        "Mul",
-        "Div",
-        "BatchNormalization",
+    {"Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "Sub", "Mul", "Div", "BatchNormalization"}
+    | {
         "InstanceNormalization",
+        "LayerNormalization",
+        "GroupNormalization",
+        "RMSNormalization",
+        "PRelu",
+        "LSTM",
+        "GRU",
+        "RNN",
+        "Gather",
     }
-    | {"LayerNormalization", "GroupNormalization", "RMSNormalization", "PRelu", "LSTM", "GRU", "RNN", "Gather"}
 )
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16)
 _SHIFTED = "layerline rounding step of "
 
 
 def perturbed(model: Model, seed: int = 0) -> Light:
-    """A copy in which every weight is moved by one step of its type, up or down at random, and every float input by
-    one.
+    """A copy in which every weight and float input is moved by one step of its type, weights up or down at random.
 
     What a value of the copy differs by is what rounding may do to it, to within a small factor: its noise floor.
     """
@@ -67,7 +65,9 @@ def perturbed(model: Model, seed: int = 0) -> Light:
 def drawn(model: onnx.ModelProto) -> dict[str, str]:
     """Values of the main graph that depend on a random operator, each with that operator's name."""
     operators: dict[str, str] = {}
-    off_switches = _false_tensors(model.graph)
+    # False throughout: as the training_mode of a Dropout, such a tensor never drops.
+    booleans = [(name, tensor) for name, tensor in stored(model.graph) if tensor.data_type == onnx.TensorProto.BOOL]
+    off_switches = {name for name, tensor in booleans if not numpy_helper.to_array(tensor).any()}
     for node in model.graph.node:
         operator = _random_inside(node, off_switches)
         for name in node.input:
@@ -128,24 +128,10 @@ def _shift_inputs(light: Light) -> None:
         graph.node.insert(0, helper.make_node("Mul", [fed.name, f"{shifted} factor"], [shifted]))
 
 
-def _false_tensors(graph: onnx.GraphProto) -> set[str]:
-    """Stored tensors that are false throughout: as the training_mode of a Dropout, such a one never drops."""
-    names: set[str] = set()
-    for name, tensor in stored(graph):
-        if tensor.data_type == onnx.TensorProto.BOOL and not numpy_helper.to_array(tensor).any():
-            names.add(name)
-    return names
-
-
 def _random_inside(node: onnx.NodeProto, off_switches: set[str]) -> str | None:
     """The random operator that a node is, or holds in a body; None where there is none."""
-    if node.op_type in RANDOM:
-        return str(node.op_type)
-    if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] and node.input[2] not in off_switches:
-        return "Dropout"
-    for body in bodies(node):
-        for inner in body.node:
-            operator = _random_inside(inner, off_switches)
-            if operator:
-                return operator
+    for inner in all_nodes([node]):
+        drops = inner.op_type == "Dropout" and len(inner.input) > 2 and inner.input[2] not in {"", *off_switches}
+        if inner.op_type in RANDOM or drops:
+            return str(inner.op_type)
     return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -126,14 +127,6 @@ def _combined(ctx: ShapeInferenceContext, node: ir.Node) -> Elements | None:
     return results
 
 
-def _add(a: Dim, b: Dim) -> Dim | None:
-    if b == 0:
-        return a
-    if a == 0:
-        return b
-    return _of_sizes(operator.add, a, b)
-
-
 def _subtract(a: Dim, b: Dim) -> Dim | None:
     if isinstance(a, int) and isinstance(b, int):
         return a - b
@@ -142,14 +135,6 @@ def _subtract(a: Dim, b: Dim) -> Dim | None:
     if b == 0:
         return a
     return None
-
-
-def _multiply(a: Dim, b: Dim) -> Dim | None:
-    if b == 1:
-        return a
-    if a == 1:
-        return b
-    return _of_sizes(operator.mul, a, b)
 
 
 def _divide(a: Dim, b: Dim) -> Dim | None:
@@ -165,7 +150,11 @@ def _divide(a: Dim, b: Dim) -> Dim | None:
     return a // b
 
 
-def _of_sizes(combine: Callable[[Dim, Dim], Dim], a: Dim, b: Dim) -> Dim | None:
+def _combine(combine: Callable[[Dim, Dim], Dim], neutral: int, a: Dim, b: Dim) -> Dim | None:
+    if b == neutral:
+        return a
+    if a == neutral:
+        return b
     both_numbers = isinstance(a, int) and isinstance(b, int)
     if both_numbers or (is_size(a) and is_size(b)):
         return combine(a, b)
@@ -195,9 +184,9 @@ def _select(condition: Dim, when_true: Dim, when_false: Dim) -> Dim | None:
 
 
 _ELEMENTWISE: dict[str, Callable[..., Dim | None]] = {
-    "Add": _add,
+    "Add": partial(_combine, operator.add, 0),
     "Sub": _subtract,
-    "Mul": _multiply,
+    "Mul": partial(_combine, operator.mul, 1),
     "Div": _divide,
     "Equal": _equal,
     "Where": _select,

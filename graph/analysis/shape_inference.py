@@ -216,7 +216,7 @@ def declared(model: ir.Model) -> DeclaredShapes:
     It knows what no inference can, such as that [:, :seq] of a table of 512 positions has seq of them. Files from
     elsewhere declare nothing that may be built on.
     """
-    if not any(_is_traced(node) for node in model.graph):
+    if not any(key in node.metadata_props for node in model.graph for key in _TRACED):
         return {}
     shapes: dict[str, ir.Shape] = {}
     for node in model.graph:
@@ -224,10 +224,6 @@ def declared(model: ir.Model) -> DeclaredShapes:
             if output.name and output.shape is not None:
                 shapes[output.name] = output.shape
     return shapes
-
-
-def _is_traced(node: ir.Node) -> bool:
-    return any(key in node.metadata_props for key in _TRACED)
 
 
 def infer(model: ir.Model, declared_shapes: DeclaredShapes | None = None) -> None:
@@ -302,10 +298,8 @@ def clash(old: ir.Value, new: ir.Value, made: Sequence[ir.Node], model: ir.Model
         output.type = kind
     if old_shape is None or new_shape is None:
         return None
-    if len(old_shape) == len(new_shape) and not any(map(_differ, old_shape, new_shape)):
-        return None
+    if len(old_shape) == len(new_shape):
+        numbers = [pair for pair in zip(old_shape, new_shape, strict=True) if all(isinstance(n, int) for n in pair)]
+        if all(a == b for a, b in numbers):
+            return None
     return f"{old.name} has shape {list(old_shape)}, what would replace it {list(new_shape)}"
-
-
-def _differ(a: object, b: object) -> bool:
-    return isinstance(a, int) and isinstance(b, int) and a != b

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import Array, constant, limits, name_of, optional_input, rank, smallest_normal
+from layerline.graph.analysis.ir_queries import Array, constant, name_of, optional_input, rank
 from layerline.graph.fusion.firing import Declined
 
 OPS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
@@ -71,7 +72,7 @@ class Linear:
         attributes = dict(node.attributes)
         # The bias that was read has it in it already.
         attributes.pop("beta", None)
-        if self._has_bias() or bias.any():
+        if optional_input(node, 2) is not None or bias.any():
             inputs.append(tape.initializer(ir.tensor(bias), f"{stem}/{tag}_bias"))
         if node.op_type == "MatMul" and len(inputs) == 3:
             return tape.op("Gemm", inputs, attributes)
@@ -81,6 +82,7 @@ class Linear:
         """`exact` in the weights' type."""
         where = f"{name} of {self.node.op_type} {self.node.outputs[0].name}"
         dtype = self.weight.dtype
+        limits = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
         with np.errstate(over="ignore", invalid="ignore"):
             new = exact.astype(dtype)
             magnitudes = np.abs(new)
@@ -90,15 +92,12 @@ class Linear:
             if np.isfinite(exact).all() or np.isfinite(old.astype(np.float64)).all():
                 raise Declined(f"{where} would overflow {dtype}")
         # Below the normal numbers of a type rounding takes more of a number, and at last all of it.
-        elif least < smallest_normal(dtype):
+        elif least < float(limits.smallest_normal):
             rounding = np.linalg.norm(new.astype(np.float64) - exact)
             # As much as the proof takes for rounding (LEAST in verify_rewrites.py).
-            if rounding > 4 * limits(dtype)[1] * np.linalg.norm(exact):
+            if rounding > 4 * float(limits.eps) * np.linalg.norm(exact):
                 raise Declined(f"{where} would be too small for {dtype}")
         return new
-
-    def _has_bias(self) -> bool:
-        return optional_input(self.node, 2) is not None
 
     def _along_weight(self, scale: Array) -> Array:
         """`scale` in a shape that multiplies the weight of each output channel."""

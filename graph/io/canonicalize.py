@@ -43,7 +43,12 @@ def prepare(model: Model) -> tuple[Light, list[str]]:
             graph.input.extend(fed)
             notes.append(f"{len(doubled)} initializers were also inputs ({doubled[0]}, …); they are constants now")
     # Before functions are looked up by their domain.
-    _one_domain(out)
+    named: list[onnx.NodeProto | onnx.OperatorSetIdProto] = [*onnx_files.nodes(out), *out.opset_import]
+    for function in out.functions:
+        named += function.opset_import
+    for item in named:
+        if item.domain == "ai.onnx":
+            item.domain = ""
     if out.functions:
         inlined, note = inline_functions.inline(light.whole())
         light = split(inlined)
@@ -52,15 +57,6 @@ def prepare(model: Model) -> tuple[Light, list[str]]:
     if shadowing:
         notes.append(f"{len(shadowing)} values in bodies were called like others around them ({shadowing[0]}, …)")
     return light, notes
-
-
-def _one_domain(model: onnx.ModelProto) -> None:
-    named: list[onnx.NodeProto | onnx.OperatorSetIdProto] = [*onnx_files.nodes(model), *model.opset_import]
-    for function in model.functions:
-        named += function.opset_import
-    for item in named:
-        if item.domain == "ai.onnx":
-            item.domain = ""
 
 
 def _unshadow(light: Light) -> list[str]:

@@ -7,13 +7,13 @@ used, a function whose operators mean the same in both versions is taken to be w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import onnx
 import onnx.inliner
 from onnx import helper
 
-from layerline.backends.light import bodies
+from layerline.backends.light import all_nodes, bodies
 from layerline.graph.io import onnx_files
 from layerline.pipeline.errors import StageError
 
@@ -37,7 +37,9 @@ def inline(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     refusal = ""
     try:
         inlined = _sound(onnx.inliner.inline_local_functions(source, convert_version=True))
-        _untyped(model, inlined)
+        # What `_typed` said was for the inliner alone.
+        del inlined.graph.value_info[:]
+        inlined.graph.value_info.extend({item.name: item for item in model.graph.value_info}.values())
     except _INLINER_ERRORS as error:
         refusal = str(error)
     # Without conversion, where the operators mean the same anyway.
@@ -74,18 +76,18 @@ def refuse_endless(model: onnx.ModelProto) -> None:
         pending = [start]
         while pending:
             key = pending[-1]
-            calls = _calls(functions[key].node, functions)
+            nodes = list(all_nodes(functions[key].node))
+            calls = [(node.domain, node.op_type) for node in nodes if (node.domain, node.op_type) in functions]
             uncounted = [call for call in calls if call not in sizes]
             if uncounted:
                 if any(call in pending for call in uncounted):
                     raise StageError("not valid ONNX: it calls itself", where=f"function {key[1]}")
                 pending.append(uncounted[0])
                 continue
-            sizes[key] = _count(functions[key].node) + sum(sizes[call] for call in calls)
+            sizes[key] = len(nodes) + sum(sizes[call] for call in calls)
             pending.pop()
-    calls = []
-    for graph in onnx_files.graphs(model):
-        calls += _calls(graph.node, functions, nested=False)
+    operators = [(node.domain, node.op_type) for graph in onnx_files.graphs(model) for node in graph.node]
+    calls = [operator for operator in operators if operator in functions]
     total = sum(sizes[call] for call in calls)
     if total > MOST_NODES:
         largest = max(calls, key=sizes.__getitem__)
@@ -93,30 +95,6 @@ def refuse_endless(model: onnx.ModelProto) -> None:
             f"written out in place of its calls, it comes to {sizes[largest]} nodes; the model may have {MOST_NODES}",
             where=f"function {largest[1]}",
         )
-
-
-def _calls(
-    nodes: Iterable[onnx.NodeProto], functions: Mapping[tuple[str, str], object], *, nested: bool = True
-) -> list[tuple[str, str]]:
-    """Every call of one of these functions, in bodies too."""
-    calls: list[tuple[str, str]] = []
-    for node in nodes:
-        if (node.domain, node.op_type) in functions:
-            calls.append((node.domain, node.op_type))
-        if nested:
-            for body in bodies(node):
-                calls += _calls(body.node, functions)
-    return calls
-
-
-def _count(nodes: Iterable[onnx.NodeProto]) -> int:
-    """Number of nodes, those in bodies included."""
-    total = 0
-    for node in nodes:
-        total += 1
-        for body in bodies(node):
-            total += _count(body.node)
-    return total
 
 
 def _sound(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -144,13 +122,6 @@ def _typed(model: onnx.ModelProto) -> onnx.ModelProto:
             if tensor.name not in typed:
                 graph.value_info.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     return out
-
-
-def _untyped(model: onnx.ModelProto, inlined: onnx.ModelProto) -> None:
-    """Takes back what `_typed` said: it was for the inliner alone."""
-    declared = {item.name: item for item in model.graph.value_info}
-    del inlined.graph.value_info[:]
-    inlined.graph.value_info.extend(declared.values())
 
 
 def _means_the_same(function: onnx.FunctionProto, versions: dict[str, int]) -> bool:
@@ -183,16 +154,14 @@ def _readable(node: onnx.NodeProto, own_version: int, other_version: int) -> boo
     # An attribute that only one version has is neutral by default, so only one that is written out is in the way.
     shared = own.attributes.keys() & other.attributes.keys()
     written = {attribute.name for attribute in node.attribute}
-    if not written <= shared or any(_default(own, name) != _default(other, name) for name in shared - written):
+    if not written <= shared:
         return False
+    for name in shared - written:
+        if own.attributes[name].default_value != other.attributes[name].default_value:
+            return False
     takes_inputs: bool = other.min_input <= len(node.input) <= other.max_input
     takes_outputs: bool = other.min_output <= len(node.output) <= other.max_output
     return takes_inputs and takes_outputs
-
-
-def _default(schema: onnx.defs.OpSchema, name: str) -> bytes:
-    content: bytes = schema.attributes[name].default_value.SerializeToString()
-    return content
 
 
 def _retagged(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -18,16 +18,13 @@ def to_ir(model: Model) -> ir.Model:
     try:
         out = ir.serde.deserialize_model(light.stand_ins(light.weights))
     except ir.serde.SerdeError as error:
-        raise StageError(f"not valid ONNX: {first_line(str(_root(error)))}", where="model") from error
+        root: BaseException = error
+        while root.__cause__ is not None:
+            root = root.__cause__
+        raise StageError(f"not valid ONNX: {first_line(str(root))}", where="model") from error
     for name, weight in light.weights.items():
         out.graph.initializers[name].const_value = weight
     return out
-
-
-def _root(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def from_ir(model: ir.Model) -> Light:

@@ -54,10 +54,13 @@ def stamp(model: onnx.ModelProto, root: Path) -> None:
         for node in graph.node:
             scopes = _scopes(node)
             # The last scope is the node of the exported program itself.
+            module = ""
             if len(scopes) > 1:
-                _set(node, MODULE, _AGAIN.sub("", scopes[-2]))
+                module = _AGAIN.sub("", scopes[-2])
             frames = [(file, int(line)) for file, line in _FRAME.findall(metadata(node, _TRACE))]
-            _set(node, SOURCE, source(frames, root))
+            for key, entry in ((MODULE, module), (SOURCE, source(frames, root))):
+                if entry:
+                    node.metadata_props.add(key=key, value=entry)
 
 
 def distrust(model: onnx.ModelProto) -> None:
@@ -141,8 +144,3 @@ def _scopes(node: onnx.NodeProto) -> list[str]:
     if not isinstance(scopes, list):
         return []
     return [scope for scope in scopes if isinstance(scope, str) and scope != _NO_MODULE]
-
-
-def _set(node: onnx.NodeProto, key: str, value: str) -> None:
-    if value:
-        node.metadata_props.add(key=key, value=value)

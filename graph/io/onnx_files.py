@@ -101,9 +101,7 @@ def _place(tensor: TensorProto, path: Path) -> tuple[str, int, int | None]:
         place = f"{printable(offset, 40)!r}, {printable(length or 'no', 40)!r} bytes"
         raise StageError(f"tensor {tensor.name!r} lies at {place}, which are no numbers", where=path.name)
     location = entries.get("location", "")
-    if length is None:
-        return location, int(offset), None
-    return location, int(offset), int(length)
+    return location, int(offset), None if length is None else int(length)
 
 
 def read(path: Path) -> Light:
@@ -114,7 +112,12 @@ def read(path: Path) -> Light:
     Raises:
         StageError: not an ONNX file, or a tensor in it that can't be one.
     """
-    model = _parsed(path)
+    try:
+        model = onnx.load(str(path), format="protobuf", load_external_data=False)
+    except OSError as error:
+        raise StageError(f"cannot read: {error.strerror}", where=path.name) from error
+    except Exception as error:
+        raise StageError(f"not a readable ONNX file ({error})", where=path.name) from error
     if not model.HasField("graph"):
         raise StageError("not a readable ONNX file (it holds no graph)", where=path.name)
     # Such a name would fail in whatever place touches it first.
@@ -136,15 +139,6 @@ def read(path: Path) -> Light:
     for name, weight in light.weights.items():
         light.weights[name] = ir.Tensor(weight.numpy(), weight.dtype, name=name)
     return light
-
-
-def _parsed(path: Path) -> onnx.ModelProto:
-    try:
-        return onnx.load(str(path), format="protobuf", load_external_data=False)
-    except OSError as error:
-        raise StageError(f"cannot read: {error.strerror}", where=path.name) from error
-    except Exception as error:
-        raise StageError(f"not a readable ONNX file ({error})", where=path.name) from error
 
 
 def _undecoded(message: Any) -> bytes | None:
@@ -173,27 +167,16 @@ def _store_constants(graph: onnx.GraphProto) -> None:
     outputs = {output.name for output in graph.output}
     remaining: list[onnx.NodeProto] = []
     for node in graph.node:
-        tensor = _value_attribute(node)
-        if node.op_type != "Constant" or tensor is None or node.output[0] in outputs or not _is_large(tensor):
+        stored = [a.t for a in node.attribute if a.name == "value" and a.HasField("t")]
+        sizes = [max(tensor.ByteSize(), declared_bytes(tensor)) for tensor in stored]
+        if node.op_type != "Constant" or node.output[0] in outputs or max(sizes, default=0) <= LEAST_SIZES:
             remaining.append(node)
             continue
-        graph.initializer.append(tensor)
+        graph.initializer.append(stored[0])
         graph.initializer[-1].name = node.output[0]
     if len(remaining) < len(graph.node):
         del graph.node[:]
         graph.node.extend(remaining)
-
-
-def _value_attribute(node: onnx.NodeProto) -> TensorProto | None:
-    for attribute in node.attribute:
-        if attribute.name == "value" and attribute.HasField("t"):
-            return attribute.t
-    return None
-
-
-def _is_large(tensor: TensorProto) -> bool:
-    size: int = tensor.ByteSize()
-    return max(size, declared_bytes(tensor)) > LEAST_SIZES
 
 
 def _refuse_tensor(tensor: TensorProto, path: Path) -> None:
