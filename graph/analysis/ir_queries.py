@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,6 +149,19 @@ def optional_input(node: ir.Node, index: int) -> ir.Value | None:
     if index >= len(node.inputs):
         return None
     return node.inputs[index]
+
+
+def clip_bounds(clip: ir.Node) -> tuple[float | None, float | None]:
+    """Both bounds of a Clip: the upper one wins where it is below the lower one; None for one that is computed."""
+    if len(clip.inputs) == 1:
+        return clip.attributes.get_float("min", -math.inf), clip.attributes.get_float("max", math.inf)
+    low: float | None = -math.inf
+    high: float | None = math.inf
+    if optional_input(clip, 1) is not None:
+        low = scalar(clip.inputs[1])
+    if optional_input(clip, 2) is not None:
+        high = scalar(clip.inputs[2])
+    return low, high
 
 
 def reduced_axes(node: ir.Node) -> Array | None:

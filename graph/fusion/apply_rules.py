@@ -79,8 +79,19 @@ def rewrite(
     work = Rewriting(graph, denied=denied, limit=limit, fold_limit=fold_limit)
     work.infer()
     # Of the unfused values: the proof compares with those.
-    types = _element_types(graph.graph)
-    _run(work, rules)
+    types: dict[str, int] = {}
+    for value in graph_values(graph.graph):
+        if value.name and value.dtype and isinstance(value.type, ir.TensorType):
+            types[value.name] = value.dtype.value
+    for _ in range(MAX_ROUNDS):
+        before = len(work.firings)
+        # Only the declines of the last round are reported: an earlier one may have fired since.
+        work.declines.clear()
+        work.infer()
+        for rule in rules:
+            rule.run(work)
+        if len(work.firings) == before:
+            break
     firings = work.record()
     work.finish()
     light = from_ir(graph)
@@ -93,28 +104,6 @@ def rewrite(
         declines=tuple(work.declines.values()),
         notes=tuple(notes),
     )
-
-
-def _run(work: Rewriting, rules: Sequence[Rule]) -> None:
-    """Applies the rules in order, again and again, until a whole round fires nothing."""
-    for _ in range(MAX_ROUNDS):
-        before = len(work.firings)
-        # Only the declines of the last round are reported: an earlier one may have fired since.
-        work.declines.clear()
-        work.infer()
-        for rule in rules:
-            rule.run(work)
-        if len(work.firings) == before:
-            return
-
-
-def _element_types(graph: ir.Graph) -> dict[str, int]:
-    """Element types by value name, as onnx numbers them; sequences and optionals have none."""
-    types: dict[str, int] = {}
-    for value in graph_values(graph):
-        if value.name and value.dtype and isinstance(value.type, ir.TensorType):
-            types[value.name] = value.dtype.value
-    return types
 
 
 def _keep_declarations(original: onnx.GraphProto, rewritten: onnx.GraphProto) -> None:

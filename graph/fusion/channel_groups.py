@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from layerline.graph.analysis.ir_queries import Array, constant, dim, optional_input, rank, reduced_axes
+from layerline.graph.analysis.ir_queries import Array, constant, dim, optional_input, rank, reduced_axes, scalar
 from layerline.graph.fusion import affine_ops
 from layerline.graph.fusion.firing import Declined
 
@@ -175,7 +175,7 @@ def _keeps_channels(group: Group, node: ir.Node, place: Place) -> bool:
         return True
     # One slope per channel would have to be cut with them.
     if op in ("Clip", "PRelu"):
-        if not all(_is_single_number(value) for value in node.inputs[1:] if value):
+        if any(value is not None and scalar(value) is None for value in node.inputs[1:]):
             raise Declined(f"{label} takes more than single numbers")
         return True
     axis, spread = place
@@ -190,19 +190,11 @@ def _keeps_channels(group: Group, node: ir.Node, place: Place) -> bool:
         if any(constant(parameter) is None for parameter in node.inputs[1:5]):
             raise Declined(f"a parameter of {label} is computed")
         return True
-    return op == "Conv" and _is_depthwise(node, group.channels)
-
-
-def _is_depthwise(node: ir.Node, channels: int) -> bool:
-    weight = constant(node.inputs[1])
-    if weight is None or node.attributes.get_int("group", 1) != channels:
+    # Depthwise: each channel has a kernel of its own.
+    weight = constant(optional_input(node, 1))
+    if op != "Conv" or weight is None or node.attributes.get_int("group", 1) != group.channels:
         return False
-    return weight.shape[:2] == (channels, 1) and _has_constant_bias(node)
-
-
-def _is_single_number(value: ir.Value) -> bool:
-    array = constant(value)
-    return array is not None and array.size == 1
+    return weight.shape[:2] == (group.channels, 1) and _has_constant_bias(node)
 
 
 def _binary(group: Group, node: ir.Node, value: ir.Value) -> list[tuple[ir.Value, Place]]:
@@ -284,16 +276,13 @@ def constants(group: Group, order: list[ir.Node]) -> dict[ir.Value, Array]:
     held: dict[ir.Value, Array] = {}
     for node in order:
         if node in group.producers:
-            held[node.outputs[0]] = _of_producer(group.producers[node])
+            linear = group.producers[node]
+            # A channel without weights gives its bias, whatever the layer is fed.
+            is_zero = ~affine_ops.rows(node, linear.weight).any(axis=1)
+            held[node.outputs[0]] = np.where(is_zero, linear.bias.astype(np.float64), np.nan)
         elif node in group.between:
             held[node.outputs[0]] = _of_node(group, node, held)
     return held
-
-
-def _of_producer(linear: affine_ops.Linear) -> Array:
-    # A channel without weights gives its bias, whatever the layer is fed.
-    is_zero = ~affine_ops.rows(linear.node, linear.weight).any(axis=1)
-    return np.where(is_zero, linear.bias.astype(np.float64), np.nan)
 
 
 def _of_node(group: Group, node: ir.Node, held: Mapping[ir.Value, Array]) -> Array:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import name_of, optional_input, parent, rank, reduced_axes, scalar
+from layerline.graph.analysis.ir_queries import clip_bounds, name_of, parent, rank, reduced_axes, scalar
 from layerline.graph.analysis.value_ranges import Ranges
 from layerline.graph.fusion.factors import Product, close, plus, product
 from layerline.graph.fusion.firing import Declined
@@ -137,14 +136,8 @@ def _unclipped(value: ir.Value) -> ir.Value | None:
     clip = parent(value, "Clip")
     if clip is None:
         return None
-    low = scalar(optional_input(clip, 1))
-    high = scalar(optional_input(clip, 2))
-    if len(clip.inputs) == 1:
-        # Up to opset 10 the bounds are attributes.
-        low = clip.attributes.get_float("min")
-        high = clip.attributes.get_float("max")
     # relu6(x + 3), as MobileNetV3 writes it (Howard et al., arXiv:1905.02244).
-    if (low, high) != (0.0, 6.0):
+    if clip_bounds(clip) != (0.0, 6.0):
         return None
     return plus(clip.inputs[0], 3.0)
 
@@ -191,36 +184,20 @@ def guard(work: Rewriting) -> None:
         for node in graph:
             if node.op_type != "Where" or node.domain != "":
                 continue
-            softmax = _guarded(node)
-            if softmax is None:
+            test = parent(node.inputs[0], "IsNaN")
+            softmax = parent(node.inputs[2], "Softmax")
+            if test is None or softmax is None or test.inputs[0] is not node.inputs[2] or scalar(node.inputs[1]) != 0.0:
                 continue
             # Worked out at the first guard only: most graphs have none.
             if ranges is None:
                 ranges = Ranges(graph, finite=True)
-            work.attempt("softmax-nan-guard", node, partial(_unguarded, scores=softmax.inputs[0], ranges=ranges))
-
-
-def _guarded(node: ir.Node) -> ir.Node | None:
-    """The Softmax, where the node replaces its NaN by 0."""
-    test = parent(node.inputs[0], "IsNaN")
-    softmax = parent(node.inputs[2], "Softmax")
-    if test is None or softmax is None or test.inputs[0] is not node.inputs[2] or scalar(node.inputs[1]) != 0.0:
-        return None
-    return softmax
-
-
-def _unguarded(
-    node: ir.Node,
-    tape: Tape,  # noqa: ARG001
-    work: Rewriting,  # noqa: ARG001
-    *,
-    scores: ir.Value | None,
-    ranges: Ranges,
-) -> ir.Value | None:
-    if not math.isfinite(ranges.magnitude(scores)):
-        name = name_of(scores) or ""
-        raise Declined(f"scores {name} of {node.outputs[0].name} may be NaN or infinite: {_cause(scores, ranges)}")
-    return node.inputs[2]
+            scores = softmax.inputs[0]
+            if math.isfinite(ranges.magnitude(scores)):
+                work.attempt(GUARD.name, node, lambda node, tape, work: node.inputs[2])  # noqa: ARG005
+            else:
+                out = node.outputs[0]
+                what = f"scores {name_of(scores) or ''} of {out.name} may be NaN or infinite: {_cause(scores, ranges)}"
+                work.decline(GUARD.name, out, what)
 
 
 def _cause(value: ir.Value | None, ranges: Ranges) -> str:

@@ -7,6 +7,7 @@ Connected layers are found by following each channel from the weights that make 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def _attempt(node: ir.Node, work: Rewriting) -> bool:
         first = next(n for n in order if n in group.consumers)
         if not work.permits(NAME, first.outputs[0]):
             return False
-        return _Cut(group, held, gone).carry_out(order, work)
+        return _Cut(group, held, ~gone).carry_out(order, work)
     except Declined as declined:
         work.decline(NAME, node.outputs[0], str(declined))
         return False
@@ -66,22 +67,21 @@ def _has_empty_channel(node: ir.Node) -> bool:
     return bool(value.meta[key])
 
 
+@dataclass
 class _Cut:
     """Copies of a group's nodes without the channels that go.
 
-    Args:
+    Attributes:
         group: the connected values.
         held: what their channels hold.
-        gone: True for each channel that goes.
+        kept: True for each channel that stays.
     """
 
-    def __init__(self, group: Group, held: dict[ir.Value, Array], gone: Array) -> None:
-        self.group = group
-        self.held = held
-        self.gone = gone
-        self.kept = ~gone
-        self.tape = Tape()
-        self.new: dict[ir.Value, ir.Value] = {}
+    group: Group
+    held: dict[ir.Value, Array]
+    kept: Array
+    tape: Tape = field(default_factory=Tape)
+    new: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
     def carry_out(self, order: list[ir.Node], work: Rewriting) -> bool:
         pairs: list[tuple[ir.Value, ir.Value]] = []
@@ -138,7 +138,7 @@ class _Cut:
 
     def _absorbed(self, node: ir.Node, weight: Array, bias: Array | None, data: ir.Value, axis: int) -> Array | None:
         """The bias with what the channels that go add to each output."""
-        numbers = np.where(self.gone, np.nan_to_num(self.held[data]), 0.0)
+        numbers = np.where(self.kept, 0.0, np.nan_to_num(self.held[data]))
         if not numbers.any():
             return bias
         if node.op_type == "Gemm":
@@ -174,21 +174,16 @@ class _Cut:
                 inputs.append(self._stored(value, shape))
             elif node.op_type == "Conv" or (node.op_type == "BatchNormalization" and index):
                 inputs.append(self._stored(value, np.compress(self.kept, stored, axis=0)))
-            elif node.op_type in ("Add", "Sub", "Mul") and stored.size > 1:
-                inputs.append(self._sliced(value, stored, out))
             else:
+                # Constants broadcast from the last axis on, and may have fewer of them.
+                axis = self.group.places[out][0] - ((rank(out) or 0) - stored.ndim)
+                if node.op_type in ("Add", "Sub", "Mul") and axis >= 0 and stored.shape[axis] != 1:
+                    value = self._stored(value, np.compress(self._elements(out, self.kept), stored, axis=axis))
                 inputs.append(value)
         attributes: dict[str, Any] = dict(node.attributes)
         if node.op_type == "Conv" and "group" in attributes:
             attributes["group"] = int(self.kept.sum())
         return self._copy(node, inputs, attributes, node.op_type)
-
-    def _sliced(self, value: ir.Value, stored: Array, out: ir.Value) -> ir.Value:
-        # Constants broadcast from the last axis on, and may have fewer of them.
-        axis = self.group.places[out][0] - ((rank(out) or 0) - stored.ndim)
-        if axis < 0 or stored.shape[axis] == 1:
-            return value
-        return self._stored(value, np.compress(self._elements(out, self.kept), stored, axis=axis))
 
     def _stored(self, like: ir.Value | None, array: Array, suffix: str = "") -> ir.Value:
         return self.tape.initializer(ir.tensor(np.ascontiguousarray(array)), f"{_name(like)}{suffix}")

@@ -27,7 +27,7 @@ def initializers(work: Rewriting) -> None:
                 alike.setdefault(_look(value), []).append(value)
         for value in list(graph.initializers.values()):
             group = alike.setdefault(_look(value), [])
-            first = _equal_tensor(value, group)
+            first = next((other for other in group if _digest(other) == _digest(value)), None)
             if first is None:
                 group.append(value)
             elif value.is_graph_output():
@@ -36,27 +36,12 @@ def initializers(work: Rewriting) -> None:
                 work.merge(INITIALIZERS.name, value, first)
 
 
-def _equal_tensor(value: ir.Value, group: list[ir.Value]) -> ir.Value | None:
-    for other in group:
-        if _digest(other) == _digest(value):
-            return other
-    return None
-
-
 def _look(value: ir.Value) -> Hashable:
     """What equal tensors share and few others do; nothing large is read for it."""
     tensor = value.const_value
     if tensor is None or tensor.dtype == ir.DataType.STRING:
         return id(value)
-    return _once(value, "look", lambda: (tensor.dtype, tuple(tensor.shape.numpy()), _head(tensor)))
-
-
-def _head(tensor: ir.TensorProtocol) -> bytes:
-    array = tensor.numpy()
-    if array.flags.c_contiguous:
-        return array.ravel()[:16].tobytes()
-    # ravel() would copy all of it as well.
-    return array.tobytes()[:64]
+    return _once(value, "look", lambda: (tensor.dtype, tuple(tensor.shape.numpy()), tensor.numpy().flat[:16].tobytes()))
 
 
 def _digest(value: ir.Value) -> Hashable:
@@ -82,8 +67,14 @@ def nodes(work: Rewriting) -> None:
                 continue
             # In order of the graph, so that the earlier one is computed before all readers of the later one.
             first = first_by_meaning.setdefault(_meaning(node), node)
-            if first is not node:
-                _merge(work, node, first)
+            if first is node:
+                continue
+            for old, new in zip(node.outputs, first.outputs, strict=True):
+                if old.uses() or old.is_graph_output():
+                    try:
+                        work.fire(NODES.name, old, new, Tape())
+                    except Declined as declined:
+                        work.decline(NODES.name, old, str(declined))
 
 
 def _meaning(node: ir.Node) -> Hashable:
@@ -108,15 +99,6 @@ def _content(tensor: ir.TensorProtocol) -> object:
     if tensor.dtype == ir.DataType.STRING:
         return tensor.numpy().tolist()
     return tensor.tobytes()
-
-
-def _merge(work: Rewriting, node: ir.Node, first: ir.Node) -> None:
-    for old, new in zip(node.outputs, first.outputs, strict=True):
-        if old.uses() or old.is_graph_output():
-            try:
-                work.fire(NODES.name, old, new, Tape())
-            except Declined as declined:
-                work.decline(NODES.name, old, str(declined))
 
 
 INITIALIZERS = Rule("duplicate-initializers", "stored tensors of equal bytes, kept once", initializers)

@@ -38,35 +38,30 @@ def _wave(graph: ir.Graph, work: Rewriting) -> bool:
         # A denied value must not come back through another output of its node.
         if not _is_constant(node, chosen) or not all(work.permits(RULE.name, output) for output in node.outputs):
             continue
-        reason = _first_refusal(node, chosen, work)
+        refusals = [_refusal(node, output, chosen, work) for output in node.outputs]
+        reason = next(filter(None, refusals), None)
         if reason is None:
             chosen[node] = None
         else:
             work.decline(RULE.name, node.outputs[0], reason)
-    # What only other chosen nodes read is computed on the way and need not be stored.
     outputs = [output for node in chosen for output in node.outputs]
-    read_outside = [output for output in outputs if _is_read_outside(output, chosen)]
+    # What only other chosen nodes read is computed on the way and need not be stored.
+    read_outside = [o for o in outputs if o.is_graph_output() or any(use.node not in chosen for use in o.uses())]
     stored = _afforded(read_outside, list(chosen), work)
     if not stored:
         return False
     arrays = _evaluate(list(chosen), stored, work)
     folded = False
     for value in stored:
-        if value.name in arrays and _replace(value, arrays[value.name], work):
+        if value.name not in arrays:
+            continue
+        array = arrays[value.name]
+        # The runtime hands 8-bit floats and the like over as plain integers.
+        if value.dtype is None or array.dtype != value.dtype.numpy():
+            work.decline(RULE.name, value, f"{value.name} of type {value.dtype} doesn't come back from onnxruntime")
+        elif work.fold(RULE.name, value, ir.tensor(array)):
             folded = True
     return folded
-
-
-def _is_read_outside(value: ir.Value, chosen: dict[ir.Node, None]) -> bool:
-    return value.is_graph_output() or any(use.node not in chosen for use in value.uses())
-
-
-def _first_refusal(node: ir.Node, chosen: dict[ir.Node, None], work: Rewriting) -> str | None:
-    for output in node.outputs:
-        reason = _refusal(node, output, chosen, work)
-        if reason:
-            return reason
-    return None
 
 
 def _afforded(values: list[ir.Value], chosen: list[ir.Node], work: Rewriting) -> list[ir.Value]:
@@ -76,8 +71,8 @@ def _afforded(values: list[ir.Value], chosen: list[ir.Node], work: Rewriting) ->
     for value in values:
         gone: set[ir.Value] = set()
         for node in _needed(value, chosen):
-            for read in _stored_inputs(node):
-                if all(use.node in chosen for use in read.uses()):
+            for read in node.inputs:
+                if read is not None and read.const_value is not None and all(u.node in chosen for u in read.uses()):
                     gone.add(read)
         # Two values may free the same tensor; it counts once.
         gone -= freed
@@ -94,18 +89,6 @@ def _afforded(values: list[ir.Value], chosen: list[ir.Node], work: Rewriting) ->
         freed |= gone
         afforded.append(value)
     return afforded
-
-
-def _stored_inputs(node: ir.Node) -> list[ir.Value]:
-    return [value for value in node.inputs if value is not None and value.const_value is not None]
-
-
-def _replace(value: ir.Value, array: Array, work: Rewriting) -> bool:
-    # The runtime hands 8-bit floats and the like over as plain integers.
-    if value.dtype is None or array.dtype != value.dtype.numpy():
-        work.decline(RULE.name, value, f"{value.name} of type {value.dtype} doesn't come back from onnxruntime")
-        return False
-    return work.fold(RULE.name, value, ir.tensor(array))
 
 
 def _is_constant(node: ir.Node, chosen: dict[ir.Node, None]) -> bool:

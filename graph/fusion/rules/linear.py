@@ -36,7 +36,11 @@ def affine(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # no
         is_single = amount.size == 1 and amount.ndim <= min(rank(value) or 0, 1)
         moves: list[ir.Node] = []
         if is_single and node.op_type in ("Mul", "Div"):
-            moves = _moves(value)
+            # The nodes before this one, last first, that only move elements about.
+            move = parent(value, *MOVES)
+            while move is not None and move.inputs[0] is not None:
+                moves.append(move)
+                move = parent(move.inputs[0], *MOVES)
         # The values between the linear op and this node, last first, each with its reader.
         path: list[tuple[ir.Value | None, ir.Node]] = [(value, node)]
         path += [(move.inputs[0], move) for move in moves]
@@ -55,16 +59,6 @@ def affine(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # no
             out = tape.op(move.op_type, [out, *move.inputs[1:]], move.attributes)
         return out
     return None
-
-
-def _moves(value: ir.Value) -> list[ir.Node]:
-    """The nodes before `value`, last first, that only move elements about."""
-    moves: list[ir.Node] = []
-    node = parent(value, *MOVES)
-    while node is not None and node.inputs[0] is not None:
-        moves.append(node)
-        node = parent(node.inputs[0], *MOVES)
-    return moves
 
 
 def _affine(op: str, side: int, amount: Array) -> tuple[Array, Array]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from layerline.graph.analysis.ir_queries import constant, optional_input, parent, rank, scalar
+from layerline.graph.analysis.ir_queries import clip_bounds, constant, optional_input, parent, rank, scalar
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on, sole
@@ -53,7 +53,11 @@ def pool(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     if len(node.outputs) > 1 and node.outputs[1].name:
         raise Declined(f"{where} gives indices into the padded tensor")
     if node.op_type == "MaxPool":
-        _refuse_fill(node, pad, where)
+        # A dilated window may lie on padding alone.
+        is_dilated = any(dilation != 1 for dilation in node.attributes.get_ints("dilations", ()) or ())
+        changes = pad.value != 0 or is_dilated or not _at_least_zero(pad.x)
+        if pad.value != -math.inf and changes:
+            raise Declined(f"Pad {pad.name} fills with {pad.value}, {where} with -inf, and {pad.x.name} may be below")
         return _merged(node, pad, tape, {})
     # count_include_pad came with opset 7.
     if pad.value != 0 or work.opset < 7:
@@ -62,15 +66,6 @@ def pool(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     if pads_itself and not node.attributes.get_int("count_include_pad", 0):
         raise Declined(f"{where} has padding of its own that it doesn't count")
     return _merged(node, pad, tape, {"count_include_pad": 1})
-
-
-def _refuse_fill(node: ir.Node, pad: _Pad, where: str) -> None:
-    if pad.value == -math.inf:
-        return
-    # A dilated window may lie on padding alone.
-    is_dilated = any(dilation != 1 for dilation in node.attributes.get_ints("dilations", ()) or ())
-    if pad.value != 0 or is_dilated or not _at_least_zero(pad.x):
-        raise Declined(f"Pad {pad.name} fills with {pad.value}, {where} with -inf, and {pad.x.name} may be below")
 
 
 def _at_least_zero(value: ir.Value | None, depth: int = 6) -> bool:
@@ -83,26 +78,13 @@ def _at_least_zero(value: ir.Value | None, depth: int = 6) -> bool:
     if node.op_type in _AT_LEAST_ZERO:
         return True
     if node.op_type == "Clip":
-        return all(end is not None and end >= 0 for end in _ends(node))
+        return all(end is not None and end >= 0 for end in clip_bounds(node))
     if node.op_type not in _KEEPS_SIGN:
         return False
     tensors = node.inputs[:1]
     if node.op_type == "Concat":
         tensors = node.inputs
     return all(_at_least_zero(tensor, depth - 1) for tensor in tensors)
-
-
-def _ends(clip: ir.Node) -> tuple[float | None, float | None]:
-    """Both bounds of a Clip: the upper one wins where it is below the lower one; None for one that is computed."""
-    if len(clip.inputs) == 1:
-        return clip.attributes.get_float("min", -math.inf), clip.attributes.get_float("max", math.inf)
-    low: float | None = -math.inf
-    high: float | None = math.inf
-    if optional_input(clip, 1) is not None:
-        low = scalar(clip.inputs[1])
-    if optional_input(clip, 2) is not None:
-        high = scalar(clip.inputs[2])
-    return low, high
 
 
 def _before(node: ir.Node, opset: int) -> _Pad | None:
