@@ -486,6 +486,9 @@ def why(
     try_it: Annotated[
         bool, typer.Option("--try", help="Make the advised change on the side and show before and after.")
     ] = False,
+    repro: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the smallest model that shows the likeliest cause.")
+    ] = None,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
@@ -495,21 +498,31 @@ def why(
     the advised --set; pipe.yaml stays as it is.
     """
     from layerline.pipeline import why as reasons
+    from layerline.pipeline.debug import refuse_used
     from layerline.views import json_output, screen, terminal
 
     project = _load(folder.resolve(), sets)
     project.require_task()
+    if repro is not None:
+        repro = repro.resolve()  # the hooks run in another folder
+        refuse_used(repro)
     live = terminal.listener(project.stages, silent=as_json)
     with _at_work(project, as_json=as_json), contextlib.closing(live):
-        report, causes = reasons.explain(project, live, run_id)
-        trial = reasons.attempt(project, causes, live, run_id) if try_it else None
+        explained = reasons.explain(project, live, run_id)
+        trial = reasons.attempt(project, explained.causes, live, run_id) if try_it else None
+        shown = None if repro is None else reasons.reproduce(project, explained, live, repro)
+    report = explained.report
     if as_json:
         document: dict[str, Any] = {"report": json_output.plain(report)}
+        if shown is not None:
+            document["repro"] = {"value": shown.name, "folder": str(repro)}
         if trial is not None:
             document["try"] = {"setting": trial.setting, "report": json_output.plain(trial.report)}
         print_json(document)
         return
     terminal.why(screen.console(), report, reasons.TABLES)
+    if shown is not None:
+        say(f"wrote {repro}: the smallest model that shows it, in {shown.name}; repro.py runs it")
     if trial is not None:
         say(f"with --set {shlex.quote(trial.setting)}:")
         terminal.why(screen.console(), trial.report, reasons.TABLES[:1])

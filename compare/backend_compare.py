@@ -5,7 +5,7 @@ TensorRT engines were not run on a device yet; the tests run them on stand-ins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -196,8 +196,9 @@ def compare_on(
     random, module_paths = drawn(graph), modules(graph)
     rows: list[LayerDiff] = []
     # An output that no node computes, an input that is passed on, comes last.
+    sides = _sides_of_qdq(graph.graph, distances)
     for name in dict.fromkeys([*ops, *distances]):
-        if name not in distances:
+        if name not in distances or name in sides:
             continue
         dtype, shape = types[name]
         op, module = ops.get(name, "Input"), module_paths.get(name, "")
@@ -207,6 +208,19 @@ def compare_on(
         else:
             rows.append(replace(row, **distances[name].measures(), extra=distances[name].flags))
     return tuple(rows), notes + _outside(whole)
+
+
+def _sides_of_qdq(graph: onnx.GraphProto, measured: Collection[str]) -> set[str]:
+    """Values that say again what the row of a quantised value says: its integers, and what they stand for."""
+    outputs = {output.name for output in graph.output}
+    sources = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
+    covered = {*measured, *(tensor.name for tensor in graph.initializer)}
+    sides = set(sources)
+    for node in graph.node:
+        # A row of the float value, or a stored weight.
+        if node.op_type == "DequantizeLinear" and sources.get(node.input[0], node.input[0]) in covered:
+            sides.add(node.output[0])
+    return sides - outputs
 
 
 def measure(model: Path, session: BackendSession, feeds: Sequence[Feed]) -> Measured:

@@ -14,7 +14,7 @@ from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.compare_models import pair_values
-from layerline.compare.tensor_distance import diff_arrays
+from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.value_types import Shape, infer
 from layerline.graph.analysis.toposort import reads
 from layerline.graph.io import onnx_files
@@ -23,7 +23,8 @@ from layerline.pipeline.report import LayerDiff
 INPUTS, EXPECTED, SCRIPT = "inputs.npz", "expected.npy", "repro.py"
 _SCRIPT = '''"""{title}
 
-model.onnx computes this value alone, from inputs.npz; expected.npy is what it should be. Needs onnxruntime and numpy.
+model.onnx computes this value alone, from inputs.npz; expected.npy is what it should be, if it is not
+only to be finite. Needs onnxruntime and numpy.
 """
 
 from pathlib import Path
@@ -36,6 +37,9 @@ options = ort.SessionOptions()
 options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
 session = ort.InferenceSession(str(here / "model.onnx"), options, providers=["CPUExecutionProvider"])
 seen = np.asarray(session.run(None, dict(np.load(here / "inputs.npz")))[0], np.float64)
+print(f"{{np.count_nonzero(~np.isfinite(seen))}} of {{seen.size}} elements are NaN or Inf")
+if not (here / "expected.npy").exists():
+    raise SystemExit
 expected = np.load(here / "expected.npy").astype(np.float64)
 error = np.where((seen == expected) | (np.isnan(seen) & np.isnan(expected)), 0.0, np.abs(seen - expected))
 worst = np.unravel_index(np.argmax(np.nan_to_num(error, nan=np.inf)), error.shape)
@@ -93,13 +97,17 @@ def _runs(
     return runs
 
 
-def show(cut: Light, runs: Sequence[tuple[Feed, Array]], folder: Path, bad: LayerDiff) -> float:
-    """Writes the model, and inputs and expected value of the run with the greatest error, which is returned."""
+def show(cut: Light, runs: Sequence[tuple[Feed, Array | None]], folder: Path, bad: LayerDiff) -> float:
+    """Writes the model, and inputs and expected value of the run with the greatest error, which is returned.
+
+    Args:
+        runs: inputs and the value that they should give; None where it should only be finite.
+    """
     session = OnnxRuntime(few_runs=True).open(cut)
     greatest = -1.0
     for inputs, expected in runs:
         [seen] = session.run(inputs).values()
-        distance = diff_arrays(expected, seen)
+        distance = Distance() if expected is None else diff_arrays(expected, seen)
         error = distance.rel_l2 + distance.one_sided
         if error > greatest:
             greatest, worst, right = error, inputs, expected
@@ -110,7 +118,8 @@ def show(cut: Light, runs: Sequence[tuple[Feed, Array]], folder: Path, bad: Laye
         for name, array in worst.items():
             with file.open(f"{name}.npy", "w") as entry:
                 np.lib.format.write_array(entry, np.asarray(array))
-    np.save(folder / EXPECTED, right)
+    if right is not None:
+        np.save(folder / EXPECTED, right)
     title = f"{bad.name!r} ({bad.op}) of {bad.where!r}".replace('"', "'").replace("\\", "/")
     (folder / SCRIPT).write_text(_SCRIPT.format(title=title), "utf-8")
     return greatest

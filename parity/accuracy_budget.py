@@ -19,13 +19,13 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.parity import evaluate
-from layerline.parity.evaluate import Batch, Predictions
+from layerline.parity.evaluate import Batch, Predictions, own_metric
 from layerline.parity.paired_metric import Interval, intervals
 from layerline.parity.slice_metrics import by_slice, flipped
 from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import leaves
-from layerline.pipeline.inputs.metric import Metric, accuracy, score
+from layerline.pipeline.inputs.metric import Metric, accuracy, scores
 from layerline.pipeline.report import EFFECT, OWN, Gate, LayerDiff, Scalar
 
 Scores = Mapping[str, float]
@@ -74,8 +74,8 @@ class Evaluation:
         self._data = data
         self._float: Predictions | None = None
         self._samples = b""
-        self._has_metric = data.task.has("metric")
-        self.metric: Metric = data.task.get("metric") if self._has_metric else accuracy
+        self._own_metric = own_metric(data.task)
+        self.metric: Metric = self._own_metric or accuracy
         self._last: tuple[Light, Measured] | None = None
         self._held: tuple[Light, Measured] | None = None
 
@@ -91,15 +91,10 @@ class Evaluation:
         predictions = self._predict(converted)
         if predictions is None:
             return None
-        try:
-            before = score(self.metric, predictions.outputs["float"], predictions.targets)
-            after = score(self.metric, predictions.outputs["result"], predictions.targets)
-        except TaskError as error:
-            if self._has_metric:
-                raise
-            # The default metric fits classifiers alone. Other models lose nothing by its failure.
-            self.why = f"the task has no metric(), and {error.what}"
+        by_model, self.why = scores(self._own_metric, predictions.outputs, predictions.targets)
+        if self.why:
             return None
+        before, after = by_model["float"], by_model["result"]
         if before.keys() != after.keys():
             differing = ", ".join(sorted(before.keys() ^ after.keys()))
             raise TaskError(

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from layerline.backends.base import Array, Session
-from layerline.pipeline.inputs.metric import joined
+from layerline.pipeline.inputs.metric import Metric, joined
+from layerline.pipeline.task import Task
+
+BATCH = 16
+"""Samples a run, where eval_data() does not come in batches."""
+
+
+def own_metric(task: Task) -> Metric | None:
+    """The task's metric(); None where it has none."""
+    return task.get("metric") if task.has("metric") else None
 
 
 class Batch(Protocol):
@@ -37,8 +46,15 @@ class Predictions:
     slices: Array | None = None
 
 
-def predict(sessions: Mapping[str, Session], batches: Iterable[Batch]) -> Predictions:
+def predict(
+    sessions: Mapping[str, Session],
+    batches: Iterable[Batch],
+    watch: Callable[[Batch, Mapping[str, Sequence[Array]]], None] | None = None,
+) -> Predictions:
     """Runs every session on every batch.
+
+    Args:
+        watch: called with each batch and the outputs of every session for it.
 
     Raises:
         TaskError: outputs or targets that cannot be joined.
@@ -54,6 +70,8 @@ def predict(sessions: Mapping[str, Session], batches: Iterable[Batch]) -> Predic
         for name, session in sessions.items():
             results = session.run(batch.feed)
             outputs[name].append([batch.real(results[output]) for output in session.outputs])
+        if watch is not None:
+            watch(batch, {name: by_batch[-1] for name, by_batch in outputs.items()})
     all_outputs = {name: _joined_outputs(by_batch) for name, by_batch in outputs.items()}
     all_targets = joined(targets, "targets") if targets else None
     all_slices = joined(slices, "slices") if slices else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from layerline.backends.base import Feed
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.io import module_identity, onnx_files
 from layerline.parity.evaluate import Batch
@@ -40,36 +41,49 @@ class NonFinite:
         return f"the outputs of {self.count} of {self.samples} samples have NaN or Inf"
 
 
-def by_stage(outputs: Mapping[str, Any], folders: Mapping[str, Path], batches: Iterable[Batch]) -> dict[str, NonFinite]:
-    """The stages that make outputs NaN or Inf which were finite in the stage before.
+class Watch:
+    """Looks at the outputs of all stages batch by batch, for NaN and Inf that the stage before does not have.
 
     Inf of the first stage is no fault: a model may mask its outputs with it.
 
     Args:
-        outputs: of each stage, in order, for all samples.
-        folders: the artifact of each stage.
-        batches: the same samples once more.
+        folders: the artifact of each stage, in order.
     """
-    result: dict[str, NonFinite] = {}
-    before: Mask | None = None
-    for stage, arrays in outputs.items():
-        nan = _samples_with(np.isnan, arrays)
-        bad = nan | _samples_with(np.isinf, arrays)
-        if before is None:
+
+    def __init__(self, folders: Mapping[str, Path]) -> None:
+        self.feeds: dict[str, Feed] = {}
+        """By stage, the first batch on which it makes an output NaN or Inf."""
+        self._folders = folders
+        self._counts: dict[str, int] = {}
+        self._samples = 0
+
+    def __call__(self, batch: Batch, outputs: Mapping[str, Any]) -> None:
+        """Takes the outputs of every stage, in order, for one batch."""
+        before: Mask | None = None
+        for stage, arrays in outputs.items():
+            nan = _samples_with(np.isnan, arrays)
+            bad = nan | _samples_with(np.isinf, arrays)
             new = nan
-        elif len(before) == len(bad):
-            new = bad & ~before
-        else:
-            new = np.zeros_like(bad)
-        before = bad
-        if not new.any():
-            continue
-        path = _model_from(stage, folders)
-        value, module = "", ""
-        if path is not None:
-            value, module = _first_value(path, batches, int(np.flatnonzero(new)[0]))
-        result[stage] = NonFinite(count=int(new.sum()), samples=len(new), value=value, module=module)
-    return result
+            if before is not None:
+                new = bad & ~before if len(before) == len(bad) else np.zeros_like(bad)
+            before = bad
+            if new.any():
+                self._counts[stage] = self._counts.get(stage, 0) + int(new.sum())
+                self.feeds.setdefault(stage, batch.feed)
+        self._samples += 0 if before is None else len(before)
+
+    def by_stage(self) -> dict[str, NonFinite]:
+        """What each stage did, in the order of the stages."""
+        result: dict[str, NonFinite] = {}
+        for stage in self._folders:
+            if stage not in self._counts:
+                continue
+            path = _model_from(stage, self._folders)
+            value, module = "", ""
+            if path is not None:
+                value, module = _first_value(path, self.feeds[stage])
+            result[stage] = NonFinite(count=self._counts[stage], samples=self._samples, value=value, module=module)
+        return result
 
 
 def _samples_with(test: Any, arrays: Any) -> Mask:
@@ -92,24 +106,18 @@ def _model_from(stage: str, folders: Mapping[str, Path]) -> Path | None:
     return None
 
 
-def _first_value(path: Path, batches: Iterable[Batch], index: int) -> tuple[str, str]:
-    """Name and module of the first value that is NaN or Inf on the batch with this sample; empty if none is."""
+def _first_value(path: Path, feed: Feed) -> tuple[str, str]:
+    """Name and module of the first value that is NaN or Inf on a feed; empty if none is."""
     model = onnx_files.load(path)
     names = _inner_values(model)
-    start = 0
-    for batch in batches:
-        rows = len(next(leaves(batch.target)))
-        if index < start + rows:
-            try:
-                values = OnnxRuntime().open(path, names).run(batch.feed)
-            except PipeError:  # a value that can't be an output, such as a sequence
-                return "", ""
-            for name in names:
-                array = values[name]
-                if np.issubdtype(array.dtype, np.inexact) and not np.isfinite(array).all():
-                    return name, module_identity.modules(model).get(name, "")
-            break
-        start += rows
+    try:
+        values = OnnxRuntime().open(path, names).run(feed)
+    except PipeError:  # a value that can't be an output, such as a sequence
+        return "", ""
+    for name in names:
+        array = values[name]
+        if np.issubdtype(array.dtype, np.inexact) and not np.isfinite(array).all():
+            return name, module_identity.modules(model).get(name, "")
     return "", ""
 
 

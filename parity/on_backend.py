@@ -15,13 +15,9 @@ from layerline.export.signature import Signature
 from layerline.graph.io import onnx_files
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.parity import evaluate
-from layerline.pipeline.errors import TaskError
-from layerline.pipeline.inputs.metric import accuracy, score
+from layerline.pipeline.inputs.metric import scores
 from layerline.pipeline.report import Report, Scalar
 from layerline.pipeline.stage import Work
-
-BATCH = 16
-"""Samples a run, where eval_data() does not come in batches."""
 
 
 def compare(stage: str, name: str, work: Work) -> Report:
@@ -39,15 +35,15 @@ def compare(stage: str, name: str, work: Work) -> Report:
     work.log.say(f"opening {stage}'s model with {name}")
     session = BackendSession(backend, path)
     records, notes = compare_on(backend, path, session, probe_files.load(folder))
-    data = CalibrationData(work, signature.inputs, hooks=(), samples=1, batch_size=BATCH)
+    data = CalibrationData(work, signature.inputs, hooks=(), samples=1, batch_size=evaluate.BATCH)
     sessions: dict[str, Session] = {"reference": OnnxRuntime().open(path), "candidate": session}
-    scores, why = _scores(sessions, data)
+    by_session, why = _scores(sessions, data)
     metrics: dict[str, Scalar] = {}
     if why:
         notes.append(f"no metric was measured: {why}")
-    for metric, figure in scores.get("candidate", {}).items():
+    for metric, figure in by_session.get("candidate", {}).items():
         metrics[metric] = figure
-        metrics[f"{metric}_reference"] = scores["reference"][metric]
+        metrics[f"{metric}_reference"] = by_session["reference"][metric]
     return Report(
         stage=stage,
         reference="onnx on onnxruntime (as written)",
@@ -69,7 +65,7 @@ def _backend(name: str, signature: Signature) -> Backend:
     return backend
 
 
-def _scores(sessions: Mapping[str, Session], data: CalibrationData) -> tuple[dict[str, Mapping[str, float]], str]:
+def _scores(sessions: Mapping[str, Session], data: CalibrationData) -> tuple[dict[str, dict[str, float]], str]:
     """The task's metrics on eval_data() by name of the session, or the reason why there are none."""
     samples = data.evaluation()
     if samples is None:
@@ -77,11 +73,4 @@ def _scores(sessions: Mapping[str, Session], data: CalibrationData) -> tuple[dic
     predictions = evaluate.predict(sessions, samples)
     if predictions.targets is None:
         return {}, "eval_data() gives no targets"
-    has_metric = data.task.has("metric")
-    metric = data.task.get("metric") if has_metric else accuracy
-    try:
-        return {name: score(metric, predictions.outputs[name], predictions.targets) for name in sessions}, ""
-    except TaskError as error:
-        if has_metric:
-            raise
-        return {}, f"the task has no metric(), and {error.what}"
+    return scores(evaluate.own_metric(data.task), predictions.outputs, predictions.targets)

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
-from layerline.backends.base import Session
+from layerline.backends.base import Feed, Session
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.export.signature import Signature
 from layerline.graph.io import onnx_files
@@ -22,10 +23,9 @@ from layerline.pipeline.inputs.metric import Metric, accuracy, score
 from layerline.pipeline.report import Scalar
 from layerline.pipeline.stage import Work
 
-BATCH = 16
-"""Samples a run, where eval_data() does not come in batches."""
 DEFAULT_DROP = "0.5%"
 """What one stage may lose of a metric where pipe.yaml has no quantize.max_drop."""
+_Batch = TypeVar("_Batch")
 Opener = Callable[[], Session]
 
 
@@ -38,12 +38,14 @@ class Scores:
         losses: by stage, what is beyond the budget: the figures in words.
         nonfinite: by stage, the samples whose outputs it made NaN or Inf.
         notes: what could not be measured, and why.
+        feeds: some batches of eval_data(), those that made outputs NaN or Inf first.
     """
 
     rows: Sequence[Mapping[str, Scalar]]
     losses: Mapping[str, str]
     notes: Sequence[str]
     nonfinite: Mapping[str, NonFinite] = field(default_factory=dict)
+    feeds: Sequence[Feed] = ()
 
 
 def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opener], max_drop: MaxDrop | None) -> Scores:
@@ -55,37 +57,43 @@ def measure(work: Work, folders: Mapping[str, Path], modules: Mapping[str, Opene
         folders: the artifact of each stage, in order.
         modules: by stage, what opens its torch module; other stages leave an ONNX file.
         max_drop: the budget of one stage.
-
-    Raises:
-        TaskError: metric() failed.
     """
     with_signature = [folder for folder in folders.values() if (folder / "signature.json").is_file()]
     if not with_signature:
         return Scores((), {}, ("no metric was measured: no stage has left a model to run yet",))
-    data = CalibrationData(work, Signature.load(with_signature[0]).inputs, hooks=(), samples=1, batch_size=BATCH)
+    inputs = Signature.load(with_signature[0]).inputs
+    data = CalibrationData(work, inputs, hooks=(), samples=1, batch_size=evaluate.BATCH)
     samples = data.evaluation()
     if samples is None:
         return Scores((), {}, ("no metric was measured: the task has no eval_data()",))
     batches = iter(samples)
     first = next(batches)
     sessions, notes = _opened(folders, modules, first)
-    predictions = evaluate.predict(sessions, itertools.chain([first], _counted(batches, work)))
-    if predictions.targets is None:
-        return Scores((), {}, (*notes, "no metric was measured: eval_data() gives no targets"))
-    has_metric = work.task.has("metric")
-    nonfinite = nonfinite_outputs.by_stage(predictions.outputs, folders, samples)
+    watch = nonfinite_outputs.Watch(folders)
+    batches = data.evaluated.through(itertools.chain([first], _counted(batches, work)))
+    predictions = evaluate.predict(sessions, batches, watch)
+    nonfinite = watch.by_stage()
     losses = {stage: outputs.text for stage, outputs in nonfinite.items()}
-    judge = _Judge(work.task.get("metric") if has_metric else accuracy, predictions, max_drop)
-    try:
-        for stage in sessions:
+    feeds = [*watch.feeds.values(), *(batch.feed for batch in data.evaluated.batches())]
+    if predictions.targets is None:
+        notes.append("no metric was measured: eval_data() gives no targets")
+        return Scores((), losses, notes, nonfinite, feeds)
+    metric = evaluate.own_metric(work.task)
+    judge = _Judge(metric or accuracy, predictions, max_drop)
+    for stage in sessions:
+        try:
             judge.add(stage)
-    except TaskError as error:
-        if has_metric:
-            raise
-        notes.append(f"no metric was measured: the task has no metric(), and {error.what}")
-        return Scores((), losses, notes, nonfinite)
-    # The metric may not see it: argmax takes NaN for a class.
-    return Scores(judge.rows, {**losses, **judge.losses}, notes, nonfinite)
+        except TaskError as error:
+            # The other figures stand without the metric.
+            if metric is None:
+                notes.append(f"no metric was measured: the task has no metric(), and {error.what}")
+            else:
+                notes.append(f"no metric was measured from {stage} on: {error.what}")
+                if judge.rows:
+                    losses.setdefault(stage, f"metric() fails on its outputs: {error.what}")
+            break
+    # The metric may not see NaN: argmax takes it for a class.
+    return Scores(judge.rows, {**losses, **judge.losses}, notes, nonfinite, feeds)
 
 
 class _Judge:
@@ -164,7 +172,7 @@ def _opened(
     return sessions, notes
 
 
-def _counted(batches: Iterator[evaluate.Batch], work: Work) -> Iterator[evaluate.Batch]:
+def _counted(batches: Iterator[_Batch], work: Work) -> Iterator[_Batch]:
     for number, batch in enumerate(batches, 2):
         work.log.progress(number, number)
         yield batch

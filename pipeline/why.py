@@ -11,21 +11,23 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from layerline.pipeline.causes import RULES, Cause, Evidence, NonFinite, Rule, rules
+from layerline.pipeline.causes import PARITY, RULES, Cause, Evidence, NonFinite, Rule, rules
 from layerline.pipeline.config.project import Project, load
+from layerline.pipeline.debug import debug
 from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.pipeline.plan import open_planner
 from layerline.pipeline.records import lookup
 from layerline.pipeline.records.ledger import Run
-from layerline.pipeline.records.store import Artifact
-from layerline.pipeline.report import OWN, Report, Scalar
+from layerline.pipeline.report import OWN, LayerDiff, Report, Scalar
 from layerline.pipeline.runner import Listener, Runner, temporary_work
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 
 STAGE = "why"
 TABLES = ("metric by stage", "causes", "worst layers")
-_SCORES = "layerline.parity.stage_scores"  # by name, on use: it imports onnx
+# By name, on use: they import onnx.
+_SCORES = "layerline.parity.stage_scores"
+_REPRO = "layerline.parity.stage_repro"
 _WORST = 3  # layers of each stage
 
 
@@ -37,18 +39,30 @@ class Opens(Protocol):
         """The model in an artifact's folder, as a session."""
 
 
-def explain(project: Project, log: Log, run_id: str | None = None) -> tuple[Report, list[Cause]]:
+@dataclass(frozen=True)
+class Explained:
+    """What was found, and what it was measured on.
+
+    Attributes:
+        report: the verdict in its notes, and the tables "metric by stage", "causes" and "worst layers".
+        causes: as `ranked` orders them.
+        folders: the artifact of each stage.
+        feeds: some batches of eval_data().
+    """
+
+    report: Report
+    causes: Sequence[Cause]
+    folders: Mapping[str, Path]
+    feeds: Sequence[Any]
+
+
+def explain(project: Project, log: Log, run_id: str | None = None) -> Explained:
     """Measures the metric after each stage of a run, and ranks the causes of what was lost.
 
     Nothing is run again and nothing is stored.
 
-    Returns:
-        The findings as a report: the verdict in its notes, and the tables "metric by stage", "causes" and "worst
-        layers". And the causes, as `ranked` orders them.
-
     Raises:
         PipeError: nothing has run yet.
-        TaskError: metric() failed.
     """
     planner = open_planner(project)
     run = lookup.find_run(planner, run_id)
@@ -57,10 +71,11 @@ def explain(project: Project, log: Log, run_id: str | None = None) -> tuple[Repo
     records = [record for record in run.records if record.stage in stages]
     reports = {record.stage: planner.ledger.report(record) for record in records}
     artifacts = {record.stage: planner.store.get(record.digest) for record in records}
-    scores = _scores(project, artifacts, log)
+    folders = {stage: artifact.path for stage, artifact in artifacts.items() if artifact is not None}
+    scores = _scores(project, folders, log)
     evidence = _evidence(project, reports, scores.losses, lookup.logs(planner, run), scores.nonfinite)
     causes = ranked(evidence)
-    return _report(evidence, causes, _unfinished(run), scores), causes
+    return Explained(_report(evidence, causes, _unfinished(run), scores), causes, folders, scores.feeds)
 
 
 def from_reports(
@@ -108,8 +123,7 @@ def ranked(evidence: Evidence, looking: Sequence[Rule] | None = None) -> list[Ca
     return sorted(causes, key=place)
 
 
-def _scores(project: Project, artifacts: Mapping[str, Artifact | None], log: Log) -> Any:
-    folders = {stage: artifact.path for stage, artifact in artifacts.items() if artifact is not None}
+def _scores(project: Project, folders: Mapping[str, Path], log: Log) -> Any:
     task = Task(project.root / project.task, project.root)
     modules: dict[str, Callable[[], Any]] = {}
     max_drop = None
@@ -160,7 +174,7 @@ def verdict(evidence: Evidence, causes: list[Cause], unfinished: Sequence[str] =
             sentences.append(f"no rule explains it: see pipe diff {stage}")
     if causes:
         cause = causes[0]
-        layer = f" at {cause.layer}" if cause.layer else ""
+        layer = f" at {cause.place}" if cause.layer else ""
         sentences.append(f"likely cause: {cause.name}{layer} ({cause.evidence})")
         change = f", with --set {shlex.quote(cause.setting)}" if cause.setting else ""
         sentences.append(f"what to do: {cause.advice}{change}")
@@ -202,5 +216,23 @@ def attempt(project: Project, causes: Sequence[Cause], listener: Listener, run_i
     for result in done.results:
         if result.error is not None and result.record is None:
             raise result.error
-    report, _ = explain(changed, listener)
-    return Trial(likeliest.setting, report)
+    return Trial(likeliest.setting, explain(changed, listener).report)
+
+
+def reproduce(project: Project, explained: Explained, listener: Listener, folder: Path) -> LayerDiff:
+    """Writes the smallest model that shows the likeliest cause, its inputs and a script.
+
+    Returns:
+        The value that it computes.
+
+    Raises:
+        PipeError: no cause was found, or nothing of it shows in an ONNX model.
+    """
+    if not explained.causes:
+        raise PipeError("there is nothing to show: no cause was found", hint="see: pipe why")
+    cause = explained.causes[0]
+    # The reference of an export is torch.
+    if cause.name == PARITY and cause.stage == "export":
+        return debug(project, cause.stage, folder, listener).report.records[0]
+    row: LayerDiff = import_module(_REPRO).write(cause.stage, cause.value, explained.folders, explained.feeds, folder)
+    return row

@@ -93,10 +93,11 @@ def similarity(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share of 1 in per cent, to two places; a smaller share that is not zero keeps one digit."""
+    """A share of 1 in per cent, to two places; a smaller share keeps one digit, down to a millionth."""
     if share is None:
         return ""
-    if share == 0:
+    # Shares between two bins of a histogram are interpolated: less than an element is none.
+    if share < 5e-7:
         return "0"
     if share < 0.0001:
         return f"{100 * share:.1g}"

@@ -325,6 +325,8 @@ def why(out: Console, report: Report, names: Sequence[str]) -> None:
         out.print(words("causes, the likeliest first", "bold"))
     for number, cause in enumerate(causes, 1):
         place = f"  {cause['stage']}  {cause['layer']}"
+        if cause["value"] not in ("", cause["layer"]):
+            place += f" ({cause['value']})"
         head = Text(f"{number:2}  ")
         _hanging(out, head, Text.assemble(words(str(cause["cause"]), "yellow"), words(place.rstrip())))
         _hanging(out, Text(" " * head.cell_len), words(str(cause["evidence"])))

@@ -55,6 +55,27 @@ def accuracy(outputs: Any, targets: Any) -> dict[str, float]:
     raise TaskError(f"outputs {scores.shape} and targets {targets.shape} do not make an accuracy", hint=hint)
 
 
+def scores(metric: Metric | None, outputs: Mapping[str, Any], targets: Any) -> tuple[dict[str, dict[str, float]], str]:
+    """The metric of several models' outputs for the same samples.
+
+    Args:
+        metric: the task's metric(); None where it has none: then accuracy, which fits classifiers alone.
+        outputs: by the caller's name of the model.
+
+    Returns:
+        By model, and why there are none; empty where there are.
+
+    Raises:
+        TaskError: metric() failed.
+    """
+    try:
+        return {name: score(metric or accuracy, each, targets) for name, each in outputs.items()}, ""
+    except TaskError as error:
+        if metric is not None:
+            raise
+        return {}, f"the task has no metric(), and {error.what}"
+
+
 def joined(parts: Sequence[Any], what: str) -> Any:
     """What several batches gave, along the first axis: arrays, or arrays in tuples and dicts.
 

@@ -67,6 +67,14 @@ def test_every_value_has_a_row_in_the_order_of_the_graph(tmp_path) -> None:
     assert "second session" in notes
 
 
+def test_a_quantised_value_has_one_row(tmp_path) -> None:
+    rows, _ = compared(tmp_path, Own(), models.quantised())
+    # An input has no row of its own, so what it is dequantised to stays.
+    assert list(rows) == ["x_dq", "c", "r", "p", "y"]
+    rows, _ = compared(tmp_path, Own(gives=lambda name: name != "p"), models.quantised())
+    assert list(rows) == ["x_dq", "c", "r", "p_dq", "y"]
+
+
 def test_without_inner_values_the_outputs_are_compared(tmp_path) -> None:
     rows, notes = compared(tmp_path, Own(scaled("y", 2), gives=lambda name: False))
     assert list(rows) == ["y"] and rows["y"].rel_l2 == pytest.approx(1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from layerline.parity import stage_scores
-from layerline.pipeline.errors import StageError, TaskError
+from layerline.pipeline.errors import StageError
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from tests.backends import models
@@ -78,7 +78,23 @@ def test_every_lost_metric_is_named(tmp_path) -> None:
     assert lost.startswith("other ") and ", mean " in lost
 
 
-def test_metrics_that_one_model_alone_has_are_refused(tmp_path) -> None:
+def test_a_metric_that_fails_leaves_the_stages_before_and_names_the_one_it_fails_on(tmp_path) -> None:
+    strict = TASK.replace("    return {", "    assert np.isfinite(outputs).all(), 'no number'\n    return {")
+    scores = measured(tmp_path, {"export": 1.0, "fuse": 1.0, "quantize": np.nan}, task=strict)
+    assert [row["stage"] for row in scores.rows] == ["export", "fuse"] and list(scores.losses) == ["quantize"]
+    assert "no number" in scores.notes[-1] and "from quantize on" in scores.notes[-1]
+    broken = TASK.replace("    return {", "    raise KeyError('x')\n    return {")
+    scores = measured(tmp_path, {"export": 1.0, "fuse": 0.5}, task=broken)
+    assert not scores.rows and not scores.losses and "KeyError" in scores.notes[-1]
+
+
+def test_eval_data_is_read_once(tmp_path) -> None:
+    counting = TASK.replace("    rng =", "    open(__file__ + '.calls', 'a').write('x')\n    rng =")
+    measured(tmp_path, {"export": 1.0, "fuse": np.nan}, task=counting)
+    assert (tmp_path / "task.py.calls").read_text() == "x"
+
+
+def test_metrics_that_one_model_alone_has_are_told(tmp_path) -> None:
     odd = TASK.replace('{"mean"', '{("big" if abs(outputs).max() > 5 else "small")')
-    with pytest.raises(TaskError, match="big for quantize, small for fuse"):
-        measured(tmp_path, {"fuse": 0.001, "quantize": 100.0}, task=odd)
+    scores = measured(tmp_path, {"fuse": 0.001, "quantize": 100.0}, task=odd)
+    assert "big for quantize, small for fuse" in scores.notes[-1] and list(scores.losses) == ["quantize"]

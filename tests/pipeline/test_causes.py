@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 
 from layerline.parity.nonfinite_outputs import NonFinite
-from layerline.pipeline import causes, why
+from layerline.pipeline import causes, quantize_causes, why
 from layerline.pipeline.causes import Evidence
 from layerline.pipeline.errors import PipeError, Unavailable
 from layerline.pipeline.report import Gate, LayerDiff, Report
@@ -32,19 +32,19 @@ def only(rule, seen: Evidence):
 
 def test_the_value_that_is_clipped_most_is_named() -> None:
     seen = evidence("quantize", record("a", own=15.0, clipped=0.02), record("b", own=12.0, clipped=0.1))
-    cause = only(causes.clipped_range, seen)
+    cause = only(quantize_causes.clipped_range, seen)
     assert (cause.layer, cause.setting) == ("b", "quantize.calibrator=minmax")
     assert "10 %" in cause.evidence and "1 other" in cause.evidence and cause.confidence == 0.9
 
 
 @pytest.mark.parametrize(("own", "clipped"), [(60.0, 0.1), (15.0, 0.001)])
 def test_clipping_without_harm_is_no_cause(own, clipped) -> None:
-    assert not list(causes.clipped_range(evidence("quantize", record(own=own, clipped=clipped))))
+    assert not list(quantize_causes.clipped_range(evidence("quantize", record(own=own, clipped=clipped))))
 
 
 def test_what_minmax_clips_calls_for_other_samples() -> None:
     seen = evidence("quantize", record(own=5.0, clipped=0.2), settings={"calibrator": "minmax"})
-    cause = only(causes.clipped_range, seen)
+    cause = only(quantize_causes.clipped_range, seen)
     assert not cause.setting and "eval_data" in cause.advice
 
 
@@ -55,46 +55,47 @@ def row(worst, *, axis=0, whole=30.0):
 
 def test_uneven_channels_under_one_scale() -> None:
     seen = evidence("quantize", tables={"quantized": [row(5.0, axis=None)]}, settings={"per_channel": False})
-    cause = only(causes.uneven_channels, seen)
+    cause = only(quantize_causes.uneven_channels, seen)
     assert (cause.layer, cause.setting) == ("fc", "quantize.per_channel=true")
     assert "5.0 dB" in cause.evidence and "30.0 dB" in cause.evidence
 
 
 def test_uneven_channels_that_have_their_scales_go_to_half_precision_beside_what_is_set() -> None:
     settings = {"layers": {"head": "bf16"}}
-    cause = only(causes.uneven_channels, evidence("quantize", tables={"quantized": [row(5.0)]}, settings=settings))
+    seen = evidence("quantize", tables={"quantized": [row(5.0)]}, settings=settings)
+    cause = only(quantize_causes.uneven_channels, seen)
     assert cause.setting == 'quantize.layers={"head": "bf16", "fc": "bf16"}'
 
 
 @pytest.mark.parametrize(("worst", "whole"), [(25.0, 45.0), (15.0, 20.0)])
 def test_even_channels_are_no_cause(worst, whole) -> None:
     seen = evidence("quantize", tables={"quantized": [row(worst, whole=whole)]})
-    assert not list(causes.uneven_channels(seen))
+    assert not list(quantize_causes.uneven_channels(seen))
 
 
 def test_layers_with_the_least_own_sqnr_come_first() -> None:
     rows = [record(f"v{i}", own=float(i)) for i in (19, 3, 11, 7, 40)]
     seen = evidence("quantize", *rows)
-    assert [cause.layer for cause in causes.sensitive_layers(seen)] == ["v3", "v7", "v11"]
+    assert [cause.layer for cause in quantize_causes.sensitive_layers(seen)] == ["v3", "v7", "v11"]
 
 
 def test_many_small_losses() -> None:
-    cause = only(causes.sensitive_layers, evidence("quantize", record("a", own=30.0), record("b", own=25.0)))
+    cause = only(quantize_causes.sensitive_layers, evidence("quantize", record("a", own=30.0), record("b", own=25.0)))
     assert (cause.name, cause.layer, cause.setting) == ("many small losses", "b", "quantize.search=true")
 
 
 def test_the_class_that_lost_most() -> None:
     rows = [{"slice": k, "metric": "accuracy", "change": change} for k, change in ((0, -0.01), (7, -0.6), (3, 0.0))]
-    assert only(causes.lost_slice, evidence("quantize", tables={"slices": rows})).layer == "7"
+    assert only(quantize_causes.lost_slice, evidence("quantize", tables={"slices": rows})).layer == "7"
     rows[0]["change"] = rows[2]["change"] = -0.5
-    assert not list(causes.lost_slice(evidence("quantize", tables={"slices": rows})))
+    assert not list(quantize_causes.lost_slice(evidence("quantize", tables={"slices": rows})))
 
 
 def test_classes_are_compared_within_one_metric() -> None:
     rows = [{"slice": k, "metric": "loss", "change": change} for k, change in ((0, 0.1), (1, 4.0), (2, -0.1))]
     rows += [{"slice": k, "metric": "accuracy", "change": -0.3} for k in (0, 1, 2)]
     settings = {"max_drop": {"loss": {"drop": None, "rise": 0.1}, "accuracy": {"drop": "1%", "rise": None}}}
-    cause = only(causes.lost_slice, evidence("quantize", tables={"slices": rows}, settings=settings))
+    cause = only(quantize_causes.lost_slice, evidence("quantize", tables={"slices": rows}, settings=settings))
     assert cause.layer == "1" and "loss of 1 got worse by 4, the others by 0 " in cause.evidence
 
 
@@ -217,31 +218,31 @@ def test_a_clipped_value_counts_by_the_layer_that_reads_it() -> None:
     tables = {"quantized": [{"value": "x", "module": "fc1", **fields}, {"value": "r", "module": "fc2", **fields}]}
     rows = [record("x", "Input", own=math.inf, clipped=0.3), record("a", "Gemm", own=50.0, module="fc1"),
             record("r", own=math.inf, clipped=0.1), record("b", "Gemm", own=8.0, module="fc2, fc2.bn")]  # fmt: skip
-    cause = only(causes.clipped_range, evidence("quantize", *rows, tables=tables))
+    cause = only(quantize_causes.clipped_range, evidence("quantize", *rows, tables=tables))
     assert (cause.layer, cause.confidence) == ("r", 0.9)
-    assert not list(causes.clipped_range(evidence("quantize", *rows[:2], tables=tables)))
+    assert not list(quantize_causes.clipped_range(evidence("quantize", *rows[:2], tables=tables)))
 
 
 @pytest.mark.parametrize(("used", "named"), [(0.02, ["r"]), (0.5, []), (1.3, []), (None, [])])
 def test_a_range_far_beyond_the_data(used, named) -> None:
     tables = {"quantized": [{"value": "r", "role": "activation", "module": "fc2", "range_used": used}]}
-    assert [cause.layer for cause in causes.coarse_range(evidence("quantize", tables=tables))] == named
+    assert [cause.value for cause in quantize_causes.coarse_range(evidence("quantize", tables=tables))] == named
 
 
 def test_calibration_data_unlike_the_samples() -> None:
     rows = [record("a", own=-0.5, clipped=0.0), record("b", own=4.0), record("c", own=30.0)]
-    cause = only(causes.unlike_calibration, evidence("quantize", *rows))
+    cause = only(quantize_causes.unlike_calibration, evidence("quantize", *rows))
     assert cause.layer == "a" and "2 of 3" in cause.evidence and not cause.setting
     clipped = [record("a", own=-0.5, clipped=0.3), record("b", own=4.0, clipped=0.2)]
-    assert not list(causes.unlike_calibration(evidence("quantize", *clipped)))
+    assert not list(quantize_causes.unlike_calibration(evidence("quantize", *clipped)))
 
 
 def test_nan_of_rare_samples_is_named_though_no_probe_has_it() -> None:
     samples = NonFinite(count=3, samples=200, value="sqrt", module="body")
     seen = Evidence(reports={"train": Report(stage="train")}, nonfinite={"train": samples})
     cause = only(causes.not_finite, seen)
-    assert (cause.name, cause.stage, cause.layer) == ("values that are not finite", "train", "sqrt")
-    assert "3 of 200 samples" in cause.evidence and "body" in cause.evidence
+    assert (cause.name, cause.stage, cause.place) == ("values that are not finite", "train", "body (sqrt)")
+    assert "3 of 200 samples" in cause.evidence
 
 
 def test_a_likeliest_cause_without_a_setting_is_not_tried() -> None:

@@ -96,7 +96,7 @@ def test_extra_columns_by_what_they_hold() -> None:
 
 
 def test_shares_are_per_cent() -> None:
-    shares = {0.0: "0", 0.00001: "0.001", 0.0001: "0.01", 0.0123: "1.23", 1.0: "100.00"}
+    shares = {0.0: "0", 3e-11: "0", 1e-6: "0.0001", 0.00001: "0.001", 0.0001: "0.01", 0.0123: "1.23", 1.0: "100.00"}
     assert {share: percent(share) for share in shares} == shares and percent(None) == ""
 
 

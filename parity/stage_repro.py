@@ -1,0 +1,79 @@
+"""The smallest model that shows what a stage of a run did to a value: `pipe why --repro`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from layerline.backends.base import Feed
+from layerline.backends.light import Light
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.compare.compare_models import compare, computed_values
+from layerline.compare.region import region, reproduce, show
+from layerline.compare.value_types import infer
+from layerline.export import probe_files
+from layerline.graph.io import onnx_files
+from layerline.graph.io.opset import opset_of, raise_opset
+from layerline.pipeline.errors import StageError
+from layerline.pipeline.report import LayerDiff
+
+
+def write(stage: str, value: str, folders: Mapping[str, Path], feeds: Sequence[Feed], folder: Path) -> LayerDiff:
+    """Writes the part of a stage's model that computes a value otherwise than the model of the stage before does.
+
+    Where there is no model before, it is the part that makes NaN or Inf from finite numbers.
+
+    Args:
+        value: the value; one that the stage computes alike gives way to the layer with the lowest own SQNR.
+        folders: the artifact of each stage, in order.
+        feeds: what is run beside the probes.
+        folder: gets the files.
+
+    Raises:
+        StageError: the stage left no ONNX model, or computes all values as the one before.
+    """
+    stages = list(folders)
+    with_model = [name for name in stages if (folders[name] / onnx_files.FILE).is_file()]
+    # What torch makes NaN or Inf the first ONNX model makes so as well.
+    later = [name for name in with_model if stage in stages and stages.index(name) >= stages.index(stage)]
+    if not later:
+        raise StageError("it left no ONNX model that could show it", where=stage, hint=f"see: pipe diff {stage}")
+    candidate = onnx_files.parts(folders[later[0]] / onnx_files.FILE)
+    feeds = [*feeds, *probe_files.load(folders[later[0]])]
+    before = with_model[: with_model.index(later[0])]
+    if not before:
+        return _first_nonfinite(stage, candidate, feeds, folder)
+    reference = onnx_files.parts(folders[before[-1]] / onnx_files.FILE)
+    newest = max(opset_of(reference.model), opset_of(candidate.model))
+    with contextlib.suppress(StageError):
+        reference, candidate = raise_opset(reference, newest), raise_opset(candidate, newest)
+    records = compare(reference, candidate, feeds, isolated=True)
+    wrong = [record for record in records if not record.passed or record.max_abs != 0]
+    if not wrong:
+        raise StageError(f"it computes every value as {before[-1]} does: there is nothing to show", where=stage)
+    by_own = sorted(wrong, key=lambda record: record.severity_by("own"))
+    named = [record for record in by_own if record.name == value]
+    bad = (named or by_own)[0]
+    equal = {record.name for record in records} - {record.name for record in wrong}
+    reproduce(reference, candidate, feeds, bad, equal, folder)
+    return bad
+
+
+def _first_nonfinite(stage: str, model: Light, feeds: Sequence[Feed], folder: Path) -> LayerDiff:
+    """Writes the part of a model that makes the first NaN or Inf."""
+    names = computed_values(model.model.graph)
+    session = OnnxRuntime(few_runs=True).open(model, names)
+    for feed in feeds:
+        values = {**feed, **session.run(feed)}
+        bad = [name for name in names if values[name].dtype.kind == "f" and not np.isfinite(values[name]).all()]
+        if not bad:
+            continue
+        ops = {output: node.op_type for node in model.model.graph.node for output in node.output}
+        row = LayerDiff(name=bad[0], op=ops[bad[0]])
+        cut = region(model, bad[0], values.keys() - set(bad), infer(model, list(values)))
+        show(cut, [({info.name: values[info.name] for info in cut.model.graph.input}, None)], folder, row)
+        return row
+    raise StageError("the loss shows only in torch, before there is an ONNX model", where=stage, hint="see: pipe why")

@@ -1,0 +1,132 @@
+"""What the rules behind `pipe why` look at, and what they give: evidence in, causes out."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from layerline.pipeline.report import Report, Scalar
+
+HALF_TYPES = ("fp16", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """One possible reason.
+
+    Attributes:
+        name: in a few words ("clipped range").
+        stage: where the accuracy was lost; rules of one stage leave it to `of_lost`.
+        layer: the module, or the value where it belongs to none; empty where the whole stage is meant.
+        value: name of the tensor.
+        evidence: the figures that speak for it.
+        advice: what to change.
+        setting: the change as `key.path=value` of pipe.yaml; empty where it is another kind of change.
+        confidence: from 0 to 1, by which causes are ranked.
+    """
+
+    name: str
+    stage: str = ""
+    layer: str = ""
+    value: str = ""
+    evidence: str
+    advice: str
+    setting: str = ""
+    confidence: float
+
+    @property
+    def place(self) -> str:
+        """The layer, and the value where that has another name."""
+        return f"{self.layer} ({self.value})" if self.value not in ("", self.layer) else self.layer
+
+    def row(self) -> dict[str, Scalar]:
+        return {
+            "cause": self.name,
+            "stage": self.stage,
+            "layer": self.layer,
+            "value": self.value,
+            "evidence": self.evidence,
+            "advice": self.advice,
+            "setting": self.setting,
+            "confidence": round(self.confidence, 2),
+        }
+
+
+class NonFinite(Protocol):
+    """Samples with NaN or Inf in their outputs; the first value that has them, and its module, where that is known."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def value(self) -> str: ...
+    @property
+    def module(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What the rules may look at.
+
+    Attributes:
+        reports: by stage, in the order in which they ran.
+        settings: the fields of each stage's configuration.
+        losses: by stage that lost something: what, in words.
+        logs: the rows of metrics.csv by training stage.
+        nonfinite: by stage, the samples of eval_data() whose outputs it made NaN or Inf.
+    """
+
+    reports: Mapping[str, Report]
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    losses: Mapping[str, str] = field(default_factory=dict)
+    logs: Mapping[str, Sequence[Mapping[str, float]]] = field(default_factory=dict)
+    nonfinite: Mapping[str, NonFinite] = field(default_factory=dict)
+
+    def lost(self, stage: str) -> Report | None:
+        """The report of a stage that lost something; None if it did not, or has none."""
+        return self.reports.get(stage) if stage in self.losses else None
+
+    def setting(self, stage: str, name: str) -> Any:
+        return self.settings.get(stage, {}).get(name)
+
+
+Rule = Callable[[Evidence], Iterable[Cause]]
+
+
+def of_lost(stage: str) -> Callable[[Callable[[Evidence, Report], Iterator[Cause]]], Rule]:
+    """Makes a rule of a function that takes the report of a stage, which is the stage of its causes: it is called where
+    that stage lost something."""
+
+    def as_rule(look: Callable[[Evidence, Report], Iterator[Cause]]) -> Rule:
+        @functools.wraps(look)
+        def rule(evidence: Evidence) -> Iterator[Cause]:
+            report = evidence.lost(stage)
+            if report is not None:
+                for cause in look(evidence, report):
+                    yield replace(cause, stage=stage)
+
+        return rule
+
+    return as_rule
+
+
+def format_setting(evidence: Evidence, name: str, chosen: str = "") -> str:
+    """The setting that gives one more layer a format of its own: the half type in use, if none is named."""
+    layers = dict(evidence.setting("quantize", "layers") or {})
+    in_use = [wanted for wanted in (*layers.values(), evidence.setting("quantize", "rest")) if wanted in HALF_TYPES]
+    # Keys are patterns: a bracket in a name stands for itself.
+    layers[glob.escape(name)] = chosen or (in_use[0] if in_use else "fp16")
+    return f"quantize.layers={json.dumps(layers, ensure_ascii=False)}"
+
+
+def finite(value: Any) -> float | None:
+    """A finite number; None for anything else."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def figure(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, int | float) else "not measured"

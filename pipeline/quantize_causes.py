@@ -1,0 +1,212 @@
+"""Why quantize may have lost accuracy: rules of `pipe why` that look at its report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from statistics import fmean
+
+from layerline.pipeline.evidence import Cause, Evidence, Rule, finite, format_setting, of_lost
+from layerline.pipeline.report import OWN, LayerDiff, Report
+
+CLIPPED = 0.005
+"""Share of a value's elements beyond its range from which clipping counts as a cause."""
+LOW_DB = 20.0
+"""A layer with less SQNR by itself loses accuracy visibly: its error is a tenth of its signal."""
+UNFIT_DB = 10.0
+"""Below this a value lost its signal. int8 steps over the right range keep more of nearly any value."""
+RANGE_USED = 0.125
+"""Share of a range that calibration used from which downwards 3 bits of 8 are lost."""
+UNEVEN_DB = 12.0
+"""The worst channel of a weight lies so far below the whole: its values are a quarter of the others' size."""
+
+
+@of_lost("quantize")
+def clipped_range(evidence: Evidence, report: Report) -> Iterator[Cause]:
+    """Values of which a large share lies beyond the range that calibration chose."""
+    clipped: list[tuple[float, LayerDiff]] = []
+    harmful: list[tuple[float, LayerDiff]] = []
+    for record in report.records:
+        share, least = finite(record.extra.get("clipped")), _least_own(report, record)
+        if share is None or share < CLIPPED or (least is not None and least >= 2 * LOW_DB):
+            continue
+        clipped.append((share, record))
+        if least is None or least < LOW_DB:
+            harmful.append((share, record))
+    if not clipped:
+        return
+    share, worst = max(harmful or clipped, key=lambda pair: pair[0])
+    others = f", and more than {100 * CLIPPED:g} % of {len(clipped) - 1} other values" if len(clipped) > 1 else ""
+    # Nothing clips less than minmax: what it cuts off lies beyond all calibration samples.
+    widest = evidence.setting("quantize", "calibrator") == "minmax"
+    yield Cause(
+        name="clipped range",
+        layer=worst.where,
+        value=worst.name,
+        evidence=f"{100 * share:.2g} % of {worst.where} lies beyond its range{others}{_own_text(worst)}",
+        advice="calibrate on samples like those of eval_data()" if widest else "use a calibrator that keeps all values",
+        setting="" if widest else "quantize.calibrator=minmax",
+        confidence=min(0.9, 0.5 + 5 * share) if harmful else 0.35,
+    )
+
+
+@of_lost("quantize")
+def unlike_calibration(_: Evidence, report: Report) -> Iterator[Cause]:
+    """Most layers lose their signal by themselves, though calibration saw little beyond their ranges."""
+    measured = [record for record in report.records if record.own_db is not None]
+    unfit: list[tuple[float, LayerDiff]] = []
+    for record in measured:
+        own, share = record.own_db, finite(record.extra.get("clipped"))
+        if own is not None and own < UNFIT_DB and (share is None or share < CLIPPED):
+            unfit.append((own, record))
+    shares = [finite(row.get("clipped")) for row in report.tables.get("quantized", ())]
+    clipped = [share for share in shares if share is not None and share >= CLIPPED]
+    # Where most ranges cut off what calibration saw, the calibrator is the reason.
+    if len(unfit) * 2 < len(measured) or len(unfit) < 2 or len(clipped) * 2 > len([s for s in shares if s is not None]):
+        return
+    own, worst = min(unfit, key=lambda pair: pair[0])
+    yield Cause(
+        name="calibration data unlike eval_data()",
+        layer=worst.where,
+        value=worst.name,
+        evidence=f"{len(unfit)} of {len(measured)} values have less than {UNFIT_DB:g} dB with exact inputs, down to "
+        f"{own:.1f} dB at {worst.where}, and calibration saw little beyond their ranges",
+        advice="calibrate on samples like those of eval_data(): the same preparation, and all classes",
+        confidence=0.92,
+    )
+
+
+@of_lost("quantize")
+def coarse_range(evidence: Evidence, report: Report) -> Iterator[Cause]:
+    """A range far greater than the values that calibration saw: few of its steps are used."""
+    for row in report.tables.get("quantized", ()):
+        used = finite(row.get("range_used"))
+        if row.get("role") != "activation" or used is None or not 0 < used < RANGE_USED:
+            continue
+        yield Cause(
+            name="range far beyond the data",
+            layer=str(row.get("module") or row["value"]),
+            value=str(row["value"]),
+            evidence=f"calibration saw {100 * used:.2g} % of the range of {row['value']}, which "
+            f"{row.get('module') or 'a layer'} reads",
+            advice="keep the layer in half precision, or mend the range that the model brings along",
+            setting=format_setting(evidence, str(row.get("module") or row["value"])),
+            confidence=min(0.9, 0.9 - used),
+        )
+
+
+@of_lost("quantize")
+def uneven_channels(evidence: Evidence, report: Report) -> Iterator[Cause]:
+    """Weights of which some channels are far smaller than others, under one scale or scales that do not fit."""
+    for row in report.tables.get("quantized", ()):
+        whole, worst = finite(row.get("sqnr_db")), finite(row.get("worst_channel_db"))
+        if row.get("role") != "weight" or whole is None or worst is None:
+            continue
+        per_tensor = row.get("axis") is None
+        if worst > LOW_DB or whole - worst < UNEVEN_DB:
+            continue
+        name = str(row["value"])
+        layer = str(row.get("module") or name)
+        scale = "one scale for all channels" if per_tensor else "a scale for each channel"
+        turn_on = per_tensor and evidence.setting("quantize", "per_channel") is False
+        yield Cause(
+            name="uneven weight channels",
+            layer=layer,
+            value=name,
+            evidence=f"{name} has {worst:.1f} dB in its worst channel and {whole:.1f} dB as a whole, with {scale}",
+            advice="give each channel a scale" if turn_on else "keep the layer in half precision",
+            setting="quantize.per_channel=true" if turn_on else format_setting(evidence, layer),
+            confidence=0.85 if per_tensor else 0.6,
+        )
+
+
+@of_lost("quantize")
+def sensitive_layers(evidence: Evidence, report: Report) -> Iterator[Cause]:
+    """Layers that lose most by themselves, with exact inputs; many small losses where no single one stands out."""
+    rows: list[tuple[float, LayerDiff]] = []
+    for record in report.records:
+        own = record.own_db
+        if own is not None:
+            rows.append((own, record))
+    rows.sort(key=lambda row: row[0])
+    low = [row for row in rows if row[0] < LOW_DB]
+    for own, record in low[:3]:
+        yield Cause(
+            name="a layer that int8 does not suit",
+            layer=record.where,
+            value=record.name,
+            evidence=f"{record.op} {record.where} has {own:.1f} dB with exact inputs",
+            advice="keep it in half precision; `pipe tune` finds all that need it",
+            setting=format_setting(evidence, record.name),
+            confidence=0.55,
+        )
+    if rows and not low:
+        own, record = rows[0]
+        yield Cause(
+            name="many small losses",
+            layer=record.where,
+            value=record.name,
+            evidence=f"no layer has less than {LOW_DB:g} dB by itself; the lowest is {record.where} with {own:.1f} dB",
+            advice="let a search choose the layers that stay float: pipe tune",
+            setting="quantize.search=true",
+            confidence=0.4,
+        )
+
+
+@of_lost("quantize")
+def lost_slice(evidence: Evidence, report: Report) -> Iterator[Cause]:
+    """A class or slice that lost far more than all samples together: calibration data may have too little of it."""
+    budgets = evidence.setting("quantize", "max_drop")
+    changes: dict[str, list[tuple[float, str]]] = {}
+    for row in report.tables.get("slices", ()):
+        change = finite(row.get("change"))
+        if change is None:
+            continue
+        metric = str(row["metric"])
+        if isinstance(budgets, Mapping) and budgets.get(metric, {}).get("rise") is not None:
+            change = -change  # less is better
+        changes.setdefault(metric, []).append((change, str(row["slice"])))
+    for metric, by_slice in changes.items():
+        by_slice.sort()
+        if len(by_slice) < 2:
+            continue
+        worst, slice_name = by_slice[0]
+        others = fmean(change for change, _ in by_slice[1:])
+        if worst < -0.02 and worst < 3 * min(others, 0.0) - 0.02:
+            yield Cause(
+                name="one class lost most",
+                layer=slice_name,
+                evidence=f"{metric} of {slice_name} got worse by {-worst:.3g}, "
+                f"the others by {0.0 - others:.3g} on average",
+                advice="give calib_data() samples of every class, as many of this one as of the others",
+                confidence=0.6,
+            )
+
+
+def _least_own(report: Report, record: LayerDiff) -> float | None:
+    """The least SQNR, with exact inputs, of a value and of the layers that read it quantised; None if not measured.
+
+    Rounding and clipping a value is an error of the layer that reads it.
+    """
+    readers = [row.get("module") for row in report.tables.get("quantized", ()) if row.get("value") == record.name]
+    measured = [record.extra[OWN]] if OWN in record.extra else []
+    for other in report.records:
+        modules = [module.strip() for module in other.module.split(",")]
+        if OWN in other.extra and any(module in readers for module in modules if module):
+            measured.append(other.extra[OWN])
+    values = [float(own) for own in measured if isinstance(own, int | float)]
+    return min(values, default=None)
+
+
+def _own_text(record: LayerDiff) -> str:
+    own = record.own_db
+    return "" if own is None else f"; with exact inputs it has {own:.1f} dB"
+
+
+RULES: tuple[Rule, ...] = (
+    clipped_range,
+    coarse_range,
+    unlike_calibration,
+    uneven_channels,
+    sensitive_layers,
+    lost_slice,
+)
