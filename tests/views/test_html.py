@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerline.pipeline.causes import Evidence, sensitive_layers
+from layerline.pipeline.causes import Evidence
 from layerline.pipeline.inputs.untrusted import printable
+from layerline.pipeline.quantize_causes import sensitive_layers
 from layerline.pipeline.records.ledger import Run
 from layerline.pipeline.report import Gate, Report
 from layerline.views.canvas import WIDTHS
@@ -232,7 +233,7 @@ def test_the_figures_of_the_result_and_the_likely_causes_are_on_top() -> None:
     )
     assert {"int8", "3 of 4 matrix products", "21.0 dB", "skip: [c]", "a layer that int8 does not suit"} <= set(head)
     assert """--set 'quantize.layers={"c": "fp16"}'""" in head
-    assert '<a href="#layer=c">c</a>' in text
+    assert '<a href="#layer=c">net.c (c)</a>' in text
 
 
 def test_the_plan_stands_in_the_order_of_the_network() -> None:
