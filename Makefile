@@ -11,8 +11,8 @@ run: $(READY)  ## The main job: the MNIST example, from training to an engine.
 	@test -f $(MNIST)/pipe.yaml || $(BIN)/pipe init $(MNIST) --template mnist
 	$(BIN)/pipe run all --project $(MNIST)
 
-test: $(READY) lint  ## Static checks and the tests.
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+test: $(READY) lint  ## Static checks and the tests, in up to four processes.
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .
