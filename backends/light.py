@@ -90,14 +90,10 @@ def split(model: Model) -> Light:
     """The two parts of a model; the weights are not copied until they are asked for."""
     if isinstance(model, Light):
         return model
-    light = Light(onnx.ModelProto(), {})
     # Copying the message as a whole would copy the weights as well.
-    for field, value in model.ListFields():
-        if field.name != "graph":
-            _set(light.model, field.name, value)
-    for field, value in model.graph.ListFields():
-        if field.name != "initializer":
-            _set(light.model.graph, field.name, value)
+    graph_fields = {field.name: value for field, value in model.graph.ListFields() if field.name != "initializer"}
+    model_fields = {field.name: value for field, value in model.ListFields() if field.name != "graph"}
+    light = Light(onnx.ModelProto(**model_fields, graph=onnx.GraphProto(**graph_fields)), {})
     for tensor in model.graph.initializer:
         # Where the bytes don't fit the shape, the tensor stays for others to judge.
         fits = tensor.data_location != TensorProto.EXTERNAL and declared_bytes(tensor) == len(tensor.raw_data)
@@ -179,21 +175,6 @@ def equal(a: ir.TensorProtocol, b: ir.TensorProtocol) -> bool:
     return first.ctypes.data == second.ctypes.data or np.array_equal(first, second)
 
 
-def message(light: Light, location: str) -> tuple[bytes, dict[str, ir.TensorProtocol]]:
-    """A message with a stand-in for each weight that is read, and those weights: the runtime takes no others.
-
-    An input that the model stores as well counts as read: without its weight it would have to be fed.
-    """
-    read = {*reads(light.model.graph), *(i.name for i in light.model.graph.input)}
-    weights = {n: w for n, w in light.weights.items() if n in read}
-    return light.stand_ins(weights, location).SerializeToString(), weights
-
-
-def _numbers(tensor: TensorProto) -> Array:
-    array: Array = np.frombuffer(tensor.raw_data, ir.DataType(tensor.data_type).numpy())
-    return array
-
-
 def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     """The graphs that a control-flow node holds."""
     graphs: list[onnx.GraphProto] = []
@@ -202,6 +183,11 @@ def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
             graphs.append(attribute.g)
         graphs += attribute.graphs
     return graphs
+
+
+def _numbers(tensor: TensorProto) -> Array:
+    array: Array = np.frombuffer(tensor.raw_data, ir.DataType(tensor.data_type).numpy())
+    return array
 
 
 def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
@@ -231,12 +217,3 @@ def reads(graph: onnx.GraphProto) -> Iterator[str]:
         yield from node.input
         for body in bodies(node):
             yield from reads(body)
-
-
-def _set(message: onnx.ModelProto | onnx.GraphProto, field: str, value: object) -> None:
-    if isinstance(value, str | int | bytes):
-        setattr(message, field, value)
-    elif hasattr(value, "extend") or hasattr(value, "__len__"):
-        getattr(message, field).extend(value)
-    else:
-        getattr(message, field).CopyFrom(value)

@@ -151,13 +151,16 @@ def _bytes(model: ModelProto | Light, options: Any) -> tuple[bytes, list[Any]]:
     # is given every one of them. The runtime's own file is there however this package is installed.
     file = Path(ort.__file__).resolve()
     options.add_session_config_entry(_FOLDER, str(file.parent))
-    message, weights = light.message(light.split(model), file.name)
-    values = {
-        n: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(light.as_integers(w), w.dtype) for n, w in weights.items()
-    }
-    for name, value in values.items():
-        options.add_initializer(name, value)
-    return message, list(values.values())  # which hold their arrays
+    parts = light.split(model)
+    # The runtime takes no weights but those that are read. An input that the model stores as well counts as read:
+    # without its weight it would have to be fed.
+    read = {*light.reads(parts.model.graph), *(i.name for i in parts.model.graph.input)}
+    weights = {name: weight for name, weight in parts.weights.items() if name in read}
+    values: list[Any] = []  # which hold their arrays
+    for name, weight in weights.items():
+        values.append(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(light.as_integers(weight), weight.dtype))
+        options.add_initializer(name, values[-1])
+    return parts.stand_ins(weights, file.name).SerializeToString(), values
 
 
 def _with_taps(source: str | bytes, taps: Sequence[str]) -> bytes:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -67,31 +67,25 @@ class Built:
     repeatable: bool = True
 
 
+@dataclass
 class TensorRT:
     """Builds engines from ONNX files and runs them.
 
     Networks are strongly typed: float16 and int8 are computed where the model says so and nowhere else. No timing cache
     is loaded or kept: one of another version or device would be an error.
 
-    Args:
+    Attributes:
         name: "tensorrt" or "tensorrt-rtx".
         profiles: shapes of the dynamic inputs; an engine needs at least one where there are any.
         workspace_mb: greatest scratch memory a layer may use, in MiB; None leaves the device's.
         targets: compute capabilities to build for ("8.6"), TensorRT-RTX only; none leaves its own choice.
     """
 
-    def __init__(
-        self,
-        name: str = "tensorrt-rtx",
-        *,
-        profiles: Sequence[Profile] = (),
-        workspace_mb: int | None = None,
-        targets: Sequence[str] = (),
-    ) -> None:
-        self.name = name
-        self.profiles = profiles
-        self.workspace_mb = workspace_mb
-        self.targets = tuple(targets)
+    name: str = "tensorrt-rtx"
+    _: KW_ONLY
+    profiles: Sequence[Profile] = ()
+    workspace_mb: int | None = None
+    targets: Sequence[str] = ()
 
     def build_reason(self) -> str | None:
         """Why this machine can't build, in one sentence; None when it can."""
@@ -136,8 +130,7 @@ class TensorRT:
         if not parser.parse_from_file(model.name):
             raise parse_failed([parser.get_error(i) for i in range(parser.num_errors)], modules, Path(model.name))
         _refuse_shape_inputs(network)
-        _mark(network, taps)
-        _decompose_attention(trt, network)
+        _prepare(trt, network, taps)
         layers = describe(network)
         inputs = tuple(tensor(network.get_input(i)) for i in range(network.num_inputs))
         outputs = tuple(tensor(network.get_output(i)) for i in range(network.num_outputs))
@@ -153,7 +146,7 @@ class TensorRT:
             layers=layers,
             inputs=inputs,
             outputs=outputs,
-            targets=self.targets,
+            targets=tuple(self.targets),
             memory=_memory(messages),
             warnings=summarise(messages),
             repeatable=subprocess_build.repeatable(),
@@ -246,25 +239,18 @@ def _refuse_shape_inputs(network: Any) -> None:
             )
 
 
-def _mark(network: Any, taps: Sequence[str]) -> None:
-    for layer in _each_layer(network) if taps else ():
-        for i in range(layer.num_outputs):
+def _prepare(trt: Any, network: Any, taps: Sequence[str]) -> None:
+    """Makes taps outputs; lets the builder decompose Attention, as it lacks kernels for float32 and small heads."""
+    attention = getattr(trt.LayerType, "ATTENTION_OUTPUT", None)
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        for i in range(layer.num_outputs if taps else 0):
             output = layer.get_output(i)  # None where it is optional
             if output is not None and output.name in taps and not output.is_network_output:
                 network.mark_output(output)
-
-
-def _decompose_attention(trt: Any, network: Any) -> None:
-    """Lets the builder decompose Attention, or it fails where it has no kernel for it (float32, small heads)."""
-    kind = getattr(trt.LayerType, "ATTENTION_OUTPUT", None)
-    for layer in _each_layer(network):
-        if kind is not None and layer.type == kind:
+        if attention is not None and layer.type == attention:
             layer.__class__ = trt.IAttentionOutputLayer  # the way to downcast in TensorRT's bindings
             layer.attention.decomposable = True
-
-
-def _each_layer(network: Any) -> Iterator[Any]:
-    return (network.get_layer(i) for i in range(network.num_layers))
 
 
 def _memory(messages: Messages) -> dict[str, int]:

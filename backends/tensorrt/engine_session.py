@@ -33,7 +33,9 @@ class EngineSession:
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
         self.inputs = [n for n in names if engine.get_tensor_mode(n).name == "INPUT"]
         self.outputs = [n for n in names if n not in self.inputs]
-        self.profiles = tuple(self._profile(i) for i in range(max(engine.num_optimization_profiles, 1)))
+        self.profiles: list[Profile] = []
+        for index in range(max(engine.num_optimization_profiles, 1)):
+            self.profiles.append({name: self._shape_range(name, index) for name in self.inputs})
 
     def run(self, feed: Feed) -> dict[str, Array]:
         """Runs once with the profile whose opt shapes are nearest.
@@ -78,9 +80,6 @@ class EngineSession:
                 raise StageError(f"is {array.dtype}; the engine takes {dtype}", where=f"input {name}")
             arrays[name] = array
         return arrays
-
-    def _profile(self, index: int) -> Profile:
-        return {name: self._shape_range(name, index) for name in self.inputs}
 
     def _shape_range(self, name: str, index: int) -> ShapeRange:
         fixed = tuple(self._engine.get_tensor_shape(name))

@@ -97,12 +97,8 @@ def _suspects(function: str, text: str, path: Path) -> tuple[str, list[str]]:
     if not nodes:
         return "", []
     words = set(re.findall(r"\w+", text.lower()))
-    with_attribute = [node for node in nodes if not words.isdisjoint(_attribute_names(node))]
+    with_attribute = [node for node in nodes if not words.isdisjoint(a.name.lower() for a in node.attribute)]
     return op, [node.name or first_output(node) for node in with_attribute or nodes]
-
-
-def _attribute_names(node: Any) -> set[str]:
-    return {attribute.name.lower() for attribute in node.attribute}
 
 
 def build_failed(messages: Messages, layers: Sequence[Layer], modules: Mapping[str, str]) -> StageError:
@@ -142,8 +138,7 @@ def summarise(messages: Messages) -> dict[str, int]:
 
 def plain(text: str) -> str:
     """Removes places in TensorRT's sources, assertions and error codes from a message."""
-    line = " ".join(part for part in text.splitlines() if part.strip() and not _NOISE.search(part))
-    line = line or text.strip()
+    line = " ".join(part for part in text.splitlines() if part.strip() and not _NOISE.search(part)) or text.strip()
     while (shorter := _PLACE.sub("", line)) != line:
         line = shorter
     quoted = re.search(r'&& "(.+?)"', line)
