@@ -17,7 +17,7 @@ from onnx import helper
 
 from layerline.backends.light import Light, bodies, equal, rename
 from layerline.compare.pair_metrics import Measures, Pair
-from layerline.graph.analysis.toposort import in_order, reads
+from layerline.graph.analysis.proto_queries import in_order, reads
 from layerline.graph.io import onnx_files
 from layerline.graph.io.opset import opset_of
 

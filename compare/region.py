@@ -16,7 +16,7 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.compare_models import pair_values
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.value_types import Shape, infer
-from layerline.graph.analysis.toposort import reads
+from layerline.graph.analysis.proto_queries import reads
 from layerline.graph.io import onnx_files
 from layerline.pipeline.report import LayerDiff
 

@@ -19,7 +19,7 @@ from onnx import numpy_helper
 
 from layerline.compare.topk_indices import CARRIERS, pointers
 from layerline.compare.value_types import CODES
-from layerline.graph.analysis.toposort import reads
+from layerline.graph.analysis.proto_queries import reads
 from layerline.pipeline.report import LayerDiff
 
 Array = npt.NDArray[Any]

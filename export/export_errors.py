@@ -20,8 +20,8 @@ from layerline.export.example_call import Call, place_of
 from layerline.export.program_queries import dropout
 from layerline.graph.analysis.proto_queries import metadata
 from layerline.graph.io import onnx_files
-from layerline.graph.io.module_identity import innermost, source
-from layerline.pipeline.errors import StageError
+from layerline.graph.io.module_identity import frames_in, innermost, source
+from layerline.pipeline.errors import StageError, first_line
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # The two ways in which torch.export names an axis: L['x'].size()[0] and inputs['x'].shape[0].
@@ -65,7 +65,7 @@ def blame(error: BaseException, call: Call, axes: Axes, root: Path) -> StageErro
             if isinstance(node, fx.Node):
                 return _no_operator(node, chain, root)
     # The text names the user's stack where torch traced; the traceback only where forward() itself ran.
-    places = _user_frames(text)
+    places = frames_in(text)
     if not innermost(places):
         places = [(frame.f_code.co_filename, line) for frame, line in frames]
     # The module whose forward() was running, from the frames' own `self`.
@@ -84,10 +84,7 @@ def blame(error: BaseException, call: Call, axes: Axes, root: Path) -> StageErro
 
 
 def _first_line(error: BaseException) -> str:
-    for line in _COLOURS.sub("", str(error)).splitlines():
-        if line.strip():
-            return line
-    return "no message"
+    return first_line(_COLOURS.sub("", str(error)).lstrip()) or "no message"
 
 
 def refused(model: onnx.ModelProto, error: StageError) -> StageError:
@@ -210,13 +207,9 @@ def _origin(node: fx.Node, root: Path) -> str:
     module = ""
     if stack:
         module, _ = next(reversed(stack.values()))
-    return _where(str(module), source(_user_frames(node.meta.get("stack_trace") or ""), root))
+    return _where(str(module), source(frames_in(node.meta.get("stack_trace") or ""), root))
 
 
 def _where(module: str, line: str) -> str:
     place = place_of(module)
     return f"{place} ({line})" if line else place
-
-
-def _user_frames(text: str) -> list[tuple[str, int]]:
-    return [(file, int(line)) for file, line in re.findall(r'File "(.+?)", line (\d+)', text)]

@@ -7,7 +7,7 @@ product, so that product, Softmax and product stay adjacent: runtimes look for t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -16,6 +16,8 @@ from onnx_ir.tape import Tape
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
+from layerline.graph.analysis.ir_queries import graph_values
+
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _MASK = 3
 """Position of `attn_mask` among its arguments."""
@@ -23,7 +25,7 @@ _MASK = 3
 
 def hide_rows(model: ir.Model, program: ExportedProgram) -> None:
     """Sets every row of attention to 0 whose mask hides all keys, in place; the result keeps its name."""
-    values = _values(model.graph)
+    values = {value.name: value for value in graph_values(model.graph)}
     open_rows: dict[str, ir.Value] = {}
     for node, mask in _masked(program):
         attended = values.get(node.name)
@@ -47,14 +49,6 @@ def _masked(program: ExportedProgram) -> Iterator[tuple[fx.Node, fx.Node]]:
         mask = node.args[_MASK] if len(node.args) > _MASK else node.kwargs.get("attn_mask")
         if isinstance(mask, fx.Node) and isinstance(mask.meta.get("val"), Tensor):
             yield node, mask
-
-
-def _values(graph: ir.Graph) -> Mapping[str, ir.Value]:
-    """Values of the main graph by name."""
-    values = [*graph.inputs, *graph.initializers.values()]
-    for node in graph:
-        values += node.outputs
-    return {value.name: value for value in values if value.name}
 
 
 def _open_rows(mask: ir.Value, meta: Tensor, before: ir.Node) -> ir.Value:

@@ -104,18 +104,13 @@ def activation_bytes(program: ExportedProgram, symbols: Mapping[str, int] | None
         for size in value.shape:
             expr = getattr(getattr(size, "node", None), "expr", None)
             if symbols and expr is not None and expr not in numbers:
-                numbers[expr] = _number(expr, symbols)
+                values = {symbol: symbols[symbol.name] for symbol in expr.free_symbols if symbol.name in symbols}
+                numbers[expr] = None
+                if len(values) == len(expr.free_symbols):
+                    numbers[expr] = int(torch_private.evaluate(expr, values))
             sizes.append(numbers.get(expr) or example_size(size))
         total += math.prod(sizes) * value.element_size()
     return total
-
-
-def _number(expr: Any, symbols: Mapping[str, int]) -> int | None:
-    """The size that an expression comes to; None if it depends on further symbols."""
-    values = {symbol: symbols[symbol.name] for symbol in expr.free_symbols if symbol.name in symbols}
-    if len(values) < len(expr.free_symbols):
-        return None
-    return int(torch_private.evaluate(expr, values))
 
 
 def example_size(size: int | torch.SymInt) -> int:

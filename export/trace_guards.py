@@ -150,9 +150,13 @@ def noting(root: Path) -> Iterator[Taken]:
     """
     taken = Taken()
 
-    def note(env: ShapeEnv, guard: Any, frame: FrameType) -> None:
+    def note(env: ShapeEnv, guard: Any, frame: FrameType | None) -> None:
         taken.environments[id(env)] = env
-        frames = _frames(frame)
+        # From torch's shape environment out to this package.
+        frames: list[torch_private.Frame] = []
+        while frame is not None and Path(frame.f_code.co_filename).parent != _OURS:
+            frames.append((frame.f_code.co_filename, frame.f_lineno))
+            frame = frame.f_back
         if any(file.endswith(_KERNELS) for file, _ in frames):
             return
         line = source(reversed(frames), root) or source(torch_private.stack_read_by_dynamo(), root)
@@ -214,15 +218,6 @@ def elsewhere(call: Call, axes: Axes, feed: Feed, root: Path) -> tuple[Guard, ..
     except Exception as error:  # noqa: BLE001 - torch raises errors of many kinds on a module that it can't trace
         return brief(error)
     return guards(taken, symbols(taken, call, axes))
-
-
-def _frames(frame: FrameType | None) -> list[torch_private.Frame]:
-    """File and line of every frame from torch's shape environment out to this package, innermost first."""
-    frames = []
-    while frame is not None and Path(frame.f_code.co_filename).parent != _OURS:
-        frames.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return frames
 
 
 def _by_position(call: Call, axes: Axes) -> dict[tuple[str, int], str]:

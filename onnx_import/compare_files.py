@@ -79,7 +79,10 @@ def compare_within(reference: Path, candidate: Path, data: Path, memory: int, fu
         return _compared(models[0], models[1], feeds, notes, log, further)
     except StageError:
         for path, light in zip((reference, candidate), models, strict=True):
-            _open(path, light)  # names the file that is at fault
+            try:
+                OnnxRuntime().open(light)
+            except StageError as error:  # of the file that is at fault
+                raise StageError(error.what, where=path.name, hint=error.hint) from error
         raise
 
 
@@ -135,13 +138,6 @@ def _read(path: Path, arrays: Mapping[str, Array], memory: int) -> Light:
     allocation_sizes.refuse_endless(light)
     allocation_sizes.refuse_large(light, memory, "the memory of this machine sets the limit")
     return light
-
-
-def _open(path: Path, light: Light) -> None:
-    try:
-        OnnxRuntime().open(light)
-    except StageError as error:
-        raise StageError(error.what, where=path.name, hint=error.hint) from error
 
 
 def _joint_inputs(reference: Light, candidate: Light, name: str) -> list[Value]:

@@ -43,7 +43,13 @@ def unchanged(
         exact_rows = tuple(replace(row, tolerance=0.0) for row in rows)
         return exact_rows, [*random_notes, *notes, "every value is equal to the last bit"]
     noise = floors(original, feeds)
-    tolerances = {row.name: _allowed(row, noise, tolerance) for row in rows if row.name not in random}
+    tolerances: dict[str, float] = {}
+    for row in rows:
+        allowed = tolerance
+        if allowed is None:
+            allowed = verify_rewrites.tolerance(row.name, {row.name: CODES.get(row.dtype, 0)}, noise)
+        if row.name not in random:
+            tolerances[row.name] = allowed
     rows, notes = compare_in_parts(original, adopted.light, feeds, elements, tolerances)
     return rows, [*random_notes, *notes]
 
@@ -95,12 +101,6 @@ def compare_in_parts(
     if len(chosen) < len(feeds):
         notes.append(f"inner values on {len(chosen)} of {len(feeds)} feeds: memory")
     return tuple(rows[value] for value in pairs if value in rows), tuple(notes)
-
-
-def _allowed(row: LayerDiff, floors: Mapping[str, float], tolerance: float | None) -> float:
-    if tolerance is not None:
-        return tolerance
-    return verify_rewrites.tolerance(row.name, {row.name: CODES.get(row.dtype, 0)}, floors)
 
 
 def _parts(values: Sequence[str], elements: Mapping[str, int]) -> Iterator[list[str]]:

@@ -111,7 +111,8 @@ def settle(model: onnx.ModelProto, places: Places, runs: Sequence[tuple[Feed, Ma
         for axis, dim in enumerate(tensor_type.shape.dim):
             if _is_open(dim) or _INFERRED.fullmatch(dim.dim_param):
                 sizes = [shape[axis] for shape in shapes]
-                dim.dim_param = _same_sizes(varied, sizes) or f"{output.name}_dim{axis}"
+                same = [name for name, sizes_of_name in varied.items() if sizes_of_name == sizes]
+                dim.dim_param = [*same, f"{output.name}_dim{axis}"][0]
 
 
 def _refuse_type(what: str, value: onnx.ValueInfoProto, refused: tuple[str, ...]) -> None:
@@ -125,14 +126,6 @@ def _refuse_type(what: str, value: onnx.ValueInfoProto, refused: tuple[str, ...]
             where=value.name,
             hint="put a Cast to float32 behind that input, or before that output",
         )
-
-
-def _same_sizes(varied: Mapping[str, list[int]], sizes: list[int]) -> str:
-    """The dimension that had these sizes over the runs; empty if none did."""
-    for name, sizes_of_name in varied.items():
-        if sizes_of_name == sizes:
-            return name
-    return ""
 
 
 def _is_open(dim: onnx.TensorShapeProto.Dimension) -> bool:

@@ -98,22 +98,16 @@ def traced(call: Call, axes: Axes, opset: int, root: Path) -> tuple[Signature, s
             program = torch.export.export(call.module, args, kwargs, dynamic_shapes=shapes, strict=False)
         for node in program.graph.nodes:
             names.add(node.name)
-            ops |= _onnx_ops(str(node.target))
+            # What the operator of torch may become.
+            for part, candidates in _OPS.items():
+                if part in str(node.target):
+                    ops.update(candidates)
     except Exception:  # noqa: BLE001 - the exporter tries other ways of tracing, and explains where all of them fail
         exported = trace(call, axes, opset, root)
         names |= module_identity.all_names(exported.model)
         ops = {node.op_type for node in onnx_files.nodes(exported.model)}
         traced_max = {name: greatest for name, (_, greatest) in exported.ranges.items()}
     return _signature(call, axes, traced_max), names | {*call.feed, *call.outputs}, ops
-
-
-def _onnx_ops(target: str) -> set[str]:
-    """The operators that an operator of torch may become."""
-    ops: set[str] = set()
-    for part, candidates in _OPS.items():
-        if part in target:
-            ops.update(candidates)
-    return ops
 
 
 def all_names(call: Call, axes: Axes, opset: int, root: Path) -> Callable[[], set[str]]:

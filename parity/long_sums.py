@@ -30,7 +30,9 @@ def allowances(program: ExportedProgram) -> dict[str, float]:
     errors: dict[str, float] = {}
     for node in program.graph.nodes:
         errors[node.name] = 0.0
-        if not _is_float(node):
+        leaves = pytree.tree_leaves(node.meta.get("val"))
+        # Integers add up exactly.
+        if not any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
             continue
         # An error does not shrink on the way: what is computed from a long sum has its error as well.
         inherited = max((errors[n.name] for n in node.all_input_nodes), default=0.0)
@@ -38,12 +40,6 @@ def allowances(program: ExportedProgram) -> dict[str, float]:
         added = math.sqrt(terms) * _STEP if terms >= LONG else 0.0
         errors[node.name] = max(added, inherited)
     return errors
-
-
-def _is_float(node: fx.Node) -> bool:
-    """Whether any of its results is of floating point: integers add up exactly."""
-    value = node.meta.get("val")
-    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in pytree.tree_leaves(value))
 
 
 def _terms(node: fx.Node) -> float:

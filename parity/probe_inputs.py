@@ -70,7 +70,7 @@ class Prober:
             StageError: forward() fails on samples of its own data.
         """
         example = Probe(label="example", feed=self.call.feed, outputs=self.call.results)
-        return [example, *self._samples(real, count), *self._sizes(), *self._integers(), *self._masks()]
+        return [example, *self._samples(real, count), *self._sizes(), *self._integers()]
 
     def narrower(self, failed: Sequence[Probe]) -> list[Probe]:
         """For failed probes that vary several axes, one probe per axis, to find the axis at fault."""
@@ -349,7 +349,7 @@ class Prober:
         return self._probe(_label(sizes), self.axes.resized(self.call.feed, sizes), sizes)
 
     def _integers(self) -> Iterator[Probe]:
-        """One probe over all declared ranges, and one for each integer input without a declared range."""
+        """Probes over all declared ranges, of each integer input without a declared range, and with padded masks."""
         rng = np.random.default_rng(0)
         if self.integers:
             label, feed = drawn_over(self.call.feed, self.integers, rng)
@@ -361,11 +361,12 @@ class Prober:
             if not array.size or array.dtype.kind not in "iu" or name in self.integers:
                 continue
             if not padded_masks.is_mask(name, array):
-                label, feed = drawn_over(self.call.feed, {name: _widely(array)}, rng)
+                # Around the example's values, with negative ones if the type is signed; not up to the type's own
+                # maximum: a forward() that adds one must not overflow.
+                greatest = min(max(int(array.max()), 4), int(np.iinfo(array.dtype).max) - 1)
+                least = -greatest if array.dtype.kind == "i" else 0
+                label, feed = drawn_over(self.call.feed, {name: (least, greatest)}, rng)
                 yield from self._optional(label, feed, "; declare its range to have it probed")
-
-    def _masks(self) -> Iterator[Probe]:
-        """Probes with padded masks."""
         for label, feed in padded_masks.feeds(self.call.feed, self.integers):
             yield from self._optional(label, feed)
 
@@ -420,12 +421,3 @@ def size_refused(axes: Axes, name: str, size: int, why: str) -> ConfigError:
 
 def _label(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
-
-
-def _widely(array: Array) -> tuple[int, int]:
-    """A range around the example's values; it includes negative ones if the type is signed."""
-    # Not the type's own maximum: a forward() that adds one must not overflow.
-    greatest = min(max(int(array.max()), 4), int(np.iinfo(array.dtype).max) - 1)
-    if array.dtype.kind == "i":
-        return -greatest, greatest
-    return 0, greatest

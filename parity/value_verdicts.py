@@ -82,8 +82,10 @@ class Tally:
             feeds: arrays by input name.
             onnx_values: the ONNX's values for each feed, by name; compared values are removed to free their memory.
         """
-        # The others go as soon as they are compared.
-        needed_later = self._values_read_by_others()
+        # Data of indices and operands of steps; the others go as soon as they are compared.
+        needed_later = {pointer.data for pointer in self._pointers.values()}
+        for step in self._steps.by_value:
+            needed_later |= self._steps.operands(step)
         self.rounded.begin(onnx_values)
         for node, twins in self.twin.values(feeds):
             self.rounded.keep(node, twins)
@@ -104,13 +106,6 @@ class Tally:
                         del values[value]
         self.rounded.end(feeds)
         self._flips |= self.rounded.flips
-
-    def _values_read_by_others(self) -> set[str]:
-        """Values that the comparison of another value reads: data of indices, operands of steps."""
-        read = {pointer.data for pointer in self._pointers.values()}
-        for step in self._steps.by_value:
-            read |= self._steps.operands(step)
-        return read
 
     def floors(self) -> dict[str, float]:
         """Noise floor (relative L2) of every value. A value inside a node has the node's floor."""
@@ -250,17 +245,12 @@ class Tally:
         # Integers and booleans have no rounding; indices are measured on the numbers they point at.
         exact = value not in self._pointers and np.dtype(dtype).kind in "iub"
         bound = noise_floor.MULTIPLE * floor if exact else noise_floor.tolerance(floor)
-        extra |= {"floor": floor, "ratio": _ratio(error.rel_l2, bound)}
+        # How many times its floor the error is: MULTIPLE where it meets the bound.
+        ratio = math.inf if error.rel_l2 else 0.0
+        if bound:
+            ratio = noise_floor.MULTIPLE * error.rel_l2 / bound
+        extra |= {"floor": floor, "ratio": ratio}
         return error.measures() | {"tolerance": bound, "extra": extra}
-
-
-def _ratio(error: float, bound: float) -> float:
-    """How many times its floor an error is: MULTIPLE where it meets the bound."""
-    if bound:
-        return noise_floor.MULTIPLE * error / bound
-    if error:
-        return math.inf
-    return 0.0
 
 
 def _parts(single: Any, double: Any) -> list[tuple[Array, Array]]:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from layerline.backends.base import SOURCE, TRACED
 from layerline.backends.light import Model
 from layerline.graph.analysis import ir_queries, provenance
-from layerline.graph.analysis.element_types import infer_types
+from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.io import canonicalize
 from layerline.graph.io.ir_convert import to_ir
 from layerline.pipeline.errors import StageError

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
 from onnx_shape_inference import ShapeInferenceContext
 from onnx_shape_inference import registry as library
 
@@ -208,6 +209,12 @@ def _stored_elements(value: ir.Value) -> list[Dim] | None:
     if stored is None or stored.size > LONGEST or stored.ndim > 1 or stored.dtype.kind not in "iub":
         return None
     return [int(element) for element in stored.reshape(-1)]
+
+
+def infer_types(model: ir.Model) -> None:
+    """Fills in the types and shapes that a file leaves out; what it declares stays, for the model is written again."""
+    # Data propagation would write out what a ConstantOfShape holds, however much that is.
+    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
 
 
 def declared(model: ir.Model) -> DeclaredShapes:

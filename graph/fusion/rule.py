@@ -73,19 +73,7 @@ def sole(value: ir.Value | None, reader: ir.Node) -> None:
 
 def only_within(node: ir.Node, *inputs: ir.Value | None) -> None:
     """Declines unless everything between `inputs` and `node` is read only there, so that all of it can go."""
-    region = _region(node, inputs)
-    for inner in region - {node}:
-        for value in inner.outputs:
-            if value.is_graph_output():
-                raise Declined(f"{inner.op_type} output {value.name} is a graph output")
-            for reader in consumers(value):
-                if reader not in region:
-                    name = reader.outputs[0].name
-                    raise Declined(f"{inner.op_type} output {value.name} has another consumer {name}")
-
-
-def _region(node: ir.Node, inputs: tuple[ir.Value | None, ...]) -> set[ir.Node]:
-    """The node and all that it is computed from, up to `inputs`; Constant nodes may be shared and are left out."""
+    # The node and all that it is computed from, up to `inputs`; Constant nodes may be shared and are left out.
     region = {node}
     pending = [node]
     while pending:
@@ -96,4 +84,11 @@ def _region(node: ir.Node, inputs: tuple[ir.Value | None, ...]) -> set[ir.Node]:
             if producer is not None and producer not in region and producer.op_type != "Constant":
                 region.add(producer)
                 pending.append(producer)
-    return region
+    for inner in region - {node}:
+        for value in inner.outputs:
+            if value.is_graph_output():
+                raise Declined(f"{inner.op_type} output {value.name} is a graph output")
+            for reader in consumers(value):
+                if reader not in region:
+                    name = reader.outputs[0].name
+                    raise Declined(f"{inner.op_type} output {value.name} has another consumer {name}")

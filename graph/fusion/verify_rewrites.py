@@ -21,7 +21,7 @@ from layerline.backends.base import Feed
 from layerline.backends.light import Light, rename
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.analysis.ir_queries import LIMITS
-from layerline.graph.analysis.toposort import in_order, moving
+from layerline.graph.analysis.proto_queries import in_order, moving
 from layerline.graph.fusion.firing import After, Firing
 from layerline.graph.io.ir_convert import store
 from layerline.graph.io.opset import opset_of
@@ -199,7 +199,17 @@ def prove(
     proved = [(pair.name, pair.after) for key, pair in constants.items() if errors[key] == 0.0]
     light = with_constants(unfused, _proved_constants(proved))
     errors |= zip(computed, _errors(light, list(computed.values()), feeds), strict=True)
-    return [_proof(firing, errors, types, floors, len(feeds)) for firing in firings]
+    proofs: list[Proof] = []
+    for firing in firings:
+        # Without any the bytes are the same by construction.
+        measured = [(0.0, 0.0)]
+        if firing.after:
+            measured = [(errors[n, id(a)], tolerance(n, types, floors)) for n, a in firing.after.items()]
+        # The value that is furthest beyond its tolerance speaks for the firing.
+        error, allowed = max(measured, key=lambda row: row[0] - row[1])
+        equal = all(row[0] == 0.0 for row in measured)
+        proofs.append(Proof(firing, error, allowed, len(feeds) if firing.after else 0, equal=equal))
+    return proofs
 
 
 def reference(unfused: Light, proofs: Iterable[Proof]) -> Light:
@@ -244,24 +254,6 @@ def with_constants(light: Light, constants: Mapping[str, ir.TensorProtocol]) -> 
     del graph.node[:]
     graph.node.extend(kept)
     return out
-
-
-def _proof(
-    firing: Firing,
-    errors: Mapping[_Key, float],
-    types: Mapping[str, int],
-    floors: Mapping[str, float],
-    feeds: int,
-) -> Proof:
-    """The value that is furthest beyond its tolerance speaks for the firing."""
-    # The bytes are the same by construction.
-    if not firing.after:
-        return Proof(firing, 0.0, 0.0, 0, equal=True)
-    measured: list[tuple[float, float]] = []
-    for name, after in firing.after.items():
-        measured.append((errors[name, id(after)], tolerance(name, types, floors)))
-    error, allowed = max(measured, key=lambda row: row[0] - row[1])
-    return Proof(firing, error, allowed, feeds, equal=all(row[0] == 0.0 for row in measured))
 
 
 def tolerance(name: str, types: Mapping[str, int], floors: Mapping[str, float]) -> float:
@@ -311,12 +303,9 @@ def _whole_error(a: Any, b: Any) -> float:
         if not isinstance(b, list) or len(a) != len(b):
             return math.inf
         return max(map(_whole_error, a, b), default=0.0)
-    if a is None or b is None:
-        return _zero_if(a is b)
-    if np.shape(a) != np.shape(b):
-        return math.inf
-    if np.asarray(a).dtype.kind != "f":
-        return _zero_if(np.array_equal(a, b))
+    if a is None or b is None or np.shape(a) != np.shape(b) or np.asarray(a).dtype.kind != "f":
+        same = a is b or (b is not None and np.array_equal(a, b))
+        return 0.0 if same else math.inf
     x = np.asarray(a, np.float64)
     y = np.asarray(b, np.float64)
     finite = np.isfinite(x)
@@ -324,12 +313,6 @@ def _whole_error(a: Any, b: Any) -> float:
         return math.inf
     norm = float(np.linalg.norm(x[finite]))
     return float(np.linalg.norm(x[finite] - y[finite])) / (norm or 1.0)
-
-
-def _zero_if(same: bool) -> float:
-    if same:
-        return 0.0
-    return math.inf
 
 
 def _proof_model(unfused: Light, pairs: Sequence[_Comparison]) -> Light:

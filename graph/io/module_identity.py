@@ -57,8 +57,7 @@ def stamp(model: onnx.ModelProto, root: Path) -> None:
             module = ""
             if len(scopes) > 1:
                 module = _AGAIN.sub("", scopes[-2])
-            frames = [(file, int(line)) for file, line in _FRAME.findall(metadata(node, _TRACE))]
-            for key, entry in ((MODULE, module), (SOURCE, source(frames, root))):
+            for key, entry in ((MODULE, module), (SOURCE, source(frames_in(metadata(node, _TRACE)), root))):
                 if entry:
                     node.metadata_props.add(key=key, value=entry)
 
@@ -105,6 +104,11 @@ def source(frames: Iterable[tuple[str, int]], root: Path) -> str:
     else:
         short = PurePath(*file.parts[-1:])
     return f"{short.as_posix()}:{line}"
+
+
+def frames_in(text: str) -> list[tuple[str, int]]:
+    """File and line of every frame that a traceback or a stack of torch's names, outermost first."""
+    return [(file, int(line)) for file, line in _FRAME.findall(text)]
 
 
 def innermost(frames: Iterable[tuple[str, int]]) -> tuple[str, int] | None:

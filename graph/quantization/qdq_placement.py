@@ -23,8 +23,8 @@ import onnx_ir as ir
 
 from layerline.backends.light import Model
 from layerline.calib.plan import Kept, Role, Wanted
-from layerline.graph.analysis.element_types import infer_types
 from layerline.graph.analysis.ir_queries import dim, subgraphs
+from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization.naming import first_output, matching, module_of
 from layerline.graph.quantization.weight_sources import weight_of

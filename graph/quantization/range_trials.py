@@ -22,8 +22,8 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.plan import QuantPlan, Wanted
 from layerline.calib.range_candidates import Candidates, Error
 from layerline.calib.scales import scale_of
-from layerline.graph.analysis.element_types import infer_types
-from layerline.graph.analysis.toposort import in_order
+from layerline.graph.analysis.proto_queries import in_order
+from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization import qdq
 from layerline.graph.quantization.qdq_placement import WEIGHTED

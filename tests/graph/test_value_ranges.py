@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerline.graph.analysis import shape_inference
-from layerline.graph.analysis.element_types import infer_types
+from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.analysis.value_ranges import Ranges
 from layerline.graph.io.ir_convert import to_ir
 from tests.graph.fusing import parse, run

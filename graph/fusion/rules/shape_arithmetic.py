@@ -12,7 +12,7 @@ from onnx_ir.tape import Tape
 
 from layerline.graph.analysis.ir_queries import Array, constant, name_of, optional_input, parent, rank
 from layerline.graph.analysis.shape_inference import Symbols
-from layerline.graph.analysis.symbolic_sizes import Size, Sizes, sizes
+from layerline.graph.analysis.symbolic_sizes import Sizes, sizes
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import Rule, on, sole
@@ -77,14 +77,12 @@ def _requested_shape(node: ir.Node) -> Sizes | None:
         return inferred
     if inferred is None or len(inferred) != len(requested):
         return requested
-    return tuple(map(_better, requested, inferred))
-
-
-def _better(requested: Size, inferred: Size) -> Size:
-    """The number, where one of the two has it: a requested 0 or -1 is none."""
-    if isinstance(requested, int) and requested not in (0, -1) and not isinstance(inferred, int):
-        return requested
-    return inferred
+    best = list(inferred)
+    for axis, size in enumerate(requested):
+        # The number, where one of the two has it: a requested 0 or -1 is none.
+        if isinstance(size, int) and size not in (0, -1) and not isinstance(inferred[axis], int):
+            best[axis] = size
+    return tuple(best)
 
 
 def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:

@@ -57,19 +57,15 @@ def _groups(single: Sequence[Dim], joined: Sequence[Size]) -> list[list[int]] | 
     axis = 0
     for size in joined:
         group: list[int] = []
-        while axis < len(single) and (not group or _joined_size(single, group) != size):
+        while axis < len(single) and (not group or product(single[a] for a in group) != size):
             group.append(axis)
             axis += 1
-        if _joined_size(single, group) != size:
+        if product(single[a] for a in group) != size:
             return None
         groups.append(group)
     if axis < len(single):
         return None
     return groups
-
-
-def _joined_size(single: Sequence[Dim], group: Sequence[int]) -> Size:
-    return product(single[axis] for axis in group)
 
 
 def cancel(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnx import NodeProto, helper, parser
 
-from layerline.graph.analysis.toposort import in_order, moving, reads
+from layerline.graph.analysis.proto_queries import in_order, moving, reads
 
 
 def _node(text: str) -> NodeProto:
