@@ -21,6 +21,7 @@ BUCKETS = 1 << 15
 """Buckets of |x|: 8 exponent and 7 mantissa bits. Bucket 0 holds 0 (and |x| < 2^-133)."""
 INFINITE = 0x7F80
 """From this bucket on, values are Inf or NaN."""
+PROFILE_BINS = 64
 _CHUNK = 1 << 18  # bounds the working memory; a megabyte of float32 stays in cache
 _GREATEST = float(np.finfo(np.float32).max)
 
@@ -100,6 +101,27 @@ class Histogram:
         edges, counts = self.nonzero()
         below = np.concatenate(([0], np.cumsum(counts)))
         return float((below[-1] - np.interp(amax, edges, below)) / self.count)
+
+    def drawn(self, amax: float) -> dict[str, float | str]:
+        """The profile up to the end of a range or to the greatest value, whichever is greater; and both ends."""
+        end = max(amax, self.amax)
+        return {"range": shortest(amax), "end": shortest(end), "profile": self.profile(end)}
+
+    def profile(self, end: float) -> str:
+        """The shape of the histogram as PROFILE_BINS characters: bins of |x| of equal width from 0 to `end`.
+
+        A character is a digit of base 36 on a logarithmic scale: `z` is all elements, `0` is none, and a step of 5.8 is
+        a factor of ten. Shares of 1e-6 and less that are not 0 are `1`.
+        """
+        edges, counts = self.nonzero()
+        below = np.concatenate(([0], np.cumsum(counts)))
+        reached = np.interp(np.linspace(0.0, end, PROFILE_BINS + 1), edges, below) + self.count - below[-1]
+        reached[0] = 0  # zeros are in the first bin
+        shares = np.diff(reached) / max(self.count, 1)
+        digits = np.zeros(PROFILE_BINS, int)
+        some = shares > 0
+        digits[some] = np.clip(np.rint(35 * (1 + np.log10(shares[some]) / 6)), 1, 35)
+        return "".join(np.base_repr(digit, 36).lower() for digit in digits)
 
     def _extremes(self, part: npt.NDArray[np.float32]) -> None:
         low, high = float(part.min()), float(part.max())

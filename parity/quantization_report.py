@@ -20,7 +20,7 @@ from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.graph.quantization.qdq_placement import products
 from layerline.parity import default_session, output_sqnr
-from layerline.pipeline.report import CLIPPED, OWN, WEIGHT, Gate, LayerDiff, Report, Scalar
+from layerline.pipeline.report import CLIPPED, HISTOGRAMS, OWN, WEIGHT, Gate, LayerDiff, Report, Scalar
 
 Row = dict[str, Scalar]
 
@@ -54,6 +54,7 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
         tables={
             "quantized": list(rows.values()),
             "stays float": [dataclasses.asdict(kept) for kept in converted.plan.kept],
+            HISTOGRAMS: _histograms(converted),
         },
     )
 
@@ -184,6 +185,16 @@ def _quantized_rows(converted: Converted, losses: Mapping[str, qdq.WeightLoss]) 
             "worst_channel_db": None if loss is None else loss.worst_channel_db,
             "why": value.why,
         }
+    return rows
+
+
+def _histograms(converted: Converted) -> list[Row]:
+    """The shape of each calibrated activation's magnitudes, from 0 to `end`, beside the end of its range."""
+    rows: list[Row] = []
+    for value in converted.plan.values:
+        histogram = None if converted.ranges is None else converted.ranges.histograms.get(value.name)
+        if histogram is not None and histogram.amax:
+            rows.append({"value": value.name, "module": value.module, **histogram.drawn(value.amax)})
     return rows
 
 

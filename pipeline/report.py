@@ -53,6 +53,9 @@ CLIPPED = "clipped"
 """The column that holds the share of a value that its range cuts off."""
 _SORTED_BY = {"own": OWN, "sqnr": "sqnr_db", "effect": EFFECT, "clipped": CLIPPED}
 
+HISTOGRAMS = "histograms"
+"""The table of a report whose rows are drawn and not listed: `Histogram.profile` of values, with their ranges."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDiff:

@@ -17,7 +17,7 @@ from layerline.pipeline.config.project import as_options
 from layerline.pipeline.config.settings import UNSET, changed, settings, versions
 from layerline.pipeline.records.ledger import Record, Run
 from layerline.pipeline.records.lookup import Log, Past
-from layerline.pipeline.report import OWN, Gate, Report
+from layerline.pipeline.report import HISTOGRAMS, OWN, Gate, Report, Scalar
 from layerline.views import glossary, plan_tree, run_comparison, summary
 from layerline.views.curves import curves, validated
 from layerline.views.follow import MERGED, Followed, by_module, by_own_error, follow, follow_views, in_network_order
@@ -109,6 +109,7 @@ def page(
         stages=stages,
         heat_map=heat_map(by_module(own_rows), list(of_run)),
         followed=follow_views(rows, list(of_run), () if own_rows is rows else own_rows),
+        histograms=[row for report in of_run.values() for row in report.tables.get(HISTOGRAMS, ())],
         any_merged=any(row.into for row in rows),
         glossary=glossary.view(),
     )
@@ -127,14 +128,14 @@ def _policy(style: str, script: str) -> str:
     return "; ".join(allowed)
 
 
-def grid_data(views: Sequence[TableView]) -> dict[str, Any]:
-    """All rows of a table's views, for page.js."""
+def grid_data(views: Sequence[TableView], histograms: Sequence[Mapping[str, Scalar]] = ()) -> dict[str, Any]:
+    """All rows of a table's views, and histograms of their values, for page.js."""
     data = []
     for view in views:
         heads = [column.label for column in view.columns]
         kinds = [column.kind for column in view.columns]
         data.append({"label": view.label, "heads": heads, "kinds": kinds, "rows": view.rows})
-    return {"first": ROWS_AT_FIRST, "views": data}
+    return {"first": ROWS_AT_FIRST, "views": data, "histograms": histograms}
 
 
 def _beside(now: Past, others: Sequence[Past]) -> dict[str, Any] | None:
@@ -202,7 +203,9 @@ def _stage(
     }
     if report:
         stage["gates"] = _gates(report.gates)
-        stage["tables"] = [(title, free_table(rows)) for title, rows in report.tables.items() if rows]
+        stage["tables"] = [
+            (title, free_table(rows)) for title, rows in report.tables.items() if rows and title != HISTOGRAMS
+        ]
         stage["layers"] = records_table(in_network_order(report.records), report.order)
     return stage
 

@@ -38,8 +38,8 @@ function compare(a, b, kind, sign) {
 
 class Grid {
   constructor(root) {
-    const { first, views } = JSON.parse(root.querySelector("script").textContent);
-    Object.assign(this, { root, views, view: views[0], limit: first, sort: null, open: new Set() });
+    const { first, views, histograms } = JSON.parse(root.querySelector("script").textContent);
+    Object.assign(this, { root, views, histograms, view: views[0], limit: first, sort: null, open: new Set() });
     this.table = root.querySelector("table");
     this.count = Object.assign(root.querySelector(".count"), { ariaLive: "polite" });
     this.follows = root.classList.contains("follow");
@@ -165,9 +165,39 @@ class Grid {
     const row = make("tr", "", { className: "detail" });
     const scroll = make("div", "", { className: "scroll" });
     scroll.append(table);
-    Object.assign(row.insertCell(), { colSpan: this.view.heads.length }).append(scroll);
+    const concerns = (value, module) => values.has(value) || module === key;
+    const pictures = this.histograms.filter(({ value, module }) => concerns(value, module)).map(histogram);
+    Object.assign(row.insertCell(), { colSpan: this.view.heads.length }).append(scroll, ...quantised(concerns), ...pictures);
     return row;
   }
+}
+
+// How the values of a layer, and the values that it reads, are quantised: a sentence each.
+function quantised(concerns) {
+  const { heads, rows } = grids.find(({ root }) => root.dataset.table === "quantized")?.view ?? { heads: [], rows: [] };
+  const [value, module] = [heads.indexOf("value"), heads.indexOf("module")];
+  return rows.filter((row) => concerns(row[value], row[module])).map((row) => {
+    const told = heads.flatMap((head, i) => (i !== value && row[i] ? [`${head} ${row[i]}`] : []));
+    return make("p", `${row[value]}: ${told.join(" · ")}`);
+  });
+}
+
+// The magnitudes of a value in calibration, and where its range ends; drawn into a copy of the page's template.
+function histogram({ value, range, end, profile }) {
+  const figure = document.getElementById("histogram").content.cloneNode(true);
+  const edge = (384 * range) / end;
+  const bars = { bar: "", bad: "" };
+  [...profile].forEach((digit, i) => {
+    const height = (parseInt(digit, 36) * 5) / 3;
+    bars[6 * i + 3 > edge ? "bad" : "bar"] += `M${6 * i} 60v-${height}h5v${height}z`;
+  });
+  figure.querySelector(".bar").setAttribute("d", bars.bar);
+  figure.querySelector(".bad").setAttribute("d", bars.bad);
+  figure.querySelector(".border").setAttribute("d", `M${edge} 0V60`);
+  figure.querySelector(".to").textContent = end.toPrecision(3);
+  figure.querySelector("b").textContent = value;
+  figure.querySelector("i").textContent = range.toPrecision(3);
+  return figure;
 }
 
 // What is comparable between records: names, verdicts, and what more than one stage measured where there are more.
@@ -179,7 +209,7 @@ function columns(records) {
     for (const { head, kind } of cells)
       if (["value", "op"].includes(head) || !["text", "number"].includes(kind))
         having.set(head, (having.get(head) ?? new Set()).add(stage));
-  const isName = (head) => ["value", "op", "verdict"].includes(head);
+  const isName = (head) => ["value", "op", "verdict", "own dB"].includes(head);
   return [...having].filter(([head, by]) => isName(head) || by.size > 1 || all.size === 1).map(([head]) => head);
 }
 

@@ -95,3 +95,16 @@ def test_share_beyond_a_threshold(amax):
     array = np.random.default_rng(1).standard_normal(100_000).astype(np.float32)
     assert of(array).beyond(amax) == pytest.approx((np.abs(array) > amax).mean(), abs=2e-3)
     assert of(array).beyond(math.inf) == 0.0
+
+
+def test_a_profile_is_a_logarithmic_picture_of_the_shares() -> None:
+    histogram = Histogram()
+    histogram.update(np.array([0.0] * 989_999 + [0.5] * 10_000 + [-3.0], np.float32))
+    profile = histogram.profile(4.0)
+    # Bins of 1/16: 0.99 is 35 of 35; 0.01 is 35 * (1 - 2 / 6) = 23.3; one in a million is above 0.
+    assert len(profile) == 64 and {i: digit for i, digit in enumerate(profile) if digit != "0"} == {
+        0: "z",
+        8: "n",
+        47: "1",
+    }
+    assert Histogram().profile(1.0) == "0" * 64

@@ -15,6 +15,7 @@ from layerline.export import probe_files
 from layerline.export.signature import Dim, Signature, Value
 from layerline.graph.io import onnx_files
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
+from layerline.pipeline.report import HISTOGRAMS
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 from layerline.stages.quantize import Quantize
@@ -120,6 +121,8 @@ def test_the_report_has_the_distances_the_clipping_and_the_weights(work):
     assert found["c"].extra["weight_sqnr_db"] > 30 and "clipped" not in found["c"].extra
     assert report.metrics["quantized_activations"] == 4 and report.metrics["quantized_weights"] == 3
     assert {r["value"] for r in report.tables["quantized"]} == {"x", "w1", "r", "w2", "t", "f", "wf"}
+    drawn = {str(row["value"]): row for row in report.tables[HISTOGRAMS]}
+    assert drawn.keys() == {"x", "r", "t", "f"} and all(len(str(row["profile"])) == 64 for row in drawn.values())
 
 
 def test_sizes_are_those_of_the_files(work):

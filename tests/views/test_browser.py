@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from layerline.pipeline.records.lookup import Log
-from layerline.pipeline.report import Gate, Report
+from layerline.pipeline.report import HISTOGRAMS, Gate, Report
 from layerline.views.canvas import WIDTHS
 from layerline.views.html import LONG, page
 from tests.views.samples import LAYERS, diff, many, run_of, sample_reports
@@ -144,13 +144,40 @@ def test_an_opened_layer_has_columns_of_what_is_compared_and_the_rest_in_words(t
     heads, *rows = [
         re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", opened, re.DOTALL)
     ]
-    assert heads == ["stage", "value", "op", "verdict", "SQNR dB", "rel L2", "also"]
+    assert heads == ["stage", "value", "op", "verdict", "SQNR dB", "rel L2", "own dB", "also"]
     assert rows == [
-        ["export", "c", "Conv", "passed", "130.0", "3.16e-07",
+        ["export", "c", "Conv", "passed", "130.0", "3.16e-07", "",
          "tolerance 1.00e-05 · judged by rel L2 · shape 1×8 · dtype float32"],
-        ["quantize", "c", "Conv", "", "30.0", "0.0316", "own dB 41.0"],
-        ["engine", "c", "Conv", "", "", "", "engine layer fused_c · type CONVOLUTION · dtype float16"],
+        ["quantize", "c", "Conv", "", "30.0", "0.0316", "41.0", ""],
+        ["engine", "c", "Conv", "", "", "", "", "engine layer fused_c · type CONVOLUTION · dtype float16"],
     ]  # fmt: skip
+
+
+def test_an_opened_layer_shows_how_its_values_are_quantised(tmp_path: Path) -> None:
+    rows = [
+        {"value": "c", "role": "activation", "module": "net.next", "clipped": 0.25},
+        {"value": "w", "module": "net.c"},
+    ]
+    drawn = {"value": "c", "module": "net.next", "range": 2.0, "end": 4.0, "profile": "z" + "i" * 32 + "0" * 31}
+    tables = {"quantized": rows, HISTOGRAMS: [drawn]}
+    report = Report(
+        stage="quantize", records=(diff("c", "net.c", db=30.0), diff("d", "net.next", db=20.0)), tables=tables
+    )
+    text = page("mnist", run_of({"quantize": report}), {"quantize": report})
+    (detail,) = re.findall(
+        r'<tr class="detail">.*?</figure></td></tr>', rendered(tmp_path, text, "#layer=net.c"), re.DOTALL
+    )
+    assert re.findall(r"<p>(.*?)</p>", detail) == [
+        "c: role activation · module net.next · clipped % 25.00",
+        "w: module net.c",
+    ]
+    # 35 of 36 levels are 58.3 of 60 units, 18 are 30; the range ends in the middle of 64 bars of 6 units.
+    (bars,) = re.findall(r'<path class="bar" d="(.*?)"', detail)
+    assert bars.startswith("M0 60v-58.3") and bars.count("v-30h5") == 31
+    (beyond,) = re.findall(r'<path class="bad" d="(.*?)"', detail)
+    assert beyond.startswith("M192 60v-30h5") and beyond.count("v-0h5") == 31 and "M192 0V60" in detail
+    assert f"<summary>{HISTOGRAMS}" not in text, "they are drawn, and not listed"
+    assert "<b>c</b> in calibration" in rendered(tmp_path, text, "#layer=net.next"), "at the layer that reads it too"
 
 
 def test_long_texts_are_wrapped_with_the_script_and_without(tmp_path: Path) -> None:
