@@ -118,9 +118,7 @@ def weightless(model: Model) -> onnx.ModelProto:
 
 def large(kind: int, size: int) -> bool:
     """Whether a tensor of this element type and so many bytes need not lie in the graph."""
-    if kind in _SIZES:
-        return size > LEAST_SIZES
-    return size > LEAST
+    return size > LEAST_SIZES if kind in _SIZES else size > LEAST
 
 
 def travels(kind: int, size: int) -> bool:

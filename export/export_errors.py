@@ -147,9 +147,7 @@ def _fixed_axis(text: str, axes: Axes, line: str) -> StageError | None:
 def place(source: str) -> tuple[str, int] | None:
     """Input and axis of a size as torch.export names it: `L['x'].size()[1]`."""
     match = _AXIS.search(source)
-    if match is None:
-        return None
-    return _place(match)
+    return None if match is None else _place(match)
 
 
 def _place(match: re.Match[str]) -> tuple[str, int]:

@@ -115,6 +115,4 @@ def activation_bytes(program: ExportedProgram, symbols: Mapping[str, int] | None
 
 def example_size(size: int | torch.SymInt) -> int:
     """The size in the example; 1 for a size that depends on values."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint or 1)
+    return size if isinstance(size, int) else int(size.node.hint or 1)

@@ -97,9 +97,7 @@ class Guard:
                 yield sizes
 
     def __str__(self) -> str:
-        if self.line:
-            return f"{self.text} ({self.line})"
-        return self.text
+        return f"{self.text} ({self.line})" if self.line else self.text
 
     def _combinations(self, dims: Mapping[str, Dim], example: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
         """One axis over all it takes, the others over a few sizes; each in turn."""

@@ -68,9 +68,7 @@ class Drawn:
 def _with(array: Array, special: tuple[int, ...], turn: int) -> Array:
     """Puts special numbers into an array. A single element takes one of them each turn, while there are any."""
     if array.size == 1:
-        if turn < len(special):
-            return np.full_like(array, special[turn])
-        return array
+        return np.full_like(array, special[turn]) if turn < len(special) else array
     room = max(array.size - 2, 0)  # both ends of the range stay
     array.reshape(-1)[1 : 1 + min(len(special), room)] = special[:room]
     return array
@@ -108,9 +106,7 @@ class Samples:
         sizes: dict[str, int] = {}
         for value in self.inputs:
             array = self.arrays[value.name]
-            sample_shape = array.shape
-            if value.name in self.whole:
-                sample_shape = array.shape[1:]
+            sample_shape = array.shape[1:] if value.name in self.whole else array.shape
             for axis, dim in enumerate(value.shape):
                 if not isinstance(dim, str):
                     continue

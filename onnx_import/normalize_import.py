@@ -160,9 +160,7 @@ def module_path(name: str, op: str) -> str:
 
     Any other name is returned as it is. An inlined graph puts its own name first; it becomes the outermost module.
     """
-    path = name
-    if _INLINED.search(name):
-        path = f"/{_INLINED.sub('', name)}"
+    path = f"/{_INLINED.sub('', name)}" if _INLINED.search(name) else name
     folder, _, last = path.rpartition("/")
     if not path.startswith("/") or not re.fullmatch(rf"{re.escape(op)}(_\d+)?", last):
         return name

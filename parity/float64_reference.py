@@ -149,8 +149,6 @@ def _run(interpreter: fx.Interpreter, node: fx.Node) -> Any:
 
 def _widened(value: Any) -> Any:
     def wide(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(_WIDE.get(leaf.dtype, leaf.dtype))
-        return leaf
+        return leaf.to(_WIDE.get(leaf.dtype, leaf.dtype)) if isinstance(leaf, Tensor) else leaf
 
     return pytree.tree_map(wide, value)

@@ -61,9 +61,7 @@ def _terms(node: fx.Node) -> float:
         return math.prod(s for s in sizes if isinstance(s, int))
     if name == "group_norm" and isinstance(node.args[1], int):
         return math.prod(shape[1:]) / node.args[1]
-    if name == "instance_norm":
-        return math.prod(shape[2:])
-    return 0
+    return math.prod(shape[2:]) if name == "instance_norm" else 0
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -204,9 +204,7 @@ class Tally:
         single, double, onnx = resolved(self._pointers.get(value), onnx_values, sides)
         if value in self._pointers:
             self._index_noise[value] = self._index_noise[value] + diff_arrays(double, single)
-        truth = double
-        if self.rule:
-            truth = single
+        truth = single if self.rule else double
         truth, flips = self._excuse_flips(value, truth, onnx, onnx_values)
         if flips:
             self._flips[value] += flips

@@ -156,9 +156,7 @@ def _rank(value: ir.Value | None) -> int | None:
     axes = ir_queries.constant(ir_queries.optional_input(node, 1))
     if axes is None:
         return None
-    if node.op_type == "Squeeze":
-        return rank - int(axes.size)
-    return rank + int(axes.size)
+    return rank - int(axes.size) if node.op_type == "Squeeze" else rank + int(axes.size)
 
 
 def _settle(choice: ir.Node, inside: tuple[ir.Node, ...]) -> tuple[str, str]:

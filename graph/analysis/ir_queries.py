@@ -146,9 +146,7 @@ def parent(value: ir.Value | None, *ops: str) -> ir.Node | None:
 
 def optional_input(node: ir.Node, index: int) -> ir.Value | None:
     """An input of a node; None where it is left out, at the end or in between."""
-    if index >= len(node.inputs):
-        return None
-    return node.inputs[index]
+    return None if index >= len(node.inputs) else node.inputs[index]
 
 
 def clip_bounds(clip: ir.Node) -> tuple[float | None, float | None]:
@@ -176,9 +174,7 @@ def reduced_axes(node: ir.Node) -> Array | None:
 
 def name_of(value: ir.Value | None) -> str | None:
     """The name of a value that may be left out."""
-    if value is None:
-        return None
-    return value.name
+    return None if value is None else value.name
 
 
 def scalar(value: ir.Value | None) -> float | None:
@@ -191,9 +187,7 @@ def scalar(value: ir.Value | None) -> float | None:
 
 def rank(value: ir.Value | None) -> int | None:
     """Number of dimensions, where known."""
-    if value is None or value.shape is None:
-        return None
-    return len(value.shape)
+    return None if value is None or value.shape is None else len(value.shape)
 
 
 def dim(value: ir.Value | None, axis: int) -> int | str | None:
@@ -201,9 +195,7 @@ def dim(value: ir.Value | None, axis: int) -> int | str | None:
     if value is None or value.shape is None or not -len(value.shape) <= axis < len(value.shape):
         return None
     size = value.shape[axis]
-    if isinstance(size, int):
-        return size
-    return size.value
+    return size if isinstance(size, int) else size.value
 
 
 def static(value: ir.Value | None) -> tuple[int, ...] | None:

@@ -132,9 +132,7 @@ def _subtract(a: Dim, b: Dim) -> Dim | None:
         return a - b
     if a == b:
         return 0
-    if b == 0:
-        return a
-    return None
+    return a if b == 0 else None
 
 
 def _divide(a: Dim, b: Dim) -> Dim | None:
@@ -156,9 +154,7 @@ def _combine(combine: Callable[[Dim, Dim], Dim], neutral: int, a: Dim, b: Dim) -
     if a == neutral:
         return b
     both_numbers = isinstance(a, int) and isinstance(b, int)
-    if both_numbers or (is_size(a) and is_size(b)):
-        return combine(a, b)
-    return None
+    return combine(a, b) if both_numbers or (is_size(a) and is_size(b)) else None
 
 
 def _equal(a: Dim, b: Dim) -> int | None:
@@ -274,9 +270,7 @@ def takes_whole(start: Dim, end: Dim, step: Dim, size: Dim) -> bool:
     if end == size:
         return True
     # Exporters write INT64_MAX or INT32_MAX as the end of a Slice that takes the rest.
-    least = _LAST
-    if isinstance(size, int):
-        least = size
+    least = size if isinstance(size, int) else _LAST
     return isinstance(end, int) and end >= least
 
 

@@ -78,9 +78,7 @@ class Symbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships
     def of(self, value: ir.Value | None) -> Sizes | None:
         """Elements of a scalar or one-dimensional integer tensor; None where they aren't known."""
         elements = self.get_symbolic_value(value)
-        if elements is None:
-            return None
-        return tuple(map(size_of, elements))
+        return None if elements is None else tuple(map(size_of, elements))
 
     def infer(self, node: ir.Node) -> None:
         """Writes the shapes and types of a node's outputs."""
@@ -140,9 +138,7 @@ class Symbols(ShapeInferenceContext):  # type: ignore[misc]  # the library ships
     def _settled(self, dim: Dim) -> Dim:
         size = simplified(dim)
         # An element that may be negative is not the size of the axis: Reshape to -1 gives another.
-        if size is None or not is_size(size):
-            return self.new_symbolic_dim()
-        return size
+        return self.new_symbolic_dim() if size is None or not is_size(size) else size
 
     def set_dtype(self, value: ir.Value, dtype: ir.DataType | None) -> bool:
         if self._writes and dtype is not None:

@@ -39,9 +39,7 @@ def sizes(value: ir.Value | None) -> Sizes | None:
 
 def is_size(item: Dim | Size) -> bool:
     """Whether an element of an integer tensor is certainly not negative."""
-    if isinstance(item, int):
-        return item >= 0
-    return NUMBER not in str(item)
+    return item >= 0 if isinstance(item, int) else NUMBER not in str(item)
 
 
 def product(dims: Iterable[Dim]) -> Size:
@@ -72,9 +70,7 @@ def broadcast(shapes: Sequence[Sequence[Dim]]) -> list[Dim | None]:
 
 def size_of(dim: Dim) -> Size:
     """A number, or the text of a symbolic size."""
-    if isinstance(dim, int):
-        return dim
-    return str(dim.value)
+    return dim if isinstance(dim, int) else str(dim.value)
 
 
 def simplified(dim: Dim) -> Dim | None:

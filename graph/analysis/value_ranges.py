@@ -42,9 +42,7 @@ class Ranges:
             computed = self._computed(node)
             for index, output in enumerate(node.outputs):
                 # Further outputs are statistics, indices and masks, which the range does not hold for.
-                self.computed[output] = OPEN
-                if index == 0 or node.op_type == "Split":
-                    self.computed[output] = computed
+                self.computed[output] = computed if index == 0 or node.op_type == "Split" else OPEN
 
     def of(self, value: ir.Value | None) -> Range:
         """What was worked out, or what the type or the stored numbers say."""
@@ -184,9 +182,7 @@ def _matmul(node: ir.Node, ranges: Ranges) -> float:
 
 def _gemm(node: ir.Node, ranges: Ranges) -> float:
     a = node.inputs[0]
-    count = dim(a, -1)
-    if node.attributes.get_int("transA", 0):
-        count = dim(a, 0)
+    count = dim(a, 0) if node.attributes.get_int("transA", 0) else dim(a, -1)
     if not isinstance(count, int):
         return math.inf
     most = count * ranges.magnitude(a) * ranges.magnitude(node.inputs[1])

@@ -133,9 +133,7 @@ def behind(value: ir.Value | None) -> Linear | None:
     if out_rank is None:
         return None
     # Channels lie behind the batch, but a MatMul makes them the last axis.
-    axis = 1
-    if node.op_type == "MatMul":
-        axis = out_rank - 1
+    axis = out_rank - 1 if node.op_type == "MatMul" else 1
     linear = Linear(node, weight, np.zeros(channels), out_rank, axis)
     bias_value = optional_input(node, 2)
     if bias_value is None:
@@ -163,9 +161,7 @@ def _outputs(node: ir.Node, weight: Array) -> tuple[int | None, int]:
     if node.op_type == "ConvTranspose":
         return weight.ndim, weight.shape[1] * node.attributes.get_int("group", 1)
     if node.op_type == "Gemm":
-        if node.attributes.get_int("transB", 0):
-            return 2, weight.shape[0]
-        return 2, weight.shape[1]
+        return 2, weight.shape[0] if node.attributes.get_int("transB", 0) else weight.shape[1]
     input_rank = rank(node.inputs[0])
     # Weights of more axes differ from matrix to matrix; an input of one axis loses it.
     if weight.ndim != 2 or input_rank is None or input_rank < 2:

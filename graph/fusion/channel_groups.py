@@ -223,9 +223,7 @@ def _binary(group: Group, node: ir.Node, value: ir.Value) -> list[tuple[ir.Value
 def _size_along(array: Array, out_rank: int, axis: int) -> int:
     """Size of a constant along an axis of what it is broadcast to."""
     own_axis = axis - (out_rank - array.ndim)
-    if own_axis < 0:
-        return 1
-    return int(array.shape[own_axis])
+    return 1 if own_axis < 0 else int(array.shape[own_axis])
 
 
 def _flat(group: Group, node: ir.Node, data: ir.Value, value: ir.Value) -> list[tuple[ir.Value, Place]]:
@@ -312,9 +310,7 @@ def _of_node(group: Group, node: ir.Node, held: Mapping[ir.Value, Array]) -> Arr
         # Depthwise: every output of a channel sums the same kernel over one constant.
         weight = np.asarray(constant(node.inputs[1]), np.float64).reshape(group.channels, -1).sum(axis=1)
         bias = constant(optional_input(node, 2))
-        shift = np.zeros(group.channels)
-        if bias is not None:
-            shift = bias.astype(np.float64)
+        shift = bias.astype(np.float64) if bias is not None else np.zeros(group.channels)
         computed = np.where(numbers == 0, shift, shift + weight * numbers)
         return np.where((numbers != 0) & pads(node), np.nan, computed)
     return numbers

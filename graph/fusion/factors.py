@@ -45,9 +45,7 @@ def product(value: ir.Value | None) -> Product:
             number *= constant
             continue
         node = parent(factor, "Mul", "Div")
-        divisor = None
-        if node is not None and node.op_type == "Div":
-            divisor = scalar(node.inputs[1])
+        divisor = scalar(node.inputs[1]) if node is not None and node.op_type == "Div" else None
         # A divisor that is computed makes the quotient a factor of its own.
         if node is None or opened == MOST_OPENED or (node.op_type == "Div" and not divisor):
             values.append(factor)
@@ -65,9 +63,7 @@ def close(a: float | None, b: float, of: ir.Value | None) -> bool:
     """Whether two constants are the same in the precision of a value's type."""
     if a is None:
         return False
-    tolerance = 0.0
-    if of is not None and of.dtype is not None:
-        tolerance = _CLOSE.get(of.dtype, 0.0)
+    tolerance = _CLOSE.get(of.dtype, 0.0) if of is not None and of.dtype is not None else 0.0
     return bool(np.isclose(a, b, rtol=tolerance, atol=0.0))
 
 

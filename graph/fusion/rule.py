@@ -61,9 +61,7 @@ def sole(value: ir.Value | None, reader: ir.Node) -> None:
     """Declines unless `reader` is the only one that sees `value`."""
     assert value is not None
     producer = value.producer()
-    what = f"{value.name}"
-    if producer is not None:
-        what = f"{producer.op_type} output {value.name}"
+    what = f"{producer.op_type} output {value.name}" if producer is not None else f"{value.name}"
     if value.is_graph_output():
         raise Declined(f"{what} is a graph output")
     for node in consumers(value):

@@ -147,17 +147,13 @@ class _Comparison:
         if outputs[self.key("sa")].tolist() != outputs[self.key("sb")].tolist():
             return math.inf
         if self.equal:
-            if outputs[self.key("l1")] == 0:
-                return 0.0
-            return math.nan
+            return 0.0 if outputs[self.key("l1")] == 0 else math.nan
         square = float(outputs[self.key("aa")])
         difference = float(outputs[self.key("ee")])
         if not (math.isfinite(square) and math.isfinite(difference)):
             return math.nan
         # Relative to what it should be; of zeros the error is taken as it is.
-        if square > 0:
-            return math.sqrt(difference / square)
-        return math.sqrt(difference)
+        return math.sqrt(difference / square) if square > 0 else math.sqrt(difference)
 
 
 def prove(

@@ -54,9 +54,7 @@ def stamp(model: onnx.ModelProto, root: Path) -> None:
         for node in graph.node:
             scopes = _scopes(node)
             # The last scope is the node of the exported program itself.
-            module = ""
-            if len(scopes) > 1:
-                module = _AGAIN.sub("", scopes[-2])
+            module = _AGAIN.sub("", scopes[-2]) if len(scopes) > 1 else ""
             for key, entry in ((MODULE, module), (SOURCE, source(frames_in(metadata(node, _TRACE)), root))):
                 if entry:
                     node.metadata_props.add(key=key, value=entry)

@@ -213,9 +213,7 @@ def _misfit(tensor: TensorProto) -> str:
             return f"stores {len(tensor.raw_data)} bytes, and its type and sizes take {expected}"
         return ""
     stored = len(getattr(tensor, onnx.helper.tensor_dtype_to_field(tensor.data_type)))
-    if stored != count:
-        return f"stores {stored} numbers, and its sizes take {count}"
-    return ""
+    return f"stores {stored} numbers, and its sizes take {count}" if stored != count else ""
 
 
 def _from_file(path: Path, offset: int, dtype: np.dtype[Any], count: int) -> Array:

@@ -149,9 +149,7 @@ def softmax(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     if exp is None or total is None or total.inputs[0] is not exp.outputs[0]:
         return None
     shifted = parent(exp.inputs[0], "Sub")
-    top: ir.Node | None = None
-    if shifted is not None:
-        top = parent(shifted.inputs[1], "ReduceMax")
+    top: ir.Node | None = parent(shifted.inputs[1], "ReduceMax") if shifted is not None else None
     if shifted is None or top is None or top.inputs[0] is not shifted.inputs[0]:
         raise Declined(
             f"{node.outputs[0].name} doesn't take off the maximum, so Softmax would differ where exp overflows"

@@ -17,9 +17,7 @@ def branch(node: ir.Node, work: Rewriting) -> None:
     condition = constant(node.inputs[0])
     if condition is None or condition.size != 1:
         return
-    branch_name = "else_branch"
-    if condition.item():
-        branch_name = "then_branch"
+    branch_name = "then_branch" if condition.item() else "else_branch"
     body = node.attributes[branch_name].as_graph()
     ends = list(body.outputs)
     for old, end in zip(node.outputs, ends, strict=True):
@@ -46,9 +44,7 @@ def split(node: ir.Node, work: Rewriting) -> None:
     picks = consumers(node.outputs[0])
     indices: list[float] = []
     for pick in picks:
-        index = None
-        if pick.op_type == "SequenceAt":
-            index = scalar(pick.inputs[1])
+        index = scalar(pick.inputs[1]) if pick.op_type == "SequenceAt" else None
         if index is not None:
             indices.append(index)
     if node.outputs[0].is_graph_output() or not picks or len(indices) < len(picks):

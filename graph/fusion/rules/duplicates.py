@@ -96,9 +96,7 @@ def _exact(attribute: ir.Attr) -> str:
 
 
 def _content(tensor: ir.TensorProtocol) -> object:
-    if tensor.dtype == ir.DataType.STRING:
-        return tensor.numpy().tolist()
-    return tensor.tobytes()
+    return tensor.numpy().tolist() if tensor.dtype == ir.DataType.STRING else tensor.tobytes()
 
 
 INITIALIZERS = Rule("duplicate-initializers", "stored tensors of equal bytes, kept once", initializers)

@@ -117,10 +117,8 @@ def _refusal(node: ir.Node, output: ir.Value, chosen: dict[ir.Node, None], work:
         if node.op_type in DATA_SIZED:
             return None
         return f"size of {node.op_type} {output.name} is not known beforehand"
-    added = size - freed
     # A weight behind a Cast must become a weight, though float32 takes twice the bytes of float16.
-    if node.op_type == "Cast" and freed:
-        added = 0
+    added = 0 if node.op_type == "Cast" and freed else size - freed
     if added > work.fold_limit:
         return f"{node.op_type} {output.name} would add {added} bytes to the file (fold_limit: {work.fold_limit})"
     return None

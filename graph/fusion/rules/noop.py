@@ -62,16 +62,12 @@ def dropout(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # n
 def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Reshape, Flatten, Squeeze, Unsqueeze and Expand to the shape a value has."""
     before = sizes(node.inputs[0])
-    if before is not None and before == sizes(node.outputs[0]):
-        return node.inputs[0]
-    return None
+    return node.inputs[0] if before is not None and before == sizes(node.outputs[0]) else None
 
 
 def transpose(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     perm = permutation(node)
-    if perm is not None and perm == tuple(range(len(perm))):
-        return node.inputs[0]
-    return None
+    return node.inputs[0] if perm is not None and perm == tuple(range(len(perm))) else None
 
 
 def slice_all(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
@@ -99,19 +95,13 @@ def pad(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa:
 
 def single(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Concat, Sum, Max, Min and Mean of one value."""
-    if len(node.inputs) == 1:
-        return node.inputs[0]
-    return None
+    return node.inputs[0] if len(node.inputs) == 1 else None
 
 
 def arithmetic(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """x * 1, x / 1, x + 0, x - 0 and x ** 1, where the constant doesn't broadcast x to another shape."""
-    sides: tuple[int, ...] = (0,)
-    if node.op_type in ("Add", "Mul"):
-        sides = (0, 1)
-    neutral = 1
-    if node.op_type in ("Add", "Sub"):
-        neutral = 0
+    sides: tuple[int, ...] = (0, 1) if node.op_type in ("Add", "Mul") else (0,)
+    neutral = 0 if node.op_type in ("Add", "Sub") else 1
     for side in sides:
         value = node.inputs[side]
         amount = constant(node.inputs[1 - side])
@@ -132,9 +122,7 @@ def permutation(node: ir.Node) -> tuple[int, ...] | None:
     if perm is not None:
         return tuple(perm.as_ints())
     count = rank(node.inputs[0])
-    if count is None:
-        return None
-    return tuple(reversed(range(count)))
+    return None if count is None else tuple(reversed(range(count)))
 
 
 def cast(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
@@ -163,18 +151,14 @@ def cast_chain(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  
         raise Declined(f"{node.outputs[0].name} writes numbers out, which reads otherwise in another type")
     if middle is None or value.dtype not in _HOLDS.get(middle, ()):
         raise Declined(f"Cast {inner.outputs[0].name} to {middle} may change {value.name} of type {value.dtype}")
-    if last is None:
-        return None
-    return tape.op("Cast", [value], {**node.attributes, "to": int(last)})
+    return None if last is None else tape.op("Cast", [value], {**node.attributes, "to": int(last)})
 
 
 def _target(node: ir.Node) -> ir.DataType | None:
     if node.op_type == "Cast":
         return ir.DataType(node.attributes.get_int("to", 0))
     like = node.inputs[1]
-    if like is None:
-        return None
-    return like.dtype
+    return None if like is None else like.dtype
 
 
 CONSTANTS = each("constants", "Constant nodes to initializers", ["Constant"], store)

@@ -111,9 +111,7 @@ def _by_root(node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
 def _under_root(value: ir.Value | None) -> ir.Value | None:
     """v, where the value is sqrt(v)."""
     root = parent(value, "Sqrt")
-    if root is None:
-        return None
-    return root.inputs[0]
+    return None if root is None else root.inputs[0]
 
 
 def _under_inverse_root(value: ir.Value) -> ir.Value | None:
@@ -147,9 +145,7 @@ def _is_square(value: ir.Value | None, d: ir.Value) -> bool:
     node = parent(value, "Mul", "Pow")
     if node is None or node.inputs[0] is not d:
         return False
-    if node.op_type == "Mul":
-        return node.inputs[1] is d
-    return scalar(node.inputs[1]) == 2.0
+    return node.inputs[1] is d if node.op_type == "Mul" else scalar(node.inputs[1]) == 2.0
 
 
 def _tail(*means: ir.Node) -> int:
@@ -196,10 +192,8 @@ def affine(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # no
 def _per_element(amount: Array, scale: Array, name: str | None) -> Array:
     """`amount` in the shape of the norm's own scale."""
     extra = max(amount.ndim - scale.ndim, 0)
-    inner = amount
     # Leading axes of size 1 change nothing, as long as x has at least as many axes.
-    if set(amount.shape[:extra]) <= {1}:
-        inner = amount.reshape(amount.shape[extra:])
+    inner = amount.reshape(amount.shape[extra:]) if set(amount.shape[:extra]) <= {1} else amount
     try:
         return np.broadcast_to(inner, scale.shape)
     except ValueError:

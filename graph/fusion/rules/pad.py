@@ -81,9 +81,7 @@ def _at_least_zero(value: ir.Value | None, depth: int = 6) -> bool:
         return all(end is not None and end >= 0 for end in clip_bounds(node))
     if node.op_type not in _KEEPS_SIGN:
         return False
-    tensors = node.inputs[:1]
-    if node.op_type == "Concat":
-        tensors = node.inputs
+    tensors = node.inputs if node.op_type == "Concat" else node.inputs[:1]
     return all(_at_least_zero(tensor, depth - 1) for tensor in tensors)
 
 
@@ -124,9 +122,7 @@ def _amounts(pad: ir.Node, opset: int, count: int | None) -> tuple[list[int] | N
                 return attribute, pad.attributes.get_float("value", 0.0)
         return None, pad.attributes.get_float("value", 0.0)
     pads = constant(pad.inputs[1])
-    value: float | None = 0.0
-    if optional_input(pad, 2) is not None:
-        value = scalar(pad.inputs[2])
+    value: float | None = scalar(pad.inputs[2]) if optional_input(pad, 2) is not None else 0.0
     if pads is None or count is None:
         return None, value
     if optional_input(pad, 3) is None:

@@ -95,9 +95,7 @@ def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     if before is not None and before == after:
         return inner.inputs[0]
     sole(node.inputs[0], node)
-    stored_shape: Array | None = None
-    if node.op_type == "Reshape":
-        stored_shape = constant(node.inputs[1])
+    stored_shape: Array | None = constant(node.inputs[1]) if node.op_type == "Reshape" else None
     # Without 0 and -1 the shape means the same whatever it is applied to.
     if stored_shape is not None and (stored_shape > 0).all():
         shape = [int(size) for size in stored_shape]

@@ -126,9 +126,7 @@ def _is_small(value: ir.Value, perm: tuple[int, ...]) -> bool:
 
 def _tensors(node: ir.Node) -> Sequence[ir.Value | None]:
     # The bounds of Clip are scalars, which have no axes to move.
-    if node.op_type == "Clip":
-        return node.inputs[:1]
-    return node.inputs
+    return node.inputs[:1] if node.op_type == "Clip" else node.inputs
 
 
 def _pulled(value: ir.Value, perm: tuple[int, ...], tape: Tape, work: Rewriting) -> ir.Value:
