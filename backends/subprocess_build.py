@@ -190,12 +190,7 @@ def _said(folder: Path, kind: str) -> list[str]:
 
 
 def _outcome(folder: Path, code: int, process: str, where: str = "", hint: str = "") -> Any:
-    """The result that a process left.
-
-    Raises:
-        PipeError: it left an error.
-        StageError: it left nothing; says how it ended and what it printed last.
-    """
+    """The result that a process left."""
     if code == _LACKS:
         raise machine_lacks(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)))
     if (folder / _OUTCOME).is_file():

@@ -237,11 +237,7 @@ def _named(
 
 
 def _leaves(result: Any) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
-    """The tensors of a result with their names, and the numbers and text beside them; None is left out.
-
-    Raises:
-        StageError: something else, or no tensor.
-    """
+    """The tensors of a result with their names, and the numbers and text beside them; None is left out."""
     _register(result)
     tensors: list[tuple[str, Tensor]] = []
     constants: dict[str, Any] = {}
@@ -270,11 +266,7 @@ def _leaves(result: Any) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
 
 
 def _portable(what: str, tensor: Tensor) -> Array:
-    """A tensor that goes in or out, as an array.
-
-    Raises:
-        StageError: a type or layout that no runtime takes as an input or gives as an output.
-    """
+    """A tensor that goes in or out, as an array."""
     unsupported = ""
     if tensor.dtype in NOT_IN_NUMPY or tensor.is_quantized:
         unsupported = str(tensor.dtype)

@@ -55,11 +55,7 @@ def refuse_large(light: Light, limit: int, hint: str) -> None:
 
 
 def refuse_endless(light: Light) -> None:
-    """Refuses a Loop that no input can end.
-
-    Raises:
-        StageError: names it and its number of rounds.
-    """
+    """Refuses a Loop that no input can end. Raises StageError: names it and its number of rounds."""
     for node, rounds in loops(light.model):
         if (rounds is None or rounds > MOST_ROUNDS) and _never_ends(node, light.model.graph):
             count = "without an end" if rounds is None else f"{rounds} rounds"

@@ -141,11 +141,7 @@ def _read(path: Path, arrays: Mapping[str, Array], memory: int) -> Light:
 
 
 def _joint_inputs(reference: Light, candidate: Light, name: str) -> list[Value]:
-    """The inputs of both models: those of the reference, with the sizes that either of the two fixes.
-
-    Raises:
-        ConfigError: an input of the candidate that the reference lacks, or has with another type or size.
-    """
+    """The inputs of both models: those of the reference, with the sizes that either of the two fixes."""
     by_name = {value.name: value for value in signature(reference).inputs}
     for value in signature(candidate).inputs:
         where = f"{name}: input {value.name}"
@@ -168,9 +164,6 @@ def _feeds(arrays: Mapping[str, Array], inputs: Sequence[Value], where: str) -> 
 
     Arrays of the shapes that the models take are one feed. Where a model fixes the first axis to another size, or a
     sample is a whole input, the first axis is cut into feeds.
-
-    Raises:
-        ConfigError: the arrays don't fit the inputs.
     """
     samples = feed_sources.samples(arrays, inputs, where)
     if samples.whole:

@@ -98,11 +98,7 @@ class Samples:
         return {v.name: self._array(v, shape(v, sizes), turn) for v in self.inputs}
 
     def sizes(self, batch: int) -> dict[str, int]:
-        """Sizes of a feed of that many samples.
-
-        Raises:
-            ConfigError: two arrays give one dimension different sizes.
-        """
+        """Sizes of a feed of that many samples. Raises ConfigError: two arrays give one dimension different sizes."""
         sizes: dict[str, int] = {}
         for value in self.inputs:
             array = self.arrays[value.name]

@@ -176,11 +176,7 @@ def module_path(name: str, op: str) -> str:
 
 
 def _readable(model: onnx.ModelProto) -> list[str]:
-    """Lowers the format version to what the operators need, in place: runtimes lag behind onnx.
-
-    Raises:
-        StageError: operators of a version that the installed onnx does not know.
-    """
+    """Lowers the format version to what the operators need, in place: runtimes lag behind onnx."""
     before = model.ir_version
     newest = onnx.defs.onnx_opset_version()
     opset = opset_of(model)

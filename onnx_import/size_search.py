@@ -207,11 +207,7 @@ class Feeder:
         return {}
 
     def _run(self, names: tuple[str, ...], source: Source, first: Mapping[str, int], limit: float) -> dict[int, Feed]:
-        """Feeds that the model takes with other sizes of these dimensions, which move together, by size.
-
-        Raises:
-            ConfigError: a declared bound is no multiple of the model's step, or the model refuses a declared size.
-        """
+        """Feeds that the model takes with other sizes of these dimensions, which move together, by size."""
         name = names[0]
         declared = self.declared.get(name, Dimension())
         step = declared.multiple or self._step(names, source, first)
@@ -275,11 +271,7 @@ class Feeder:
 
 
 def _others(low: int, high: int, first: int, step: int, limit: int) -> list[int]:
-    """Sizes to run beside the first: both bounds and the next step; more sizes if that leaves only one.
-
-    Args:
-        limit: greatest size that memory allows.
-    """
+    """Sizes to run beside the first: both bounds and the next step; more sizes if that leaves only one."""
     low = -(-max(low, 1) // step) * step
     high = high // step * step
     top = max(low, min(high, limit // step * step))

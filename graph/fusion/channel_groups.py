@@ -146,11 +146,7 @@ def _has_constant_bias(node: ir.Node) -> bool:
 
 
 def _through(group: Group, node: ir.Node, value: ir.Value) -> list[tuple[ir.Value, Place]]:
-    """Takes in a node that works channel by channel; its values with their places, seen from one of them.
-
-    Raises:
-        Declined: it does not.
-    """
+    """Takes in a node that works channel by channel; its values with their places, seen from one of them."""
     group.between[node] = None
     data = node.inputs[0]
     out = node.outputs[0]
@@ -248,11 +244,7 @@ def _flat(group: Group, node: ir.Node, data: ir.Value, value: ir.Value) -> list[
 
 
 def _flattened(group: Group, node: ir.Node, data: ir.Value, label: str) -> int:
-    """How many elements of one channel a reshaping lays side by side.
-
-    Raises:
-        Declined: it does more than that.
-    """
+    """How many elements of one channel a reshaping lays side by side."""
     out = node.outputs[0]
     behind = [dim(data, axis) for axis in range(2, rank(data) or 0)]
     numbers = [size for size in behind if isinstance(size, int)]

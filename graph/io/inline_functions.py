@@ -98,11 +98,7 @@ def refuse_endless(model: onnx.ModelProto) -> None:
 
 
 def _sound(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model, if every value of a graph is computed once.
-
-    Raises:
-        ValueError: one isn't.
-    """
+    """The model, if every value of a graph is computed once."""
     for graph in onnx_files.graphs(model):
         computed: set[str] = set()
         for node in graph.node:

@@ -50,11 +50,7 @@ def load(path: Path) -> onnx.ModelProto:
 
 
 def parts(path: Path) -> Light:
-    """Reads a model's graph, and its weights when they are asked for.
-
-    Raises:
-        StageError: as `load`.
-    """
+    """Reads a model's graph, and its weights when they are asked for. Raises StageError: as `load`."""
     light = read(path)
     external_files(light, path)
     for tensor in list(light.model.graph.initializer):
@@ -72,11 +68,7 @@ def parts(path: Path) -> Light:
 
 
 def _beside(tensor: TensorProto, path: Path) -> ir.LazyTensor | None:
-    """A weight in a file beside the model; None where the tensor has to stay in the graph.
-
-    Raises:
-        StageError: its place is no place, or of another size than its shape.
-    """
+    """A weight in a file beside the model; None where the tensor has to stay in the graph."""
     location, offset, length = _place(tensor, path)
     if not is_inside(location, path.parent):
         raise StageError(f"tensor {tensor.name!r} stores its data at {location!r}, a link out of the model's folder",
@@ -180,11 +172,7 @@ def _store_constants(graph: onnx.GraphProto) -> None:
 
 
 def _refuse_tensor(tensor: TensorProto, path: Path) -> None:
-    """Refuses what no runtime takes for a tensor, before anything of its size is made.
-
-    Raises:
-        StageError: sizes below zero or beyond all memory, or a part of a tensor; names it.
-    """
+    """Refuses what no runtime takes for a tensor, before anything of its size is made."""
     what = ""
     if tensor.HasField("segment"):
         what = "is a segment of a tensor, which no runtime reads"
@@ -217,11 +205,7 @@ def _misfit(tensor: TensorProto) -> str:
 
 
 def _from_file(path: Path, offset: int, dtype: np.dtype[Any], count: int) -> Array:
-    """Numbers as they lie in a file from a place on.
-
-    Raises:
-        StageError: the file is gone, or ends before.
-    """
+    """Numbers as they lie in a file from a place on."""
     size = dtype.itemsize * count
     try:
         if path.stat().st_size < offset + size:

@@ -86,11 +86,7 @@ def _at_least_zero(value: ir.Value | None, depth: int = 6) -> bool:
 
 
 def _before(node: ir.Node, opset: int) -> _Pad | None:
-    """The constant Pad before a node, along spatial axes only.
-
-    Raises:
-        Declined: there is a Pad, and it does something that a Conv or pooling can't.
-    """
+    """The constant Pad before a node, along spatial axes only."""
     pad = parent(node.inputs[0], "Pad")
     if pad is None:
         return None
