@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from layerline.backends.base import Array, Feed
+from layerline.backends.base import Array, Feed, check_names
 from layerline.compare.arrays import NOT_IN_NUMPY, array, tensor
 from layerline.export import kept_state, padded_masks
 from layerline.pipeline.errors import ConfigError, StageError, TaskError
@@ -175,6 +175,25 @@ def call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> C
         first=copy,
         keeps={} if isinstance(copy, str) else kept_state.changed(copy, module),
     )
+
+
+class ModuleSession:
+    """A module in eval mode.
+
+    Args:
+        module: with the weights that are to be run.
+        args: positional arguments of an example call, from which inputs and outputs get their names.
+        kwargs: its keyword arguments.
+    """
+
+    def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._call = call(module, args, kwargs)
+        self.inputs = list(self._call.feed)
+        self.outputs = list(self._call.outputs)
+
+    def run(self, feed: Feed) -> dict[str, Array]:
+        check_names(feed, self.inputs)
+        return self._call.run(feed)
 
 
 def place_of(path: str) -> str:

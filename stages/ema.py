@@ -41,7 +41,7 @@ class Ema(Stage):
 
     def session(self, folder: Path, task: Task) -> Session:
         """The module with the weights that ship, ready to run."""
-        from layerline.export.module_session import ModuleSession
+        from layerline.export.example_call import ModuleSession
         from layerline.training.data.batches import example_inputs
         from layerline.training.run import shipping
         from layerline.training.state import safetensors_io

@@ -143,14 +143,14 @@ class Export(Stage):
         """Notes and gates about the module itself: does it keep state, and give what the ema stage recorded?"""
         from layerline.export import eval_fastpath, program_queries
         from layerline.graph.io import module_identity
-        from layerline.parity import golden_outputs, state_gate
+        from layerline.parity import module_gates
 
         call, traced = prober.call, prober.traced
-        state_gates, notes = state_gate.gate(call, probes, work.task.path.parent)
+        state_gates, notes = module_gates.state_gate(call, probes, work.task.path.parent)
         if fast:
             notes = [*notes, *eval_fastpath.notes(call, probes)]
         random_op = program_queries.first_drawn(traced.program, traced.nodes, module_identity.sources(traced.model))
-        golden_gates = golden_outputs.gates(_recorded(work), call, random_op, fast=fast)
+        golden_gates = module_gates.golden_gates(_recorded(work), call, random_op, fast=fast)
         return notes, [*golden_gates, *state_gates]
 
     def check(self, look: Inspection) -> None:

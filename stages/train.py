@@ -140,7 +140,7 @@ class Train(Stage):
 
     def session(self, folder: Path, task: Task) -> Session:
         """The module with the weights of the last step, ready to run."""
-        from layerline.export.module_session import ModuleSession
+        from layerline.export.example_call import ModuleSession
         from layerline.training.data.batches import example_inputs
         from layerline.training.run import shipping
         from layerline.training.state import checkpoint

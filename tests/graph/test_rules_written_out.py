@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from layerline.graph.fusion.factors import MOST_OPENED, product
+from layerline.graph.fusion.rules.activations import MOST_OPENED, product
 from tests.graph.fusing import fired, normal, ops, parse, prove, reason, run
 
 SCALARS = {

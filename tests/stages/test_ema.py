@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from layerline.export.example_call import call
-from layerline.parity import golden_outputs
+from layerline.parity import module_gates
 from layerline.pipeline.errors import StageError, TaskError
 from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
@@ -232,7 +232,7 @@ def model(): return Net()
     work = _work(tmp_path, "export", text, weights=tmp_path)
     x = torch.arange(16.0).reshape(2, 8)
     recorded = {"inputs/x": x.numpy(), "outputs/output": x.numpy()}
-    (gate,) = golden_outputs.gates(recorded, call(work.task.call("model"), (x,), {}))
+    (gate,) = module_gates.golden_gates(recorded, call(work.task.call("model"), (x,), {}))
     assert not gate.passed and gate.hint.startswith("non-deterministic op" if random else "was model() changed?")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from layerline.export import kept_state
 from layerline.export.example_call import call
 from layerline.export.probe_files import Probe
-from layerline.parity import state_gate
+from layerline.parity import module_gates
 
 X = torch.ones(2, 5)
 
@@ -92,7 +92,7 @@ def _gate(module: nn.Module, *sizes: int) -> tuple[list[Any], list[str]]:
     (name,) = found.feed
     feeds = [{name: np.ones((2, s), np.float32)} for s in (5, *sizes)]
     probes = [Probe(label=str(f[name].shape), feed=f, outputs=found.run(f)) for f in feeds]
-    return state_gate.gate(found, probes, Path.cwd())
+    return module_gates.state_gate(found, probes, Path.cwd())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,7 +123,7 @@ class First(nn.Module):
 def test_a_size_that_is_kept_shows_at_other_sizes_with_its_line() -> None:
     net = First()
     (gate,), _ = _gate(net, 7)
-    assert re.search(r"'s' \(model, .*test_state_gate.py:\d+\)", gate.seen) and "(2, 7)" in gate.seen
+    assert re.search(r"'s' \(model, .*test_module_gates.py:\d+\)", gate.seen) and "(2, 7)" in gate.seen
     found = call(First(), (X,), {})
     assert (found.run({"x": np.ones((2, 7), np.float32)})["output"] == 7).all()  # a first call, not a later one
 

@@ -1,4 +1,4 @@
-"""The gate on modules that keep state between calls: a later call must give what a first call gives."""
+"""Gates on the module itself: a later call gives what a first one gives, and it gives what the ema stage recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from layerline.backends.base import Array
 from layerline.compare.tensor_distance import Distance, diff_arrays
-from layerline.export import kept_state
+from layerline.export import eval_fastpath, kept_state
 from layerline.export.example_call import Call, place_of
 from layerline.export.probe_files import Probe
 from layerline.graph.io.module_identity import source
@@ -20,10 +20,11 @@ from layerline.parity.probe_inputs import outputs_or_error
 from layerline.pipeline.report import Gate
 
 LIMIT = 1e-4
-"""Greatest relative L2 distance between a later call and a first call; it covers kernels that round differently."""
+"""Greatest relative L2 distance of a later call, or of another machine: kernels may round differently."""
+_CHANGED = "was model() changed?"
 
 
-def gate(call: Call, probes: Sequence[Probe], root: Path) -> tuple[list[Gate], list[str]]:
+def state_gate(call: Call, probes: Sequence[Probe], root: Path) -> tuple[list[Gate], list[str]]:
     """Compares a later call with a first call on every probe.
 
     Args:
@@ -105,3 +106,54 @@ def _where(name: str, owner: nn.Module, root: Path) -> str:
         if sets.search(line):
             return f"{module}, {source([(file, number)], root)}"
     return module
+
+
+def golden_gates(stored: Mapping[str, Array], call: Call, random_op: str = "", *, fast: bool = False) -> list[Gate]:
+    """One gate per output; none if nothing was recorded.
+
+    Args:
+        stored: recorded tensors, as `inputs/<name>` and `outputs/<name>`.
+        random_op: an operator of the module that draws at random, for the hint.
+        fast: whether torch's fast path was open when the outputs were recorded.
+    """
+    if not stored:
+        return []
+    recorded = [key.removeprefix("inputs/") for key in stored if key.startswith("inputs/")]
+    if set(recorded) != call.feed.keys():
+        actual = f"recorded for the inputs {', '.join(recorded)}; forward() takes {', '.join(call.feed)}"
+        return [Gate("golden outputs", False, actual, "the same inputs", "was model() or the example changed?")]
+    feed = {name: stored[f"inputs/{name}"] for name in call.feed}
+    fast = fast and eval_fastpath.taken(call.module)
+    outputs: Mapping[str, Array] = call.results
+    if fast or any(not _same(feed[name], example) for name, example in call.feed.items()):
+        with eval_fastpath.switched(on=fast):
+            outputs = call.run(feed)
+    errors: dict[str, float] = {}
+    missing: list[str] = []
+    for name, output in outputs.items():
+        key = f"outputs/{name}"
+        plain = name.removesuffix("_out")
+        if key not in stored and plain in call.feed:
+            key = f"outputs/{plain}"  # an output that is named like an input was recorded without `_out`
+        if key in stored:
+            errors[name] = diff_arrays(stored[key], output).rel_l2
+        else:
+            missing.append(name)
+    # A second run costs time, so it is made only where an output differs.
+    again: Mapping[str, Array] = outputs
+    if any(error > LIMIT for error in errors.values()):
+        again = call.run(feed)
+    expected = f"at most {LIMIT:.0e}"
+    results = []
+    for name, error in errors.items():
+        hint = _CHANGED
+        if not _same(again[name], outputs[name]):
+            hint = f"non-deterministic op {random_op}".rstrip()
+            hint += ": the model differs from itself on the same input; remove it, or give what it draws as an input"
+        results.append(Gate(f"golden {name}", error <= LIMIT, f"relative L2 {error:.1e}", expected, hint))
+    unrecorded = "no answer was recorded for it"
+    return results + [Gate(f"golden {name}", False, unrecorded, expected, _CHANGED) for name in missing]
+
+
+def _same(a: Array, b: Array) -> bool:
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
