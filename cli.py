@@ -172,7 +172,7 @@ def tune(
     if max_drop is not None:
         options.append(f"quantize.max_drop={max_drop}")
     options += sets or []
-    tables = ("search", "slices", "flipped answers")
+    tables = ("repairs", "search", "slices", "flipped answers")
     _run(["quantize"], options, force=False, as_json=as_json, folder=folder, tables=tables)
 
 

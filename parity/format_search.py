@@ -1,10 +1,10 @@
 """Finds the cheapest formats of layers that keep a budget: int8 where it holds, half precision or float32 elsewhere.
 
-1. Everything int8. If the budget holds, that is the result, after one evaluation.
+1. Everything int8, at first as it is and then with repairs (`repair_steps`). If the budget holds, that is the result.
 2. The layers are ranked by the error that each alone adds to the outputs (`output_effects`), per byte that int8 saves.
 3. Bisection over the ranking: how many of its first layers have to stay float.
 4. Back to int8 in groups, those that save most first, as long as the budget holds.
-5. What stays float becomes half precision, if that is cheaper and the budget still holds.
+5. What stays float becomes half precision, if that is cheaper and the budget still holds: all of it, else in groups.
 
 Every assignment that counts was evaluated on the budget itself. The ranking only says what is tried first.
 """
@@ -25,11 +25,12 @@ from layerline.backends.light import Light
 from layerline.compare.compare_models import distances
 from layerline.compare.output_effects import effects
 from layerline.graph.io.ir_convert import to_ir
-from layerline.graph.quantization.convert import Calibrated, Converted
+from layerline.graph.quantization.convert import Converted
 from layerline.graph.quantization.cost_model import CostModel
 from layerline.graph.quantization.naming import first_output, matching, module_of
 from layerline.graph.quantization.qdq_placement import OPS
-from layerline.parity.search_judge import Verdict
+from layerline.parity.repair_steps import Repaired
+from layerline.parity.search_judge import Judge, Verdict
 from layerline.pipeline.report import Gate, Report, Scalar, decibels
 
 MOST_EVALUATIONS = 40
@@ -49,6 +50,8 @@ class Outcome:
         evaluations: how many assignments were evaluated on the budget.
         saved: part of the float model's bytes that the assignment saves, from 0 to 1.
         bias_correction: whether the biases of the model are corrected.
+        repairs: those that the model has.
+        repair_rows: the table of all that were tried.
         gates: a failed one where the budget holds with no assignment.
     """
 
@@ -58,6 +61,8 @@ class Outcome:
     evaluations: int
     saved: float
     bias_correction: bool
+    repairs: Sequence[str]
+    repair_rows: Sequence[Mapping[str, Scalar]]
     gates: tuple[Gate, ...] = ()
 
     def added_to(self, report: Report, model: Light, layers: Mapping[str, str]) -> Report:
@@ -71,6 +76,8 @@ class Outcome:
         fields: dict[str, str] = {}
         if self.bias_correction:
             fields["bias_correction"] = "true"
+        if self.repairs:
+            fields["repairs"] = f"[{', '.join(self.repairs)}]"
         patterns = fragment(model, layers, self.formats)
         if patterns:
             fields["layers"] = json.dumps(patterns, ensure_ascii=False)
@@ -88,11 +95,10 @@ class Outcome:
             metrics={**report.metrics, **metrics},
             gates=(*self.gates, *report.gates),
             notes=(note, *report.notes),
-            tables={"search": self.rows, **report.tables},
+            tables={"repairs": self.repair_rows, "search": self.rows, **report.tables},
         )
 
 
-Judge = Callable[[Converted], Verdict]
 Make = Callable[[Collection[str], Collection[str]], Converted]
 
 
@@ -101,7 +107,7 @@ class Search:
     """One search.
 
     Attributes:
-        calibrated: the float model, and the plan in which every layer is int8.
+        start: the model in which every layer is int8, what it was made from, and its verdict.
         make: the model in which these layers stay float, and those of the second argument are half precision.
         judge: evaluates a model on the budget.
         float_format: what stays float: "fp32", or a half type.
@@ -109,32 +115,34 @@ class Search:
         said: called with a sentence for each evaluation.
     """
 
-    calibrated: Calibrated
+    start: Repaired
     make: Make
     judge: Judge
     float_format: str
     half_type: str
     said: Callable[[str], None]
-    _evaluations: int = 0
     _verdicts: dict[frozenset[str], Verdict] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
-    _best: tuple[Verdict, frozenset[str], Converted] | None = None
+
+    def __post_init__(self) -> None:
+        kept: frozenset[str] = frozenset()
+        self.calibrated = self.start.calibrated
+        self._evaluations = self.start.evaluations
+        self._verdicts[kept] = self.start.verdict
+        self._best = self.start.verdict, kept, self.start.converted
 
     def run(self) -> Outcome:
         """Searches; the outcome has a failed gate where even one layer in int8 is too much."""
-        everything_int8 = self.make((), ())
         self._layers = self.calibrated.layers()
-        self._measure(everything_int8)
+        self._measure(self.start.converted)
         self._savings = {layer: self._saving(layer) for layer in self._layers}
         kept: frozenset[str] = frozenset()
-        self._verdicts[kept] = self._evaluate(everything_int8, kept, "all layers in int8")
-        if not self._verdicts[kept].passed:
+        if not self.start.verdict.passed:
             ranked = self._ranked()
             count = self._fewest(ranked)
             if count is None:
                 return self._impossible()
             kept = self._back_to_int8(frozenset(ranked[:count]))
-        assert self._best is not None
         return self._outcome(kept, self._best[2])
 
     def _measure(self, everything_int8: Converted) -> None:
@@ -164,7 +172,7 @@ class Search:
         self.said(f"{what}: {verdict.seen}")
         best = self._best
         # Of assignments that hold the last one counts: the search goes from more expensive ones to cheaper ones.
-        if best is None or verdict.passed or (not best[0].passed and verdict.lack < best[0].lack):
+        if verdict.passed or (not best[0].passed and verdict.lack < best[0].lack):
             self._best = verdict, kept, converted
         return verdict
 
@@ -221,22 +229,30 @@ class Search:
     def _outcome(self, kept: frozenset[str], converted: Converted) -> Outcome:
         formats = self._formats(kept)
         in_half = {**formats, **dict.fromkeys(kept, self.half_type)}
+        groups: list[list[str]] = []
         if kept and self.half_type and self._costs.cost(in_half) < self._costs.cost(formats):
-            halved = self.make(kept, kept)
-            verdict = self._evaluate(halved, kept, f"these {len(kept)} in {self.half_type}")
-            if verdict.passed:
-                # Half precision has its own reasons to leave a layer in float32, such as its range.
-                added = halved.plan.kept[len(converted.plan.kept) :]
-                single = {item.name for item in added}
-                formats.update(dict.fromkeys(kept - single, self.half_type))
-                converted = halved
+            groups.append(sorted(kept, key=lambda layer: (-self._savings[layer], layer)))
+        halved: frozenset[str] = frozenset()
+        plain = converted
+        limit = max(MOST_EVALUATIONS, self._evaluations + 1)
+        while groups and self._evaluations < limit:
+            group = groups.pop(0)
+            tried = halved | frozenset(group)
+            candidate = self.make(kept, tried)
+            if self._evaluate(candidate, kept, f"{len(tried)} of these {len(kept)} in {self.half_type}").passed:
+                halved, converted = tried, candidate
+            elif len(group) > 1:
+                middle = len(group) // 2
+                groups = [group[:middle], group[middle:], *groups]
+        # Half precision has its own reasons to leave a layer in float32, such as its range.
+        single = {item.name for item in converted.plan.kept[len(plain.plan.kept) :]}
+        formats.update(dict.fromkeys(halved - single, self.half_type))
         return self._told(converted, formats, ())
 
     def _formats(self, kept: frozenset[str]) -> dict[str, str]:
         return {layer: self.float_format if layer in kept else "int8" for layer in self._layers}
 
     def _impossible(self) -> Outcome:
-        assert self._best is not None
         verdict, kept, converted = self._best
         count = len(self._layers) - len(kept)
         reached = f"the best reached is {verdict.seen}, with {count} of {len(self._layers)} layers in int8"
@@ -273,6 +289,8 @@ class Search:
             evaluations=self._evaluations,
             saved=1 - self._costs.cost(formats, self.float_format) / in_float,
             bias_correction=bool(self.calibrated.shifts),
+            repairs=self.calibrated.repairs,
+            repair_rows=self.start.rows,
             gates=gates,
         )
 

@@ -29,9 +29,12 @@ class Verdict:
     seen: str
 
 
+Judge = Callable[[Converted], Verdict]
+
+
 def judge(
     evaluation: Evaluation, data: CalibrationData, probes: Sequence[Feed], max_drop: MaxDrop, bounds: output_sqnr.Bounds
-) -> Callable[[Converted], Verdict]:
+) -> Judge:
     """The judge of a task.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from layerline.graph.quantization.layer_formats import LayerFormats
     from layerline.graph.quantization.qdq_placement import Rules
     from layerline.parity.accuracy_budget import Evaluation
-    from layerline.parity.format_search import Make, Outcome
+    from layerline.parity.format_search import Make
     from layerline.parity.output_sqnr import Bounds
 
 COPIED = ("signature.json", "probes.safetensors")
@@ -70,6 +70,11 @@ class Quantize(Stage):
     bias_correction: bool = False
     """In mode int8, take what quantisation adds to a channel on average off the bias of its layer; the report says what
     the outputs gain."""
+    repairs: tuple[Literal["equalize", "smooth", "adaround"], ...] = ()
+    """In mode int8, what is tried to lose less without training; each stays where the outputs gain by it. equalize:
+    channels that share a scale are evened out between layers with at most a Relu in between, exactly in float. smooth:
+    the same behind normalisations (SmoothQuant). adaround: ranges of weights, and whether each is rounded up or down,
+    by the error of their layer's output."""
     attention: bool = False
     """Also quantise matrix products of two activations."""
     ops: tuple[str, ...] | None = None
@@ -91,8 +96,8 @@ class Quantize(Stage):
     """Least cosine between an output and the float model's, where no metric was measured."""
     search: bool = False
     """In mode int8, find the cheapest formats that keep max_drop (0.5% of each metric, if it is not set), or min_db
-    without a metric: layers that the budget needs stay float, in fp16 where that holds too and `rest` is not set. Also
-    tries bias_correction. `pipe tune` sets it."""
+    without a metric: layers that the budget needs stay float, in fp16 where that holds too and `rest` is not set. Tries
+    bias_correction and repairs before (all of them, if repairs is not set). `pipe tune` sets it."""
 
     @field_validator("search")
     @classmethod
@@ -154,6 +159,7 @@ class Quantize(Stage):
         from layerline.export import probe_files
         from layerline.export.signature import Signature
         from layerline.graph.io import onnx_files
+        from layerline.graph.quantization import rescaled_names
         from layerline.graph.quantization.calibration_data import CalibrationData
         from layerline.parity import accuracy_budget, output_sqnr, quantization_report
 
@@ -165,7 +171,8 @@ class Quantize(Stage):
             work, signature.inputs, hooks=CALIBRATION_HOOKS, samples=self.samples, batch_size=self.batch_size
         )
         evaluation = accuracy_budget.Evaluation(data)
-        converted, outcome = self._convert(model, data, probes, evaluation)
+        converted, complete = self._convert(model, data, probes, evaluation)
+        converted = rescaled_names.apply(converted)
         onnx_files.save(converted.model, work.out)
         for name in COPIED:
             shutil.copyfile(folder / name, work.out / name)
@@ -181,7 +188,8 @@ class Quantize(Stage):
         if self.mode != "none":
             if quantization_report.runs_on_onnxruntime(converted):
                 path = work.out / onnx_files.FILE
-                report = quantization_report.with_default_session(report, converted, path, probes)
+                samples = output_sqnr.samples(data, [])
+                report = quantization_report.with_default_session(report, converted, path, probes, samples)
             bounds = None if accuracy.metrics else self._bounds()
             report = quantization_report.with_outputs(report, converted, data, probes, signature, bounds=bounds)
         sizes = {"bytes_before": _bytes(folder), "bytes_after": _bytes(work.out)}
@@ -192,26 +200,59 @@ class Quantize(Stage):
             notes=(*report.notes, *self._sample_notes(converted, data), *accuracy.notes),
             tables={**accuracy.tables, **report.tables},
         )
-        if outcome is None:
-            return report
-        return outcome.added_to(report, model, self.layers)
+        return complete(report)
 
     def _convert(
         self, model: Light, data: CalibrationData, probes: list[Feed], evaluation: Evaluation
-    ) -> tuple[Converted, Outcome | None]:
-        from layerline.graph.quantization import convert, layer_formats, own_qdq
-        from layerline.parity import format_search, search_judge
+    ) -> tuple[Converted, Callable[[Report], Report]]:
+        """The model, and what adds to its report how a search or repairs came to it."""
+        from layerline.graph.quantization import convert, layer_formats, own_qdq, repairs
+        from layerline.parity import format_search, repair_steps, search_judge
 
         unchanged = convert.unchanged(model)
         if self.mode == "none":
-            return unchanged, None
+            return unchanged, _as_it_is
         formats = layer_formats.resolve(model, self.layers)
         if self.mode != "int8":
             greatest = convert.greatest_values(model, data, probes)
-            return convert.to_half(unchanged, greatest, self.mode, skip=self.skip, single=formats.single), None
+            return convert.to_half(unchanged, greatest, self.mode, skip=self.skip, single=formats.single), _as_it_is
         if own_qdq.present(model):
-            return convert.with_own_qdq(model, self._rules(formats)), None
-        calibrated = convert.calibrate(
+            return convert.with_own_qdq(model, self._rules(formats)), _as_it_is
+        calibrated = self._calibrated(model, data, formats)
+        names: Sequence[str] = self.repairs
+        if self.search and "repairs" not in self.model_fields_set:
+            names = repairs.REPAIRS
+        if not calibrated.layers() or not (names or self.search):
+            return self._finished(calibrated, formats, data, probes)[1], _as_it_is
+        budget = self._max_drop() or SEARCH_DROP
+        judge = search_judge.judge(evaluation, data, probes, budget, self._bounds())
+        repaired = repair_steps.run(
+            calibrated,
+            repairs.in_order(names),
+            workshop=repairs.Workshop(lambda light: self._calibrated(light, data, formats), data.calibration_feeds),
+            finish=lambda each: self._finished(each, formats, data, probes),
+            judge=judge,
+            stop=self.search,
+            said=data.log.say,
+        )
+        if not self.search:
+            return repaired.converted, repaired.added_to
+        half_type = "" if "rest" in self.model_fields_set else formats.half_type or "fp16"
+        search = format_search.Search(
+            start=repaired,
+            make=self._maker(repaired.calibrated, formats, data, probes),
+            judge=judge,
+            float_format=self.rest,
+            half_type=half_type,
+            said=data.log.say,
+        )
+        outcome = search.run()
+        return outcome.converted, lambda report: outcome.added_to(report, model, self.layers)
+
+    def _calibrated(self, model: Light, data: CalibrationData, formats: LayerFormats) -> Calibrated:
+        from layerline.graph.quantization import convert
+
+        return convert.calibrate(
             model,
             data,
             self._rules(formats),
@@ -219,24 +260,14 @@ class Quantize(Stage):
             percentile=self.percentile,
             nonfinite=self.nonfinite,
         )
+
+    def _finished(
+        self, calibrated: Calibrated, formats: LayerFormats, data: CalibrationData, probes: list[Feed]
+    ) -> tuple[Calibrated, Converted]:
+        """With its biases corrected, where that is wanted, and the model with all of it in int8."""
         if self.bias_correction or self.search:
             calibrated = calibrated.corrected()
-        make = self._maker(calibrated, formats, data, probes)
-        if not self.search or not calibrated.layers():
-            return make((), ()), None
-        budget = self._max_drop()
-        assert budget is not None
-        half_type = "" if "rest" in self.model_fields_set else formats.half_type or "fp16"
-        search = format_search.Search(
-            calibrated=calibrated,
-            make=make,
-            judge=search_judge.judge(evaluation, data, probes, budget, self._bounds()),
-            float_format=self.rest,
-            half_type=half_type,
-            said=data.log.say,
-        )
-        outcome = search.run()
-        return outcome.converted, outcome
+        return calibrated, self._maker(calibrated, formats, data, probes)((), ())
 
     def _rules(self, formats: LayerFormats) -> Rules:
         from layerline.graph.quantization import qdq_placement
@@ -288,6 +319,10 @@ class Quantize(Stage):
         if converted.ranges.samples < self.samples and "samples" in self.model_fields_set:
             note += f", of {self.samples} asked for: {data.hook()}() has no more"
         return [note]
+
+
+def _as_it_is(report: Report) -> Report:
+    return report
 
 
 def _write_plan(out: Path, converted: Converted) -> None:

@@ -64,7 +64,7 @@ class Linear:
         if node.op_type == "MatMul" and (shift.any() or self.bias.any()) and self.rank != 2:
             raise Declined(f"MatMul {node.outputs[0].name} has rank {self.rank} and takes no bias")
         # In float64, so that each weight is rounded once.
-        exact = np.multiply(self.weight, self._along_weight(scale), dtype=np.float64)
+        exact = np.multiply(self.weight, self.along_outputs(scale), dtype=np.float64)
         weight = self._stored(exact, self.weight, "weight")
         bias = self._stored(self.bias * scale + shift, self.bias, "bias")
         stem = name_of(node.inputs[1])
@@ -99,7 +99,7 @@ class Linear:
                 raise Declined(f"{where} would be too small for {dtype}")
         return new
 
-    def _along_weight(self, scale: Array) -> Array:
+    def along_outputs(self, scale: Array) -> Array:
         """`scale` in a shape that multiplies the weight of each output channel."""
         weight = self.weight
         node = self.node

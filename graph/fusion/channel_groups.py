@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from layerline.graph.analysis.ir_queries import Array, constant, dim, optional_input, rank, reduced_axes, scalar
+from layerline.graph.analysis.ir_queries import (
+    Array,
+    clip_bounds,
+    constant,
+    dim,
+    optional_input,
+    rank,
+    reduced_axes,
+    scalar,
+)
 from layerline.graph.fusion import affine_ops
 from layerline.graph.fusion.firing import Declined
 
@@ -32,6 +41,11 @@ _FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
 _ZERO_STAYS = frozenset({"LeakyRelu", "Elu", "Selu", "Celu", "Gelu", "Mish", "HardSwish", "Erf", "Softsign"})
 _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"})
 _BINARY = frozenset({"Add", "Sub", "Mul"})
+# These multiply their output with a positive factor where their input is multiplied with it.
+_HOMOGENEOUS = frozenset({"Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "Neg", "Abs", *_POOLS})
+# Their scale and bias hold one number for each channel: the channels lie on the last axis, or on axis 1.
+_LAST_AXIS_NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
+_NORMS = _LAST_AXIS_NORMS | {"BatchNormalization", "InstanceNormalization"}
 _FLATTENING = frozenset({"Flatten", "Reshape", "Squeeze", "ReduceMean"})
 
 Place = tuple[int, int]
@@ -47,9 +61,15 @@ class Group:
         channels: how many each value has.
         places: where every value has them.
         producers, between, consumers: the layers that make, pass on and read the values.
+        scaling: whether each channel of all values can be multiplied with a positive number of its own, which the
+            weights of the layers then make up for. A grouped convolution ends such a group, and what makes the values
+            may be a normalisation or a product with constants.
+        norms: those, in a group for scaling.
     """
 
     channels: int
+    scaling: bool = False
+    norms: dict[ir.Node, None] = field(default_factory=dict)
     places: dict[ir.Value, Place] = field(default_factory=dict)
     producers: dict[ir.Node, affine_ops.Linear] = field(default_factory=dict)
     between: dict[ir.Node, None] = field(default_factory=dict)
@@ -60,17 +80,25 @@ class Group:
         return np.full(self.channels, np.nan)
 
 
-def gather(start: ir.Node) -> Group:
-    """The group of the values that a layer makes.
+def gather(start: ir.Node, *, scaling: bool = False) -> Group:
+    """The group of the values that a layer makes; or with `scaling`, see `Group`, a normalisation.
 
     Raises:
         Declined: something on the way is an input or output of the model, or mixes channels as no layer does.
     """
-    first = _producer(start)
-    if first is None:
+    first = _producer(start, scaling)
+    norm = None
+    if scaling and first is None:
+        norm = _norm(start)
+    if first is not None:
+        group = Group(first.channels, scaling)
+        place = (first.axis, 1)
+    elif norm is not None:
+        channels, place = norm
+        group = Group(channels, scaling)
+    else:
         raise Declined(f"{start.op_type} {start.outputs[0].name} is no layer with constant weights")
-    group = Group(first.channels)
-    pending: list[tuple[ir.Value, Place]] = [(start.outputs[0], (first.axis, 1))]
+    pending: list[tuple[ir.Value, Place]] = [(start.outputs[0], place)]
     while pending:
         value, place = pending.pop()
         axis, spread = place
@@ -85,14 +113,47 @@ def gather(start: ir.Node) -> Group:
         group.places[value] = place
         pending += _sources(group, value)
         pending += _readers(group, value)
+    if group.norms.keys() & group.between.keys():
+        raise Declined("a product with constants has values of the group on both sides")
     return group
 
 
-def _producer(node: ir.Node | None) -> affine_ops.Linear | None:
-    """A layer whose output channels can be cut one by one."""
-    if node is None or node.op_type not in ("Conv", "Gemm", "MatMul") or node.attributes.get_int("group", 1) != 1:
+def _producer(node: ir.Node | None, scaling: bool) -> affine_ops.Linear | None:
+    """A layer whose output channels can be cut, or scaled, one by one."""
+    if node is None:
+        return None
+    can_cut = node.op_type in ("Conv", "Gemm", "MatMul") and node.attributes.get_int("group", 1) == 1
+    if not can_cut and not scaling:
         return None
     return affine_ops.behind(node.outputs[0])
+
+
+def _norm(node: ir.Node) -> tuple[int, Place] | None:
+    """The channels of a normalisation or of a product with constants, and where its output has them."""
+    out = node.outputs[0]
+    out_rank = rank(out)
+    if node.domain != "" or out_rank is None or out_rank < 2:
+        return None
+    if node.op_type == "Mul":
+        stored = [array for array in map(constant, node.inputs) if array is not None]
+        if len(stored) != 1 or stored[0].ndim > out_rank or stored[0].size < 2:
+            return None
+        axis = out_rank - stored[0].ndim + int(np.argmax(stored[0].shape))
+        if stored[0].size != max(stored[0].shape) or axis == 0:
+            return None
+        return stored[0].size, (axis, 1)
+    if node.op_type not in _NORMS or node.attributes.get_int("training_mode", 0) != 0:
+        return None
+    axis = 1
+    if node.op_type in _LAST_AXIS_NORMS:
+        axis = out_rank - 1
+        if node.attributes.get_int("axis", -1) not in (-1, axis):
+            return None
+    parameters = [constant(value) for value in node.inputs[1:3] if value is not None]
+    if not parameters or any(array is None or array.ndim != 1 for array in parameters):
+        return None
+    assert parameters[0] is not None
+    return parameters[0].size, (axis, 1)
 
 
 def _sources(group: Group, value: ir.Value) -> list[tuple[ir.Value, Place]]:
@@ -100,8 +161,11 @@ def _sources(group: Group, value: ir.Value) -> list[tuple[ir.Value, Place]]:
     node = value.producer()
     if node is None or value.is_graph_input():
         raise Declined(f"{value.name} is an input of the model")
-    layer = _producer(node)
+    layer = _producer(node, group.scaling)
     if layer is None:
+        if group.scaling and node not in group.between and _norm(node) == (group.channels, group.places[value]):
+            group.norms[node] = None
+            return []
         return _through(group, node, value)
     if (layer.axis, 1) != group.places[value] or layer.channels != group.channels:
         raise Declined(f"channels of {value.name} are not those of {node.op_type} {node.outputs[0].name}")
@@ -119,7 +183,7 @@ def _readers(group: Group, value: ir.Value) -> list[tuple[ir.Value, Place]]:
         node = use.node
         if producer is None or node.graph is not producer.graph:
             raise Declined(f"{value.name} is read in a body")
-        if use.idx == 0 and _sums_over_channels(node, group.places[value][0]):
+        if use.idx == 0 and _sums_over_channels(node, group.places[value], group.scaling):
             group.consumers[node] = None
         # Its other side may have taken it in before.
         elif node not in group.between:
@@ -127,11 +191,14 @@ def _readers(group: Group, value: ir.Value) -> list[tuple[ir.Value, Place]]:
     return more
 
 
-def _sums_over_channels(node: ir.Node, axis: int) -> bool:
-    """Whether a node is a layer that sums over the channels on `axis` with constant weights."""
+def _sums_over_channels(node: ir.Node, place: Place, scaling: bool) -> bool:
+    """Whether a node is a layer that sums over the channels at `place` with constant weights."""
+    axis, spread = place
     weight = constant(optional_input(node, 1))
     if weight is None or node.domain != "":
         return False
+    if scaling and node.op_type in ("Conv", "ConvTranspose"):
+        return axis == 1 and spread == 1 and _has_constant_bias(node)
     if node.op_type == "Conv":
         return axis == 1 and node.attributes.get_int("group", 1) == 1 and _has_constant_bias(node)
     if node.op_type == "Gemm":
@@ -167,6 +234,11 @@ def _keeps_channels(group: Group, node: ir.Node, place: Place) -> bool:
     """Whether each channel of a node's output is computed from the same channel of its input alone."""
     op = node.op_type
     label = f"{op} {node.outputs[0].name}"
+    passes_factors = op in _HOMOGENEOUS
+    if op == "Clip":
+        passes_factors = clip_bounds(node) in ((0.0, math.inf), (-math.inf, math.inf))
+    if group.scaling and not passes_factors:
+        return False
     if op in _FUNCTIONS or op in _ZERO_STAYS:
         return True
     # One slope per channel would have to be cut with them.
@@ -198,6 +270,8 @@ def _binary(group: Group, node: ir.Node, value: ir.Value) -> list[tuple[ir.Value
     place = group.places[value]
     axis, spread = place
     out = node.outputs[0]
+    if group.scaling and node.op_type == "Mul" and all(constant(v) is None for v in node.inputs):
+        raise Declined(f"Mul {out.name} would multiply two scaled values")
     # With more axes on one side the channels of the other would lie elsewhere.
     ranks = {rank(v) for v in (*node.inputs, out) if v is not None and constant(v) is None}
     if len(ranks) != 1 or None in ranks:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib import collect
@@ -66,6 +67,11 @@ class CalibrationData:
             notes = (f"no calib_data() in the task: calibrated on {hook}()",)
         return self._samples(hook, "calibration", self._limit), notes
 
+    def calibration_feeds(self) -> Iterator[Feed]:
+        """The calibration samples, from the first on, as they are fed."""
+        for batch in self.calibration()[0]:
+            yield batch.feed
+
     def evaluation(self) -> Samples | None:
         """All samples of eval_data(); None where the task has no such hook."""
         if not self.task.has("eval_data"):
@@ -82,7 +88,8 @@ class CalibrationData:
         runtime = OnnxRuntime()
         return collect.collect(
             lambda taps: runtime.open(model, taps),
-            self.survey.through(batches),
+            # A model that is calibrated anew is tried on the same samples as before.
+            batches if self.survey.rows else self.survey.through(batches),
             names,
             nonfinite=nonfinite,
             progress=lambda done: self.log.progress(min(done, total), total),

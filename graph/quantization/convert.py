@@ -26,6 +26,7 @@ from layerline.graph.quantization import (
     qdq,
     qdq_placement,
     range_choice,
+    rounding,
 )
 from layerline.graph.quantization.calibration_data import CalibrationData
 
@@ -43,6 +44,7 @@ class Converted:
         halved: number of nodes that compute in half precision, by the type's name.
         notes: sentences for the report.
         vanished: by stored tensor, how many of its numbers became 0 in half precision, and its size.
+        scaled: names of values whose channels a repair scaled.
     """
 
     reference: Light
@@ -53,6 +55,7 @@ class Converted:
     halved: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     vanished: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    scaled: frozenset[str] = frozenset()
 
 
 def unchanged(model: Light) -> Converted:
@@ -71,6 +74,9 @@ class Calibrated:
         ranges: what calibration collected.
         feeds: a few calibration samples.
         shifts: what bias correction takes off each layer's bias; empty where it is off.
+        rounded: weights whose ranges and steps a repair chose.
+        scaled: names of values whose channels a repair scaled.
+        repairs: those that were made.
         notes: sentences for the report.
     """
 
@@ -80,6 +86,9 @@ class Calibrated:
     ranges: Ranges
     feeds: Sequence[Feed]
     shifts: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    rounded: rounding.Rounded = field(default_factory=rounding.Rounded)
+    scaled: frozenset[str] = frozenset()
+    repairs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def layers(self) -> list[str]:
@@ -102,7 +111,8 @@ class Calibrated:
             chosen = {v.name: (v.calibrator, v.amax) for v in plan.values if v.role == "activation"}
             placed = qdq_placement.place(self.model, rules)
             plan = qdq.plan(self.model, placed, self.ranges.histograms, "mse", chosen=chosen)
-        quantized = qdq.apply(self.model, plan)
+            plan = rounding.with_scales(plan, self.rounded.entries)
+        quantized = qdq.apply(self.model, plan, self.rounded.arrays)
         readers = {reader for value in plan.values for reader, _ in value.readers}
         shifts = {layer: shift for layer, shift in self.shifts.items() if layer in readers}
         if shifts:
@@ -113,13 +123,14 @@ class Calibrated:
             measured=quantized,
             plan=plan,
             ranges=self.ranges,
+            scaled=self.scaled,
             notes=(*self.notes, int8_note(int8_flag())),
         )
 
     def corrected(self) -> Calibrated:
         """The same with its biases corrected, where the outputs gain by that; a note tells what they gain."""
-        shifts = range_choice.shifts(self.model, self.plan, self.feeds)
-        quantized = qdq.apply(self.model, self.plan)
+        shifts = range_choice.shifts(self.model, self.plan, self.feeds, self.rounded.arrays)
+        quantized = qdq.apply(self.model, self.plan, self.rounded.arrays)
         kept, gain = measured_plan.corrected(self.model, quantized, shifts, self.feeds)
         return dataclasses.replace(self, shifts=shifts if kept else {}, notes=(*self.notes, gain))
 

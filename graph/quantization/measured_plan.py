@@ -64,7 +64,7 @@ def tuned(
         f"{layer} stays float: int8 would leave it {db:.1f} dB by itself" for layer, db in chosen.floated.items()
     )
     plan = qdq.plan(model, chosen.placement, histograms, "mse", percentile=percentile, chosen=chosen.thresholds)
-    judge = _Judge(model, feeds)
+    judge = Judge(model, feeds)
     auto_db = judge.least_db(qdq.apply(model, plan))
     if auto_db is None:
         return Tuned(plan, chosen.rules, notes)
@@ -92,7 +92,7 @@ def _spread(feeds: Sequence[Feed]) -> Sequence[Feed]:
     return feeds[::step][:count]
 
 
-class _Judge:
+class Judge:
     """Measures models against the outputs of one reference, which are computed once."""
 
     def __init__(self, model: Light, feeds: Sequence[Feed]) -> None:
@@ -144,7 +144,7 @@ def corrected(
         Whether the outputs gain by it, and a note with their SQNR before and after.
     """
     candidate, layers = bias_correction.correct(quantized, shifts)
-    judge = _Judge(model, feeds)
+    judge = Judge(model, feeds)
     before = judge.least_db(quantized)
     after = judge.least_db(candidate)
     if before is None or after is None:

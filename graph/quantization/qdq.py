@@ -136,8 +136,11 @@ def _channel_axis(values: Mapping[str | None, ir.Value], item: QuantValue) -> in
     return channel_axis(node)
 
 
-def apply(model: Model, plan: QuantPlan) -> Light:
+def apply(model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any]] | None = None) -> Light:
     """A copy of the float model with the plan's Q/DQ pairs in it.
+
+    Args:
+        rounded: weights that lie on the plan's steps already, by name; the others are rounded to the nearest.
 
     Raises:
         StageError: a value, weight or reader that the plan names is not in the model.
@@ -151,7 +154,7 @@ def apply(model: Model, plan: QuantPlan) -> Light:
         if value is None:
             raise StageError("the plan quantises a value that the model does not have", where=item.name)
         if item.role == "weight":
-            dequantized = writer.weight(value, item)
+            dequantized = writer.weight(value, item, None if rounded is None else rounded.get(item.name))
         else:
             dequantized = writer.activation(value, item)
         _rewire(value, item, dequantized)
@@ -185,9 +188,9 @@ class _Writer:
             producer.append([forth, back])
         return back.outputs[0]
 
-    def weight(self, value: ir.Value, item: QuantValue) -> ir.Value:
+    def weight(self, value: ir.Value, item: QuantValue, rounded: npt.NDArray[Any] | None) -> ir.Value:
         """Stores the weight in int8 and adds its DQ before the first reader; returns the dequantised weight."""
-        array = weight_of(value)
+        array = weight_of(value) if rounded is None else rounded
         if array is None:
             raise StageError("the plan quantises this value as a weight, but it is not constant", where=item.name)
         int8 = _int8(array, item)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from layerline.backends.base import Feed
+from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.calib import range_candidates
 from layerline.calib.histogram import Histogram
@@ -75,8 +75,8 @@ def choose(
     weights = Placement(tuple(w for w in placed.wanted if w.role == "weight"), ())
     bounds = qdq.bounds(to_ir(model).graph)
     candidates = range_candidates.candidates(activations, histograms, bounds, percentile=percentile)
-    weight_plan: QuantPlan = qdq.plan(model, weights, histograms, "minmax")
-    errors = range_trials.measure(model, weight_plan, activations, candidates, feeds)
+    stored = qdq.apply(model, qdq.plan(model, weights, histograms, "minmax"))
+    errors = range_trials.measure(model, stored, activations, candidates, feeds)
     best = range_candidates.choose(activations, candidates, errors)
     layer_db = range_candidates.layer_sqnr(best, errors)
     floated = {layer: db for layer, db in layer_db.items() if db < FLOOR_DB and layer not in rules.forced}
@@ -93,12 +93,19 @@ def choose(
     return Chosen(rules, placed, thresholds, floated, errors)
 
 
-def shifts(model: Light, plan: QuantPlan, feeds: Sequence[Feed]) -> dict[str, npt.NDArray[np.float64]]:
-    """The mean error that a plan adds to each output channel of each layer with weights, fed with exact inputs."""
+def shifts(
+    model: Light, plan: QuantPlan, feeds: Sequence[Feed], rounded: Mapping[str, Array] | None = None
+) -> dict[str, npt.NDArray[np.float64]]:
+    """The mean error that a plan adds to each output channel of each layer with weights, fed with exact inputs.
+
+    Args:
+        rounded: weights that lie on their steps already, by name.
+    """
     activations = [v for v in plan.values if v.role == "activation"]
     weights = QuantPlan(values=tuple(v for v in plan.values if v.role == "weight"), kept=())
     candidates = {v.name: {"plan": v.amax} for v in activations}
-    errors = range_trials.measure(model, weights, activations, candidates, feeds)
+    stored = qdq.apply(model, weights, rounded)
+    errors = range_trials.measure(model, stored, activations, candidates, feeds)
     corrections: dict[str, npt.NDArray[np.float64]] = {}
     for (_, _, layer), error in errors.items():
         if error.shift.size and math.isfinite(error.relative):

@@ -19,13 +19,12 @@ from onnx import helper, numpy_helper
 from layerline.backends.base import Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.calib.plan import QuantPlan, Wanted
+from layerline.calib.plan import Wanted
 from layerline.calib.range_candidates import Candidates, Error
 from layerline.calib.scales import scale_of
 from layerline.graph.analysis.proto_queries import in_order
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.io.ir_convert import to_ir
-from layerline.graph.quantization import qdq
 from layerline.graph.quantization.qdq_placement import WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
 
@@ -45,13 +44,13 @@ class _Case:
 
 
 def measure(
-    model: Light, weights: QuantPlan, wanted: Sequence[Wanted], candidates: Candidates, feeds: Iterable[Feed]
+    model: Light, stored: Light, wanted: Sequence[Wanted], candidates: Candidates, feeds: Iterable[Feed]
 ) -> dict[tuple[str, str, str], Error]:
     """The error of every layer with every candidate, over all feeds.
 
     Args:
         model: the float model, at an opset that has Q/DQ.
-        weights: the plan of the weights alone.
+        stored: the model with quantised weights alone.
         wanted: the activations, with their readers.
         candidates: thresholds by value and by the candidate's name.
         feeds: arrays by input name.
@@ -59,7 +58,7 @@ def measure(
     Returns:
         By value, candidate and layer (its first output). Layers that only pass values on (Concat) are left out.
     """
-    trial, cases = _build(model, qdq.apply(model, weights), wanted, candidates)
+    trial, cases = _build(model, stored, wanted, candidates)
     if not cases:
         return {}
     session = OnnxRuntime(few_runs=True).open(trial)

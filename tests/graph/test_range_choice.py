@@ -54,7 +54,7 @@ def test_errors_are_those_of_the_quantised_layer(call, x_shape, w_shape, channel
     plan = qdq.plan(light, placed, histograms, "minmax")
     weights = QuantPlan(values=tuple(v for v in plan.values if v.role == "weight"), kept=())
     found = range_trials.measure(
-        light, weights, activations, {"x": {"half": 1.0, "minmax": histograms["x"].amax}}, [feed] * 3
+        light, qdq.apply(light, weights), activations, {"x": {"half": 1.0, "minmax": histograms["x"].amax}}, [feed] * 3
     )
     [want] = run(light.whole(), x)
     for name, threshold in (("half", 1.0), ("minmax", histograms["x"].amax)):

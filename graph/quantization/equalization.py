@@ -1,0 +1,297 @@
+"""Evens out the channels of values that share one scale, in float; what the model computes changes by rounding alone.
+
+A channel that is divided by a factor where it is made is multiplied with it by the weights that read it. Between two
+layers that is cross-layer equalisation (M. Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias
+Correction", ICCV 2019); behind a normalisation it is SmoothQuant (G. Xiao et al., ICML 2023). Both move the spread of
+the channels from activations to weights or back, until the noise that the two kinds of rounding add is least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from layerline.backends.base import Feed
+from layerline.backends.light import Light
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib.plan import QuantPlan
+from layerline.calib.scales import LEVELS
+from layerline.graph.analysis.fresh_names import FreshNames, value_names
+from layerline.graph.analysis.ir_queries import constant, optional_input, rank
+from layerline.graph.fusion import channel_groups
+from layerline.graph.fusion.affine_ops import outputs_come_first
+from layerline.graph.fusion.channel_groups import Group
+from layerline.graph.fusion.firing import Declined
+from layerline.graph.io.ir_convert import from_ir, to_ir
+from layerline.graph.quantization.weight_sources import drop_unread
+
+Numbers = npt.NDArray[np.float64]
+SUFFIX = "/rescaled"
+"""Behind the name of a value whose channels were scaled: its numbers are not those of the float model's value."""
+MOST = 6
+"""Greatest exponent of a factor: a channel that calibration met at 1/64 of the others is taken to be no smaller."""
+LEAST_GAIN = 0.8
+"""A group is changed where the expected noise falls to this part of it: by 1 dB."""
+_EXPONENTS = ((0.25, 0.0), (0.5, 0.0), (0.75, 0.0), (1.0, 0.0), (0.5, 0.5), (0.75, 0.25), (0.25, 0.75), (0.0, 1.0))
+"""Tried for a group: factors are (range of the activation's channel)^a / (range of the weights that read it)^b."""
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Of one value: the greatest |x| and the mean square of each channel."""
+
+    amax: Numbers
+    power: Numbers
+
+
+@dataclass(frozen=True)
+class Equalized:
+    """A model with scaled channels.
+
+    Attributes:
+        model: computes what the original does.
+        scaled: names of the values whose channels are scaled now.
+        groups: how many groups of values were changed.
+    """
+
+    model: Light
+    scaled: frozenset[str] = frozenset()
+    groups: int = 0
+
+
+def equalize(model: Light, plan: QuantPlan, feeds: Sequence[Feed], *, norms: bool) -> Equalized:
+    """Scales the channels of the values that layers make and layers read.
+
+    Args:
+        plan: what is quantised; activations share one scale among their channels.
+        feeds: samples by input name.
+        norms: take the groups that begin at normalisations; else those between layers.
+    """
+    work = to_ir(model)
+    groups = _groups(work, norms)
+    quantized = {value.name for value in plan.values}
+    tapped: list[tuple[str, int, int]] = []
+    for group in groups:
+        for value, (axis, _) in group.places.items():
+            if value.name in quantized:
+                tapped.append((value.name or "", axis, group.channels))
+    if not tapped:
+        return Equalized(model)
+    channels = _measured(model, tapped, feeds)
+    per_channel = {value.name: value.axis is not None for value in plan.values}
+    names = FreshNames(work)
+    scaled: set[str] = set()
+    changed = 0
+    for group in groups:
+        terms = _terms(group, channels, per_channel)
+        factors = _best(terms)
+        if factors is None:
+            continue
+        _scale(work.graph, names, group, factors)
+        scaled.update(value.name or "" for value in group.places)
+        changed += 1
+    return Equalized(from_ir(work), frozenset(scaled), changed)
+
+
+def _groups(work: ir.Model, norms: bool) -> list[Group]:
+    """The groups that can be scaled, none twice."""
+    groups: list[Group] = []
+    taken: set[ir.Value] = set()
+    names = value_names(work)
+    for node in work.graph:
+        if node.outputs[0] in taken:
+            continue
+        try:
+            group = channel_groups.gather(node, scaling=True)
+        except Declined:
+            continue
+        taken.update(group.places)
+        if any(f"{value.name}{SUFFIX}" in names for value in group.places):
+            continue
+        if bool(group.norms) == norms and group.consumers and not _shares_weights(group):
+            groups.append(group)
+    return groups
+
+
+def _shares_weights(group: Group) -> bool:
+    """Whether a weight of the group serves another layer too, which would need a copy of its own."""
+    weights = [node.inputs[1] for node in (*group.producers, *group.consumers)]
+    return any(weight is not None and len(weight.uses()) > 1 for weight in weights)
+
+
+def _measured(model: Light, tapped: Sequence[tuple[str, int, int]], feeds: Sequence[Feed]) -> dict[str, Channels]:
+    """The channels of values; each comes with its axis and their number."""
+    session = OnnxRuntime(few_runs=True).open(model, [name for name, _, _ in tapped])
+    amax = {name: np.zeros(count) for name, _, count in tapped}
+    squares = {name: np.zeros(count) for name, _, count in tapped}
+    elements = dict.fromkeys(amax, 0)
+    for feed in feeds:
+        values = session.run(feed)
+        for name, axis, count in tapped:
+            rows = np.moveaxis(values[name], axis, 0).reshape(count, -1).astype(np.float64)
+            amax[name] = np.maximum(amax[name], np.abs(rows).max(axis=1, initial=0.0))
+            squares[name] += np.square(rows).sum(axis=1)
+            elements[name] += rows.shape[1]
+    return {name: Channels(amax[name], squares[name] / max(elements[name], 1)) for name in amax}
+
+
+@dataclass(frozen=True)
+class _Term:
+    """One reader of one quantised value: how much noise reaches its output, relative to its signal.
+
+    Attributes:
+        channels: of the value.
+        greatest: max |w| by output and channel; empty where the reader has no quantised weight.
+        squares: sum of w² by channel, over all outputs.
+        taps: weights for each output and channel.
+        per_channel: whether each output's weights have their own scale.
+    """
+
+    channels: Channels
+    greatest: Numbers
+    squares: Numbers
+    taps: int
+    per_channel: bool
+
+    def noise(self, factors: Numbers) -> float:
+        """The noise of rounding activations and weights once the channels are divided by these factors."""
+        activations = np.square((self.channels.amax / factors).max()) * (np.square(factors) * self.squares).sum()
+        weights = 0.0
+        if self.greatest.size:
+            ranges = np.square(self.greatest * factors).max(axis=1)
+            if not self.per_channel:
+                ranges = np.full_like(ranges, ranges.max(initial=0.0))
+            received = (self.greatest > 0) @ (self.channels.power / np.square(factors))
+            weights = self.taps * float((ranges * received).sum())
+        signal = float((self.channels.power * self.squares).sum())
+        if signal <= 0:
+            return 0.0
+        return float(activations + weights) / (12 * LEVELS**2 * signal)
+
+
+def _terms(group: Group, channels: Mapping[str, Channels], per_channel: Mapping[str, bool]) -> list[_Term]:
+    terms: list[_Term] = []
+    for value in group.places:
+        measured = channels.get(value.name or "")
+        if measured is None or not np.isfinite(measured.power).all():
+            continue
+        for use in value.uses():
+            weight = use.node.inputs[1] if use.node in group.consumers else None
+            if weight is None:
+                # A sum or a pool passes each channel on as it is.
+                terms.append(_Term(measured, np.zeros((0, group.channels)), np.ones(group.channels), 1, True))
+            elif weight.name is not None and weight.name in per_channel:
+                terms.append(_Term(measured, *_weights(use.node, group.channels), per_channel[weight.name]))
+    return terms
+
+
+def _weights(node: ir.Node, channels: int) -> tuple[Numbers, Numbers, int]:
+    """Of the weights of a layer: max |w| by output and input channel, sum of w² by input channel, and taps."""
+    array = constant(node.inputs[1])
+    assert array is not None
+    weight = array.astype(np.float64)
+    groups = 1
+    if node.op_type in ("Gemm", "MatMul"):
+        if not outputs_come_first(node):
+            weight = weight.T
+        weight = weight.reshape(len(weight), channels, -1)
+    else:
+        groups = node.attributes.get_int("group", 1)
+    if node.op_type == "ConvTranspose":
+        weight = weight.swapaxes(0, 1).reshape(weight.shape[1], groups, channels // groups, -1)
+        weight = weight.swapaxes(0, 1)
+    else:
+        weight = weight.reshape(groups, len(weight) // groups, channels // groups, -1)
+    _, outputs, inputs, taps = weight.shape
+    largest = np.abs(weight).max(axis=3)
+    greatest = np.zeros((groups, outputs, groups, inputs))
+    for index in range(groups):
+        greatest[index, :, index] = largest[index]
+    return greatest.reshape(groups * outputs, channels), np.square(weight).sum(axis=(1, 3)).reshape(-1), taps
+
+
+def _best(terms: Sequence[_Term]) -> Numbers | None:
+    """The factors with the least noise over all readers; None where none is clearly better than 1."""
+    if not terms:
+        return None
+    plain = sum(term.noise(np.ones_like(term.squares)) for term in terms)
+    activation = np.max([_relative(term.channels.amax) for term in terms], axis=0)
+    weight_ranges = [term.greatest / (term.greatest.max(axis=1, keepdims=True) + 1e-30) for term in terms]
+    weight = np.max([_relative(table.max(axis=0, initial=0.0)) for table in weight_ranges], axis=0)
+    best, least = None, LEAST_GAIN * plain
+    for a, b in _EXPONENTS:
+        exponents = a * np.log2(activation) - b * np.log2(weight)
+        exponents -= np.median(exponents)
+        factors = np.exp2(np.clip(exponents, -MOST, MOST))
+        noise = sum(term.noise(factors) for term in terms)
+        if noise < least:
+            best, least = factors, noise
+    return best
+
+
+def _relative(ranges: Numbers) -> Numbers:
+    """Ranges over the greatest of them, at least 2^-MOST."""
+    greatest = ranges.max(initial=0.0)
+    if greatest <= 0:
+        return np.ones_like(ranges)
+    relative: Numbers = np.maximum(ranges / greatest, 2.0**-MOST)
+    return relative
+
+
+def _scale(graph: ir.Graph, names: FreshNames, group: Group, factors: Numbers) -> None:
+    """Divides the channels of all values of a group by their factors, where they are made, and undoes it at readers."""
+    for node, linear in group.producers.items():
+        _multiply(graph, names, node, 1, linear.along_outputs(1 / factors))
+        _multiply(graph, names, node, 2, 1 / factors)
+    for node in group.norms:
+        for index, value in enumerate(node.inputs[:3]):
+            stored = constant(value)
+            if stored is not None:
+                _multiply(graph, names, node, index, (1 / factors).reshape(stored.shape))
+    for node in group.between:
+        if node.op_type not in ("Add", "Sub"):
+            continue
+        axis, spread = group.places[node.outputs[0]]
+        for index, value in enumerate(node.inputs):
+            if constant(value) is not None:
+                along = np.repeat(1 / factors, spread).reshape(-1, *(1,) * ((rank(node.outputs[0]) or 0) - axis - 1))
+                _multiply(graph, names, node, index, along)
+    for node in group.consumers:
+        _multiply(graph, names, node, 1, _along_inputs(node, factors, group))
+
+
+def _along_inputs(node: ir.Node, factors: Numbers, group: Group) -> Numbers:
+    """Factors in a shape that multiplies the weights that read each channel."""
+    data = node.inputs[0]
+    weight = constant(node.inputs[1])
+    assert data is not None and weight is not None
+    factors = np.repeat(factors, group.places[data][1])
+    if node.op_type in ("Gemm", "MatMul"):
+        return factors if outputs_come_first(node) else factors.reshape(-1, 1)
+    rows = len(weight)
+    ones = (1,) * (weight.ndim - 2)
+    if node.op_type == "ConvTranspose":
+        return factors.reshape(-1, 1, *ones)
+    groups = node.attributes.get_int("group", 1)
+    by_group: Numbers = factors.reshape(groups, -1).repeat(rows // groups, axis=0)
+    return by_group.reshape(rows, -1, *ones)
+
+
+def _multiply(graph: ir.Graph, names: FreshNames, node: ir.Node, index: int, factors: Numbers) -> None:
+    """Gives a node a stored input that is multiplied by factors."""
+    old = optional_input(node, index)
+    if old is None:
+        return
+    array = constant(old)
+    assert array is not None
+    product = (array * factors).astype(array.dtype)
+    name = names.fresh(f"{old.name}{SUFFIX}")
+    tensor = ir.tensor(product, name=name)
+    new = ir.Value(name=name, shape=ir.Shape(product.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(new)
+    node.replace_input_with(index, new)
+    drop_unread(old)

@@ -1,0 +1,61 @@
+"""Gives values whose channels a repair scaled names of their own: a name stands for the same numbers everywhere.
+
+Done last, so that choices by name (`quantize.skip`, `quantize.layers`) and the table of a search mean the float model's
+values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable
+
+import onnx
+
+from layerline.calib.plan import Kept, QuantPlan, QuantValue
+from layerline.graph.quantization.convert import Converted
+from layerline.graph.quantization.equalization import SUFFIX
+from layerline.graph.quantization.qdq import DEQUANTIZED, QUANTIZED
+
+
+def apply(converted: Converted) -> Converted:
+    """The conversion with the new names in its graphs, which are changed in place, in its plan and in its ranges."""
+    names = converted.scaled
+    if not names:
+        return converted
+    models = (converted.reference, converted.model, converted.measured)
+    for model in {id(light.model): light.model for light in models}.values():
+        _rename(model.graph, names)
+    values: list[QuantValue] = []
+    for value in converted.plan.values:
+        readers = tuple((_new(reader, names), index) for reader, index in value.readers)
+        shared = tuple(_new(name, names) for name in value.shared)
+        values.append(dataclasses.replace(value, name=_new(value.name, names), readers=readers, shared=shared))
+    kept: list[Kept] = [dataclasses.replace(item, name=_new(item.name, names)) for item in converted.plan.kept]
+    ranges = converted.ranges
+    if ranges is not None:
+        histograms = {_new(name, names): histogram for name, histogram in ranges.histograms.items()}
+        ranges = dataclasses.replace(ranges, histograms=histograms)
+    return dataclasses.replace(converted, plan=QuantPlan(values=tuple(values), kept=tuple(kept)), ranges=ranges)
+
+
+def _new(name: str, names: Collection[str]) -> str:
+    for suffix in ("", QUANTIZED, DEQUANTIZED):
+        base = name.removesuffix(suffix)
+        if base in names and base + suffix == name:
+            return f"{base}{SUFFIX}{suffix}"
+    return name
+
+
+def _rename(graph: onnx.GraphProto, names: Collection[str]) -> None:
+    for node in graph.node:
+        _replace(node.input, names)
+        _replace(node.output, names)
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                _rename(body, names)
+    for info in graph.value_info:
+        info.name = _new(info.name, names)
+
+
+def _replace(field: Iterable[str], names: Collection[str]) -> None:
+    field[:] = [_new(name, names) for name in field]  # type: ignore[index]

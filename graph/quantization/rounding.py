@@ -1,0 +1,280 @@
+"""Chooses where the range of a channel's weights ends and which of them are rounded up, by the error that this causes.
+
+The objective of the rounding is that of AdaRound (M. Nagel et al., "Up or Down? Adaptive Rounding for Post-Training
+Quantization", ICML 2020): the mean square of (W' - W) x over what calibration feeds a layer, with each weight on one of
+its two neighbouring steps. It needs only the second moments of x, so memory does not grow with the samples, and it is
+minimised weight by weight until no single change helps. Before that each output channel takes the range with the least
+error of plain rounding, where x varies as its single elements do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from layerline.backends.base import Array, Feed
+from layerline.backends.light import Light
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib.histogram import shortest
+from layerline.calib.plan import QuantPlan, QuantValue
+from layerline.calib.scales import LEVELS
+from layerline.graph.analysis.ir_queries import constant
+from layerline.graph.fusion.affine_ops import outputs_come_first
+from layerline.graph.io.ir_convert import to_ir
+from layerline.graph.quantization.naming import first_output
+from layerline.graph.quantization.weight_sources import weight_of
+
+Numbers = npt.NDArray[np.float32]
+MOST_BYTES = 256 << 20
+"""Second moments that are collected in one pass over the samples; more layers take further passes."""
+MOST_ROWS, MOST_ELEMENTS = 2048, 4 << 20
+"""Positions of a batch that a layer's moments are taken from, and numbers in them."""
+SWEEPS = 8
+"""Most passes over the weights of a layer; few layers need more than four."""
+ENDS = np.linspace(1.0, 0.7, 31, dtype=np.float32)
+"""Ends of a channel's range that are tried, as parts of its greatest weight."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer whose weights are quantised, and the value that it reads.
+
+    Attributes:
+        source: what is tapped.
+        activation: how that is quantised; None where it stays float.
+    """
+
+    node: ir.Node
+    weight: QuantValue
+    array: Array
+    source: str
+    activation: QuantValue | None
+
+    @property
+    def groups(self) -> int:
+        if self.node.op_type != "Conv":
+            return 1
+        return int(self.node.attributes.get_int("group", 1))
+
+    @property
+    def rows(self) -> Array:
+        """The weights by group, output and input, (groups, outputs, inputs)."""
+        array: Array = self.array
+        if not outputs_come_first(self.node):
+            array = array.T
+        rows: Array = array.reshape(self.groups, len(array) // self.groups, -1)
+        return rows
+
+    def stored(self, rows: Array) -> Array:
+        """The opposite of `rows`: in the layout and type of the weight."""
+        shape = self.array.shape
+        if outputs_come_first(self.node):
+            return np.asarray(rows.reshape(shape), self.array.dtype)
+        return np.asarray(rows.reshape(shape[::-1]).T, self.array.dtype)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Weights by name.
+
+    Attributes:
+        arrays: each weight on the better one of its two neighbouring steps.
+        entries: of the plan, with the ranges that the steps belong to.
+    """
+
+    arrays: Mapping[str, Array] = field(default_factory=dict)
+    entries: Mapping[str, QuantValue] = field(default_factory=dict)
+
+
+def rounded(model: Light, plan: QuantPlan, feeds: Callable[[], Iterable[Feed]]) -> Rounded:
+    """Chooses ranges and steps in layers with a stored weight on their right side that nothing else reads.
+
+    Those of a ConvTranspose stay as they are.
+
+    Args:
+        model: the float model.
+        plan: of it.
+        feeds: gives samples by input name, at each call from the first on.
+    """
+    arrays: dict[str, Array] = {}
+    entries: dict[str, QuantValue] = {}
+    for layers in _passes(_layers(model, plan)):
+        moments = _moments(model, layers, feeds())
+        for layer in layers:
+            total, count = moments.pop(layer.weight.name)
+            if count and np.isfinite(total).all():
+                scales = _scales(layer, total)
+                arrays[layer.weight.name] = layer.stored(_solved(layer, scales, total, count))
+                amax = LEVELS * float(scales.max())
+                numbers = tuple(shortest(scale) for scale in scales.reshape(-1))
+                entry = dataclasses.replace(layer.weight, scales=numbers, amax=amax, calibrator="adaround")
+                entries[layer.weight.name] = entry
+    return Rounded(arrays, entries)
+
+
+def _layers(model: Light, plan: QuantPlan) -> list[_Layer]:
+    work = to_ir(model)
+    nodes = {first_output(node): node for node in work.graph}
+    activations: dict[tuple[str, int], QuantValue] = {}
+    for item in plan.values:
+        if item.role == "activation" and item.dtype == "int8":
+            activations.update(dict.fromkeys(item.readers, item))
+    layers: list[_Layer] = []
+    for item in plan.values:
+        if item.role != "weight" or item.dtype != "int8" or len(item.readers) != 1:
+            continue
+        reader, index = item.readers[0]
+        node = nodes[reader]
+        if index != 1 or node.op_type not in ("Conv", "Gemm", "MatMul") or node.attributes.get_int("transA", 0) == 1:
+            continue
+        array = weight_of(node.inputs[1])
+        source = node.inputs[0]
+        padded = node.attributes.get_string("auto_pad", "NOTSET")
+        is_matrix = array is not None and array.ndim == 2
+        if array is None or source is None or constant(source) is not None or padded not in ("NOTSET", "VALID"):
+            continue
+        if node.op_type == "Conv" or is_matrix:
+            layers.append(_Layer(node, item, array, source.name or "", activations.get((reader, 0))))
+    return layers
+
+
+def _passes(layers: list[_Layer]) -> Iterator[list[_Layer]]:
+    """Layers whose moments fit in memory together. One whose own don't is left out."""
+    batch: list[_Layer] = []
+    total = 0
+    for layer in layers:
+        groups, _, inputs = layer.rows.shape
+        size = 4 * groups * inputs**2
+        if size > MOST_BYTES:
+            continue
+        if total + size > MOST_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(layer)
+        total += size
+    if batch:
+        yield batch
+
+
+def _moments(model: Light, layers: list[_Layer], feeds: Iterable[Feed]) -> dict[str, tuple[Numbers, int]]:
+    """By weight: the sum of x xᵀ over rows of what the layer reads, (groups, inputs, inputs), and how many rows."""
+    session = OnnxRuntime(few_runs=True).open(model, list(dict.fromkeys(layer.source for layer in layers)))
+    moments: dict[str, tuple[Numbers, int]] = {}
+    for feed in feeds:
+        values = session.run(feed)
+        for layer in layers:
+            value = values.get(layer.source)
+            data = np.asarray(feed[layer.source] if value is None else value, np.float32)
+            if layer.activation is not None:
+                data = _through_int8(data, layer.activation)
+            rows = _windows(layer, data)
+            count, groups = rows.shape[:2]
+            # By group, so that no copy of all windows is made.
+            sums = np.stack([rows[:, group].T @ rows[:, group] for group in range(groups)])
+            before, already = moments.get(layer.weight.name, (np.zeros_like(sums), 0))
+            moments[layer.weight.name] = before + sums, already + count
+    return moments
+
+
+def _through_int8(data: Numbers, item: QuantValue) -> Numbers:
+    scale = np.float32(item.scales[0])
+    return np.asarray(np.clip(np.rint(data / scale), -LEVELS - 1, LEVELS) * scale, np.float32)
+
+
+def _windows(layer: _Layer, data: Numbers) -> Numbers:
+    """What a layer multiplies its weights with, at evenly spread positions: (positions, groups, inputs)."""
+    if layer.node.op_type != "Conv":
+        rows = data.reshape(-1, 1, data.shape[-1])
+        return rows[_spread(len(rows), rows.shape[2])]
+    spatial = data.ndim - 2
+    node = layer.node
+    kernel = layer.array.shape[2:]
+    pads = list(node.attributes.get_ints("pads") or (0,) * 2 * spatial)
+    strides = node.attributes.get_ints("strides") or (1,) * spatial
+    dilations = node.attributes.get_ints("dilations") or (1,) * spatial
+    both_ends = zip(pads[:spatial], pads[spatial:], strict=True)
+    data = np.pad(data, ((0, 0), (0, 0), *both_ends))
+    extents = tuple((size - 1) * step + 1 for size, step in zip(kernel, dilations, strict=True))
+    axes = tuple(range(2, 2 + spatial))
+    views = np.lib.stride_tricks.sliding_window_view(data, extents, axes)
+    at_strides = tuple(slice(None, None, step) for step in strides)
+    inside = tuple(slice(None, None, step) for step in dilations)
+    kept = (slice(None), slice(None), *at_strides, *inside)
+    views = views[kept]
+    shape = (views.shape[0], *views.shape[2 : 2 + spatial])
+    positions = _spread(int(np.prod(shape)), data.shape[1] * int(np.prod(kernel)))
+    windows: Numbers = np.moveaxis(views, 1, 1 + spatial)[np.unravel_index(positions, shape)]
+    return windows.reshape(len(positions), layer.groups, -1)
+
+
+def _spread(count: int, width: int) -> npt.NDArray[np.int64]:
+    """Evenly spread numbers below `count`: as many rows of this width as the bounds admit."""
+    most = max(1, min(count, MOST_ROWS, MOST_ELEMENTS // max(width, 1)))
+    return np.linspace(0, count - 1, most).astype(np.int64)
+
+
+def _scales(layer: _Layer, moments: Numbers) -> Numbers:
+    """One scale for each output channel, or one for all where the plan has one."""
+    rows = layer.rows.astype(np.float32)
+    powers = np.einsum("gkk->gk", moments)[:, None]
+    planned = np.array(layer.weight.scales, np.float32)
+    by_output = planned.size == rows.shape[0] * rows.shape[1]
+    best = np.full(planned.shape, np.inf)
+    chosen = planned
+    for end in ENDS:
+        scale = (planned * end).reshape(*rows.shape[:2], 1) if by_output else planned * end
+        error = rows - np.clip(np.rint(rows / scale), -LEVELS, LEVELS) * scale
+        noise = (np.square(error) * powers).sum(axis=2).reshape(-1)
+        if not by_output:
+            noise = noise.sum(keepdims=True)
+        chosen = np.where(noise < best, planned * end, chosen)
+        best = np.minimum(noise, best)
+    return np.asarray(chosen, np.float32)
+
+
+def _solved(layer: _Layer, scales: Numbers, moments: Numbers, count: int) -> Numbers:
+    """The weights on their steps, (groups, outputs, inputs): no change of a single one lessens the layer's error."""
+    rows = layer.rows.astype(np.float32)
+    groups, outputs, inputs = rows.shape
+    scale = np.broadcast_to(scales.reshape(-1, 1), (groups * outputs, 1)).reshape(groups, outputs, 1)
+    # Few rows say little about how inputs vary together: the less, the more a matrix is drawn towards its diagonal.
+    certain = count / (count + inputs)
+    second = moments / count * certain
+    diagonal = np.einsum("gkk->gk", moments) / count
+    np.einsum("gkk->gk", second)[...] = diagonal
+    exact = rows / scale
+    low = np.clip(np.floor(exact), -LEVELS, LEVELS)
+    high = np.clip(low + 1, -LEVELS, LEVELS)
+    steps = np.clip(np.rint(exact), -LEVELS, LEVELS)
+    pull = (steps - exact) @ second
+    for _ in range(SWEEPS):
+        changes = 0
+        for k in range(inputs):
+            move = low[:, :, k] + high[:, :, k] - 2 * steps[:, :, k]
+            gain = move * (2 * pull[:, :, k] + move * second[:, None, k, k])
+            group, output = np.nonzero(gain < -1e-6 * second[:, None, k, k])
+            if not len(group):
+                continue
+            step = move[group, output]
+            steps[group, output, k] += step
+            pull[group, output] += step[:, None] * second[group, k]
+            changes += len(group)
+        if not changes:
+            break
+    return np.asarray(steps * scale, np.float32)
+
+
+def with_scales(plan: QuantPlan, scales: Mapping[str, QuantValue]) -> QuantPlan:
+    """The plan in which weights have the scales of these entries, where they are cut along the same axis."""
+    values: list[QuantValue] = []
+    for item in plan.values:
+        other = scales.get(item.name)
+        if other is not None and other.axis == item.axis:
+            item = dataclasses.replace(item, scales=other.scales, amax=other.amax, calibrator=other.calibrator)
+        values.append(item)
+    return QuantPlan(values=tuple(values), kept=plan.kept)
