@@ -80,7 +80,9 @@ def page(
         log = (logs or {}).get(record.stage, [])
         stage = _stage(record, of_run.get(record.stage), log, layer_of, earlier=record.stage not in run.ran)
         if plans and record.stage in plans:
-            stage["tables"].append(("plan", _plan(cleaned(plans[record.stage]), rows)))
+            # The plan says of each layer why it stays float.
+            tables = [(title, view) for title, view in stage["tables"] if title != "stays float"]
+            stage["tables"] = [*tables, ("plan", _plan(cleaned(plans[record.stage]), rows))]
         stages.append(stage)
     style, script = _file("page.css"), _file("page.js")
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
@@ -105,6 +107,7 @@ def page(
         facts=summary.facts(run, of_run, missing),
         failures=list(summary.failures(run, of_run)),
         causes=causes,
+        layers={name for row in rows for name in (row.layer, row.value)},
         beside=_beside(Past(run, of_run), others),
         stages=stages,
         heat_map=heat_map(by_module(own_rows), list(of_run)),

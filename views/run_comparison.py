@@ -9,8 +9,9 @@ from layerline.pipeline.records.lookup import Past
 from layerline.pipeline.report import LayerDiff, Report
 from layerline.views.follow import by_own_error
 from layerline.views.formatting import amount, decibels, heading
-from layerline.views.tables import Column, TableView
+from layerline.views.tables import Column, Kind, TableView
 
+ID = 15  # characters of a run's id: the second in which it began
 LEAST_MOVE = 0.1  # dB; less is not listed
 
 
@@ -22,7 +23,7 @@ def figures(now: Past, others: Sequence[Past]) -> TableView:
         cells = [texts.get((stage, name), "") for texts in by_run]
         if len(set(cells)) > 1:
             rows.append([f"{stage}: {heading(name)}", *cells])
-    columns = [Column("figure"), *(Column(past.run.id, "number") for past in (now, *others))]
+    columns = [Column("figure"), *_columns(others, "number")]
     return TableView("Figures", tuple(columns), rows)
 
 
@@ -45,11 +46,21 @@ def moved(now: Past, others: Sequence[Past]) -> TableView:
             move = max((_distance(level, then) for then in earlier), default=0.0)
             if move >= LEAST_MOVE:
                 cells = [decibels(then[name][1]) if name in then else "" for then in thens]
-                rows.append((move, [record.where, stage, name, f"{move:.1f}", decibels(level), *cells]))
+                rows.append((move, [record.where, stage, f"{move:.1f}", decibels(level), *cells, name]))
     rows.sort(key=lambda row: -row[0])
-    ids = [Column(f"{past.run.id} dB", "low") for past in (now, *others)]
-    columns = (Column("layer"), Column("stage"), Column("value"), Column("moved by dB", "high"), *ids)
+    columns = (
+        Column("layer"),
+        Column("stage"),
+        Column("moved by dB", "high"),
+        *_columns(others, "low"),
+        Column("value"),
+    )
     return TableView("Layers that moved most", columns, [cells for _, cells in rows])
+
+
+def _columns(others: Sequence[Past], kind: Kind) -> list[Column]:
+    """A column for this run, and one for each other run."""
+    return [Column("now", kind), *(Column(past.run.id[:ID], kind) for past in others)]
 
 
 def _levels(report: Report | None) -> Mapping[str, tuple[LayerDiff, float]]:

@@ -55,9 +55,17 @@ def rendered(folder: Path, text: str, fragment: str = "") -> str:
     """The document that a browser makes of a page."""
     (folder / "page.html").write_text(text, "utf-8")
     quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    quiet += ["--disable-component-update", "--disable-sync", "--hide-scrollbars", f"--user-data-dir={folder}/profile"]
+    quiet += [
+        "--disable-component-update",
+        "--disable-sync",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+        f"--user-data-dir={folder}/profile",
+    ]
     command = [str(CHROMIUM), *quiet, "--dump-dom", (folder / "page.html").as_uri() + fragment]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    return done.stdout
 
 
 def measured(folder: Path, text: str) -> dict[int, dict[str, Any]]:
@@ -114,6 +122,62 @@ def test_a_link_opens_a_layer(tmp_path: Path) -> None:
     assert 'aria-expanded="true"' in follow and 'aria-sort="none"' in follow
     assert re.search(rf"1 of {len({m or n for n, m, _ in LAYERS}) + 60} rows match", follow)
     assert "25 of 60 rows" in dom
+
+
+# What a person does with the page, in its frame: each step is asked for, and its result is read.
+ACTIONS = """
+addEventListener("load", () => {
+  const { contentDocument: page, contentWindow: view } = document.querySelector("iframe");
+  const find = (selector) => page.querySelector(selector);
+  const names = "#follow > .grid > .scroll > table > tbody > tr > th";
+  const rows = () => [...page.querySelectorAll(names)].map((e) => e.textContent);
+  const search = find("#follow input[type=search]");
+  const type = (text) => { search.value = text; search.dispatchEvent(new Event("input")); };
+  const column = (i) => find(`#follow thead th:nth-child(${i}) button`);
+  const press = (target, key) => target.dispatchEvent(new view.KeyboardEvent("keydown", { key }));
+  const seen = { first: rows().slice(0, 2), total: rows().length };
+  type("layers.3 proj_7");
+  seen.found = rows().sort();
+  type("");
+  column(1).click();
+  seen.byName = [rows()[0], find("#follow thead th").ariaSort];
+  column(1).click();
+  seen.backwards = [rows()[0], page.activeElement === column(1)];
+  find("#follow .count button").click();
+  seen.more = [rows().length, find("#follow .count").textContent];
+  const picture = [...page.querySelectorAll("#heat svg")].find((svg) => svg.getBoundingClientRect().width);
+  press(picture, "ArrowRight");
+  press(picture, "ArrowRight");
+  seen.read = find("#heat .reading").textContent;
+  press(picture, "Enter");
+  seen.hash = view.location.hash;
+  view.dispatchEvent(new Event("hashchange"));
+  seen.opened = [search.value, page.querySelectorAll("#follow .detail").length];
+  document.body.replaceChildren(Object.assign(document.createElement("pre"), { textContent: JSON.stringify(seen) }));
+});
+"""
+
+
+def test_the_page_is_searched_sorted_and_read_by_keyboard(tmp_path: Path) -> None:
+    reports = {stage: many(stage, 2000, db) for stage, db in (("export", 130.0), ("quantize", 30.0))}
+    inner = tmp_path / "inner.html"
+    inner.write_text(page("mnist", run_of(reports), reports), "utf-8")
+    frame = f'<iframe style="width: 1200px" srcdoc="{escape(inner.read_text("utf-8"))}"></iframe>'
+    dom = rendered(tmp_path, f"<!DOCTYPE html><body>{frame}<script>{ACTIONS}</script>")
+    (found,) = re.findall(r"<pre>(.*?)</pre>", dom, re.DOTALL)
+    prefix = "model.layers"
+    assert json.loads(unescape(found)) == {
+        # A value has 30 dB or up to 6 more, by its place; the same figure keeps the network's order.
+        "first": [f"{prefix}.0.self_attn.proj_0", f"{prefix}.0.self_attn.proj_7"],
+        "total": 25,
+        "found": [f"{prefix}.{i}.self_attn.proj_7" for i in (3, *range(30, 40))],
+        "byName": [f"{prefix}.0.self_attn.proj_0", "ascending"],
+        "backwards": [f"{prefix}.9.self_attn.proj_9", True],
+        "more": [525, "525 of 2000 rows show 500 more"],
+        "read": f"{prefix}.0.self_attn.proj_1: export 131.0 · quantize 31.0",
+        "hash": f"#layer={prefix}.0.self_attn.proj_1",
+        "opened": [f"{prefix}.0.self_attn.proj_1", 1],
+    }
 
 
 def test_a_layer_that_was_merged_goes_on_where_it_is_held(tmp_path: Path) -> None:

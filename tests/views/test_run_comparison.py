@@ -20,7 +20,7 @@ def past(name: str, *records: LayerDiff, **metrics: float) -> Past:
 def test_figures_that_differ_stand_side_by_side() -> None:
     now, then = past("b", bytes_after=2e6, accuracy=0.5), past("a", bytes_after=4e6)
     view = figures(now, [then])
-    assert [column.label for column in view.columns] == ["figure", "b", "a"]
+    assert [column.label for column in view.columns] == ["figure", "now", "a"]
     assert view.rows == [["quantize: size after", "2 MB", "4 MB"], ["quantize: accuracy", "0.5", ""]]
     assert figures(now, [now]).rows == []
 
@@ -32,11 +32,11 @@ def test_the_layer_that_moved_most_comes_first() -> None:
     now = past("c", layer("a", 9.0, 20.0), layer("b", 9.0, 50.0), layer("c", 9.0, math.inf), layer("new", 9.0, 9.0))
     then = past("b", layer("a", 9.0, 45.5), layer("b", 40.0, 50.05), layer("c", 9.0, 41.0))
     first = past("a", layer("a", 9.0, 20.0), layer("b", 9.0, 10.0))
-    assert [row[:1] + row[3:] for row in moved(now, [then]).rows] == [
+    assert [row[:1] + row[2:-1] for row in moved(now, [then]).rows] == [
         ["net.c", "inf", "equal", "41.0"],
         ["net.a", "25.5", "20.0", "45.5"],
     ], "by its own error: that of b is within a tenth, though the accumulated one is not"
-    assert [row[:1] + row[3:] for row in moved(now, [then, first]).rows] == [
+    assert [row[:1] + row[2:-1] for row in moved(now, [then, first]).rows] == [
         ["net.c", "inf", "equal", "41.0", ""],
         ["net.b", "40.0", "50.0", "50.0", "10.0"],
         ["net.a", "25.5", "20.0", "45.5", "20.0"],
