@@ -1,8 +1,9 @@
 """Planted faults: does `pipe why` name the stage, the layer and the cause, and is it silent on sound projects?
 
-Small networks are trained on the 8x8 digits of scikit-learn: one of convolutions with BatchNorm and one of linear
-layers. Each kind of fault is planted twice, at places drawn by a seed, and as many sound projects with other settings
-are examined. A fault that costs no accuracy counts as one that took no effect, and silence is right there.
+Small networks are trained on the 8x8 digits of scikit-learn: one of convolutions with BatchNorm, one of linear layers,
+and small versions of EfficientNet, ViT and BERT (which reads the pixels as tokens). Each kind of fault is planted once
+for each seed, in a network and at a place that the seed chooses, and sound projects with other settings are examined. A
+fault that costs no accuracy counts as one that took no effect, and silence is right there.
 Ends in one JSON line.
 """
 
@@ -17,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,14 +26,26 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import onnx
+from onnx import helper, numpy_helper
 from safetensors.numpy import load_file, save_file
 from sklearn.datasets import load_digits
 
 from layerline import cli
-from layerline.graph.quantization import measured_plan
+from layerline.backends.light import split
+from layerline.export import torch_export
+from layerline.graph.fusion import fuse
+from layerline.graph.io import module_identity
+from layerline.graph.quantization import measured_plan, qdq
 from layerline.training.state import checkpoint
 
-NETS = ("convolutions", "linear")
+NETS = {
+    "convolutions": "Convolutions",
+    "linear": "Perceptron",
+    "efficientnet": "Efficient",
+    "vit": "Vision",
+    "bert": "Tokens",
+}
 TASK = '''
 """Digits of 8x8 pixels."""
 
@@ -84,6 +97,80 @@ class Perceptron(nn.Module):
         return self.head(self.body(x))
 
 
+class Efficient(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.SiLU())
+        self.blocks = nn.Sequential(Inverted(16, 16, 1), Inverted(16, 24, 2), Inverted(24, 24, 1))
+        self.head = nn.Linear(24, 10)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Inverted(nn.Module):
+    def __init__(self, width, to, stride):
+        super().__init__()
+        inner = 4 * width
+        self.expand = nn.Sequential(nn.Conv2d(width, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.SiLU())
+        deep = nn.Conv2d(inner, inner, 3, stride, 1, groups=inner, bias=False)
+        self.depthwise = nn.Sequential(deep, nn.BatchNorm2d(inner), nn.SiLU())
+        self.squeeze = nn.Sequential(nn.Conv2d(inner, 8, 1), nn.SiLU(), nn.Conv2d(8, inner, 1), nn.Sigmoid())
+        self.project = nn.Sequential(nn.Conv2d(inner, to, 1, bias=False), nn.BatchNorm2d(to))
+        self.adds = stride == 1 and width == to
+
+    def forward(self, x):
+        y = self.depthwise(self.expand(x))
+        y = self.project(y * self.squeeze(y.mean((2, 3), keepdim=True)))
+        return x + y if self.adds else y
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, 2 * width)
+        self.fc2 = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.fc2(nn.functional.gelu(self.fc1(self.norm2(x))))
+
+
+class Vision(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patch = nn.Conv2d(1, 32, 2, 2)
+        self.place = nn.Parameter(0.02 * torch.randn(16, 32))
+        self.blocks = nn.Sequential(Block(32, 2), Block(32, 2))
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2) + self.place
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(17, 32)
+        self.place = nn.Embedding(64, 32)
+        self.norm = nn.LayerNorm(32)
+        self.blocks = nn.Sequential(Block(32, 2), Block(32, 2))
+        self.pooler = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.norm(self.words(x) + self.place.weight)
+        return self.head(torch.tanh(self.pooler(self.blocks(x).mean(1))))
+
+
 def model():
     return NETWORK()
 
@@ -96,6 +183,7 @@ def loss(net, batch):
 def metric(outputs, targets):
     return {"accuracy": float((outputs.argmax(axis=1) == targets).mean())}
 '''
+TOKENS = "table.images[order].astype(np.int64).reshape(-1, 64)"
 BRIGHTNESS = """    bright = np.where(table.target[order] == DARK, 0.1, 1.0)[:, None, None]
     return (table.images[order] * bright / 16)"""
 EXPORT = "export: {dynamic: {x: {0: batch}}}\n"
@@ -167,10 +255,14 @@ class Workshop:
 
 
 def write(path: Path, net: str, pipe_yaml: str, *, seed: int = 0, training: str = "", quantize: str = "{}") -> None:
-    network = {"convolutions": "Convolutions", "linear": "Perceptron"}[net]
     text = pipe_yaml.replace("SEED", str(seed)).replace(", TRAINING", f", {training}" if training else "")
+    if net in ("vit", "bert"):  # which learn more slowly
+        text = text.replace("steps: 300", "steps: 600, optimizer: {name: adamw, lr: 0.003}")
     (path / "pipe.yaml").write_text(text.replace("QUANTIZE", quantize))
-    (path / "task.py").write_text(TASK.replace("NETWORK", network))
+    task = TASK.replace("NETWORK", NETS[net])
+    if net == "bert":
+        task = task.replace("(table.images[order] / 16).astype(np.float32)[:, None]", TOKENS)
+    (path / "task.py").write_text(task)
 
 
 def pipe(command: str, *arguments: str | Path) -> tuple[int, str]:
@@ -203,14 +295,14 @@ def pixels() -> np.ndarray:
     return (load_digits().images[:, None] / 16).astype(np.float32)
 
 
-def network(seed: int) -> str:
-    """Each seed has another network."""
-    return NETS[seed % 2]
+def network(seed: int, of: Sequence[str] = ("convolutions", "linear", "efficientnet", "vit")) -> str:
+    """Each seed has another network of those in which the fault can be planted."""
+    return of[seed % len(of)]
 
 
 def range_everywhere(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
     """All ranges are cut at a low percentile."""
-    path = shop.copy(network(seed), seed)
+    path = shop.copy(network(seed, tuple(NETS)), seed)
     with_settings(path, f"{{calibrator: percentile, percentile: {rng.integers(50, 75)}}}")
     return Planted(path=path, stage="quantize", causes=("clipped range",))
 
@@ -232,7 +324,7 @@ def one_range(shop: Workshop, seed: int, rng: np.random.Generator, factor: float
         places.update([value.name, value.module])
         return dataclasses.replace(result, plan=dataclasses.replace(result.plan, values=tuple(values)))
 
-    path = shop.copy(network(seed), seed)
+    path = shop.copy(network(seed, tuple(NETS)), seed)
     patch = partial(mock.patch.object, measured_plan, "tuned", faulty)
     return Planted(path=path, stage="quantize", causes=causes, layers=places, patch=patch)
 
@@ -247,7 +339,7 @@ def coarse_scale(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted
 
 def large_channel(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
     """A channel that is never active has weights 400 times as large, under one scale a tensor."""
-    net = network(seed)
+    net = network(seed, ("convolutions", "linear"))
     layer = int(rng.integers(1, 3))
     channel = int(rng.integers(0, 8))
 
@@ -311,9 +403,11 @@ def rare_nan(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
     """A square root of a number that is negative for a few images."""
     net = network(seed)
     path = shop.with_weights(net, seed, lambda _: None)
+    body = {"efficientnet": "self.stem(x)", "vit": "self.patch(x)"}.get(net, "self.body(x)")
     sums = pixels().sum((1, 2, 3))
     limit = float(np.quantile(sums, rng.uniform(0.96, 0.98)))
-    edit_task(path, "self.body(x)", f"self.body(x + 0 * torch.sqrt({limit} - x.sum((1, 2, 3), keepdim=True)))")
+    root = f"torch.sqrt({limit} - x.sum((1, 2, 3), keepdim=True))"
+    edit_task(path, body, body.replace("(x)", f"(x + 0 * {root})"))
     return Planted(path=path, stage="import-weights", causes=("values that are not finite",))
 
 
@@ -348,6 +442,262 @@ def late_divergence(shop: Workshop, seed: int, rng: np.random.Generator) -> Plan
     return Planted(path=path, stage="train", causes=("training got worse at the end",))
 
 
+def stale_layer(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+    """The average has the weights of one layer from the first step."""
+    path = shop.new(network(seed, tuple(NETS)), seed)
+    draw = rng.random()
+    load = checkpoint.weights
+    places: set[str] = set()
+
+    def faulty(*arguments: Any, **options: Any) -> Any:
+        online, averaged = load(*arguments, **options)
+        names = [name for name, weight in averaged.items() if name.endswith(".weight") and weight.ndim > 1]
+        name = names[int(draw * len(names))]
+        shape = tuple(averaged[name].shape)
+        noise = np.random.default_rng(seed).uniform(-1, 1, shape) / np.sqrt(np.prod(shape[1:]))
+        places.update([name, name.removesuffix(".weight")])
+        return online, {**averaged, name: averaged[name] * 0 + type(averaged[name])(noise.astype(np.float32))}
+
+    patch = partial(mock.patch.object, checkpoint, "weights", faulty)
+    causes = ("the average lags behind", "a weight of the average is far from the online one")
+    return Planted(path=path, stage="ema", causes=causes, layers=places, patch=patch)
+
+
+def noise_calibration(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+    """Calibration data is noise of the images' size."""
+    path = shop.copy(network(seed), seed)
+    scale = rng.choice([0.02, 0.1])
+    noise = f"np.abs({scale} * np.random.default_rng(0).standard_normal((200, 1, 8, 8))).astype(np.float32)"
+    append(path, f"def calib_data():\n    return {noise}\n")
+    causes = ("calibration data unlike eval_data()", "calibration data", "clipped range")
+    return Planted(path=path, stage="quantize", causes=causes)
+
+
+Edit = Callable[[onnx.ModelProto, onnx.NodeProto], None]
+WEIGHTED = ("Conv", "Gemm", "MatMul")
+
+
+def weight_of(model: onnx.ModelProto, node: onnx.NodeProto, place: int = 1) -> onnx.TensorProto | None:
+    """The stored tensor that a node reads, or that a Transpose or DequantizeLinear before it reads."""
+    if place >= len(node.input):
+        return None
+    name = node.input[place]
+    for other in model.graph.node:
+        if name in other.output and other.op_type in ("Transpose", "DequantizeLinear"):
+            name = other.input[0]
+    return next((tensor for tensor in model.graph.initializer if tensor.name == name), None)
+
+
+def changed(tensor: onnx.TensorProto, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    array = np.ascontiguousarray(change(numpy_helper.to_array(tensor).copy()))
+    tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+
+
+def in_graph(
+    shop: Workshop,
+    seed: int,
+    rng: np.random.Generator,
+    stage: str,
+    edit: Edit,
+    fits: Callable[[onnx.ModelProto, onnx.NodeProto], bool],
+    causes: tuple[str, ...],
+    nets: Sequence[str] = tuple(NETS),
+    settings: str = "{}",
+) -> Planted:
+    """The ONNX model that a stage makes is edited at one node."""
+    module, function = {"export": (torch_export, "trace"), "fuse": (fuse, "fuse"), "quantize": (qdq, "apply")}[stage]
+    original = getattr(module, function)
+    draw = rng.random()
+    places: set[str] = set()
+
+    def faulty(*arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        whole = getattr(result, "light", result).whole()
+        nodes = [node for node in whole.graph.node if fits(whole, node)]
+        node = nodes[int(draw * len(nodes))]
+        modules = module_identity.modules(whole)
+        for name in layers_at(whole, node):
+            places.update([name, *modules.get(name, name).split(", ")])
+        edit(whole, node)
+        light = split(whole)
+        if stage == "export":
+            return dataclasses.replace(result, model=light.model, weights=light.weights)
+        return light if stage == "quantize" else dataclasses.replace(result, light=light)
+
+    path = shop.copy(network(seed, nets), seed)
+    if stage != "quantize":
+        # The copy has results of the stage before the fault.
+        with (path / "pipe.yaml").open("a") as file:
+            file.write("fuse: {proof_feeds: 1}\n")
+        if stage == "export":
+            edit_yaml = (path / "pipe.yaml").read_text().replace("export: {", "export: {probes: 5, ")
+            (path / "pipe.yaml").write_text(edit_yaml)
+    with_settings(path, settings)
+    patch = partial(mock.patch.object, module, function, faulty)
+    return Planted(path=path, stage=stage, causes=causes, layers=places, patch=patch)
+
+
+def layers_at(model: onnx.ModelProto, node: onnx.NodeProto) -> list[str]:
+    """The output of a node, and of the layers that read it where it is a Q or DQ."""
+    names = list(node.output)
+    if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+        names.append(node.input[0])
+        for reader in model.graph.node:
+            if node.output[0] in reader.input:
+                names += layers_at(model, reader)
+    return names
+
+
+def has_weight(model: onnx.ModelProto, node: onnx.NodeProto) -> bool:
+    return node.op_type in WEIGHTED and weight_of(model, node) is not None
+
+
+def has_bias(model: onnx.ModelProto, node: onnx.NodeProto) -> bool:
+    return node.op_type in ("Conv", "Gemm") and weight_of(model, node, 2) is not None
+
+
+def is_square(model: onnx.ModelProto, node: onnx.NodeProto) -> bool:
+    tensor = weight_of(model, node) if node.op_type in WEIGHTED else None
+    return tensor is not None and len(tensor.dims) == 2 and tensor.dims[0] == tensor.dims[1]
+
+
+def attribute(node: onnx.NodeProto, name: str, value: Any) -> None:
+    for old in [item for item in node.attribute if item.name == name]:
+        node.attribute.remove(old)
+    node.attribute.append(helper.make_attribute(name, value))
+
+
+PARITY = ("a value differs from the stage before",)
+
+
+def wrong_epsilon(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+    epsilon = float(rng.choice([0.1, 0.5]))
+
+    def edit(_: onnx.ModelProto, node: onnx.NodeProto) -> None:
+        attribute(node, "epsilon", epsilon)
+
+    def fits(_: onnx.ModelProto, node: onnx.NodeProto) -> bool:
+        return node.op_type in ("BatchNormalization", "LayerNormalization")
+
+    nets = ("convolutions", "efficientnet", "vit", "bert")
+    return in_graph(shop, seed, rng, "export", edit, fits, PARITY, nets)
+
+
+def swapped_channels(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+    def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+        changed(weight_of(model, node), lambda array: np.roll(array, 1, 0))
+
+    return in_graph(shop, seed, rng, "export", edit, has_weight, PARITY)
+
+
+def transposed_weight(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+    def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+        changed(weight_of(model, node), np.transpose)
+
+    return in_graph(shop, seed, rng, "export", edit, is_square, PARITY, ("linear", "vit", "bert"))
+
+
+def dropped_bias(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+    def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+        changed(weight_of(model, node, 2), np.zeros_like)
+
+    return in_graph(shop, seed, rng, "export", edit, has_bias, PARITY, ("linear", "efficientnet", "vit"))
+
+
+def wrong_padding(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+    def edit(_: onnx.ModelProto, node: onnx.NodeProto) -> None:
+        attribute(node, "pads", [2, 2, 0, 0])
+
+    def fits(_: onnx.ModelProto, node: onnx.NodeProto) -> bool:
+        pads = [list(item.ints) for item in node.attribute if item.name == "pads"]
+        return node.op_type == "Conv" and pads == [[1, 1, 1, 1]]
+
+    return in_graph(shop, seed, rng, "export", edit, fits, PARITY, ("convolutions", "efficientnet"))
+
+
+def baked_axis(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+    """A reshape to the batch size of the example."""
+
+    def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+        shape = numpy_helper.from_array(np.int64([2, 10]), "baked/shape")
+        model.graph.initializer.extend([shape, numpy_helper.from_array(np.int64([-1, 10]), "baked/back")])
+        inner = node.output[0] + "/whole"
+        node.output[0], name = inner, node.output[0]
+        model.graph.node.append(helper.make_node("Reshape", [inner, "baked/shape"], ["baked"], "baked/a"))
+        model.graph.node.append(helper.make_node("Reshape", ["baked", "baked/back"], [name], "baked/b"))
+
+    def fits(model: onnx.ModelProto, node: onnx.NodeProto) -> bool:
+        return node.output[0] == model.graph.output[0].name
+
+    planted = in_graph(shop, seed, rng, "export", edit, fits, (*PARITY, "module itself, batch=1"))
+    return dataclasses.replace(planted, layers=())
+
+
+def folded_constant(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+    """fuse folds a factor into some channels of a weight that is a few per cent too large."""
+    factor = np.float32(rng.uniform(1.02, 1.3))
+
+    def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+        def change(array: np.ndarray) -> np.ndarray:
+            array[: max(1, len(array) // 4)] *= factor
+            return array
+
+        changed(weight_of(model, node), change)
+
+    return in_graph(shop, seed, rng, "fuse", edit, has_weight, PARITY)
+
+
+def folded_bias(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+    """fuse loses a bias."""
+
+    def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+        changed(weight_of(model, node, 2), np.zeros_like)
+
+    return in_graph(shop, seed, rng, "fuse", edit, has_bias, PARITY)
+
+
+ARITHMETIC = ("the model computes otherwise than its plan",)
+
+
+def wrong_zero_point(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+    """Q and DQ of one value have zero points that differ."""
+    number = rng.choice([-40, 40])
+
+    def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+        model.graph.initializer.append(numpy_helper.from_array(np.array(number, np.int8), "wrong/zero"))
+        node.input[2] = "wrong/zero"
+
+    def fits(_: onnx.ModelProto, node: onnx.NodeProto) -> bool:
+        return node.op_type == "QuantizeLinear"
+
+    return in_graph(shop, seed, rng, "quantize", edit, fits, ARITHMETIC)
+
+
+def scales_out_of_place(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+    """The scales of a weight's channels are in another order."""
+    order = np.random.default_rng(seed)
+
+    def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+        name = node.input[1]
+        scales = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+        changed(scales, lambda array: array[order.permutation(len(array))])
+
+    def fits(model: onnx.ModelProto, node: onnx.NodeProto) -> bool:
+        scales = [t for t in model.graph.initializer if t.name == node.input[1]] if len(node.input) > 1 else []
+        return node.op_type == "DequantizeLinear" and bool(scales) and len(scales[0].dims) == 1
+
+    return in_graph(shop, seed, rng, "quantize", edit, fits, ARITHMETIC)
+
+
+def quantized_bias_lost(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
+    """quantize loses the bias of a layer."""
+
+    def edit(model: onnx.ModelProto, node: onnx.NodeProto) -> None:
+        changed(weight_of(model, node, 2), np.zeros_like)
+
+    return in_graph(shop, seed, rng, "quantize", edit, has_bias, ARITHMETIC)
+
+
 Kind = Callable[[Workshop, int, np.random.Generator], Planted]
 KINDS: tuple[Kind, ...] = (
     range_everywhere,
@@ -355,12 +705,25 @@ KINDS: tuple[Kind, ...] = (
     coarse_scale,
     large_channel,
     other_scale,
+    noise_calibration,
     one_class,
     overflow,
+    wrong_zero_point,
+    scales_out_of_place,
+    quantized_bias_lost,
     rare_nan,
     stale_statistics,
+    stale_layer,
     lagging_average,
     late_divergence,
+    wrong_epsilon,
+    swapped_channels,
+    transposed_weight,
+    dropped_bias,
+    wrong_padding,
+    baked_axis,
+    folded_constant,
+    folded_bias,
 )
 SOUND = ("{}", "{calibrator: minmax}", "{calibrator: entropy}", "{per_channel: false}", "{mode: fp16}")
 
@@ -390,15 +753,14 @@ def examine(shop: Workshop, kind: Kind, seed: int) -> dict[str, Any]:
     if not losses(report) and not causes:
         scores = {row["stage"]: row["value"] for row in report["tables"]["metric by stage"]}
         return {**result, "silent": True, "scores": scores}
-    first = causes[0] if causes else {"stage": "", "cause": "", "layer": ""}
+    first = causes[0] if causes else {"stage": "", "cause": "", "layer": "", "value": ""}
     stage = losses(report)[0] if losses(report) else first["stage"]
     result |= {"stage": stage == planted.stage, "cause": first["cause"] in planted.causes}
     if planted.layers:
-        # A value's name, or its module's in the evidence.
-        words = first.get("evidence", "").replace(",", "").replace(";", "").split()
-        result["layer"] = any(place in (first["layer"], *words) for place in planted.layers)
+        named = {first["value"], *first["layer"].split(", ")}
+        result["layer"] = not named.isdisjoint(planted.layers)
     if not all(result[key] for key in ("stage", "cause", "layer") if key in result):
-        result["said"] = [stage, first["cause"], first["layer"], first.get("evidence", "")]
+        result["said"] = [stage, first["cause"], first["layer"], first["value"], first.get("evidence", "")]
         result["planted"] = sorted(planted.layers)
         result["others"] = [(row["cause"], row["layer"]) for row in causes[1:6]]
     return result
@@ -407,6 +769,8 @@ def examine(shop: Workshop, kind: Kind, seed: int) -> dict[str, Any]:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--seeds", type=int, default=2)
+    options.add_argument("--first", type=int, default=0, help="the first seed")
+    options.add_argument("--sound", type=int, default=24, help="sound projects")
     options.add_argument("--only", help="the name of one kind of fault")
     options.add_argument("--details", action="store_true", help="print each project")
     chosen = options.parse_args()
@@ -417,15 +781,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         shop = Workshop(Path(folder))
         for kind in kinds:
-            for seed in range(chosen.seeds):
+            for seed in range(chosen.first, chosen.first + chosen.seeds):
                 results.append(examine(shop, kind, seed))
                 if chosen.details:
                     print(results[-1], file=sys.stderr)
-        for number in range(0 if chosen.only else len(results)):
-            seed = number % chosen.seeds
-            net = NETS[number // chosen.seeds % 2]
+        for number in range(0 if chosen.only else chosen.sound):
+            seed = chosen.first + number % chosen.seeds
+            net = list(NETS)[number % len(NETS)]
             path = shop.copy(net, seed)
-            with_settings(path, SOUND[number // (2 * chosen.seeds) % len(SOUND)])
+            with_settings(path, SOUND[number // len(NETS) % len(SOUND)])
             pipe("run", "quantize", path)
             report = why(path)
             silent.append("error" not in report and not losses(report) and not report["tables"]["causes"])
