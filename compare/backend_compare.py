@@ -5,7 +5,7 @@ TensorRT engines were not run on a device yet; the tests run them on stand-ins.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.backends.tensorrt.builder import TensorRT
 from layerline.backends.tensorrt.engine_session import EngineSession
 from layerline.backends.tensorrt.profiles import admitting
+from layerline.compare.compare_models import sides_of_qdq
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.topk_indices import Pointer, pointed_at, pointers
 from layerline.compare.value_types import Shape, types_of
@@ -196,7 +197,7 @@ def compare_on(
     random, module_paths = drawn(graph), modules(graph)
     rows: list[LayerDiff] = []
     # An output that no node computes, an input that is passed on, comes last.
-    sides = _sides_of_qdq(graph.graph, distances)
+    sides = sides_of_qdq(graph.graph, {*distances, *(tensor.name for tensor in graph.graph.initializer)})
     for name in dict.fromkeys([*ops, *distances]):
         if name not in distances or name in sides:
             continue
@@ -208,19 +209,6 @@ def compare_on(
         else:
             rows.append(replace(row, **distances[name].measures(), extra=distances[name].flags))
     return tuple(rows), notes + _outside(whole)
-
-
-def _sides_of_qdq(graph: onnx.GraphProto, measured: Collection[str]) -> set[str]:
-    """Values that say again what the row of a quantised value says: its integers, and what they stand for."""
-    outputs = {output.name for output in graph.output}
-    sources = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
-    covered = {*measured, *(tensor.name for tensor in graph.initializer)}
-    sides = set(sources)
-    for node in graph.node:
-        # A row of the float value, or a stored weight.
-        if node.op_type == "DequantizeLinear" and sources.get(node.input[0], node.input[0]) in covered:
-            sides.add(node.output[0])
-    return sides - outputs
 
 
 def measure(model: Path, session: BackendSession, feeds: Sequence[Feed]) -> Measured:

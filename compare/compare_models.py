@@ -133,6 +133,21 @@ def pair_values(
     return {a: by_position.get(a) or matched[a] for a in ordered}
 
 
+def sides_of_qdq(graph: onnx.GraphProto, covered: Collection[str]) -> set[str]:
+    """Values that say again what a quantised value says: its integers, and what they stand for.
+
+    Args:
+        covered: values that have a row, and weights that the model stores.
+    """
+    outputs = {output.name for output in graph.output}
+    sources = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
+    sides = set(sources)
+    for node in graph.node:
+        if node.op_type == "DequantizeLinear" and sources.get(node.input[0], node.input[0]) in covered:
+            sides.add(node.output[0])
+    return sides - outputs
+
+
 def computed_values(graph: onnx.GraphProto) -> list[str]:
     """Names of the values that the nodes of a graph compute, constants left out."""
     nodes = [node for node in graph.node if node.op_type != "Constant"]

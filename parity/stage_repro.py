@@ -27,7 +27,8 @@ def write(stage: str, value: str, folders: Mapping[str, Path], feeds: Sequence[F
     Where there is no model before, it is the part that makes NaN or Inf from finite numbers.
 
     Args:
-        value: the value; one that the stage computes alike gives way to the layer with the lowest own SQNR.
+        value: the value. If neither it nor a layer that reads it has an error of its own, the layer with the lowest own
+            SQNR takes its place.
         folders: the artifact of each stage, in order.
         feeds: what is run beside the probes.
         folder: gets the files.
@@ -55,11 +56,24 @@ def write(stage: str, value: str, folders: Mapping[str, Path], feeds: Sequence[F
     if not wrong:
         raise StageError(f"it computes every value as {before[-1]} does: there is nothing to show", where=stage)
     by_own = sorted(wrong, key=lambda record: record.severity_by("own"))
-    named = [record for record in by_own if record.name == value]
-    bad = (named or by_own)[0]
+    # Rounding and clipping a value is an error of the layers that read it.
+    named = _readers(candidate, value)
+    places = [record for record in by_own if record.name in named and record.own_db is not None]
+    bad = (places or by_own)[0]
     equal = {record.name for record in records} - {record.name for record in wrong}
     reproduce(reference, candidate, feeds, bad, equal, folder)
     return bad
+
+
+def _readers(model: Light, value: str) -> set[str]:
+    """The value, and what the nodes compute that read it as it is or behind Q/DQ."""
+    names, same = {value}, {value}
+    for node in model.model.graph.node:
+        if not same.isdisjoint(node.input):
+            names.update(node.output)
+            if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+                same.update(node.output)
+    return names
 
 
 def _first_nonfinite(stage: str, model: Light, feeds: Sequence[Feed], folder: Path) -> LayerDiff:

@@ -21,6 +21,7 @@ from layerline.graph.io import onnx_files
 from layerline.onnx_import.compare_files import Further, compare_stages, compare_within
 from layerline.pipeline.errors import ConfigError, PipeError, StageError
 from layerline.pipeline.report import EFFECT, OWN, LayerDiff, Report
+from tests.backends import models
 
 ROOM = 1 << 30
 
@@ -92,6 +93,17 @@ def test_whole_inputs_and_a_batch_that_is_filled_up(tmp_path: Path) -> None:
     filled = compared(a, b, samples(tmp_path / "x.npz", x=[[0, 1], [0, 2], [0, 3]]))
     assert filled.records[0].mean_abs == (1 + 2 + 3 + 1) / 8
     assert filled.notes == ("the models take 2 samples at once: the last 1 are filled up with the first ones",)
+
+
+def test_the_integers_of_quantised_values_have_no_rows(tmp_path: Path) -> None:
+    data = tmp_path / "x.npz"
+    np.savez(data, x=np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32))
+    files = [tmp_path / "a.onnx", tmp_path / "b.onnx"]
+    for path, scale in zip(files, (0.1, 0.2), strict=True):
+        quantised = models.quantised(scale=scale)
+        onnx.save(quantised, path)
+    report = compared(*files, data)
+    assert [record.name for record in report.records] == ["x_dq", "c", "r", "p", "y"] and not report.notes
 
 
 def test_inputs_that_differ_are_named(tmp_path: Path) -> None:

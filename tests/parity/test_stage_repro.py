@@ -41,6 +41,25 @@ def test_the_layer_that_a_stage_changed_is_cut_out(tmp_path) -> None:
         stage_repro.write("fuse", "c", folders, [FEED], tmp_path / "none")
 
 
+def test_a_clipped_value_is_shown_by_the_layer_that_reads_it(tmp_path) -> None:
+    folders = artifacts(tmp_path, fuse=1.0, quantize=1.0)
+    graph = onnx.load(folders["quantize"] / "model.onnx")
+    stored = {"s": np.float32(0.01), "z": np.int8(0)}
+    graph.graph.initializer.extend(onnx.numpy_helper.from_array(np.asarray(a), n) for n, a in stored.items())
+    q, dq = (
+        models.node(op, [name, "s", "z"], [f"{name}/q"])
+        for op, name in (("QuantizeLinear", "c"), ("DequantizeLinear", "c/q"))
+    )
+    graph.graph.node[1].input[0] = "c/q/q"
+    nodes = [graph.graph.node[0], q, dq, graph.graph.node[1]]
+    del graph.graph.node[:]
+    graph.graph.node.extend(nodes)
+    onnx.save(graph, folders["quantize"] / "model.onnx")
+    assert stage_repro.write("quantize", "c", folders, [FEED], tmp_path / "bug").name == "y"
+    ops = [node.op_type for node in onnx.load(tmp_path / "bug" / "model.onnx").graph.node]
+    assert ops == ["QuantizeLinear", "DequantizeLinear", "Relu"]
+
+
 def test_nan_of_a_torch_stage_is_shown_in_the_first_onnx_model(tmp_path) -> None:
     folders = artifacts(tmp_path, ema=None, export=np.nan)
     row = stage_repro.write("ema", "c", folders, [FEED], tmp_path / "bug")

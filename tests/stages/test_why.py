@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -28,11 +30,23 @@ def test_why_names_the_clipped_range_and_tries_the_change(tmp_path, capfd) -> No
     clipping = ("--set", "quantize.calibrator=percentile", "--set", "quantize.percentile=70")
     code, _ = pipe("run", "quantize", "-C", folder, *short, *clipping)
     assert code == 1
-    _, said = pipe("why", "-C", folder, "--try", "--json")
+    bug = tmp_path / "bug"
+    _, said = pipe("why", "-C", folder, "--try", "--repro", str(bug), "--json")
     document = json.loads(said)
+    assert document["repro"]["value"] and (bug / "model.onnx").is_file()
+    script = [sys.executable, str(bug / "repro.py")]
+    error = subprocess.run(script, capture_output=True, text=True, check=True).stdout.rsplit(maxsplit=1)[-1]
+    assert float(error) > 0.1
     cause = document["report"]["tables"]["causes"][0]
     assert (cause["cause"], cause["stage"]) == ("clipped range", "quantize")
     assert document["try"]["setting"] == "quantize.calibrator=minmax"
     before = document["report"]["tables"]["metric by stage"][-1]
     after = document["try"]["report"]["tables"]["metric by stage"][-1]
     assert before["change"] < -0.05 < after["change"]
+    code, said = pipe(
+        "diff", "fuse", "quantize@last", "-C", folder, "--sort", "effect", "--json", "--fail-under", "sqnr=0"
+    )
+    worst = json.loads(said)["report"]["records"][0]
+    assert code == 0 and worst["extra"]["outputs_sqnr_db"] > 10
+    code, _ = pipe("diff", "quantize@last", "quantize@previous", "-C", folder, "--csv", "--fail-under", "own=10")
+    assert code == 1
