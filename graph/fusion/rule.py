@@ -6,7 +6,7 @@ graph/fusion/verify_rewrites.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -22,39 +22,44 @@ class Rule:
 
     Attributes:
         name: as written in pipe.yaml.
-        summary: one line for the documentation.
         run: applies it wherever it fits.
     """
 
     name: str
-    summary: str
     run: Callable[[Rewriting], None]
 
 
-def on(name: str, summary: str, ops: Iterable[str], rewrite: Rewrite) -> Rule:
+def everywhere(name: str) -> Callable[[Callable[[Rewriting], None]], Rule]:
+    """A rule that looks for its places itself."""
+    return lambda run: Rule(name, run)
+
+
+def each(name: str, *ops: str) -> Callable[[Callable[[ir.Node, Rewriting], None]], Rule]:
+    """A rule that does more at a node of these operators than to replace its first output; it may raise Declined."""
+
+    def rule(apply: Callable[[ir.Node, Rewriting], None]) -> Rule:
+        def run(work: Rewriting) -> None:
+            for graph in work.graphs():
+                for node in graph:
+                    # Only ONNX's own operators: those of other domains may have the same names.
+                    if node.domain == "" and node.op_type in ops:
+                        try:
+                            apply(node, work)
+                        except Declined as declined:
+                            work.decline(name, node.outputs[0], str(declined))
+
+        return Rule(name, run)
+
+    return rule
+
+
+def on(name: str, *ops: str) -> Callable[[Rewrite], Rule]:
     """A rule tried at every node of the given operators.
 
     `rewrite(node, tape, work)` returns the value that replaces the node's first output: the output of a node it made on
     the tape, or a value that is there already. None means no match; raising Declined means a match that must not fire.
     """
-    return each(name, summary, ops, lambda node, work: work.attempt(name, node, rewrite))
-
-
-def each(name: str, summary: str, ops: Iterable[str], apply: Callable[[ir.Node, Rewriting], None]) -> Rule:
-    """A rule that does more at a node of these operators than to replace its first output; it may raise Declined."""
-    # Only ONNX's own operators: those of other domains may have the same names.
-    matched_ops = frozenset(ops)
-
-    def run(work: Rewriting) -> None:
-        for graph in work.graphs():
-            for node in graph:
-                if node.domain == "" and node.op_type in matched_ops:
-                    try:
-                        apply(node, work)
-                    except Declined as declined:
-                        work.decline(name, node.outputs[0], str(declined))
-
-    return Rule(name, summary, run)
+    return lambda rewrite: each(name, *ops)(lambda node, work: work.attempt(name, node, rewrite))
 
 
 def sole(value: ir.Value | None, reader: ir.Node) -> None:

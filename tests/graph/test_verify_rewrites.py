@@ -27,7 +27,7 @@ def wrong(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     return tape.op("LeakyRelu", [node.inputs[0]], {"alpha": 0.1})
 
 
-WRONG = on("wrong", "a rule that is not right", ["Relu"], wrong)
+WRONG = on("wrong", "Relu")(wrong)
 
 
 def shape_changing(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
@@ -58,14 +58,14 @@ def test_a_wrong_rule_goes_unnoticed_only_where_it_is_right() -> None:
 
 
 def test_another_shape_is_no_rounding() -> None:
-    rule = on("flat", "", ["Relu"], shape_changing)
+    rule = on("flat", "Relu")(shape_changing)
     done = prove(MODEL, {"x": normal(1, 2, 3, 3)}, rules=(rule,), undone=True)
     assert [p.error for p in done.undone] == [np.inf, np.inf]
 
 
 def test_errors_hidden_by_broadcasting_are_seen() -> None:
     """(3, 1) against (3, 3), which only a run tells: a difference that broadcasts could be 0 everywhere."""
-    rule = on("narrow", "", ["Expand"], lambda node, tape, work: tape.op("Identity", [node.inputs[0]]))
+    rule = on("narrow", "Expand")(lambda node, tape, work: tape.op("Identity", [node.inputs[0]]))
     model = parse("(float[N, M] x) => (float[3, 3] y)", "e = Expand(x, s) y = Relu(e)", s=np.array([3, 3]))
     done = prove(model, {"x": normal(3, 1)}, rules=(rule,), undone=True)
     assert [p.error for p in done.undone] == [np.inf]
@@ -89,7 +89,7 @@ def test_errors_of_very_small_and_very_large_values_are_seen(size: float) -> Non
 
 
 def test_nan_on_one_side_is_an_error() -> None:
-    rule = on("log", "", ["Relu"], lambda node, tape, work: tape.op("Sqrt", [node.inputs[0]]))
+    rule = on("log", "Relu")(lambda node, tape, work: tape.op("Sqrt", [node.inputs[0]]))
     model = parse("(float[2] x) => (float[2] y)", "r = Relu(x) y = Neg(r)")
     done = prove(model, {"x": np.array([-1, 1], np.float32)}, rules=(rule,), undone=True)
     assert [p.error for p in done.undone] == [np.inf]
@@ -117,7 +117,7 @@ def test_a_folded_constant_with_another_nan_or_number_is_undone(
 
 
 def test_integers_must_be_equal() -> None:
-    rule = on("off by one", "", ["Neg"], lambda node, tape, work: tape.op("BitwiseNot", [node.inputs[0]]))
+    rule = on("off by one", "Neg")(lambda node, tape, work: tape.op("BitwiseNot", [node.inputs[0]]))
     model = parse("(int64[3] x) => (int64[3] y)", "n = Neg(x) y = Abs(n)", opset=18)
     assert len(prove(model, {"x": np.array([1, 2, 3])}, rules=(rule,), undone=True).undone) == 1
 
@@ -192,9 +192,8 @@ def test_unknown_rule_is_told_the_nearest_name() -> None:
     assert [r.name for r in select({"fold": False})] == [r.name for r in RULES if r.name != "fold"]
 
 
-def test_rule_names_are_unique_and_each_says_what_it_does() -> None:
+def test_rule_names_are_unique() -> None:
     assert len({r.name for r in RULES}) == len(RULES)
-    assert all(r.summary for r in RULES)
 
 
 def test_proof_measures_what_it_says() -> None:
@@ -288,6 +287,6 @@ def test_reasons_of_the_last_round_are_the_ones_that_count() -> None:
 def test_every_rule_is_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "fusion.md").read_text("utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| `")]
-    assert [f"| `{r.name}` | {r.summary} |" for r in RULES] == [
-        r for r in rows if ".onnx`" not in r and ".json`" not in r
-    ]
+    described = [row.split(" | ", 1) for row in rows if ".onnx`" not in row and ".json`" not in row]
+    assert [name for name, _ in described] == [f"| `{rule.name}`" for rule in RULES]
+    assert all(text.removesuffix(" |") for _, text in described)

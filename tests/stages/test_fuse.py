@@ -181,7 +181,7 @@ def test_a_rewrite_that_spoils_the_whole_graph_is_named(
     from layerline.graph.fusion.rule import on
     from layerline.graph.fusion.rules import RULES
 
-    leaky = on("leaky", "", ["Relu"], lambda node, tape, work: tape.op("LeakyRelu", [node.inputs[0]], {"alpha": 0.1}))
+    leaky = on("leaky", "Relu")(lambda node, tape, work: tape.op("LeakyRelu", [node.inputs[0]], {"alpha": 0.1}))
     monkeypatch.setattr(apply_rules, "RULES", (*RULES, leaky))
     noise_floor.save(source, {"r": 1.0, "y": 1e-6})
     report = run(source, tmp_path / "out")
@@ -208,7 +208,7 @@ def test_debugging_writes_the_model_before_and_after_the_guilty_rewrite(
     from layerline.graph.fusion.rule import on
     from layerline.graph.fusion.rules import RULES
 
-    leaky = on("leaky", "", ["Relu"], lambda node, tape, work: tape.op("LeakyRelu", [node.inputs[0]], {"alpha": 0.1}))
+    leaky = on("leaky", "Relu")(lambda node, tape, work: tape.op("LeakyRelu", [node.inputs[0]], {"alpha": 0.1}))
     monkeypatch.setattr(apply_rules, "RULES", (*RULES, leaky))
     noise_floor.save(source, {"r": 1.0, "y": 1e-6})
     log = SimpleNamespace(say=lambda text: None, progress=lambda *a, **k: None)

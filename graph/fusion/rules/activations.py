@@ -19,7 +19,7 @@ from layerline.graph.analysis.ir_queries import clip_bounds, name_of, parent, ra
 from layerline.graph.analysis.value_ranges import Ranges
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Rule, on, only_within
+from layerline.graph.fusion.rule import everywhere, on, only_within
 
 GELU_SINCE = 20
 HARD_SWISH_SINCE = 14
@@ -96,6 +96,7 @@ def plus(value: ir.Value | None, amount: float) -> ir.Value | None:
     return None
 
 
+@on("gelu", "Mul", "Div")
 def gelu(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     approximate = "none"
     x = _argument(node, "Erf", _is_erf)
@@ -163,6 +164,7 @@ def _is_power(value: ir.Value | None, x: ir.Value, exponent: int) -> bool:
     return power is not None and power.inputs[0] is x and scalar(power.inputs[1]) == exponent
 
 
+@on("hard-swish", "Mul", "Div")
 def hard_swish(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     whole = product(node.outputs[0])
     gated = _gated(whole)
@@ -213,6 +215,7 @@ def _unclipped(value: ir.Value) -> ir.Value | None:
     return plus(clip.inputs[0], 3.0)
 
 
+@on("softmax", "Div")
 def softmax(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     """exp(x - max x) / sum exp(x - max x)."""
     exp = parent(node.inputs[0], "Exp")
@@ -242,6 +245,7 @@ def _axis(node: ir.Node) -> int | None:
     return int(axes.item()) % count
 
 
+@everywhere("softmax-nan-guard")
 def guard(work: Rewriting) -> None:
     """Where(IsNaN(s), 0, s) after a Softmax whose scores are finite in every run.
 
@@ -262,11 +266,11 @@ def guard(work: Rewriting) -> None:
                 ranges = Ranges(graph, finite=True)
             scores = softmax.inputs[0]
             if math.isfinite(ranges.magnitude(scores)):
-                work.attempt(GUARD.name, node, lambda node, tape, work: node.inputs[2])  # noqa: ARG005
+                work.attempt("softmax-nan-guard", node, lambda node, tape, work: node.inputs[2])  # noqa: ARG005
             else:
                 out = node.outputs[0]
                 what = f"scores {name_of(scores) or ''} of {out.name} may be NaN or infinite: {_cause(scores, ranges)}"
-                work.decline(GUARD.name, out, what)
+                work.decline("softmax-nan-guard", out, what)
 
 
 def _cause(value: ir.Value | None, ranges: Ranges) -> str:
@@ -281,11 +285,3 @@ def _cause(value: ir.Value | None, ranges: Ranges) -> str:
             return f"{producer.op_type} {value.name} is not bounded"
         value = unbounded[0]
     return f"{name_of(value) or 'a value'} can hold anything"
-
-
-GELU = on("gelu", "GELU written out with erf or tanh to Gelu (opset 20)", ["Mul", "Div"], gelu)
-HARD_SWISH = on(
-    "hard-swish", "hard sigmoid and hard swish written out to the single operators", ["Mul", "Div"], hard_swish
-)
-SOFTMAX = on("softmax", "softmax written out to Softmax (opset 13)", ["Div"], softmax)
-GUARD = Rule("softmax-nan-guard", "replacing NaN after a Softmax whose scores are finite in every run", guard)

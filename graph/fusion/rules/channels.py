@@ -21,11 +21,12 @@ from layerline.graph.fusion.affine_ops import outputs_come_first, rows
 from layerline.graph.fusion.channel_groups import Group, constants, gather, removable
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Rule
+from layerline.graph.fusion.rule import everywhere
 
 NAME = "channels"
 
 
+@everywhere("channels")
 def run(work: Rewriting) -> None:
     graph = work.model.graph
     # A cut may leave the layer before it without readers of a channel, so each begins anew.
@@ -206,6 +207,3 @@ def _name(value: ir.Value | None) -> str:
     """What stands for a value is called after it, however often it is cut."""
     name = name_of(value) or "constant"
     return f"{name.removesuffix('/cut')}/cut"
-
-
-RULE = Rule(NAME, "constant channels out of the layers around them", run)

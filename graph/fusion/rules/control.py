@@ -12,6 +12,7 @@ from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import each, on
 
 
+@each("constant-branch", "If")
 def branch(node: ir.Node, work: Rewriting) -> None:
     """If whose condition is a constant: the branch that is always taken moves out, the other goes."""
     condition = constant(node.inputs[0])
@@ -37,6 +38,7 @@ def branch(node: ir.Node, work: Rewriting) -> None:
     work.swap("constant-branch", list(zip(node.outputs, ends, strict=True)), nodes, initializers)
 
 
+@each("split-sequence", "SplitToSequence")
 def split(node: ir.Node, work: Rewriting) -> None:
     """SplitToSequence whose pieces are each picked by number: one Split."""
     name = node.outputs[0].name
@@ -91,6 +93,7 @@ def _lengths(node: ir.Node) -> list[int]:
     return [min(step, size - start) for start in range(0, size, step)]
 
 
+@on("sequence-at", "SequenceAt")
 def at(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """SequenceAt of a sequence that was just put together."""
     made = parent(node.inputs[0], "SequenceConstruct")
@@ -100,15 +103,10 @@ def at(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: 
     return made.inputs[int(index)]
 
 
+@on("sequence-concat", "ConcatFromSequence")
 def concat(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """ConcatFromSequence of a sequence that was just put together."""
     made = parent(node.inputs[0], "SequenceConstruct")
     if made is None or node.attributes.get_int("new_axis", 0) != 0:
         return None
     return tape.op("Concat", made.inputs, {"axis": node.attributes.get_int("axis", 0)})
-
-
-BRANCH = each("constant-branch", "If whose condition is constant, replaced by the branch it takes", ["If"], branch)
-SPLIT = each("split-sequence", "SplitToSequence whose pieces are picked by number to Split", ["SplitToSequence"], split)
-AT = on("sequence-at", "picking from a sequence just put together", ["SequenceAt"], at)
-CONCAT = on("sequence-concat", "joining a sequence just put together", ["ConcatFromSequence"], concat)

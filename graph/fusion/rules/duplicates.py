@@ -11,9 +11,10 @@ from onnx_ir.tape import Tape
 from layerline.graph.analysis.ir_queries import is_random, subgraphs
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Rule
+from layerline.graph.fusion.rule import everywhere
 
 
+@everywhere("duplicate-initializers")
 def initializers(work: Rewriting) -> None:
     """Within a graph, and in bodies also against the graphs around them.
 
@@ -31,9 +32,9 @@ def initializers(work: Rewriting) -> None:
             if first is None:
                 group.append(value)
             elif value.is_graph_output():
-                work.decline(INITIALIZERS.name, value, f"stored tensor {value.name} is a graph output")
+                work.decline("duplicate-initializers", value, f"stored tensor {value.name} is a graph output")
             else:
-                work.merge(INITIALIZERS.name, value, first)
+                work.merge("duplicate-initializers", value, first)
 
 
 def _look(value: ir.Value) -> Hashable:
@@ -58,6 +59,7 @@ def _once(value: ir.Value, key: str, read: Callable[[], Hashable]) -> Hashable:
     return result
 
 
+@everywhere("duplicate-nodes")
 def nodes(work: Rewriting) -> None:
     """What reads the later of two equal nodes of a graph reads the earlier; never random ones, nor foreign domains."""
     for graph in work.graphs():
@@ -72,9 +74,9 @@ def nodes(work: Rewriting) -> None:
             for old, new in zip(node.outputs, first.outputs, strict=True):
                 if old.uses() or old.is_graph_output():
                     try:
-                        work.fire(NODES.name, old, new, Tape())
+                        work.fire("duplicate-nodes", old, new, Tape())
                     except Declined as declined:
-                        work.decline(NODES.name, old, str(declined))
+                        work.decline("duplicate-nodes", old, str(declined))
 
 
 def _meaning(node: ir.Node) -> Hashable:
@@ -97,7 +99,3 @@ def _exact(attribute: ir.Attr) -> str:
 
 def _content(tensor: ir.TensorProtocol) -> object:
     return tensor.numpy().tolist() if tensor.dtype == ir.DataType.STRING else tensor.tobytes()
-
-
-INITIALIZERS = Rule("duplicate-initializers", "stored tensors of equal bytes, kept once", initializers)
-NODES = Rule("duplicate-nodes", "nodes that compute the same from the same, kept once", nodes)

@@ -16,7 +16,7 @@ from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.analysis.ir_queries import Array, is_random, static, subgraphs
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Rule
+from layerline.graph.fusion.rule import everywhere
 from layerline.graph.io.ir_convert import store
 from layerline.pipeline.errors import StageError
 
@@ -25,6 +25,7 @@ KEPT = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",
 DATA_SIZED = frozenset({"NonZero", "Unique", "Compress"})
 
 
+@everywhere("fold")
 def run(work: Rewriting) -> None:
     for graph in work.graphs():
         # Each wave makes constants out of shapes, which lets the next wave know its sizes.
@@ -36,14 +37,14 @@ def _wave(graph: ir.Graph, work: Rewriting) -> bool:
     chosen: dict[ir.Node, None] = {}
     for node in graph:
         # A denied value must not come back through another output of its node.
-        if not _is_constant(node, chosen) or not all(work.permits(RULE.name, output) for output in node.outputs):
+        if not _is_constant(node, chosen) or not all(work.permits("fold", output) for output in node.outputs):
             continue
         refusals = [_refusal(node, output, chosen, work) for output in node.outputs]
         reason = next(filter(None, refusals), None)
         if reason is None:
             chosen[node] = None
         else:
-            work.decline(RULE.name, node.outputs[0], reason)
+            work.decline("fold", node.outputs[0], reason)
     outputs = [output for node in chosen for output in node.outputs]
     # What only other chosen nodes read is computed on the way and need not be stored.
     read_outside = [o for o in outputs if o.is_graph_output() or any(use.node not in chosen for use in o.uses())]
@@ -58,8 +59,8 @@ def _wave(graph: ir.Graph, work: Rewriting) -> bool:
         array = arrays[value.name]
         # The runtime hands 8-bit floats and the like over as plain integers.
         if value.dtype is None or array.dtype != value.dtype.numpy():
-            work.decline(RULE.name, value, f"{value.name} of type {value.dtype} doesn't come back from onnxruntime")
-        elif work.fold(RULE.name, value, ir.tensor(array)):
+            work.decline("fold", value, f"{value.name} of type {value.dtype} doesn't come back from onnxruntime")
+        elif work.fold("fold", value, ir.tensor(array)):
             folded = True
     return folded
 
@@ -82,7 +83,7 @@ def _afforded(values: list[ir.Value], chosen: list[ir.Node], work: Rewriting) ->
         if producer is not None and producer.op_type == "Cast" and gone:
             added = 0
         if added and work.folded + added > work.fold_total:
-            work.decline(RULE.name, value, f"{value.name} would add {added} bytes to the file, and folded constants "
+            work.decline("fold", value, f"{value.name} would add {added} bytes to the file, and folded constants "
                          f"have added {work.folded} of {work.fold_total} already")  # fmt: skip
             continue
         work.folded += added
@@ -144,7 +145,7 @@ def _evaluate(nodes: list[ir.Node], wanted: list[ir.Value], work: Rewriting) -> 
         try:
             arrays |= evaluate(_needed(value, nodes), [value], work.model)
         except StageError as error:
-            work.decline(RULE.name, value, f"{value.name}: {error.what}")
+            work.decline("fold", value, f"{value.name}: {error.what}")
     return arrays
 
 
@@ -187,6 +188,3 @@ def _needed(value: ir.Value, nodes: list[ir.Node]) -> list[ir.Node]:
         if node in needed:
             needed.update(v.producer() for v in node.inputs if v is not None)
     return [n for n in nodes if n in needed]
-
-
-RULE = Rule("fold", "nodes that depend on constants alone computed once (never random ones; see fold_limit)", run)

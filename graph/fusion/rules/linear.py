@@ -25,6 +25,7 @@ MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16})
 
 
+@on("affine", "Mul", "Div", "Add", "Sub")
 def affine(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     for side in (0, 1):
         value = node.inputs[side]
@@ -78,6 +79,7 @@ def _affine(op: str, side: int, amount: Array) -> tuple[Array, Array]:
     return -one, amount
 
 
+@on("batchnorm", "BatchNormalization")
 def batchnorm(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     before = affine_ops.behind(node.inputs[0])
     if before is None:
@@ -116,6 +118,7 @@ def _refuse_training(node: ir.Node, opset: int, where: str) -> None:
         raise Declined(f"{where} normalises every element on its own (spatial=0)")
 
 
+@on("matmul-add", "Add")
 def matmul_add(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     for side in (0, 1):
         product = node.inputs[side]
@@ -151,12 +154,3 @@ def _refuse_wide_bias(bias: ir.Value, a: ir.Value, b: ir.Value, matmul: ir.Node)
             raise Declined(
                 f"bias {bias.name} of shape {shape} doesn't broadcast one way to MatMul {matmul.outputs[0].name} {full}"
             )
-
-
-BATCHNORM = on(
-    "batchnorm", "BatchNormalization into Conv, ConvTranspose, Gemm or MatMul", ["BatchNormalization"], batchnorm
-)
-MATMUL_ADD = on("matmul-add", "MatMul and Add to Gemm (rank 2, bias broadcast one way)", ["Add"], matmul_add)
-AFFINE = on(
-    "affine", "constant Mul, Div, Add and Sub into the linear op before them", ["Mul", "Div", "Add", "Sub"], affine
-)

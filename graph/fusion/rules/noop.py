@@ -12,7 +12,7 @@ from layerline.graph.analysis.shape_inference import Symbols
 from layerline.graph.analysis.symbolic_sizes import sizes
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting, drop_initializer
-from layerline.graph.fusion.rule import Rule, each, on
+from layerline.graph.fusion.rule import each, everywhere, on
 
 _D = ir.DataType
 _INTEGERS = (_D.INT8, _D.INT16, _D.INT32, _D.INT64)
@@ -30,6 +30,7 @@ _HOLDS[_D.FLOAT] |= {_D.BFLOAT16, _D.INT8, _D.INT16, _D.UINT8, _D.UINT16}
 _HOLDS[_D.DOUBLE] |= {_D.BFLOAT16, *_INTEGERS[:3], *_UNSIGNED[:3]}
 
 
+@each("constants", "Constant")
 def store(node: ir.Node, work: Rewriting) -> None:
     """A Constant node as an initializer, so that every later rule and stage finds weights in one place."""
     tensor = constant_tensor(node)
@@ -40,6 +41,7 @@ def store(node: ir.Node, work: Rewriting) -> None:
     work.fold("constants", node.outputs[0], tensor)
 
 
+@everywhere("dead-code")
 def remove_unread(work: Rewriting) -> None:
     """Nodes and stored tensors that no output depends on."""
     for graph in list(work.graphs()):
@@ -49,27 +51,32 @@ def remove_unread(work: Rewriting) -> None:
                 drop_initializer(value)
 
 
+@on("identity", "Identity")
 def identity(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     return node.inputs[0]
 
 
+@on("dropout", "Dropout")
 def dropout(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     if trains(node) or (work.opset < 7 and not node.attributes.get_int("is_test", 0)):
         raise Declined(f"Dropout {node.outputs[0].name} may be in training mode")
     return node.inputs[0]
 
 
+@on("noop-reshape", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Expand")
 def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Reshape, Flatten, Squeeze, Unsqueeze and Expand to the shape a value has."""
     before = sizes(node.inputs[0])
     return node.inputs[0] if before is not None and before == sizes(node.outputs[0]) else None
 
 
+@on("noop-transpose", "Transpose")
 def transpose(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     perm = permutation(node)
     return node.inputs[0] if perm is not None and perm == tuple(range(len(perm))) else None
 
 
+@on("noop-slice", "Slice")
 def slice_all(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     value = node.inputs[0]
     bounds = slice_bounds(Symbols(), node)
@@ -82,6 +89,7 @@ def slice_all(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  #
     return value
 
 
+@on("noop-pad", "Pad")
 def pad(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     # Up to opset 10 the amounts are an attribute.
     if "pads" in node.attributes:
@@ -93,11 +101,13 @@ def pad(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa:
     return node.inputs[0]
 
 
+@on("noop-single", "Concat", "Sum", "Max", "Min", "Mean")
 def single(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Concat, Sum, Max, Min and Mean of one value."""
     return node.inputs[0] if len(node.inputs) == 1 else None
 
 
+@on("noop-arithmetic", "Add", "Sub", "Mul", "Div", "Pow")
 def arithmetic(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """x * 1, x / 1, x + 0, x - 0 and x ** 1, where the constant doesn't broadcast x to another shape."""
     sides: tuple[int, ...] = (0, 1) if node.op_type in ("Add", "Mul") else (0,)
@@ -125,6 +135,7 @@ def permutation(node: ir.Node) -> tuple[int, ...] | None:
     return None if count is None else tuple(reversed(range(count)))
 
 
+@on("noop-cast", "Cast", "CastLike")
 def cast(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     value = node.inputs[0]
     to = _target(node)
@@ -138,6 +149,7 @@ def cast(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa
     return None
 
 
+@on("cast-cast", "Cast")
 def cast_chain(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     inner = parent(node.inputs[0], "Cast")
     if inner is None:
@@ -159,26 +171,3 @@ def _target(node: ir.Node) -> ir.DataType | None:
         return ir.DataType(node.attributes.get_int("to", 0))
     like = node.inputs[1]
     return None if like is None else like.dtype
-
-
-CONSTANTS = each("constants", "Constant nodes to initializers", ["Constant"], store)
-DEAD = Rule("dead-code", "nodes and initializers that no output depends on", remove_unread)
-IDENTITY = on("identity", "Identity removed", ["Identity"], identity)
-DROPOUT = on("dropout", "Dropout removed where it never drops", ["Dropout"], dropout)
-CAST = on("noop-cast", "Cast to the type a value has; CastLike where the type is known", ["Cast", "CastLike"], cast)
-CAST_CHAIN = on("cast-cast", "Cast of a Cast that keeps every value", ["Cast"], cast_chain)
-RESHAPE = on(
-    "noop-reshape",
-    "Reshape, Flatten, Squeeze, Unsqueeze and Expand to the shape a value has",
-    ["Reshape", "Flatten", "Squeeze", "Unsqueeze", "Expand"],
-    reshape,
-)
-TRANSPOSE = on("noop-transpose", "Transpose that keeps the order", ["Transpose"], transpose)
-SLICE = on("noop-slice", "Slice that takes everything", ["Slice"], slice_all)
-PAD = on("noop-pad", "Pad by nothing", ["Pad"], pad)
-SINGLE = on(
-    "noop-single", "Concat, Sum, Max, Min and Mean of one value", ["Concat", "Sum", "Max", "Min", "Mean"], single
-)
-ARITHMETIC = on(
-    "noop-arithmetic", "x * 1, x / 1, x + 0, x - 0, x ** 1", ["Add", "Sub", "Mul", "Div", "Pow"], arithmetic
-)

@@ -28,6 +28,7 @@ from layerline.graph.fusion.rule import on, only_within, sole
 NORMS = ("LayerNormalization", "RMSNormalization")
 
 
+@on("layer-norm", "Div", "Mul")
 def layer(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     parts = _normalised(node)
     if parts is None:
@@ -44,6 +45,7 @@ def layer(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     return _single("LayerNormalization", 17, node, sub.inputs[0], axis, epsilon, tape, work)
 
 
+@on("rms-norm", "Div", "Mul")
 def rms(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     parts = _normalised(node)
     if parts is None:
@@ -166,6 +168,7 @@ def _tail(*means: ir.Node) -> int:
     return first.pop()
 
 
+@on("norm-affine", "Mul", "Add")
 def affine(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """A constant scale or bias after a normalisation into its own."""
     for side in (0, 1):
@@ -229,8 +232,3 @@ def _scaled(node: ir.Node, norm: ir.Node, scale: Array, amount: Array, tape: Tap
 
 def _all_finite(scale: Array, bias: Array | None) -> bool:
     return bool(np.isfinite(scale).all()) and (bias is None or bool(np.isfinite(bias).all()))
-
-
-LAYER = on("layer-norm", "layer normalisation written out to LayerNormalization (opset 17)", ["Div", "Mul"], layer)
-RMS = on("rms-norm", "RMS normalisation written out to RMSNormalization (opset 23)", ["Div", "Mul"], rms)
-AFFINE = on("norm-affine", "constant scale and bias into the normalisation before them", ["Mul", "Add"], affine)

@@ -33,6 +33,7 @@ class _Pad:
     name: str | None
 
 
+@on("pad-conv", "Conv")
 def conv(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     pad = _before(node, work.opset)
     if pad is None:
@@ -42,6 +43,7 @@ def conv(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     return _merged(node, pad, tape, {})
 
 
+@on("pad-pool", "AveragePool", "MaxPool")
 def pool(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     pad = _before(node, work.opset)
     if pad is None:
@@ -147,7 +149,3 @@ def _merged(node: ir.Node, pad: _Pad, tape: Tape, more: dict[str, int]) -> ir.Va
     for name in ("auto_pad", "pads", *more):
         attributes.pop(name, None)
     return tape.op(node.op_type, [pad.x, *node.inputs[1:]], {**attributes, "pads": pads, **more})
-
-
-CONV = on("pad-conv", "Pad with 0 into the Conv after it", ["Conv"], conv)
-POOL = on("pad-pool", "Pad into the pooling after it, where it fills alike", ["AveragePool", "MaxPool"], pool)

@@ -15,12 +15,13 @@ from layerline.graph.analysis.shape_inference import Symbols
 from layerline.graph.analysis.symbolic_sizes import Sizes, sizes
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.fusion.rewriter import Rewriting
-from layerline.graph.fusion.rule import Rule, on, sole
+from layerline.graph.fusion.rule import everywhere, on, sole
 from layerline.graph.fusion.rules.noop import permutation
 
 _KINDS = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL})
 
 
+@everywhere("shape-constants")
 def fold_shapes(work: Rewriting) -> None:
     """Integer tensors whose every element is a number: the last of a chain first, so that the rest just falls away."""
     for graph in work.graphs():
@@ -36,9 +37,10 @@ def fold_shapes(work: Rewriting) -> None:
             array = np.array(elements, output.dtype.numpy())
             if rank(output) == 0:
                 array = array.reshape(())
-            work.fold(KNOWN.name, output, ir.tensor(array))
+            work.fold("shape-constants", output, ir.tensor(array))
 
 
+@on("reshape-target", "Reshape")
 def target(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     """Reshape to a computed shape: 0 where a size stays in its place, -1 for the one that remains."""
     if constant(node.inputs[1]) is not None or work.opset < 5:
@@ -85,6 +87,7 @@ def _requested_shape(node: ir.Node) -> Sizes | None:
     return tuple(best)
 
 
+@on("reshape-reshape", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
 def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     """Reshape, Flatten, Squeeze or Unsqueeze of one of these: one Reshape, as all keep the order of elements."""
     inner = parent(node.inputs[0], "Reshape", "Flatten", "Squeeze", "Unsqueeze")
@@ -109,6 +112,7 @@ def reshape(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     return tape.op("Reshape", [inner.inputs[0], target])
 
 
+@on("transpose-transpose", "Transpose")
 def transpose(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     inner = parent(node.inputs[0], "Transpose")
     if inner is None:
@@ -125,6 +129,7 @@ def transpose(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  #
     return tape.op("Transpose", [inner.inputs[0]], {"perm": both})
 
 
+@on("slice-slice", "Slice")
 def slices(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     """Slices along different axes, by constants."""
     inner = parent(node.inputs[0], "Slice")
@@ -162,15 +167,3 @@ def _bounds(node: ir.Node) -> list[Array] | None:
         return None
     axes = np.where(axes < 0, axes + count, axes)
     return [np.asarray(bound, np.int64).reshape(-1) for bound in (starts, ends, axes, steps)]
-
-
-KNOWN = Rule("shape-constants", "shape arithmetic whose result is the same in every run", fold_shapes)
-TARGET = on("reshape-target", "Reshape to a computed shape made a stored one, with 0 and -1", ["Reshape"], target)
-RESHAPE = on(
-    "reshape-reshape",
-    "Reshape, Flatten, Squeeze and Unsqueeze in a row to one Reshape",
-    ["Reshape", "Flatten", "Squeeze", "Unsqueeze"],
-    reshape,
-)
-TRANSPOSE = on("transpose-transpose", "Transposes in a row to one or none", ["Transpose"], transpose)
-SLICE = on("slice-slice", "Slices of different axes in a row to one", ["Slice"], slices)

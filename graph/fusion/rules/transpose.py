@@ -23,6 +23,7 @@ UNARY = frozenset(
 DEPTH = 12
 
 
+@on("reshape-transpose", "Reshape")
 def between(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Reshape, Transpose, Reshape: axes joined, moved and split again is a Transpose of the single axes."""
     middle = parent(node.inputs[0], "Transpose")
@@ -68,6 +69,7 @@ def _groups(single: Sequence[Dim], joined: Sequence[Size]) -> list[list[int]] | 
     return groups
 
 
+@on("transpose-cancel", "Transpose")
 def cancel(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
     """A Transpose pulled up through elementwise operators, where it meets its inverse and none is left over.
 
@@ -148,6 +150,7 @@ def _pulled(value: ir.Value, perm: tuple[int, ...], tape: Tape, work: Rewriting)
     return tape.op(node.op_type, inputs, node.attributes)
 
 
+@on("transpose-gemm", "Gemm")
 def into_gemm(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Gemm transposes its factors itself."""
     flags = {"transA": node.attributes.get_int("transA", 0), "transB": node.attributes.get_int("transB", 0)}
@@ -164,6 +167,7 @@ def into_gemm(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  #
     return tape.op("Gemm", inputs, {**node.attributes, **flags})
 
 
+@on("expand-broadcast", *BROADCASTING)
 def drop_expand(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """The others broadcast to the same shape without it."""
     result = node.outputs[0].shape
@@ -180,6 +184,7 @@ def drop_expand(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None: 
     return None
 
 
+@on("expand-sink", *(BROADCASTING | {"Cast", "Not"}))
 def sink_expand(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:  # noqa: ARG001
     """Expand behind an operator that only joins it with scalars: one step nearer to being dropped."""
     expand: ir.Node | None = None
@@ -201,12 +206,3 @@ def sink_expand(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None: 
     sole(expand.outputs[0], node)
     small = tape.op(node.op_type, inputs, node.attributes)
     return tape.op("Expand", [small, expand.inputs[1]])
-
-
-BETWEEN = on("reshape-transpose", "Reshape, Transpose, Reshape to one Transpose", ["Reshape"], between)
-CANCEL = on("transpose-cancel", "Transposes that cancel across elementwise operators", ["Transpose"], cancel)
-GEMM = on("transpose-gemm", "Transpose into Gemm's own transA and transB", ["Gemm"], into_gemm)
-EXPAND_DROP = on("expand-broadcast", "Expand that broadcasting makes needless", BROADCASTING, drop_expand)
-EXPAND_SINK = on(
-    "expand-sink", "Expand moved behind an operator with scalars", BROADCASTING | {"Cast", "Not"}, sink_expand
-)
