@@ -15,7 +15,7 @@ from onnx import helper
 from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph.analysis.fresh_names import fresh_name
+from layerline.graph.analysis.ir_queries import fresh_name
 from layerline.graph.io import onnx_files
 
 Shapes = Mapping[str, Sequence[int]]

@@ -12,8 +12,7 @@ from onnx import helper, numpy_helper
 
 from layerline.backends.base import MODULE
 from layerline.backends.light import Light
-from layerline.graph.analysis.fresh_names import fresh_name
-from layerline.graph.analysis.ir_queries import Array
+from layerline.graph.analysis.ir_queries import Array, fresh_name
 from layerline.graph.analysis.proto_queries import first_output, metadata
 from layerline.graph.fusion import apply_rules
 from layerline.graph.fusion.rules import RULES

@@ -19,8 +19,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis import provenance, shape_inference
-from layerline.graph.analysis.fresh_names import fresh_name, node_names, value_names
-from layerline.graph.analysis.ir_queries import captures, graph_values, subgraphs
+from layerline.graph.analysis.ir_queries import captures, fresh_name, graph_values, node_names, subgraphs, value_names
 from layerline.graph.analysis.symbolic_sizes import unquoted
 from layerline.graph.fusion.firing import After, Decline, Declined, Firing, Site, cut, nearest_unfused_after
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import onnx
 
 from layerline.backends.light import Light, Model, bodies, rename, split
-from layerline.graph.analysis.fresh_names import fresh_name
+from layerline.graph.analysis.ir_queries import fresh_name
 from layerline.graph.analysis.proto_queries import defined
 from layerline.graph.io import inline_functions, onnx_files
 from layerline.pipeline.errors import StageError

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from layerline.backends.light import Light
-from layerline.graph.analysis.fresh_names import FreshNames
+from layerline.graph.analysis.ir_queries import FreshNames
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of

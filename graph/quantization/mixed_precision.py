@@ -15,8 +15,7 @@ import onnx_ir as ir
 from layerline.backends.base import MODULE
 from layerline.backends.light import Light, Model, split
 from layerline.calib.plan import Kept
-from layerline.graph.analysis.fresh_names import FreshNames
-from layerline.graph.analysis.ir_queries import constant
+from layerline.graph.analysis.ir_queries import FreshNames, constant
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.io.opset import raise_opset

@@ -24,8 +24,7 @@ from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan, QuantValue
 from layerline.calib.range_candidates import BOUND, bound_of, group_of
 from layerline.calib.scales import Int8, quantize
-from layerline.graph.analysis.fresh_names import FreshNames
-from layerline.graph.analysis.ir_queries import captures, graph_values
+from layerline.graph.analysis.ir_queries import FreshNames, captures, graph_values
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.analysis.value_ranges import Ranges, greatest
 from layerline.graph.io.ir_convert import from_ir, to_ir

@@ -92,22 +92,12 @@ def _normalised(node: ir.Node) -> tuple[ir.Value, ir.Node, float] | None:
 
 
 def _by_root(node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
-    """Pairs (d, v) for which the node is d / sqrt(v)."""
+    """Pairs (d, v) for which the node is d / sqrt(v), or d · (1 / sqrt(v)) in either order."""
     a, b = node.inputs
-    pairs: list[tuple[ir.Value, ir.Value]] = []
-    if a is None or b is None:
-        return pairs
+    pairs = [(a, _under_inverse_root(b)), (b, _under_inverse_root(a))]
     if node.op_type == "Div":
-        radicand = _under_root(b)
-        if radicand is not None:
-            pairs.append((a, radicand))
-        return pairs
-    # d · (1 / sqrt(v)), in either order.
-    for d, inverse in ((a, b), (b, a)):
-        radicand = _under_inverse_root(inverse)
-        if radicand is not None:
-            pairs.append((d, radicand))
-    return pairs
+        pairs = [(a, _under_root(b))]
+    return [(d, v) for d, v in pairs if d is not None and v is not None]
 
 
 def _under_root(value: ir.Value | None) -> ir.Value | None:
@@ -116,7 +106,7 @@ def _under_root(value: ir.Value | None) -> ir.Value | None:
     return None if root is None else root.inputs[0]
 
 
-def _under_inverse_root(value: ir.Value) -> ir.Value | None:
+def _under_inverse_root(value: ir.Value | None) -> ir.Value | None:
     """v, where the value is 1 / sqrt(v) in one of its spellings."""
     node = parent(value, "Reciprocal", "Pow", "Div")
     if node is None:

@@ -10,6 +10,7 @@ import math
 import operator
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
@@ -128,12 +129,9 @@ def _amounts(pad: ir.Node, opset: int, count: int | None) -> tuple[list[int] | N
     axes = constant(pad.inputs[3])
     if axes is None:
         return None, value
-    amounts = [0] * (2 * count)
-    for index, axis in enumerate(axes):
-        place = int(axis) % count
-        amounts[place] = int(pads[index])
-        amounts[place + count] = int(pads[index + len(axes)])
-    return amounts, value
+    amounts = np.zeros((2, count), np.int64)
+    amounts[:, axes % count] = pads.reshape(2, -1)
+    return amounts.ravel().tolist(), value
 
 
 def _merged(node: ir.Node, pad: _Pad, tape: Tape, more: dict[str, int]) -> ir.Value:

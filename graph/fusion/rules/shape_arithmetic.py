@@ -152,17 +152,15 @@ def slices(node: ir.Node, tape: Tape, work: Rewriting) -> ir.Value | None:
 
 def _bounds(node: ir.Node) -> list[Array] | None:
     """starts, ends, axes (not negative) and steps as int64 vectors of one length."""
-    starts = constant(node.inputs[1])
-    ends = constant(node.inputs[2])
+    values = [optional_input(node, index) for index in range(1, 5)]
+    starts, ends, axes, steps = map(constant, values)
     count = rank(node.inputs[0])
     if starts is None or ends is None or count is None:
         return None
-    axes: Array | None = np.arange(starts.size)
-    if optional_input(node, 3) is not None:
-        axes = constant(node.inputs[3])
-    steps: Array | None = np.ones(starts.size)
-    if optional_input(node, 4) is not None:
-        steps = constant(node.inputs[4])
+    if values[2] is None:
+        axes = np.arange(starts.size)
+    if values[3] is None:
+        steps = np.ones(starts.size)
     if axes is None or steps is None:
         return None
     axes = np.where(axes < 0, axes + count, axes)
