@@ -20,8 +20,7 @@ from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.plan import QuantPlan
 from layerline.calib.scales import LEVELS
-from layerline.graph.analysis.fresh_names import FreshNames, value_names
-from layerline.graph.analysis.ir_queries import constant, optional_input, rank
+from layerline.graph.analysis.ir_queries import FreshNames, constant, optional_input, rank, value_names
 from layerline.graph.fusion import channel_groups
 from layerline.graph.fusion.affine_ops import outputs_come_first
 from layerline.graph.fusion.channel_groups import Group
