@@ -10,7 +10,7 @@ from layerline.backends.light import Light
 from layerline.compare.compare_models import compare, floors, pair_values, why_two_sessions
 from layerline.compare.topk_indices import pointers
 from layerline.compare.value_types import CODES
-from layerline.graph.analysis.rounding_noise import drawn
+from layerline.graph.analysis.rounding_noise import drawn, random_note
 from layerline.graph.fusion import verify_rewrites
 from layerline.onnx_import.normalize_import import Adopted
 from layerline.pipeline.report import LayerDiff
@@ -34,10 +34,7 @@ def unchanged(
     """
     original = adopted.original
     random = drawn(original.model)
-    random_notes = []
-    if random:
-        value, op = next(iter(random.items()))
-        random_notes.append(f"{value} and what follows is drawn at random ({op}): not judged")
+    random_notes = random_note(random)
     rows, notes = compare_in_parts(original, adopted.light, feeds, elements)
     if all(row.max_abs == 0 and row.passed for row in rows):
         exact_rows = tuple(replace(row, tolerance=0.0) for row in rows)

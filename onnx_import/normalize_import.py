@@ -14,7 +14,7 @@ from layerline.backends.base import MODULE
 from layerline.backends.light import Light
 from layerline.graph.analysis.ir_queries import Array, fresh_name
 from layerline.graph.analysis.proto_queries import first_output, metadata
-from layerline.graph.fusion import apply_rules
+from layerline.graph.fusion.fuse import rewrite
 from layerline.graph.fusion.rules import RULES
 from layerline.graph.io import onnx_files
 from layerline.graph.io.canonicalize import prepare
@@ -120,7 +120,7 @@ def take_branches(adopted: Adopted) -> Adopted:
     light = adopted.light
     if not any(node.op_type == "If" for node in light.model.graph.node):
         return adopted
-    rewritten = apply_rules.rewrite(light, [rule for rule in RULES if rule.name in _DECIDING])
+    rewritten = rewrite(light, [rule for rule in RULES if rule.name in _DECIDING])
     decided = [firing.site.value for firing in rewritten.firings if firing.site.rule == "constant-branch"]
     if not decided:
         return adopted

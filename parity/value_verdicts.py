@@ -23,8 +23,7 @@ from layerline.export import program_queries
 from layerline.export.program_queries import example_size
 from layerline.export.torch_export import Traced
 from layerline.graph.io import module_identity
-from layerline.parity.float64_reference import Twin
-from layerline.parity.rounded_activations import Rounded
+from layerline.parity.float64_reference import Rounded, Twin
 from layerline.pipeline.report import LayerDiff, Scalar
 
 LONG = 4096

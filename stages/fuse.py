@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
     from layerline.backends.base import Feed
     from layerline.backends.light import Light
-    from layerline.graph.fusion.apply_rules import Rewritten
     from layerline.graph.fusion.firing import Firing
-    from layerline.graph.fusion.fuse import Fused
+    from layerline.graph.fusion.fuse import Fused, Rewritten
     from layerline.graph.fusion.rule import Rule
 
 COPIED = ("signature.json", "probes.safetensors", "floor.json")
@@ -32,7 +31,7 @@ TABLE_ROWS = 200
 
 def _rule_name(name: str) -> str:
     """Refuses the name of an unknown rule, so that the error has its line in pipe.yaml."""
-    from layerline.graph.fusion.apply_rules import select
+    from layerline.graph.fusion.fuse import select
 
     try:
         select({name: True})
@@ -98,7 +97,7 @@ class Fuse(Stage):
         Returns:
             The first row that fails, with the rule and its place in `extra`; None if every row passes.
         """
-        from layerline.graph.fusion.apply_rules import rewrite
+        from layerline.graph.fusion.fuse import rewrite
         from layerline.graph.io import onnx_files
 
         case, fused = self._fuse(work)
@@ -148,7 +147,7 @@ class Fuse(Stage):
         return guilty(case.unfused, good, self._rules(), **self._options(fused))
 
     def _rules(self) -> tuple[Rule, ...]:
-        from layerline.graph.fusion.apply_rules import select
+        from layerline.graph.fusion.fuse import select
 
         return select(self.rules)
 
@@ -232,15 +231,10 @@ def _blame(firing: Firing | None) -> str:
 def _report(
     model: Light, fused: Fused, rows: tuple[LayerDiff, ...], notes: Sequence[str], gates: Sequence[Gate]
 ) -> Report:
-    from layerline.graph.analysis.rounding_noise import drawn, unjudged
+    from layerline.graph.analysis.rounding_noise import drawn, random_note, unjudged
     from layerline.graph.fusion import rewrite_log
 
     random = drawn(model.model)
-    notes = list(notes)
-    if random:
-        # One note for all: the rows show which values follow.
-        value, op = next(iter(random.items()))
-        notes.append(f"{value} and what follows is drawn at random ({op}): not judged")
     return Report(
         stage=Fuse.name,
         reference="unfused onnx on onnxruntime",
@@ -256,7 +250,7 @@ def _report(
             "rewrites": len(fused.proofs),
             "undone": len(fused.undone),
         },
-        notes=(*notes, *map(rewrite_log.undone, fused.undone)),
+        notes=(*notes, *random_note(random), *map(rewrite_log.undone, fused.undone)),
         tables={
             **_cut("rewrites", rewrite_log.fired(fused.proofs)),
             "undone": rewrite_log.fired(fused.undone),

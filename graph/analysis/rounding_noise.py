@@ -77,6 +77,11 @@ def drawn(model: onnx.ModelProto) -> dict[str, str]:
     return operators
 
 
+def random_note(random: Mapping[str, str]) -> list[str]:
+    """One note for all values that are drawn, as `drawn` finds them: a report's rows show which values follow."""
+    return [f"{value} and what follows is drawn at random ({op}): not judged" for value, op in list(random.items())[:1]]
+
+
 def unjudged(graph: onnx.GraphProto, random: Mapping[str, str]) -> dict[str, str]:
     """A report's figure for what nobody could compare, the outputs before all: an untested one must not pass for equal.
 

@@ -23,8 +23,8 @@ from layerline.calib.plan import QuantPlan
 from layerline.calib.samples import Batch
 from layerline.compare.compare_models import compare
 from layerline.export import probe_files
-from layerline.graph.fusion import apply_rules
 from layerline.graph.fusion import fuse as fusing
+from layerline.graph.fusion import fuse as fusion
 from layerline.graph.io import onnx_files
 from layerline.graph.io.canonicalize import prepare
 from layerline.graph.io.opset import raise_opset
@@ -134,7 +134,7 @@ def fuse(model: Model, feeds: Feeds, *, rules: Mapping[str, bool] | None = None)
         ConfigError: there is no such rule.
         StageError: the model can't be run, or there is no feed.
     """
-    chosen = apply_rules.select(rules or {})
+    chosen = fusion.select(rules or {})
     prepared, notes = prepare(_read(model))
     fused = fusing.fuse(prepared, feeds, rules=chosen)
     return FusedModel(

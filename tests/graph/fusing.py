@@ -10,8 +10,7 @@ import onnx
 from onnx import numpy_helper, parser
 
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph.fusion.apply_rules import select
-from layerline.graph.fusion.fuse import Fused, fuse
+from layerline.graph.fusion.fuse import Fused, fuse, select
 from layerline.graph.fusion.rule import Rule
 from layerline.graph.fusion.rules import RULES
 

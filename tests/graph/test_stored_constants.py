@@ -9,9 +9,8 @@ from onnx_ir.tape import Tape
 
 from layerline.backends.light import split
 from layerline.backends.onnxruntime import OnnxRuntime
-from layerline.graph.fusion.apply_rules import rewrite, select
 from layerline.graph.fusion.firing import After, Firing, Site
-from layerline.graph.fusion.fuse import fuse
+from layerline.graph.fusion.fuse import fuse, rewrite, select
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on
 from layerline.graph.fusion.verify_rewrites import prove, reference, with_constants

@@ -12,8 +12,7 @@ import pytest
 from onnx_ir.tape import Tape
 
 from layerline.graph.analysis import rounding_noise
-from layerline.graph.fusion.apply_rules import Rewritten, rewrite, select
-from layerline.graph.fusion.fuse import fuse, guilty
+from layerline.graph.fusion.fuse import Rewritten, fuse, guilty, rewrite, select
 from layerline.graph.fusion.rewriter import Rewriting
 from layerline.graph.fusion.rule import on
 from layerline.graph.fusion.rules import RULES, fold

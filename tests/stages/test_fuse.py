@@ -177,12 +177,12 @@ def test_a_rewrite_that_spoils_the_whole_graph_is_named(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each firing passes its own proof (the floors allow it), the graph as a whole doesn't."""
-    from layerline.graph.fusion import apply_rules
+    from layerline.graph.fusion import fuse
     from layerline.graph.fusion.rule import on
     from layerline.graph.fusion.rules import RULES
 
     leaky = on("leaky", "Relu")(lambda node, tape, work: tape.op("LeakyRelu", [node.inputs[0]], {"alpha": 0.1}))
-    monkeypatch.setattr(apply_rules, "RULES", (*RULES, leaky))
+    monkeypatch.setattr(fuse, "RULES", (*RULES, leaky))
     noise_floor.save(source, {"r": 1.0, "y": 1e-6})
     report = run(source, tmp_path / "out")
     assert not report.passed
@@ -204,12 +204,12 @@ def test_size_of_what_folding_adds_is_reported(source: Path, tmp_path: Path) -> 
 def test_debugging_writes_the_model_before_and_after_the_guilty_rewrite(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from layerline.graph.fusion import apply_rules
+    from layerline.graph.fusion import fuse
     from layerline.graph.fusion.rule import on
     from layerline.graph.fusion.rules import RULES
 
     leaky = on("leaky", "Relu")(lambda node, tape, work: tape.op("LeakyRelu", [node.inputs[0]], {"alpha": 0.1}))
-    monkeypatch.setattr(apply_rules, "RULES", (*RULES, leaky))
+    monkeypatch.setattr(fuse, "RULES", (*RULES, leaky))
     noise_floor.save(source, {"r": 1.0, "y": 1e-6})
     log = SimpleNamespace(say=lambda text: None, progress=lambda *a, **k: None)
     task: Any = None
