@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from layerline.backends.base import Feed
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.compare_models import compare
+from layerline.compare.output_effects import with_effects
 from layerline.compare.tensor_distance import Distance, diff_arrays
 from layerline.compare.threshold_flips import blamed
 from layerline.export.signature import Signature, signature
@@ -22,9 +22,22 @@ from layerline.graph.quantization.convert import Converted
 from layerline.graph.quantization.qdq_placement import products
 from layerline.parity import default_session, output_sqnr
 from layerline.pipeline.errors import StageError
-from layerline.pipeline.report import CLIPPED, HISTOGRAMS, OWN, WEIGHT, Gate, LayerDiff, Report, Scalar
+from layerline.pipeline.report import (
+    CLIPPED,
+    HISTOGRAMS,
+    OWN,
+    ROUNDING,
+    WEIGHT,
+    Gate,
+    LayerDiff,
+    Report,
+    Scalar,
+    decibels,
+)
 
 Row = dict[str, Scalar]
+_LAST_STEP = 127.5 / 127  # what is less than half a step beyond the range is rounded into it
+_ROUNDED = 2  # feeds on which activations are rounded by numpy
 
 
 def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mode: str) -> Report:
@@ -221,7 +234,7 @@ def _quantized_rows(converted: Converted, losses: Mapping[str, qdq.WeightLoss]) 
             "greatest_scale": max(value.scales),
             "calibrator": value.calibrator,
             "range_used": None if histogram is None or not value.amax else histogram.amax / value.amax,
-            "clipped": None if histogram is None else histogram.beyond(value.amax),
+            "clipped": None if histogram is None else histogram.beyond(value.amax * _LAST_STEP),
             "sqnr_db": None if loss is None else loss.sqnr_db,
             "worst_channel_db": None if loss is None else loss.worst_channel_db,
             "why": value.why,
@@ -243,23 +256,53 @@ def _input_rows(converted: Converted, probes: Sequence[Feed]) -> list[LayerDiff]
     """What rounding and clipping do to each quantised input of the graph, which no layer computes."""
     records = []
     shapes = {value.name: value for value in signature(converted.reference).inputs}
-    for value in converted.plan.values:
-        if value.name not in shapes or value.dtype not in ("int8", "uint8") or len(value.scales) > 1:
+    for value in qdq.activations(converted.plan):
+        if value.name not in shapes:
             continue
-        limits = np.iinfo(value.dtype)
-        scale = np.float32(value.scales[0])
         total = Distance()
         for feed in probes:
-            steps = np.rint(feed[value.name] / scale) + value.zero_point
-            total += diff_arrays(
-                feed[value.name], (np.clip(steps, limits.min, limits.max) - value.zero_point).astype(np.float32) * scale
-            )
+            total += diff_arrays(feed[value.name], qdq.rounded(feed[value.name], value)[0])
         extra: Row = {OWN: total.sqnr_db}
         shape = shapes[value.name].shape
         records.append(
             LayerDiff(name=value.name, op="Input", shape=shape, dtype="float32", extra=extra, **total.measures())
         )
     return records
+
+
+def with_samples(report: Report, converted: Converted, feeds: Sequence[Feed]) -> Report:
+    """Adds what is measured on samples: the effect of each layer at the outputs, what the rounding of its inputs and
+    weights explains of its error, and of each quantised activation its SQNR and the share beyond its range."""
+    report = with_effects(report, converted.reference, converted.measured, feeds)
+    values = {value.name: value for value in qdq.activations(converted.plan)}
+    losses = {name: Distance() for name in values}
+    beyond = dict.fromkeys(values, 0)
+    session = OnnxRuntime(few_runs=True).open(converted.reference, list(values))
+    for feed in feeds[:_ROUNDED]:
+        arrays = {**feed, **session.run(feed)}
+        for name, value in values.items():
+            rounded, count = qdq.rounded(arrays[name], value)
+            losses[name] += diff_arrays(arrays[name], rounded)
+            beyond[name] += count
+    rows: dict[str, Row] = {}
+    for row in report.tables.get("quantized", ()):
+        name = str(row["value"])
+        rows[name] = dict(row)
+        if name in losses and losses[name].count:
+            rows[name] |= {"sqnr_db": losses[name].sqnr_db, "clipped_there": beyond[name] / losses[name].count}
+    noise: dict[str, float] = {}
+    for value in converted.plan.values:
+        db = rows[value.name]["sqnr_db"]
+        for reader, _ in value.readers:
+            noise[reader] = noise.get(reader, 0.0) + (10 ** (-db / 10) if isinstance(db, float) else math.inf)
+    records = []
+    for record in report.records:
+        if math.isfinite(noise.get(record.name, math.inf)):
+            extra = {**record.extra, ROUNDING: decibels(1.0, noise[record.name])}
+            record = dataclasses.replace(record, extra=extra)
+        records.append(record)
+    tables = {**report.tables, "quantized": list(rows.values())}
+    return dataclasses.replace(report, records=tuple(records), tables=tables)
 
 
 def _with_columns(record: LayerDiff, rows: Mapping[str, Row], converted: Converted) -> LayerDiff:

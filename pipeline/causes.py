@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
-from statistics import fmean
+from statistics import fmean, median
 
 from layerline.pipeline import quantize_causes
 from layerline.pipeline.errors import Unavailable, brief
@@ -26,6 +26,8 @@ LOW_DB = 20.0
 """BatchNorm outputs below this moved by more than a tenth of their size."""
 LAG = 0.1
 """Relative distance of averaged weights from the online ones from which the average lags behind."""
+FAR = 5.0
+"""By this factor a weight is further from the online one than half of the others."""
 
 
 def rules() -> list[Rule]:
@@ -131,6 +133,21 @@ def average_lags(_: Evidence, report: Report) -> Iterator[Cause]:
             "the online weights",
             setting="ema.weights=online",
             confidence=0.85,
+        )
+        return
+    typical = median(record.rel_l2 or 0.0 for record in rows) if rows else 0.0
+    far = [record for record in lagging if (record.rel_l2 or 0.0) > FAR * typical]
+    if far:
+        worst = max(far, key=lambda record: record.rel_l2 or 0.0)
+        yield Cause(
+            name="a weight of the average is far from the online one",
+            layer=worst.where,
+            value=worst.name,
+            evidence=f"{worst.name} is {worst.rel_l2:.2g} away from the online weight; half of the weights are no more "
+            f"than {typical:.2g} away",
+            advice="average this weight from the same step on as the others, or ship the online weights",
+            setting="ema.weights=online",
+            confidence=0.82,
         )
 
 

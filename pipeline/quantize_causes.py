@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 
 from layerline.pipeline.evidence import Cause, Evidence, Rule, finite, format_setting, of_lost
-from layerline.pipeline.report import OWN, LayerDiff, Report
+from layerline.pipeline.report import OWN, ROUNDING, LayerDiff, Report, Scalar
 
 CLIPPED = 0.005
 """Share of a value's elements beyond its range from which clipping counts as a cause."""
@@ -16,6 +16,9 @@ UNFIT_DB = 10.0
 """Below this a value lost its signal. int8 steps over the right range keep more of nearly any value."""
 RANGE_USED = 0.125
 """Share of a range that calibration used from which downwards 3 bits of 8 are lost."""
+UNEXPLAINED_DB = 12.0
+"""By so much a layer's own SQNR is lower than rounding explains; in sound models the two are some 4 dB apart."""
+UNLIKE = "calibration data unlike eval_data()"
 UNEVEN_DB = 12.0
 """The worst channel of a weight lies so far below the whole: its values are a quarter of the others' size."""
 
@@ -26,7 +29,7 @@ def clipped_range(evidence: Evidence, report: Report) -> Iterator[Cause]:
     clipped: list[tuple[float, LayerDiff]] = []
     harmful: list[tuple[float, LayerDiff]] = []
     for record in report.records:
-        share, least = finite(record.extra.get("clipped")), _least_own(report, record)
+        share, least = finite(record.extra.get("clipped")), _least_own(report, record.name)
         if share is None or share < CLIPPED or (least is not None and least >= 2 * LOW_DB):
             continue
         clipped.append((share, record))
@@ -51,7 +54,28 @@ def clipped_range(evidence: Evidence, report: Report) -> Iterator[Cause]:
 
 @of_lost("quantize")
 def unlike_calibration(_: Evidence, report: Report) -> Iterator[Cause]:
-    """Most layers lose their signal by themselves, though calibration saw little beyond their ranges."""
+    """Values that lie beyond ranges in evaluation alone, or most layers without signal though little is clipped."""
+    beyond: list[tuple[float, float, Mapping[str, Scalar]]] = []
+    for row in report.tables.get("quantized", ()):
+        share, there = finite(row.get("clipped")), finite(row.get("clipped_there"))
+        if share is None or there is None or there < CLIPPED or there < 4 * share:
+            continue
+        least = _least_own(report, str(row["value"]))
+        if least is not None and least < LOW_DB:
+            beyond.append((there, share, row))
+    advice = "calibrate on samples like those of eval_data(): the same preparation, and all classes"
+    if beyond:
+        there, share, row = max(beyond, key=lambda item: item[0])
+        yield Cause(
+            name=UNLIKE,
+            layer=str(row.get("module") or row["value"]),
+            value=str(row["value"]),
+            evidence=f"{100 * there:.2g} % of {row['value']} lies beyond its range on eval_data(), and "
+            f"{100 * share:.2g} % in calibration; {len(beyond)} values are like that",
+            advice=advice,
+            confidence=0.92,
+        )
+        return
     measured = [record for record in report.records if record.own_db is not None]
     unfit: list[tuple[float, LayerDiff]] = []
     for record in measured:
@@ -65,14 +89,35 @@ def unlike_calibration(_: Evidence, report: Report) -> Iterator[Cause]:
         return
     own, worst = min(unfit, key=lambda pair: pair[0])
     yield Cause(
-        name="calibration data unlike eval_data()",
+        name=UNLIKE,
         layer=worst.where,
         value=worst.name,
         evidence=f"{len(unfit)} of {len(measured)} values have less than {UNFIT_DB:g} dB with exact inputs, down to "
         f"{own:.1f} dB at {worst.where}, and calibration saw little beyond their ranges",
-        advice="calibrate on samples like those of eval_data(): the same preparation, and all classes",
+        advice=advice,
         confidence=0.92,
     )
+
+
+@of_lost("quantize")
+def unexplained_error(_: Evidence, report: Report) -> Iterator[Cause]:
+    """A layer whose error with exact inputs is far greater than what rounding its inputs and weights explains."""
+    worst: list[tuple[float, LayerDiff]] = []
+    for record in report.records:
+        rounding = finite(record.extra.get(ROUNDING))
+        if record.own_db is not None and rounding is not None and rounding - record.own_db > UNEXPLAINED_DB:
+            worst.append((record.own_db, record))
+    if worst:
+        own, record = min(worst, key=lambda pair: pair[0])
+        yield Cause(
+            name="the model computes otherwise than its plan",
+            layer=record.where,
+            value=record.name,
+            evidence=f"{record.op} {record.where} has {own:.1f} dB with exact inputs, where rounding its inputs and "
+            f"weights leaves {record.extra[ROUNDING]:.1f} dB",
+            advice="compare its bias, scales and zero points with plan.json: pipe plan; pipe why --repro shows it",
+            confidence=0.94,
+        )
 
 
 @of_lost("quantize")
@@ -137,7 +182,8 @@ def sensitive_layers(evidence: Evidence, report: Report) -> Iterator[Cause]:
             evidence=f"{record.op} {record.where} has {own:.1f} dB with exact inputs",
             advice="keep it in half precision; `pipe tune` finds all that need it",
             setting=format_setting(evidence, record.name),
-            confidence=0.55,
+            # Without its signal a layer is a better reason than a class that lost more than others.
+            confidence=0.65 if own < UNFIT_DB else 0.55,
         )
     if rows and not low:
         own, record = rows[0]
@@ -182,19 +228,22 @@ def lost_slice(evidence: Evidence, report: Report) -> Iterator[Cause]:
             )
 
 
-def _least_own(report: Report, record: LayerDiff) -> float | None:
+def _least_own(report: Report, value: str) -> float | None:
     """The least SQNR, with exact inputs, of a value and of the layers that read it quantised; None if not measured.
 
     Rounding and clipping a value is an error of the layer that reads it.
     """
-    readers = [row.get("module") for row in report.tables.get("quantized", ()) if row.get("value") == record.name]
-    measured = [record.extra[OWN]] if OWN in record.extra else []
-    for other in report.records:
-        modules = [module.strip() for module in other.module.split(",")]
-        if OWN in other.extra and any(module in readers for module in modules if module):
-            measured.append(other.extra[OWN])
-    values = [float(own) for own in measured if isinstance(own, int | float)]
-    return min(values, default=None)
+    readers = set[str]()
+    for row in report.tables.get("quantized", ()):
+        if row.get("value") == value:
+            readers.update(str(row.get("module") or "").split(", "))
+    measured: list[float] = []
+    for record in report.records:
+        own = record.extra.get(OWN)
+        is_reader = not readers.isdisjoint(record.module.split(", ")) and record.module != ""
+        if isinstance(own, int | float) and (record.name == value or is_reader):
+            measured.append(float(own))
+    return min(measured, default=None)
 
 
 def _own_text(record: LayerDiff) -> str:
@@ -203,6 +252,7 @@ def _own_text(record: LayerDiff) -> str:
 
 
 RULES: tuple[Rule, ...] = (
+    unexplained_error,
     clipped_range,
     coarse_range,
     unlike_calibration,

@@ -155,7 +155,6 @@ class Quantize(Stage):
             look.warn("quantize.ops", absent, f"the model has {quantizable}")
 
     def run(self, work: Work) -> Report:
-        from layerline.compare.output_effects import with_effects
         from layerline.export import probe_files
         from layerline.export.signature import Signature
         from layerline.graph.io import onnx_files
@@ -183,7 +182,7 @@ class Quantize(Stage):
         max_drop = self.max_drop if measured is None else self._max_drop()
         if self.mode != "none":
             feeds = output_sqnr.samples(data, probes)
-            report = with_effects(report, converted.reference, converted.measured, feeds)
+            report = quantization_report.with_samples(report, converted, feeds)
         accuracy = accuracy_budget.measure(converted, evaluation, report.records, max_drop)
         if self.mode != "none":
             if quantization_report.runs_on_onnxruntime(converted):

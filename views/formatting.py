@@ -33,6 +33,8 @@ _HEADINGS = {
     "low_95": "95 % low",
     "high_95": "95 % high",
     "weight_sqnr_db": "weight dB",
+    "rounding_sqnr_db": "rounding dB",
+    "clipped_there": "clipped there %",
     "clipped": "clipped %",
     "network_layer": "engine layer",
 }

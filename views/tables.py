@@ -162,6 +162,6 @@ def _free_column(key: str, values: Sequence[Scalar], worse: Kind) -> _Cells:
     numbers = [None if value is None else float(value) for value in values]
     if key.endswith("_db"):
         return Column(label, "low"), [decibels(number) for number in numbers]
-    if key == CLIPPED:
+    if key in (CLIPPED, "clipped_there"):
         return Column(label, worse), [formatting.percent(number) for number in numbers]
     return Column(label, worse), [figure(value) for value in values]

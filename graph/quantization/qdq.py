@@ -126,6 +126,20 @@ def weight_sqnr(model: Model, plan: QuantPlan) -> dict[str, WeightLoss]:
     return losses
 
 
+def activations(plan: QuantPlan) -> list[QuantValue]:
+    """The 8-bit activations that have one scale."""
+    values = [value for value in plan.values if value.role == "activation" and len(value.scales) == 1]
+    return [value for value in values if value.dtype in ("int8", "uint8")]
+
+
+def rounded(array: npt.NDArray[Any], value: QuantValue) -> tuple[npt.NDArray[Any], int]:
+    """What Q and DQ make of an array, and how many of its elements lie beyond the range."""
+    limits, scale = np.iinfo(value.dtype), np.float32(value.scales[0])
+    steps = np.rint(array / scale) + value.zero_point
+    inside = np.clip(steps, limits.min, limits.max)
+    return (inside - value.zero_point).astype(np.float32) * scale, int(np.count_nonzero(inside != steps))
+
+
 def _channel_axis(values: Mapping[str | None, ir.Value], item: QuantValue) -> int | None:
     """The axis of a weight that counts the channels of the layer's output; None where no axis holds them all."""
     reader, position = item.readers[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
@@ -235,6 +236,34 @@ def test_calibration_data_unlike_the_samples() -> None:
     assert cause.layer == "a" and "2 of 3" in cause.evidence and not cause.setting
     clipped = [record("a", own=-0.5, clipped=0.3), record("b", own=4.0, clipped=0.2)]
     assert not list(quantize_causes.unlike_calibration(evidence("quantize", *clipped)))
+
+
+def test_a_value_that_evaluation_alone_takes_beyond_its_range() -> None:
+    quantized = {"value": "r", "role": "activation", "module": "fc1, fc2", "clipped": 0.001, "clipped_there": 0.2}
+    layer = record("y", own=8.0, module="fc2, act")
+    cause = only(quantize_causes.unlike_calibration, evidence("quantize", layer, tables={"quantized": [quantized]}))
+    assert (cause.layer, cause.value, cause.stage) == ("fc1, fc2", "r", "quantize")
+    assert "20 % of r" in cause.evidence and "0.1 % in calibration" in cause.evidence
+    for change in ({"clipped": 0.06}, {"clipped_there": 0.004}, {"clipped_there": None}):
+        seen = evidence("quantize", layer, tables={"quantized": [quantized | change]})
+        assert not list(quantize_causes.unlike_calibration(seen)), change
+    kept = evidence("quantize", record("y", own=30.0, module="fc2"), tables={"quantized": [quantized]})
+    assert not list(quantize_causes.unlike_calibration(kept)), "the layer that reads it keeps its signal"
+
+
+def test_an_error_that_rounding_does_not_explain() -> None:
+    rows = [record(name, own=own) for name, own in (("a", 34.0), ("b", 9.0), ("c", 20.0))]
+    rows = [replace(row, extra={**row.extra, "rounding_sqnr_db": 38.0}) for row in rows]
+    cause = only(quantize_causes.unexplained_error, evidence("quantize", *rows))
+    assert cause.value == "b" and "9.0 dB" in cause.evidence and "38.0 dB" in cause.evidence
+    assert not list(quantize_causes.unexplained_error(evidence("quantize", rows[0])))
+
+
+def test_one_weight_of_the_average_that_stayed_behind() -> None:
+    rows = [record(f"w{i}", "parameter", rel_l2=0.02) for i in range(5)] + [record("v", "parameter", rel_l2=0.9)]
+    cause = only(causes.average_lags, evidence("ema", *rows))
+    assert cause.value == "v" and cause.setting == "ema.weights=online" and "0.02" in cause.evidence
+    assert not list(causes.average_lags(evidence("ema", *rows[:5])))
 
 
 def test_nan_of_rare_samples_is_named_though_no_probe_has_it() -> None:

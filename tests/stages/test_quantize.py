@@ -119,6 +119,11 @@ def test_the_report_has_the_distances_the_clipping_and_the_weights(work):
     assert found["x"].op == "Input" and found["x"].extra["clipped"] == pytest.approx(0.01, abs=0.004)
     assert found["x"].sqnr_db == found["x"].extra["isolated_sqnr_db"]
     assert found["c"].extra["weight_sqnr_db"] > 30 and "clipped" not in found["c"].extra
+    # What the rounding of its inputs and weights explains is near what the layer loses.
+    products = [found[name].extra for name in ("c", "y")]
+    assert all(abs(extra["rounding_sqnr_db"] - extra["isolated_sqnr_db"]) < 6 for extra in products)
+    there = {row["value"]: row.get("clipped_there") for row in report.tables["quantized"]}
+    assert there["x"] == pytest.approx(0.01, abs=0.01) and there["w1"] is None
     assert report.metrics["quantized_activations"] == 4 and report.metrics["quantized_weights"] == 3
     assert {r["value"] for r in report.tables["quantized"]} == {"x", "w1", "r", "w2", "t", "f", "wf"}
     drawn = {str(row["value"]): row for row in report.tables[HISTOGRAMS]}
