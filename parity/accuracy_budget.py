@@ -18,7 +18,6 @@ from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
-from layerline.graph.quantization.equalization import SUFFIX as RESCALED
 from layerline.parity import evaluate
 from layerline.parity.evaluate import Batch, Predictions, own_metric
 from layerline.parity.paired_metric import Interval, intervals
@@ -262,8 +261,7 @@ def _remedy(records: Sequence[LayerDiff]) -> str:
             decibels[record.name] = float(value)
             layers[record.name] = record.where
     worst = sorted(decibels, key=lambda name: decibels[name])[:3]
-    # pipe.yaml names values as the float model does.
-    names = json.dumps([name.removesuffix(RESCALED) for name in worst], ensure_ascii=False)
+    names = json.dumps(worst, ensure_ascii=False)
     if not worst:
         return "try another calibrator or more samples"
     listed = ", ".join(f"{name} in {layers[name]} ({decibels[name]:.1f} dB)" for name in worst)

@@ -53,6 +53,8 @@ WEIGHT = "weight_sqnr_db"
 """The column that holds the SQNR of a layer's weights."""
 CLIPPED = "clipped"
 """The column that holds the share of a value that its range cuts off."""
+RESCALED = "/rescaled"
+"""Behind the name of a value whose channels quantisation scaled: its numbers are not those of the float model's."""
 _SORTED_BY = {"own": OWN, "sqnr": "sqnr_db", "effect": EFFECT, "clipped": CLIPPED}
 
 HISTOGRAMS = "histograms"

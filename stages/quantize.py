@@ -13,7 +13,7 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
 from layerline.pipeline.config.budgets import MaxDrop
 from layerline.pipeline.inspection import Inspection
-from layerline.pipeline.report import Report
+from layerline.pipeline.report import RESCALED, Report
 from layerline.pipeline.stage import Stage, Work
 
 if TYPE_CHECKING:
@@ -106,6 +106,12 @@ class Quantize(Stage):
             raise ValueError("expected mode: int8 with it")
         return search
 
+    @field_validator("skip")
+    @classmethod
+    def _name_originals(cls, skip: tuple[str, ...]) -> tuple[str, ...]:
+        """A report names a value that a repair scaled otherwise than the float model does."""
+        return tuple(pattern.removesuffix(RESCALED) for pattern in skip)
+
     @field_validator("layers")
     @classmethod
     def _check_layers(cls, layers: dict[str, str], info: ValidationInfo) -> dict[str, str]:
@@ -118,7 +124,7 @@ class Quantize(Stage):
         half_types = {wanted for wanted in (*layers.values(), rest) if wanted in ("fp16", "bf16")}
         if len(half_types) > 1:
             raise ValueError("expected one half type, fp16 or bf16, in layers and rest together")
-        return layers
+        return {pattern.removesuffix(RESCALED): wanted for pattern, wanted in layers.items()}
 
     def hooks(self) -> tuple[str, ...]:
         """The task's hooks that it calls. Mode none calibrates nothing."""

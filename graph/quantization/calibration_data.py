@@ -14,6 +14,9 @@ from layerline.calib.samples import Batch, Input, Samples
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.stage import Work
 
+MOST_FEEDS = 128
+"""Samples that the rounding of weights is chosen on."""
+
 
 class CalibrationData:
     """Calibration and evaluation samples of one task, in the form that the model takes.
@@ -68,8 +71,10 @@ class CalibrationData:
         return self._samples(hook, "calibration", self._limit), notes
 
     def calibration_feeds(self) -> Iterator[Feed]:
-        """The calibration samples, from the first on, as they are fed."""
-        for batch in self.calibration()[0]:
+        """Up to MOST_FEEDS of the calibration samples, as they are fed."""
+        hook = self.hook()
+        assert hook is not None
+        for batch in self._samples(hook, "calibration", min(self._limit, MOST_FEEDS)):
             yield batch.feed
 
     def evaluation(self) -> Samples | None:

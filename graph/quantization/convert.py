@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from layerline.backends.base import Feed
+from layerline.backends.base import Array, Feed
 from layerline.backends.light import Light
 from layerline.backends.onnxruntime import int8_flag, int8_note
 from layerline.calib.calibrators import Calibrator
@@ -45,6 +45,7 @@ class Converted:
         notes: sentences for the report.
         vanished: by stored tensor, how many of its numbers became 0 in half precision, and its size.
         scaled: names of values whose channels a repair scaled.
+        rounded: weights whose steps a repair chose.
     """
 
     reference: Light
@@ -56,6 +57,7 @@ class Converted:
     notes: tuple[str, ...] = ()
     vanished: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     scaled: frozenset[str] = frozenset()
+    rounded: Mapping[str, Array] = field(default_factory=dict)
 
 
 def unchanged(model: Light) -> Converted:
@@ -124,6 +126,7 @@ class Calibrated:
             plan=plan,
             ranges=self.ranges,
             scaled=self.scaled,
+            rounded=self.rounded.arrays,
             notes=(*self.notes, int8_note(int8_flag())),
         )
 

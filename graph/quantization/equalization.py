@@ -20,17 +20,17 @@ from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.plan import QuantPlan
 from layerline.calib.scales import LEVELS
-from layerline.graph.analysis.ir_queries import FreshNames, constant, optional_input, rank, value_names
+from layerline.graph.analysis.ir_queries import FreshNames, constant, name_of, optional_input, rank, value_names
 from layerline.graph.fusion import channel_groups
 from layerline.graph.fusion.affine_ops import outputs_come_first
 from layerline.graph.fusion.channel_groups import Group
 from layerline.graph.fusion.firing import Declined
 from layerline.graph.io.ir_convert import from_ir, to_ir
+from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.weight_sources import drop_unread
+from layerline.pipeline.report import RESCALED
 
 Numbers = npt.NDArray[np.float64]
-SUFFIX = "/rescaled"
-"""Behind the name of a value whose channels were scaled: its numbers are not those of the float model's value."""
 MOST = 6
 """Greatest exponent of a factor: a channel that calibration met at 1/64 of the others is taken to be no smaller."""
 LEAST_GAIN = 0.8
@@ -81,12 +81,11 @@ def equalize(model: Light, plan: QuantPlan, feeds: Sequence[Feed], *, norms: boo
     if not tapped:
         return Equalized(model)
     channels = _measured(model, tapped, feeds)
-    per_channel = {value.name: value.axis is not None for value in plan.values}
     names = FreshNames(work)
     scaled: set[str] = set()
     changed = 0
     for group in groups:
-        terms = _terms(group, channels, per_channel)
+        terms = _terms(group, channels, plan)
         factors = _best(terms)
         if factors is None:
             continue
@@ -109,7 +108,7 @@ def _groups(work: ir.Model, norms: bool) -> list[Group]:
         except Declined:
             continue
         taken.update(group.places)
-        if any(f"{value.name}{SUFFIX}" in names for value in group.places):
+        if any(f"{value.name}{RESCALED}" in names for value in group.places):
             continue
         if bool(group.norms) == norms and group.consumers and not _shares_weights(group):
             groups.append(group)
@@ -172,19 +171,24 @@ class _Term:
         return float(activations + weights) / (12 * LEVELS**2 * signal)
 
 
-def _terms(group: Group, channels: Mapping[str, Channels], per_channel: Mapping[str, bool]) -> list[_Term]:
+def _terms(group: Group, channels: Mapping[str, Channels], plan: QuantPlan) -> list[_Term]:
+    items = {item.name: item for item in plan.values}
     terms: list[_Term] = []
     for value in group.places:
         measured = channels.get(value.name or "")
         if measured is None or not np.isfinite(measured.power).all():
             continue
         for use in value.uses():
-            weight = use.node.inputs[1] if use.node in group.consumers else None
-            if weight is None:
+            # Beside the layer that reads it quantised, a sum may read the float value.
+            if (first_output(use.node), use.idx) not in items[value.name or ""].readers:
+                continue
+            if use.node not in group.consumers:
                 # A sum or a pool passes each channel on as it is.
                 terms.append(_Term(measured, np.zeros((0, group.channels)), np.ones(group.channels), 1, True))
-            elif weight.name is not None and weight.name in per_channel:
-                terms.append(_Term(measured, *_weights(use.node, group.channels), per_channel[weight.name]))
+                continue
+            weight = items.get(name_of(use.node.inputs[1]) or "")
+            if weight is not None:
+                terms.append(_Term(measured, *_weights(use.node, group.channels), weight.axis is not None))
     return terms
 
 
@@ -288,7 +292,7 @@ def _multiply(graph: ir.Graph, names: FreshNames, node: ir.Node, index: int, fac
     array = constant(old)
     assert array is not None
     product = (array * factors).astype(array.dtype)
-    name = names.fresh(f"{old.name}{SUFFIX}")
+    name = names.fresh(f"{old.name}{RESCALED}")
     tensor = ir.tensor(product, name=name)
     new = ir.Value(name=name, shape=ir.Shape(product.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(new)

@@ -103,8 +103,12 @@ class WeightLoss:
     worst_channel_db: float
 
 
-def weight_sqnr(model: Model, plan: QuantPlan) -> dict[str, WeightLoss]:
-    """The SQNR of each quantised weight of the float model, by name; inf where nothing is lost."""
+def weight_sqnr(model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any]]) -> dict[str, WeightLoss]:
+    """The SQNR of each quantised weight of the float model, by name; inf where nothing is lost.
+
+    Args:
+        rounded: as `apply` takes it.
+    """
     values = {v.name: v for v in graph_values(to_ir(model).graph)}
     losses: dict[str, WeightLoss] = {}
     for item in plan.values:
@@ -112,7 +116,7 @@ def weight_sqnr(model: Model, plan: QuantPlan) -> dict[str, WeightLoss]:
         if array is None:
             continue
         wide = array.astype(np.float64)
-        noise = np.square(wide - _int8(array, item).dequantized())
+        noise = np.square(wide - _int8(rounded.get(item.name, array), item).dequantized())
         signal = np.square(wide)
         # Channels count under one scale too: there an uneven weight loses its small ones.
         axis = item.axis if item.axis is not None else _channel_axis(values, item)

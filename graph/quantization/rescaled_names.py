@@ -13,8 +13,8 @@ import onnx
 
 from layerline.calib.plan import Kept, QuantPlan, QuantValue
 from layerline.graph.quantization.convert import Converted
-from layerline.graph.quantization.equalization import SUFFIX
 from layerline.graph.quantization.qdq import DEQUANTIZED, QUANTIZED
+from layerline.pipeline.report import RESCALED
 
 
 def apply(converted: Converted) -> Converted:
@@ -42,7 +42,7 @@ def _new(name: str, names: Collection[str]) -> str:
     for suffix in ("", QUANTIZED, DEQUANTIZED):
         base = name.removesuffix(suffix)
         if base in names and base + suffix == name:
-            return f"{base}{SUFFIX}{suffix}"
+            return f"{base}{RESCALED}{suffix}"
     return name
 
 

@@ -642,7 +642,7 @@ def test_a_model_with_qdq_and_a_plan_of_another_model_are_refused():
 def test_weight_sqnr_is_the_loss_of_each_weight():
     net = residual()
     plan, quantized = quantize(net, f32(1, 4, 8, 8))
-    found, tensors = qdq.weight_sqnr(net, plan), stored(quantized)
+    found, tensors = qdq.weight_sqnr(net, plan, {}), stored(quantized)
     w = stored(net)["w1"]
     back = tensors["w1/quantized"] * tensors["w1/scale"].reshape(-1, 1, 1, 1)
     assert found["w1"].sqnr_db == pytest.approx(10 * np.log10((w**2).sum() / ((w - back) ** 2).sum()), rel=1e-3)
@@ -655,7 +655,7 @@ def test_under_one_scale_the_worst_channel_still_counts():
     w = stored(net)["w1"]
     scale = float(np.abs(w).max()) * 40 / 127
     values = tuple(dataclasses.replace(v, axis=None, scales=(scale,)) if v.name == "w1" else v for v in plan.values)
-    loss = qdq.weight_sqnr(net, dataclasses.replace(plan, values=values))["w1"]
+    loss = qdq.weight_sqnr(net, dataclasses.replace(plan, values=values), {})["w1"]
     by_channel = []
     for channel in w.astype(np.float64):
         noise = channel - np.rint(channel / np.float32(scale)) * scale

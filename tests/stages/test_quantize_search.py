@@ -200,6 +200,9 @@ def test_repairs_are_measured_and_scaled_values_get_their_own_names(searched):
     assert rows["equalize"]["outcome"] == "kept" and rows["smooth"]["outcome"] == "nothing to change"
     assert rows["equalize"]["after_db"] > rows["equalize"]["before_db"] + 3
     assert report.metrics["output_sqnr_db"] > plain.metrics["output_sqnr_db"] + 3
+    weights = {row["value"]: row["sqnr_db"] for row in report.tables["quantized"] if row["role"] == "weight"}
+    nearest = {row["value"]: row["sqnr_db"] for row in plain.tables["quantized"] if row["role"] == "weight"}
+    assert weights["w1/rescaled"] < nearest["w1"]
     # What keeps its name has the numbers of the float model.
     assert [record.name for record in report.records] == ["x", "h/rescaled", "r/rescaled", "y"]
     plan = QuantPlan.from_json((made.out / "plan.json").read_text())
@@ -212,7 +215,8 @@ def test_repairs_are_measured_and_scaled_values_get_their_own_names(searched):
 
 def test_layers_and_skip_mean_the_values_of_the_float_model_beside_repairs(searched):
     net = onnx.shape_inference.infer_shapes(REPAIRED)
-    for fields in ({"skip": ["h"]}, {"layers": {"h": "fp16"}}):
+    # A report names the scaled value, pipe.yaml either.
+    for fields in ({"skip": ["h"]}, {"skip": ["h/rescaled"]}, {"layers": {"h/rescaled": "fp16"}}):
         report, made = searched(net=net, task="", search=False, repairs=["equalize"], **fields)
         assert report.tables["repairs"][0]["outcome"] == "kept"
         plan = QuantPlan.from_json((made.out / "plan.json").read_text())
