@@ -70,9 +70,13 @@ class Call:
         return arguments
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Array]:
+        """The tensors among other arguments as arrays, by input name."""
+        return {name: array(leaf) for name, leaf in self.tensors(args, kwargs).items()}
+
+    def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors among other arguments, by input name."""
         _, leaves = _named(self.module, args, kwargs)
-        return {name: array(leaf) for name, leaf in leaves if isinstance(leaf, Tensor)}
+        return {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor)}
 
     def run(self, feed: Feed, module: nn.Module | None = None) -> dict[str, Array]:
         """Outputs of a first call of the module, by output name. Raises whatever forward() raises.

@@ -127,7 +127,7 @@ class Planner:
             parts["use"] = stage.implementation
         for name, value in _flat(_configuration(stage)).items():
             parts[f"config.{name}"] = value
-        for name in stage.env:
+        for name in stage.facts():
             parts[f"env.{name}"] = self._fact(name)
         parts["code"] = self._code(type(stage), self.hasher)
         notes: dict[str, None] = {}  # as an ordered set
@@ -153,7 +153,7 @@ class Planner:
         """
         unused: set[str] = set()
         used: set[str] = set()
-        for row in stage.first_of:
+        for row in stage.rows():
             names = used
             for hook in row:
                 names.add(hook)

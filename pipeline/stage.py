@@ -102,6 +102,14 @@ class Stage(BaseModel):
         """The hooks this configuration calls: `uses`, unless a field turns one on or off."""
         return self.uses
 
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """`first_of`, unless a field changes it."""
+        return self.first_of
+
+    def facts(self) -> tuple[str, ...]:
+        """`env`, unless a field adds to it."""
+        return self.env
+
     def files(self) -> tuple[str, ...]:
         """Files of the project, relative to its folder, whose content is part of the result; read in `work.sources`."""
         return ()

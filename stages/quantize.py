@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
 from layerline.pipeline.config.budgets import MaxDrop
+from layerline.pipeline.config.qat_options import QatOptions
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.report import RESCALED, Report
 from layerline.pipeline.stage import Stage, Work
+from layerline.pipeline.task import EXAMPLE_HOOKS
 
 if TYPE_CHECKING:
     from layerline.backends.base import Feed
@@ -34,7 +36,7 @@ CALIBRATION_HOOKS = ("calib_data", "train_data", "eval_data")
 
 
 class Quantize(Stage):
-    """Post-training quantisation after TensorRT's rules, or a conversion to half precision.
+    """Quantisation after TensorRT's rules, with or without training, or a conversion to half precision.
 
     A model that brings its own Q/DQ, from training with fake quantisation or from another tool, goes through mode int8
     as it is: its scales are kept, nothing else is quantised, and no sample is calibrated.
@@ -48,10 +50,11 @@ class Quantize(Stage):
     first_of: ClassVar[tuple[tuple[str, ...], ...]] = (CALIBRATION_HOOKS, ("eval_data",))
     env: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir", "onnxruntime")
 
-    mode: Literal["int8", "fp16", "bf16", "none"] = "int8"
-    """int8: Q/DQ around layers with weights. fp16, bf16: half precision wherever it is safe. none: passed on as is."""
+    mode: Literal["int8", "qat", "fp16", "bf16", "none"] = "int8"
+    """int8: Q/DQ around layers with weights. qat: the same, with weights and scales trained under fake quantisation.
+    fp16, bf16: half precision wherever it is safe. none: passed on as is."""
     rest: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """In mode int8, the type of what stays float: TensorRT runs it as it is written."""
+    """In modes int8 and qat, the type of what stays float: TensorRT runs it as it is written."""
     calibrator: Literal["auto", "entropy", "percentile", "minmax", "mse"] = "auto"
     """How the clipping threshold is chosen. auto tries the four others on a few samples and takes, for each value, the
     one with the smallest error at the layers that read it; a layer that keeps less than 10 dB with each of them stays
@@ -71,10 +74,10 @@ class Quantize(Stage):
     """In mode int8, take what quantisation adds to a channel on average off the bias of its layer; the report says what
     the outputs gain."""
     repairs: tuple[Literal["equalize", "smooth", "adaround"], ...] = ()
-    """In mode int8, what is tried to lose less without training; each stays where the outputs gain by it. equalize:
-    channels that share a scale are evened out between layers with at most a Relu in between, exactly in float. smooth:
-    the same behind normalisations (SmoothQuant). adaround: ranges of weights, and whether each is rounded up or down,
-    by the error of their layer's output."""
+    """In modes int8 and qat, what is tried before any training to lose less; each stays where the outputs gain by it.
+    equalize: channels that share a scale are evened out between layers with at most a Relu in between, exactly in
+    float. smooth: the same behind normalisations (SmoothQuant). adaround: ranges of weights, and whether each is
+    rounded up or down, by the error of their layer's output."""
     attention: bool = False
     """Also quantise matrix products of two activations."""
     ops: tuple[str, ...] | None = None
@@ -99,6 +102,23 @@ class Quantize(Stage):
     without a metric: layers that the budget needs stay float, in fp16 where that holds too and `rest` is not set. Tries
     bias_correction and repairs before (all of them, if repairs is not set). `pipe tune` sets it."""
 
+    qat: QatOptions | None = None
+    """For mode qat, how it trains."""
+
+    @field_validator("qat")
+    @classmethod
+    def _check_qat(cls, qat: QatOptions | None, info: ValidationInfo) -> QatOptions | None:
+        if info.data.get("mode") != "qat" and qat is not None:
+            raise ValueError("expected mode: qat with it")
+        return qat
+
+    @field_validator("bias_correction")
+    @classmethod
+    def _check_correction(cls, correction: bool, info: ValidationInfo) -> bool:
+        if correction and info.data.get("mode") == "qat":
+            raise ValueError("expected false in mode qat, where training moves the biases")
+        return correction
+
     @field_validator("search")
     @classmethod
     def _check_search(cls, search: bool, info: ValidationInfo) -> bool:
@@ -118,6 +138,7 @@ class Quantize(Stage):
         """Refuses formats that the mode does not have, and two half types in one model."""
         mode, rest = info.data.get("mode", "int8"), info.data.get("rest", "fp32")
         allowed = {"int8": {"int8", "fp16", "bf16", "fp32", "skip"}, "none": set[str]()}
+        allowed["qat"] = allowed["int8"]
         for pattern, wanted in layers.items():
             if wanted not in allowed.get(mode, {mode, "fp32", "skip"}):
                 raise ValueError(f"expected a format that mode {mode} has for {pattern}")
@@ -130,7 +151,17 @@ class Quantize(Stage):
         """The task's hooks that it calls. Mode none calibrates nothing."""
         if self.mode == "none":
             return ("eval_data", "metric")
+        if self.mode == "qat":
+            return tuple(dict.fromkeys((*self.uses, "train_data", "loss", "model", *EXAMPLE_HOOKS)))
         return self.uses
+
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        if self.mode == "qat":
+            return (*self.first_of, EXAMPLE_HOOKS, ("train_data",))
+        return self.first_of
+
+    def facts(self) -> tuple[str, ...]:
+        return (*self.env, "torch") if self.mode == "qat" else self.env
 
     def check(self, look: Inspection) -> None:
         from layerline.calib import data_check
@@ -141,6 +172,8 @@ class Quantize(Stage):
                 requested = self.samples if "samples" in self.model_fields_set else None
                 data_check.look_at_calibration(look, inputs, CALIBRATION_HOOKS, requested)
             data_check.look_at_metric(look, inputs, look.need("run"), self.max_drop)
+        if self.mode == "qat":
+            self._check_training(look)
         with look.item("quantize.skip"):
             look.names_something(self.skip, "quantize.skip")
         with look.item("quantize.layers"):
@@ -160,6 +193,12 @@ class Quantize(Stage):
             absent = f"none of {', '.join(ops)} is in the model, so nothing would be int8"
             look.warn("quantize.ops", absent, f"the model has {quantizable}")
 
+    def _check_training(self, look: Inspection) -> None:
+        from layerline.qat import training
+
+        with look.item("quantize.qat"):
+            training.look_at(look, self.qat or QatOptions())
+
     def run(self, work: Work) -> Report:
         from layerline.export import probe_files
         from layerline.export.signature import Signature
@@ -176,13 +215,14 @@ class Quantize(Stage):
             work, signature.inputs, hooks=CALIBRATION_HOOKS, samples=self.samples, batch_size=self.batch_size
         )
         evaluation = accuracy_budget.Evaluation(data)
-        converted, complete = self._convert(model, data, probes, evaluation)
+        converted, complete = self._convert(work, model, data, probes, evaluation)
         converted = rescaled_names.apply(converted)
         onnx_files.save(converted.model, work.out)
         for name in COPIED:
             shutil.copyfile(folder / name, work.out / name)
         _write_plan(work.out, converted)
-        report = quantization_report.layer_report(self.name, converted, probes, mode=self.mode)
+        mode = "int8" if self.mode == "qat" else self.mode
+        report = quantization_report.layer_report(self.name, converted, probes, mode=mode)
         # Without a metric a search judges the outputs: there its own budget for metrics means nothing.
         measured = evaluation.measure(converted)
         max_drop = self.max_drop if measured is None else self._max_drop()
@@ -208,9 +248,9 @@ class Quantize(Stage):
         return complete(report)
 
     def _convert(
-        self, model: Light, data: CalibrationData, probes: list[Feed], evaluation: Evaluation
+        self, work: Work, model: Light, data: CalibrationData, probes: list[Feed], evaluation: Evaluation
     ) -> tuple[Converted, Callable[[Report], Report]]:
-        """The model, and what adds to its report how a search or repairs came to it."""
+        """The model, and what adds to its report how a search, repairs or training came to it."""
         from layerline.graph.quantization import convert, layer_formats, own_qdq, repairs
         from layerline.parity import format_search, repair_steps, search_judge
 
@@ -218,16 +258,23 @@ class Quantize(Stage):
         if self.mode == "none":
             return unchanged, _as_it_is
         formats = layer_formats.resolve(model, self.layers)
-        if self.mode != "int8":
+        if self.mode not in ("int8", "qat"):
             greatest = convert.greatest_values(model, data, probes)
             return convert.to_half(unchanged, greatest, self.mode, skip=self.skip, single=formats.single), _as_it_is
+        if self.mode == "qat":
+            from layerline.qat import training
+
+            training.check(model, probes)
         if own_qdq.present(model):
             return convert.with_own_qdq(model, self._rules(formats)), _as_it_is
         calibrated = self._calibrated(model, data, formats)
         names: Sequence[str] = self.repairs
         if self.search and "repairs" not in self.model_fields_set:
             names = repairs.REPAIRS
+        train = functools.partial(self._train, work, formats=formats, data=data, probes=probes, evaluation=evaluation)
         if not calibrated.layers() or not (names or self.search):
+            if self.mode == "qat" and calibrated.layers():
+                return train(calibrated)
             return self._finished(calibrated, formats, data, probes)[1], _as_it_is
         budget = self._max_drop() or SEARCH_DROP
         judge = search_judge.judge(evaluation, data, probes, budget, self._bounds())
@@ -240,6 +287,9 @@ class Quantize(Stage):
             stop=self.search,
             said=data.log.say,
         )
+        if self.mode == "qat":
+            converted, complete = train(repaired.calibrated)
+            return converted, lambda report: repaired.added_to(complete(report))
         if not self.search:
             return repaired.converted, repaired.added_to
         half_type = "" if "rest" in self.model_fields_set else formats.half_type or "fp16"
@@ -273,6 +323,31 @@ class Quantize(Stage):
         if self.bias_correction or self.search:
             calibrated = calibrated.corrected()
         return calibrated, self._maker(calibrated, formats, data, probes)((), ())
+
+    def _train(
+        self,
+        work: Work,
+        calibrated: Calibrated,
+        formats: LayerFormats,
+        data: CalibrationData,
+        probes: list[Feed],
+        evaluation: Evaluation,
+    ) -> tuple[Converted, Callable[[Report], Report]]:
+        """Trains what was calibrated, with fake quantisation where its plan quantises."""
+        from layerline.graph.quantization import rescaled_names
+        from layerline.qat import outcome, training
+
+        before = self._maker(calibrated, formats, data, probes)((), ())
+        measured = evaluation.measure(before)
+        trained = training.train(work, calibrated, self.qat or QatOptions(), probes)
+        after = self._maker(trained.calibrated, formats, data, probes)((), ())
+        # Compared with the float model that training started from.
+        after = dataclasses.replace(after, reference=before.reference, trained=after.reference)
+        before, after = rescaled_names.apply(before), rescaled_names.apply(after)
+        result = outcome.Outcome(
+            trained=trained, before=before, after=after, measured=measured, data=data, probes=probes
+        )
+        return after, result.added_to
 
     def _rules(self, formats: LayerFormats) -> Rules:
         from layerline.graph.quantization import qdq_placement

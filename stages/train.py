@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from layerline.pipeline.errors import ConfigError, Unavailable, memory_told
+from layerline.pipeline.errors import ConfigError, memory_told
 from layerline.pipeline.inspection import Inspection
 from layerline.pipeline.nearest import did_you_mean, hint
 from layerline.pipeline.report import Gate, LayerDiff, Report
@@ -204,16 +203,9 @@ class Train(Stage):
         return _proved(proof, asked=steps, interrupted=start is not None)
 
     def _device(self) -> str:
-        import torch
+        from layerline.training.setup.capabilities import chosen_device
 
-        if self.device == "cpu":
-            return "cpu"
-        if torch.cuda.is_available():
-            return "cuda"
-        if self.device == "cuda":
-            hint = "set it to auto or cpu, or mend the driver"
-            raise Unavailable("torch finds no CUDA device here", where="train.device", hint=hint)
-        return "cpu"
+        return chosen_device(self.device, "train.device")
 
 
 def _proved(proof: Proof, *, asked: int, interrupted: bool) -> Report:
@@ -308,12 +300,14 @@ def _placed(error: ConfigError, raw: Any) -> ValidationError:
 
 def _report(run: Run, best: str) -> Report:
     from layerline.training.model.split_tensors import whole
+    from layerline.training.run import train_loop
 
     (lane,) = run.mo.lanes.values()
     # Sharded parameters are put together first.
     records = tuple(_record(run, name, whole(tensor.detach())) for name, tensor in lane.named.params.items())
     # A weight that is not finite makes every later stage fail, with a worse message.
     bad = [record.name for record in records if record.nonfinite_b]
+    finite = Gate("finite weights", not bad, ", ".join(bad[:3]) or "all finite", "all finite")
     notes = [*run.mo.warnings]
     if best:
         notes.append(best)
@@ -327,22 +321,9 @@ def _report(run: Run, best: str) -> Report:
     return Report(
         stage="train", reference="initial weights", candidate="trained weights", records=records,
         metrics={"steps": lane.steps, "loss": lane.loss, "grad_norm": lane.grad_norm, **lane.monitor.speed()},
-        gates=(_accepted(lane), Gate("finite weights", not bad, ", ".join(bad[:3]) or "all finite", "all finite")),
+        gates=(train_loop.accepted(lane), finite),
         notes=tuple(notes),
     )  # fmt: skip
-
-
-def _accepted(lane: Lane) -> Gate:
-    """Steps were accepted, the last one among them. A step that only lowered the fp16 loss scale does not count."""
-    actual = f"{lane.steps} accepted, {lane.skipped} rejected"
-    if lane.skipped_in_a_row:
-        actual += f", the last {lane.skipped_in_a_row} in a row"
-    # A run that ends in rejected steps has stopped learning.
-    good = lane.steps > 0 and not lane.skipped_in_a_row and math.isfinite(lane.loss)
-    hint = f"the first rejected step is {lane.first_rejected}: look for a division or log of 0, or lower the rate"
-    if not lane.config.nonfinite.triage:
-        hint += "; `nonfinite: {triage: true}` under train names the operator and the samples"
-    return Gate("steps accepted", good, actual, "some, and the last one", "" if good else hint)
 
 
 def _rejected(lane: Lane) -> str:

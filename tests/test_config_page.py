@@ -53,6 +53,8 @@ def _type(info: FieldInfo) -> str:
         return ", ".join(f"`{v}`" for v in re.findall(r"'([^']+)'", text)) + (" or a table" if "Union" in text else "")
     kinds = {"int": "integer", "float": "number", "str": "text", "bool": "true, false"}
     bare = text.strip("[]")
+    if bare.startswith("layerline."):
+        return "table"
     return kinds.get(bare, "list" if bare.startswith("tuple") else "table" if bare.startswith("dict") else f"`{bare}`")
 
 

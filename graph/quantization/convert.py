@@ -46,6 +46,7 @@ class Converted:
         vanished: by stored tensor, how many of its numbers became 0 in half precision, and its size.
         scaled: names of values whose channels a repair scaled.
         rounded: weights whose steps a repair chose.
+        trained: the float model with the weights that training with fake quantisation left, where these are quantised.
     """
 
     reference: Light
@@ -58,6 +59,7 @@ class Converted:
     vanished: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     scaled: frozenset[str] = frozenset()
     rounded: Mapping[str, Array] = field(default_factory=dict)
+    trained: Light | None = None
 
 
 def unchanged(model: Light) -> Converted:

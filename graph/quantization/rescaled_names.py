@@ -22,7 +22,9 @@ def apply(converted: Converted) -> Converted:
     names = converted.scaled
     if not names:
         return converted
-    models = (converted.reference, converted.model, converted.measured)
+    models = [converted.reference, converted.model, converted.measured]
+    if converted.trained is not None:
+        models.append(converted.trained)
     for model in {id(light.model): light.model for light in models}.values():
         _rename(model.graph, names)
     values: list[QuantValue] = []

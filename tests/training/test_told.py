@@ -14,12 +14,13 @@ from torch import nn
 from layerline import ModelOptimizer
 from layerline.pipeline.errors import ConfigError, StageError, TaskError, Unavailable
 from layerline.pipeline.task import Task
-from layerline.stages.train import Train, _accepted, _proved
+from layerline.stages.train import Train, _proved
 from layerline.training.config import aliases
 from layerline.training.config.sections import Config, EmaConfig, OptimizerConfig
 from layerline.training.loop.masks import Gradual, magnitude
 from layerline.training.loop.step_engine import Lane
 from layerline.training.proof.prove_resume import Difference, Proof
+from layerline.training.run.train_loop import accepted
 
 X = torch.ones(4, 3)
 
@@ -103,14 +104,14 @@ def test_the_first_rejected_step_is_told_once() -> None:
     assert mo.warnings == [
         "step 2 was rejected, since the loss is nan; nonfinite.triage: true says where such a thing begins"
     ]
-    assert "triage" in _accepted(mo.lanes[""]).hint
+    assert "triage" in accepted(mo.lanes[""]).hint
 
 
 def test_triage_and_the_search_for_a_loss_scale_need_no_such_word() -> None:
     model, mo = _mo({"nonfinite": {"triage": True}})
     mo.step(model(X).mean() * math.nan)
     assert len(mo.warnings) == 1 and "it began in the loss function" in mo.warnings[0]
-    assert "triage" not in _accepted(mo.lanes[""]).hint
+    assert "triage" not in accepted(mo.lanes[""]).hint
     model, mo = _mo({"precision": {"amp": "fp16"}})
     with mo.autocast():
         loss = model(X).float().mean() * 1e36

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import described
 from layerline.pipeline.inputs.untrusted import launched
+from layerline.pipeline.report import Gate
 from layerline.pipeline.stage import Log
 from layerline.pipeline.task import Task
 from layerline.training.config.sections import Config
@@ -77,11 +79,14 @@ class Run:
         return self.lane.steps + self.lane.skipped
 
 
-def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch_size: int, seed: int, workers: int,
-            device: torch.device, parts: Mapping[str, str] | None = None) -> Run:  # fmt: skip
+def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch_size: int, seed: int, workers: int = 0,
+            device: torch.device, parts: Mapping[str, str] | None = None, model: nn.Module | None = None,
+            teacher: nn.Module | None = None) -> Run:  # fmt: skip
     """Builds model, data and optimizer from the task's hooks. All random draws come from `seed`.
 
     Args:
+        model: trained in place of the task's, by this process alone.
+        teacher: in place of the task's.
         parts: the parts of the stage's key. Code and data among them must be the same on every rank.
 
     Raises:
@@ -92,14 +97,15 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     # All ranks must run the same code on the same data, or their gradients have no common meaning.
     group = None
     rank, size = 0, 1
-    if launched()[1] > 1:
+    if launched()[1] > 1 and model is None:
         group = ranks.join(config.distributed, device)
     if group is not None:
         rank, size = group.rank, group.size
         group.compare(_code_and_data(parts or {}), "run the same task.py and data files on each rank")
     check_evaluation(task, config)
     rng_state.seed_all(seed)
-    model = module_of(task)
+    if model is None:
+        model = module_of(task)
     named(model)  # refuses parameters without a shape, before the model is moved
     if group is None or config.distributed.shard == "none":  # a sharded model is moved to the GPU layer by layer
         model.to(device)
@@ -119,7 +125,7 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
     initial = _copies(named(model).params)
     for text in modes:
         mo.lanes[""].monitor.warn("modes", text)
-    loss = loss_of(task, model, config, device)
+    loss = loss_of(task, model, config, device, teacher)
     # Draws of the model (dropout) don't depend on how many numbers building it took. Each rank has its own seed.
     seed_parts = [seed, 1]
     if rank:
@@ -293,10 +299,12 @@ def _own_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, float |
     return loss, weight
 
 
-def loss_of(task: Task, model: nn.Module, config: Config, device: torch.device) -> Loss:
+def loss_of(
+    task: Task, model: nn.Module, config: Config, device: torch.device, teacher: nn.Module | None = None
+) -> Loss:
     """A function for the task's loss of a model on a batch and its weight; None stands for the number of samples.
 
-    Where the section `distillation` asks for it, the loss of the task's teacher is added.
+    Where the section `distillation` asks for it, the loss of the teacher is added: the task's, if none is given.
     """
     # Without loss(), the default weighs by labels that count.
     own = task.has("loss")
@@ -304,13 +312,28 @@ def loss_of(task: Task, model: nn.Module, config: Config, device: torch.device) 
     settings = config.distillation
     if not settings.alpha:
         return loss
-    if not task.has("teacher"):
+    if teacher is None and not task.has("teacher"):
         raise TaskError("there is no such hook, and distillation.alpha asks for it", where="teacher",
                         hint="define teacher(): it returns the trained network, with its weights loaded")  # fmt: skip
-    teacher = module_of(task, "teacher").to(device).requires_grad_(False)
+    if teacher is None:
+        teacher = module_of(task, "teacher")
+    teacher.to(device).requires_grad_(False)
     distillation = Distillation(teacher, temperature=settings.temperature, weight=settings.alpha, axis=settings.axis)
     blaming = partial(task.blaming, "teacher()")
     return Taught(loss, model, distillation, blaming, skips_ignored=not own)
+
+
+def accepted(lane: Lane) -> Gate:
+    """Steps were accepted, the last one among them. A step that only lowered the fp16 loss scale does not count."""
+    actual = f"{lane.steps} accepted, {lane.skipped} rejected"
+    if lane.skipped_in_a_row:
+        actual += f", the last {lane.skipped_in_a_row} in a row"
+    # A run that ends in rejected steps has stopped learning.
+    good = lane.steps > 0 and not lane.skipped_in_a_row and math.isfinite(lane.loss)
+    hint = f"the first rejected step is {lane.first_rejected}: look for a division or log of 0, or lower the rate"
+    if not lane.config.nonfinite.triage:
+        hint += "; `nonfinite: {triage: true}` under train names the operator and the samples"
+    return Gate("steps accepted", good, actual, "some, and the last one", "" if good else hint)
 
 
 def steps_per_epoch(batches: Batches, accumulate: int) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.errors import ConfigError, Unavailable
 from layerline.training.config.sections import Config
 from layerline.training.model.canonical_names import unwrap
 from layerline.training.model.split_tensors import device_of, is_split
@@ -19,6 +20,22 @@ if TYPE_CHECKING:
     from layerline.training.distributed.ranks import Ranks
     from layerline.training.loop.step_engine import Lane
     from layerline.training.model.recompute import Checkpointed
+
+
+def chosen_device(choice: str, where: str) -> str:
+    """ "cuda" or "cpu", for "auto", "cuda" or "cpu".
+
+    Raises:
+        Unavailable: torch finds no CUDA device, and `choice` asks for one.
+    """
+    if choice == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if choice == "cuda":
+        hint = "set it to auto or cpu, or mend the driver"
+        raise Unavailable("torch finds no CUDA device here", where=where, hint=hint)
+    return "cpu"
 
 
 def checkpoint_layers(models: Iterable[nn.Module], config: Config) -> list[Checkpointed]:

@@ -1,0 +1,1 @@
+"""Quantisation-aware training on the fused ONNX graph, by the plan that calibration made."""

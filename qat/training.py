@@ -1,0 +1,238 @@
+"""Trains a calibrated graph with fake quantisation, and checks that the quantised ONNX computes what was trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from layerline.backends.base import Feed
+from layerline.backends.light import Light
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib.histogram import shortest
+from layerline.calib.plan import QuantPlan
+from layerline.calib.scales import LEVELS
+from layerline.graph.analysis.ir_queries import graph_values
+from layerline.graph.io.ir_convert import to_ir
+from layerline.graph.io.opset import raise_opset
+from layerline.graph.quantization import own_qdq, qdq, rounding
+from layerline.graph.quantization.convert import Calibrated
+from layerline.graph.quantization.weight_sources import weight_of
+from layerline.pipeline.config.qat_options import QatOptions
+from layerline.pipeline.errors import StageError, memory_told
+from layerline.pipeline.inputs.batches import described
+from layerline.pipeline.inspection import Inspection
+from layerline.pipeline.report import Gate, Scalar
+from layerline.pipeline.stage import Work
+from layerline.qat import student
+from layerline.qat.graph_module import GraphModule
+from layerline.training.config.sections import Config
+from layerline.training.data.batches import Batches
+from layerline.training.run import hook_trial, train_loop
+from layerline.training.setup.capabilities import chosen_device
+
+CLOSE = 1e-3
+"""What an operator may differ by between torch and onnxruntime, as part of the greatest magnitude of its result."""
+
+
+SCALES = "graph.quantizers.*"
+"""The names of learned scales among a student's parameters."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The calibrated graph with trained weights and scales, and what its report says of the training."""
+
+    calibrated: Calibrated
+    gates: tuple[Gate, ...]
+    notes: tuple[str, ...]
+    metrics: Mapping[str, Scalar]
+
+
+def check(model: Light, probes: Sequence[Feed]) -> None:
+    """Checks, before anything is calibrated, that torch computes the float graph as onnxruntime does, with gradients.
+
+    Raises:
+        StageError: names the value that differs most, or an operator that has no gradient; or the model brings its own
+            Q/DQ.
+    """
+    if own_qdq.present(model):
+        raise StageError(
+            "training starts from a float model, and this one brings its own Q/DQ",
+            where="quantize.mode",
+            hint="mode: int8 keeps them with their scales",
+        )
+    model = raise_opset(model, qdq.required_opset(model))
+    graph = GraphModule(model)
+    smallest = min(probes, key=lambda feed: sum(array.size for array in feed.values()))
+    outputs = graph.compute({name: torch.as_tensor(array) for name, array in smallest.items()})
+    if not any(output.requires_grad for output in outputs.values()):
+        raise StageError("no output depends on a weight that can be trained", where="quantize.mode")
+    name, ratio = worst(graph, model, probes[:1], {})
+    if ratio > 1:
+        raise StageError(
+            f"torch and onnxruntime differ by {ratio:.3g} times the tolerance in the operator that computes this value",
+            where=name,
+            hint="mode: int8 quantises the model without training",
+        )
+
+
+def look_at(look: Inspection, options: QatOptions) -> None:
+    """Tries the hooks of the training on two samples of the float model, where no earlier stage has tried them."""
+    if any(finding.item == "loss()" for finding in look.findings):
+        return
+    if not look.task.has("model"):
+        with look.item("train_data()"):
+            look.ok("train_data()", described(next(Batches(look.task.call("train_data"), batch_size=2).forever())))
+        return
+    # The float model has no scales, and is its own teacher.
+    plain = options.model_copy(update={"learned_scales": False, "distill": 0.0})
+    hook_trial.look_at_training(
+        look,
+        _config(plain),
+        steps=options.steps,
+        epochs=options.epochs,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        device=lambda: chosen_device(options.device, "quantize.qat.device"),
+    )
+
+
+def train(work: Work, calibrated: Calibrated, options: QatOptions, probes: Sequence[Feed]) -> Trained:
+    """Trains on the task's train_data() and loss(), from the weights and the plan of a calibration.
+
+    A training that was interrupted goes on from its last checkpoint.
+
+    Raises:
+        TaskError: a hook failed, or loss() uses more of the model than calling it.
+        StageError: the loss stopped being finite.
+    """
+    graph = GraphModule(calibrated.model, calibrated.plan, learned=options.learned_scales)
+    behind = student.maker(work.task, graph.inputs, graph.outputs)
+    teacher = behind(GraphModule(calibrated.model)) if options.distill else None
+    with train_loop.deterministic(), memory_told():
+        run = train_loop.prepare(
+            work.task,
+            _config(options),
+            epochs=options.epochs,
+            steps=options.steps,
+            batch_size=options.batch_size,
+            seed=options.seed,
+            device=torch.device(chosen_device(options.device, "quantize.qat.device")),
+            model=behind(graph),
+            teacher=teacher,
+        )
+        run.loss = _freezing(run.loss, graph, run, round(options.freeze_after * run.total))
+        train_loop.train(run, work.scratch, work.log)
+        if options.ema_decay:
+            run.mo.switch_to_ema()
+    graph.cpu().eval()
+    trained = graph.trained(calibrated.model)
+    plan = _with_scales(calibrated.plan, trained, graph.scales())
+    result = dataclasses.replace(calibrated, model=trained, plan=plan, shifts={}, rounded=rounding.Rounded())
+    notes = [*run.mo.warnings]
+    if run.resumed is not None:
+        notes.append(f"training resumed at step {run.resumed}")
+    gates = (train_loop.accepted(run.lane), _equal(graph, result, probes))
+    metrics: dict[str, Scalar] = {"qat_steps": run.lane.steps, "qat_loss": run.lane.loss}
+    return Trained(result, gates, tuple(notes), metrics)
+
+
+def worst(graph: GraphModule, model: Light, probes: Sequence[Feed], steps: Mapping[str, float]) -> tuple[str, float]:
+    """The value in which torch and onnxruntime differ most, and how many times more than they may.
+
+    Each operator is computed in torch from what onnxruntime computed before it: an element half-way between two steps,
+    which falls on either side, counts once and not in all that follows.
+
+    Args:
+        model: what onnxruntime runs; it has the graph's values under their names.
+        steps: what a quantised value may differ by, by name; the others may by `CLOSE`.
+    """
+    names = [name for step in graph.steps for name in step.outputs if name]
+    session = OnnxRuntime(few_runs=True).open(model, [n for n in names if n not in graph.outputs])
+    greatest = ("", 0.0)
+
+    def watch(name: str, mine: Tensor) -> Tensor:
+        nonlocal greatest
+        if name not in theirs:
+            return mine
+        other = torch.as_tensor(theirs[name])
+        ratio = _distance(mine, other, steps.get(name))
+        if ratio > greatest[1]:
+            greatest = (name, ratio)
+        return other
+
+    for feed in probes:
+        theirs = session.run(feed)
+        with torch.no_grad():
+            graph.compute({name: torch.as_tensor(feed[name]) for name in graph.inputs}, watch)
+    return greatest
+
+
+def _distance(mine: Tensor, other: Tensor, step: float | None) -> float:
+    """The greatest difference of two tensors in units of what is allowed."""
+    if mine.shape != other.shape:
+        return float("inf")
+    same = (mine == other) | (mine.isnan() & other.isnan())
+    if bool(same.all()):
+        return 0.0
+    size = other[other.isfinite()].abs().amax() if bool(other.isfinite().any()) else torch.zeros(())
+    allowed = CLOSE * float(size) + 1e-30 if step is None else step
+    difference = torch.where(same, 0.0, (mine.double() - other.double()).abs()).amax()
+    return float(difference) / allowed if bool(difference.isfinite()) else float("inf")
+
+
+def _equal(graph: GraphModule, result: Calibrated, probes: Sequence[Feed]) -> Gate:
+    """Whether the quantised ONNX computes what the trained module does, within one step of each scale."""
+    steps = {value.name: min(value.scales) for value in result.plan.values if value.role == "activation"}
+    name, ratio = worst(graph, qdq.apply(result.model, result.plan), probes, steps)
+    unit = "steps of its scale" if name in steps else "times the tolerance"
+    actual = f"{name} differs by {ratio:.2g} {unit}" if name else "no difference"
+    return Gate("quantised as trained", ratio <= 1, actual, "at most one step of the scale, in each value")
+
+
+def _freezing(
+    loss: Callable[..., Any], graph: GraphModule, run: train_loop.Run, step: int
+) -> Callable[..., tuple[Tensor, float | None]]:
+    """The same loss; from that optimizer step on the scales get no gradient, also after a resume."""
+
+    def frozen_in_time(model: Any, batch: Any) -> tuple[Tensor, float | None]:
+        graph.freeze_scales(run.attempted >= step)
+        result: tuple[Tensor, float | None] = loss(model, batch)
+        return result
+
+    return frozen_in_time
+
+
+def _config(options: QatOptions) -> Config:
+    sections: dict[str, Any] = {
+        "optimizer": {"name": "adamw", "lr": options.lr, "weight_decay": 0.0},
+        "scheduler": {"name": "cosine", "warmup_ratio": 0.05},
+    }
+    if options.learned_scales:
+        sections["optimizer"]["groups"] = [{"match": SCALES, "lr": options.scale_lr}]
+    if options.ema_decay:
+        sections["ema"] = {"decay": options.ema_decay, "warmup": True}
+    if options.distill:
+        sections["distillation"] = {"alpha": options.distill}
+    return Config.model_validate(sections)
+
+
+def _with_scales(plan: QuantPlan, model: Light, scales: Mapping[str, np.ndarray[Any, Any]]) -> QuantPlan:
+    """The same plan with trained scales."""
+    stored = {value.name: value for value in graph_values(to_ir(model).graph)}
+    values = []
+    for item in plan.values:
+        numbers = tuple(shortest(scale) for scale in scales[item.name])
+        ends = item.seen
+        weight = weight_of(stored[item.name]) if item.role == "weight" else None
+        if weight is not None:
+            ends = (shortest(weight.min()), shortest(weight.max()))
+        amax = shortest(LEVELS * max(numbers))
+        values.append(dataclasses.replace(item, scales=numbers, amax=amax, seen=ends, calibrator="qat"))
+    return dataclasses.replace(plan, values=tuple(values))

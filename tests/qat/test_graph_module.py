@@ -1,0 +1,182 @@
+"""A graph as a torch module: the same values, the plan's places, gradients for weights, and what it refuses."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from onnx import numpy_helper, parser
+
+from layerline.backends.light import split
+from layerline.backends.onnxruntime import OnnxRuntime
+from layerline.calib.histogram import Histogram
+from layerline.graph.io.ir_convert import to_ir
+from layerline.graph.quantization import qdq, qdq_placement
+from layerline.pipeline.errors import StageError
+from layerline.qat import training
+from layerline.qat.graph_module import GraphModule
+
+RNG = np.random.default_rng(0)
+NET = """g (float[n, 3, 6, 6] x) => (float[n, 4] y) {
+  a = Conv <pads = [1, 1, 1, 1]> (x, w1, b1)
+  r = Relu (a)
+  c = Conv <pads = [1, 1, 1, 1], group = 4> (r, w2, b2)
+  s = Add (c, r)
+  m = Mul (s, half)
+  k = Concat <axis = 1> (m, r)
+  p = GlobalAveragePool (k)
+  f = Flatten (p)
+  v = Transpose (wf)
+  l = MatMul (f, v)
+  y = Add (l, bf)
+}"""
+SHAPES = {"w1": (4, 3, 3, 3), "b1": (4,), "w2": (4, 1, 3, 3), "b2": (4,), "half": (4, 1, 1), "wf": (4, 8), "bf": (4,)}
+WEIGHTS = {name: RNG.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+X = RNG.standard_normal((5, 3, 6, 6)).astype(np.float32)
+
+
+def light(text=NET, **weights):
+    model = parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20]>\n{text}')
+    model.graph.initializer.extend(numpy_helper.from_array(v, k) for k, v in (weights or WEIGHTS).items())
+    return split(model)
+
+
+def plan_of(model, feed):
+    placement = qdq_placement.place(model)
+    names = [wanted.name for wanted in placement.wanted if wanted.role == "activation"]
+    values = {**feed, **OnnxRuntime().open(model, names).run(feed)}
+    histograms = {name: Histogram() for name in names}
+    for name, histogram in histograms.items():
+        histogram.update(values[name])
+    return qdq.plan(model, placement, histograms, "minmax")
+
+
+def places(plan):
+    return {(value.name, *reader) for value in plan.values for reader in value.readers}
+
+
+def places_in(model):
+    """Who reads what behind a DequantizeLinear, by the name of the float value."""
+    made = {o: node for node in model.model.graph.node for o in node.output}
+    found = set()
+    for node in model.model.graph.node:
+        for index, name in enumerate(node.input):
+            source = made.get(name)
+            if source is not None and source.op_type == "DequantizeLinear":
+                found.add((name.removesuffix("/dequantized"), node.output[0], index))
+    return found
+
+
+def test_it_computes_what_onnxruntime_does_and_trains_weights_and_biases_alone():
+    model = light()
+    module = GraphModule(model)
+    (mine,) = module(torch.from_numpy(X))
+    assert np.allclose(mine.detach().numpy(), OnnxRuntime().open(model).run({"x": X})["y"], rtol=1e-5, atol=1e-6)
+    mine.sum().backward()
+    trained = {name.rpartition(".")[2].rpartition("_")[0] for name, _ in module.named_parameters()}
+    assert trained == {"w1", "b1", "w2", "b2", "wf", "bf"}
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_what_is_fake_quantised_is_what_the_plan_says_and_the_onnx_has():
+    model = light()
+    plan = plan_of(model, {"x": X})
+    module = GraphModule(model, plan)
+    quantized = qdq.apply(model, plan)
+    assert {v.name for v in plan.values} == {"x", "w1", "r", "w2", "m", "k", "f", "v"}
+    assert module.quantized == places(plan) == places_in(quantized)
+    steps = {value.name: value.scales[0] for value in plan.values if value.role == "activation"}
+    name, ratio = training.worst(module, quantized, [{"x": X}], steps)
+    assert ratio < 0.01, name
+
+
+def test_another_scale_is_more_than_a_step_away():
+    model = light()
+    plan = plan_of(model, {"x": X})
+    values = tuple(
+        dataclasses.replace(v, scales=(v.scales[0] * 3,)) if v.name == "r" else v for v in plan.values
+    )  # fmt: skip
+    quantized = qdq.apply(model, dataclasses.replace(plan, values=values))
+    name, ratio = training.worst(GraphModule(model, plan), quantized, [{"x": X}], {})
+    assert name == "c" and ratio > 1
+
+
+def test_values_that_share_a_scale_train_one():
+    model = light()
+    plan = plan_of(model, {"x": X})
+    assert plan.value("m").shared == ("k", "r")
+    module = GraphModule(model, plan, learned=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module(torch.from_numpy(X))[0].square().sum().backward()
+    optimizer.step()
+    scales = module.scales()
+    assert scales["m"] == scales["k"] == scales["r"] != plan.value("m").scales[0]
+    assert len(scales["w1"]) == 4
+
+
+def test_pruned_weights_stay_zero_and_the_others_move():
+    pruned = WEIGHTS["w1"].copy()
+    pruned.reshape(-1, 2)[::2] = 0  # half of them
+    model = light(**{**WEIGHTS, "w1": pruned})
+    module = GraphModule(model, plan_of(model, {"x": X}), learned=True)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        module(torch.from_numpy(X))[0].square().sum().backward()
+        optimizer.step()
+    after = to_ir(module.trained(model)).graph.initializers["w1"].const_value.numpy()
+    assert np.array_equal(after == 0, pruned == 0) and not np.allclose(after, pruned)
+    # The graph keeps its names, and what is not trained its numbers.
+    trained = module.trained(model)
+    assert [n.output for n in trained.model.graph.node] == [n.output for n in model.model.graph.node]
+    assert np.array_equal(to_ir(trained).graph.initializers["half"].const_value.numpy(), WEIGHTS["half"])
+
+
+def test_an_operator_without_a_gradient_is_named_before_anything_is_trained():
+    text = """g (float[4, n, 3] x) => (float[4, 1, n, 2] y) {
+      l = MatMul (x, w)
+      y, h, c = LSTM <hidden_size = 2> (l, a, b)
+    }"""
+    weights = {"w": (3, 3), "a": (1, 8, 3), "b": (1, 8, 2)}
+    model = light(text, **{name: RNG.standard_normal(shape).astype(np.float32) for name, shape in weights.items()})
+    with pytest.raises(StageError, match="no gradient for this LSTM") as error:
+        training.check(model, [{"x": np.ones((4, 2, 3), np.float32)}])
+    assert error.value.where == "y" and "mode: int8" in error.value.hint
+
+
+def test_operators_without_a_gradient_are_no_matter_where_none_passes():
+    text = """g (float[n, 3] x) => (float[n, 2] y, int64[n, 2] which) {
+      y = MatMul (x, w)
+      none = IsInf (x)
+      which = Cast <to = 7> (y)
+    }"""
+    model = light(text, w=RNG.standard_normal((3, 2)).astype(np.float32))
+    training.check(model, [{"x": np.ones((4, 3), np.float32)}])
+
+
+def test_a_value_that_torch_computes_otherwise_is_named():
+    text = """g (float[n, 3] x) => (float[n, 2] y) {
+      noise = RandomNormalLike (x)
+      noisy = Add (x, noise)
+      y = MatMul (noisy, w)
+    }"""
+    model = light(text, w=RNG.standard_normal((3, 2)).astype(np.float32))
+    with pytest.raises(StageError, match="differ by") as error:
+        training.check(model, [{"x": np.ones((4, 3), np.float32)}])
+    assert error.value.where == "noise"
+
+
+def test_weights_in_half_precision_are_refused():
+    text = """g (float16[n, 3] x) => (float16[n, 2] y) {
+      y = MatMul (x, w)
+    }"""
+    model = light(text, w=RNG.standard_normal((3, 2)).astype(np.float16))
+    with pytest.raises(StageError, match="needs float32 weights, and this one is float16") as error:
+        GraphModule(model)
+    assert error.value.where == "w"
+
+
+def test_a_model_without_weights_is_refused():
+    model = light("g (float[n, 3] x) => (float[n, 3] y) {\n y = Relu (x)\n}", unused=np.ones(1, np.float32))
+    with pytest.raises(StageError, match="no output depends on a weight"):
+        training.check(model, [{"x": np.ones((4, 3), np.float32)}])
