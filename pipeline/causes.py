@@ -17,7 +17,7 @@ from statistics import fmean, median
 from layerline.pipeline import quantize_causes
 from layerline.pipeline.errors import Unavailable, brief
 from layerline.pipeline.evidence import HALF_TYPES, Cause, Evidence, NonFinite, Rule, figure, format_setting, of_lost
-from layerline.pipeline.report import Report
+from layerline.pipeline.report import Gate, Report
 
 __all__ = ["Cause", "Evidence", "NonFinite", "Rule", "rules"]
 GROUP = "layerline.causes"
@@ -97,21 +97,28 @@ def parity_failed(evidence: Evidence) -> Iterator[Cause]:
             evidence=f"{first.op} {first.where}: {first.judged} {measured}, tolerance {figure(first.tolerance)}"
             + (f"; {cause}" if cause else ""),
             advice=f"see the smallest model that shows it: pipe debug {stage}",
-            confidence=0.9,
+            # It names the layer; what gates say of the outputs follows from it.
+            confidence=0.94,
         )
 
 
 def failed_gates(evidence: Evidence) -> Iterator[Cause]:
     """Gates that say themselves what is wrong, such as calibration data of another size than the evaluation's."""
     for stage, report in evidence.reports.items():
+        kinds: dict[str, list[Gate]] = {}
         for gate in report.gates:
             if gate.passed or "budget" in gate.name or gate.name in ("output SQNR", "output cosine", "search"):
                 continue
+            # "module itself, batch=1" and "module itself, batch=8" are one cause.
+            kinds.setdefault(gate.name.split(",")[0], []).append(gate)
+        for gates in kinds.values():
+            first = gates[0]
+            more = f"; {len(gates) - 1} more gates of this kind fail" if len(gates) > 1 else ""
             yield Cause(
-                name=gate.name,
+                name=first.name,
                 stage=stage,
-                evidence=f"{gate.seen}; expected {gate.expected}",
-                advice=gate.hint or f"see: pipe diff {stage}",
+                evidence=f"{first.seen}; expected {first.expected}{more}",
+                advice=first.hint or f"see: pipe diff {stage}",
                 confidence=0.93,  # a gate measured it; the rules below infer
             )
 

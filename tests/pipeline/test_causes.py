@@ -148,6 +148,14 @@ def test_a_gate_that_says_what_is_wrong() -> None:
     assert (cause.name, cause.advice) == ("calibration data", "scale") and "255" in cause.evidence
 
 
+def test_a_value_that_differs_comes_before_the_gates_that_follow_from_it() -> None:
+    gates = [Gate(f"module itself, batch={n}", False, f"seen {n}", "little") for n in (1, 3)]
+    bad = record("y", "Gemm", rel_l2=0.5, tolerance=0.1, module="fc")
+    listed = why.ranked(evidence("export", bad, gates=tuple(gates)))
+    assert [cause.name for cause in listed] == [causes.PARITY, "module itself, batch=1"]
+    assert listed[0].layer == "fc" and "seen 1; expected little; 1 more gates" in listed[1].evidence
+
+
 def test_a_loss_that_rose_again() -> None:
     good = [{"step": i, "loss": 2.0 / (i + 1)} for i in range(40)]
     assert not list(causes.training_diverged(evidence("train", logs={"train": good})))
