@@ -14,7 +14,7 @@ from layerline.compare.comparison_graph import effects_graph
 from layerline.compare.pair_metrics import Pair, distance, trusted
 from layerline.compare.tensor_distance import Distance
 from layerline.graph.analysis.rounding_noise import drawn
-from layerline.pipeline.report import EFFECT, Report, decibels
+from layerline.pipeline.report import EFFECT, OWN, Report, decibels
 
 LAYERS = 128
 """So many layers are measured at most, those that are named first."""
@@ -31,7 +31,9 @@ def with_effects(report: Report, reference: Model, candidate: Model, feeds: Sequ
     records = []
     for record in report.records:
         if record.name in shares:
-            record = replace(record, extra={**record.extra, EFFECT: decibels(1.0, shares[record.name])})
+            # Beside the own error, in the order of the columns.
+            figures = {OWN: record.extra[OWN], EFFECT: decibels(1.0, shares[record.name])}
+            record = replace(record, extra={**figures, **record.extra})
         records.append(record)
     return replace(report, records=tuple(records))
 
