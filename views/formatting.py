@@ -123,7 +123,7 @@ def heading(key: str) -> str:
     if key in _HEADINGS:
         return _HEADINGS[key]
     spelled = key.replace("sqnr_db", "SQNR dB").replace("samples_s", "samples/s")
-    return re.sub(r"\bbytes\b", "size", spelled.replace("_", " "))
+    return re.sub(r"\bbytes\b", "size", re.sub(r"_db\b", " dB", spelled).replace("_", " "))
 
 
 def count(number: int, noun: str) -> str:

@@ -208,7 +208,9 @@ def _runs(paths: Sequence[tuple[str, ...]], start: int, stop: int, depth: int, s
         inner: list[LayerRun] = []
         if any(len(path) > depth for path in paths[begin:end]):
             inner = _runs(paths, begin, end, depth + 1, slots)
-        if inner and _have_room(inner, slots):
+        # A module that is a row itself, beside its parts, needs no room for its name.
+        parts = [run for run in inner if len(run.path) > depth]
+        if parts and _have_room(parts, slots):
             runs += inner
         else:
             runs.append(LayerRun(beginning, begin, end))

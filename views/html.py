@@ -184,7 +184,7 @@ def _stage(
         layer = layer_of.get(first.name, first.where)
         columns = {"SQNR dB": first.sqnr_db, "own dB": first.extra.get(OWN)}
     levels = {name: decibels(None if level is None else float(level)) for name, level in columns.items()}
-    if not any(levels.values()):
+    if set(levels.values()) <= {"", "equal"}:
         layer = ""
     summary = {**levels, "compared": counts[0], "failed": counts[1], "seconds": f"{record.seconds:.1f}"}
     # Figures in DEPLOYED come first, so that the limit never cuts them.

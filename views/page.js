@@ -159,6 +159,7 @@ class Grid {
       const own = heads.map((head) => cells.find((c) => c.head === head));
       const rest = cells.filter((c) => !own.includes(c)).map(({ head, text }) => `${head} ${text}`).join(" · ");
       const shown = own.map((c) => (c ? cell(c.kind, c.text) : make("td")));
+      shown.filter(({ className }) => className === "text").forEach((td) => breakable(td, td.textContent));
       const also = make("td", rest, { className: "also" });
       body.insertRow().append(make("th", stage, { scope: "row" }), ...shown, also);
     }

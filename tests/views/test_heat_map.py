@@ -99,6 +99,12 @@ def test_groups_are_as_deep_as_there_is_room() -> None:
     assert len(set(numbered)) == len(numbered)
 
 
+def test_a_module_that_is_a_row_itself_does_not_hide_the_names_of_its_parts() -> None:
+    names = [f"encoder.{i // 6}.part_{i % 6}" for i in range(60)]
+    records = tuple(diff(n, n, db=30.0) for n in [*names, "encoder"])
+    assert texts(draw(Report(stage="s", records=records)), "group")[:3] == ["encoder.0", "encoder.1", "encoder.2"]
+
+
 def test_a_group_is_named_by_its_parts_only_where_their_paths_are_read_whole() -> None:
     found = Report(
         stage="s", records=tuple(diff(f"v{i}", f"encoder{i // 40}.block.part{i % 40}", db=30.0) for i in range(80))
