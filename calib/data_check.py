@@ -27,15 +27,14 @@ def look_at_calibration(look: Inspection, inputs: Sequence[Input], hooks: Sequen
     Args:
         requested: number of samples that pipe.yaml asks for; None where it does not say.
     """
-    available = [hook for hook in hooks if look.task.has(hook)]
-    if not available:
+    hook = next((hook for hook in hooks if look.task.has(hook)), None)
+    if hook is None:
         look.warn(
             "calib_data()",
             f"the task defines none of {', '.join(f'{h}()' for h in hooks)}, so nothing can be calibrated",
             "define calib_data(), or use quantize.mode: fp16, which needs no data",
         )
         return
-    hook = available[0]
     with look.item(f"{hook}()"):
         source = look.task.call(hook)
         batch = next(iter(Samples(source, inputs, hook=hook, batch_size=FEW, limit=FEW)))
@@ -106,7 +105,8 @@ def _try_metric(
             try:
                 scores = score(metric, *more)
             except TaskError:
-                if form(source, "eval_data") != "batches" or not _of_one_class(more[1]):
+                targets = np.asarray(next(leaves(more[1])))  # a metric over classes has no value for a single one
+                if form(source, "eval_data") != "batches" or np.unique(targets).size > 1:
                     raise on_few from None
                 look.warn("metric()", on_few.what, f"the first {MORE} samples are of one class: shuffle eval_data(), "
                           "or make sure that metric() takes all of it", on_few.where)  # fmt: skip
@@ -119,12 +119,6 @@ def _try_metric(
         by_metric(max_drop, scores)
     figures = ", ".join(f"{name} {value:.4g}" for name, value in scores.items()) or "no figure"
     look.ok("metric()", f"{figures} on outputs {outlined(outputs)}")
-
-
-def _of_one_class(targets: Any) -> bool:
-    """Whether all targets are of one class, for which a metric over classes has no value."""
-    first = next(leaves(targets))
-    return bool(np.unique(np.asarray(first)).size <= 1)
 
 
 def _predicted(look: Inspection, source: Any, inputs: Sequence[Input], run: Predict, limit: int) -> tuple[Any, Any]:

@@ -49,43 +49,26 @@ class _Named:
     """A batch, a sample or columns: arrays by input name, the target and the slices; None where there are none."""
 
     feed: dict[str, Array]
-    target: Any
+    target: Any = None
     slices: Array | None = None
 
     def select(self, rows: npt.NDArray[np.int64]) -> _Named:
         """Some rows; an array without axes stays as it is, for all of them."""
-        feed = {name: _select(array, rows) for name, array in self.feed.items()}
-        return _Named(feed, self.select_target(rows), self.select_slices(rows))
-
-    def select_slices(self, rows: npt.NDArray[np.int64]) -> Array | None:
-        """The slices of some rows."""
-        return None if self.slices is None else _select(self.slices, rows)
-
-    def select_target(self, rows: npt.NDArray[np.int64]) -> Any:
-        """The target of some rows."""
-        if self.target is None:
-            return None
-        return mapped(self.target, lambda array: _select(array, rows))
+        parts = (self.feed, self.target, self.slices)
+        return _Named(*mapped(parts, lambda array: array if array is None or not array.ndim else array[rows]))
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One run of the model.
+    """One run of the model."""
 
-    Attributes:
-        feed: arrays by input name, in the model's types.
-        target: what the metric compares with: an array, or arrays in tuples and dicts; None where the data has none.
-        rows: number of samples in it.
-        slices: the part of the data that each sample belongs to; None where the data does not say.
-        filler: rows at the end that are no samples. Where the model's batch axis is fixed, a short last batch is filled
-            up with copies of its first sample.
-    """
-
-    feed: dict[str, Array]
-    target: Any
-    rows: int
+    feed: dict[str, Array]  # arrays by input name, in the model's types
+    target: Any  # what the metric compares with: an array, or arrays in tuples and dicts; None where the data has none
+    rows: int  # number of samples in it
+    # rows at the end that are no samples. Where the model's batch axis is fixed, a short last batch is filled up with
+    # copies of its first sample
     filler: int = 0
-    slices: Array | None = None
+    slices: Array | None = None  # the part of the data that each sample belongs to; None where the data does not say
 
     def real(self, array: Array) -> Array:
         """An output of the model for this batch, without the filler."""
@@ -126,13 +109,16 @@ class Samples:
         self._hook = hook
         self._limit = limit
         self._purpose = purpose
-        self._fixed = _fixed_batch(self._inputs)
+        self._fixed: int | None = None  # the static first dimension that all inputs share
+        sizes = {i.shape[0] for i in self._inputs if i.shape}
+        if len(sizes) == 1:
+            size = sizes.pop()
+            self._fixed = size if isinstance(size, int) else None
         self._batch_size = self._fixed or batch_size
         self._rows_before: int | None = None  # of the last complete pass
 
     def __iter__(self) -> Iterator[Batch]:
-        one_shot = isinstance(self._data, Iterator)
-        if one_shot and self._rows_before is not None:
+        if isinstance(self._data, Iterator) and self._rows_before is not None:
             raise self._cannot_replay("it is used up")
         rows = 0
         for number, raw in enumerate(self._raw_batches()):
@@ -152,29 +138,17 @@ class Samples:
         self._rows_before = rows
 
     def count(self) -> int | None:
-        """The number of samples, without reading them; None where only reading would tell.
-
-        Raises:
-            TaskError: as on iterating.
-        """
-        total = self._total()
-        if total is None or self._limit is None:
-            return total
-        return min(total, self._limit)
-
-    def _total(self) -> int | None:
+        """The number of samples, without reading them; None where only reading would tell."""
         data = self._data
-        if isinstance(data, list) and not data:
-            return 0
-        kind = form(data, self._hook)
-        if kind == "columns":
-            return rows(with_arrays(data))
-        if kind == "samples":
-            length: int = self._call_user(len, data)
-            return length
         if isinstance(data, list):
-            return sum(self._samples_in(self._named(with_arrays(raw)).feed) for raw in data)
-        return None
+            total = sum(self._samples_in(self._named(with_arrays(raw)).feed) for raw in data)
+        elif form(data, self._hook) == "columns":
+            total = rows(with_arrays(data))
+        elif form(data, self._hook) == "samples":
+            total = self._call_user(len, data)
+        else:
+            return None
+        return total if self._limit is None else min(total, self._limit)
 
     def _cannot_replay(self, why: str) -> TaskError:
         return TaskError(
@@ -187,9 +161,12 @@ class Samples:
         data = self._data
         kind = form(data, self._hook)
         if kind == "columns":
-            yield from self._slices(self._named(with_arrays(data)), rows(with_arrays(data)))
+            columns = self._named(with_arrays(data))
+            for numbers in self._numbers(rows(with_arrays(data))):
+                yield self._narrow(columns.select(numbers), numbers)
         elif kind == "samples":
-            yield from self._collated(data)
+            for numbers in self._numbers(self._call_user(len, data)):
+                yield self._narrow(self._collated(data, numbers.tolist()), numbers)
         else:
             batches = self._call_user(iter, data)
             while (batch := self._call_user(next, batches, _END)) is not _END:
@@ -208,32 +185,31 @@ class Samples:
                 hint="run again with --debug for the traceback",
             ) from error
 
-    def _slices(self, columns: _Named, total: int) -> Iterator[_Named]:
-        chosen = _spread(total, self._limit)
-        for start in range(0, chosen.size, self._batch_size):
-            numbers = chosen[start : start + self._batch_size]
-            yield self._narrow(columns.select(numbers), numbers)
+    def _numbers(self, total: int) -> Iterator[npt.NDArray[np.int64]]:
+        """Positions of the samples of each batch: at most `limit` of `total`, evenly spread."""
+        count = total if self._limit is None else min(total, self._limit)
+        chosen = np.arange(count, dtype=np.int64) * total // max(count, 1)
+        for start in range(0, count, self._batch_size):
+            yield chosen[start : start + self._batch_size]
 
-    def _collated(self, dataset: Any) -> Iterator[_Named]:
-        chosen = _spread(self._call_user(len, dataset), self._limit)
-        for start in range(0, chosen.size, self._batch_size):
-            numbers = [int(i) for i in chosen[start : start + self._batch_size]]
-            samples = [self._named(with_arrays(self._call_user(dataset.__getitem__, i))) for i in numbers]
-            feed: dict[str, Array] = {}
-            for name in samples[0].feed:
-                feed[name] = self._stack(name, [sample.feed[name] for sample in samples], numbers)
-            target = self._stacked_targets([sample.target for sample in samples], numbers)
-            slices = [sample.slices for sample in samples if sample.slices is not None]
-            named = _Named(feed, target, self._stack(SLICE, slices, numbers) if slices else None)
-            yield self._narrow(named, numbers)
+    def _collated(self, dataset: Any, numbers: list[int]) -> _Named:
+        samples = [self._named(with_arrays(self._call_user(dataset.__getitem__, i))) for i in numbers]
+        feed = {name: self._stack(name, [s.feed[name] for s in samples], numbers) for name in samples[0].feed}
+        targets = [sample.target for sample in samples]
+        slices = [sample.slices for sample in samples if sample.slices is not None]
+        try:
+            target = None if targets[0] is None else collate(targets, lambda p: self._stack("target", p, numbers))
+        except (KeyError, ValueError, TypeError) as error:
+            raise TaskError(
+                f"the targets of {self._hook}() differ in structure: {outlined(targets[0])} and others",
+                where=f"{self._hook}: target",
+                hint="give each sample a target of the same keys",
+            ) from error
+        return _Named(feed, target, self._stack(SLICE, slices, numbers) if slices else None)
 
-    def _narrow(self, named: _Named, numbers: Sequence[int] | npt.NDArray[np.int64]) -> _Named:
-        """Casts the inputs to the model's types and checks that these hold their values.
-
-        Args:
-            numbers: positions of the samples in the data, for errors.
-        """
-        samples = [int(n) for n in numbers]
+    def _narrow(self, named: _Named, numbers: npt.NDArray[np.int64]) -> _Named:
+        """Casts the inputs to the model's types and checks that these hold the values of the samples `numbers`."""
+        samples = numbers.tolist()
         feed = dict(named.feed)
         for declared in self._inputs:
             array = feed[declared.name]
@@ -241,24 +217,12 @@ class Samples:
                 feed[declared.name] = checked_cast(array, _dtype(declared.dtype), declared.name, self._hook, samples)
         return _Named(feed, named.target, named.slices)
 
-    def _stacked_targets(self, targets: list[Any], numbers: list[int]) -> Any:
-        if targets[0] is None:
-            return None
-        try:
-            return collate(targets, lambda parts: self._stack("", parts, numbers))
-        except (KeyError, ValueError, TypeError) as error:
-            raise TaskError(
-                f"the targets of {self._hook}() differ in structure: {outlined(targets[0])} and others",
-                where=f"{self._hook}: target",
-                hint="give each sample a target of the same keys",
-            ) from error
-
     def _stack(self, name: str, parts: list[Array], rows: list[int]) -> Array:
         for part, row in zip(parts, rows, strict=True):
             if part.shape != parts[0].shape:
                 raise TaskError(
                     f"samples {rows[0]} and {row} of {self._hook}() differ in shape: {parts[0].shape} and {part.shape}",
-                    where=f"{self._hook}: {name or 'target'}",
+                    where=f"{self._hook}: {name}",
                     hint="return ready batches of equal shapes, or set batch_size: 1",
                 )
         return np.stack(parts)
@@ -277,13 +241,11 @@ class Samples:
             target = _arrays(items[1]) if len(items) == 2 else None
             return _Named(self._by_name(items[0]), target)
         # A tuple holds the inputs alone or, where that is one array too many, the inputs and the target.
-        feed = self._in_order(items)
-        if feed is not None:
-            return _Named(feed, None)
-        feed = self._in_order(items[:-1])
-        if feed is not None:
-            target = None if items[-1] is None else _arrays(items[-1])
-            return _Named(feed, target)
+        for inputs, answer in ((items, None), (items[:-1], items[-1])):
+            arrays = list(leaves(inputs))
+            if len(arrays) == len(self._inputs):
+                feed = {i.name: as_array(array) for i, array in zip(self._inputs, arrays, strict=True)}
+                return _Named(feed, None if answer is None else _arrays(answer))
         names_in_order = [i.name for i in self._inputs]
         raise TaskError(
             f"{self._hook}() gives {len(list(leaves(items)))} arrays a batch, {outlined(raw)}; "
@@ -291,13 +253,6 @@ class Samples:
             where=self._hook,
             hint="give the inputs in this order, then optionally the target, or a dict by input name",
         )
-
-    def _in_order(self, items: list[Any]) -> dict[str, Array] | None:
-        """The arrays under the inputs' names, in order; None where their number differs."""
-        arrays = list(leaves(items))
-        if len(arrays) != len(self._inputs):
-            return None
-        return {i.name: as_array(array) for i, array in zip(self._inputs, arrays, strict=True)}
 
     def _by_name(self, raw: Mapping[Any, Any]) -> dict[str, Array]:
         names = [i.name for i in self._inputs]
@@ -328,11 +283,7 @@ class Samples:
         return 1
 
     def _fit(self, named: _Named, where: str) -> Iterator[Batch]:
-        """The batch as it came, or split into batches of the size that the model fixes.
-
-        Args:
-            where: name of the batch, for errors.
-        """
+        """The batch as it came, or split into batches of the size that the model fixes."""
         count = self._samples_in(named.feed)
         if count == 0:
             return
@@ -343,9 +294,9 @@ class Samples:
         for start in range(0, total, self._fixed):
             numbers = np.arange(start, min(start + self._fixed, total))
             filler = self._fixed - numbers.size
-            part = named.select(np.concatenate([numbers, np.full(filler, start)])).feed
-            feed, target = self._typed(part, where), named.select_target(numbers)
-            yield Batch(feed, target, numbers.size, filler, named.select_slices(numbers))
+            filled = named.select(np.concatenate([numbers, np.full(filler, start)]))
+            part = named.select(numbers)
+            yield Batch(self._typed(filled.feed, where), part.target, numbers.size, filler, part.slices)
 
     def _typed(self, feed: Mapping[str, Array], where: str) -> dict[str, Array]:
         return {i.name: _checked(feed[i.name], i, self._hook, where) for i in self._inputs}
@@ -373,7 +324,8 @@ def _dict_prefix(keys: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _checked(array: Array, expected: Input, hook: str, where: str) -> Array:
-    if not _fits(array.shape, expected.shape):
+    pairs = zip(expected.shape, array.shape, strict=False)
+    if array.ndim != len(expected.shape) or not all(isinstance(want, str) or want == size for want, size in pairs):
         raise TaskError(
             f"{hook}() gives shape {array.shape}; the model takes ({', '.join(map(str, expected.shape))})",
             where=f"{hook}: {expected.name}",
@@ -383,12 +335,6 @@ def _checked(array: Array, expected: Input, hook: str, where: str) -> Array:
             f"{hook}() gives {array.dtype}; the model takes {expected.dtype}", where=f"{hook}: {expected.name}"
         )
     return np.ascontiguousarray(checked_cast(array, _dtype(expected.dtype), expected.name, where))
-
-
-def _fits(shape: tuple[int, ...], expected: tuple[int | str, ...]) -> bool:
-    if len(shape) != len(expected):
-        return False
-    return all(isinstance(want, str) or want == size for want, size in zip(expected, shape, strict=True))
 
 
 def _castable(array: Array, expected: Input) -> bool:
@@ -411,22 +357,3 @@ def _arrays(target: Any) -> Any:
     if isinstance(target, tuple) or nested:
         return tuple(_arrays(v) for v in target)
     return as_array(target)
-
-
-def _select(array: Array, rows: npt.NDArray[np.int64]) -> Array:
-    return array[rows] if array.ndim else array
-
-
-def _fixed_batch(inputs: Sequence[Input]) -> int | None:
-    """The size of the batch axis where the model fixes it: the static first dimension that all inputs share."""
-    sizes = {i.shape[0] for i in inputs if i.shape}
-    if len(sizes) != 1:
-        return None
-    size = sizes.pop()
-    return size if isinstance(size, int) else None
-
-
-def _spread(total: int, limit: int | None) -> npt.NDArray[np.int64]:
-    """Evenly spread positions of at most `limit` of `total` samples."""
-    chosen = total if limit is None else min(total, limit)
-    return np.arange(chosen, dtype=np.int64) * total // max(chosen, 1)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -105,6 +106,16 @@ class Evaluation:
         measured = Measured(before, after, predictions)
         self._last = converted.measured, measured
         return measured
+
+    def refuse_unknown(self, model: Light, max_drop: MaxDrop | None) -> None:
+        """Refuses a budget for a metric that metric() does not give for the first batch of eval_data()."""
+        samples = self._data.evaluation() if isinstance(max_drop, Mapping) else None
+        if samples is None:
+            return
+        few = evaluate.predict({"float": OnnxRuntime().open(model)}, [next(iter(samples))])
+        with suppress(TaskError):  # a metric over classes may take more samples
+            names = score(self.metric, few.outputs["float"], few.targets)
+            by_metric(max_drop, names)
 
     def hold(self) -> None:
         """Keeps what was measured last, so that measuring that model again costs nothing."""

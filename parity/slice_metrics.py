@@ -12,7 +12,7 @@ import numpy as np
 
 from layerline.parity.evaluate import Predictions
 from layerline.parity.paired_metric import Interval, rows_of
-from layerline.pipeline.config.budgets import Budget
+from layerline.pipeline.config.budgets import Budget, usual
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.metric import Metric, score
 from layerline.pipeline.report import Scalar
@@ -27,7 +27,7 @@ def by_slice(metric: Metric, predictions: Predictions, budgets: Mapping[str, Bud
     """The metrics of both models on each slice, those that lost most first, and a sentence about what is left out.
 
     Args:
-        budgets: say in which direction a metric is a loss; without one, more is better.
+        budgets: say in which direction a metric is a loss; without one, its name does.
     """
     slices = _slices(predictions)
     if slices is None:
@@ -47,7 +47,7 @@ def by_slice(metric: Metric, predictions: Predictions, budgets: Mapping[str, Bud
             left_out += 1
             continue
         for each in [name for name in after if name in before]:
-            loss = budgets.get(each, Budget(drop=0.0)).loss(before[each], after[each])
+            loss = budgets.get(each, usual(each, 0.0)).loss(before[each], after[each])
             row: Row = {"slice": name, "samples": chosen.size, "metric": each}
             row |= {"float": before[each], "converted": after[each], "change": after[each] - before[each]}
             losses.append((loss, row))

@@ -17,14 +17,14 @@ from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.parity import evaluate, nonfinite_outputs
 from layerline.parity.nonfinite_outputs import NonFinite
 from layerline.parity.paired_metric import Interval, intervals
-from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric
+from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric, usual
 from layerline.pipeline.errors import PipeError, TaskError
 from layerline.pipeline.inputs.metric import Metric, accuracy, score
 from layerline.pipeline.report import Scalar
 from layerline.pipeline.stage import Work
 
 DEFAULT_DROP = "0.5%"
-"""What one stage may lose of a metric where pipe.yaml has no quantize.max_drop."""
+"""What one stage may lose of a metric where pipe.yaml has no quantize.max_drop; by its name a rise or a fall."""
 _Batch = TypeVar("_Batch")
 Opener = Callable[[], Session]
 
@@ -104,7 +104,7 @@ class _Judge:
         self.losses: dict[str, str] = {}
         self._metric = metric
         self._predictions = predictions
-        self._max_drop: MaxDrop = DEFAULT_DROP if max_drop is None else max_drop
+        self._max_drop = max_drop
         self._before: tuple[str, Mapping[str, float]] | None = None
 
     def add(self, stage: str) -> None:
@@ -127,7 +127,10 @@ class _Judge:
     def _compare(self, stage: str, now: Mapping[str, float], earlier: str, then: Mapping[str, float]) -> None:
         outputs = self._predictions.outputs
         certainty, _ = intervals(self._metric, outputs[earlier], outputs[stage], self._predictions.targets, (then, now))
-        budgets = by_metric(self._max_drop, now)
+        if self._max_drop is None:
+            budgets = {name: usual(name, DEFAULT_DROP) for name in now}
+        else:
+            budgets = by_metric(self._max_drop, now)
         for name, value in now.items():
             row: dict[str, Scalar] = {"stage": stage, "metric": name, "value": value, "change": value - then[name]}
             interval = certainty.get(name)

@@ -5,6 +5,7 @@ Stages do the looking, each in its `check()`; what one has built (the model, its
 
 from __future__ import annotations
 
+import ast
 import gc
 import json
 import random
@@ -18,14 +19,25 @@ from typing import Any
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import PipeError, TaskError, Unavailable
 from layerline.pipeline.files import write_own
-from layerline.pipeline.inputs.hook_names import near_misses
 from layerline.pipeline.inputs.untrusted import read_json
 from layerline.pipeline.inspection import CalledOnce, Finding, Inspection
 from layerline.pipeline.keys import canonical
+from layerline.pipeline.keys.syntax import bound_names
+from layerline.pipeline.nearest import closest
 from layerline.pipeline.plan import Planner, check_file, open_planner
-from layerline.pipeline.stage import Stage
 from layerline.pipeline.task import HOOKS
 
+# What other frameworks and tutorials call a hook.
+_ALSO_CALLED = {
+    "model": "build_model create_model get_model make_model net",
+    "train_data": "train_dataset train_loader train_dataloader training_data",
+    "eval_data": "test_data validation_data val_dataset val_loader",
+    "metric": "accuracy compute_metrics evaluate",
+    "loss": "criterion loss_fn loss_function",
+    "calib_data": "calib calibrate calibration",
+    "example_inputs": "dummy_inputs example examples",
+}
+_CLOSE = 0.75  # how much of two names must agree
 ROOM = 200 << 20
 """Bytes of free disk below which a project has little hope to file anything."""
 _PASSED = "checked.json"
@@ -62,8 +74,12 @@ def check(project: Project) -> Checked:
         if not look.findings or look.findings[-1].state != "error":
             for stage in project.stages:
                 look.stage = stage.name
-                with look.item(stage.name):
-                    if _has_files(look, stage):
+                before = len(look.findings)
+                with look.item(f"{stage.name}.file"):
+                    for name in stage.files():
+                        check_file(look.root, stage, name)
+                if len(look.findings) == before:
+                    with look.item(stage.name):
                         stage.check(look)
             look.stage = ""
         _look_at_disk(look)
@@ -74,20 +90,13 @@ def check(project: Project) -> Checked:
     return Checked(findings)
 
 
-def _has_files(look: Inspection, stage: Stage) -> bool:
-    """Whether the files that a stage names are files of the project; what is wrong becomes a finding."""
-    before = len(look.findings)
-    with look.item(f"{stage.name}.file"):
-        for name in stage.files():
-            check_file(look.root, stage, name)
-    return len(look.findings) == before
-
-
 def check_and_remember(project: Project) -> Checked:
     """As `check`; one without an error is not repeated by the next run."""
     done = check(project)
     if not done.errors:
-        remember(project, digest(open_planner(project)))
+        planner = open_planner(project)
+        remember(project, digest(planner))
+        planner.hasher.save()
     return done
 
 
@@ -102,8 +111,7 @@ def failure(errors: Sequence[Finding]) -> PipeError:
 
 def digest(planner: Planner) -> str:
     """What the outcome of a check depends on: the configuration, the code that hooks reach, data files, versions."""
-    stages = planner.project.stages
-    return canonical.digest({stage.name: planner.parts(stage) for stage in stages})
+    return canonical.digest({stage.name: planner.parts(stage)[0] for stage in planner.project.stages})
 
 
 def passed_before(project: Project, key: str) -> bool:
@@ -122,16 +130,15 @@ def remember(project: Project, key: str) -> None:
 def _look_at_names(look: Inspection) -> None:
     """Names at the top of the task file: hooks that are there, and those that are nearly called like one."""
     path = look.task.path
-    there = [hook for hook in HOOKS if look.task.has(hook)]
-    for hook in there:
-        value = look.task.get_raw(hook)
+    defined = {hook: look.task.get_raw(hook) for hook in HOOKS if look.task.has(hook)}
+    for hook, value in defined.items():
         if hasattr(value, "state_dict"):
             raise TaskError(
                 f"{hook} is a {type(value).__name__}, expected a function",
                 where=path.name,
                 hint=f"write `def {hook}(…):` and return it, or call it, there",
             )
-    look.ok(path.name, f"defines {', '.join(f'{hook}()' for hook in there) or 'no hook'}")
+    look.ok(path.name, f"defines {', '.join(f'{hook}()' for hook in defined) or 'no hook'}")
     for line, name, hook in near_misses(path.read_text("utf-8")):
         look.warn(
             path.name,
@@ -139,6 +146,30 @@ def _look_at_names(look: Inspection) -> None:
             f"rename it to {hook}, or put a _ before its name",
             f"{path.name}:{line}",
         )
+
+
+def near_misses(code: str) -> Iterator[tuple[int, str, str]]:
+    """(line, name, nearest hook) of each function that is no hook, is called nowhere, and looks like one that is not
+    there."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError):  # told when the file is imported
+        return
+    functions = {n.name: n.lineno for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+    bound: set[str] = set()
+    for statement in tree.body:
+        bound |= bound_names(statement)
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            bound |= {alias.asname or alias.name for alias in statement.names}
+    missing = [hook for hook in HOOKS if hook not in bound]
+    read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    for name, line in functions.items():
+        if name in HOOKS or name in read or name.startswith("_"):
+            continue
+        also = [hook for hook in missing if name.lower() in _ALSO_CALLED.get(hook, "").split()]
+        hook = also[0] if also else closest(name, missing, _CLOSE)
+        if hook:
+            yield line, name, hook
 
 
 def _look_at_disk(look: Inspection) -> None:

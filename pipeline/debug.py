@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from layerline.pipeline.config.project import Project
 from layerline.pipeline.errors import ConfigError, PipeError
-from layerline.pipeline.plan import Planner, open_planner
+from layerline.pipeline.plan import open_planner
 from layerline.pipeline.records.store import Artifact
 from layerline.pipeline.report import LayerDiff, Report
 from layerline.pipeline.runner import Listener, input_folders, temporary_work
-from layerline.pipeline.stage import Stage, Work
+from layerline.pipeline.stage import Work
 from layerline.pipeline.task import Task
 
 
@@ -30,21 +30,11 @@ class Debugs(Protocol):
         """Writes a minimal model to `folder`, and returns the first value that fails; None if all pass."""
 
 
-@dataclass(frozen=True)
-class Shown:
-    """What `debug` found.
-
-    Attributes:
-        report: the first value of the stage that fails; without a record where every value passes.
-        files: what shows it, relative to its folder.
-    """
-
-    report: Report
-    files: tuple[str, ...]
-
-
-def debug(project: Project, name: str, folder: Path, listener: Listener) -> Shown:
+def debug(project: Project, name: str, folder: Path, listener: Listener) -> tuple[Report, list[str]]:
     """Finds the first value of a stage that fails, and writes what shows it to `folder`.
+
+    Returns:
+        A report on that value, without a record where every value passes, and the files that show it.
 
     Raises:
         ConfigError: the stage has nothing to show, or `folder` has something in it.
@@ -56,23 +46,17 @@ def debug(project: Project, name: str, folder: Path, listener: Listener) -> Show
         hint = f"see: pipe diff {name}; debug takes: {', '.join(able)}"
         raise ConfigError(f"stage {name} has nothing to debug", hint=hint)
     refuse_used(folder)
-    inputs = _inputs(open_planner(project), stage)
-    task = Task(project.root / project.task, project.root)
-    with temporary_work(task, listener, inputs, {}) as work:
-        failing = stage.debug(work, folder)
-    report = Report(stage=name, reference="the reference", candidate="the first value that fails")
-    if failing is not None:
-        report = replace(report, records=(failing,))
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return Shown(report, tuple(files))
-
-
-def _inputs(planner: Planner, stage: Stage) -> dict[str, Path]:
-    """Folder of the artifact behind each port of a stage."""
+    planner = open_planner(project)
     made: dict[str, Artifact | None] = {}
-    for upstream in planner.project.needed_for([stage.name])[:-1]:
+    for upstream in project.needed_for([stage.name])[:-1]:
         step = planner.step(upstream, made)
         if step.artifact is None:
             raise PipeError(f"stage {upstream.name} is out of date: {step.reason}", hint=f"pipe run {upstream.name}")
         made[upstream.gives] = step.artifact
-    return input_folders(stage, made)
+    task = Task(project.root / project.task, project.root)
+    with temporary_work(task, listener, input_folders(stage, made), {}) as work:
+        failing = stage.debug(work, folder)
+    report = Report(stage=name, reference="the reference", candidate="the first value that fails")
+    if failing is not None:
+        report = replace(report, records=(failing,))
+    return report, sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

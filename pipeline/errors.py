@@ -8,14 +8,11 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 _HINTS = {
-    errno.ENOSPC: "make room, or run `pipe gc`; what was finished is kept",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
-    errno.EDQUOT: "make room, or run `pipe gc`; what was finished is kept",
     errno.EROFS: "the project lies on a read-only file system: copy it to one that can be written",
-    errno.EACCES: "check the permissions of that path",
-    errno.EPERM: "check the permissions of that path",
-    errno.ENOTDIR: "a file lies where a folder should be: move it away",
-    errno.EEXIST: "a file lies where a folder should be: move it away",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or run `pipe gc`; what was finished is kept"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "check the permissions of that path"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file lies where a folder should be: move it away"),
 }
 
 
@@ -36,12 +33,8 @@ class PipeError(Exception):
 
     def to_json(self) -> dict[str, Any]:
         """The fields of a failure under `--json`; None for an empty one."""
-        return {
-            "error": self.what,
-            "where": self.where or None,
-            "hint": self.hint or None,
-            "exit_code": exit_code(self),
-        }
+        code = exit_code(self)
+        return {"error": self.what, "where": self.where or None, "hint": self.hint or None, "exit_code": code}
 
     def __str__(self) -> str:
         text = located(self.where, self.what)
@@ -100,8 +93,8 @@ def words(error: BaseException, limit: int = 4000) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first line of a message; some libraries append pages."""
-    return next(iter(text.splitlines()), "")
+    """The first line of a message that says something; some libraries append pages."""
+    return next((line for line in text.splitlines() if line.strip()), "")
 
 
 def brief(error: BaseException) -> str:
@@ -111,19 +104,14 @@ def brief(error: BaseException) -> str:
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, recognised by name so that torch need not be imported."""
-    names = {cls.__name__ for cls in type(error).__mro__}
-    return not names.isdisjoint({"MemoryError", "OutOfMemoryError"}) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in words(error)
-    )
+    if any(cls.__name__ in ("MemoryError", "OutOfMemoryError") for cls in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in words(error)
 
 
 @contextmanager
 def memory_told() -> Iterator[None]:
-    """Turns failed allocations into one error.
-
-    Raises:
-        Unavailable: memory ran out.
-    """
+    """Turns failed allocations into one error, Unavailable."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -15,7 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerline.pipeline.inputs.untrusted import is_digest, open_file, read_json
+from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.inputs.untrusted import is_digest, open_file, printable, read_bytes, read_json
 
 if sys.platform == "linux":
     import fcntl
@@ -71,17 +73,11 @@ def is_open_for_writing(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Look:
-    """A file as it was when it was hashed.
+    """A file as it was when it was hashed."""
 
-    Attributes:
-        stamp: what the file system said; empty where it changed meanwhile.
-        digest: SHA-256 of the bytes that were read.
-        settled: whether any change from then on shows in the stamp.
-    """
-
-    stamp: str
-    digest: str
-    settled: bool
+    stamp: str  # what the file system said; empty where it changed meanwhile
+    digest: str  # SHA-256 of the bytes that were read
+    settled: bool  # whether any change from then on shows in the stamp
 
 
 class Hasher:
@@ -101,21 +97,19 @@ class Hasher:
         self._old: dict[str, str] = {}
         self._used: dict[str, str] = {}
         self._looks: dict[Path, Look] = {}
-        if memo is None:
-            return
         with suppress(OSError, ValueError):  # absent or torn: start from nothing
-            loaded = read_json(memo)
-            self._old = {k: v for k, v in loaded.items() if isinstance(v, str)} if isinstance(loaded, dict) else {}
+            loaded = read_json(memo) if memo else {}
+            if isinstance(loaded, dict):
+                self._old = {k: v for k, v in loaded.items() if isinstance(v, str)}
 
     def file(self, path: Path) -> str:
         """SHA-256 of the file's bytes, in hex."""
         before, settled = _stamp(path)
-        value = (self._used.get(before) or self._old.get(before)) if settled else None
-        if value is None or not is_digest(value):
+        value = self._used.get(before, self._old.get(before))
+        if value is None or not settled or not is_digest(value):
             value = sha256(path)
-            after, _ = _stamp(path)
-            settled = settled and after == before  # else it is being written
-            before = before if after == before else ""
+            if _stamp(path)[0] != before:  # it is being written
+                before, settled = "", False
         if settled:
             self._used[before] = value
         look = self._looks.get(path)
@@ -135,19 +129,17 @@ class Hasher:
             now, settled = _stamp(path)
             if not look.stamp:
                 return "was being written when it was read"
-            if now != look.stamp:
-                return "was changed" if sha256(path) != look.digest else "was replaced, touched or put back"
             # The stamp doesn't show everything of a file that somebody can write to.
-            if not (look.settled and settled) and sha256(path) != look.digest:
+            if (now != look.stamp or not look.settled or not settled) and sha256(path) != look.digest:
                 return "was changed"
         except OSError:
             return "was removed"
-        return ""
+        return "was replaced, touched or put back" if now != look.stamp else ""
 
     def recall(self, name: str, compute: Callable[[], str]) -> str:
         """A text that costs time to compute, from the memo where it is there."""
         if name not in self._used:
-            self._used[name] = self._old[name] if name in self._old else compute()
+            self._used[name] = self._old.get(name) or compute()
         return self._used[name]
 
     def save(self) -> None:
@@ -234,3 +226,70 @@ def _stamp(path: Path) -> tuple[str, bool]:
     # A clock that was set back makes a file younger than now; such a file may change again in the same tick as well.
     settled = os.name != "nt" and now - s.st_ctime_ns > _SETTLED_NS and not is_open_for_writing(path)
     return f"{s.st_dev}.{s.st_ino}.{s.st_size}.{s.st_mtime_ns}.{s.st_ctime_ns}", settled
+
+
+# A state folder may be a link to another disk. A link may also come with somebody else's project and lead to the user's
+# own files: it is followed only to a folder that holds nothing but the state of this project.
+_IGNORE, _OWNER = ".gitignore", "project"
+_FOLDERS = frozenset({"cache", "ledger", "running", "store", "work"})
+_PARTIAL = re.compile(r"\..+\.\d+\.\d{6,}")
+_PROJECTS = (".git", "pipe.yaml")
+
+
+def claim(state: Path) -> None:
+    """Makes a project's state folder and keeps it out of the project's git; a linked one notes down its project."""
+    state.mkdir(parents=True, exist_ok=True)
+    ignore = state / _IGNORE
+    if not os.path.lexists(ignore):  # a link that leads nowhere is not followed
+        ignore.write_text("*\n", "utf-8")
+    owner = state / _OWNER
+    if state.is_symlink() and not os.path.lexists(owner):
+        owner.write_text(os.path.realpath(state.parent), "utf-8")
+
+
+def is_partial(name: str) -> bool:
+    """Whether a name is that of a file that a process which was killed had written so far."""
+    return _PARTIAL.fullmatch(name) is not None
+
+
+def check_link(state: Path) -> None:
+    """Refuses a link in the place of the state that leads to anything but a state folder of this project."""
+    problem = _problem(state, Path(os.path.realpath(state))) if state.is_symlink() else ""
+    if problem:
+        target = printable(str(state.readlink()), 200)
+        raise ConfigError(
+            f"it is a link to '{target}', {problem}, so layerline writes and removes nothing there",
+            where=state.name,
+            hint="link it to an empty folder of your own outside of any project, or remove the link",
+        )
+
+
+def _problem(state: Path, target: Path) -> str:
+    """Why a folder is no state folder for this project; empty where it is one."""
+    if not target.is_dir():
+        return "which is no folder"
+    if os.name != "nt" and target.stat().st_uid != os.getuid():
+        return "a folder of another user"
+    for folder in (target, *target.parents):
+        for name in _PROJECTS:
+            if os.path.lexists(folder / name):
+                return f"which lies in the project {printable(str(folder), 200)}"
+    entries = sorted(target.iterdir())
+    if entries and _text(target / _IGNORE) != "*\n":
+        return f"which holds files that are not layerline's ({printable(entries[0].name, 80)!r})"
+    for path in entries:
+        is_own = path.name in (_IGNORE, _OWNER) or is_partial(path.name)
+        if not is_own and not (path.name in _FOLDERS and path.is_dir() and not path.is_symlink()):
+            return f"which holds files that are not layerline's ({printable(path.name, 80)!r})"
+    owner = _text(target / _OWNER)
+    if owner not in ("", os.path.realpath(state.parent)):
+        return f"the state of {printable(owner, 200)} (if that project was moved here, remove {_OWNER!r} there)"
+    return ""
+
+
+def _text(path: Path) -> str:
+    """A file's text; empty where there is none that could be ours."""
+    try:
+        return read_bytes(path, 1 << 16).decode()
+    except (OSError, ValueError):
+        return ""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,25 +27,15 @@ State = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-        stage: the stage it matters to; empty where it matters to all.
-        item: what was looked at: a hook, a field of pipe.yaml, the device.
-        state: "error" where the run would fail.
-        seen: what was seen, and for an error what was expected.
-        hint: what to do.
-        where: line, field or tensor.
-        exit_code: that of an error: 2, or 3 where the machine lacks something.
-    """
-
-    stage: str
-    item: str
-    state: State
-    seen: str
-    hint: str = ""
-    where: str = ""
-    exit_code: int = 2
+    stage: str  # the stage it matters to; empty where it matters to all
+    item: str  # what was looked at: a hook, a field of pipe.yaml, the device
+    state: State  # "error" where the run would fail
+    seen: str  # what was seen, and for an error what was expected
+    hint: str = ""  # what to do
+    where: str = ""  # line, field or tensor
+    exit_code: int = 2  # that of an error: 2, or 3 where the machine lacks something
 
     def error(self) -> PipeError:
         """The same as an error that ends a run."""
@@ -75,35 +64,29 @@ class CalledOnce(Task):
         function = super().get(hook)
         if hook not in DATA_HOOKS:
             return function
-        return partial(self._once, hook, function)
 
-    def _once(self, hook: str, function: Callable[[], Any]) -> Any:
-        if hook not in self._made:
-            try:
-                self._made[hook] = function()
-            except PipeError as error:
-                self._made[hook] = error
-                raise
-        if isinstance(self._made[hook], PipeError):
-            raise Skipped
-        return self._made[hook]
+        def once() -> Any:
+            if hook not in self._made:
+                try:
+                    self._made[hook] = function()
+                except PipeError as error:
+                    self._made[hook] = error
+                    raise
+            if isinstance(self._made[hook], PipeError):
+                raise Skipped
+            return self._made[hook]
+
+        return once
 
 
 @dataclass
 class Inspection:
-    """What a stage checks its part of a project with.
+    """What a stage checks its part of a project with."""
 
-    Attributes:
-        root: the project's folder.
-        task: the user's hooks; each data hook is called once.
-        shared: values that stages pass on to later stages, by name.
-        findings: the findings so far.
-    """
-
-    root: Path
-    task: Task
-    shared: dict[str, Any] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    root: Path  # the project's folder
+    task: Task  # the user's hooks; each data hook is called once
+    shared: dict[str, Any] = field(default_factory=dict)  # values that stages pass on to later stages, by name
+    findings: list[Finding] = field(default_factory=list)  # the findings so far
     stage: str = ""
 
     @contextmanager
@@ -130,22 +113,13 @@ class Inspection:
         self._add(item, "warning", seen, hint, where)
 
     def need(self, name: str) -> Any:
-        """A value that an earlier stage passed on.
-
-        Raises:
-            Skipped: there is none; the reason has been reported.
-        """
+        """A value that an earlier stage passed on. Raises Skipped: there is none; the reason has been reported."""
         if name not in self.shared:
             raise Skipped
         return self.shared[name]
 
     def names_something(self, patterns: Sequence[str], item: str) -> None:
-        """Checks that each pattern means a value, node or module of the model: its name, one above it, or a glob.
-
-        Raises:
-            ConfigError: one means nothing; names the nearest.
-            Skipped: nothing is known of the model.
-        """
+        """Checks that each pattern means a value, node or module of the model: its name, one above it, or a glob."""
         if not patterns:
             return
         names = set(self.need("names"))

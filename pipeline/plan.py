@@ -31,25 +31,16 @@ ORDER = "order"
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The state of one stage.
-
-    Attributes:
-        stage: the stage.
-        key: hash over `parts`; None while an input is missing.
-        parts: what the result depends on, by name ("config.epochs", "input.model", "hook.loss", "env.torch").
-        notes: where user code could not be followed, so that more counts.
-        record: the record of an earlier run with this key.
-        artifact: the verified artifact; None if the stage must run.
-        reason: why the stage must run, or that it is fresh.
-    """
+    """The state of one stage."""
 
     stage: Stage
-    key: str | None
+    key: str | None  # hash over `parts`; None while an input is missing
+    # what the result depends on, by name ("config.epochs", "input.model", "hook.loss", "env.torch")
     parts: Mapping[str, Any]
-    notes: tuple[str, ...] = ()
-    record: Record | None = None
-    artifact: Artifact | None = None
-    reason: str = ""
+    notes: tuple[str, ...] = ()  # where user code could not be followed, so that more counts
+    record: Record | None = None  # the record of an earlier run with this key
+    artifact: Artifact | None = None  # the verified artifact; None if the stage must run
+    reason: str = ""  # why the stage must run, or that it is fresh
 
 
 def check_file(root: Path, stage: Stage, name: str) -> None:
@@ -87,7 +78,7 @@ class Planner:
 
     def step(self, stage: Stage, made: Mapping[str, Artifact | None]) -> Step:
         """One stage, given the artifacts by kind that exist before it."""
-        parts, notes = self._parts(stage)
+        parts, notes = self.parts(stage)
         waiting = [kind for kind in stage.takes.values() if made.get(kind) is None]
         if waiting:
             behind = [s.name for s in self.project.upstream(stage).values() if s.gives in waiting]
@@ -100,7 +91,13 @@ class Planner:
         key = canonical.digest({**parts, "config": _configuration(stage)})
         step = Step(stage=stage, key=key, parts=parts, notes=notes, record=self.ledger.get(key))
         if step.record is None:
-            return replace(step, reason=self._why(stage, parts, key))
+            before = self.ledger.head(stage.name)
+            reason = "never ran"
+            if has_checkpoint(self.project.works / key):
+                reason = "cut short; goes on from its checkpoint"
+            elif before is not None:
+                reason = describe(before.parts, shown(parts)) or "its record is gone"
+            return replace(step, reason=reason)
         artifact, reason = self._artifact(step.record)
         return replace(step, artifact=artifact, reason=reason)
 
@@ -117,11 +114,8 @@ class Planner:
             return None, "its report is missing or damaged"
         return artifact, "fresh"
 
-    def parts(self, stage: Stage) -> dict[str, Any]:
-        """What a stage's result depends on besides its inputs."""
-        return self._parts(stage)[0]
-
-    def _parts(self, stage: Stage) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def parts(self, stage: Stage) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """What a stage's result depends on besides its inputs, and notes on what can't be followed."""
         parts: dict[str, Any] = {"stage": stage.name, "version": stage.version}
         if stage.implementation:
             parts["use"] = stage.implementation
@@ -137,7 +131,10 @@ class Planner:
             parts[f"hook.{hook}"] = fingerprint.digest
             for name, digest in fingerprint.files.items():
                 parts[f"file.{name}"] = digest
-            notes.update(dict.fromkeys(self._notes(hook, fingerprint)))
+            notes |= {f"{hook}(): {file} counts whole: {why}": None for file, why in fingerprint.whole.items()}
+            for folder in fingerprint.folders:
+                if not any(file.startswith(f"{folder}/") for file in self.project.data):
+                    notes[f"{hook}() names the folder {folder}: what is in it counts only under `data:`"] = None
         files = stage.files()
         if not DATA_HOOKS.isdisjoint(hooks):
             files += self.project.data
@@ -164,9 +161,7 @@ class Planner:
     def changed(self, step: Step, imported: Mapping[Path, str]) -> str:
         """Which file of a stage's key changed since it was hashed, in words; empty where none did.
 
-        Args:
-            step: the stage.
-            imported: SHA-256 of each module that this run imported from the project.
+        `imported` has the SHA-256 of each module that this run imported from the project.
         """
         root = self.project.root
         paths: dict[str, Path] = {}
@@ -180,10 +175,9 @@ class Planner:
                 change = self.hasher.changed(paths.get(name, root / name))
                 if change:
                     return f"{name} {change}"
-        if self._reader:
-            edited = self._reader.imported_as_read(imported)
-            if edited:
-                return f"{edited} was edited"
+        for path, digest in imported.items():
+            if self._reader and self._reader.was_edited(path, digest):
+                return f"{self._reader.relative(path)} was edited"
         return ""
 
     def fingerprint(self, hook: str) -> Fingerprint:
@@ -194,31 +188,9 @@ class Planner:
             self._prints[hook] = self._reader.hook(hook)
         return self._prints[hook]
 
-    def _notes(self, hook: str, fingerprint: Fingerprint) -> list[str]:
-        """Notes about code and folders that the fingerprint can't follow."""
-        notes = [f"{hook}(): {file} counts whole: {why}" for file, why in fingerprint.whole.items()]
-        for folder in fingerprint.folders:
-            inside = [file for file in self.project.data if file.startswith(f"{folder}/")]
-            if not inside:
-                notes.append(f"{hook}() names the folder {folder}: what is in it counts only under `data:`")
-        return notes
-
-    def _why(self, stage: Stage, parts: Mapping[str, Any], key: str) -> str:
-        before = self.ledger.head(stage.name)
-        if has_checkpoint(self.project.works / key):
-            return "cut short; goes on from its checkpoint"
-        if before is None:
-            return "never ran"
-        return describe(before.parts, shown(parts)) or "its record is gone"
-
 
 def open_planner(project: Project, *, memo: bool = True) -> Planner:
-    """A planner on the project's own state.
-
-    Args:
-        project: whose state.
-        memo: whether hashes of earlier processes are believed where a file is untouched since.
-    """
+    """A planner on the project's own state; with `memo` it believes earlier hashes of files untouched since."""
     state = project.state
     hasher = Hasher(state / "cache" / "digests.json" if memo else None)
     return Planner(project, Store(state / "store", hasher), Ledger(state / "ledger"), hasher)

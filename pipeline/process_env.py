@@ -40,13 +40,9 @@ def prepare() -> None:
         if not is_number(value) or int(value) > _WIDEST:
             del os.environ[name]
     # Warnings and log records hold names as well, and reach the terminal past the views.
-    warnings.formatwarning = _warning
+    warnings.formatwarning = lambda *arguments, **named: printable(_FORMAT(*arguments, **named), keep="\n")
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Plain())
-
-
-def _warning(*arguments: Any, **named: Any) -> str:
-    return printable(_FORMAT(*arguments, **named), keep="\n")
 
 
 class _Plain(logging.Formatter):
@@ -56,15 +52,10 @@ class _Plain(logging.Formatter):
 
 @dataclass
 class _Process:
-    """The state of this process, if the command line owns it.
+    """The state of this process, if the command line owns it."""
 
-    Attributes:
-        output: a copy of standard output for results; closing standard output does not close it.
-        code: the command's exit code; None while the command runs.
-    """
-
-    output: TextIO | None = None
-    code: int | None = None
+    output: TextIO | None = None  # a copy of standard output for results; closing standard output does not close it
+    code: int | None = None  # the command's exit code; None while the command runs
 
 
 _PROCESS = _Process()
@@ -91,7 +82,10 @@ def own_process() -> None:
             encoding=sys.stdout.encoding, errors="replace", line_buffering=sys.stdout.line_buffering,
         )  # fmt: skip
     _PROCESS.output = sys.stdout
-    _watch_exits(os.getpid())
+    for module in [sys.modules[name] for name in ("os", "posix", "nt") if name in sys.modules]:
+        for name in ("_exit", "execv", "execve"):  # they end a process without running its exit handlers
+            if hasattr(module, name):
+                setattr(module, name, _Guarded(getattr(module, name), os.getpid()))
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _interrupt)
 
@@ -110,11 +104,7 @@ def output() -> TextIO | None:
 
 
 def put_right() -> tuple[str, str] | None:
-    """Resets global settings of user code under which Layerline can't work.
-
-    Returns:
-        What user code has set and what to do instead; None if there is nothing to tell.
-    """
+    """Resets global settings of user code under which Layerline can't work; what it set and what to do instead."""
     if sys.getrecursionlimit() < _RECURSION:
         sys.setrecursionlimit(_RECURSION)
     torch = sys.modules.get("torch")
@@ -146,14 +136,6 @@ def interrupt_at_once(_number: int = 0, _frame: Any = None) -> NoReturn:
 
 
 _exit = os._exit
-
-
-def _watch_exits(process: int) -> None:
-    """Replaces the calls that end a process without running its exit handlers."""
-    for module in [sys.modules[name] for name in ("os", "posix", "nt") if name in sys.modules]:
-        for name in ("_exit", "execv", "execve"):
-            if hasattr(module, name):
-                setattr(module, name, _Guarded(getattr(module, name), process))
 
 
 class _Guarded:

@@ -66,14 +66,16 @@ def _phrase(name: str, old: str | None, new: str | None) -> str:
 
 def _written(kind: str, value: str | None) -> str:
     """A value as pipe.yaml has it; empty where it is too long for a phrase."""
+    text = as_written(kind, value)
+    if len(text) > _LONGEST or "{" in text:
+        return ""
+    whole = text.removesuffix(".0")
+    return whole if kind == "config" and whole.lstrip("-").isdecimal() else text
+
+
+def as_written(kind: str, value: str | None) -> str:
+    """A value of a key's part as pipe.yaml has it: Python's None and True are unset and true there."""
     if value in _UNSET:
         return "unset"
     text = str(value)
-    if len(text) > _LONGEST or "{" in text:
-        return ""
-    if kind != "config":
-        return text
-    if text in ("True", "False"):
-        return text.lower()
-    whole = text.removesuffix(".0")
-    return whole if whole.lstrip("-").isdecimal() else text
+    return text.lower() if kind == "config" and text in ("True", "False") else text

@@ -162,12 +162,7 @@ class LayerDiff:
 
     def summary(self) -> dict[str, Scalar]:
         """The few fields of a one-line overview."""
-        fields: dict[str, Scalar] = {
-            "layer": self.where,
-            "value": self.name,
-            "sqnr_db": self.sqnr_db,
-            "cosine": self.cosine,
-        }
+        fields = {"layer": self.where, "value": self.name, "sqnr_db": self.sqnr_db, "cosine": self.cosine}
         return {k: _plain(v) for k, v in fields.items()}
 
 
@@ -241,10 +236,7 @@ class Report:
 
     def first_failing(self) -> LayerDiff | None:
         """The first record in topological order that did not pass: where the difference starts."""
-        for record in self.records:
-            if not record.passed:
-                return record
-        return None
+        return next((record for record in self.records if not record.passed), None)
 
     def failure(self) -> StageError:
         """Why the report did not pass: its failing gates, then the first value beyond its tolerance."""

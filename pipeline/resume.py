@@ -11,9 +11,10 @@ from typing import Protocol, cast, runtime_checkable
 from layerline.pipeline.config.project import Project, as_options, load
 from layerline.pipeline.errors import ConfigError, PipeError
 from layerline.pipeline.files import entries
+from layerline.pipeline.inputs.untrusted import launched
 from layerline.pipeline.plan import SETS, asked, has_checkpoint, open_planner, order
 from layerline.pipeline.report import Report
-from layerline.pipeline.runner import Listener, ranks, temporary_work
+from layerline.pipeline.runner import Listener, temporary_work
 from layerline.pipeline.stage import Stage, Work
 from layerline.pipeline.task import Task
 
@@ -27,11 +28,7 @@ class Resumes(Protocol):
 
 
 def resumable(project: Project) -> Stage:
-    """The project's stage that resumes from checkpoints.
-
-    Raises:
-        ConfigError: the project has no training.
-    """
+    """The project's stage that resumes from checkpoints. Raises ConfigError if there is none."""
     for stage in project.stages:
         if isinstance(stage, Resumes):
             return stage
@@ -63,14 +60,8 @@ def going_on(project: Project, stage: Stage) -> tuple[tuple[str, ...], str]:
 
 
 def cut_short(project: Project) -> tuple[Path, tuple[str, ...]] | None:
-    """The training that `pipe resume` resumes: its working folder, and its `--set` values.
-
-    It is the newest one with a checkpoint whose key is still the same with these values.
-    """
-    for work, sets in _unfinished(project):
-        if has_checkpoint(work):
-            return work, sets
-    return None
+    """Working folder and `--set` values of the newest training with a checkpoint whose key is still the same."""
+    return next(((work, sets) for work, sets in _unfinished(project) if has_checkpoint(work)), None)
 
 
 def to_prove(project: Project) -> tuple[Project, Stage, str]:
@@ -78,13 +69,11 @@ def to_prove(project: Project) -> tuple[Project, Stage, str]:
 
     Without `--set` values, those of the most recent interrupted training are used.
     """
-    if not project.sets:
-        interrupted = cut_short(project)
-        if interrupted and interrupted[1]:
-            sets = interrupted[1]
-            then = load(project.root, sets)
-            return then, resumable(then), f"with {as_options(sets)}, as the interrupted training"
-    return project, resumable(project), ""
+    _, sets = (None if project.sets else cut_short(project)) or (None, ())
+    if not sets:
+        return project, resumable(project), ""
+    then = load(project.root, sets)
+    return then, resumable(then), f"with {as_options(sets)}, as the interrupted training"
 
 
 def _unfinished(project: Project) -> Iterator[tuple[Path, tuple[str, ...]]]:
@@ -105,7 +94,7 @@ def prove(project: Project, steps: int, listener: Listener) -> Report:
     Raises:
         ConfigError: nothing is trained here, or a launcher started several processes.
     """
-    if ranks() > 1:
+    if launched()[1] > 1:
         raise ConfigError("--prove starts its own processes", hint="start it without torchrun")
     stage = resumable(project)
     work = project.works / str(open_planner(project).step(stage, {}).key)

@@ -34,13 +34,12 @@ from layerline.pipeline.errors import (
 )
 from layerline.pipeline.files import copied, own_folder, remove, write_own
 from layerline.pipeline.inputs.untrusted import launched
-from layerline.pipeline.inspection import Finding
 from layerline.pipeline.keys import env
 from layerline.pipeline.plan import ORDER, SETS, Step, open_planner, order, shown
 from layerline.pipeline.records.ledger import Record, Run, as_told, new_run_id
 from layerline.pipeline.records.run_lock import at_work, lock, temporary_folder
 from layerline.pipeline.records.store import Artifact
-from layerline.pipeline.report import Report, Scalar
+from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Log, Stage, Work
 from layerline.pipeline.task import Task
 
@@ -174,7 +173,7 @@ class Runner:
         stages: Sequence[Stage] = self.project.stages
         if names is not None:
             stages = self.project.needed_for(names)
-        if rank() > 0:
+        if launched()[0] > 0:
             return self._follow(stages)
         self._named = tuple(s.name for s in stages)
         forced: set[str] = set()
@@ -211,13 +210,7 @@ class Runner:
         return Outcome(run=filed_id, results=tuple(results), out_of_date=later)
 
     def _same_code(self) -> None:
-        """Code just imported must be the code the keys were made from: an edit in between would file a wrong result.
-
-        From here on the process runs what it imported, so every hook's fingerprint is taken now, also for later stages.
-
-        Raises:
-            TaskError: a file changed between the two.
-        """
+        """Code just imported must be the code the keys were made from; checked for all hooks, also of later stages."""
         fresh = open_planner(self.project)
         for hook in sorted({h for s in self.project.stages for h in s.hooks()}):
             try:
@@ -248,15 +241,19 @@ class Runner:
                     stage.run(work)
             except (PipeError, OSError, MemoryError) as raised:
                 error = as_pipe_error(raised)
-            state: State = "failed" if error else "ran"
-            seconds = time.monotonic() - started
             results.append(
-                Result(name=stage.name, state=state, reason=f"as rank {rank()}", seconds=seconds, error=error)
+                Result(
+                    name=stage.name,
+                    state="failed" if error else "ran",
+                    reason=f"as rank {launched()[0]}",
+                    seconds=time.monotonic() - started,
+                    error=error,
+                )
             )
         return Outcome(run="", results=tuple(results))
 
     def _announce(self, stage: Stage, *, runs: bool) -> None:
-        if stage.together and stage.name not in self._announced and ranks() > 1:
+        if stage.together and stage.name not in self._announced and launched()[1] > 1:
             self._announced.add(stage.name)
             stage.announce(runs=runs)
 
@@ -286,15 +283,14 @@ class Runner:
         except (PipeError, OSError, MemoryError) as raised:
             seconds = time.monotonic() - started
             return Result(name=stage.name, state="failed", reason=reason, seconds=seconds, error=as_pipe_error(raised))
-        if ran:
-            state: State = "failed" if error else "ran"
-            return Result(
-                name=stage.name, state=state, reason=reason, seconds=record.seconds, record=record, error=error
-            )  # fmt: skip
+        seconds = record.seconds if ran else 0.0
+        state: State = "ran"
+        if not ran:
+            state, reason = "cached", step.reason
         if error:
-            reason = "failed before; nothing that it depends on has changed"
-            return Result(name=stage.name, state="failed", reason=reason, record=record, error=error)
-        return Result(name=stage.name, state="cached", reason=step.reason, record=record)
+            state = "failed"
+            reason = reason if ran else "failed before; nothing that it depends on has changed"
+        return Result(name=stage.name, state=state, reason=reason, seconds=seconds, record=record, error=error)
 
     def _make(self, step: Step, made: Mapping[str, Artifact | None], *, forced: bool, reason: str) -> tuple[Step, bool]:
         """Runs a stage under its lock, unless another process has made its artifact in the meantime; whether it ran."""
@@ -328,21 +324,23 @@ class Runner:
             work_lock.release()
 
     def _look_ahead(self) -> None:
-        """Before a stage that may take long, checks the stages of this run, so that no later stage fails after it.
-
-        Findings about stages outside of this run, or about what only this machine lacks, are said and don't end it.
-
-        Raises:
-            PipeError: the first finding that ends the run.
-        """
-        if not self.project.check or ranks() > 1:
+        """Before a stage that may take long, checks the stages of this run, so that no later stage fails after it."""
+        if not self.project.check or launched()[1] > 1:
             return
         key = checking.digest(self.planner)
         if checking.passed_before(self.project, key):
             return
         with self._task.border():
             done = checking.check(self.project)
-        stops = [f for f in done.errors if self._stops(f)]
+        # What this machine lacks matters to the long stage alone.
+        long_stages = [stage.name for stage in self.project.stages if stage.long]
+        stops = []
+        for finding in done.errors:
+            stages = self._named
+            if finding.exit_code == Unavailable.exit_code:
+                stages = tuple(long_stages[:1])
+            if finding.stage in ("", *stages) and finding.stage in ("", *self._named):
+                stops.append(finding)
         for finding in done.findings:
             if finding.state != "ok" and finding not in stops:
                 self.listener.say(f"{finding.state}: {finding.error()}")
@@ -350,13 +348,6 @@ class Runner:
             raise checking.failure(stops)
         if not done.errors:
             checking.remember(self.project, key)
-
-    def _stops(self, finding: Finding) -> bool:
-        """Whether a finding makes a stage of this run fail. What this machine lacks matters to the long stage alone."""
-        long_stages = [stage.name for stage in self.project.stages if stage.long]
-        if finding.exit_code == Unavailable.exit_code and finding.stage not in ("", *long_stages[:1]):
-            return False
-        return finding.stage in ("", *self._named)
 
     def _execute(self, step: Step, work: Path, made: Mapping[str, Artifact | None]) -> tuple[Record, Artifact]:
         out, scratch = work / "out", work / "scratch"
@@ -394,11 +385,7 @@ class Runner:
         return record, artifact
 
     def _copied(self, step: Step, work: Path) -> Path | None:
-        """A folder with a copy of each file that the stage reads, hashed while it was copied.
-
-        Raises:
-            PipeError: a file is not what the key says any more.
-        """
+        """A folder with a copy of each file that the stage reads, hashed while it was copied."""
         folder = work / "copies"
         remove(folder)
         for name in step.stage.files():
@@ -426,11 +413,8 @@ class Runner:
 
     def _record(self, step: Step, digest: str, report: Report, seconds: float) -> Record:
         assert step.key is not None
-        worst: Mapping[str, Scalar] | None = None
-        for differing in report.worst():
-            # Only what was measured: an engine that could not be run has no worst layer.
-            if differing.sqnr_db is not None or not differing.passed:
-                worst = differing.summary()
+        # Only what was measured: an engine that could not be run has no worst layer.
+        differing = [record for record in report.worst() if record.sqnr_db is not None or not record.passed]
         return Record(
             stage=step.stage.name,
             key=step.key,
@@ -442,7 +426,7 @@ class Runner:
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             parts=shown(step.parts),
             notes=step.notes,
-            worst=worst,
+            worst=differing[0].summary() if differing else None,
             metrics=report.plain_metrics(),
             versions=env.versions(),
         )
@@ -489,16 +473,6 @@ class Runner:
             if step.artifact is None:
                 steps.append(step)
         return tuple(steps)
-
-
-def rank() -> int:
-    """This process's number among those a launcher started together; 0 without one."""
-    return launched()[0]
-
-
-def ranks() -> int:
-    """How many processes a launcher started together; 1 without one."""
-    return launched()[1]
 
 
 def _changed_while_read(change: str, stage: Stage, name: str) -> PipeError:

@@ -41,26 +41,22 @@ def stage_class(name: str) -> type[Stage]:
         Unavailable: another distribution's stage can't be imported here, or is no stage; names its entry point.
     """
     place = names()[name]
+    where = f"entry point {GROUP}: {name} = {place}"
     try:
         cls = metadata.EntryPoint(name, place, GROUP).load()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # foreign code may raise anything while it is imported, SystemExit too
-        raise Unavailable(
-            f"stage {name} can't be imported: {brief(error)}", where=f"entry point {GROUP}: {name} = {place}"
-        ) from error
+        raise Unavailable(f"stage {name} can't be imported: {brief(error)}", where=where) from error
     if not (isinstance(cls, type) and issubclass(cls, Stage)):
-        raise Unavailable(f"it is no subclass of Stage: {cls!r:.80}", where=f"entry point {GROUP}: {name} = {place}")
+        raise Unavailable(f"it is no subclass of Stage: {cls!r:.80}", where=where)
     return cls
 
 
 def imported(name: str) -> type[Stage] | None:
     """The class of a stage where that runs no other distribution's code: a built-in one, or one imported before."""
-    place = names().get(name, "")
-    if name in BUILT_IN:
-        return stage_class(name)
-    if place.partition(":")[0] in sys.modules:
-        with suppress(Unavailable):
+    with suppress(Unavailable):
+        if name in BUILT_IN or names().get(name, "").partition(":")[0] in sys.modules:
             return stage_class(name)
     return None
 

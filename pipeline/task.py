@@ -8,9 +8,19 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from importlib import metadata
+from importlib.abc import MetaPathFinder
+from importlib.machinery import (
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+)
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, ClassVar
@@ -18,7 +28,6 @@ from typing import Any, ClassVar
 from layerline.pipeline import process_env
 from layerline.pipeline.errors import PipeError, TaskError, machine_lacks, ran_out_of_memory, words
 from layerline.pipeline.inputs.batches import outlined
-from layerline.pipeline.inputs.shadowed_modules import GUARD
 from layerline.pipeline.keys.imports import is_own_folder
 
 # Project folders whose modules are imported by `_Source` in this process.
@@ -74,7 +83,7 @@ class Task:
 
     def has(self, hook: str) -> bool:
         """Whether the task defines `hook`."""
-        return callable(getattr(self._load(), hook, None))
+        return callable(self.get_raw(hook))
 
     def get_raw(self, hook: str) -> Any:
         """What the file calls by that name; None where it defines nothing so called."""
@@ -90,7 +99,7 @@ class Task:
 
     def get(self, hook: str) -> Callable[..., Any]:
         """The hook as a function whose exceptions become TaskErrors that name it."""
-        function = getattr(self._load(), hook, None)
+        function = self.get_raw(hook)
         if not callable(function):
             raise TaskError(
                 f"this stage needs the hook {hook}(), which {self.path.name} does not define",
@@ -99,21 +108,21 @@ class Task:
             )
 
         def guarded(*args: Any) -> Any:
-            with self.blaming(f"{hook}()", given=lambda: _given(hook, args)):
+            with self.blaming(f"{hook}()", arguments=lambda: dict(zip(_ARGUMENTS.get(hook, ()), args, strict=False))):
                 return function(*args)
 
         return guarded
 
     @contextmanager
     def blaming(
-        self, what: str, on: Callable[[], str] | None = None, given: Callable[[], str] | None = None
+        self, what: str, on: Callable[[], str] | None = None, arguments: Callable[[], dict[str, Any]] = dict
     ) -> Iterator[None]:
         """The border to the user's code: what it raises becomes an error that names it.
 
         Args:
             what: who is called, as the subject of "raised".
             on: describes what it was called with, in few words; asked only after it raised.
-            given: the same for a hook, argument by argument.
+            arguments: the same for a hook, by name.
 
         Raises:
             TaskError: it raised; names the line in the user's files, where one of them is on the way.
@@ -125,14 +134,14 @@ class Task:
             raise
         except BaseException as error:  # GeneratorExit and what is derived from BaseException alone included
             process_env.put_right()
-            if isinstance(error, PipeError) and str(type(error).__module__).startswith("layerline."):
-                raise  # one of ours; a class of the user's own may have any exit code, and any text
+            if _is_ours(error):
+                raise
             if ran_out_of_memory(error):
                 raise machine_lacks(MemoryError()) from error
             seen = f" on {on()}" if on else ""
-            arguments = given() if given else ""
-            if arguments:
-                seen = f"; it was called with {arguments}"
+            named = [f"{name}: {outlined(value)}" for name, value in arguments().items() if name]
+            if named:
+                seen = f"; it was called with {', '.join(named)}"
             raise self._blame(what, error, seen) from error
         if complaint := process_env.put_right():
             raise TaskError(f"{what} {complaint[0]}", where=self.path.name, hint=complaint[1])
@@ -142,11 +151,7 @@ class Task:
         if self._module is not None:
             return self._module
         if not self.path.is_file():
-            raise TaskError(
-                "there is no such task file",
-                where=str(self.path),
-                hint="create it, or name another with `task:` in pipe.yaml",
-            )
+            raise no_task_file(str(self.path))
         _put_first_on_path(self.path.parent.resolve())
         file = self.path.parent.resolve() / self.path.name  # a link keeps its name and its neighbours
         spec = importlib.util.spec_from_loader("layerline_task", _Source("layerline_task", str(file)))
@@ -173,8 +178,9 @@ class Task:
             raise
         except BaseException as error:
             process_env.put_right()
-            ours = isinstance(error, PipeError) and str(type(error).__module__).startswith("layerline.")
-            if ours or not self._frame([(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]):
+            if _is_ours(error) or not self._frame(
+                [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+            ):
                 raise
             raise self._blame("code of the project", error, "") from error
 
@@ -203,11 +209,16 @@ class Task:
         return TaskError(f"{what} raised {type(error).__name__}: {text}{on}", where=where, hint=hint)
 
 
-def _given(hook: str, args: Sequence[Any]) -> str:
-    """What a hook was called with: `outputs: float32 (2, 10), targets: int64 (2,)`."""
-    return ", ".join(
-        f"{name}: {outlined(value)}" for name, value in zip(_ARGUMENTS.get(hook, ()), args, strict=False) if name
+def no_task_file(where: str) -> TaskError:
+    """The error of a project without its task file."""
+    return TaskError(
+        "there is no such task file", where=where, hint="create it, or name another with `task:` in pipe.yaml"
     )
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it is an error of Layerline's; a class of the user's own may have any exit code, and any text."""
+    return isinstance(error, PipeError) and str(type(error).__module__).startswith("layerline.")
 
 
 def _put_first_on_path(folder: Path) -> None:
@@ -228,3 +239,77 @@ def _finder(folder: Path, entry: str) -> FileFinder:
     if not is_own_folder(Path(entry), folder):
         raise ImportError("for the interpreter's own finder", path=entry)
     return FileFinder(entry, (ExtensionFileLoader, EXTENSION_SUFFIXES), (_Source, SOURCE_SUFFIXES))
+
+
+_OURS = "layerline"
+_DISTRIBUTION = re.compile(r"[A-Za-z0-9._-]+")
+
+
+class Guard(MetaPathFinder):
+    """Keeps a project's `queue.py` or `onnx.py` from being imported by torch and Layerline in place of what they need.
+
+    The project's folder comes first on the import path; for names of these the installed module stays the one.
+
+    Attributes:
+        hidden: files of the project that are not imported, since an installed module has their name.
+    """
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self.hidden: set[Path] = set()
+
+    def protect(self, folder: Path) -> None:
+        """Guards against the modules of a project's folder from now on, and no longer against those of another."""
+        self._folder, self.hidden = folder, set()
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,  # noqa: ARG002  the protocol's
+    ) -> ModuleSpec | None:
+        """The installed module where the project has one of its name that must not hide it; else None."""
+        if path is not None or self._folder is None:
+            return None
+        own = PathFinder.find_spec(fullname, [str(self._folder)])
+        if own is None or own.loader is None or own.origin is None:  # none, or a folder that hides nothing
+            return None
+        others = [e for e in sys.path if not is_own_folder(Path(e or ".").resolve(), self._folder)]
+        installed = PathFinder.find_spec(fullname, others)
+        if installed is None or installed.loader is None:
+            return None
+        if fullname not in sys.stdlib_module_names and fullname not in _needed():
+            return None
+        self.hidden.add(Path(own.origin))
+        return installed
+
+
+GUARD = Guard()
+
+
+@cache
+def _needed() -> frozenset[str]:
+    """Top-level modules of Layerline's distribution, of what it requires, and of what that requires."""
+    wanted, pending = {_OURS}, [_OURS]
+    while pending:
+        name = pending.pop()
+        requirements: list[str] = []
+        with suppress(metadata.PackageNotFoundError):  # required on another platform, or for an extra not installed
+            requirements = metadata.requires(name) or []
+        for requirement in requirements:
+            needed = _normal(requirement)
+            optional = "extra" in requirement.partition(";")[2]
+            if needed not in wanted and (name == _OURS or not optional):
+                wanted.add(needed)
+                pending.append(needed)
+    owned = metadata.packages_distributions().items()
+    return frozenset({_OURS, *(module for module, owners in owned if not wanted.isdisjoint(map(_normal, owners)))})
+
+
+def _normal(requirement: str) -> str:
+    name = _DISTRIBUTION.match(requirement)
+    if name is None:
+        return ""
+    return re.sub(r"[-_.]+", "-", name[0]).lower()

@@ -63,18 +63,16 @@ class Ema(Stage):
             online, averaged = checkpoint.weights(path)
             shipping.ship(model, example, averaged if self.weights == "ema" else online, work.out)
             effects = shipping.compared(model, example, online, averaged)
+            is_same = shipping.same(online, averaged)
+            notes: tuple[str, ...] = ()
+            if self.weights == "ema" and is_same:
+                notes = ("no average was taken (EMA off, or ema_start_step after the last step): online weights ship",)
+            elif self.weights == "online" and not is_same:
+                notes = ("the online weights ship, as the configuration asks",)
             return Report(
                 stage=self.name,
                 reference="online weights",
                 candidate="EMA weights",
                 records=tuple(tensor_row(*effect) for effect in effects),
-                notes=_notes(self.weights, averaged=not shipping.same(online, averaged)),
+                notes=notes,
             )
-
-
-def _notes(chosen: str, *, averaged: bool) -> tuple[str, ...]:
-    if chosen == "ema" and not averaged:
-        return ("no average was taken (EMA is off, or ema_start_step lies after the last step): online weights ship",)
-    if chosen == "online" and averaged:
-        return ("the online weights ship, as the configuration asks",)
-    return ()

@@ -100,6 +100,7 @@ class Engine(Stage):
 
     def run(self, work: Work) -> Report:
         from layerline.backends.tensorrt import build_record, checks
+        from layerline.backends.tensorrt.network import compute_precisions
         from layerline.compare.backend_compare import compare_engine
         from layerline.export import probe_files
         from layerline.export.signature import Signature
@@ -117,10 +118,19 @@ class Engine(Stage):
         start = time.perf_counter()
         built = _build(backend, path, model, onnx_names.modules)
         seconds = time.perf_counter() - start
-        facts = {**_facts(backend, why, folder), "float64_as_float32": narrowed}
+        facts: dict[str, Any] = {
+            "runtime": backend.name,
+            "reason": why,
+            "device": fact("gpu"),
+            "workspace_mb": backend.workspace_mb,
+            "onnx_bytes": sum(p.stat().st_size for p in folder.iterdir() if p.name.startswith("model.onnx")),
+            "float64_as_float32": narrowed,
+        }
         (work.out / PLAN).write_bytes(built.plan)
-        _write_json(work.out / RECORD, build_record.engine_json(built, profiles, **facts))
-        _write_json(work.out / LAYERS, build_record.layers_json(built.layers, onnx_names))
+        record = build_record.engine_json(built, profiles, **facts)
+        layers = build_record.layers_json(built.layers, onnx_names)
+        for name, content in ((RECORD, record), (LAYERS, layers)):
+            (work.out / name).write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", "utf-8")
         rows = build_record.diffs(built.layers, onnx_names)
         probes = probe_files.load(folder)
         rows, notes = compare_engine(backend, path, work.out / PLAN, probes, rows, self.tolerance)
@@ -132,7 +142,9 @@ class Engine(Stage):
             candidate=f"{backend.name} {built.version}",
             records=rows,
             metrics={
-                **_metrics(built),
+                "engine_bytes": len(built.plan),
+                **{f"compute_{precision}": n for precision, n in compute_precisions(built.layers).items()},
+                "layers": len(built.layers),
                 **_axes(signature, profiles),
                 "onnx_bytes": facts["onnx_bytes"],
                 "build_seconds": round(seconds, 3),
@@ -149,15 +161,14 @@ class Engine(Stage):
     def _resolved(self, signature: Signature) -> tuple[Profile, ...]:
         from layerline.backends.tensorrt.profiles import ShapeRange, Sizes, resolve
 
-        def entry(value: MinOptMax) -> Sizes | ShapeRange:
-            if isinstance(value.min, int) and isinstance(value.opt, int) and isinstance(value.max, int):
-                return Sizes(value.min, value.opt, value.max)
-            return ShapeRange(_sizes(value.min), _sizes(value.opt), _sizes(value.max))
-
-        def entries(profile: Mapping[str, MinOptMax]) -> dict[str, Sizes | ShapeRange]:
-            return {name: entry(value) for name, value in profile.items()}
-
-        requested = [entries(profile) for profile in self.profiles]
+        requested: list[dict[str, Sizes | ShapeRange]] = []
+        for profile in self.profiles:
+            requested.append({})
+            for name, value in profile.items():
+                if isinstance(value.min, int) and isinstance(value.opt, int) and isinstance(value.max, int):
+                    requested[-1][name] = Sizes(value.min, value.opt, value.max)
+                else:
+                    requested[-1][name] = ShapeRange(_sizes(value.min), _sizes(value.opt), _sizes(value.max))
         return resolve({v.name: v.shape for v in signature.inputs}, signature.dims, requested, "engine.profiles")
 
     def _choose(self, profiles: Sequence[Profile]) -> tuple[TensorRT, str]:
@@ -194,15 +205,11 @@ def _check_signature(model: onnx.ModelProto, signature: Signature) -> None:
             where="signature.json",
         )
     for name, dims in declared.items():
-        sizes: list[int | None] = []
-        for dim in dims:
-            is_static = dim.HasField("dim_value") and dim.dim_value >= 0
-            sizes.append(dim.dim_value if is_static else None)
-        if sizes != [size if isinstance(size, int) else None for size in signed[name]]:
-            in_file = ", ".join("?" if size is None else str(size) for size in sizes)
-            in_signature = ", ".join(map(str, signed[name]))
+        sizes = [dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else "?" for dim in dims]
+        if sizes != [size if isinstance(size, int) else "?" for size in signed[name]]:
+            shapes = [", ".join(map(str, shape)) for shape in (sizes, signed[name])]
             raise StageError(
-                f"has the shape ({in_file}) in model.onnx, ({in_signature}) in signature.json", where=f"input {name}"
+                f"has the shape ({shapes[0]}) in model.onnx, ({shapes[1]}) in signature.json", where=f"input {name}"
             )
 
 
@@ -217,27 +224,6 @@ def _build(backend: TensorRT, path: Path, model: onnx.ModelProto, modules: Mappi
             raise
         hint = f"it names no node; the model has what TensorRT is known to fail on: {'; '.join(suspects[:3])}"
         raise StageError(error.what, where=error.where, hint=hint) from error
-
-
-def _facts(backend: TensorRT, why: str, folder: Path) -> dict[str, Any]:
-    return {
-        "runtime": backend.name,
-        "reason": why,
-        "device": fact("gpu"),
-        "workspace_mb": backend.workspace_mb,
-        "onnx_bytes": sum(p.stat().st_size for p in folder.iterdir() if p.name.startswith("model.onnx")),
-    }
-
-
-def _write_json(path: Path, content: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", "utf-8")
-
-
-def _metrics(built: Built) -> dict[str, Scalar]:
-    from layerline.backends.tensorrt.network import compute_precisions
-
-    counts = {f"compute_{precision}": n for precision, n in compute_precisions(built.layers).items()}
-    return {"engine_bytes": len(built.plan), **counts, "layers": len(built.layers)}
 
 
 def _axes(signature: Signature, profiles: Sequence[Profile]) -> dict[str, str]:

@@ -66,6 +66,7 @@ class Export(Stage):
         from layerline.export.dynamic_axes import settle
         from layerline.export.signature import signature
         from layerline.graph.io import onnx_files
+        from layerline.parity import default_session
         from layerline.parity.export_report import report
 
         prober, probes, gates, result = self._compare(work)
@@ -77,7 +78,13 @@ class Export(Stage):
         probe_files.save(work.out, [probe.feed for probe in probes])
         noise_floor.save(work.out, result.floors)
         signature(light, prober.dims, prober.integers).save(work.out)
-        session_gates, session_notes = _in_default_session(work, probes, result)
+        # A default session, as users open it, on the probes that it runs on unoptimised; the others fail a gate.
+        ran = [(p.feed, outputs) for p, outputs in zip(probes, result.outputs, strict=True) if outputs is not None]
+        expected = [outputs for _, outputs in ran]
+        allowed = default_session.limits(result.floors, expected[0] if expected else ())
+        session_gates, session_notes = default_session.check(
+            work.out / onnx_files.FILE, [feed for feed, _ in ran], expected=expected, allowed=allowed
+        )
         prober.notes += session_notes
         return report(self.name, self.opset, prober, result, [*gates, *session_gates], auto=self.tolerance == "auto")
 
@@ -93,7 +100,13 @@ class Export(Stage):
         bad = reproduce(prober.traced, probes, result.rows, folder)
         failed = [gate for gate in (*gates, *result.gates) if not gate.passed]
         if bad is None and failed:
-            raise _only_gates_fail(failed)
+            gates_seen = "; ".join(f"{gate.name}: {gate.seen}, expected {gate.expected}" for gate in failed)
+            hints = dict.fromkeys(gate.hint for gate in failed if gate.hint)
+            raise StageError(
+                f"every inner value passes, so there is no smaller model to show; these gates fail: {gates_seen}",
+                where="export",
+                hint="; ".join(hints) or "see: pipe diff export",
+            )
         return bad
 
     def _compare(self, work: Work) -> tuple[Prober, list[Probe], list[Gate], Parity]:
@@ -141,16 +154,22 @@ class Export(Stage):
         self, work: Work, prober: Prober, probes: Sequence[Probe], *, fast: bool
     ) -> tuple[list[str], list[Gate]]:
         """Notes and gates about the module itself: does it keep state, and give what the ema stage recorded?"""
+        from layerline.compare.arrays import array
         from layerline.export import eval_fastpath, program_queries
         from layerline.graph.io import module_identity
         from layerline.parity import module_gates
+        from layerline.training.state import safetensors_io
 
         call, traced = prober.call, prober.traced
         state_gates, notes = module_gates.state_gate(call, probes, work.task.path.parent)
         if fast:
             notes = [*notes, *eval_fastpath.notes(call, probes)]
         random_op = program_queries.first_drawn(traced.program, traced.nodes, module_identity.sources(traced.model))
-        golden_gates = module_gates.golden_gates(_recorded(work), call, random_op, fast=fast)
+        golden: dict[str, Array] = {}  # inputs and outputs that came with the weights
+        path = work.inputs["weights"] / "golden.safetensors"
+        if path.is_file():
+            golden = {key: array(tensor) for key, tensor in safetensors_io.load(path)[0].items()}
+        golden_gates = module_gates.golden_gates(golden, call, random_op, fast=fast)
         return notes, [*golden_gates, *state_gates]
 
     def check(self, look: Inspection) -> None:
@@ -202,16 +221,6 @@ class Export(Stage):
             ) from error
 
 
-def _only_gates_fail(failed: Sequence[Gate]) -> StageError:
-    gates = "; ".join(f"{gate.name}: {gate.seen}, expected {gate.expected}" for gate in failed)
-    hints = dict.fromkeys(gate.hint for gate in failed if gate.hint)
-    return StageError(
-        f"every inner value passes, so there is no smaller model to show; these gates fail: {gates}",
-        where="export",
-        hint="; ".join(hints) or "see: pipe diff export",
-    )
-
-
 def _module(work: Work) -> nn.Module:
     """model() in eval mode with the artifact's weights."""
     from layerline.export.example_call import refuse_training
@@ -225,18 +234,6 @@ def _module(work: Work) -> nn.Module:
     canonical_names.load(module, weights)
     refuse_training(module)
     return module
-
-
-def _recorded(work: Work) -> dict[str, Array]:
-    """The golden inputs and outputs that came with the weights; empty if there are none."""
-    from layerline.compare.arrays import array
-    from layerline.training.state import safetensors_io
-
-    path = work.inputs["weights"] / "golden.safetensors"
-    if not path.is_file():
-        return {}
-    tensors, _ = safetensors_io.load(path)
-    return {key: array(tensor) for key, tensor in tensors.items()}
 
 
 def _samples(work: Work, call: Call, count: int) -> Feed:
@@ -265,16 +262,3 @@ def _ranges(declared: Mapping[str, Range], call: Call) -> dict[str, tuple[int, i
         check_range(call, name, low, high)
     refuse_ranges(call, ranges)
     return ranges
-
-
-def _in_default_session(work: Work, probes: Sequence[Probe], result: Parity) -> tuple[list[Gate], list[str]]:
-    """Runs the saved file in a default onnxruntime session, as users do, on the probes that it runs on unoptimised."""
-    from layerline.graph.io import onnx_files
-    from layerline.parity import default_session
-
-    ran = [(probe.feed, outputs) for probe, outputs in zip(probes, result.outputs, strict=True) if outputs is not None]
-    expected = [outputs for _, outputs in ran]
-    allowed = default_session.limits(result.floors, expected[0] if expected else ())
-    # A probe that the ONNX can't run on fails a gate of its own.
-    path = work.out / onnx_files.FILE
-    return default_session.check(path, [feed for feed, _ in ran], expected=expected, allowed=allowed)

@@ -86,7 +86,14 @@ class Fuse(Stage):
         gates, session_notes = default_session.check(work.out / onnx_files.FILE, case.feeds, allowed=allowed)
         notes = [*case.notes, *fused.notes, *session_notes]
         if not all(row.passed for row in rows):
-            notes.append(_blame(self._guilty(case, fused)))
+            firing = self._guilty(case, fused)
+            note = "no single rewrite is to blame for the values beyond their floor"
+            if firing is not None:
+                rule, value = firing.site.rule, firing.site.value
+                note = (
+                    f"rule {rule} at {value} takes the graph beyond its floor; `rules: {{{rule}: false}}` leaves it out"
+                )
+            notes.append(note)
         return _report(case.unfused, fused, rows, notes, gates)
 
     def debug(self, work: Work, folder: Path) -> LayerDiff | None:
@@ -181,6 +188,9 @@ def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
     unfused = reference(case.unfused, fused.proofs)
     graph = unfused.model.graph
     random = drawn(unfused.model)
+    # Of QuantizeLinear, rounding may move an element that lies half-way between two steps to the other.
+    graphs = (graph, fused.light.model.graph)
+    quantized = [{node.output[0] for node in g.node if node.op_type == "QuantizeLinear"} for g in graphs]
     # An output that no other node of the program names has no floor of its own.
     highest = max(case.floors.values(), default=0.0)
     floors = dict.fromkeys([output.name for output in graph.output], highest) | dict(case.floors)
@@ -190,13 +200,8 @@ def _compare(case: _Case, fused: Fused) -> tuple[LayerDiff, ...]:
         case.feeds,
         pairs=_pairs(graph, fused),
         tolerances={value: tolerance(value, fused.types, floors) for value in floors if value not in random},
-        settled=_quantized(graph) & _quantized(fused.light.model.graph),
+        settled=quantized[0] & quantized[1],
     )
-
-
-def _quantized(graph: onnx.GraphProto) -> set[str]:
-    """The outputs of QuantizeLinear: rounding may move an element that lies half-way between two steps to the other."""
-    return {node.output[0] for node in graph.node if node.op_type == "QuantizeLinear"}
 
 
 def _pairs(graph: onnx.GraphProto, fused: Fused) -> dict[str, str]:
@@ -217,15 +222,6 @@ def _pairs(graph: onnx.GraphProto, fused: Fused) -> dict[str, str]:
         if holder in fused_values:
             pairs[name] = holder
     return pairs
-
-
-def _blame(firing: Firing | None) -> str:
-    if firing is None:
-        return "no single rewrite is to blame for the values beyond their floor"
-    rule = firing.site.rule
-    return (
-        f"rule {rule} at {firing.site.value} takes the graph beyond its floor; `rules: {{{rule}: false}}` leaves it out"
-    )
 
 
 def _report(
@@ -270,13 +266,10 @@ def _merged(fused: Fused, rows: Sequence[LayerDiff]) -> dict[str, str]:
     # From the last rewrite back: a value that was merged twice is already mapped to where the later one put it.
     for proof in reversed(fused.proofs):
         firing = proof.firing
-        holder: str | None = firing.site.value
-        if holder not in compared:
-            holder = merged.get(firing.site.value)
-        if holder is None:
-            continue
+        value = firing.site.value
+        holder = value if value in compared else merged.get(value)
         for source in firing.sources:
-            if source not in compared:
+            if holder is not None and source not in compared:
                 merged.setdefault(source, holder)
     return merged
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -147,7 +146,9 @@ class ImportOnnx(Stage):
                 look.shared["signature"] = seen.signature
                 look.shared["ops"] = seen.ops
                 look.shared["names"] = seen.names
-                look.shared["run"] = partial(self._try, look.root, limits)
+                look.shared["run"] = lambda f: self._isolated(
+                    _tried, look.root, limits, f, limits=limits, log=_Silent()
+                )
                 shapes = [f"{value.name} {value.shape}" for value in seen.signature.inputs]
                 look.ok("import-onnx.dims", ", ".join(shapes) or "no inputs")
 
@@ -157,17 +158,8 @@ class ImportOnnx(Stage):
         report: Report = self._isolated(ImportOnnx._import, *folders, limits, limits=limits, log=work.log)
         return report
 
-    def _try(self, root: Path, limits: Limits, feed: Mapping[str, Array]) -> list[Array]:
-        """The model's outputs for a feed, in order."""
-        outputs: list[Array] = self._isolated(_tried, root, limits, feed, limits=limits, log=_Silent())
-        return outputs
-
     def _isolated(self, function: Callable[..., Any], *args: Any, limits: Limits, log: Log) -> Any:
-        """What `function(self, *args)` gives in a process whose memory and time are bounded: it runs foreign models.
-
-        Raises:
-            StageError: as the function's; where memory ran out, with the limit.
-        """
+        """What `function(self, *args)` gives in a process whose memory and time are bounded: it runs foreign models."""
         from layerline.backends import subprocess_build
 
         try:
@@ -258,21 +250,16 @@ class ImportOnnx(Stage):
         return normalize_import.adopt(light, self.opset)
 
     def _settle(self, adopted: Adopted, limits: Limits) -> tuple[Adopted, dict[str, Dimension], dict[str, Array]]:
-        """Applies `dims` and `values`, and takes the branches that they decide; bounds of dimensions, and constants.
-
-        Raises:
-            StageError: the model can't be run within the limits.
-            ConfigError: a field that does not fit the model.
-        """
+        """Applies `dims` and `values`, and takes the branches that they decide; bounds of dimensions, and constants."""
         from layerline.onnx_import import allocation_sizes, normalize_import, symbolic_dims
 
         declared = self._declare(adopted.light, symbolic_dims.places(adopted.light))
         constants = normalize_import.freeze(adopted.light, self.values)
+        decided = self.values or any(dim.size for dim in self.dims.values())
         # Before anything of the file is computed, and again once branches are decided.
-        allocation_sizes.refuse_endless(adopted.light)
-        allocation_sizes.refuse_large(adopted.light, limits.memory, limits.hint)
-        if self.values or any(dim.size for dim in self.dims.values()):
-            adopted = normalize_import.take_branches(adopted)
+        for take in (False, True) if decided else (False,):
+            if take:
+                adopted = normalize_import.take_branches(adopted)
             allocation_sizes.refuse_endless(adopted.light)
             allocation_sizes.refuse_large(adopted.light, limits.memory, limits.hint)
         return adopted, declared, constants
@@ -283,9 +270,6 @@ class ImportOnnx(Stage):
         if not self.data:
             return {}
         return npz.read(sources / self.data)
-
-    def _declared_ranges(self) -> dict[str, tuple[int, int]]:
-        return {name: (values.low, values.high) for name, values in self.ranges.items()}
 
     def _declare(self, light: Light, places: Places) -> dict[str, Dimension]:
         """Applies `dims` to the model, in place; the bounds that are left, by final name."""
@@ -327,7 +311,8 @@ class ImportOnnx(Stage):
         if not inputs:
             raise StageError("the model takes no inputs, so there is nothing to speed up", where=self.file)
         feeder = Feeder(model=adopted.original, inputs=inputs, declared=declared, constants=constants)
-        ranges = foreign.ranges(adopted.original, inputs, self._declared_ranges())
+        declared_ranges = {name: (values.low, values.high) for name, values in self.ranges.items()}
+        ranges = foreign.ranges(adopted.original, inputs, declared_ranges)
         if self.data:
             fed_arrays = {name: array for name, array in arrays.items() if name not in constants}
             samples = feed_sources.samples(fed_arrays, inputs, self.data)
@@ -342,19 +327,12 @@ class _Silent:
 
 @dataclass(frozen=True)
 class _Looked:
-    """What `check` tells of a file.
-
-    Attributes:
-        nodes: their number.
-        signature: None where `error` says why there is none.
-        ops: operators.
-        names: names of values, nodes and modules.
-    """
+    """What `check` tells of a file."""
 
     nodes: int
-    signature: Signature | None = None
+    signature: Signature | None = None  # None where `error` says why there is none
     ops: frozenset[str] = frozenset()
-    names: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()  # of values, nodes and modules
     error: PipeError = field(default_factory=lambda: PipeError(""))
 
 
@@ -369,7 +347,8 @@ def _looked(stage: ImportOnnx, root: Path, limits: Limits, _log: Relay) -> _Look
     nodes = len(adopted.light.model.graph.node)
     try:
         adopted, declared, _ = stage._settle(adopted, limits)
-        foreign.ranges(adopted.original, signature(adopted.light).inputs, stage._declared_ranges())
+        ranges = {name: (values.low, values.high) for name, values in stage.ranges.items()}
+        foreign.ranges(adopted.original, signature(adopted.light).inputs, ranges)
         OnnxRuntime().open(adopted.light)  # raises on what it can't run
     except PipeError as error:
         return _Looked(nodes, error=error)

@@ -89,13 +89,15 @@ class ImportWeights(Stage):
         example = batches.example_inputs(work.task, forward=model.forward)
         shipping.ship(model, example, fit.tensors, work.out)
         reference, rows = _rows(model, example, fit, online, averages)
+        # The other state dict that fits.
+        unused = [other.state.where for other in (online, averages) if other is not None and other is not fit]
         weights_note = f"the weights are those of {fit.state.where}"
         return Report(
             stage=self.name,
             reference=reference,
             candidate="EMA weights" if online and averages else "model() in float32",
             records=rows,
-            notes=(*notes, weights_note, *fit.notes, *_unused(fit, online, averages)),
+            notes=(*notes, weights_note, *fit.notes, *(f"{w} fits as well, and does not ship" for w in unused[:1])),
             metrics={"tensors": len(fit.tensors), "parameters": sum(p.numel() for p in model.parameters())},
         )
 
@@ -128,11 +130,3 @@ def _rows(
     for name, tensor in canonical_names.named(model).tensors.items():
         rows.append(tensor_row(name, "parameter", name.rpartition(".")[0], fit.tensors[name], tensor))
     return "weights in the file", tuple(rows)
-
-
-def _unused(fit: Fit, online: Fit | None, averages: Fit | None) -> list[str]:
-    """A note on the other state dict that fits."""
-    for other in (online, averages):
-        if other is not None and other is not fit:
-            return [f"{other.state.where} fits as well, and does not ship"]
-    return []

@@ -203,7 +203,7 @@ class Quantize(Stage):
         from layerline.export import probe_files
         from layerline.export.signature import Signature
         from layerline.graph.io import onnx_files
-        from layerline.graph.quantization import rescaled_names
+        from layerline.graph.quantization import layer_formats, own_qdq, rescaled_names
         from layerline.graph.quantization.calibration_data import CalibrationData
         from layerline.parity import accuracy_budget, output_sqnr, quantization_report
 
@@ -215,6 +215,10 @@ class Quantize(Stage):
             work, signature.inputs, hooks=CALIBRATION_HOOKS, samples=self.samples, batch_size=self.batch_size
         )
         evaluation = accuracy_budget.Evaluation(data)
+        # Names first: what follows may take minutes.
+        if self.mode != "none" and not own_qdq.present(model):
+            layer_formats.refuse_unknown(model, self.skip, self.layers)
+        evaluation.refuse_unknown(model, self.max_drop)
         converted, complete = self._convert(work, model, data, probes, evaluation)
         converted = rescaled_names.apply(converted)
         onnx_files.save(converted.model, work.out)

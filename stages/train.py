@@ -83,8 +83,6 @@ class Train(Stage):
     @model_validator(mode="after")
     def _recipe_holds(self) -> Train:
         config = self.config()
-        if config.monitor.valid_interval:
-            return self
         # Each of these waits for a metric that nobody would compute.
         needs_validation = {
             "plateau": config.scheduler.name == "plateau",
@@ -92,9 +90,8 @@ class Train(Stage):
             "early_stop": config.monitor.early_stop,
         }
         for name, is_set in needs_validation.items():
-            if is_set:
-                what = f"{name} follows validation, which is off"
-                hint = "set it, in optimizer steps"
+            if is_set and not config.monitor.valid_interval:
+                what, hint = f"{name} follows validation, which is off", "set it, in optimizer steps"
                 raise _placed(ConfigError(what, where="training.valid_interval", hint=hint), {})
         return self
 
@@ -210,10 +207,10 @@ class Train(Stage):
 
 def _proved(proof: Proof, *, asked: int, interrupted: bool) -> Report:
     notes: list[str] = []
-    if interrupted and proof.begun_from:
-        notes.append(f"began from {proof.begun_from}, the newest checkpoint of the interrupted training")
-    elif interrupted:
+    if interrupted:
         notes.append("too few steps are left of the interrupted training")
+        if proof.begun_from:
+            notes = [f"began from {proof.begun_from}, the newest checkpoint of the interrupted training"]
     if proof.steps < asked:
         notes.append(f"{asked} steps were asked for; each half of what the training has left is {proof.steps}")
     tables: dict[str, list[dict[str, Any]]] = {}
@@ -230,7 +227,12 @@ def _proved(proof: Proof, *, asked: int, interrupted: bool) -> Report:
 def _gather(raw: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
     from layerline.training.config import aliases
 
-    _refuse_unknown(raw, fields)
+    # Errors list the names that people write. The normal form's own sections are valid too.
+    valid = [name for name in fields if name != "recipe"] + list(_SHOWN)
+    for name in map(str, raw):
+        if name not in fields and name not in aliases.SECTIONS and name not in valid:
+            advice = did_you_mean(name, [*valid, *aliases.SECTIONS]) or hint(name, valid)
+            raise _placed(ConfigError("unknown field", where=name, hint=advice), raw)
     sections = {key: value for key, value in raw.items() if key in aliases.SECTIONS or key == "preset"}
     own = {key: value for key, value in raw.items() if key not in sections}
     try:
@@ -263,24 +265,11 @@ def _dotted(recipe: Any) -> dict[str, Any]:
     return dotted
 
 
-def _refuse_unknown(raw: Mapping[str, Any], fields: Collection[str]) -> None:
-    from layerline.training.config import aliases
-
-    # Errors list the names that people write. The normal form's own sections are valid too.
-    valid = [name for name in fields if name != "recipe"] + list(_SHOWN)
-    for name in map(str, raw):
-        if name not in fields and name not in aliases.SECTIONS and name not in valid:
-            advice = did_you_mean(name, [*valid, *aliases.SECTIONS]) or hint(name, valid)
-            raise _placed(ConfigError("unknown field", where=name, hint=advice), raw)
-
-
 def _placed(error: ConfigError, raw: Any) -> ValidationError:
     """The same error at the place of its field, so that it names the line and column in pipe.yaml."""
-    text = error.what
-    if error.hint:
-        text += f"; {error.hint}"
     # pydantic carries the error to the place of its field; pipe.yaml's reader shows it as it is.
-    kind = PydanticCustomError("told", "{text}", {"text": text, "what": error.what, "hint": error.hint})
+    text = "{what}; {hint}" if error.hint else "{what}"
+    kind = PydanticCustomError("told", text, {"what": error.what, "hint": error.hint})
     # A number is the place in a list: `optimizer.groups.1.lr`.
     place: tuple[str | int, ...] = tuple(int(part) if part.isdecimal() else part for part in error.where.split("."))
     recipe = raw.get("recipe") if isinstance(raw, Mapping) else None
@@ -290,10 +279,10 @@ def _placed(error: ConfigError, raw: Any) -> ValidationError:
             place = (error.where,)
         place = ("recipe", *place)
     for key in place:
-        if isinstance(raw, list) and isinstance(key, int) and key < len(raw):
+        try:
             raw = raw[key]
-        else:
-            raw = raw.get(key) if isinstance(raw, Mapping) else None
+        except (LookupError, TypeError):  # what was written has no such field
+            raw = None
     details: InitErrorDetails = {"type": kind, "loc": place, "input": raw}
     return ValidationError.from_exception_data("Train", [details])
 

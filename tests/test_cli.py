@@ -20,6 +20,7 @@ from rich.console import Console
 from layerline import cli
 from layerline.pipeline import stage_table
 from layerline.pipeline.errors import StageError
+from layerline.pipeline.init import from_files
 from layerline.pipeline.keys import env
 from layerline.pipeline.records import housekeeping
 from layerline.pipeline.report import Gate, Report
@@ -963,7 +964,7 @@ def test_what_has_nothing_to_do_imports_nothing_heavy(arguments: list[str], fold
 
 @pytest.mark.slow
 def test_the_blank_project_runs_as_it_stands(tmp_path: Path) -> None:
-    written = housekeeping.init(tmp_path / "mine", "blank")
+    written = from_files.from_template(tmp_path / "mine", "blank")
     assert [p.name for p in written] == ["pipe.yaml", "task.py"]
     command = [sys.executable, "-m", "layerline.cli", "run", "all", "--json"]
     done = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, text=True, timeout=120)

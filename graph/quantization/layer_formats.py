@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layerline.backends.light import Model
@@ -32,6 +32,13 @@ class LayerFormats:
     def single(self) -> set[str]:
         """Layers that stay float32."""
         return set(self.kept) - set(self.half)
+
+
+def refuse_unknown(model: Model, skip: Sequence[str], layers: Mapping[str, str]) -> None:
+    """Refuses patterns that match nothing in a model, before anything is calibrated."""
+    graph = to_ir(model)
+    matching(graph, skip, field="quantize.skip")
+    matching(graph, [*layers], field="quantize.layers", reads=False)
 
 
 def resolve(model: Model, layers: Mapping[str, str]) -> LayerFormats:

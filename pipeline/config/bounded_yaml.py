@@ -7,6 +7,7 @@ is none ends in an error of the datetime module. The events of the parser are co
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from layerline.pipeline.errors import ConfigError, first_line
@@ -30,15 +31,12 @@ class NotYamlError(ConfigError):
 
 
 class _Count:
-    """Counts what a document stands for, from its events.
-
-    Attributes:
-        open: of each collection that has begun: its anchor, and values and levels inside it up to now.
-        whole: values and levels of what each anchor stands for.
-    """
+    """Counts what a document stands for, from its events."""
 
     def __init__(self) -> None:
+        # Of each collection that has begun: its anchor, and values and levels inside it up to now.
         self.open: list[tuple[str | None, int, int]] = []
+        # Values and levels of what each anchor stands for.
         self.whole: dict[str, tuple[int, int]] = {}
 
     def take(self, event: Event) -> str:
@@ -112,6 +110,18 @@ def parse(text: str, where: str) -> Any:
         raise NotYamlError(f"not valid YAML: {printable(first_line(str(error)), 200)}", where=where) from None
     except RecursionError:  # how the parser takes a mapping that is merged into itself
         raise ConfigError("an alias in it stands for itself", where=where) from None
+
+
+def plain(value: Any) -> Any:
+    """Plain Python values in place of the parser's own types, which carry comments and formatting."""
+    if isinstance(value, Mapping):
+        return {plain(k) if isinstance(k, str | int | float) else str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    for cls in (bool, int, float, str):
+        if isinstance(value, cls):
+            return cls(value)
+    return value
 
 
 def _loader() -> YAML:

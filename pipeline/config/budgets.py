@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -11,6 +13,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.nearest import hint
 
+# Parts of the names of metrics of which less is better, and of names that turn them round (`minus_error`).
+_LESS_IS_BETTER = frozenset(
+    {"cer", "eer", "err", "error", "fid", "loss", "mae", "mape", "mse", "nll", "perplexity", "ppl", "rmse", "wer"}
+)
+_TURNED = frozenset({"inverse", "minus", "neg", "negative"})
 SLACK = 1e-9
 """A loss of exactly the budget passes, however the subtraction rounds."""
 
@@ -18,15 +25,12 @@ SLACK = 1e-9
 def _checked_amount(value: float | str) -> float | str:
     """A number that is not negative, or such a number with a percent sign."""
     text = str(value).strip()
-    try:
+    number = math.nan
+    with suppress(ValueError):
         number = float(text.removesuffix("%"))
-    except ValueError:
-        number = math.nan
     if not 0 <= number < math.inf:
         raise ValueError("expected a finite number that is at least 0, or a percentage such as 0.5%")
-    if text.endswith("%"):
-        return f"{number:.15g}%"
-    return number
+    return f"{number:.15g}%" if text.endswith("%") else number
 
 
 Amount = Annotated[float | str, AfterValidator(_checked_amount)]
@@ -72,7 +76,7 @@ class Budget(BaseModel):
     def allowed(self, before: float) -> float:
         """The greatest loss that passes, in the metric's units, where the float model has `before`."""
         if isinstance(self.amount, str):
-            return percentage(self.amount) / 100 * abs(before)
+            return float(self.amount.removesuffix("%")) / 100 * abs(before)
         return self.amount
 
     def loss(self, before: float, after: float) -> float:
@@ -93,9 +97,12 @@ class Budget(BaseModel):
 MaxDrop = Amount | Annotated[dict[str, Budget], Field(min_length=1)]
 
 
-def percentage(text: str) -> float:
-    """The number of "0.5%"."""
-    return float(text.removesuffix("%"))
+def usual(metric: str, amount: Amount) -> Budget:
+    """The budget of a metric of which pipe.yaml says nothing: by a name such as `val_loss`, less is better."""
+    parts = set(re.split(r"[^a-z]+", metric.lower()))
+    if parts & _LESS_IS_BETTER and not parts & _TURNED:
+        return Budget(rise=amount)
+    return Budget(drop=amount)
 
 
 def by_metric(max_drop: MaxDrop | None, names: Iterable[str]) -> dict[str, Budget]:
@@ -104,16 +111,13 @@ def by_metric(max_drop: MaxDrop | None, names: Iterable[str]) -> dict[str, Budge
     Raises:
         ConfigError: a budget for a metric that metric() does not give; names the nearest.
     """
-    if max_drop is None:
-        return {}
     names = list(names)
     if not isinstance(max_drop, Mapping):
-        return {name: Budget(drop=max_drop) for name in names}
+        return {name: Budget(drop=max_drop) for name in names if max_drop is not None}
     for name in max_drop:
         if name not in names:
-            raise ConfigError(
-                f"metric() gives no metric {name!r}", where="quantize.max_drop", hint=hint(name, names)
-            )  # fmt: skip
+            what = f"metric() gives no metric {name!r}"
+            raise ConfigError(what, where="quantize.max_drop", hint=hint(name, names))
     return dict(max_drop)
 
 

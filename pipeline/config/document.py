@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from layerline.pipeline.config import bounded_yaml
+from layerline.pipeline.config.bounded_yaml import plain
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.init.generated_files import plain
 from layerline.pipeline.inputs.untrusted import is_number, printable, storable
 
 Place = tuple[str | int, ...]
@@ -38,11 +38,7 @@ class Document:
         self.content: dict[Any, Any] = plain(self.tree)
 
     def override(self, text: str) -> None:
-        """Applies one `key.path=value`.
-
-        Raises:
-            ConfigError: it is none, or there is no such place.
-        """
+        """Applies one `key.path=value`. Raises ConfigError: it is none, or there is no such place."""
         path, equals, value = text.partition("=")
         keys = tuple(int(k) if is_number(k) else k for k in path.strip().split("."))
         if not equals or "" in keys:
@@ -57,37 +53,41 @@ class Document:
         except bounded_yaml.NotYamlError:
             parsed = value  # a text that YAML would have in quotes
         target: Any = self.content
-        for depth, key in enumerate(keys[:-1]):
-            target = _child(target, _as_there(target, key), where, keys[: depth + 1])
-        _put(target, _as_there(target, keys[-1]), parsed, where)
+        for depth, key in enumerate(keys, 1):
+            if isinstance(target, dict) and key not in target and str(key) in target:
+                key = str(key)  # `--set` can't tell the name "0" from the number 0
+            if isinstance(target, list) and not (isinstance(key, int) and key < len(target)):
+                raise ConfigError(f"{_dotted(keys[:depth])} is not there: the list has {len(target)}", where=where)
+            if depth == len(keys):
+                target[key] = parsed
+                break
+            if isinstance(target, dict) and target.get(key) is None:
+                target[key] = {}
+            target = target[key]
+            if not isinstance(target, dict | list):
+                raise ConfigError(f"{_dotted(keys[:depth])} is {target!r:.80} and has no fields", where=where)
         self._overridden[keys] = text
 
     def error(self, loc: Place, what: str, hint: str = "") -> ConfigError:
         """A ConfigError that points at a field."""
         field = _dotted(loc)
+        position, is_in_file = self._position(loc)
         for keys, text in self._overridden.items():
-            if keys == loc[: len(keys)] or (keys[: len(loc)] == loc and not self._is_in_file(loc)):
+            if keys == loc[: len(keys)] or (keys[: len(loc)] == loc and not is_in_file):
                 return ConfigError(f"{field}: {what}", where=_option(text), hint=hint)
-        line, column = self._position(loc)
-        return ConfigError(f"{field}: {what}" if field else what, where=f"{self.path.name}:{line}:{column}", hint=hint)
+        where = f"{self.path.name}:{position[0] + 1}:{position[1] + 1}"
+        return ConfigError(f"{field}: {what}" if field else what, where=where, hint=hint)
 
-    def _position(self, loc: Place) -> tuple[int, int]:
-        node, position = self.tree, (0, 0)
+    def _position(self, loc: Place) -> tuple[Sequence[int], bool]:
+        """Line and column, from 0, of the field or of what holds it; and whether the file has the field."""
+        node: Any = self.tree
+        position: Sequence[int] = (0, 0)
         for key in loc:
             marks = getattr(getattr(node, "lc", None), "data", None) or {}
             if key not in marks:
-                break
-            position = tuple(marks[key][:2])
-            node = node[key]
-        return position[0] + 1, position[1] + 1
-
-    def _is_in_file(self, loc: Place) -> bool:
-        node = self.tree
-        for key in loc:
-            if not (isinstance(node, Mapping) and key in node):
-                return False
-            node = node[key]
-        return True
+                return position, False
+            position, node = marks[key], node[key]
+        return position, True
 
 
 def check_options(arguments: Sequence[str]) -> None:
@@ -125,31 +125,6 @@ def _text(path: Path) -> str:
         if error.start > 4 * bounded_yaml.SIZE - 4:
             raise ConfigError(f"it is larger than {4 * bounded_yaml.SIZE} bytes", where=path.name) from None
         raise ConfigError(f"it is not UTF-8 text: {error}", where=path.name) from None
-
-
-def _child(target: Any, key: str | int, where: str, loc: Place) -> Any:
-    if isinstance(target, dict):
-        if target.get(key) is None:
-            target[key] = {}
-        child = target[key]
-    elif isinstance(target, list) and isinstance(key, int) and key < len(target):
-        child = target[key]
-    else:
-        raise ConfigError(f"{_dotted(loc)} is not there", where=where)
-    if not isinstance(child, dict | list):
-        raise ConfigError(f"{_dotted(loc)} is {child!r:.80} and has no fields", where=where)
-    return child
-
-
-def _put(target: Any, key: str | int, value: Any, where: str) -> None:
-    if isinstance(target, list) and not (isinstance(key, int) and key < len(target)):
-        raise ConfigError(f"there is no item {key}: the list has {len(target)}", where=where)
-    target[key] = value
-
-
-def _as_there(target: Any, key: str | int) -> str | int:
-    """A key as the mapping spells it: `--set` can't tell the name "0" from the number 0."""
-    return str(key) if isinstance(target, dict) and key not in target and str(key) in target else key
 
 
 def _dotted(loc: Place) -> str:

@@ -13,13 +13,14 @@ from pydantic import ValidationError
 from layerline.pipeline import nearest, stage_table
 from layerline.pipeline.config.document import Document
 from layerline.pipeline.config.validation_errors import elsewhere, mistake, unfit_numbers
-from layerline.pipeline.errors import ConfigError, TaskError
+from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.files import check_link
 from layerline.pipeline.init.generated_files import project_name
-from layerline.pipeline.inputs.data_files import expand
 from layerline.pipeline.inputs.untrusted import check_utf8, is_inside
 from layerline.pipeline.keys import canonical
+from layerline.pipeline.keys.patterns import expand
 from layerline.pipeline.stage import Stage
-from layerline.pipeline.state_folder import check_link
+from layerline.pipeline.task import no_task_file
 
 FILE = "pipe.yaml"
 STATE = ".layerline"
@@ -30,25 +31,15 @@ _UNKNOWN = ("unknown field", "no such field")
 
 @dataclass(frozen=True, kw_only=True)
 class Project:
-    """A folder with a pipe.yaml.
-
-    Attributes:
-        root: the folder.
-        name: what people call it.
-        task: the user's task file, relative to root.
-        data: files whose content the data hooks read, relative to root.
-        stages: the stages in the order they run.
-        sets: the `key.path=value` that pipe.yaml was overridden with.
-        check: whether everything is checked before a stage that may take long.
-    """
+    """A folder with a pipe.yaml."""
 
     root: Path
-    name: str
-    task: str
-    data: tuple[str, ...]
-    stages: tuple[Stage, ...]
-    sets: tuple[str, ...] = ()
-    check: bool = True
+    name: str  # what people call it
+    task: str  # the user's task file, relative to root
+    data: tuple[str, ...]  # files whose content the data hooks read, relative to root
+    stages: tuple[Stage, ...]  # the stages in the order they run
+    sets: tuple[str, ...] = ()  # the `key.path=value` that pipe.yaml was overridden with
+    check: bool = True  # whether everything is checked before a stage that may take long
 
     @property
     def state(self) -> Path:
@@ -61,11 +52,7 @@ class Project:
         return self.state / "work"
 
     def stage(self, name: str) -> Stage:
-        """The stage of that name.
-
-        Raises:
-            ConfigError: this project has none; names the nearest.
-        """
+        """The stage of that name. Raises ConfigError: this project has none; names the nearest."""
         by_name = {s.name: s for s in self.stages}
         if name not in by_name:
             raise ConfigError(f"there is no stage {name!r} here", hint=nearest.hint(name, by_name))
@@ -94,11 +81,7 @@ class Project:
         """
         stages = self.stages if names is None else self.needed_for(names)
         if any(s.hooks() for s in stages) and not (self.root / self.task).is_file():
-            raise TaskError(
-                "there is no such task file",
-                where=self.task,
-                hint="create it, or name another with `task:` in pipe.yaml",
-            )
+            raise no_task_file(self.task)
 
 
 def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
@@ -121,21 +104,18 @@ def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
             raise document.error((key,), "unknown key", _hint(str(key), nearest.hint(str(key), valid)))
     names = _stage_names(raw, document)
     stages = _ordered([_build_stage(n, raw.get(n), document) for n in names])
-    task = _text(document, "task", "task.py")
-    if not is_inside(task):
-        raise document.error(("task",), f"expected a path inside the project, saw {task!r}")
-    check = raw.get("check", True)
-    if not isinstance(check, bool):
-        raise document.error(("check",), f"expected true or false, saw {check!r}")
-    return Project(
-        root=folder,
-        name=_text(document, "name", project_name(folder)),
-        task=task,
-        data=_data_files(document, folder),
-        check=check,
-        stages=stages,
-        sets=tuple(overrides),
-    )
+    own: dict[str, Any] = {"name": project_name(folder), "task": "task.py", "check": True} | {
+        k: raw[k] for k in _OWN_KEYS if k in raw
+    }
+    for key in ("name", "task"):
+        if not isinstance(own[key], str) or not own[key]:
+            raise document.error((key,), f"expected text, saw {own[key]!r}")
+    if not is_inside(own["task"]):
+        raise document.error(("task",), f"expected a path inside the project, saw {own['task']!r}")
+    if not isinstance(own["check"], bool):
+        raise document.error(("check",), f"expected true or false, saw {own['check']!r}")
+    own["data"] = _data_files(document, folder)
+    return Project(root=folder, stages=stages, sets=tuple(overrides), **own)
 
 
 def as_options(overrides: Sequence[str]) -> str:
@@ -179,7 +159,12 @@ def _build_stage(name: str, raw: Any, document: Document) -> Stage:
         raise document.error((name,), f"expected the fields of stage {name}, saw {raw!r}")
     cls = stage_table.stage_class(name)
     if raw and "use" in raw:
-        cls = _stand_in(name, raw["use"], document)
+        if not isinstance(raw["use"], str):
+            raise document.error((name, "use"), f"expected the name of a stage, saw {raw['use']!r}")
+        try:
+            cls = stage_table.stand_in(name, raw["use"])
+        except ConfigError as error:
+            raise document.error((name, "use"), error.what, error.hint) from None
         raw = {field: value for field, value in raw.items() if field != "use"}
     try:
         stage = cls.model_validate(raw or {})
@@ -192,28 +177,14 @@ def _build_stage(name: str, raw: Any, document: Document) -> Stage:
     for wrong in unfit_numbers(raw or {}, stage.model_dump()):
         raise document.error((name, *wrong.place), wrong.what)
     for field, value in stage:
-        _check_key(document, (name, field), value)
+        try:  # whatever a field holds becomes part of a key, and a key holds nothing absolute
+            canonical.encode(value)
+        except ValueError:
+            what = f"expected a path inside the project, saw {str(value)!r}"
+            raise document.error((name, field), what) from None
+        except TypeError as error:
+            raise document.error((name, field), str(error)) from None
     return stage
-
-
-def _stand_in(name: str, use: Any, document: Document) -> type[Stage]:
-    """The stage of another distribution that pipe.yaml names with `use:`."""
-    if not isinstance(use, str):
-        raise document.error((name, "use"), f"expected the name of a stage, saw {use!r}")
-    try:
-        return stage_table.stand_in(name, use)
-    except ConfigError as error:
-        raise document.error((name, "use"), error.what, error.hint) from None
-
-
-def _check_key(document: Document, loc: tuple[str | int, ...], value: Any) -> None:
-    """Whatever a field holds becomes part of a key, and a key holds nothing absolute."""
-    try:
-        canonical.encode(value)
-    except ValueError:
-        raise document.error(loc, f"expected a path inside the project, saw {str(value)!r}") from None
-    except TypeError as error:
-        raise document.error(loc, str(error)) from None
 
 
 def _ordered(stages: list[Stage]) -> tuple[Stage, ...]:
@@ -235,13 +206,6 @@ def _ordered(stages: list[Stage]) -> tuple[Stage, ...]:
             )
         done.append(ready)
     return tuple(done)
-
-
-def _text(document: Document, key: str, default: str) -> str:
-    value = document.content.get(key, default)
-    if not isinstance(value, str) or not value:
-        raise document.error((key,), f"expected text, saw {value!r}")
-    return value
 
 
 def _data_files(document: Document, folder: Path) -> tuple[str, ...]:

@@ -32,7 +32,8 @@ class Setting:
 
 def settings(record: Record) -> list[Setting]:
     """Every field that the stage ran with, those that differ from their defaults first."""
-    usual = _defaults(record.stage)
+    cls = stage_table.imported(record.stage)  # none where this project does not use the stage
+    usual = fields(cls.model_construct()) if cls else {}
     result: list[Setting] = []
     for part, value in record.parts.items():
         if part.startswith(CONFIG):
@@ -54,8 +55,8 @@ def versions(record: Record) -> dict[str, str]:
 
 def previous(runs: Sequence[Run], run: Run) -> Run | None:
     """The run before a run; `runs` are newest first."""
-    at = next((i for i, other in enumerate(runs) if other.id == run.id), None)
-    return None if at is None or at + 1 >= len(runs) else runs[at + 1]
+    later = dict(zip([other.id for other in runs], runs[1:], strict=False))
+    return later.get(run.id)
 
 
 def changed(now: Sequence[Record], then: Sequence[Record]) -> list[str]:
@@ -85,9 +86,3 @@ def _versions_changed(now: Sequence[Record], before: Mapping[str, Record]) -> li
             if old.get(name, version) != version:
                 changes[f"{name} {old[name]} -> {version}"] = None
     return list(changes)
-
-
-def _defaults(stage: str) -> dict[str, str]:
-    """The fields of a stage where nothing is set; none of one that this project does not use."""
-    cls = stage_table.imported(stage)
-    return fields(cls.model_construct()) if cls else {}

@@ -7,7 +7,7 @@ place in pipe.yaml.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
@@ -21,6 +21,8 @@ Place = tuple[str | int, ...]
 # A hint names at most so many places of a field, and looks for them at most so deep.
 _PLACES_SHOWN = 3
 _DEEPEST = 4
+# What stands in a path for a key of one's own, and for an item of a list.
+_STEPS = ("NAME", "0")
 
 # By the first word of a pydantic error's kind, and by the name of a type.
 _WANTED = {
@@ -64,7 +66,7 @@ class _Fault:
 
 def mistake(cls: type[BaseModel], raw: Mapping[Any, Any], error: ValidationError) -> Mistake:
     """The first mistake. Where a field takes several forms, it is about the form closest to what was written."""
-    faults = [_located(cls, raw, e) for e in error.errors(include_url=False)]
+    faults = [_located(raw, e) for e in error.errors(include_url=False)]
     # Missing fields last: an unknown name is most often a misspelling of the missing one, and says more.
     faults.sort(key=lambda fault: fault.kind == "missing")
     first = faults[0]
@@ -78,10 +80,7 @@ def mistake(cls: type[BaseModel], raw: Mapping[Any, Any], error: ValidationError
 def unfit_numbers(raw: Any, taken: Any, place: Place = ()) -> Iterator[Mistake]:
     """Where `true` or `false` was written for a number, which pydantic accepts as 1 and 0, and integers beyond 64 bits.
 
-    Args:
-        raw: what was written.
-        taken: the dump of what pydantic made of it; None where a field has a short form.
-        place: where both are.
+    `taken` is the dump of what pydantic made of `raw`; None where a field has a short form.
     """
     if isinstance(raw, bool):
         if not isinstance(taken, bool) and taken is not None:
@@ -99,12 +98,7 @@ def unfit_numbers(raw: Any, taken: Any, place: Place = ()) -> Iterator[Mistake]:
 
 
 def elsewhere(name: str, fields: Sequence[Sequence[str]]) -> str:
-    """A hint with the places where a field of this name, or of one close to it, can be written; else empty.
-
-    Args:
-        name: what was written.
-        fields: paths of all fields, from the top of pipe.yaml.
-    """
+    """A hint with the places, of all fields' paths, where one of this name or of one close to it can be written."""
     name = closest(name, [f[-1] for f in fields])
     paths = sorted({".".join(f) for f in fields if f[-1] == name}, key=lambda path: (path.count("."), path))
     if not paths:
@@ -128,47 +122,31 @@ def _models_below(annotation: Any) -> Iterator[tuple[type[BaseModel], tuple[str,
     origin = get_origin(annotation)
     if isinstance(origin, type):
         if issubclass(origin, Mapping):
-            step = ("NAME",)
+            step = _STEPS[:1]
         elif issubclass(origin, Sequence):
-            step = ("0",)
+            step = _STEPS[1:]
     for inner in get_args(annotation):
         for model, deeper in _models_below(inner):
             yield model, (*step, *deeper)
 
 
-def _located(cls: type[BaseModel], raw: Any, error: ErrorDetails) -> _Fault:
+def _located(raw: Any, error: ErrorDetails) -> _Fault:
     """Where the error is in what was written. pydantic's own place also names the members of unions."""
-    models = [cls]
     node = raw
     place: list[str | int] = []
     union: Place | None = None
-    for part in error["loc"]:
-        annotations = _fields(models, part)
-        if annotations and not isinstance(node, Mapping):
-            # A short form, such as `lr` for {name: lr}: what was written has no such field.
-            if union is None:
-                union = tuple(place)
-            break
-        if annotations or _has(node, part):
-            models = _models_of(annotations) or models
-            node = node[part] if _has(node, part) else None
+    for depth, part in enumerate(error["loc"], 1):
+        is_index = isinstance(node, list) and isinstance(part, int) and part < len(node)
+        if is_index or (isinstance(node, Mapping) and part in node):
+            node = node[part]
             place.append(part)
-        elif part != "[key]" and union is None:  # "[key]" is pydantic's mark for a mapping's key
-            union = tuple(place)
+        elif error["type"] == "missing" and depth == len(error["loc"]):
+            place.append(part)
+        elif part != "[key]":  # "[key]" is pydantic's mark for a mapping's key
+            union = tuple(place) if union is None else union
+            if str(part).isidentifier() and not isinstance(node, Mapping):
+                break  # a short form, such as `lr` for {name: lr}: what was written has no such field
     return _Fault(tuple(place), union, error)
-
-
-def _models_of(annotations: Iterable[Any]) -> list[type[BaseModel]]:
-    models: list[type[BaseModel]] = []
-    for annotation in annotations:
-        models += _models_in(annotation)
-    return models
-
-
-def _has(node: Any, part: str | int) -> bool:
-    if isinstance(node, list):
-        return isinstance(part, int) and part < len(node)
-    return isinstance(node, Mapping) and part in node
 
 
 def _in_words(cls: type[BaseModel], faults: Sequence[_Fault]) -> Mistake:
@@ -222,27 +200,10 @@ def _expected(cls: type[BaseModel], fault: _Fault) -> str:
 
 
 def _names(cls: type[BaseModel], place: Place) -> list[str]:
-    """Valid field names at a place; an index or a mapping's key names no field: there it is what they hold."""
-    models: list[type[BaseModel]] = [cls]
-    for part in place:
-        models = _models_of(_fields(models, part)) or models
-    names: list[str] = []
-    for model in models:
-        names += model.model_fields
-    return names
-
-
-def _fields(models: Sequence[type[BaseModel]], part: str | int) -> list[Any]:
-    """The types of the models' fields of that name."""
-    annotations = []
-    for model in models:
-        for name, field in model.model_fields.items():
-            if part in (name, field.alias):
-                annotations.append(field.annotation)
-    return annotations
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return _models_of(get_args(annotation))
+    """Valid field names at a place."""
+    names: dict[str, None] = {}  # as an ordered set
+    for path in field_paths(cls):
+        steps = zip(path, map(str, place), strict=False)
+        if len(path) == len(place) + 1 and all(step in (part, *_STEPS) for step, part in steps):
+            names[path[-1]] = None
+    return list(names)

@@ -1,16 +1,23 @@
-"""Projects that start from a file: a model as ONNX, or a checkpoint. The file moves in, with all that belongs to it."""
+"""`pipe init`: projects that start from a template, from a model as ONNX, or from a checkpoint.
+
+A file moves into its project, with all that belongs to it.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import keyword
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from layerline.pipeline import stage_table
+from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.init import generated_files, new_files
 from layerline.pipeline.init.generated_files import Array, Hooks, Section
@@ -22,25 +29,20 @@ from layerline.pipeline.task import HOOKS
 
 MODEL = "model"
 """The folder of a model whose weights lie in files of their own."""
+_TEMPLATE = "mnist"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a stage that imports sees in a file before anything is copied.
+    """What a stage that imports sees in a file before anything is copied."""
 
-    Attributes:
-        beside: further files that belong to it, relative to its folder.
-        whole: arrays of the samples whose rows are whole inputs; with one of them, a batch is one sample.
-        numbers: inputs without axes that get the same number in every sample, with that number.
-        inputs: their names.
-        dims: sizes that vary, each with where it is, in words.
-    """
-
-    beside: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()  # further files that belong to it, relative to its folder
+    # arrays of the samples whose rows are whole inputs; with one of them, a batch is one sample
     whole: tuple[str, ...] = ()
+    # inputs without axes that get the same number in every sample, with that number
     numbers: Mapping[str, float] = field(default_factory=dict)
-    inputs: tuple[str, ...] = ()
-    dims: Mapping[str, str] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()  # their names
+    dims: Mapping[str, str] = field(default_factory=dict)  # sizes that vary, each with where it is, in words
 
 
 class Looks(Protocol):
@@ -49,6 +51,62 @@ class Looks(Protocol):
     @classmethod
     def look(cls, path: Path, data: Path | None) -> Look:
         """Reads as much as is needed, and checks the samples against it."""
+
+
+def begin(
+    folder: Path,
+    *,
+    template: str | None = None,
+    onnx: Path | None = None,
+    weights: Path | None = None,
+    model: str | None = None,
+    data: Path | None = None,
+    trust: bool = False,
+) -> tuple[list[Path], str]:
+    """Writes a project that starts from a template, an ONNX model, or weights.
+
+    Returns:
+        The files that were written, and the next step in words.
+
+    Raises:
+        ConfigError: options that don't go together, or what they name can't be used; nothing is overwritten.
+        StageError: a model or checkpoint that can't be read.
+    """
+    if [template, onnx, weights].count(None) < 2:
+        raise ConfigError("a project starts from one thing: --template, --from-onnx or --from-checkpoint")
+    step = f"cd {shlex.quote(str(folder))} && pipe run all"
+    if weights is not None and model is not None:
+        written = from_checkpoint(folder, weights, model, data, trust=trust)
+        if data is None:
+            step = f"add example_inputs() to {folder / 'task.py'}: two samples for forward(); then {step}"
+        return written, step
+    if weights is not None or model is not None or trust:
+        raise ConfigError("--from-checkpoint and --model go together, and --trust with them")
+    if onnx is not None:
+        return from_onnx(folder, onnx, data), step
+    if data is not None:
+        raise ConfigError("--data goes with --from-onnx or --from-checkpoint")
+    return from_template(folder, template or _TEMPLATE), step
+
+
+def from_template(folder: Path, template: str) -> list[Path]:
+    """Writes a project's pipe.yaml and task.py into `folder`, whose name it gets.
+
+    Raises:
+        ConfigError: no such template, or a file is there already; nothing is overwritten.
+    """
+    root = resources.files("layerline").joinpath("templates")
+    templates = sorted(t.name for t in root.iterdir() if t.is_dir() and t.joinpath("pipe.yaml").is_file())
+    if template not in templates:
+        raise ConfigError(f"there is no template {template!r}", hint=f"there are: {', '.join(templates)}")
+    new_files.check_folder(folder)
+    texts = {name: root.joinpath(template).joinpath(name).read_text("utf-8") for name in ("pipe.yaml", "task.py")}
+    project_name = generated_files.project_name(folder)
+    line = f"name: {generated_files.yaml_value(project_name)}"
+    config = re.sub(r"^name: \S+", lambda _: line, texts["pipe.yaml"], count=1, flags=re.MULTILINE)
+    meant = bounded_yaml.plain(bounded_yaml.parse(texts["pipe.yaml"], "pipe.yaml")) | {"name": project_name}
+    generated_files.check_yaml(config, meant, "pipe.yaml")
+    return new_files.write(folder, {Path("pipe.yaml"): config.encode(), Path("task.py"): texts["task.py"].encode()})
 
 
 def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]:
@@ -89,7 +147,7 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
         numbers=tuple(look.numbers),
     )
     copies = {place / name: model.parent / name for name in (model.name, *look.beside)}
-    return _write(folder, model.name, sections, hooks, copies, data)
+    return _write(folder, sections, hooks, copies, data)
 
 
 def from_checkpoint(
@@ -118,10 +176,9 @@ def from_checkpoint(
     model_import, call = _factory(model)
     modules = _local(model.partition(":")[0])
     _check_factory(model, modules)
-    fields: dict[str, Any] = {"file": weights.name}
+    imported = Section({"file": weights.name})
     if trust:
-        fields["trust"] = True
-    imported = Section(fields, notes={"trust": "its pickled code may run"})
+        imported = Section({"file": weights.name, "trust": True}, ["its pickled code may run"])
     inputs = [n for n, a in arrays.items() if a.rank and n != answers(arrays)]
     export = Section(comments=[generated_files.FIXED])
     if inputs:
@@ -130,7 +187,7 @@ def from_checkpoint(
     hooks = Hooks(
         source=weights.name, model_import=model_import, model=call, data=data.name if data else "", arrays=arrays
     )
-    return _write(folder, weights.name, sections, hooks, {Path(weights.name): weights, **modules}, data)
+    return _write(folder, sections, hooks, {Path(weights.name): weights, **modules}, data)
 
 
 def _existing(path: Path) -> Path:
@@ -175,11 +232,7 @@ def _factory(spec: str) -> tuple[str, str]:
 
 
 def _check_factory(spec: str, files: Mapping[Path, Path]) -> None:
-    """Refuses a module that is not among the files copied along, and a factory that it does not define.
-
-    Raises:
-        ConfigError: names the nearest of those there are.
-    """
+    """Refuses a module that is not among the files copied along, and a factory that it does not define."""
     module, _, attribute = spec.partition(":")
     if not files:
         return  # installed: what it holds is known when it is imported
@@ -210,11 +263,7 @@ def _check_factory(spec: str, files: Mapping[Path, Path]) -> None:
 
 
 def _local(module: str) -> dict[Path, Path]:
-    """Python files of the current folder that the module consists of; none where it is installed.
-
-    Raises:
-        ConfigError: it is neither here nor installed.
-    """
+    """Python files of the current folder that the module consists of; none where it is installed."""
     top = module.partition(".")[0]
     here = Path.cwd()
     if (here / f"{top}.py").is_file():
@@ -232,11 +281,7 @@ def _local(module: str) -> dict[Path, Path]:
 
 
 def _check_names(*files: Path | None) -> None:
-    """Refuses files whose name would do more in a project's folder than name them.
-
-    Raises:
-        ConfigError: names the file.
-    """
+    """Refuses files whose name would do more in a project's folder than name them."""
     for file in files:
         if file and _danger(file.name):
             raise ConfigError(_danger(file.name), where=printable(file.name, 80), hint="rename it")
@@ -254,11 +299,7 @@ def _danger(name: str) -> str:
 
 
 def _folder_of(model: Path, beside: Sequence[str], folder: Path) -> Path:
-    """Where the model and the files with its weights go, below the project. A model that lies in the project stays.
-
-    Raises:
-        ConfigError: a file of weights would be more in the project than data, or it is the model's own.
-    """
+    """Where the model and the files with its weights go, below the project. A model that lies in the project stays."""
     if model.name in beside:
         raise ConfigError("it stores weights in itself, beside what it says of them", where=printable(model.name))
     for stored in beside:
@@ -278,19 +319,19 @@ def _folder_of(model: Path, beside: Sequence[str], folder: Path) -> Path:
 
 def _write(
     folder: Path,
-    source: str,
     sections: Mapping[str, Section],
     hooks: Hooks,
     copies: Mapping[Path, Path],
     data: Path | None,
 ) -> list[Path]:
     """Writes the texts, and copies the files that don't lie there already; nothing is overwritten."""
-    sections = {**sections, "quantize": generated_files.quantize_section(samples=bool(hooks.arrays))}
-    config = generated_files.pipe_yaml(generated_files.project_name(folder), source, sections)
+    quantize = Section({"mode": "int8"})
+    if not hooks.arrays:
+        quantize = Section({"mode": "fp16"}, ["int8 takes samples: see task.py"])
+    sections = {**sections, "quantize": quantize}
+    config = generated_files.pipe_yaml(generated_files.project_name(folder), hooks.source, sections)
     texts = {Path("pipe.yaml"): config.encode(), Path("task.py"): hooks.text().encode()}
-    samples: dict[Path, Path] = {}
-    if data:
-        samples[Path(data.name)] = data
+    samples = {Path(data.name): data} if data else {}
     for name in (*copies, *samples):
         if name in texts:
             raise ConfigError(f"every project has a {name} of its own", where=str(name), hint="rename your file")

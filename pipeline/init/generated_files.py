@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from layerline.pipeline.config import bounded_yaml
+from layerline.pipeline.config.bounded_yaml import plain
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.inputs.batches import answers
 from layerline.pipeline.inputs.untrusted import printable
@@ -30,27 +31,15 @@ _FIELD = "field"
 
 @dataclass(frozen=True)
 class Section:
-    """What pipe.yaml says of a stage.
-
-    Attributes:
-        fields: by name.
-        notes: a comment behind a field, by its name.
-        comments: lines of their own.
-    """
+    """What pipe.yaml says of a stage: its fields by name, and comments behind them."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
-    notes: Mapping[str, str] = field(default_factory=dict)
     comments: Sequence[str] = ()
 
     def lines(self) -> list[str]:
         """As YAML, without indentation."""
-        lines = []
-        for name, value in self.fields.items():
-            line = f"{name}: {yaml_value(value)}"
-            if name in self.notes:
-                line += f" {_comment(self.notes[name])}"
-            lines.append(line)
-        return [*lines, *map(_comment, self.comments)]
+        fields = [f"{name}: {yaml_value(value)}" for name, value in self.fields.items()]
+        return [*fields, *(f"# {printable(text)}" for text in self.comments)]
 
 
 def pipe_yaml(name: str, source: str, stages: Mapping[str, Section]) -> str:
@@ -61,7 +50,7 @@ def pipe_yaml(name: str, source: str, stages: Mapping[str, Section]) -> str:
     """
     title = f"From {printable(source, 80)} to a TensorRT engine. `pipe run all` brings everything up to date."
     meant: dict[str, Any] = {"name": name, "task": "task.py"}
-    text = "\n".join([_comment(title), *Section(meant).lines()]) + "\n"
+    text = "\n".join([f"# {title}", *Section(meant).lines()]) + "\n"
     for stage, section in stages.items():
         lines = section.lines()
         if lines:
@@ -69,13 +58,6 @@ def pipe_yaml(name: str, source: str, stages: Mapping[str, Section]) -> str:
             meant[stage] = dict(section.fields) or None
     check_yaml(text, meant, "pipe.yaml")
     return text
-
-
-def quantize_section(*, samples: bool) -> Section:
-    """int8 where there are samples to calibrate on."""
-    if samples:
-        return Section({"mode": "int8"})
-    return Section({"mode": "fp16"}, notes={"mode": "int8 takes samples: see task.py"})
 
 
 def dims_comment(places: Mapping[str, str]) -> list[str]:
@@ -104,49 +86,25 @@ def project_name(folder: Path) -> str:
 
 def yaml_value(value: Any) -> str:
     """A value as ruamel.yaml writes it, on one line."""
-    text = _flow(value, unicode=True)
-    if not text.isprintable():
-        text = _flow(value, unicode=False)
-    return text
-
-
-def _flow(value: Any, *, unicode: bool) -> str:
     from ruamel.yaml import YAML
 
     dumper: Any = YAML(typ="safe", pure=True)
     dumper.default_flow_style, dumper.width = True, 1 << 30
     dumper.sort_base_mapping_type_on_output = False
-    dumper.allow_unicode = unicode
-    written = io.StringIO()
-    # As a field: behind a lone value there would be the end of a document.
-    dumper.dump({_FIELD: value}, written)
-    return written.getvalue().strip()[len(f"{{{_FIELD}: ") : -1]
+    text = "\0"
+    for dumper.allow_unicode in (True, False):
+        if not text.isprintable():
+            written = io.StringIO()
+            # As a field: behind a lone value there would be the end of a document.
+            dumper.dump({_FIELD: value}, written)
+            text = written.getvalue().strip()[len(f"{{{_FIELD}: ") : -1]
+    return text
 
 
 def check_yaml(text: str, meant: Mapping[str, Any], where: str) -> None:
-    """Reads a generated file again.
-
-    Raises:
-        ConfigError: it doesn't say what was meant.
-    """
+    """Reads a generated file again. Raises ConfigError if it doesn't say what was meant."""
     if plain(bounded_yaml.parse(text, where)) != dict(meant):
         raise _unsafe(where)
-
-
-def plain(value: Any) -> Any:
-    """Plain Python values in place of the YAML parser's own types, which carry comments and formatting."""
-    if isinstance(value, Mapping):
-        return {plain(k) if isinstance(k, str | int | float) else str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    for cls in (bool, int, float, str):
-        if isinstance(value, cls):
-            return cls(value)
-    return value
-
-
-def _comment(text: str) -> str:
-    return f"# {printable(text)}"
 
 
 # task.py
@@ -223,27 +181,16 @@ class Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What task.py is made of.
+    """What task.py is made of."""
 
-    Attributes:
-        source: the file that the project starts from.
-        model_import: imports what makes the network; none for a project that starts at ONNX.
-        model: the expression that makes the network.
-        data: the file of samples; none when empty.
-        arrays: what it holds, by name.
-        inputs: names of the model's inputs.
-        whole: arrays whose rows are whole inputs.
-        numbers: arrays that repeat one number.
-    """
-
-    source: str
-    model_import: str = ""
-    model: str = ""
-    data: str = ""
-    arrays: Mapping[str, Array] = field(default_factory=dict)
-    inputs: Sequence[str] = ("input",)
-    whole: Sequence[str] = ()
-    numbers: Sequence[str] = ()
+    source: str  # the file that the project starts from
+    model_import: str = ""  # imports what makes the network; none for a project that starts at ONNX
+    model: str = ""  # the expression that makes the network
+    data: str = ""  # the file of samples; none when empty
+    arrays: Mapping[str, Array] = field(default_factory=dict)  # what it holds, by name
+    inputs: Sequence[str] = ("input",)  # names of the model's inputs
+    whole: Sequence[str] = ()  # arrays whose rows are whole inputs
+    numbers: Sequence[str] = ()  # arrays that repeat one number
 
     def text(self) -> str:
         """task.py with hooks for what is known.
@@ -252,19 +199,16 @@ class Hooks:
             ConfigError: read again, it isn't the code and the names that were written.
         """
         source = _in_prose(self.source, "the file that the project starts from")
-        code = ""
+        code = about = ""
         if self.model:
             code = f"\n\ndef model():\n    return {self.model}\n"
+            about = _EXAMPLE
         if not self.data:
-            about = f"Hooks for {source}.\n"
-            if self.model:
-                about += _EXAMPLE
+            about = f"Hooks for {source}.\n{about}"
             about += _HINTS.format(input=_in_prose(self.inputs[0], "input"))
             return python_file(about, self.model_import, {}, code)
         about = f"Hooks for {source}, on the samples in {_in_prose(self.data, 'the .npz file')}."
-        imports = "import numpy as np\n"
-        if self.model_import:
-            imports += f"\n{self.model_import}"
+        imports = "\n".join(part for part in ("import numpy as np\n", self.model_import) if part)
         label = answers(self.arrays, self.inputs)
         constants = {
             "SAMPLES": self.data,
@@ -281,12 +225,6 @@ class Hooks:
 
 def python_file(about: str, imports: str, constants: Mapping[str, Any], code: str) -> str:
     """A Python file whose names from outside stand only in `constants`, which are written by repr.
-
-    Args:
-        about: the docstring, of plain characters.
-        imports: import statements.
-        constants: value by name.
-        code: what follows them.
 
     Raises:
         ConfigError: read again, the file isn't what was written.

@@ -43,11 +43,7 @@ def write(folder: Path, contents: Mapping[Path, bytes | Path]) -> list[Path]:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a project's folder, or one in it, that is a link or a file.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Refuses a project's folder, or one in it, that is a link or a file. Raises ConfigError: it is one."""
     if folder.is_symlink():
         raise ConfigError(
             f"it is a link to {folder.readlink()}, and new projects are not written through links",

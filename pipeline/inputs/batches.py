@@ -14,7 +14,7 @@ torch is not imported: a tensor is recognised by its `detach`, an array by its s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 from layerline.pipeline.errors import TaskError
@@ -40,31 +40,24 @@ def form(source: Any, hook: str) -> Form:
     if is_array(source) or isinstance(source, tuple | Mapping):
         _check_columns(source, hook)
         return "columns"
-    if _inherits(source, "IterableDataset"):
-        raise TaskError(
-            f"{hook}() gave an IterableDataset, whose items are samples, not batches",
-            where=hook,
-            hint="give a DataLoader of it: DataLoader(dataset, batch_size=64)",
-        )
+    classes = {cls.__name__ for cls in type(source).__mro__}
+    if "IterableDataset" in classes:
+        hint = "give a DataLoader of it: DataLoader(dataset, batch_size=64)"
+        raise _wrong(hook, "an IterableDataset, whose items are samples, not batches", hint)
     if isinstance(source, list):
         _check_list(source, hook)
         return "batches"
     if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, str | bytes):
-        if not len(source):
-            raise _empty(hook)
+        _refuse_none(source, hook)
         return "samples"
-    if _inherits(source, "Dataset"):
-        raise TaskError(
-            f"{hook}() gave a dataset without a length",
-            where=hook,
-            hint="give a map-style Dataset with __len__, or batches that can be iterated again",
-        )
+    if "Dataset" in classes:
+        hint = "give a map-style Dataset with __len__, or batches that can be iterated again"
+        raise _wrong(hook, "a dataset without a length", hint)
     if hasattr(source, "__iter__") and not isinstance(source, str | bytes):
-        if hasattr(source, "__len__") and not len(source):
-            raise _empty(hook)
+        if hasattr(source, "__len__"):
+            _refuse_none(source, hook)
         return "batches"
-    raise TaskError(f"{hook}() gave {type(source).__name__}, expected columns, a Dataset or batches", where=hook,
-                    hint=_COLUMNS)  # fmt: skip
+    raise _wrong(hook, f"{type(source).__name__}, expected columns, a Dataset or batches", _COLUMNS)
 
 
 def split(batch: Any, forward: Callable[..., Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -89,12 +82,8 @@ def split(batch: Any, forward: Callable[..., Any] | None = None) -> tuple[tuple[
     if not isinstance(batch, Sequence) or isinstance(batch, str | bytes) or not batch:
         raise TaskError(f"a batch is {type(batch).__name__}, expected (x, y) or a dict by input name", where="batch")
     readings = list(_readings(list(batch)))
-    if forward is None:
-        return readings[0]
-    for reading in readings:
-        if _fits(forward, reading):
-            return reading
-    return readings[0]
+    fitting = [reading for reading in readings if forward is None or _fits(forward, reading)]
+    return (fitting or readings)[0]
 
 
 def described(batch: Any) -> str:
@@ -103,13 +92,11 @@ def described(batch: Any) -> str:
         args, kwargs, target = split(batch)
     except TaskError:
         return f"a batch {_kind(batch)}"
-    parts = [(f"x{i}", value) for i, value in enumerate(args)]
-    if len(args) == 1:
-        parts = [("x", args[0])]
-    parts += kwargs.items()
+    named = {f"x{i}" if len(args) > 1 else "x": value for i, value in enumerate(args)} | kwargs
+    parts = [f"{name} {_kind(value)}" for name, value in named.items()]
     if target is not None:
-        parts.append(("y", target))
-    return "a batch " + ", ".join(f"{name} {_kind(value)}" for name, value in parts)
+        parts.append(f"y {_kind(target)}")
+    return f"a batch {', '.join(parts)}"
 
 
 def outlined(value: Any) -> str:
@@ -260,71 +247,43 @@ def _as_numbers(values: list[Any]) -> Any:
 def _check_columns(source: Any, hook: str) -> None:
     columns = with_arrays(source)
     arrays = list(leaves(columns))
-    if not arrays:
-        raise _empty(hook)
+    _refuse_none(arrays, hook)
     for value in arrays:
         if not is_array(value):
-            raise TaskError(
-                f"{hook}() gave a {type(source).__name__} that holds {_article(value)}: {outlined(source)}, expected "
-                "arrays or tensors whose first axis counts samples",
-                where=hook,
-                hint=f"{_COLUMNS}; of several loaders give one",
-            )
+            what = f"a {type(source).__name__} that holds a value of type {type(value).__name__}: {outlined(source)}"
+            expected = "expected arrays or tensors whose first axis counts samples"
+            raise _wrong(hook, f"{what}, {expected}", f"{_COLUMNS}; of several loaders give one")
     lengths = [int(v.shape[0]) for v in arrays if len(v.shape)]
     if not lengths:
-        raise TaskError(
-            f"{hook}() gave numbers alone, {outlined(columns)}, expected a first axis of samples", where=hook
-        )
+        raise _wrong(hook, f"numbers alone, {outlined(columns)}, expected a first axis of samples")
     if len(set(lengths)) > 1:
-        raise TaskError(
-            f"the columns of {hook}() differ in length: lengths {lengths} of {outlined(columns)}",
-            where=hook,
-            hint=f"the first axis counts samples; {_COLUMNS}",
-        )
-    if not lengths[0]:
-        raise _empty(hook)
+        what = f"the columns of {hook}() differ in length: lengths {lengths} of {outlined(columns)}"
+        raise TaskError(what, where=hook, hint=f"the first axis counts samples; {_COLUMNS}")
+    _refuse_none(range(lengths[0]), hook)
     # ((a, b), (c, d)) of equal shapes may be two batches, or inputs and targets: too likely a mistake to guess.
-    is_nested = isinstance(columns, tuple) and len(columns) > 1
-    is_nested = is_nested and all(isinstance(part, tuple | Mapping) for part in columns)
-    if is_nested and len({_pattern(part, sizes=True) for part in columns}) == 1:
-        raise TaskError(
-            f"{hook}() gave a tuple of {len(columns)} parts that look alike, {outlined(columns)}: they could be "
-            "batches, or nested inputs and targets",
-            where=hook,
-            hint="batches are a list [(x, y), …]; for nested columns give a dict by input name with the targets "
-            "under 'label'",
-        )
+    is_nested = isinstance(columns, tuple) and all(isinstance(part, tuple | Mapping) for part in columns)
+    if is_nested and len(columns) > 1 and len({_pattern(part, sizes=True) for part in columns}) == 1:
+        what = f"a tuple of {len(columns)} parts that look alike, {outlined(columns)}"
+        hint = "batches are a list [(x, y), …]; for nested columns give a dict by input name, targets under 'label'"
+        raise _wrong(hook, f"{what}: they could be batches, or nested inputs and targets", hint)
 
 
 def _check_list(source: list[Any], hook: str) -> None:
-    if not source:
-        raise _empty(hook)
+    _refuse_none(source, hook)
     items = [with_arrays(item) for item in source[:_LOOKED_AT]]
-    first = items[0]
-    pattern = _pattern(first)
-    other = next((item for item in items if _pattern(item) != pattern), None)
-    if other is None and len(source) == 2 and _are_columns(*items):
-        other = items[1]
-    if other is not None:
-        raise TaskError(
-            f"{hook}() gave a list whose items differ: {outlined(first)} and {outlined(other)}; a list counts as "
-            "batches, all of one form",
-            where=hook,
-            hint=f"for columns give a tuple; {_COLUMNS}",
-        )
+    first, last = items[0], items[-1]
+    different = [item for item in items if _pattern(item) != _pattern(first)]
+    # Two arrays of equally many rows and otherwise of different shape are x and y.
+    is_pair = len(source) == 2 and all(is_array(item) and len(item.shape) for item in items)
+    if is_pair and first.shape[0] == last.shape[0] and first.shape != last.shape:
+        different.append(last)
+    if different:
+        what = f"a list whose items differ: {outlined(first)} and {outlined(different[0])}"
+        hint = f"for columns give a tuple; {_COLUMNS}"
+        raise _wrong(hook, f"{what}; a list counts as batches, all of one form", hint)
     if _is_sample(first):
-        raise TaskError(
-            f"{hook}() gave a list whose items look like single samples: {outlined(first)}; a list counts as batches",
-            where=hook,
-            hint="give DataLoader(samples, batch_size=64), a Dataset, or stacked arrays (x, y)",
-        )
-
-
-def _are_columns(a: Any, b: Any) -> bool:
-    """Whether two items of a list are arrays of equally many rows and otherwise of different shape."""
-    if not all(is_array(v) and len(v.shape) for v in (a, b)):
-        return False
-    return bool(a.shape[0] == b.shape[0]) and bool(a.shape != b.shape)
+        what = f"a list whose items look like single samples: {outlined(first)}; a list counts as batches"
+        raise _wrong(hook, what, "give DataLoader(samples, batch_size=64), a Dataset, or stacked arrays (x, y)")
 
 
 def _is_sample(item: Any) -> bool:
@@ -348,14 +307,10 @@ def _pattern(tree: Any, *, sizes: bool = False) -> Any:
     if isinstance(tree, tuple | list):
         return ("tuple", *(_pattern(v, sizes=sizes) for v in tree))
     if is_array(tree):
-        shape = tuple(tree.shape[1:]) if sizes else len(tree.shape)
-        return _number_kind(tree), shape
+        # float, int or complex, whatever its width: batches may differ in that.
+        kind = "".join(c for c in _dtype(tree) if c.isalpha()).removeprefix("u").removeprefix("b")
+        return kind, tuple(tree.shape[1:]) if sizes else len(tree.shape)
     return type(tree).__name__
-
-
-def _number_kind(array: Any) -> str:
-    """float, int or complex, whatever its width: batches may differ in that."""
-    return "".join(c for c in _dtype(array) if c.isalpha()).removeprefix("u").removeprefix("b")
 
 
 def _dtype(array: Any) -> str:
@@ -370,14 +325,10 @@ def _kind(value: Any) -> str:
     return f"of type {type(value).__name__}"
 
 
-def _article(value: Any) -> str:
-    name = type(value).__name__
-    return f"an {name}" if name[:1] in "AEIOaeio" else f"a {name}"
+def _wrong(hook: str, what: str, hint: str = "") -> TaskError:
+    return TaskError(f"{hook}() gave {what}", where=hook, hint=hint)
 
 
-def _inherits(value: Any, name: str) -> bool:
-    return any(cls.__name__ == name for cls in type(value).__mro__)
-
-
-def _empty(hook: str) -> TaskError:
-    return TaskError(f"{hook}() gave no samples", where=hook, hint="give at least one")
+def _refuse_none(samples: Sized, hook: str) -> None:
+    if not len(samples):
+        raise _wrong(hook, "no samples", "give at least one")

@@ -33,16 +33,14 @@ def check_samples(arrays: Mapping[str, Array], where: str) -> None:
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":
             raise ConfigError(f"the array holds {array.dtype}, expected numbers", where=f"{where}: {name}")
-        if array.dtype.kind in "fc" and not _is_mask(array):
+        # 0 and -inf are added to scores to hide some.
+        is_mask = array.dtype.kind == "f" and bool(((array == 0) | np.isneginf(array)).all())
+        if array.dtype.kind in "fc" and not is_mask:
             _refuse(array, ~np.isfinite(array), name, where, "a finite number")
 
 
 def check_answers(array: Array, where: str, name: str) -> None:
-    """Refuses one number in place of an answer for each sample.
-
-    Raises:
-        ConfigError: the array has no axis.
-    """
+    """Refuses one number in place of an answer for each sample."""
     if not array.ndim:
         raise ConfigError(f"{name} is a single number, expected one answer for each sample", where=where)
 
@@ -81,13 +79,9 @@ def check_checkpoint(path: Path) -> None:
         raise StageError("the file is empty (0 bytes)", where=path.name, hint="save it or download it again")
     if head.startswith(b"version https://git-lfs"):
         raise StageError("a pointer of git-lfs, not the file itself", where=path.name, hint="git lfs pull")
-    if _is_text(head):
+    # No checkpoint is text: a zip, a pickle and safetensors all have control characters among their first bytes.
+    if all(c in "\t\r\n" or c.isprintable() for c in head.decode("utf-8", "ignore")) and head[:1] != b"\x80":
         raise _text(path, head)
-
-
-def _is_text(head: bytes) -> bool:
-    """No checkpoint is: a zip, a pickle and safetensors all have control characters among their first bytes."""
-    return all(c in "\t\r\n" or c.isprintable() for c in head.decode("utf-8", "ignore")) and b"\x80" not in head[:1]
 
 
 def _text(path: Path, head: bytes) -> StageError:
@@ -98,17 +92,12 @@ def _text(path: Path, head: bytes) -> StageError:
         start = " ".join(head.decode("utf-8", "replace").split())
         return StageError(f"it is text, expected a checkpoint; it begins {start[:60]!r}", where=path.name)
     kind = "safetensors.torch.load_file(f)" if str(first).endswith(".safetensors") else "torch.load(f)"
+    files = ", ".join(map(str, [*shards[:4], *["…"] * (len(shards) > 4)]))
     return StageError(
-        f"an index, which says in which file each tensor lies, not the tensors; they lie in {len(shards)} files: "
-        f"{', '.join(map(str, shards[:4]))}{', …' if len(shards) > 4 else ''}",
+        f"an index, which says in which file each tensor lies; they lie in {len(shards)} files: {files}",
         where=path.name,
         hint=f"join them: torch.save({{k: t for f in files for k, t in {kind}.items()}}, 'weights.pt')",
     )
-
-
-def _is_mask(array: Array) -> bool:
-    """Whether it holds what is added to scores to hide some: 0 and -inf."""
-    return array.dtype.kind == "f" and bool(((array == 0) | np.isneginf(array)).all())
 
 
 def _refuse(

@@ -36,18 +36,22 @@ from layerline.pipeline.keys.patterns import has_wildcard, matches, size_and_tim
 _ANY_NAME = frozenset({"globals", "locals", "vars"})
 # Built-ins, modules and attributes that reach any module. A pickle names the classes of what it holds.
 _ANY_MODULE_BUILT_INS = frozenset({"__import__", "eval", "exec"})
-_PICKLES = frozenset({"cloudpickle", "dill", "joblib", "pickle", "shelve"})
-_ANY_MODULE = _PICKLES | {"builtins", "imp", "importlib", "pkgutil", "runpy", "zipimport"}
+_ANY_MODULE = frozenset(
+    {
+        *("builtins", "imp", "importlib", "pkgutil", "runpy", "zipimport"),
+        *("cloudpickle", "dill", "joblib", "pickle", "shelve"),
+    }
+)
 _ANY_MODULE_MEMBERS = frozenset({"__globals__", "f_globals", "read_pickle", "allow_pickle=True", "weights_only=False"})
 # Names of functions that look something up by its dotted name, whichever library they belong to.
 _LOOKS_UP = re.compile(r"instantiate|locate|import_\w+")
-_ANY_MODULE_PARTS = {
-    "gc": frozenset({"get_objects", "get_referrers"}),
-    "inspect": frozenset({"getmodule", "stack", "trace"}),
-    "sys": frozenset({"meta_path", "modules", "path", "path_hooks"}),
-    "torch": frozenset({"hub", "package"}),
-    "torch.hub": frozenset({"help", "list", "load"}),
-}
+_ANY_MODULE_PARTS = frozenset(
+    {
+        *("gc.get_objects", "gc.get_referrers", "inspect.getmodule", "inspect.stack", "inspect.trace"),
+        *("sys.meta_path", "sys.modules", "sys.path", "sys.path_hooks", "torch.hub", "torch.package"),
+        *("torch.hub.help", "torch.hub.list", "torch.hub.load"),
+    }
+)
 # Passed on as a value, these give away every module; others are too often imported only to see if they are there.
 _ANY_MODULE_VALUES = frozenset({"inspect", "sys"})
 # No data: what Layerline and git keep, and files that the kernel makes up when they are read.
@@ -66,25 +70,17 @@ _BRACES = re.compile(r"\{[^{}]*,[^{}]*\}")
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A hook's digest and what went into it.
+    """A hook's digest and what went into it."""
 
-    Attributes:
-        digest: SHA-256 in hex; "absent" when the task doesn't define the hook.
-        reached: `file:name` of every definition that counts.
-        whole: files that count whole, with the reason.
-        files: data files named in the code, with their content's digest.
-        folders: folders named in the code; files in them count only where the code or `data:` names them.
-        paths: where those of `files` lie that count by content.
-        function: whether the hook is surely a function: nothing but `def` at the top level binds its name.
-    """
-
-    digest: str
-    reached: tuple[str, ...] = ()
-    whole: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
+    digest: str  # SHA-256 in hex; "absent" when the task doesn't define the hook
+    reached: tuple[str, ...] = ()  # `file:name` of every definition that counts
+    whole: Mapping[str, str] = field(default_factory=dict)  # files that count whole, with the reason
+    files: Mapping[str, str] = field(default_factory=dict)  # data files named in the code, with their content's digest
+    # folders named in the code; files in them count only where the code or `data:` names them
     folders: tuple[str, ...] = ()
+    # where those of `files` lie that count by content
     paths: Mapping[str, Path] = field(default_factory=dict, repr=False, compare=False)
-    function: bool = False
+    function: bool = False  # whether the hook is surely a function: nothing but `def` at the top level binds its name
 
 
 ABSENT = Fingerprint("absent")
@@ -107,14 +103,10 @@ class Reader:
         self.hasher = hasher
         self.task = self.root / task.relative_to(project)
         self.finder = Finder(self.root, [self.task.parent])
-        self._modules: dict[Path, syntax.Module] = {}
+        self._modules: dict[Path, syntax.Module] = {}  # those that were read
 
     def hook(self, name: str) -> Fingerprint:
-        """The fingerprint of one hook.
-
-        Raises:
-            TaskError: a file of the project doesn't parse; names file and line.
-        """
+        """The fingerprint of one hook. Raises TaskError: a file of the project doesn't parse; names file and line."""
         if not self.task.is_file():
             return ABSENT  # a project that starts from a file needs no task; a stage that needs one says so
         try:
@@ -132,33 +124,23 @@ class Reader:
         return ABSENT
 
     def module(self, path: Path) -> syntax.Module:
-        """A file of the project, parsed once.
-
-        Raises:
-            TaskError: it doesn't parse; names file and line.
-        """
+        """A file of the project, parsed once. Raises TaskError: it doesn't parse; names file and line."""
         if path in self._modules:
             return self._modules[path]
         where = self.relative(path)
         try:
-            module = syntax.parse(path, self.finder)
+            self._modules[path] = syntax.parse(path, self.finder)
         except (RecursionError, MemoryError) as error:  # Python itself can't compile it either
             raise TaskError("it is nested too deeply", where=where, hint=_SHALLOWER) from error
-        except SyntaxError as error:
-            if error.lineno:
-                where += f":{error.lineno}"
-            raise TaskError(f"it is not valid Python: {error.msg}", where=where) from error
-        except ValueError as error:
-            raise TaskError(f"it is not valid Python: {error}", where=where) from error
-        self._modules[path] = module
-        return module
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None)
+            message = getattr(error, "msg", error)
+            raise TaskError(f"it is not valid Python: {message}", where=f"{where}:{line}" if line else where) from error
+        return self._modules[path]
 
-    def imported_as_read(self, imported: Mapping[Path, str]) -> str:
-        """The first file that was imported with other bytes than were read here; empty where there is none."""
-        for path, digest in imported.items():
-            if path in self._modules and self._modules[path].digest != digest:
-                return self.relative(path)
-        return ""
+    def was_edited(self, path: Path, digest: str) -> bool:
+        """Whether a file was read here with other bytes than those of this SHA-256."""
+        return path in self._modules and self._modules[path].digest != digest
 
     @cached_property
     def sources(self) -> list[Path]:
@@ -182,11 +164,7 @@ def _deep_recursion() -> Iterator[None]:
 
 
 class _Walk:
-    """One traversal from a hook, which visits each definition once.
-
-    `parts`, `whole`, `files` and `paths` are the result. `_folders` are those in which a string may name a file: those
-    of imported modules ("place"), those that the code names ("named"), and those that a pattern matches ("matched").
-    """
+    """One traversal from a hook, which visits each definition once."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
@@ -201,6 +179,8 @@ class _Walk:
         self._counted: set[Path] = set()
         self._order: dict[Path, set[tuple[int, int, str]]] = {}
         self._strings: set[str] = set()
+        # Where a string may name a file: folders of imported modules ("place"), folders that the code names ("named"),
+        # and those that a pattern matches ("matched").
         self._folders = {reader.root: "place"}
         self._searches: set[str] = set()
         self._looked_up: set[tuple[object, ...]] = set()
@@ -223,10 +203,7 @@ class _Walk:
         )
 
     def _settle(self) -> None:
-        """Looks up strings and subclasses again until that reaches nothing new.
-
-        A string can name a module whose own strings name further files, so one pass is not enough.
-        """
+        """Looks up strings and subclasses until nothing new is reached: a string may name a module with more."""
         self._follow()
         size_before = -1
         while self._size() != size_before:
@@ -253,12 +230,10 @@ class _Walk:
         return is_new
 
     def _sequence(self) -> dict[str, list[str]]:
-        """What counts, in the order in which it runs on import, for each file in which that order can matter."""
+        """What counts, in the order in which it runs on import, by file."""
         has_effects = any(self.reader.module(p).effects for p in self._imported)
-        rebound = {path for path, name in self._visited if self.reader.module(path).is_rebound(name)}
-        paths = self._imported if has_effects else sorted(rebound)
         sequence = {}
-        for path in paths:
+        for path in self._imported:
             labels = [label for *_, label in sorted(self._order.get(path, ()))]
             if not has_effects:  # then the order of imports doesn't matter
                 labels = [label for label in labels if not label.startswith("import ")]
@@ -305,8 +280,8 @@ class _Walk:
 
     def _definition(self, module: syntax.Module, name: str) -> None:
         rebound = module.is_rebound(name)
-        if rebound:
-            for statement in module.imported_by.get(name, ()):
+        for statement in module.imported_by.get(name, ()):
+            if rebound:
                 self._runs(module, statement, f"{name} by {ast.unparse(statement)}")
         for index, statement in enumerate(module.bindings.get(name, ())):
             label = name if index == 0 else f"{name} #{index}"
@@ -370,8 +345,7 @@ class _Walk:
         if origin.module.split(".")[0] in _ANY_MODULE:
             self._everything(module, f"it uses {origin.module}")
             return
-        listed = _ANY_MODULE_PARTS.get(origin.module, frozenset())
-        dynamic = {name for name in attributes if name in listed or _LOOKS_UP.fullmatch(name)}
+        dynamic = {n for n in attributes if f"{origin.module}.{n}" in _ANY_MODULE_PARTS or _LOOKS_UP.fullmatch(n)}
         if dynamic or (not attributes and origin.module in _ANY_MODULE_VALUES):
             self._everything(module, f"it uses {origin.module}.{min(dynamic, default='*')}")
 

@@ -19,19 +19,13 @@ _FOREIGN = frozenset({"site-packages", "dist-packages", "node_modules", "__pycac
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an imported name comes from.
+    """Where an imported name comes from."""
 
-    Attributes:
-        module: dotted name of the module.
-        attribute: what is taken from it; None when it is the module itself.
-        path: its file in the project; None for an installed module.
-        exact: False where the text leaves it open: `import a.b` binds `a`, not this module; and in `from a import b`,
-            where `a/b.py` exists, `a` itself need not define `b`.
-    """
-
-    module: str
-    attribute: str | None
-    path: Path | None
+    module: str  # dotted name of the module
+    attribute: str | None  # what is taken from it; None when it is the module itself
+    path: Path | None  # its file in the project; None for an installed module
+    # False where the text leaves it open: `import a.b` binds `a`, not this module; and in `from a import b`, where
+    # `a/b.py` exists, `a` itself need not define `b`
     exact: bool = True
 
     @property
@@ -79,10 +73,14 @@ class Finder:
         """Each name that an import statement binds in a module of `package`, with where it can come from."""
         pairs = []
         for alias, (base, _) in zip(statement.names, imported(statement, package), strict=True):
-            if isinstance(statement, ast.Import):
-                pairs += self._of_module(alias)
-            else:
+            top = alias.name.partition(".")[0]
+            if isinstance(statement, ast.ImportFrom):
                 pairs += self._of_attribute(base, alias)
+            elif alias.asname or top == alias.name:
+                pairs.append((alias.asname or top, Origin(alias.name, None, self.find(alias.name))))
+            else:
+                dotted = Origin(alias.name, None, self.find(alias.name), exact=False)
+                pairs += [(top, Origin(top, None, self.find(top))), (top, dotted)]
         return pairs
 
     def submodule(self, path: Path, name: str) -> Path | None:
@@ -103,22 +101,15 @@ class Finder:
     def sources(self) -> Iterator[Path]:
         """Every Python file of the project, hidden folders and environments left out."""
         for folder, inner, files in os.walk(self.project):
-            inner[:] = sorted(i for i in inner if _is_source_folder(Path(folder, i)))
+            inner[:] = sorted(i for i in inner if not i.startswith(".") and not is_foreign_folder(Path(folder, i)))
             yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
-
-    def _of_module(self, alias: ast.alias) -> list[tuple[str, Origin]]:
-        top = alias.name.partition(".")[0]
-        if alias.asname or top == alias.name:
-            return [(alias.asname or top, Origin(alias.name, None, self.find(alias.name)))]
-        dotted = Origin(alias.name, None, self.find(alias.name), exact=False)
-        return [(top, Origin(top, None, self.find(top))), (top, dotted)]
 
     def _of_attribute(self, base: str, alias: ast.alias) -> list[tuple[str, Origin]]:
         name = alias.asname or alias.name
         submodule = ".".join(part for part in (base, alias.name) if part)
         path = self.find(base)
         inner = None
-        if path is not None or _is_namespace(self._roots, base):
+        if path is not None or not base or any(r.joinpath(*base.split(".")).is_dir() for r in self._roots):
             inner = self.find(submodule)
         if inner is None:
             return [(name, Origin(base, alias.name, path))]
@@ -181,16 +172,8 @@ def _below(root: Path, module: str) -> Path | None:
     return None
 
 
-def _is_namespace(roots: list[Path], base: str) -> bool:
-    return not base or any(root.joinpath(*base.split(".")).is_dir() for root in roots)
-
-
 def is_foreign_folder(path: Path) -> bool:
     """Whether a folder holds installed packages or compiled code, not the project's own files."""
     with suppress(PermissionError):
         return path.name in _FOREIGN or (path / "pyvenv.cfg").exists()
     return False
-
-
-def _is_source_folder(path: Path) -> bool:
-    return not path.name.startswith(".") and not is_foreign_folder(path)

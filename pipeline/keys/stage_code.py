@@ -27,12 +27,7 @@ _LATER = "~"  # before an import that runs only when a function does
 
 
 def digest(stage: type, hasher: Hasher) -> str:
-    """SHA-256 in hex over the code of a stage's class.
-
-    Args:
-        stage: the class.
-        hasher: whose memo keeps what was parsed.
-    """
+    """SHA-256 in hex over the code of a stage's class; the hasher's memo keeps what was parsed."""
     return canonical.digest(reached(stage.__module__, hasher))
 
 
@@ -43,7 +38,11 @@ def reached(start: str, hasher: Hasher) -> dict[str, str]:
     from the package that is no module: it may be resolved on use.
     """
     packages = dict.fromkeys([_OWN, start.partition(".")[0]])
-    roots = [root for package in packages for root in _roots(package)]
+    roots = []  # the folders that hold them
+    for package in packages:
+        module_object = sys.modules.get(package)
+        places = [*getattr(module_object, "__path__", ())] or [getattr(module_object, "__file__", None)]
+        roots += [Path(place).parent for place in places if place]
     finder = Finder(roots[0], roots)
     digests: dict[str, str] = {}
     pending = [(start, True)]
@@ -68,13 +67,6 @@ def reached(start: str, hasher: Hasher) -> dict[str, str]:
     return digests
 
 
-def _roots(package: str) -> list[Path]:
-    """The folders that hold an imported package or module."""
-    module = sys.modules.get(package)
-    places = [*getattr(module, "__path__", ())] or [getattr(module, "__file__", None)]
-    return [Path(place).parent for place in places if place]
-
-
 def _target(name: str, finder: Finder) -> tuple[str, bool]:
     """The module behind `base:attribute`, and whether all of it may be reached."""
     base, _, attribute = name.partition(":")
@@ -92,9 +84,7 @@ def _target(name: str, finder: Finder) -> tuple[str, bool]:
 def _facts(module: str, source: bytes, is_package: bool) -> str:
     """The digest of a module's syntax, and each `base:attribute` that it imports or names, all in one line."""
     tree = syntax.tree_of(source, module)
-    package = module
-    if not is_package:
-        package = module.rpartition(".")[0]
+    package = module if is_package else module.rpartition(".")[0]
     at_import = set(syntax.executed(tree))
     names: dict[str, None] = {}  # as an ordered set
     strings = []

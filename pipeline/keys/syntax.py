@@ -39,30 +39,19 @@ _APPLIES = frozenset({"filter", "map", "reduce"})
 # A metaclass of these runs no code of the project when a class is defined.
 _PLAIN_METACLASSES = frozenset({"ABCMeta", "EnumMeta", "EnumType", "type"})
 _NEVER_RUN = frozenset({"__name__ == '__main__'", "'__main__' == __name__", "TYPE_CHECKING", "typing.TYPE_CHECKING"})
-# Instructions that use a name of the module, not one of a function; the last one is of Python 3.12.
-_OF_MODULE = frozenset(
-    {
-        *("LOAD_NAME", "STORE_NAME", "DELETE_NAME", "LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"),
-        "LOAD_FROM_DICT_OR_GLOBALS",
-    }
-)
+# How the instructions end that use a name of the module, not one of a function; the last one is of Python 3.12.
+_OF_MODULE = ("_NAME", "_GLOBAL", "_GLOBALS")
 
 
 @dataclass
 class Uses:
-    """What a statement refers to.
+    """What a statement refers to."""
 
-    Attributes:
-        bare: names used other than for one attribute.
-        attributes: (name, attribute) pairs.
-        members: names of all attributes, whatever they are taken from, and constant keywords (`weights_only=False`).
-        strings: string and bytes constants, docstrings left out.
-    """
-
-    bare: set[str] = field(default_factory=set)
-    attributes: set[tuple[str, str]] = field(default_factory=set)
+    bare: set[str] = field(default_factory=set)  # names used other than for one attribute
+    attributes: set[tuple[str, str]] = field(default_factory=set)  # (name, attribute) pairs
+    # names of all attributes, whatever they are taken from, and constant keywords (`weights_only=False`)
     members: set[str] = field(default_factory=set)
-    strings: set[str] = field(default_factory=set)
+    strings: set[str] = field(default_factory=set)  # string and bytes constants, docstrings left out
 
     def names(self) -> list[str]:
         """Every name referred to."""
@@ -77,33 +66,22 @@ class Uses:
 
 @dataclass
 class Module:
-    """A parsed file of the project.
-
-    Attributes:
-        path: the file.
-        package: dotted package that its relative imports start from.
-        tree: its syntax tree, without docstrings and without what never runs.
-        digest: SHA-256 of its bytes, in hex.
-        bindings: statements that bind or change each top-level name.
-        imports: where each imported top-level name comes from.
-        imported_by: the statements that import it.
-        effects: statements whose run on import can change more than the names they bind.
-        loads: import statements that run on import, with the module of the project that each imports.
-        stars: what is imported with `*`.
-        registers: whether classes may be found here by other means than their names.
-    """
+    """A parsed file of the project."""
 
     path: Path
-    package: str
-    tree: ast.Module
-    digest: str
+    package: str  # dotted package that its relative imports start from
+    tree: ast.Module  # its syntax tree, without docstrings and without what never runs
+    digest: str  # SHA-256 of its bytes, in hex
+    # statements that bind or change each top-level name
     bindings: dict[str, list[ast.stmt]] = field(default_factory=dict)
-    imports: dict[str, list[Origin]] = field(default_factory=dict)
-    imported_by: dict[str, list[ast.stmt]] = field(default_factory=dict)
+    imports: dict[str, list[Origin]] = field(default_factory=dict)  # where each imported top-level name comes from
+    imported_by: dict[str, list[ast.stmt]] = field(default_factory=dict)  # the statements that import it
+    # statements whose run on import can change more than the names they bind
     effects: list[ast.stmt] = field(default_factory=list)
+    # import statements that run on import, with the module of the project that each imports
     loads: list[tuple[ast.stmt, Path]] = field(default_factory=list)
-    stars: list[Origin] = field(default_factory=list)
-    registers: bool = False
+    stars: list[Origin] = field(default_factory=list)  # what is imported with `*`
+    registers: bool = False  # whether classes may be found here by other means than their names
 
     _dumps: dict[ast.AST, str] = field(default_factory=dict)
     _uses: dict[ast.AST, Uses] = field(default_factory=dict)
@@ -130,13 +108,10 @@ class Module:
 
 
 def parse(path: Path, finder: Finder) -> Module:
-    """Reads one file of the project.
-
-    Raises:
-        SyntaxError: the file isn't Python.
-    """
+    """Reads one file of the project. Raises SyntaxError: the file isn't Python."""
     source = path.read_bytes()
     module = Module(path, finder.package(path), tree_of(source, path.name), hashlib.sha256(source).hexdigest())
+    _compiled(module.tree)
     body = module.tree.body
     for statement in body:
         _bind_imports(module, statement, finder)
@@ -145,29 +120,27 @@ def parse(path: Path, finder: Finder) -> Module:
     module_names = module.bindings.keys() | module.imports.keys()
     for statement in body:
         for name in _changed_names(statement, module_names):
-            statements = module.bindings.setdefault(name, [])
-            if statement not in statements:
-                statements.append(statement)
+            if statement not in module.bindings.setdefault(name, []):
+                module.bindings[name].append(statement)
     module.registers = any(map(_registers_subclasses, ast.walk(module.tree)))
-    module.effects = [statement for statement in body if _has_effect(module, statement)]
+    for statement in body:
+        if isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass):
+            continue
+        if not bound_names(statement) or any(_node_has_effect(module, node) for node in executed(statement)):
+            module.effects.append(statement)
     return module
 
 
 def tree_of(source: bytes, name: str) -> ast.Module:
-    """The syntax tree of a file, without docstrings, without what never runs when it is imported.
-
-    Raises:
-        SyntaxError: the compiler doesn't take it.
-    """
+    """The syntax tree of a file, without docstrings, without what never runs when it is imported."""
     tree = ast.parse(source, filename=name)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body:
-            kept = [statement for statement in body if not _has_no_effect(statement)]
+            kept = [statement for statement in body if not _never_runs(statement)]
             if not kept and not isinstance(node, ast.Module):
                 kept = [ast.copy_location(ast.Pass(), body[0])]
             node.body = kept  # type: ignore[attr-defined]
-    _compiled(tree)
     return tree
 
 
@@ -260,7 +233,7 @@ def _module_names(tree: ast.Module | ast.stmt) -> set[str]:
     pending = [_compiled(tree)]
     while pending:
         code = pending.pop()
-        names |= {step.argval for step in dis.get_instructions(code) if step.opname in _OF_MODULE}
+        names |= {step.argval for step in dis.get_instructions(code) if step.opname.endswith(_OF_MODULE)}
         pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return names
 
@@ -296,9 +269,8 @@ def _bind_imports(module: Module, statement: ast.stmt, finder: Finder) -> None:
                     module.stars.append(origin)
                 elif node is statement:
                     module.imports.setdefault(name, []).append(origin)
-                    statements = module.imported_by.setdefault(name, [])
-                    if statement not in statements:
-                        statements.append(statement)
+                    if statement not in module.imported_by.setdefault(name, []):
+                        module.imported_by[name].append(statement)
 
 
 def _changed_names(statement: ast.stmt, module_names: set[str]) -> set[str]:
@@ -311,9 +283,7 @@ def _changed_names(statement: ast.stmt, module_names: set[str]) -> set[str]:
             changed |= {_root(node)} & module_names
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
             changed |= {_root(node.func)} & module_names
-    if not changed:  # the usual case, and a module may have 100,000 names
-        return changed
-    return changed & _module_names(statement)
+    return changed and changed & _module_names(statement)  # none is the usual case, and compiling takes time
 
 
 def _registers_subclasses(node: ast.AST) -> bool:
@@ -325,27 +295,19 @@ def _registers_subclasses(node: ast.AST) -> bool:
     return isinstance(node, FUNCTIONS) and node.name == "__init_subclass__"
 
 
-def _has_no_effect(statement: ast.stmt) -> bool:
+def _never_runs(statement: ast.stmt) -> bool:
     """A docstring, or an `if` that is false when the module is imported: for its own process or for type checkers."""
     if isinstance(statement, ast.Expr):
         return isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
     return isinstance(statement, ast.If) and not statement.orelse and ast.unparse(statement.test) in _NEVER_RUN
 
 
-def _has_effect(module: Module, statement: ast.stmt) -> bool:
-    """Whether running the statement can change more than the names it is filed under."""
-    if isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass):
-        return False
-    if not bound_names(statement):
-        return True
-    return any(_node_has_effect(module, node) for node in executed(statement))
-
-
 def _node_has_effect(module: Module, node: ast.AST) -> bool:
     if isinstance(node, ast.Expr):
         return not isinstance(node.value, ast.Constant)
     if isinstance(node, ast.Call):
-        return module.is_ours(_root(node.func)) or _works_by_effect(node.func) or _hands_on(module, node)
+        called = ast.unparse(node.func).lower()  # the names of seeds and registries say that they work by their effect
+        return module.is_ours(_root(node.func)) or "seed" in called or "regist" in called or _hands_on(module, node)
     if isinstance(node, _DEFINITIONS):
         return any(not _is_harmless(module, decorator) for decorator in node.decorator_list)
     if isinstance(node, ast.Attribute) and node.attr in _CHANGES:
@@ -394,12 +356,6 @@ def _installed_name(module: Module, node: ast.expr) -> str:
     if len(full_names) > 1:  # imported in two ways, as in try/except ImportError
         return ""
     return f"{full_names.pop()}{dot}{rest}"
-
-
-def _works_by_effect(function: ast.expr) -> bool:
-    """Whether an installed function's name says that it is called for its effect: seeds and registries."""
-    name = ast.unparse(function).lower()
-    return "seed" in name or "regist" in name
 
 
 def _root(node: ast.AST) -> str:

@@ -1,27 +1,20 @@
-"""What is done to a project's state as a whole: start it, re-hash it, clean it up."""
+"""What is done to a project's state as a whole: re-hash it, clean it up."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
-from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.config.project import STATE, Project
-from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.files import GONE, entries, remove
-from layerline.pipeline.init import new_files
-from layerline.pipeline.init.generated_files import check_yaml, plain, project_name, yaml_value
+from layerline.pipeline.files import GONE, entries, is_partial, remove
 from layerline.pipeline.inputs.untrusted import is_digest
 from layerline.pipeline.plan import open_planner
 from layerline.pipeline.records.run_lock import abandoned, alone
 from layerline.pipeline.records.store import DamagedError
 from layerline.pipeline.resume import cut_short
-from layerline.pipeline.state_folder import is_partial
 
 # Where in the state lies what a person counts.
 _COUNTED = {"ledger/runs": "run", "store": "artifact", "work": "unfinished stage"}
@@ -43,38 +36,14 @@ class Garbage:
     size: int
 
 
-def templates() -> list[str]:
-    """Names of the projects that `pipe init` can start from."""
-    root = resources.files("layerline").joinpath("templates")
-    return sorted(t.name for t in root.iterdir() if t.is_dir() and t.joinpath("pipe.yaml").is_file())
-
-
-def init(folder: Path, template: str) -> list[Path]:
-    """Writes a project's pipe.yaml and task.py into `folder`, whose name it gets.
-
-    Raises:
-        ConfigError: no such template, or a file is there already; nothing is overwritten.
-    """
-    if template not in templates():
-        raise ConfigError(f"there is no template {template!r}", hint=f"there are: {', '.join(templates())}")
-    new_files.check_folder(folder)
-    source = resources.files("layerline").joinpath("templates").joinpath(template)
-    texts = {name: source.joinpath(name).read_text("utf-8") for name in ("pipe.yaml", "task.py")}
-    name = f"name: {yaml_value(project_name(folder))}"
-    config = re.sub(r"^name: \S+", lambda _: name, texts["pipe.yaml"], count=1, flags=re.MULTILINE)
-    meant = plain(bounded_yaml.parse(texts["pipe.yaml"], "pipe.yaml")) | {"name": project_name(folder)}
-    check_yaml(config, meant, "pipe.yaml")
-    return new_files.write(folder, {Path("pipe.yaml"): config.encode(), Path("task.py"): texts["task.py"].encode()})
-
-
 def verify(project: Project) -> tuple[int, list[Problem]]:
     """Re-hashes every artifact and report, remembering nothing; the number checked and what is wrong."""
     planner = open_planner(project, memo=False)
     store, ledger = planner.store, planner.ledger
-    problems, checked = [], 0
+    problems = []
     present = list(store.digests())
+    checked = len(present)
     for digest in present:
-        checked += 1
         try:
             store.get(digest)
         except DamagedError as error:

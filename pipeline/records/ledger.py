@@ -13,22 +13,21 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, AllowInfNan, Field, StrictBool, StringConstraints, TypeAdapter, ValidationError
 
 from layerline.pipeline.errors import PipeError
-from layerline.pipeline.files import entries, write_own
+from layerline.pipeline.files import entries, is_partial, write_own
 from layerline.pipeline.inputs.untrusted import printable, read_bytes, read_json
 from layerline.pipeline.nearest import did_you_mean
 from layerline.pipeline.report import Report
-from layerline.pipeline.state_folder import is_partial
 
 _LAST_SEQUENCE = 2**53
 _RECORD_BYTES = 1 << 26
@@ -53,36 +52,22 @@ def _summary(worst: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One execution of a stage.
-
-    Attributes:
-        stage: its name.
-        key: what it was run on.
-        digest: the artifact it left.
-        kind: the artifact's kind.
-        report: SHA-256 of the report's JSON; the report's name in the ledger.
-        passed: whether every gate and tolerance held.
-        seconds: wall-clock time of the stage alone.
-        created: UTC time it finished, ISO 8601.
-        parts: each part of the key as text, for `pipe explain`.
-        notes: what the key could not follow, for `pipe explain`.
-        worst: the layer that differs most: layer, value, sqnr_db, cosine.
-        metrics: the report's figures.
-        versions: of Layerline, Python and the system that ran it; those of other packages are parts of the key.
-    """
+    """One execution of a stage."""
 
     stage: str
-    key: Name
-    digest: Name
-    kind: str
-    report: Name
-    passed: StrictBool
-    seconds: Annotated[float, AllowInfNan(False)]
-    created: str
-    parts: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    key: Name  # what it was run on
+    digest: Name  # the artifact it left
+    kind: str  # the artifact's kind
+    report: Name  # SHA-256 of the report's JSON; the report's name in the ledger
+    passed: StrictBool  # whether every gate and tolerance held
+    seconds: Annotated[float, AllowInfNan(False)]  # wall-clock time of the stage alone
+    created: str  # UTC time it finished, ISO 8601
+    parts: Mapping[str, str] = field(default_factory=dict)  # each part of the key as text, for `pipe explain`
+    notes: tuple[str, ...] = ()  # what the key could not follow, for `pipe explain`
+    # the layer that differs most: layer, value, sqnr_db, cosine
     worst: Annotated[Mapping[str, Any], AfterValidator(_summary)] | None = None
-    metrics: Mapping[str, _Figure] = field(default_factory=dict)
+    metrics: Mapping[str, _Figure] = field(default_factory=dict)  # the report's figures
+    # of Layerline, Python and the system that ran it; those of other packages are parts of the key
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -131,6 +116,7 @@ class Run:
 _FILE_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,199}\.json(\.damaged)?")
 _TIMED = re.compile(r"\d{8}-\d{6}(-|$)", re.ASCII)
 _RECORD, _RUN = TypeAdapter(Record), TypeAdapter(Run)
+_Entry = TypeVar("_Entry", Record, Run)
 
 
 class Ledger:
@@ -146,18 +132,18 @@ class Ledger:
         path = self._keys / f"{key}.json"
         if not os.path.lexists(path):
             return None
-        record = _read_record(path)
+        record = _read(_RECORD, path)
         if isinstance(record, Record) and record.key == key:
             return record
         return next((r for run in self.runs() for r in run.records if r.key == key), None)
 
     def put(self, record: Record) -> None:
         """Files a record under its key, in place of an older one."""
-        self._write(self._keys / f"{record.key}.json", _to_json(record))
+        self._write(self._keys / f"{record.key}.json", _to_json(record) + "\n")
 
     def restore(self, record: Record) -> None:
         """Files a record again where its own file was damaged and the runs still had it."""
-        if _read_record(self._keys / f"{record.key}.json") != record:
+        if _read(_RECORD, self._keys / f"{record.key}.json") != record:
             self.put(record)
 
     def put_report(self, report: Report) -> str:
@@ -198,12 +184,11 @@ class Ledger:
 
     def runs(self) -> Iterator[Run]:
         """Every run, newest first; damaged files are passed over."""
-        yield from (run for _, run in self._found_runs())
+        yield from (run for _, run in self._sorted_runs())
 
     def put_run(self, run: Run) -> None:
         """Files a run, or its next state while it goes on."""
-        text = json.dumps(dataclasses.asdict(run), ensure_ascii=False, indent=1)
-        self._write(self._runs / f"{run.id}.json", text)
+        self._write(self._runs / f"{run.id}.json", _to_json(run))
 
     def next_sequence(self) -> int:
         """The number of a run that begins now: one more than the greatest there is."""
@@ -212,7 +197,7 @@ class Ledger:
     def damaged(self) -> Iterator[tuple[str, str]]:
         """Records and runs that can't be read, with what is wrong."""
         for path in entries(self._keys, "*.json"):
-            record = _read_record(path)
+            record = _read(_RECORD, path)
             if isinstance(record, str):
                 yield f"record {path.stem[:12]}", record
             elif record.key != path.stem:
@@ -234,7 +219,7 @@ class Ledger:
                 path.rename(path.with_name(path.name + _SET_ASIDE))
         return [path.stem for path in broken]
 
-    def _found_runs(self) -> list[tuple[Path, Run]]:
+    def _sorted_runs(self) -> list[tuple[Path, Run]]:
         read = [(path, self._run(path)) for path in entries(self._runs, "*.json")]
         runs = [(path, run) for path, run in read if isinstance(run, Run)]
         return sorted(runs, key=lambda pair: (pair[1].sequence, pair[1].id), reverse=True)
@@ -243,11 +228,14 @@ class Ledger:
         """The run in a file, or what is wrong with it; read once for as long as the file stays the same."""
         try:
             s = path.stat()
-            stamp = (s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
-            if path not in self._read or self._read[path][0] != stamp:
-                self._read[path] = stamp, _read_run(path)
         except OSError as error:
-            return f"it can't be read: {error.strerror}"
+            return fault(error)
+        stamp = (s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+        if path not in self._read or self._read[path][0] != stamp:
+            run = _read(_RUN, path)
+            if isinstance(run, Run) and run.id != path.stem:
+                run = f"it holds the run {run.id}"
+            self._read[path] = stamp, run
         return self._read[path][1]
 
     def _write(self, path: Path, text: str) -> None:
@@ -266,22 +254,21 @@ class Ledger:
             PipeError: none does, or several do.
         """
         runs = list(self.runs())
-        if stage and run_id in ("last", "previous"):
-            runs = _of_results(runs, stage)
         position = {"last": 0, "previous": 1}.get(run_id)
-        if position is not None:
-            matching_runs = runs[position : position + 1]
-        else:
+        if position is None:
             matching_runs = [run for run in runs if run.id.startswith(run_id)]
+        else:
+            if stage:  # the newest run of each row of equal results
+                having = [(r.report, run) for run in runs for r in run.records if r.stage == stage]
+                runs = [next(same)[1] for _, same in groupby(having, key=itemgetter(0))]
+            matching_runs = runs[position : position + 1]
         if len(matching_runs) == 1:
             return matching_runs[0]
         if not runs and not stage:
             raise PipeError("there is no run yet", hint="pipe run all")
         if run_id == "previous" and len(runs) == 1:
-            if stage:
-                what = f"stage {stage} has had one result so far"
-                raise PipeError(what, hint=f"the newest run with it is {runs[0].id}")
-            raise PipeError("there is only one run", hint=f"it is {runs[0].id}")
+            what = f"stage {stage} has had one result so far" if stage else "there is only one run"
+            raise PipeError(what, hint=f"the newest run is {runs[0].id}")
         if matching_runs:
             several = ", ".join(run.id for run in matching_runs[:5])
             raise PipeError(f"more than one run matches {run_id!r}", hint=f"give more of its id: {several}")
@@ -291,7 +278,7 @@ class Ledger:
 
     def forget(self, keep: int, in_use: set[str]) -> list[Path]:
         """Files no longer needed when only the newest `keep` runs and the artifacts `in_use` stay; deletes nothing."""
-        runs = self._found_runs()
+        runs = self._sorted_runs()
         reports = {r.report for _, run in runs[:keep] for r in run.records}
         kept = {path for path, _ in runs[:keep]}
         dropped = [path for path in self._files(self._runs) if path not in kept]
@@ -308,12 +295,6 @@ class Ledger:
         return [path for path in entries(folder) if _FILE_NAME.fullmatch(path.name) or is_partial(path.name)]
 
 
-def _of_results(runs: Iterable[Run], stage: str) -> list[Run]:
-    """The newest run of each row of equal results, newest first."""
-    having = [(r.report, run) for run in runs for r in run.records if r.stage == stage]
-    return [next(same)[1] for _, same in groupby(having, key=itemgetter(0))]
-
-
 def new_run_id() -> str:
     """Sorts by time, to the microsecond: two quick runs must not change places; unique among processes."""
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
@@ -321,24 +302,16 @@ def new_run_id() -> str:
     return f"{moment}-{nanoseconds // 1000:06d}-{secrets.token_hex(1)}"
 
 
-def _to_json(record: Record) -> str:
-    return json.dumps(dataclasses.asdict(record), ensure_ascii=False, indent=1) + "\n"
+def _to_json(entry: Record | Run) -> str:
+    return json.dumps(dataclasses.asdict(entry), ensure_ascii=False, indent=1)
 
 
-def _read_record(path: Path) -> Record | str:
-    """The record in a file, or what is wrong with it."""
+def _read(adapter: TypeAdapter[_Entry], path: Path) -> _Entry | str:
+    """The record or run in a file, or what is wrong with it."""
     try:
-        return _RECORD.validate_python(read_json(path, size=_RECORD_BYTES))
+        return adapter.validate_python(read_json(path, size=_RECORD_BYTES))
     except (OSError, ValueError) as error:
         return fault(error)
-
-
-def _read_run(path: Path) -> Run | str:
-    try:
-        run = _RUN.validate_python(read_json(path, size=_RECORD_BYTES))
-    except (OSError, ValueError) as error:
-        return fault(error)
-    return run if run.id == path.stem else f"it holds the run {run.id}"
 
 
 def fault(error: Exception) -> str:

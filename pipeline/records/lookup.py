@@ -15,13 +15,13 @@ from layerline.pipeline import nearest
 from layerline.pipeline.config.project import Project, as_options
 from layerline.pipeline.config.settings import changed, has_settings, previous
 from layerline.pipeline.errors import ConfigError, PipeError
+from layerline.pipeline.files import claim
 from layerline.pipeline.inputs.untrusted import read_bytes
 from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Planner, Step, fields, open_planner
 from layerline.pipeline.records.ledger import Record, Run, fault
 from layerline.pipeline.records.store import Artifact, DamagedError
 from layerline.pipeline.report import Report
-from layerline.pipeline.state_folder import claim
 
 ALL = "all"
 """What stands for every stage on the command line."""
@@ -46,14 +46,10 @@ def explained(planner: Planner, stage: str) -> tuple[Step, Mapping[str, str] | N
 
 def states(planner: Planner, steps: list[Step]) -> dict[str, str]:
     """`fresh`, `would run` or `may run` by stage; behind one that has to run again, the input may turn out the same."""
-    by_stage = {}
+    by_stage = {step.stage.name: "fresh" if step.artifact else "would run" for step in steps}
     for step in steps:
-        state = "would run"
-        if step.artifact:
-            state = "fresh"
-        elif step.key is None and planner.ledger.head(step.stage.name):
-            state = "may run"
-        by_stage[step.stage.name] = state
+        if not step.artifact and step.key is None and planner.ledger.head(step.stage.name):
+            by_stage[step.stage.name] = "may run"
     return by_stage
 
 
@@ -90,13 +86,14 @@ def choose(planner: Planner, stage: str, run_id: str | None = None) -> Chosen:
     """
     project = planner.project
     _one_choice(project, run_id)
-    if run_id is None and project.sets:
+    past = None
+    if run_id is not None:
+        past = planner.ledger.find_run(run_id, stage)
+    elif project.sets:
         past = _run_with_settings(planner, [s.name for s in project.needed_for([stage])])
         if past is None:
             return Chosen(_from_key(planner, stage), None)
-        return Chosen(_record_in(past, stage), past)
-    if run_id is not None:
-        past = planner.ledger.find_run(run_id, stage)
+    if past is not None:
         return Chosen(_record_in(past, stage), past)
     record = planner.ledger.head(stage) or _from_key(planner, stage)
     newest = next((run for run in planner.ledger.runs() if record in run.records), None)
@@ -104,11 +101,7 @@ def choose(planner: Planner, stage: str, run_id: str | None = None) -> Chosen:
 
 
 def find_run(planner: Planner, run_id: str | None) -> Run:
-    """The run of that id, or the newest with the overrides that the project was read with, or the newest.
-
-    Raises:
-        PipeError: there is none, or both a run and overrides are given.
-    """
+    """The run of that id, or the newest with the overrides that the project was read with, or the newest."""
     project = planner.project
     _one_choice(project, run_id)
     if run_id is not None or not project.sets:
@@ -121,10 +114,7 @@ def find_run(planner: Planner, run_id: str | None) -> Run:
 
 
 def _run_with_settings(planner: Planner, needed: Sequence[str]) -> Run | None:
-    """The newest run with a record of each needed stage, whose stages all had the project's settings.
-
-    The task's code and the versions may have been others: the settings are what was asked for.
-    """
+    """The newest run with a record of each needed stage, whose stages all had the project's settings."""
     wanted = {stage.name: fields(stage) for stage in planner.project.stages}
     for run in planner.ledger.runs():
         records = {r.stage: r for r in run.records if r.stage in wanted}
@@ -188,11 +178,7 @@ class Beside:
 
 
 def beside(planner: Planner, chosen: Chosen, run_id: str) -> Beside:
-    """Another run's report of the same stage.
-
-    Raises:
-        PipeError: there is no such run, or it has no such stage.
-    """
+    """Another run's report of the same stage. Raises PipeError: there is no such run, or it has no such stage."""
     stage = chosen.record.stage
     past = planner.ledger.find_run(run_id, stage)
     then = _record_in(past, stage)
@@ -248,11 +234,7 @@ _LOG_BYTES = 1 << 27
 
 
 def logs(planner: Planner, run: Run) -> dict[str, Log]:
-    """The training log (metrics.csv) beside each checkpoint of a run, by stage; none where the artifact is gone.
-
-    Raises:
-        PipeError: a log is no table of numbers, or too large; names the file.
-    """
+    """The training log (metrics.csv) beside each checkpoint of a run, by stage; none where the artifact is gone."""
     return {stage: read_log(path) for stage, path in files(planner, run, "checkpoint", "metrics.csv").items()}
 
 
@@ -270,20 +252,11 @@ def files(planner: Planner, run: Run, kind: str, name: str) -> dict[str, Path]:
 
 
 def read_log(path: Path) -> Log:
-    """The rows of a metrics.csv.
-
-    Raises:
-        PipeError: it is no table of numbers, or too large; names the file.
-    """
+    """The rows of a metrics.csv. Raises PipeError: it is no table of numbers, or too large; names the file."""
     try:
         reader = csv.DictReader(StringIO(read_bytes(path, _LOG_BYTES).decode()))
-        return _LOG.validate_python([_measured_columns(row) for row in reader])
+        return _LOG.validate_python([{name: cell for name, cell in row.items() if cell} for row in reader])
     except (OSError, ValueError, csv.Error) as error:
         raise PipeError(
             f"it is no table of numbers: {fault(error)}", where=str(path), hint="the stage writes it again with --force"
         ) from None
-
-
-def _measured_columns(row: Mapping[str, str]) -> dict[str, str]:
-    """A row without the columns in which nothing was measured."""
-    return {name: cell for name, cell in row.items() if cell}

@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory, gettempdir
 
 from filelock import FileLock, Timeout
 
-from layerline.pipeline.files import entries, own_folder, remove
-from layerline.pipeline.state_folder import claim
+from layerline.pipeline.files import claim, entries, own_folder, remove
 
 _PREFIX, _HELD = "layerline-", ".held"
 _JUST_MADE_S = 60
@@ -52,11 +51,9 @@ def _is_left(folder: Path) -> bool:
     mark = folder / _HELD
     if not mark.exists():  # made this very moment, or by a process that was killed before it could lock it
         return time.time() - folder.stat().st_mtime > _JUST_MADE_S
-    try:
-        with FileLock(mark, timeout=0):
-            return True
-    except Timeout:
-        return False
+    with suppress(Timeout), FileLock(mark, timeout=0):
+        return True
+    return False
 
 
 @contextmanager
@@ -101,15 +98,11 @@ def alone(state: Path) -> Iterator[bool]:
 
 def _broken(folder: Path) -> list[Path]:
     """Marks of runs that nobody holds any more."""
-    return [mark for mark in entries(folder, _MARKS) if not _is_held(mark)]
-
-
-def _is_held(mark: Path) -> bool:
-    try:
-        with lock(mark).acquire(timeout=0):
-            return False
-    except Timeout:
-        return True
+    broken = []
+    for mark in entries(folder, _MARKS):
+        with suppress(Timeout), lock(mark).acquire(timeout=0):
+            broken.append(mark)
+    return broken
 
 
 def _forget(mark: Path) -> None:

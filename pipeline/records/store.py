@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field, StrictStr, ValidationError
 
@@ -40,18 +40,11 @@ class _Manifest(BaseModel):
 
 @dataclass(frozen=True)
 class Artifact:
-    """What a stage left: a folder in the store.
+    """What a stage left: a folder in the store."""
 
-    Attributes:
-        kind: what it is ("onnx"), matched against the ports of later stages.
-        digest: SHA-256 over kind and content, side files left out; the folder's name.
-        size: bytes of all files.
-        path: the folder.
-    """
-
-    kind: str
-    digest: str
-    size: int
+    kind: str  # what it is ("onnx"), matched against the ports of later stages
+    digest: str  # SHA-256 over kind and content, side files left out; the folder's name
+    size: int  # bytes of all files
     path: Path
 
 
@@ -84,16 +77,12 @@ class Store:
         files = {p.relative_to(folder).as_posix(): p for p in inside if p.is_file()}
         for path in files.values():
             path.chmod(0o444)  # before hashing: it changes the stamp that the hasher remembers
-        entries = {n: {"sha256": self._hasher.file(p), "size": p.stat().st_size} for n, p in files.items()}
-        manifest = {
-            "kind": kind,
-            "digest": _digest(kind, entries, side),
-            "files": entries,
-            "side": sorted(side & set(entries)),
-        }
+        listed = {n: _Entry(sha256=self._hasher.file(p), size=p.stat().st_size) for n, p in files.items()}
+        digest = _digest(kind, listed, side)
+        manifest = _Manifest(kind=kind, digest=digest, files=listed, side=tuple(sorted(side & set(listed))))
         for path in inside:
             sync(path)
-        write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+        write_atomic(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1, sort_keys=True) + "\n")
         return _artifact(folder, manifest)
 
     def move_in(self, sealed: Artifact) -> Artifact:
@@ -159,31 +148,24 @@ class Store:
             manifest = _Manifest.model_validate(read_json(folder / MANIFEST))
         except (OSError, ValidationError, ValueError):
             raise DamagedError(f"{MANIFEST} is damaged or missing") from None
-        plain = manifest.model_dump()
-        sound = manifest.digest == _digest(manifest.kind, plain["files"], frozenset(manifest.side))
+        sound = manifest.digest == _digest(manifest.kind, manifest.files, manifest.side)
         if not sound or not all(map(is_inside, manifest.files)):
             raise DamagedError(f"{MANIFEST} is damaged or missing")
         _refuse_unlisted(folder, manifest.files)
         for name, entry in manifest.files.items():
-            self._check(folder / name, name, entry.sha256, entry.size)
-        return _artifact(folder, plain)
-
-    def _check(self, path: Path, name: str, content: str, size: int) -> None:
-        if not path.is_file():
-            raise DamagedError(f"{name} is missing")
-        size_now = path.stat().st_size
-        if size_now != size:
-            raise DamagedError(f"{name} has {size_now} bytes, not {size}")
-        if self._hasher.file(path) != content:
-            raise DamagedError(f"{name} has changed since it was written")
+            path = folder / name
+            if not path.is_file():
+                raise DamagedError(f"{name} is missing")
+            size = path.stat().st_size
+            if size != entry.size:
+                raise DamagedError(f"{name} has {size} bytes, not {entry.size}")
+            if self._hasher.file(path) != entry.sha256:
+                raise DamagedError(f"{name} has changed since it was written")
+        return _artifact(folder, manifest)
 
 
 def _refuse_unlisted(folder: Path, listed: Collection[str]) -> None:
-    """Refuses what the manifest does not list: a stage would read a file that somebody added, as floor.json.
-
-    Raises:
-        DamagedError: names a file, link or device that is not listed, or a link in the place of one that is.
-    """
+    """Refuses what the manifest does not list: a stage would read a file that somebody added, as floor.json."""
     pending = [folder]
     while pending:
         for path in pending.pop().iterdir():
@@ -196,11 +178,11 @@ def _refuse_unlisted(folder: Path, listed: Collection[str]) -> None:
                 raise DamagedError(f"{name} is not listed in its {MANIFEST}")
 
 
-def _artifact(folder: Path, manifest: dict[str, Any]) -> Artifact:
-    size = sum(entry["size"] for entry in manifest["files"].values())
-    return Artifact(manifest["kind"], manifest["digest"], size, folder)
+def _artifact(folder: Path, manifest: _Manifest) -> Artifact:
+    size = sum(entry.size for entry in manifest.files.values())
+    return Artifact(manifest.kind, manifest.digest, size, folder)
 
 
-def _digest(kind: str, entries: Mapping[str, Mapping[str, object]], side: frozenset[str]) -> str:
-    content = {name: entry["sha256"] for name, entry in entries.items() if name not in side}
+def _digest(kind: str, listed: Mapping[str, _Entry], side: Collection[str]) -> str:
+    content = {name: entry.sha256 for name, entry in listed.items() if name not in side}
     return canonical.digest({"kind": kind, "files": content})

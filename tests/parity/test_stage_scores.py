@@ -49,6 +49,14 @@ def test_a_loss_within_the_budget_or_in_the_other_direction_is_none(tmp_path) ->
     assert not measured(tmp_path, {"fuse": 1.0, "quantize": 2.0}).losses
 
 
+def test_less_of_what_is_called_a_loss_is_a_gain(tmp_path) -> None:
+    task = TASK.replace('"mean"', '"val_loss"')
+    assert not measured(tmp_path, {"fuse": 1.0, "quantize": 0.5}, task=task).losses
+    assert list(measured(tmp_path, {"fuse": 1.0, "quantize": 2.0}, task=task).losses) == ["quantize"]
+    turned = TASK.replace('"mean"', '"minus_error"')
+    assert list(measured(tmp_path, {"fuse": 1.0, "quantize": 0.5}, task=turned).losses) == ["quantize"]
+
+
 def test_what_does_not_run_is_left_out_with_its_reason(tmp_path) -> None:
     def refuse():
         raise StageError("the weights do not fit")

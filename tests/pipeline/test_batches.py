@@ -132,8 +132,8 @@ REFUSED = {
     "a list of nested columns": ([(A, B), Y], "list whose items differ"),
     "a tuple of batches": (((A[:3], Y[:3]), (A[3:], Y[3:])), "2 parts that look alike"),
     "a tuple of uneven batches": (((A[:4], Y[:4]), (A[4:], Y[4:])), r"lengths \[4, 4, 2, 2\]"),
-    "a tuple of loaders": ((TWO_INPUTS["loader"], TWO_INPUTS["loader"]), "holds a DataLoader"),
-    "a dict of datasets": ({"train": Items([1]), "test": Items([2])}, "holds an Items"),
+    "a tuple of loaders": ((TWO_INPUTS["loader"], TWO_INPUTS["loader"]), "holds a value of type DataLoader"),
+    "a dict of datasets": ({"train": Items([1]), "test": Items([2])}, "holds a value of type Items"),
     "a list of samples": ([(A[i], int(Y[i])) for i in range(6)], r"single samples: \(float32 \(2,\), int\)"),
     "a list of samples in dicts": ([{"a": A[i], "label": Y[i]} for i in range(6)], "single samples"),
     "a stream of samples": (Stream(), "whose items are samples, not batches"),
@@ -142,7 +142,7 @@ REFUSED = {
     "no columns": ((), "gave no samples"),
     "text": ("train.csv", "gave str"),
     "a number": (3, "gave int"),
-    "numbers": ((1.0, 2), "holds a float"),
+    "numbers": ((1.0, 2), "holds a value of type float"),
 }
 
 

@@ -14,6 +14,7 @@ import yaml
 
 from layerline.pipeline import check
 from layerline.pipeline.errors import ConfigError
+from layerline.pipeline.init import from_files
 from layerline.pipeline.records import housekeeping
 from layerline.pipeline.records.housekeeping import Garbage
 from layerline.pipeline.records.run_lock import at_work, temporary_folder
@@ -34,7 +35,7 @@ def stored(folder: Folder) -> set[str]:
 
 
 def test_init_writes_a_project_of_two_files(tmp_path: Path) -> None:
-    written = housekeeping.init(tmp_path / "new" / "project", "mnist")
+    written = from_files.from_template(tmp_path / "new" / "project", "mnist")
     assert sorted(p.name for p in (tmp_path / "new" / "project").iterdir()) == ["pipe.yaml", "task.py"]
     assert [p.name for p in written] == ["pipe.yaml", "task.py"]
     examples = Path(__file__).parents[2] / "examples" / "mnist"
@@ -45,7 +46,7 @@ def test_init_writes_a_project_of_two_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("template", ["mnist", "blank"])
 @pytest.mark.parametrize("name", ["digits", "10", "on: off # \\1", "null"])
 def test_a_project_is_called_after_its_folder(template: str, name: str, tmp_path: Path) -> None:
-    housekeeping.init(tmp_path / name, template)
+    from_files.from_template(tmp_path / name, template)
     text = (tmp_path / name / "pipe.yaml").read_text()
     assert yaml.safe_load(text)["name"] == name
     assert "train:" in text  # what follows the name stays
@@ -57,16 +58,16 @@ def test_init_overwrites_nothing(there: str, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=f"{there}: it is there already\n  choose another folder; nothing was written"
     ):
-        housekeeping.init(tmp_path, "mnist")
+        from_files.from_template(tmp_path, "mnist")
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {there: "mine"}
 
 
 def test_init_refuses_what_it_can_not_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no template 'nmist'\n  there are: .*mnist"):
-        housekeeping.init(tmp_path, "nmist")
+        from_files.from_template(tmp_path, "nmist")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="it is a file, not a folder"):
-        housekeeping.init(tmp_path / "file", "mnist")
+        from_files.from_template(tmp_path / "file", "mnist")
 
 
 # ------------------------------------------------------------------------------------------------ verify

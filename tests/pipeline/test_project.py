@@ -232,7 +232,7 @@ def test_data_stays_in_the_project(tmp_path: Path) -> None:
 
 
 def test_data_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerline.pipeline.inputs.data_files.FILES", 3)
+    monkeypatch.setattr("layerline.pipeline.keys.patterns.FILES", 3)
     (tmp_path / "d").mkdir()
     for i in range(4):
         (tmp_path / "d" / f"{i}.csv").touch()
@@ -319,14 +319,14 @@ SET_ERRORS = {
     "source.epochs=": "--set source.epochs=: source.epochs: expected an integer, saw None",
     "source.epochs.x=1": "--set source.epochs.x=1: source.epochs is 5 and has no fields",
     "source.layers.3.warmup=1": "--set source.layers.3.warmup=1: source.layers.3 is not there",
-    "source.layers.2=1": "--set source.layers.2=1: there is no item 2: the list has 1",
-    "source.layers.x=1": "--set source.layers.x=1: there is no item x: the list has 1",
+    "source.layers.2=1": "--set source.layers.2=1: source.layers.2 is not there: the list has 1",
+    "source.layers.x=1": "--set source.layers.x=1: source.layers.x is not there: the list has 1",
     "source=5": "--set source=5: source: expected the fields of stage source, saw 5",
     "name=5": "--set name=5: name: expected text, saw 5",
     "source.x=" + "9" * 5000: "--set source.x=9999",
     "source.²=1": "--set source.²=1: source.²: unknown field",
     "9" * 5000 + "=1": "--set 9999",
-    "source.layers.99999999999999999999=1": "--set source.layers.99999999999999999999=1: there is no item 9999",
+    "source.layers.99999999999999999999=1": "--set source.layers.99999999999999999999=1: source.layers.9999",
     "source=" + "[" * 3000: "--set source=[[[",
     "source=[" + "&a [*b]," * 3: "--set source=[&a [*b],&a [*b],&a [*b],: source: expected the fields",
     "a\x1b[2J=1": "--set a\\x1b[2J=1: a\\x1b[2J: unknown key",

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from layerline.pipeline import runner, stage_table
+from layerline.pipeline import stage_table
 from layerline.pipeline.errors import ConfigError, StageError, Unavailable
+from layerline.pipeline.inputs.untrusted import launched
 from layerline.pipeline.report import Report
 from layerline.pipeline.stage import Work
 from tests.pipeline import fakes
@@ -54,7 +55,7 @@ def _files(folder: Folder) -> list[Path]:
 
 
 def test_without_a_launcher_nobody_is_told_anything(folder: Folder) -> None:
-    assert (runner.rank(), runner.ranks()) == (0, 1)
+    assert launched() == (0, 1)
     assert folder.run().passed and len(Source.seen) == 1
 
 
@@ -120,4 +121,4 @@ def test_a_launcher_that_makes_no_sense_ends_the_run(
 def test_empty_variables_count_as_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "")
     monkeypatch.setenv("WORLD_SIZE", "")
-    assert (runner.rank(), runner.ranks()) == (0, 1)
+    assert launched() == (0, 1)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from layerline.pipeline import task as tasks
 from layerline.pipeline.errors import TaskError
-from layerline.pipeline.inputs import shadowed_modules
 from layerline.pipeline.task import Task
 
 CANARY = "import pathlib\npathlib.Path(__file__).with_name('PWNED').touch()\nMINE = 1\n"
@@ -44,7 +44,7 @@ def test_names_that_nothing_of_ours_needs_are_the_project_s(tmp_path: Path, monk
         for name in ("someones_utils", "needed_by_us"):
             (folder / f"{name}.py").write_text(f"WHOSE = {value}\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.setattr(shadowed_modules, "_needed", lambda: frozenset({"needed_by_us"}))
+    monkeypatch.setattr(tasks, "_needed", lambda: frozenset({"needed_by_us"}))
     (tmp_path / "p" / "task.py").write_text(
         "import someones_utils, needed_by_us\n\ndef model():\n    return someones_utils.WHOSE, needed_by_us.WHOSE\n"
     )
@@ -64,6 +64,6 @@ def test_a_module_that_is_not_imported_is_told(tmp_path: Path) -> None:
 
 
 def test_what_is_needed() -> None:
-    needed = shadowed_modules._needed()
+    needed = tasks._needed()
     assert {"layerline", "torch", "onnx", "numpy", "onnxruntime", "pydantic", "ruamel", "rich", "sympy"} <= needed
     assert "utils" not in needed and "tests" not in needed

@@ -186,7 +186,7 @@ def test_a_drop_of_exactly_the_budget_passes(work):
 
 TWO = """
 def metric(outputs, targets):
-    calls = metric.calls = getattr(metric, "calls", 0) + 1
+    calls = metric.calls = getattr(metric, "calls", 0) + (len(targets) == 40)  # of all samples: a few are a trial
     return {"accuracy": 0.8 - 0.004 * (calls - 1), "mse": 0.1 + 0.004 * (calls - 1)}
 """
 
@@ -691,3 +691,12 @@ def test_a_slice_is_no_argument_of_forward():
         return x
 
     assert split(batch, takes_it)[1] == {"x": 1, "slice": 2}
+
+
+@pytest.mark.parametrize("mode", ["int8", "fp16"])
+def test_names_are_looked_up_before_any_sample_is_calibrated(work, mode):
+    task = "def calib_data():\n    raise RuntimeError\n" + LABELLED + TWO
+    for wrong in ({"skip": ["cc"]}, {"layers": {"wff": "skip"}}, {"max_drop": {"acuracy": "0.5%"}}):
+        with pytest.raises(ConfigError) as caught:
+            Quantize(mode=mode, **wrong).run(work(task))
+        assert caught.value.where == f"quantize.{next(iter(wrong))}"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from layerline.pipeline.config import project as projects
-from layerline.pipeline.config.bounded_yaml import parse
+from layerline.pipeline.config.bounded_yaml import parse, plain
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.init import from_files, new_files
 from layerline.pipeline.init.generated_files import (
@@ -25,12 +25,10 @@ from layerline.pipeline.init.generated_files import (
     check_yaml,
     dims_comment,
     pipe_yaml,
-    plain,
     python_file,
     values_comment,
     yaml_value,
 )
-from layerline.pipeline.records import housekeeping
 
 CALL = '__import__("os").system("touch PWNED")'
 NAMES = [
@@ -236,7 +234,7 @@ def test_init_writes_through_no_link(name: str, leads: str, tmp_path: Path) -> N
         from_files.from_onnx(folder, model)
     if name != "m.onnx":
         with pytest.raises(ConfigError, match="it is there already"):
-            housekeeping.init(folder, "blank")
+            from_files.from_template(folder, "blank")
     assert [p.name for p in folder.iterdir()] == [name]
     assert victim.read_text() == "mine" if leads == "to a file" else not victim.exists()
 
@@ -246,7 +244,7 @@ def test_init_writes_into_no_linked_folder(tmp_path: Path) -> None:
     for link, leads in (("to", "victim"), ("dangling", "none"), ("loop", "loop")):
         (tmp_path / link).symlink_to(tmp_path / leads)
         with pytest.raises(ConfigError, match="it is a link to"):
-            housekeeping.init(tmp_path / link, "blank")
+            from_files.from_template(tmp_path / link, "blank")
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "model").symlink_to(tmp_path / "victim")
     with pytest.raises(ConfigError, match="it is a link to"):
@@ -273,13 +271,13 @@ def test_a_file_that_comes_to_lie_there_meanwhile_stays(tmp_path: Path, monkeypa
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "task.py").symlink_to(tmp_path / "victim")
     with pytest.raises(ConfigError, match="it is there already"):
-        housekeeping.init(tmp_path / "p", "blank")
+        from_files.from_template(tmp_path / "p", "blank")
     assert [p.name for p in (tmp_path / "p").iterdir()] == ["task.py"] and not (tmp_path / "victim").exists()
 
 
 @pytest.mark.parametrize("name", ["x\ntask: other.py", "x\x85y", "a'\"b", "{x}", "on", " x"])
 def test_a_project_in_a_folder_of_any_name(name: str, tmp_path: Path) -> None:
-    housekeeping.init(tmp_path / name, "blank")
+    from_files.from_template(tmp_path / name, "blank")
     project = projects.load(tmp_path / name)
     assert project.name.isprintable() and project.task == "task.py"
     assert project.name == name or not name.isprintable()
@@ -287,7 +285,7 @@ def test_a_project_in_a_folder_of_any_name(name: str, tmp_path: Path) -> None:
 
 def test_a_project_in_a_folder_whose_path_is_no_utf_8(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"\xff") / "p"
-    for act in (lambda: housekeeping.init(folder, "blank"), lambda: projects.load(folder)):
+    for act in (lambda: from_files.from_template(folder, "blank"), lambda: projects.load(folder)):
         with pytest.raises(ConfigError, match="the path of this folder is no UTF-8") as caught:
             act()
         assert caught.value.where.endswith("/\\udcff/p") and not folder.parent.exists()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from layerline.pipeline.errors import PipeError, StageError
+from layerline.pipeline.errors import PipeError, StageError, first_line
 
 _LOG = logging.getLogger("layerline")
 _BEAT_S = 1.0
@@ -65,7 +65,8 @@ class Pulse:
             return
         self._ended = "without an error"
         if error is not None:
-            self._ended = f"with {type(error).__name__}: {_first_line(error)}"
+            message = error.what if isinstance(error, PipeError) else str(error)
+            self._ended = f"with {type(error).__name__}: {first_line(message)[:300]}"
         self._stop.set()
         self._thread.join(timeout=2 * _BEAT_S)
         self._post(self._store)
@@ -84,7 +85,7 @@ class Pulse:
             if isinstance(error, dist.DistError) or any(mark in str(error) for mark in _MARKS):
                 raise StageError(
                     f"{phase} of step {step} failed after {time.monotonic() - self.since:.0f} s: {self.diagnose()}",
-                    where=f"rank {self.rank}", hint=f"from torch: {_first_line(error)}",
+                    where=f"rank {self.rank}", hint=f"from torch: {first_line(str(error))[:300]}",
                 ) from error  # fmt: skip
             raise
 
@@ -167,9 +168,3 @@ class Pulse:
         except RuntimeError:  # the rank that keeps the store is gone: the next collective fails and reports it
             return False
         return True
-
-
-def _first_line(error: BaseException) -> str:
-    text = error.what if isinstance(error, PipeError) else str(error)
-    lines = text.strip().splitlines()
-    return lines[0][:300] if lines else ""
