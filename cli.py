@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
+from typer import Argument, Option
 
 from layerline import __version__
 from layerline.pipeline import process_env
-from layerline.pipeline.errors import ConfigError, PipeError
+from layerline.pipeline.errors import ConfigError, PipeError, failure_fields
+from layerline.pipeline.inputs.untrusted import launched
 from layerline.views import exit_codes
 from layerline.views.exit_codes import print_json, say
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from layerline.pipeline.plan import Planner
     from layerline.pipeline.records.lookup import Beside
     from layerline.pipeline.report import Report
+    from layerline.pipeline.stage import Stage
+    from layerline.views.terminal import Live
 
 
 app = typer.Typer(
@@ -35,17 +39,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Folder = Annotated[Path, typer.Option("--project", "-C", help="The project's folder.", show_default="current folder")]
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of pipe.yaml.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Folder = Annotated[Path, Option("--project", "-C", help="The project's folder.", show_default="current folder")]
+Sets = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a field of pipe.yaml.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON document.")]
 STAGES = "train, ema, export, fuse, quantize, engine; import-weights or import-onnx where the project starts there"
 if "--help" in sys.argv:  # looking through all installed packages takes too long for every command
     _others = sorted(entry.name for entry in metadata.entry_points(group="layerline.stages"))
     STAGES = "; ".join([STAGES, *_others])
-StageName = Annotated[str, typer.Argument(metavar="STAGE", help=f"One of {STAGES}.")]
+StageName = Annotated[str, Argument(metavar="STAGE", help=f"One of {STAGES}.")]
 RunId = Annotated[
     str | None,
-    typer.Option("--run", metavar="RUN", help="An id from `pipe runs`, `last` or `previous`.", show_default="last"),
+    Option("--run", metavar="RUN", help="An id from `pipe runs`, `last` or `previous`.", show_default="last"),
 ]
 DEBUGGED = "export or fuse"
 TOP = 20  # values that `pipe diff` shows where nobody says how many
@@ -58,73 +62,65 @@ def main() -> NoReturn:
     global _DEBUG
     arguments = sys.argv[1:]
     _DEBUG = "--debug" in arguments  # understood wherever it stands
-    command = _with_folder_last([a for a in arguments if a != "--debug"])
+    command = [a for a in arguments if a != "--debug"]
     as_json = "--json" in arguments
     try:
         process_env.own_process()  # from here on Ctrl-C raises KeyboardInterrupt
         process_env.prepare()
-        code = exit_codes.exit_code(lambda: _app(command), as_json=as_json, debug=_DEBUG)
+        code = exit_codes.exit_code(lambda: _dispatch(command), as_json=as_json, debug=_DEBUG)
         code = process_env.ended(code)
     except KeyboardInterrupt:  # before the command began, or while its end was being told
         process_env.interrupt_at_once()
     sys.exit(code)
 
 
-def _app(command: list[str]) -> Any:
+def _dispatch(arguments: list[str]) -> Any:
+    """Runs a command. `-C DIR` is an option of every command; before the command it means the same."""
     from layerline.pipeline.config.document import check_options
 
-    check_options(command)
-    return app(command, prog_name="pipe", standalone_mode=False)
-
-
-def _with_folder_last(arguments: list[str]) -> list[str]:
-    """`-C DIR` is an option of every command; before the command it means the same."""
     count = 0
     if arguments and arguments[0] in ("-C", "--project"):
         count = 2
     elif arguments and arguments[0].startswith(("-C", "--project=")):
         count = 1
     folder, rest = arguments[:count], arguments[count:]
-    return [*rest[:1], *folder, *rest[1:]]
+    command = [*rest[:1], *folder, *rest[1:]]
+    check_options(command)
+    return app(command, prog_name="pipe", standalone_mode=False)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def _options(
+    debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False,  # noqa: ARG001
+    version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Options of every command; `main` has handled --debug."""
+    if version:
         typer.echo(__version__)
         raise typer.Exit
 
 
-@app.callback()
-def _options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
-    ] = False,
-) -> None:
-    """Options of every command. `main` and a callback have handled both before this runs."""
-
-
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the new project.")],
-    template: Annotated[str | None, typer.Option(help="Template: mnist or blank.", show_default="mnist")] = None,
-    onnx: Annotated[Path | None, typer.Option("--from-onnx", metavar="FILE", help="Start from an ONNX model.")] = None,
+    folder: Annotated[Path, Argument(metavar="DIR", help="Folder of the new project.")],
+    template: Annotated[str | None, Option(help="Template: mnist or blank.", show_default="mnist")] = None,
+    onnx: Annotated[Path | None, Option("--from-onnx", metavar="FILE", help="Start from an ONNX model.")] = None,
     weights: Annotated[
         Path | None,
-        typer.Option("--from-checkpoint", metavar="FILE", help="Start from weights; needs --model."),
+        Option("--from-checkpoint", metavar="FILE", help="Start from weights; needs --model."),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FACTORY", help="Function that builds the network."),
+        Option(metavar="MODULE:FACTORY", help="Function that builds the network."),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(metavar="NPZ", help="Samples: one array per input, and optionally `label`.")
+        Path | None, Option(metavar="NPZ", help="Samples: one array per input, and optionally `label`.")
     ] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="Allow the checkpoint to run pickled code.")] = False,
+    trust: Annotated[bool, Option("--trust", help="Allow the checkpoint to run pickled code.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Create a project: a pipe.yaml and task.py that run unchanged."""
-    from layerline.pipeline.init.begin import begin
+    from layerline.pipeline.init.from_files import begin
 
     written, step = begin(folder, template=template, onnx=onnx, weights=weights, model=model, data=data, trust=trust)
     if as_json:
@@ -137,8 +133,8 @@ def init(
 
 @app.command()
 def run(
-    stages: Annotated[list[str], typer.Argument(metavar="all | STAGE…", help=f"Stages to run: {STAGES}.")],
-    force: Annotated[bool, typer.Option("--force", help="Run the named stages even when they are fresh.")] = False,
+    stages: Annotated[list[str], Argument(metavar="all | STAGE…", help=f"Stages to run: {STAGES}.")],
+    force: Annotated[bool, Option("--force", help="Run the named stages even when they are fresh.")] = False,
     sets: Sets = None,
     as_json: AsJson = False,
     folder: Folder = _HERE,
@@ -154,7 +150,7 @@ def run(
 def tune(
     max_drop: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="BUDGET",
             help="As quantize.max_drop: 0.01, 0.5% or {accuracy: 0.5%}.",
             show_default="that of pipe.yaml, else 0.5%",
@@ -187,15 +183,15 @@ def _run(
 ) -> NoReturn:
     """Runs stages, shows these tables of the last one's report, and exits."""
     from layerline.pipeline.records import lookup
-    from layerline.pipeline.runner import Runner, rank
+    from layerline.pipeline.runner import Runner
     from layerline.views import json_output, screen, terminal
 
     project = _load(folder.resolve(), sets)
     names = lookup.asked_for(project, stages)
     project.require_task(names)
-    silent = as_json or rank() > 0  # of several ranks the first one speaks
-    live = terminal.listener(project.stages, silent=silent)
-    with _at_work(project, as_json=silent), contextlib.closing(live):
+    rank, _ = launched()
+    silent = as_json or rank > 0  # of several ranks the first one speaks
+    with _at_work(project, project.stages, silent=silent) as live:
         done = Runner(project, live).run(names, force=force)
     if _DEBUG and done.error:
         raise done.error
@@ -203,7 +199,7 @@ def _run(
     for result in done.results[-1:]:
         if tables and result.record:
             report = _planner(project).ledger.report(result.record)
-    if as_json and not rank():
+    if as_json and not rank:
         document = done.to_json()
         if report is not None:
             document["report"] = {name: json_output.plain(report)[name] for name in ("tables", "notes")}
@@ -229,7 +225,7 @@ def check(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) ->
 
     project = _load(folder.resolve(), sets)
     project.require_task()
-    with _at_work(project, as_json=as_json):
+    with _at_work(project, (), silent=as_json):
         done = check_and_remember(project)
     if as_json:
         print_json(done.to_json())
@@ -240,10 +236,10 @@ def check(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) ->
 
 @app.command()
 def resume(
-    prove: Annotated[bool, typer.Option("--prove", help="Show that resuming changes no bit of the result.")] = False,
+    prove: Annotated[bool, Option("--prove", help="Show that resuming changes no bit of the result.")] = False,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="With --prove: optimizer steps before and after the checkpoint.", show_default="10"),
+        Option(min=1, help="With --prove: optimizer steps before and after the checkpoint.", show_default="10"),
     ] = None,
     sets: Sets = None,
     as_json: AsJson = False,
@@ -263,12 +259,12 @@ def resume(
         if message:
             say(message, err=as_json)
         project.require_task([stage.name])
-        live = terminal.listener([stage], silent=as_json)
-        with _at_work(project, as_json=as_json), contextlib.closing(live):
+        with _at_work(project, [stage], silent=as_json) as live:
             proof = resuming.prove(project, steps or 10, live)
         failure = None if proof.passed else proof.failure()
         if as_json:
-            print_json(json_output.proof(stage.name, proof, failure))
+            document = {"stage": stage.name, "passed": proof.passed, **failure_fields(failure)}
+            print_json({**document, "report": json_output.plain(proof)})
         if failure:
             screen.error(failure)
             raise typer.Exit(failure.exit_code)
@@ -333,53 +329,49 @@ def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder
 
 @app.command()
 def diff(
-    stage: Annotated[str, typer.Argument(metavar="STAGE[@RUN]|FILE", help=f"One of {STAGES}; or an ONNX file.")],
+    stage: Annotated[str, Argument(metavar="STAGE[@RUN]|FILE", help=f"One of {STAGES}; or an ONNX file.")],
     other: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[STAGE[@RUN]|FILE]", help="The stage or file whose model is compared with the first's."
-        ),
+        Argument(metavar="[STAGE[@RUN]|FILE]", help="The stage or file whose model is compared with the first's."),
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(metavar="NPZ", help="Samples for two files: one array per input.")
-    ] = None,
+    data: Annotated[Path | None, Option(metavar="NPZ", help="Samples for two files: one array per input.")] = None,
     run_id: RunId = None,
     sets: Sets = None,
     against: Annotated[
         str | None,
-        typer.Option(metavar="RUN", help="Compare with another run: an id from `pipe runs`, or `previous`."),
+        Option(metavar="RUN", help="Compare with another run: an id from `pipe runs`, or `previous`."),
     ] = None,
     on: Annotated[
         str | None,
-        typer.Option(metavar="BACKEND", help="Run the stage's model on a backend and compare with onnxruntime."),
+        Option(metavar="BACKEND", help="Run the stage's model on a backend and compare with onnxruntime."),
     ] = None,
     sort: Annotated[
         Literal["own", "error", "sqnr", "effect", "clipped", "network"] | None,
-        typer.Option(
+        Option(
             help="Sort by each layer's own error, by accumulated error (sqnr), by its effect at the outputs, or so on.",
             show_default="own where measured; network with --json",
         ),
     ] = None,
     top: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of values to show.", show_default=f"{TOP}, or all with --json or --csv"),
+        Option(min=1, help="Number of values to show.", show_default=f"{TOP}, or all with --json or --csv"),
     ] = None,
     module: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Only modules of this path and below it, or that match this glob."),
+        Option(metavar="PATTERN", help="Only modules of this path and below it, or that match this glob."),
     ] = None,
     fail_under: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="MEASURE=VALUE",
             help="Exit with code 1 if sqnr, own, effect, weight (dB) or cosine of a layer is lower.",
         ),
     ] = None,
     repro: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="For two models: write the smallest one that shows the first value listed."),
+        Option(metavar="DIR", help="For two models: write the smallest one that shows the first value listed."),
     ] = None,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,
+    as_csv: Annotated[bool, Option("--csv", help="Print the table as CSV.")] = False,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
@@ -420,9 +412,7 @@ def diff(
             beside = replace(beside, report=selection.matching(beside.report, module))
     failing = selection.below(report, limits)
     failure = selection.failure(failing, report.stage)
-    order = sort or report.order
-    if silent and not top:
-        order = sort or "network"
+    order = sort or ("network" if silent and not top else report.order)
     if as_json:
         print_json(json_output.diff(report.stage, report, beside, order, top, failing, failure))
     elif as_csv:
@@ -448,7 +438,6 @@ def _of_stage(
     """The report of a stage (`STAGE` or `STAGE@RUN`), or of its model on a backend; and that of another run."""
     from layerline.pipeline import diff_on
     from layerline.pipeline.records import lookup
-    from layerline.views import terminal
 
     name, _, run_of_stage = stage.partition("@")
     if run_of_stage:
@@ -457,8 +446,7 @@ def _of_stage(
     project = _load(folder.resolve(), sets)
     planner, chosen_stage = _planner(project), project.stage(name)
     if on is not None:
-        live = terminal.listener([chosen_stage], silent=silent)
-        with _at_work(project, as_json=silent), contextlib.closing(live):
+        with _at_work(project, [chosen_stage], silent=silent) as live:
             return diff_on.diff_on(project, name, on, live, run_id), None
     chosen = lookup.choose(planner, name, run_id)
     beside = None if against is None else lookup.beside(planner, chosen, against)
@@ -484,10 +472,10 @@ def why(
     run_id: RunId = None,
     sets: Sets = None,
     try_it: Annotated[
-        bool, typer.Option("--try", help="Make the advised change on the side and show before and after.")
+        bool, Option("--try", help="Make the advised change on the side and show before and after.")
     ] = False,
     repro: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the smallest model that shows the likeliest cause.")
+        Path | None, Option(metavar="DIR", help="Write the smallest model that shows the likeliest cause.")
     ] = None,
     as_json: AsJson = False,
     folder: Folder = _HERE,
@@ -506,8 +494,7 @@ def why(
     if repro is not None:
         repro = repro.resolve()  # the hooks run in another folder
         refuse_used(repro)
-    live = terminal.listener(project.stages, silent=as_json)
-    with _at_work(project, as_json=as_json), contextlib.closing(live):
+    with _at_work(project, project.stages, silent=as_json) as live:
         explained = reasons.explain(project, live, run_id)
         trial = reasons.attempt(project, explained.causes, live, run_id) if try_it else None
         shown = None if repro is None else reasons.reproduce(project, explained, live, repro)
@@ -530,12 +517,12 @@ def why(
 
 @app.command()
 def report(
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("report.html"),
+    output: Annotated[Path, Option("--output", "-o", help="File to write.")] = Path("report.html"),
     run_id: RunId = None,
     sets: Sets = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option(metavar="RUN", help="Put this run beside it; may be repeated.", show_default="the run before"),
+        Option(metavar="RUN", help="Put this run beside it; may be repeated.", show_default="the run before"),
     ] = None,
     as_json: AsJson = False,
     folder: Folder = _HERE,
@@ -588,26 +575,23 @@ def path(
     from layerline.pipeline.records import lookup
 
     artifact, doubt = lookup.artifact(_load(folder, sets), stage, run_id)
+    place = artifact.path.resolve()
     if as_json:
-        print_json(
-            {"stage": stage, "path": str(artifact.path.resolve()), "digest": artifact.digest, "note": doubt or None}
-        )
+        print_json({"stage": stage, "path": str(place), "digest": artifact.digest, "note": doubt or None})
         return
     if doubt:
         say(f"note: {doubt}", err=True)
-    typer.echo(artifact.path.resolve())  # as it is: a script opens it
+    typer.echo(place)  # as it is: a script opens it
 
 
 @app.command()
 def plan(
     what: Annotated[
-        str, typer.Argument(metavar="[STAGE|FILE]", help="quantize, or a plan.json or a folder that holds one.")
+        str, Argument(metavar="[STAGE|FILE]", help="quantize, or a plan.json or a folder that holds one.")
     ] = "quantize",
     beside: Annotated[
         str | None,
-        typer.Option(
-            "--diff", metavar="OTHER", help="Show what differs from a run (`previous`, an id) or a plan.json."
-        ),
+        Option("--diff", metavar="OTHER", help="Show what differs from a run (`previous`, an id) or a plan.json."),
     ] = None,
     run_id: RunId = None,
     sets: Sets = None,
@@ -625,22 +609,18 @@ def plan(
         return plan_tree.read(lookup.artifact(_load(folder, sets), stage, run)[0].path)
 
     entries = read(what, run_id)
-    differing = None
-    document: dict[str, Any] = {"entries": list(entries.values())}
-    if beside is not None:
-        differing = plan_tree.changes(entries, read(beside, beside))
-        document = {"changes": differing}
+    differing = None if beside is None else plan_tree.changes(entries, read(beside, beside))
     if as_json:
-        print_json(document)
+        print_json({"entries": list(entries.values())} if differing is None else {"changes": differing})
     else:
         plan_tree.show(screen.console(), entries, differing)
 
 
 @app.command()
 def debug(
-    stage: Annotated[str, typer.Argument(metavar="STAGE", help=f"{DEBUGGED}.")],
+    stage: Annotated[str, Argument(metavar="STAGE", help=f"{DEBUGGED}.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default="debug-STAGE")
+        Path | None, Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default="debug-STAGE")
     ] = None,
     sets: Sets = None,
     as_json: AsJson = False,
@@ -651,16 +631,15 @@ def debug(
     from layerline.views import json_output, screen, terminal
 
     project, target = _load(folder.resolve(), sets), (output or Path(f"debug-{stage}")).resolve()
-    live = terminal.listener([project.stage(stage)], silent=as_json)
-    with _at_work(project, as_json=as_json), contextlib.closing(live):
-        shown = find(project, stage, target, live)
+    with _at_work(project, [project.stage(stage)], silent=as_json) as live:
+        report, files = find(project, stage, target, live)
     if as_json:
-        print_json({"stage": stage, "found": json_output.plain(shown.report)["records"], "files": list(shown.files)})
-    elif not shown.report.records:
+        print_json({"stage": stage, "found": json_output.plain(report)["records"], "files": files})
+    elif not report.records:
         say(f"every value of {stage} passes")
     else:
-        terminal.diff(screen.console(), shown.report, 1, "error")
-        say(f"wrote {target}: {', '.join(shown.files)}")
+        terminal.diff(screen.console(), report, 1, "error")
+        say(f"wrote {target}: {', '.join(files)}")
 
 
 @app.command()
@@ -681,9 +660,9 @@ def verify(as_json: AsJson = False, folder: Folder = _HERE) -> None:
 
 @app.command()
 def gc(
-    keep: Annotated[int, typer.Option(min=0, help="Number of newest runs to keep complete.")] = 3,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="List each removed file.")] = False,
+    keep: Annotated[int, Option(min=0, help="Number of newest runs to keep complete.")] = 3,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only list what would be removed.")] = False,
+    verbose: Annotated[bool, Option("--verbose", help="List each removed file.")] = False,
     as_json: AsJson = False,
     folder: Folder = _HERE,
 ) -> None:
@@ -714,12 +693,14 @@ def _planner(project: Project) -> Planner:
 
 
 @contextlib.contextmanager
-def _at_work(project: Project, *, as_json: bool) -> Iterator[None]:
+def _at_work(project: Project, stages: Sequence[Stage], *, silent: bool) -> Iterator[Live]:
     """Around whatever runs the user's code: its folder is the current one, and its prints can't reach the JSON."""
-    from layerline.pipeline.process_env import inside, stdout_to_stderr
+    from layerline.views import terminal
 
-    with inside(project.root), stdout_to_stderr() if as_json else contextlib.nullcontext():
-        yield
+    quiet = process_env.stdout_to_stderr() if silent else contextlib.nullcontext()
+    live = terminal.listener(stages, silent=silent)
+    with process_env.inside(project.root), quiet, contextlib.closing(live):
+        yield live
 
 
 def _where(folder: Path) -> str:

@@ -43,7 +43,11 @@ def exit_code(command: Callable[[], int | None], *, as_json: bool, debug: bool) 
         if not sys.argv[1:]:  # `pipe` alone prints its help
             typer.echo(cast("Any", wrong).format_message(), err=True)
             return 2
-        error = _usage_error(wrong)
+        details = cast("Any", wrong)
+        error = PipeError(details.format_message())
+        if details.ctx:  # with the usage of the command
+            usage = details.ctx.get_usage().replace("Usage: ", "usage: ")
+            error = PipeError(error.what, where=details.ctx.command_path, hint=usage)
         _print_error(error)
     except SystemExit as ended:
         if ended.code not in (None, 0):  # raised by click when the reader of standard output has closed it
@@ -77,31 +81,26 @@ def _print_error(error: PipeError) -> None:
 
 
 def _print_document(error: PipeError, *, as_json: bool) -> None:
-    if as_json and not _is_another_rank():
+    is_first = True
+    with suppress(PipeError):  # the error that is printed
+        is_first = launched()[0] == 0
+    if as_json and is_first:  # of several ranks only the first one prints
         with suppress(OSError):  # the reader has closed the pipe; the sentence is on standard error
             print_json(error.to_json())
-
-
-def _is_another_rank() -> bool:
-    """Of several ranks only the first one prints."""
-    try:
-        return launched()[0] > 0
-    except PipeError:  # the error that is printed
-        return False
 
 
 class _Interrupted(PipeError):
     exit_code = 130
 
 
+class _Bug(PipeError):
+    exit_code = 1
+
+
 def _interrupted() -> PipeError:
     say(f"\n{process_env.INTERRUPTED}", err=True)
     what, hint = process_env.INTERRUPTED.split("; ")
     return _Interrupted(what, hint=hint)
-
-
-class _Bug(PipeError):
-    exit_code = 1
 
 
 def _as_pipe_error(raised: BaseException) -> PipeError:
@@ -111,11 +110,3 @@ def _as_pipe_error(raised: BaseException) -> PipeError:
         return machine_lacks(raised)
     hint = "this is a fault of layerline; --debug shows the traceback for a bug report"
     return _Bug(f"internal error, {type(raised).__name__}: {words(raised)}", hint=hint)
-
-
-def _usage_error(wrong: Any) -> PipeError:
-    """A mistake on the command line: typer's message, with the usage of the command."""
-    if not wrong.ctx:
-        return PipeError(wrong.format_message())
-    usage = wrong.ctx.get_usage().replace("Usage: ", "usage: ")
-    return PipeError(wrong.format_message(), where=wrong.ctx.command_path, hint=usage)

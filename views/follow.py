@@ -17,20 +17,16 @@ CellText = Callable[[LayerDiff], str]
 
 @dataclass(frozen=True)
 class Followed:
-    """A value (or a module, with the worst of its values) and its record in each stage that measured it.
-
-    Attributes:
-        rank: sorts worst first: failed ones, then the lowest SQNR. Training and averaging change weights on purpose, so
-            rows that only stages with parameters made bad come after all others.
-        into: the layer that it was merged into; empty where it was not.
-    """
+    """A value (or a module, with the worst of its values) and its record in each stage that measured it."""
 
     layer: str
     value: str
     op: str
     records: Mapping[str, LayerDiff]
+    # sorts worst first: failed ones, then the lowest SQNR. Training and averaging change weights on purpose, so rows
+    # that only stages with parameters made bad come after all others
     rank: tuple[bool, bool, float, float]
-    into: str = ""
+    into: str = ""  # the layer that it was merged into; empty where it was not
 
 
 def follow(reports: Mapping[str, Report]) -> list[Followed]:

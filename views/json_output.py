@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from layerline.pipeline.config.settings import changed, previous, settings
+from layerline.pipeline.config.settings import changed, settings
 from layerline.pipeline.errors import PipeError, failure_fields
 from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, shown
@@ -23,19 +23,17 @@ Document = dict[str, Any]
 
 
 def status(steps: Sequence[Step], states: Mapping[str, str]) -> Document:
-    rows = []
-    for step in steps:
-        name = step.stage.name
-        rows.append(
-            {
-                "name": name,
-                "state": states[name],
-                "reason": step.reason,
-                "key": step.key,
-                "digest": step.artifact and step.artifact.digest,
-                "passed": step.artifact and step.record and step.record.passed,
-            }
-        )
+    rows = [
+        {
+            "name": step.stage.name,
+            "state": states[step.stage.name],
+            "reason": step.reason,
+            "key": step.key,
+            "digest": step.artifact and step.artifact.digest,
+            "passed": step.artifact and step.record and step.record.passed,
+        }
+        for step in steps
+    ]
     return {"stages": rows}
 
 
@@ -43,8 +41,12 @@ def runs(history: Iterable[Run]) -> Document:
     """Each run with its settings, what differs from the run before, and its figures."""
     ordered = list(history)
     rows = []
-    for run in ordered:
-        before = previous(ordered, run)
+    for run, before in zip(ordered, [*ordered[1:], None], strict=False):
+        differing: dict[str, dict[str, str]] = {}
+        for record in run.records:
+            for field in settings(record):
+                if field.differs:
+                    differing.setdefault(record.stage, {})[field.name] = field.value
         rows.append(
             {
                 "id": run.id,
@@ -54,22 +56,12 @@ def runs(history: Iterable[Run]) -> Document:
                 "passed": run.passed,
                 "errors": {stage: asdict(error) for stage, error in run.errors.items()},
                 "sets": list(run.sets),
-                "settings": _differing_settings(run),
+                "settings": differing,
                 "changed": changed(run.records, before.records) if before else [],
                 "metrics": {r.stage: dict(r.metrics) for r in run.records},
             }
         )
     return {"runs": rows}
-
-
-def _differing_settings(run: Run) -> Document:
-    """By stage, the fields that differ from their defaults."""
-    stages: Document = {}
-    for record in run.records:
-        fields = {field.name: field.value for field in settings(record) if field.differs}
-        if fields:
-            stages[record.stage] = fields
-    return stages
 
 
 def explain(step: Step, old: Mapping[str, str] | None, prints: Mapping[str, Fingerprint]) -> Document:
@@ -100,12 +92,10 @@ def diff(
 ) -> Document:
     """The records in an order (only the first `top` of them), the other run's records of the same values, and the
     measures below the limits of `--fail-under`."""
-    by_place = tuple(in_network_order(report.records))
-    report = replace(report, records=by_place)
+    report = replace(report, records=tuple(in_network_order(report.records)))
     report = replace(report, records=report.sorted(order)[:top])
     document: Document = {"stage": stage, "run": None, "changed": [], "report": plain(report), "against": None}
-    document["below"] = list(failing)
-    document.update(failure_fields(failure))
+    document |= {"below": list(failing), **failure_fields(failure)}
     if beside is None:
         return document
     other = beside.report
@@ -113,11 +103,6 @@ def diff(
         names = {record.name for record in report.records}
         other = replace(other, records=tuple(record for record in other.records if record.name in names))
     return {**document, "run": beside.run.id, "changed": list(beside.changed), "against": plain(other)}
-
-
-def proof(stage: str, report: Report, failure: PipeError | None) -> Document:
-    """The result of `pipe resume --prove`; `failure` is set where resuming changed a bit."""
-    return {"stage": stage, "passed": report.passed, **failure_fields(failure), "report": plain(report)}
 
 
 def plain(report: Report) -> Document:

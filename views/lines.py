@@ -42,18 +42,15 @@ def _facts(record: Record) -> list[str]:
     facts = figures(record.metrics)
     worst = record.worst or {}
     if worst.get("sqnr_db") is not None:
-        facts.insert(0, _worst(worst, record.metrics))
+        db = float(worst["sqnr_db"])
+        text = "all that is judged equal" if NOT_JUDGED in record.metrics else "all equal"
+        if db != math.inf:
+            text = f"worst {worst['layer']} {formatting.decibels(db)} dB"
+        facts.insert(0, text)
     for name in DEPLOYED:
         if record.metrics.get(name) is not None:
             facts.append(f"{formatting.heading(name)} {formatting.figure(record.metrics[name])}")
     return facts
-
-
-def _worst(worst: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
-    db = float(worst["sqnr_db"])
-    if db != math.inf:
-        return f"worst {worst['layer']} {formatting.decibels(db)} dB"
-    return "all that is judged equal" if NOT_JUDGED in metrics else "all equal"
 
 
 def figures(metrics: Mapping[str, Any]) -> list[str]:
@@ -64,22 +61,22 @@ def figures(metrics: Mapping[str, Any]) -> list[str]:
         if name in DEPLOYED:
             continue
         stem = name.removesuffix("_after")
+        other_half = (
+            f"{name.removesuffix('_before')}_after" if name.endswith("_before") else name.removesuffix("_float")
+        )
         if stem != name and f"{stem}_before" in metrics:
             pairs.append(_change(stem, metrics[f"{stem}_before"], value))
         elif f"{name}_float" in metrics:
             reference = formatting.figure(metrics[f"{name}_float"])
             pairs.append(f"{formatting.heading(name)} {formatting.figure(value)} (float {reference})")
-        elif value is not None and not _is_of_a_pair(name, metrics):
+        elif value is not None and (other_half == name or other_half not in metrics):
             label = formatting.heading(name.removesuffix("bytes").removesuffix("_"))
             single.append(f"{label} {formatting.amount(name, value)}".strip())
     return [*pairs, *single][:FIGURES]
 
 
 def _precisions_joined(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics with `compute_int8`, `compute_fp16` and so on as one.
-
-    They share one place on the line: with a part of them left out, the rest would read as the whole engine.
-    """
+    """The metrics with `compute_int8`, `compute_fp16` and so on as one; a part would read as the whole engine."""
     joined: dict[str, Any] = {}
     for name, value in metrics.items():
         head, _, precision = name.partition("_")
@@ -99,10 +96,3 @@ def _change(stem: str, before: Any, after: Any) -> str:
     if first == second:
         return second
     return f"{first} -> {second}"
-
-
-def _is_of_a_pair(name: str, metrics: Mapping[str, Any]) -> bool:
-    """Whether the metric is the earlier half of a pair, which is written beside the later one."""
-    if name.endswith("_before"):
-        return f"{name.removesuffix('_before')}_after" in metrics
-    return name.endswith("_float") and name.removesuffix("_float") in metrics

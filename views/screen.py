@@ -63,18 +63,14 @@ def error(problem: PipeError) -> None:
 
 def cleaned(value: _Value) -> _Value:
     """A copy of a report, a record or a part of one, with every text in it escaped, line breaks included."""
-    return _cleaned(value)  # type: ignore[no-any-return]
-
-
-def _cleaned(value: Any) -> Any:
+    clean: Any = value
     if isinstance(value, str):
-        return printable(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _cleaned(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return dataclasses.replace(value, **fields)
-    if isinstance(value, Mapping):
-        return {_cleaned(key): _cleaned(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = map(_cleaned, value)
-        return list(items) if isinstance(value, list) else tuple(items)
-    return value
+        clean = printable(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: cleaned(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        clean = dataclasses.replace(value, **fields)
+    elif isinstance(value, Mapping):
+        clean = {cleaned(key): cleaned(item) for key, item in value.items()}
+    elif isinstance(value, list | tuple):
+        clean = type(value)(map(cleaned, value))
+    return clean  # type: ignore[no-any-return]

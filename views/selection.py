@@ -43,15 +43,14 @@ def of_module(report: Report, pattern: str) -> Report:
 
 def matching(report: Report, pattern: str) -> Report:
     """As `of_module`, but with no records where nothing matches."""
-    return replace(report, records=tuple(record for record in report.records if _matches(record, pattern)))
-
-
-def _matches(record: LayerDiff, pattern: str) -> bool:
-    # A layer that fuse merged has the paths of all modules in it.
-    for path in (record.name, *record.module.split(_JOINED)):
-        if path == pattern or path.startswith(f"{pattern}.") or fnmatchcase(path, pattern):
-            return True
-    return False
+    kept = []
+    for record in report.records:
+        # A layer that fuse merged has the paths of all modules in it.
+        for path in (record.name, *record.module.split(_JOINED)):
+            if path == pattern or path.startswith(f"{pattern}.") or fnmatchcase(path, pattern):
+                kept.append(record)
+                break
+    return replace(report, records=tuple(kept))
 
 
 def read_limits(texts: Sequence[str]) -> dict[str, float]:

@@ -27,7 +27,7 @@ from layerline.pipeline.errors import StageError, located
 from layerline.pipeline.inputs.untrusted import printable
 from layerline.pipeline.keys.fingerprint import Fingerprint
 from layerline.pipeline.plan import Step, shown
-from layerline.pipeline.reasons import awaited, changes, label
+from layerline.pipeline.reasons import as_written, awaited, changes, label
 from layerline.pipeline.records.housekeeping import Garbage, Problem, counted
 from layerline.pipeline.records.lookup import Beside
 from layerline.pipeline.report import Order, Report, Scalar
@@ -46,7 +46,7 @@ ORDERS: Mapping[Order, str] = {
     "clipped": "the greatest clipped share first",
     "network": "in the network's order",
 }
-ROWS = 20  # of a table, after `pipe tune`
+ROWS = 20  # of a table of a report
 FIGURES = 2  # of a stage, in the list of runs
 _GAP = 2  # columns between two cells
 _STYLES = {
@@ -60,20 +60,6 @@ _STYLES = {
     "error": "red",
 }
 _REPAIR = "pipe run all makes them again"
-
-
-class Silent:
-    """A listener for `--json`: prints nothing."""
-
-    def say(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, **fields: float | str) -> None: ...
-
-    def started(self, stage: Stage, reason: str) -> None: ...
-
-    def finished(self, result: Result) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Live:
@@ -118,7 +104,14 @@ class Live:
             self._bar = None
 
 
-def listener(stages: Sequence[Stage], *, silent: bool) -> Live | Silent:
+class Silent(Live):
+    """A listener for `--json`: prints nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(quiet=True, force_terminal=False), 0)
+
+
+def listener(stages: Sequence[Stage], *, silent: bool) -> Live:
     """The listener that draws the work on these stages, or prints nothing."""
     if silent:
         return Silent()
@@ -128,11 +121,7 @@ def listener(stages: Sequence[Stage], *, silent: bool) -> Live | Silent:
 def run_outcome(out: Console, done: Outcome, where: str, sets: Sequence[str] = ()) -> None:
     """Prints the stages that are now out of date and, where there is one, the next useful command.
 
-    Args:
-        out: where to print.
-        done: the run.
-        where: ` -C DIR`, or empty in the project's own folder.
-        sets: the `--set` overrides of the run; the next command repeats them, for without them it means other settings.
+    The command repeats `where` (` -C DIR`) and the `--set` overrides of the run: without them it means other settings.
     """
     for step in done.out_of_date:
         reason = words(f"({step.reason})", "dim")
@@ -188,25 +177,13 @@ def table(out: Console, view: TableView) -> int:
 
 
 def status(out: Console, steps: Sequence[Step], states: Mapping[str, str]) -> None:
-    """Prints which stages are fresh and which would run, and why. Empty columns are left out.
-
-    Args:
-        out: where to print.
-        steps: the stages, planned.
-        states: the state of each stage, by its name.
-    """
+    """Prints which stages are fresh and which would run, and why. Empty columns are left out."""
     rows = []
     for step in steps:
-        name = step.stage.name
-        why = digest = made = verdict = ""
-        if step.artifact is None:
-            why = step.reason
-        else:
-            digest = step.artifact.digest[:12]
-            if step.record:
-                made = step.record.created
-                verdict = outcome(step.record.passed)
-        rows.append([name, states[name], why, digest, made, verdict])
+        row = [step.stage.name, states[step.stage.name], step.reason, "", "", ""]
+        if step.artifact and step.record:
+            row[2:] = ["", step.artifact.digest[:12], step.record.created, outcome(step.record.passed)]
+        rows.append(row)
     columns = (
         Column("stage"),
         Column("state", "verdict"),
@@ -250,28 +227,26 @@ def explain(out: Console, step: Step, old: Mapping[str, str] | None, prints: Map
 def _parts(step: Step, old: Mapping[str, str] | None) -> Table:
     new, before = shown(step.parts), old or {}
     changed, waiting = changes(before, new), awaited(before, new, step.key)
-    removed = [name for name in changed if name not in new]
     drawn = Table("part", "", "last run", "now", box=None, pad_edge=False, header_style="dim")
     for column in drawn.columns:
         column.overflow = "fold"
-    for name in [*new, *removed]:
+    for name in dict.fromkeys([*new, *changed]):  # removed parts last
         is_changed = name in changed
+        now = new.get(name)
+        state = "changed" if is_changed else "same"
+        if name in waiting:
+            state, now = "may change", "not known yet"
         if old is None:
             state = "new"
-        elif name in waiting:
-            state = "may change"
-        elif is_changed:
-            state = "changed"
-        else:
-            state = "same"
-        now = new.get(name)
-        if name in waiting:
-            now = "not known yet"
         style = "yellow" if is_changed and before else "dim"
+        kind = name.partition(".")[0]
+        texts = []
+        for side, value in ((before, before.get(name)), (new, now)):
+            texts.append(formatting.hashed(as_written(kind, value)) if name in side or value else "")
         if is_changed:  # long values may differ at their ends
-            cells = [words(formatting.hashed(before.get(name))), words(formatting.hashed(now))]
+            cells = [words(text) for text in texts]
         else:  # shown once, on one line
-            cells = [Text(), Text(printable(formatting.short(now)), no_wrap=True, overflow="ellipsis")]
+            cells = [Text(), Text(printable(formatting.short(texts[1])), no_wrap=True, overflow="ellipsis")]
         drawn.add_row(words(label(name)), Text(state, style, no_wrap=True), *cells)
     return drawn
 
@@ -302,14 +277,19 @@ def diff(out: Console, report: Report, top: int, order: Order, beside: Beside | 
 def report_tables(out: Console, report: Report, names: Sequence[str]) -> None:
     """Prints these tables of a report, those without rows left out, then its gates, figures and notes."""
     report = cleaned(report)
-    for name in names:
-        rows = report.tables.get(name, ())
+    tables = {name: report.tables.get(name, ()) for name in names}
+    # A table of changes in which nothing changed, such as that of the slices, says nothing.
+    _tables(out, {name: rows for name, rows in tables.items() if any(row.get("change", True) for row in rows)})
+    findings(out, report)
+
+
+def _tables(out: Console, tables: Mapping[str, Sequence[Mapping[str, Scalar]]]) -> None:
+    for name, rows in tables.items():
         if rows:
             out.print(words(name, "bold"))
             table(out, free_table(rows[:ROWS]))
         if len(rows) > ROWS:
             _dim(out, f"{ROWS} of {len(rows)} rows; --json and the page of `pipe report` have all")
-    findings(out, report)
 
 
 def why(out: Console, report: Report, names: Sequence[str]) -> None:
@@ -317,10 +297,7 @@ def why(out: Console, report: Report, names: Sequence[str]) -> None:
     report = cleaned(report)
     shown_tables = {name: report.tables.get(name, ()) for name in names}
     causes = shown_tables.pop("causes", ())
-    for name, rows in shown_tables.items():
-        if rows:
-            out.print(words(name, "bold"))
-            table(out, free_table(rows))
+    _tables(out, shown_tables)
     if causes:
         out.print(words("causes, the likeliest first", "bold"))
     for number, cause in enumerate(causes, 1):
@@ -353,35 +330,22 @@ def runs(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
         facts = {
             "ran": [" ".join(row["ran"])],
             "kept": [" ".join(kept)],
-            "error": [_error(stage, error) for stage, error in row["errors"].items()],
+            "error": [f"{stage}: {located(e['where'], e['error'])}" for stage, e in row["errors"].items()],
             "--set": row["sets"],
             "changed": row["changed"],
-            "settings": _settings(row) if row is rows[-1] else [],
-            "figures": _figures_of_run(row),
+            "settings": [],
+            "figures": [],
         }
+        if row is rows[-1]:
+            for stage, fields in row["settings"].items():
+                facts["settings"] += [f"{stage}.{name}={value}" for name, value in fields.items()]
+        for stage, metrics in row["metrics"].items():
+            figures = lines.figures(metrics)[:FIGURES]
+            if figures and stage in row["ran"]:
+                facts["figures"].append(f"{stage}: {', '.join(figures)}")
         for name, items in facts.items():
             if any(items):
                 _hanging(out, Text(f"  {name:8}  ", "dim"), words("; ".join(items)))
-
-
-def _error(stage: str, error: Mapping[str, Any]) -> str:
-    return ": ".join(part for part in (stage, error["where"], error["error"]) if part)
-
-
-def _settings(row: Mapping[str, Any]) -> list[str]:
-    settings = []
-    for stage, fields in row["settings"].items():
-        settings += [f"{stage}.{name}={value}" for name, value in fields.items()]
-    return settings
-
-
-def _figures_of_run(row: Mapping[str, Any]) -> list[str]:
-    texts = []
-    for stage, metrics in row["metrics"].items():
-        figures = lines.figures(metrics)[:FIGURES]
-        if figures and stage in row["ran"]:
-            texts.append(f"{stage}: {', '.join(figures)}")
-    return texts
 
 
 def findings(out: Console, report: Report, then: Report | None = None) -> None:
@@ -390,18 +354,14 @@ def findings(out: Console, report: Report, then: Report | None = None) -> None:
         mark = Text("✓ ", "green") if gate.passed else Text("✗ ", "red")
         _hanging(out, mark, words(f"{gate.name}: {gate.seen}, expected {gate.expected}"))
     if then is not None:
-        table(out, _figures_beside(report.metrics, then.metrics))
+        names = {**report.metrics, **then.metrics}
+        rows = [[heading(n), amount(n, report.metrics.get(n)), amount(n, then.metrics.get(n))] for n in names]
+        table(out, TableView("", (Column("figure"), Column("now"), Column("then")), rows))
     elif report.metrics:
         figures = [f"{heading(name)} {amount(name, value)}" for name, value in report.metrics.items()]
         _hanging(out, Text(), words("  ".join(figures), "dim"))
     for note in report.notes:
         _hanging(out, Text("note ", "yellow"), words(note))
-
-
-def _figures_beside(now: Mapping[str, Scalar], then: Mapping[str, Scalar]) -> TableView:
-    names = {**now, **then}
-    rows = [[heading(name), amount(name, now.get(name)), amount(name, then.get(name))] for name in names]
-    return TableView("", (Column("figure"), Column("now"), Column("then")), rows)
 
 
 def damage(checked: int, problems: Sequence[Problem]) -> StageError | None:
