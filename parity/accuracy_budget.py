@@ -26,7 +26,7 @@ from layerline.parity.slice_metrics import by_slice, flipped
 from layerline.pipeline.config.budgets import Budget, MaxDrop, by_metric
 from layerline.pipeline.errors import TaskError
 from layerline.pipeline.inputs.batches import leaves
-from layerline.pipeline.inputs.metric import Metric, accuracy, scores
+from layerline.pipeline.inputs.metric import Metric, accuracy, score, scores
 from layerline.pipeline.report import EFFECT, OWN, Gate, LayerDiff, Scalar
 
 Scores = Mapping[str, float]

@@ -233,6 +233,6 @@ def reproduce(project: Project, explained: Explained, listener: Listener, folder
     cause = explained.causes[0]
     # The reference of an export is torch.
     if cause.name == PARITY and cause.stage == "export":
-        return debug(project, cause.stage, folder, listener).report.records[0]
+        return debug(project, cause.stage, folder, listener)[0].records[0]
     row: LayerDiff = import_module(_REPRO).write(cause.stage, cause.value, explained.folders, explained.feeds, folder)
     return row
