@@ -88,16 +88,17 @@ def yaml_value(value: Any) -> str:
     """A value as ruamel.yaml writes it, on one line."""
     from ruamel.yaml import YAML
 
-    dumper: Any = YAML(typ="safe", pure=True)
-    dumper.default_flow_style, dumper.width = True, 1 << 30
-    dumper.sort_base_mapping_type_on_output = False
-    text = "\0"
-    for dumper.allow_unicode in (True, False):
-        if not text.isprintable():
-            written = io.StringIO()
-            # As a field: behind a lone value there would be the end of a document.
-            dumper.dump({_FIELD: value}, written)
-            text = written.getvalue().strip()[len(f"{{{_FIELD}: ") : -1]
+    text = ""
+    for allow_unicode in (True, False):
+        dumper: Any = YAML(typ="safe", pure=True)
+        dumper.default_flow_style, dumper.width = True, 1 << 30
+        dumper.sort_base_mapping_type_on_output, dumper.allow_unicode = False, allow_unicode
+        written = io.StringIO()
+        # As a field: behind a lone value there would be the end of a document.
+        dumper.dump({_FIELD: value}, written)
+        text = written.getvalue().strip()[len(f"{{{_FIELD}: ") : -1]
+        if text.isprintable():
+            break
     return text
 
 

@@ -11,6 +11,7 @@ import ast
 import hashlib
 import re
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
@@ -43,31 +44,31 @@ def reached(start: str, hasher: Hasher) -> dict[str, str]:
         module_object = sys.modules.get(package)
         places = [*getattr(module_object, "__path__", ())] or [getattr(module_object, "__file__", None)]
         roots += [Path(place).parent for place in places if place]
-    finder = Finder(roots[0], roots)
+    find = cache(Finder(roots[0], roots).find)  # many modules import the same ones
     digests: dict[str, str] = {}
     pending = [(start, True)]
     done: set[tuple[str, bool]] = set()
     while pending:
         module, whole = pending.pop()
-        if module.partition(".")[0] not in packages or (module, whole) in done:
+        path = find(module)
+        if path is None or (module, whole) in done:
             continue
         done.add((module, whole))
-        path = finder.find(module)
-        if path is None:
-            continue
         if "." in module:
             pending.append((module.rpartition(".")[0], False))
         source = path.read_bytes()
         is_package = path.name == "__init__.py"
         name = f"code {module} {hashlib.sha256(source).hexdigest()}"
         digests[module], *names = hasher.recall(name, partial(_facts, module, source, is_package)).split()
-        if is_package and not whole:
-            names = [imported_name for imported_name in names if not imported_name.startswith(_LATER)]
-        pending += [_target(imported_name.removeprefix(_LATER), finder) for imported_name in names]
+        for imported_name in names:
+            base = imported_name.removeprefix(_LATER)
+            runs = whole or not is_package or base == imported_name
+            if runs and re.split("[.:]", base, maxsplit=1)[0] in packages:
+                pending.append(_target(base, find))
     return digests
 
 
-def _target(name: str, finder: Finder) -> tuple[str, bool]:
+def _target(name: str, find: Callable[[str], Path | None]) -> tuple[str, bool]:
     """The module behind `base:attribute`, and whether all of it may be reached."""
     base, _, attribute = name.partition(":")
     if base == _OWN:  # `from layerline import Stage` reaches the module that defines it, not all that are exported
@@ -75,7 +76,7 @@ def _target(name: str, finder: Finder) -> tuple[str, bool]:
             if attribute in exported:
                 return module, True
     inner = f"{base}.{attribute}"
-    if attribute and finder.find(inner) is not None:
+    if attribute and find(inner) is not None:
         return inner, True
     return base, True
 
