@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, wraps
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
 import typer
 from typer import Argument, Option
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from layerline.pipeline.records.lookup import Beside
     from layerline.pipeline.report import Report
     from layerline.pipeline.stage import Stage
+    from layerline.views.screen import Screen
     from layerline.views.terminal import Live
 
 
@@ -52,8 +55,8 @@ RunId = Annotated[
     Option("--run", metavar="RUN", help="An id from `pipe runs`, `last` or `previous`.", show_default="last"),
 ]
 DEBUGGED = "export or fuse"
+_Command = TypeVar("_Command", bound=Callable[..., None])
 TOP = 20  # values that `pipe diff` shows where nobody says how many
-_HERE = Path()
 _DEBUG = False
 
 
@@ -100,6 +103,70 @@ def _options(
         raise typer.Exit
 
 
+@dataclass
+class Shared:
+    """What every command about a project is given: the options that all of them have, and what follows from these."""
+
+    folder: Path
+    sets: Sequence[str]
+    as_json: bool
+
+    @cached_property
+    def project(self) -> Project:
+        from layerline.pipeline.config.project import load  # here, so that `pipe --help` doesn't wait for pydantic
+
+        return load(self.folder.resolve(), self.sets)
+
+    @cached_property
+    def planner(self) -> Planner:
+        from layerline.pipeline.plan import open_planner
+
+        return open_planner(self.project)
+
+    def show(self, document: Mapping[str, Any], draw: Callable[[Screen], object]) -> None:
+        """Prints the result: a JSON document, or what `draw` puts on the terminal."""
+        from layerline.views import screen
+
+        if self.as_json:
+            print_json(document)
+        else:
+            draw(screen.console())
+
+    @contextlib.contextmanager
+    def at_work(self, stages: Sequence[Stage], *, silent: bool | None = None) -> Iterator[Live]:
+        """Around whatever runs the user's code: its folder is the current one, and its prints can't reach the JSON."""
+        from layerline.views import terminal
+
+        silent = self.as_json if silent is None else silent
+        quiet = process_env.stdout_to_stderr() if silent else contextlib.nullcontext()
+        live = terminal.listener(stages, silent=silent)
+        with process_env.inside(self.project.root), quiet, contextlib.closing(live):
+            yield live
+
+    @property
+    def where(self) -> str:
+        """The option that a suggested command needs to be about the same project."""
+        return "" if self.folder == Path() else f" -C {shlex.quote(str(self.folder))}"
+
+
+def _command(function: _Command, *, sets: bool = True) -> _Command:
+    """Registers a command about a project: `--json`, `-C` and, with `sets`, `--set` become its `shared`."""
+
+    @wraps(function)
+    def command(*arguments: Any, **options: Any) -> None:
+        shared = Shared(options.pop("folder"), options.pop("sets", None) or (), options.pop("as_json"))
+        function(shared, *arguments, **options)
+
+    _, *own = inspect.signature(function, eval_str=True).parameters.values()
+    common = [("sets", Sets, None), ("as_json", AsJson, False), ("folder", Folder, Path())]
+    for name, annotation, default in common[0 if sets else 1 :]:
+        own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    command.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in own}
+    app.command()(command)
+    return function
+
+
 @app.command()
 def init(
     folder: Annotated[Path, Argument(metavar="DIR", help="Folder of the new project.")],
@@ -131,23 +198,22 @@ def init(
     say(f"next: {step}")
 
 
-@app.command()
+@_command
 def run(
+    shared: Shared,
     stages: Annotated[list[str], Argument(metavar="all | STAGE…", help=f"Stages to run: {STAGES}.")],
     force: Annotated[bool, Option("--force", help="Run the named stages even when they are fresh.")] = False,
-    sets: Sets = None,
-    as_json: AsJson = False,
-    folder: Folder = _HERE,
 ) -> None:
     """Run stages that are out of date, and the stages that they need.
 
     Lists the later stages that are out of date afterwards.
     """
-    _run(stages, sets, force=force, as_json=as_json, folder=folder)
+    _run(shared, stages, force=force)
 
 
-@app.command()
+@_command
 def tune(
+    shared: Shared,
     max_drop: Annotated[
         str | None,
         Option(
@@ -156,9 +222,6 @@ def tune(
             show_default="that of pipe.yaml, else 0.5%",
         ),
     ] = None,
-    sets: Sets = None,
-    as_json: AsJson = False,
-    folder: Folder = _HERE,
 ) -> None:
     """Find the cheapest formats of layers that keep the accuracy.
 
@@ -167,39 +230,30 @@ def tune(
     options = ["quantize.search=true"]
     if max_drop is not None:
         options.append(f"quantize.max_drop={max_drop}")
-    options += sets or []
-    tables = ("repairs", "search", "slices", "flipped answers")
-    _run(["quantize"], options, force=False, as_json=as_json, folder=folder, tables=tables)
+    shared = replace(shared, sets=(*options, *shared.sets))
+    _run(shared, ["quantize"], tables=("repairs", "search", "slices", "flipped answers"))
 
 
-def _run(
-    stages: Sequence[str],
-    sets: Sequence[str] | None,
-    *,
-    force: bool,
-    as_json: bool,
-    folder: Path,
-    tables: Sequence[str] = (),
-) -> NoReturn:
+def _run(shared: Shared, stages: Sequence[str], *, force: bool = False, tables: Sequence[str] = ()) -> NoReturn:
     """Runs stages, shows these tables of the last one's report, and exits."""
     from layerline.pipeline.records import lookup
     from layerline.pipeline.runner import Runner
     from layerline.views import json_output, screen, terminal
 
-    project = _load(folder.resolve(), sets)
+    project = shared.project
     names = lookup.asked_for(project, stages)
     project.require_task(names)
     rank, _ = launched()
-    silent = as_json or rank > 0  # of several ranks the first one speaks
-    with _at_work(project, project.stages, silent=silent) as live:
+    silent = shared.as_json or rank > 0  # of several ranks the first one speaks
+    with shared.at_work(project.stages, silent=silent) as live:
         done = Runner(project, live).run(names, force=force)
     if _DEBUG and done.error:
         raise done.error
     report = None
     for result in done.results[-1:]:
         if tables and result.record:
-            report = _planner(project).ledger.report(result.record)
-    if as_json and not rank:
+            report = shared.planner.ledger.report(result.record)
+    if shared.as_json and not rank:
         document = done.to_json()
         if report is not None:
             document["report"] = {name: json_output.plain(report)[name] for name in ("tables", "notes")}
@@ -210,40 +264,34 @@ def _run(
         if result.error is not None:
             screen.error(result.error)
     if not silent:
-        terminal.run_outcome(screen.console(), done, _where(folder), sets or ())
+        terminal.run_outcome(screen.console(), done, shared.where, shared.sets)
     raise typer.Exit(done.exit_code)
 
 
-@app.command()
-def check(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
+@_command
+def check(shared: Shared) -> None:
     """Check pipe.yaml and task.py in seconds, without training.
 
     Calls every hook on two samples and looks up every name of pipe.yaml in the model.
     """
     from layerline.pipeline.check import check_and_remember
-    from layerline.views import screen, terminal
+    from layerline.views import terminal
 
-    project = _load(folder.resolve(), sets)
-    project.require_task()
-    with _at_work(project, (), silent=as_json):
-        done = check_and_remember(project)
-    if as_json:
-        print_json(done.to_json())
-    else:
-        terminal.check(screen.console(), done)
+    shared.project.require_task()
+    with shared.at_work(()):
+        done = check_and_remember(shared.project)
+    shared.show(done.to_json(), lambda out: terminal.check(out, done))
     raise typer.Exit(done.exit_code)
 
 
-@app.command()
+@_command
 def resume(
+    shared: Shared,
     prove: Annotated[bool, Option("--prove", help="Show that resuming changes no bit of the result.")] = False,
     steps: Annotated[
         int | None,
         Option(min=1, help="With --prove: optimizer steps before and after the checkpoint.", show_default="10"),
     ] = None,
-    sets: Sets = None,
-    as_json: AsJson = False,
-    folder: Folder = _HERE,
 ) -> None:
     """Resume the most recent interrupted training.
 
@@ -253,82 +301,71 @@ def resume(
     from layerline.pipeline import resume as resuming
     from layerline.views import json_output, screen, terminal
 
-    project = _load(folder.resolve(), sets)
     if prove:
-        project, stage, message = resuming.to_prove(project)
+        project, stage, message = resuming.to_prove(shared.project)
         if message:
-            say(message, err=as_json)
+            say(message, err=shared.as_json)
         project.require_task([stage.name])
-        with _at_work(project, [stage], silent=as_json) as live:
+        with shared.at_work([stage]) as live:
             proof = resuming.prove(project, steps or 10, live)
         failure = None if proof.passed else proof.failure()
-        if as_json:
+        if shared.as_json:
             document = {"stage": stage.name, "passed": proof.passed, **failure_fields(failure)}
             print_json({**document, "report": json_output.plain(proof)})
         if failure:
             screen.error(failure)
             raise typer.Exit(failure.exit_code)
-        if not as_json:
+        if not shared.as_json:
             terminal.findings(screen.console(), proof)
         return
     if steps is not None:
         raise PipeError("--steps needs --prove", hint="pipe.yaml says how long to train")
-    stage = resuming.resumable(project)
-    with_sets, message = resuming.going_on(project, stage)
+    stage = resuming.resumable(shared.project)
+    sets, message = resuming.going_on(shared.project, stage)
     if message:
-        say(message, err=as_json)
-    run([stage.name], sets=list(with_sets), as_json=as_json, folder=folder)
+        say(message, err=shared.as_json)
+    _run(replace(shared, sets=sets), [stage.name])
 
 
-@app.command()
-def status(sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
+@_command
+def status(shared: Shared) -> None:
     """Show which stages are fresh, which would run, and why."""
     from layerline.pipeline.records import lookup, run_lock
     from layerline.pipeline.runner import BROKEN_OFF
-    from layerline.views import json_output, screen, terminal
+    from layerline.views import json_output, terminal
 
-    project = _load(folder, sets)
-    project.require_task()
-    steps, states = lookup.status(_planner(project))
-    if run_lock.was_broken_off(project.state):
+    shared.project.require_task()
+    steps, states = lookup.status(shared.planner)
+    if run_lock.was_broken_off(shared.project.state):
         say(BROKEN_OFF, err=True)
-    if as_json:
-        print_json(json_output.status(steps, states))
-    else:
-        terminal.status(screen.console(), steps, states)
+    shared.show(json_output.status(steps, states), lambda out: terminal.status(out, steps, states))
 
 
-@app.command()
-def runs(as_json: AsJson = False, folder: Folder = _HERE) -> None:
+@partial(_command, sets=False)
+def runs(shared: Shared) -> None:
     """List the runs that changed something or failed, newest first."""
-    from layerline.views import json_output, screen, terminal
+    from layerline.views import json_output, terminal
 
-    listed = json_output.runs(_planner(_load(folder)).ledger.runs())
-    if as_json:
-        print_json(listed)
-    elif listed["runs"]:
-        terminal.runs(screen.console(), listed["runs"])
+    listed = json_output.runs(shared.planner.ledger.runs())
+    if listed["runs"] or shared.as_json:
+        shared.show(listed, lambda out: terminal.runs(out, listed["runs"]))
     else:
-        say(f"there is no run yet: pipe run all{_where(folder)}")
+        say(f"there is no run yet: pipe run all{shared.where}")
 
 
-@app.command()
-def explain(stage: StageName, sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE) -> None:
+@_command
+def explain(shared: Shared, stage: StageName) -> None:
     """Show each part of a stage's key, with its old and its new value."""
     from layerline.pipeline.records import lookup
-    from layerline.views import json_output, screen, terminal
+    from layerline.views import json_output, terminal
 
-    project = _load(folder, sets)
-    planner, name = _planner(project), project.stage(stage).name
-    step, old, prints = lookup.explained(planner, name)
-    if as_json:
-        print_json(json_output.explain(step, old, prints))
-    else:
-        terminal.explain(screen.console(), step, old, prints)
+    step, old, prints = lookup.explained(shared.planner, shared.project.stage(stage).name)
+    shared.show(json_output.explain(step, old, prints), lambda out: terminal.explain(out, step, old, prints))
 
 
-@app.command()
+@_command
 def diff(
+    shared: Shared,
     stage: Annotated[str, Argument(metavar="STAGE[@RUN]|FILE", help=f"One of {STAGES}; or an ONNX file.")],
     other: Annotated[
         str | None,
@@ -336,7 +373,6 @@ def diff(
     ] = None,
     data: Annotated[Path | None, Option(metavar="NPZ", help="Samples for two files: one array per input.")] = None,
     run_id: RunId = None,
-    sets: Sets = None,
     against: Annotated[
         str | None,
         Option(metavar="RUN", help="Compare with another run: an id from `pipe runs`, or `previous`."),
@@ -372,8 +408,6 @@ def diff(
         Option(metavar="DIR", help="For two models: write the smallest one that shows the first value listed."),
     ] = None,
     as_csv: Annotated[bool, Option("--csv", help="Print the table as CSV.")] = False,
-    as_json: AsJson = False,
-    folder: Folder = _HERE,
 ) -> None:
     """Show each layer's errors, of a stage or between two stages, runs or ONNX files.
 
@@ -384,14 +418,14 @@ def diff(
     from layerline.pipeline.debug import refuse_used
     from layerline.views import json_output, screen, selection, tables, terminal
 
-    _only_one(csv=as_csv, json=as_json)
+    _only_one(csv=as_csv, json=shared.as_json)
     _only_one(on=on, against=against)
-    silent = as_json or as_csv
+    silent = shared.as_json or as_csv
     limits = selection.read_limits(fail_under or ())
     beside = None
     if other is None and not stage.endswith(".onnx"):
         _refuse(data=data, repro=repro, why="needs two models: name a second stage or file")
-        report, beside = _of_stage(stage, run_id, sets, against, on, folder, silent=silent)
+        report, beside = _of_stage(shared, stage, run_id, against, on, silent=silent)
     else:
         _refuse(against=against, on=on, why="is about one stage")
         further: dict[str, Any] = {"effect": sort == "effect" or "effect" in limits, "order": sort or "own"}
@@ -401,11 +435,11 @@ def diff(
             further["repro"] = repro.resolve()
         with contextlib.closing(terminal.listener([], silent=silent)) as log:
             if stage.endswith(".onnx") or str(other).endswith(".onnx"):
-                _refuse(run=run_id, set=sets, why="is about a stage, and these are two files")
+                _refuse(run=run_id, set=shared.sets, why="is about a stage, and these are two files")
                 report = diff_on.diff_files(Path(stage), other, data, log, further)
             else:
                 _refuse(data=data, why="is about two ONNX files: stages are compared on their probes")
-                report = diff_on.diff_stages(_load(folder.resolve(), sets), (stage, str(other)), log, run_id, further)
+                report = diff_on.diff_stages(shared.project, (stage, str(other)), log, run_id, further)
     if module is not None:
         report = selection.of_module(report, module)
         if beside is not None:
@@ -413,27 +447,19 @@ def diff(
     failing = selection.below(report, limits)
     failure = selection.failure(failing, report.stage)
     order = sort or ("network" if silent and not top else report.order)
-    if as_json:
-        print_json(json_output.diff(report.stage, report, beside, order, top, failing, failure))
-    elif as_csv:
+    if as_csv:
         then = screen.cleaned(beside.report) if beside else None
         say(tables.csv_text(screen.cleaned(report), order, then, top), nl=False)
     else:
-        terminal.diff(screen.console(), report, top or TOP, order, beside)
+        document = json_output.diff(report.stage, report, beside, order, top, failing, failure)
+        shared.show(document, lambda out: terminal.diff(out, report, top or TOP, order, beside))
     if failure:
         screen.error(failure)
         raise typer.Exit(failure.exit_code)
 
 
 def _of_stage(
-    stage: str,
-    run_id: str | None,
-    sets: Sequence[str] | None,
-    against: str | None,
-    on: str | None,
-    folder: Path,
-    *,
-    silent: bool,
+    shared: Shared, stage: str, run_id: str | None, against: str | None, on: str | None, *, silent: bool
 ) -> tuple[Report, Beside | None]:
     """The report of a stage (`STAGE` or `STAGE@RUN`), or of its model on a backend; and that of another run."""
     from layerline.pipeline import diff_on
@@ -443,14 +469,13 @@ def _of_stage(
     if run_of_stage:
         _refuse(run=run_id, why=f"says another run than {stage}")
     run_id = run_of_stage or run_id
-    project = _load(folder.resolve(), sets)
-    planner, chosen_stage = _planner(project), project.stage(name)
+    chosen_stage = shared.project.stage(name)
     if on is not None:
-        with _at_work(project, [chosen_stage], silent=silent) as live:
-            return diff_on.diff_on(project, name, on, live, run_id), None
-    chosen = lookup.choose(planner, name, run_id)
-    beside = None if against is None else lookup.beside(planner, chosen, against)
-    return planner.ledger.report(chosen.record), beside
+        with shared.at_work([chosen_stage], silent=silent) as live:
+            return diff_on.diff_on(shared.project, name, on, live, run_id), None
+    chosen = lookup.choose(shared.planner, name, run_id)
+    beside = None if against is None else lookup.beside(shared.planner, chosen, against)
+    return shared.planner.ledger.report(chosen.record), beside
 
 
 def _refuse(*, why: str, **options: object) -> None:
@@ -467,18 +492,16 @@ def _only_one(**options: object) -> None:
         raise ConfigError(f"{' and '.join(used)} exclude each other", hint="give one of the two")
 
 
-@app.command()
+@_command
 def why(
+    shared: Shared,
     run_id: RunId = None,
-    sets: Sets = None,
     try_it: Annotated[
         bool, Option("--try", help="Make the advised change on the side and show before and after.")
     ] = False,
     repro: Annotated[
         Path | None, Option(metavar="DIR", help="Write the smallest model that shows the likeliest cause.")
     ] = None,
-    as_json: AsJson = False,
-    folder: Folder = _HERE,
 ) -> None:
     """Show where accuracy was lost, why, and what to change.
 
@@ -489,17 +512,17 @@ def why(
     from layerline.pipeline.debug import refuse_used
     from layerline.views import json_output, screen, terminal
 
-    project = _load(folder.resolve(), sets)
+    project = shared.project
     project.require_task()
     if repro is not None:
         repro = repro.resolve()  # the hooks run in another folder
         refuse_used(repro)
-    with _at_work(project, project.stages, silent=as_json) as live:
+    with shared.at_work(project.stages) as live:
         explained = reasons.explain(project, live, run_id)
         trial = reasons.attempt(project, explained.causes, live, run_id) if try_it else None
         shown = None if repro is None else reasons.reproduce(project, explained, live, repro)
     report = explained.report
-    if as_json:
+    if shared.as_json:
         document: dict[str, Any] = {"report": json_output.plain(report)}
         if shown is not None:
             document["repro"] = {"value": shown.name, "folder": str(repro)}
@@ -515,17 +538,15 @@ def why(
         terminal.why(screen.console(), trial.report, reasons.TABLES[:1])
 
 
-@app.command()
+@_command
 def report(
+    shared: Shared,
     output: Annotated[Path, Option("--output", "-o", help="File to write.")] = Path("report.html"),
     run_id: RunId = None,
-    sets: Sets = None,
     compare: Annotated[
         list[str] | None,
         Option(metavar="RUN", help="Put this run beside it; may be repeated.", show_default="the run before"),
     ] = None,
-    as_json: AsJson = False,
-    folder: Folder = _HERE,
 ) -> None:
     """Write a self-contained HTML page about a run.
 
@@ -538,8 +559,7 @@ def report(
 
     if not output.parent.is_dir():
         raise PipeError(f"there is no folder {output.parent}", hint="create it, or choose another file with -o")
-    project = _load(folder, sets)
-    planner = _planner(project)
+    project, planner = shared.project, shared.planner
     chosen_run = lookup.find_run(planner, run_id)
     now = lookup.past(planner, chosen_run)
     missing = []
@@ -558,25 +578,20 @@ def report(
         {stage: plan_tree.read(path) for stage, path in plans.items()},
     )
     write_atomic(output, text)
-    if as_json:
-        print_json({"run": chosen_run.id, "page": str(output)})
-    else:
-        say(f"wrote {output}")
+    shared.show({"run": chosen_run.id, "page": str(output)}, lambda _: say(f"wrote {output}"))
 
 
-@app.command()
-def path(
-    stage: StageName, run_id: RunId = None, sets: Sets = None, as_json: AsJson = False, folder: Folder = _HERE
-) -> None:
+@_command
+def path(shared: Shared, stage: StageName, run_id: RunId = None) -> None:
     """Print the folder of a stage's artifact, for use in scripts.
 
     Of the newest run, the run given with --run, or the newest run with the settings given with --set.
     """
     from layerline.pipeline.records import lookup
 
-    artifact, doubt = lookup.artifact(_load(folder, sets), stage, run_id)
+    artifact, doubt = lookup.artifact(shared.project, stage, run_id)
     place = artifact.path.resolve()
-    if as_json:
+    if shared.as_json:
         print_json({"stage": stage, "path": str(place), "digest": artifact.digest, "note": doubt or None})
         return
     if doubt:
@@ -584,8 +599,9 @@ def path(
     typer.echo(place)  # as it is: a script opens it
 
 
-@app.command()
+@_command
 def plan(
+    shared: Shared,
     what: Annotated[
         str, Argument(metavar="[STAGE|FILE]", help="quantize, or a plan.json or a folder that holds one.")
     ] = "quantize",
@@ -594,46 +610,39 @@ def plan(
         Option("--diff", metavar="OTHER", help="Show what differs from a run (`previous`, an id) or a plan.json."),
     ] = None,
     run_id: RunId = None,
-    sets: Sets = None,
-    as_json: AsJson = False,
-    folder: Folder = _HERE,
 ) -> None:
     """Show how each value is quantised, or why it is not, by module."""
     from layerline.pipeline.records import lookup
-    from layerline.views import plan_tree, screen
+    from layerline.views import plan_tree
 
     def read(name: str, run: str | None) -> Any:
         if Path(name).exists():
             return plan_tree.read(Path(name))
         stage = "quantize" if Path(what).exists() else what
-        return plan_tree.read(lookup.artifact(_load(folder, sets), stage, run)[0].path)
+        return plan_tree.read(lookup.artifact(shared.project, stage, run)[0].path)
 
     entries = read(what, run_id)
     differing = None if beside is None else plan_tree.changes(entries, read(beside, beside))
-    if as_json:
-        print_json({"entries": list(entries.values())} if differing is None else {"changes": differing})
-    else:
-        plan_tree.show(screen.console(), entries, differing)
+    document = {"entries": list(entries.values())} if differing is None else {"changes": differing}
+    shared.show(document, lambda out: plan_tree.show(out, entries, differing))
 
 
-@app.command()
+@_command
 def debug(
+    shared: Shared,
     stage: Annotated[str, Argument(metavar="STAGE", help=f"{DEBUGGED}.")],
     output: Annotated[
         Path | None, Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default="debug-STAGE")
     ] = None,
-    sets: Sets = None,
-    as_json: AsJson = False,
-    folder: Folder = _HERE,
 ) -> None:
     """Find where export or fuse fails, and write a minimal model of it."""
     from layerline.pipeline.debug import debug as find
     from layerline.views import json_output, screen, terminal
 
-    project, target = _load(folder.resolve(), sets), (output or Path(f"debug-{stage}")).resolve()
-    with _at_work(project, [project.stage(stage)], silent=as_json) as live:
-        report, files = find(project, stage, target, live)
-    if as_json:
+    target = (output or Path(f"debug-{stage}")).resolve()
+    with shared.at_work([shared.project.stage(stage)]) as live:
+        report, files = find(shared.project, stage, target, live)
+    if shared.as_json:
         print_json({"stage": stage, "found": json_output.plain(report)["records"], "files": files})
     elif not report.records:
         say(f"every value of {stage} passes")
@@ -642,29 +651,26 @@ def debug(
         say(f"wrote {target}: {', '.join(files)}")
 
 
-@app.command()
-def verify(as_json: AsJson = False, folder: Folder = _HERE) -> None:
+@partial(_command, sets=False)
+def verify(shared: Shared) -> None:
     """Hash everything in the store again, and report what is damaged."""
     from layerline.pipeline.records import housekeeping
     from layerline.views import json_output, terminal
 
-    checked, problems = housekeeping.verify(_load(folder))
+    checked, problems = housekeeping.verify(shared.project)
     damage = terminal.damage(checked, problems)
-    if as_json:
-        print_json(json_output.verify(checked, problems, damage))
-    else:
-        say("\n".join(terminal.verified(checked, problems)))
+    document = json_output.verify(checked, problems, damage)
+    shared.show(document, lambda _: say("\n".join(terminal.verified(checked, problems))))
     if damage:
         raise typer.Exit(damage.exit_code)
 
 
-@app.command()
+@partial(_command, sets=False)
 def gc(
+    shared: Shared,
     keep: Annotated[int, Option(min=0, help="Number of newest runs to keep complete.")] = 3,
     dry_run: Annotated[bool, Option("--dry-run", help="Only list what would be removed.")] = False,
     verbose: Annotated[bool, Option("--verbose", help="List each removed file.")] = False,
-    as_json: AsJson = False,
-    folder: Folder = _HERE,
 ) -> None:
     """Remove old artifacts and records that nothing needs any more.
 
@@ -673,41 +679,9 @@ def gc(
     from layerline.pipeline.records import housekeeping
     from layerline.views import json_output, terminal
 
-    removed = housekeeping.collect(_load(folder), keep, dry_run=dry_run)
-    if as_json:
-        print_json(json_output.gc(removed, dry_run=dry_run))
-    else:
-        say("\n".join(terminal.collected(removed, dry_run=dry_run, verbose=verbose)))
-
-
-def _load(folder: Path, sets: Sequence[str] | None = None) -> Project:
-    from layerline.pipeline.config.project import load  # here, so that `pipe --help` doesn't wait for pydantic
-
-    return load(folder, sets or ())
-
-
-def _planner(project: Project) -> Planner:
-    from layerline.pipeline.plan import open_planner
-
-    return open_planner(project)
-
-
-@contextlib.contextmanager
-def _at_work(project: Project, stages: Sequence[Stage], *, silent: bool) -> Iterator[Live]:
-    """Around whatever runs the user's code: its folder is the current one, and its prints can't reach the JSON."""
-    from layerline.views import terminal
-
-    quiet = process_env.stdout_to_stderr() if silent else contextlib.nullcontext()
-    live = terminal.listener(stages, silent=silent)
-    with process_env.inside(project.root), quiet, contextlib.closing(live):
-        yield live
-
-
-def _where(folder: Path) -> str:
-    """The option that a suggested command needs to be about the same project."""
-    if folder == _HERE:
-        return ""
-    return f" -C {shlex.quote(str(folder))}"
+    removed = housekeeping.collect(shared.project, keep, dry_run=dry_run)
+    lines = terminal.collected(removed, dry_run=dry_run, verbose=verbose)
+    shared.show(json_output.gc(removed, dry_run=dry_run), lambda _: say("\n".join(lines)))
 
 
 if __name__ == "__main__":

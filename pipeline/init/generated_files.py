@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -89,16 +90,18 @@ def yaml_value(value: Any) -> str:
     from ruamel.yaml import YAML
 
     text = ""
-    for allow_unicode in (True, False):
+    # With escapes where something can't be shown, and in quotes where ruamel doesn't read what it writes (`[?0]`).
+    for allow_unicode, style in ((True, None), (False, None), (False, '"')):
         dumper: Any = YAML(typ="safe", pure=True)
-        dumper.default_flow_style, dumper.width = True, 1 << 30
+        dumper.default_flow_style, dumper.default_style, dumper.width = True, style, 1 << 30
         dumper.sort_base_mapping_type_on_output, dumper.allow_unicode = False, allow_unicode
         written = io.StringIO()
         # As a field: behind a lone value there would be the end of a document.
         dumper.dump({_FIELD: value}, written)
-        text = written.getvalue().strip()[len(f"{{{_FIELD}: ") : -1]
-        if text.isprintable():
-            break
+        text = written.getvalue().strip()[len(f"{{{_FIELD}: " if style is None else f'{{"{_FIELD}": ') : -1]
+        with suppress(ConfigError):
+            if text.isprintable() and plain(bounded_yaml.parse(f"{_FIELD}: {text}", _FIELD)) == {_FIELD: plain(value)}:
+                break
     return text
 
 
