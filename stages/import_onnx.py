@@ -136,9 +136,8 @@ class ImportOnnx(Stage):
         return files
 
     def check(self, look: Inspection) -> None:
-        limits = self._limits(look.root)
         with look.item("import-onnx.file"):
-            seen: _Looked = self._isolated(_looked, look.root, limits, limits=limits, log=_Silent())
+            seen: _Looked = self._isolated(_looked, look.root, log=_Silent())
             look.ok("import-onnx.file", f"{self.file}: {seen.nodes} nodes")
             with look.item("import-onnx.dims"):
                 if seen.signature is None:
@@ -146,48 +145,38 @@ class ImportOnnx(Stage):
                 look.shared["signature"] = seen.signature
                 look.shared["ops"] = seen.ops
                 look.shared["names"] = seen.names
-                look.shared["run"] = lambda f: self._isolated(
-                    _tried, look.root, limits, f, limits=limits, log=_Silent()
-                )
+                look.shared["run"] = lambda feed: self._isolated(_tried, look.root, feed, log=_Silent())
                 shapes = [f"{value.name} {value.shape}" for value in seen.signature.inputs]
                 look.ok("import-onnx.dims", ", ".join(shapes) or "no inputs")
 
     def run(self, work: Work) -> Report:
-        limits = self._limits(work.root)
-        folders = (work.root, work.sources, work.out)
-        report: Report = self._isolated(ImportOnnx._import, *folders, limits, limits=limits, log=work.log)
+        report: Report = self._isolated(ImportOnnx._import, work.root, work.sources, work.out, log=work.log)
         return report
 
-    def _isolated(self, function: Callable[..., Any], *args: Any, limits: Limits, log: Log) -> Any:
-        """What `function(self, *args)` gives in a process whose memory and time are bounded: it runs foreign models."""
-        from layerline.backends import subprocess_build
-
-        try:
-            return subprocess_build.bounded(function, self, *args, limits=limits, log=log)
-        except StageError as error:
-            if any(words in error.what for words in _NO_MEMORY):
-                raise StageError(error.what, where=error.where, hint=limits.hint) from error
-            raise
-
-    def _limits(self, root: Path) -> Limits:
-        """Memory and time of the process that runs the model: its weights several times, and what it computes."""
-        from layerline.backends.subprocess_build import GB, Limits, machine_memory
+    def _isolated(self, function: Callable[..., Any], root: Path, *args: Any, log: Log) -> Any:
+        """What `function(self, root, limits, *args)` gives in a process of bounded memory and time: it runs foreign code."""
+        from layerline.backends.subprocess_build import GB, Limits, bounded, machine_memory
 
         files = [root / name for name in self.files()]
         stored = sum(path.stat().st_size for path in files if path.is_file())
-        if self.max_memory_gb is None:
-            computed = min(_MOST_MEMORY * GB, machine_memory() / 2)
-        else:
+        computed = min(_MOST_MEMORY * GB, machine_memory() / 2)
+        if self.max_memory_gb is not None:
             computed = self.max_memory_gb * GB
-        return Limits(
+        limits = Limits(
             # The weights several times: read, parsed, optimised and in both models that are compared.
             memory=int(computed) + 4 * stored,
             seconds=self.max_seconds,
             what=f"trying {self.file}",
             hint="import-onnx.max_memory_gb and import-onnx.max_seconds set what it may take",
         )
+        try:
+            return bounded(function, self, root, limits, *args, limits=limits, log=log)
+        except StageError as error:
+            if any(words in error.what for words in _NO_MEMORY):
+                raise StageError(error.what, where=error.where, hint=limits.hint) from error
+            raise
 
-    def _import(self, root: Path, sources: Path, out: Path, limits: Limits, log: Relay) -> Report:
+    def _import(self, root: Path, limits: Limits, sources: Path, out: Path, log: Relay) -> Report:
         """The import, in its own process."""
         from layerline.export import probe_files
         from layerline.export.signature import bounds, signature
