@@ -154,7 +154,7 @@ class ImportOnnx(Stage):
         return report
 
     def _isolated(self, function: Callable[..., Any], root: Path, *args: Any, log: Log) -> Any:
-        """What `function(self, root, limits, *args)` gives in a process of bounded memory and time: it runs foreign code."""
+        """What `function(self, root, limits, *args)` gives in a process of bounded memory and time."""
         from layerline.backends.subprocess_build import GB, Limits, bounded, machine_memory
 
         files = [root / name for name in self.files()]
