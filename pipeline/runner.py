@@ -273,7 +273,7 @@ class Runner:
             assert record is not None
             if not ran:
                 with suppress(OSError):  # a project that can't be written is still up to date
-                    self.ledger.restore(record)
+                    self.ledger.put(record)
             made[stage.gives] = step.artifact
             error: PipeError | None = None
             if not record.passed:

@@ -100,8 +100,7 @@ class Train(Stage):
         from layerline.training.config import aliases
 
         # `recipe` is the stored form; people write the sections.
-        own_fields = cls.model_fields.keys() - {"recipe"}
-        names = own_fields | aliases.SECTIONS | aliases.FIELDS | aliases.MOVES.keys()
+        names = (cls.model_fields.keys() - {"recipe"}) | aliases.SECTIONS | aliases.FIELDS | aliases.MOVES.keys()
         return [tuple(name.split(".")) for name in sorted(names)]
 
     def hooks(self) -> tuple[str, ...]:

@@ -138,13 +138,10 @@ class Ledger:
         return next((r for run in self.runs() for r in run.records if r.key == key), None)
 
     def put(self, record: Record) -> None:
-        """Files a record under its key, in place of an older one."""
-        self._write(self._keys / f"{record.key}.json", _to_json(record) + "\n")
-
-    def restore(self, record: Record) -> None:
-        """Files a record again where its own file was damaged and the runs still had it."""
-        if _read(_RECORD, self._keys / f"{record.key}.json") != record:
-            self.put(record)
+        """Files a record under its key, in place of an older or damaged one."""
+        path = self._keys / f"{record.key}.json"
+        if _read(_RECORD, path) != record:
+            self._write(path, _to_json(record) + "\n")
 
     def put_report(self, report: Report) -> str:
         """Files a report and returns its digest."""

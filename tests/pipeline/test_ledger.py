@@ -176,7 +176,7 @@ def test_a_record_of_another_form_is_damaged(text: str, field: str, ledger: Ledg
     assert [what for what, _ in ledger.damaged()] == ["record k1"]
     ledger.put_run(Run("1", True, (record(),), ()))
     assert ledger.get("k1") == record()
-    ledger.restore(record())
+    ledger.put(record())
     assert list(ledger.damaged()) == []
 
 
