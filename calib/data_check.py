@@ -22,11 +22,7 @@ Predict = Callable[[Mapping[str, Array]], Sequence[Array]]
 
 
 def look_at_calibration(look: Inspection, inputs: Sequence[Input], hooks: Sequence[str], requested: int | None) -> None:
-    """Reads two samples of the first of `hooks` that the task has, as the model's inputs.
-
-    Args:
-        requested: number of samples that pipe.yaml asks for; None where it does not say.
-    """
+    """Reads two samples of the first of `hooks` that the task has; pipe.yaml asks for `requested` samples."""
     hook = next((hook for hook in hooks if look.task.has(hook)), None)
     if hook is None:
         look.warn(

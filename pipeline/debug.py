@@ -31,15 +31,7 @@ class Debugs(Protocol):
 
 
 def debug(project: Project, name: str, folder: Path, listener: Listener) -> tuple[Report, list[str]]:
-    """Finds the first value of a stage that fails, and writes what shows it to `folder`.
-
-    Returns:
-        A report on that value, without a record where every value passes, and the files that show it.
-
-    Raises:
-        ConfigError: the stage has nothing to show, or `folder` has something in it.
-        PipeError: what the stage takes from is out of date.
-    """
+    """Writes what shows the first failing value of a stage to `folder`; gives a report on the value, and the files."""
     stage = project.stage(name)
     if not isinstance(stage, Debugs):
         able = [s.name for s in project.stages if isinstance(s, Debugs)]

@@ -258,11 +258,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Report:
-        """The report that `to_json` wrote.
-
-        Raises:
-            ValueError: the text is no JSON within the bounds of `parse_json`, or holds something of another type.
-        """
+        """The report that `to_json` wrote; ValueError where the text is something else, or too large."""
         return _reader().validate_python(parse_json(text))
 
 

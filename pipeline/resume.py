@@ -89,11 +89,7 @@ def _unfinished(project: Project) -> Iterator[tuple[Path, tuple[str, ...]]]:
 
 
 def prove(project: Project, steps: int, listener: Listener) -> Report:
-    """Proves that resuming changes no bit. Starts from an interrupted training if there is one; changes no file.
-
-    Raises:
-        ConfigError: nothing is trained here, or a launcher started several processes.
-    """
+    """Proves that resuming changes no bit. Starts from an interrupted training if there is one; changes no file."""
     if launched()[1] > 1:
         raise ConfigError("--prove starts its own processes", hint="start it without torchrun")
     stage = resumable(project)

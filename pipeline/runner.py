@@ -142,12 +142,7 @@ def input_folders(stage: Stage, made: Mapping[str, Artifact | None]) -> dict[str
 
 
 class Runner:
-    """Runs a project's stages.
-
-    Args:
-        project: what to run.
-        listener: hears about each step.
-    """
+    """Runs a project's stages; the listener hears about each step."""
 
     def __init__(self, project: Project, listener: Listener) -> None:
         self.project = project

@@ -35,11 +35,7 @@ def names() -> dict[str, str]:
 
 @cache
 def stage_class(name: str) -> type[Stage]:
-    """The class behind a stage's name. A stage of another distribution is imported here, and nowhere else.
-
-    Raises:
-        Unavailable: another distribution's stage can't be imported here, or is no stage; names its entry point.
-    """
+    """The class behind a stage's name; another distribution's is imported here alone: Unavailable where that fails."""
     place = names()[name]
     where = f"entry point {GROUP}: {name} = {place}"
     try:
@@ -67,7 +63,6 @@ def stand_in(name: str, use: str) -> type[Stage]:
 
     Raises:
         ConfigError: there is no such stage, or it gives another kind of artifact than the one it stands in for.
-        Unavailable: it can't be imported here.
     """
     if use not in names():
         others = [other for other in names() if other not in BUILT_IN]

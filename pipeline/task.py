@@ -90,11 +90,7 @@ class Task:
         return getattr(self._load(), hook, None)
 
     def call(self, hook: str, *args: Any) -> Any:
-        """Calls a hook.
-
-        Raises:
-            TaskError: the hook is missing, or raised; the message names the line in the user's file.
-        """
+        """Calls a hook. Raises TaskError where it is missing or raised, with the line in the user's file."""
         return self.get(hook)(*args)
 
     def get(self, hook: str) -> Callable[..., Any]:
@@ -167,11 +163,7 @@ class Task:
 
     @contextmanager
     def border(self) -> Iterator[None]:
-        """Around a stage: what the project's code raises where no hook is called, as forward() does deep in a library.
-
-        Raises:
-            TaskError: it raised; whatever came from elsewhere is passed on.
-        """
+        """Around a stage: what the project's code raises outside of hooks, as in forward(), becomes a TaskError."""
         try:
             yield
         except (OSError, MemoryError, KeyboardInterrupt):

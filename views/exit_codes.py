@@ -21,14 +21,9 @@ _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
 
 def exit_code(command: Callable[[], int | None], *, as_json: bool, debug: bool) -> int:
-    """Runs a command and returns its exit code.
+    """Runs a command, which prints its result, and returns its exit code; a failure may be a JSON document too.
 
     0 done, 1 a gate failed, 2 wrong usage, 3 this machine lacks something, 130 interrupted.
-
-    Args:
-        command: parses the arguments, does the work and prints the result.
-        as_json: also print a failure as a JSON document on standard output.
-        debug: raise unexpected errors with their traceback.
     """
     try:
         code = command() or 0

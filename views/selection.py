@@ -54,11 +54,7 @@ def matching(report: Report, pattern: str) -> Report:
 
 
 def read_limits(texts: Sequence[str]) -> dict[str, float]:
-    """The limits of `--fail-under MEASURE=VALUE`, by measure.
-
-    Raises:
-        ConfigError: another form, a measure that is none or is given twice, or no finite number.
-    """
+    """The limits of `--fail-under MEASURE=VALUE`, by measure: finite numbers, one for each."""
     limits: dict[str, float] = {}
     for text in texts:
         measure, _, number = text.partition("=")
@@ -79,11 +75,7 @@ def read_limits(texts: Sequence[str]) -> dict[str, float]:
 
 
 def below(report: Report, limits: Mapping[str, float]) -> list[Row]:
-    """The measures that are below their limits, NaN included; figures that are not finite are strings.
-
-    Raises:
-        ConfigError: no value has the measure.
-    """
+    """The measures that are below their limits, NaN included; figures that are not finite are strings."""
     failing: list[Row] = []
     for measure, limit in limits.items():
         is_measured = False

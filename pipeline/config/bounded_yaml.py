@@ -80,11 +80,7 @@ class _Count:
 
 
 def parse(text: str, where: str) -> Any:
-    """A document as ruamel.yaml's round-trip types, which know the place of every field.
-
-    Args:
-        text: the YAML.
-        where: the file, or what else it comes from, for errors.
+    """A document as ruamel.yaml's round-trip types, which know the place of every field; `where` is its name in errors.
 
     Raises:
         NotYamlError: not YAML; with line and column.

@@ -106,11 +106,7 @@ def usual(metric: str, amount: Amount) -> Budget:
 
 
 def by_metric(max_drop: MaxDrop | None, names: Iterable[str]) -> dict[str, Budget]:
-    """The budget of each metric that has one. An amount without names is the budget of every metric.
-
-    Raises:
-        ConfigError: a budget for a metric that metric() does not give; names the nearest.
-    """
+    """The budget of each metric that has one: all with an amount alone. ConfigError on a name of no metric."""
     names = list(names)
     if not isinstance(max_drop, Mapping):
         return {name: Budget(drop=max_drop) for name in names if max_drop is not None}

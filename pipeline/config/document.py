@@ -91,11 +91,7 @@ class Document:
 
 
 def check_options(arguments: Sequence[str]) -> None:
-    """Refuses a `--set` of a command line whose value is apart from its key: the rest would be read as something else.
-
-    Raises:
-        ConfigError: says how it is written.
-    """
+    """Refuses a `--set` whose value is apart from its key: the rest would be read as something else."""
     for place, argument in enumerate(arguments):
         if argument == "--":
             return

@@ -74,22 +74,14 @@ class Project:
         return tuple(s for s in self.stages if s.name in wanted)
 
     def require_task(self, names: Sequence[str] | None = None) -> None:
-        """Checks that the task file is there if any of the named stages (None: of all), or what they need, has hooks.
-
-        Raises:
-            TaskError: it is not.
-        """
+        """Raises TaskError where there is no task file and a named stage (None: all), or one before, has hooks."""
         stages = self.stages if names is None else self.needed_for(names)
         if any(s.hooks() for s in stages) and not (self.root / self.task).is_file():
             raise no_task_file(self.task)
 
 
 def load(folder: Path, overrides: Sequence[str] = ()) -> Project:
-    """Reads `folder/pipe.yaml`, with `key.path=value` overrides on top.
-
-    Raises:
-        ConfigError: names file, line, column, field, what was seen and the nearest valid name.
-    """
+    """Reads pipe.yaml, with overrides on top; a ConfigError names place, field, what was seen and the nearest name."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError("it is a file, not a folder", where=str(folder))
     check_utf8(folder)

@@ -63,10 +63,7 @@ def begin(
     data: Path | None = None,
     trust: bool = False,
 ) -> tuple[list[Path], str]:
-    """Writes a project that starts from a template, an ONNX model, or weights.
-
-    Returns:
-        The files that were written, and the next step in words.
+    """Writes a project that starts from a template, an ONNX model, or weights; gives its files and the next step.
 
     Raises:
         ConfigError: options that don't go together, or what they name can't be used; nothing is overwritten.
@@ -90,11 +87,7 @@ def begin(
 
 
 def from_template(folder: Path, template: str) -> list[Path]:
-    """Writes a project's pipe.yaml and task.py into `folder`, whose name it gets.
-
-    Raises:
-        ConfigError: no such template, or a file is there already; nothing is overwritten.
-    """
+    """Writes a project's pipe.yaml and task.py into `folder`, whose name it gets."""
     root = resources.files("layerline").joinpath("templates")
     templates = sorted(t.name for t in root.iterdir() if t.is_dir() and t.joinpath("pipe.yaml").is_file())
     if template not in templates:
@@ -110,20 +103,10 @@ def from_template(folder: Path, template: str) -> list[Path]:
 
 
 def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]:
-    """Writes a project that starts at `import-onnx`.
+    """Writes a project that starts at `import-onnx`; the model's external data comes along.
 
     Args:
-        folder: where it goes.
-        model: the ONNX file; its external data comes along.
-        data: an .npz with one array per input, samples along the first axis; the expected answers are
-            called `label`, `labels`, `target` or `targets`, as in a batch.
-
-    Returns:
-        Everything written.
-
-    Raises:
-        ConfigError: a file is there already (nothing is overwritten), or the samples don't fit the model or each other.
-        StageError: the model can't be read.
+        data: an .npz with one array per input, samples along the first axis, and the answers under one of `LABELS`.
     """
     new_files.check_folder(folder)
     _check_names(model, data)
@@ -156,16 +139,9 @@ def from_checkpoint(
     """Writes a project that starts at `import-weights`.
 
     Args:
-        folder: where it goes.
-        weights: a .safetensors file or a torch checkpoint.
         model: `package.module:factory`, what makes the network; a module of the current folder is copied along.
         data: as for `from_onnx`, the arrays named as forward() names its arguments.
         trust: whether a pickle may run code.
-
-    Raises:
-        ConfigError: a file is there already, there is no such module or factory in it, or the samples can't be read or
-            don't fit each other.
-        StageError: the file is no checkpoint, as its first bytes show.
     """
     from layerline.pipeline.inputs.input_checks import check_checkpoint
 

@@ -44,11 +44,7 @@ class Section:
 
 
 def pipe_yaml(name: str, source: str, stages: Mapping[str, Section]) -> str:
-    """pipe.yaml with a few lines for each stage; a stage without lines keeps its defaults.
-
-    Raises:
-        ConfigError: read again, it doesn't say what is written here.
-    """
+    """pipe.yaml with a few lines for each stage, read again to be sure; a stage without lines keeps its defaults."""
     title = f"From {printable(source, 80)} to a TensorRT engine. `pipe run all` brings everything up to date."
     meant: dict[str, Any] = {"name": name, "task": "task.py"}
     text = "\n".join([f"# {title}", *Section(meant).lines()]) + "\n"
@@ -197,11 +193,7 @@ class Hooks:
     numbers: Sequence[str] = ()  # arrays that repeat one number
 
     def text(self) -> str:
-        """task.py with hooks for what is known.
-
-        Raises:
-            ConfigError: read again, it isn't the code and the names that were written.
-        """
+        """task.py with hooks for what is known."""
         source = _in_prose(self.source, "the file that the project starts from")
         code = about = ""
         if self.model:
@@ -228,11 +220,7 @@ class Hooks:
 
 
 def python_file(about: str, imports: str, constants: Mapping[str, Any], code: str) -> str:
-    """A Python file whose names from outside stand only in `constants`, which are written by repr.
-
-    Raises:
-        ConfigError: read again, the file isn't what was written.
-    """
+    """A Python file, read again to be sure, whose names from outside stand only in `constants`, written by repr."""
     text = f'"""{about}"""\n'
     if imports:
         text += f"\n{imports}"

@@ -13,15 +13,9 @@ from layerline.pipeline.inputs.untrusted import check_utf8
 
 
 def write(folder: Path, contents: Mapping[Path, bytes | Path]) -> list[Path]:
-    """Writes a project's files; on any failure, Ctrl-C among them, what was made is taken away again.
+    """Writes a project's files, and gives their paths; on any failure, Ctrl-C too, what was made is taken away again.
 
-    Args:
-        folder: the project's; it is made where it is not there.
-        contents: by path below the folder: the bytes, or the file to copy. A copy, not a link: onnx takes linked data
-            files for an attack.
-
-    Returns:
-        The paths written, in the order given.
+    `contents` are bytes, or the file to copy: onnx takes linked data files for an attack.
 
     Raises:
         ConfigError: a file is there already, or a link or a file is in the way; nothing is written.

@@ -145,11 +145,7 @@ def with_arrays(batch: Any) -> Any:
 
 
 def collate(samples: Sequence[Any], stack: Callable[[list[Any]], Any]) -> Any:
-    """Samples as one batch, structured as torch's default_collate does it; `stack` makes one of equal leaves.
-
-    Raises:
-        ValueError, KeyError: samples of different structure.
-    """
+    """Samples as one batch, as torch's default_collate makes it; `stack` joins leaves. ValueError or KeyError."""
     first = samples[0]
     if isinstance(first, Mapping):
         return {k: collate([s[k] for s in samples], stack) for k in first}

@@ -68,11 +68,7 @@ def checked_cast(array: Array, dtype: npt.DTypeLike, name: str, where: str, rows
 
 
 def check_checkpoint(path: Path) -> None:
-    """Refuses what can be told from its first bytes to be no checkpoint.
-
-    Raises:
-        StageError: an empty file, an index of shards, text, a pointer of git-lfs.
-    """
+    """Refuses what its first bytes show to be no checkpoint: nothing, an index of shards, text, a git-lfs pointer."""
     with path.open("rb") as file:
         head = file.read(256)
     if not head:

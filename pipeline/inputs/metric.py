@@ -77,11 +77,7 @@ def scores(metric: Metric | None, outputs: Mapping[str, Any], targets: Any) -> t
 
 
 def joined(parts: Sequence[Any], what: str) -> Any:
-    """What several batches gave, along the first axis: arrays, or arrays in tuples and dicts.
-
-    Raises:
-        TaskError: shapes that differ along another axis, or other tuples and dicts.
-    """
+    """What several batches gave, joined along the first axis: arrays, also in tuples and dicts of one structure."""
     try:
         return collate(parts, lambda arrays: np.concatenate([np.atleast_1d(a) for a in arrays]))
     except (ValueError, KeyError, TypeError) as error:

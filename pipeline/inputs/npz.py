@@ -25,11 +25,7 @@ _MAGIC = b"\x93NUMPY"
 
 
 def read(path: Path) -> dict[str, Array]:
-    """The arrays of an .npz file, by name.
-
-    Raises:
-        ConfigError: it is none, it holds something else than plain arrays, or it declares more than it holds.
-    """
+    """The arrays of an .npz file, by name; ConfigError where it is none, or declares more than it holds."""
     where = printable(path.name)
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) == _MAGIC:
@@ -78,12 +74,7 @@ def _arrays(archive: zipfile.ZipFile, size: int, where: str) -> Iterator[tuple[s
 
 
 def check_header(file: IO[bytes], size: int, where: str) -> None:
-    """Refuses the header of an .npy whose array is not what the file holds.
-
-    Args:
-        file: at its first byte; the header is read.
-        size: bytes of the whole.
-        where: the file and the array, for errors.
+    """Refuses the header of an .npy, read from its first byte, whose array is not what its `size` bytes hold.
 
     Raises:
         ConfigError: more axes, or another number of bytes, than there are; or Python objects.

@@ -189,11 +189,7 @@ def open_file(path: str, flags: int) -> int:
 
 
 def parse_json(text: str | bytes, *, size: int = JSON_BYTES, depth: int = JSON_DEPTH) -> Any:
-    """A JSON document of at most `size` bytes (characters, where text is given) and `depth` levels.
-
-    Raises:
-        ValueError: it is no JSON, or larger or deeper than that, or holds an integer of more than `DIGITS` digits.
-    """
+    """A JSON document of at most `size` bytes, `depth` levels and DIGITS digits a number; else ValueError."""
     if len(text) > size:
         raise ValueError(f"it is larger than {size} bytes")
     try:

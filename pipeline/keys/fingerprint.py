@@ -88,13 +88,7 @@ _SHALLOWER = "write long sums and lists of operators as a loop, or read them fro
 
 
 class Reader:
-    """Fingerprints the hooks of one task file, parsing each module of the project once.
-
-    Args:
-        task: the task file.
-        hasher: for data files that the code names.
-        project: the project's folder; that of the task when not given.
-    """
+    """Fingerprints the hooks of one task file of a project, parsing each of its modules once."""
 
     def __init__(self, task: Path, hasher: Hasher, project: Path | None = None) -> None:
         project = project or task.parent

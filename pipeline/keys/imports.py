@@ -35,12 +35,7 @@ class Origin:
 
 
 class Finder:
-    """Finds the modules of one project as the interpreter would.
-
-    Args:
-        project: the project's folder; what lies outside is installed.
-        roots: folders on the import path, the first one first: that of the task file.
-    """
+    """Finds a project's modules as the interpreter would, on the path `roots`; what lies outside is installed."""
 
     def __init__(self, project: Path, roots: Sequence[Path]) -> None:
         self.project = project

@@ -61,14 +61,9 @@ def verify(project: Project) -> tuple[int, list[Problem]]:
 
 
 def collect(project: Project, keep: int, *, dry_run: bool) -> list[Garbage] | None:
-    """Removes what is needed by none of the newest `keep` runs, the project as it stands, and `pipe resume`.
+    """Removes what none of the newest `keep` runs, the project as it is and `pipe resume` need, or only lists it.
 
     While a run is going on, here or in another process, nothing is removed: None.
-
-    Args:
-        project: whose state.
-        keep: how many runs stay whole.
-        dry_run: only list.
     """
     if dry_run or not project.state.exists():
         return [_garbage(project, path) for path in _unneeded(project, keep)]

@@ -152,11 +152,7 @@ class Ledger:
         return digest
 
     def report(self, record: Record) -> Report:
-        """The report of a record.
-
-        Raises:
-            PipeError: it is missing or damaged; names the file and what is wrong with it.
-        """
+        """The report of a record; PipeError where it is missing or damaged, with the file and what is wrong with it."""
         try:
             return Report.from_json(self._report_text(record.report))
         except (OSError, ValueError) as error:
@@ -205,11 +201,7 @@ class Ledger:
                 yield f"run {path.stem}", run
 
     def set_aside(self) -> list[str]:
-        """Renames the damaged files of runs, so that nobody stumbles over them again; `forget` lists them.
-
-        Returns:
-            The names of those runs.
-        """
+        """Renames the damaged files of runs, so that nobody stumbles over them again; gives the names of those runs."""
         broken = [p for p in entries(self._runs, "*.json") if isinstance(self._run(p), str)]
         for path in broken:
             with suppress(OSError):  # gone already, or a project that can't be written

@@ -54,11 +54,7 @@ def states(planner: Planner, steps: list[Step]) -> dict[str, str]:
 
 
 def asked_for(project: Project, names: Sequence[str]) -> list[str] | None:
-    """The stages that a command names; None for `all`.
-
-    Raises:
-        ConfigError: `all` beside a stage, or a name that is no stage; tells the nearest.
-    """
+    """The stages that a command names; None for `all`. Raises ConfigError on a name that is no stage."""
     valid = [*(s.name for s in project.stages), ALL]
     for name in names:
         if name not in valid:
@@ -197,11 +193,7 @@ class Past:
 
 
 def past(planner: Planner, run: Run) -> Past:
-    """The run with its reports.
-
-    Raises:
-        PipeError: a report is missing or damaged.
-    """
+    """The run with its reports; PipeError where one is missing or damaged."""
     return Past(run, {record.stage: planner.ledger.report(record) for record in run.records})
 
 

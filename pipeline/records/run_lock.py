@@ -58,11 +58,7 @@ def _is_left(folder: Path) -> bool:
 
 @contextmanager
 def at_work(state: Path) -> Iterator[bool]:
-    """Held by a run from its first look at the store to its last; waits for a collection under way.
-
-    Yields:
-        Whether an earlier run never came to its end, which is told once.
-    """
+    """Held by a run to its last look at the store; gives whether an earlier one never came to its end, told once."""
     folder = state / _RUNNING
     mark = folder / f"{os.getpid()}-{secrets.token_hex(4)}.lock"
     broken: list[Path] = []

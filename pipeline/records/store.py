@@ -53,22 +53,13 @@ class DamagedError(StageError):
 
 
 class Store:
-    """Artifacts by digest, under one folder.
-
-    Args:
-        root: the folder; made on the first write.
-        hasher: reads each file at most once per change.
-    """
+    """Artifacts by digest, under one folder, which is made on the first write."""
 
     def __init__(self, root: Path, hasher: Hasher) -> None:
         self.root, self._hasher = root, hasher
 
     def seal(self, folder: Path, kind: str, side: frozenset[str] = frozenset()) -> Artifact:
-        """Hashes a finished folder, each file read once, and puts its manifest and bytes on the disk.
-
-        Raises:
-            StageError: the folder holds a link, or a file by the manifest's name.
-        """
+        """Hashes a finished folder, each file read once, and writes its manifest; StageError where it holds a link."""
         inside = sorted(folder.rglob("*"))
         for path in inside:
             if path.is_symlink() or not (path.is_file() or path.is_dir()) or path == folder / MANIFEST:
@@ -120,11 +111,7 @@ class Store:
             return None
 
     def get(self, digest: str) -> Artifact | None:
-        """The artifact, every file checked against its manifest; None when it isn't there.
-
-        Raises:
-            DamagedError: it is there, but not whole.
-        """
+        """The artifact, every file checked; None when it isn't there. Raises DamagedError where it is not whole."""
         folder = self.root / digest
         if self.root.is_symlink() or not os.path.lexists(folder):
             return None
