@@ -156,14 +156,9 @@ class Runner:
         self._sequence = 0
 
     def run(self, names: Sequence[str] | None = None, *, force: bool = False) -> Outcome:
-        """Brings the named stages and what they need up to date; None means all.
+        """Brings the named stages (None: all) and what they need up to date; with `force` the named ones even if fresh.
 
-        Args:
-            names: stages; with `force`, just these are rerun even when fresh.
-            force: rerun fresh stages.
-
-        Raises:
-            ConfigError: an unknown stage. A stage's own failure is in the outcome, not raised.
+        A stage's own failure is in the outcome, not raised.
         """
         stages: Sequence[Stage] = self.project.stages
         if names is not None:

@@ -63,22 +63,15 @@ class _Source(SourceFileLoader):
 class Task:
     """Hooks are plain functions at the top level of the file; each is optional until a stage calls it.
 
-    The file is imported on the first call, not before: planning and cached runs never run user code.
-
-    Args:
-        path: the task file; its folder is put on sys.path so that it can import its neighbours.
-        root: the project's folder; that of the file where it is left out.
-        loaded: called when the file has just been imported, before any hook runs.
-
-    Attributes:
-        imported: SHA-256 of the bytes of each module of the project that was imported for this task.
+    The file is imported on the first call, not before: planning and cached runs never run user code. `loaded` is called
+    right after that, before any hook runs. The file's folder is put on sys.path, so that it can import its neighbours.
     """
 
     def __init__(self, path: Path, root: Path | None = None, loaded: Callable[[], None] = lambda: None) -> None:
         self.path = path
         self.root = root or path.parent
         self._loaded = loaded
-        self.imported: dict[Path, str] = {}
+        self.imported: dict[Path, str] = {}  # SHA-256 of each module of the project that was imported for this task
         self._module: ModuleType | None = None
 
     def has(self, hook: str) -> bool:
@@ -113,16 +106,9 @@ class Task:
     def blaming(
         self, what: str, on: Callable[[], str] | None = None, arguments: Callable[[], dict[str, Any]] = dict
     ) -> Iterator[None]:
-        """The border to the user's code: what it raises becomes an error that names it.
+        """The border to the user's code: what `what` raises becomes a TaskError with the line in the user's files.
 
-        Args:
-            what: who is called, as the subject of "raised".
-            on: describes what it was called with, in few words; asked only after it raised.
-            arguments: the same for a hook, by name.
-
-        Raises:
-            TaskError: it raised; names the line in the user's files, where one of them is on the way.
-            Unavailable: memory ran out.
+        `on` describes what it was called with, in few words; `arguments` gives that of a hook by name.
         """
         try:
             yield
@@ -241,14 +227,11 @@ class Guard(MetaPathFinder):
     """Keeps a project's `queue.py` or `onnx.py` from being imported by torch and Layerline in place of what they need.
 
     The project's folder comes first on the import path; for names of these the installed module stays the one.
-
-    Attributes:
-        hidden: files of the project that are not imported, since an installed module has their name.
     """
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        self.hidden: set[Path] = set()
+        self.hidden: set[Path] = set()  # files that are not imported, since an installed module has their name
 
     def protect(self, folder: Path) -> None:
         """Guards against the modules of a project's folder from now on, and no longer against those of another."""

@@ -15,27 +15,18 @@ Place = tuple[str | int, ...]
 
 
 class Document:
-    """pipe.yaml, read.
-
-    Attributes:
-        path: the file.
-        tree: its content as the parser's own types.
-        content: its content as plain values, overrides applied.
-
-    Raises:
-        ConfigError: there is no such file, it is no YAML, or it is beyond the bounds of `bounded_yaml`.
-    """
+    """pipe.yaml, read; ConfigError where there is none, or it is no YAML within the bounds of `bounded_yaml`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._overridden: dict[Place, str] = {}
-        self.tree = bounded_yaml.parse(_text(path), path.name)
+        self.tree = bounded_yaml.parse(_text(path), path.name)  # the parser's own types, with places
         if self.tree is None:
             self.tree = {}
         if not isinstance(self.tree, Mapping):
             shown = "a list" if isinstance(self.tree, list) else repr(self.tree)
             raise ConfigError(f"expected fields such as `train:`, saw {shown:.80}", where=f"{path.name}:1:1")
-        self.content: dict[Any, Any] = plain(self.tree)
+        self.content: dict[Any, Any] = plain(self.tree)  # with overrides applied
 
     def override(self, text: str) -> None:
         """Applies one `key.path=value`. Raises ConfigError: it is none, or there is no such place."""

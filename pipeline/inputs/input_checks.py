@@ -17,15 +17,7 @@ _INDEX_BYTES = 1 << 26  # of an index of shards; the largest have some hundred t
 
 
 def check_samples(arrays: Mapping[str, Array], where: str) -> None:
-    """Refuses arrays that don't count the same samples, and numbers that are none.
-
-    Args:
-        arrays: by name; the first axis counts samples, a number alone holds for all of them.
-        where: the file.
-
-    Raises:
-        ConfigError: arrays of other lengths, no sample, text, NaN, Inf; names the array and the first such element.
-    """
+    """Refuses arrays whose first axes don't count the same samples, and the first element that is no finite number."""
     counts = {k: len(a) for k, a in arrays.items() if a.ndim}
     if len(set(counts.values())) > 1 or 0 in counts.values():
         lengths = ", ".join(f"{name} {count}" for name, count in counts.items())
@@ -46,13 +38,9 @@ def check_answers(array: Array, where: str, name: str) -> None:
 
 
 def checked_cast(array: Array, dtype: npt.DTypeLike, name: str, where: str, rows: Sequence[int] | None = None) -> Array:
-    """The array in another type.
+    """The array in another type; ConfigError names the first number that the type can't hold.
 
-    Args:
-        rows: where the array is a part of the data: the number of each of its samples in the whole.
-
-    Raises:
-        ConfigError: a number lies outside of what the type holds; names the first.
+    `rows` are the numbers of its samples in the whole data, where the array is a part of it.
     """
     wanted = np.dtype(dtype)
     with np.errstate(over="ignore", invalid="ignore"):
