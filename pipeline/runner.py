@@ -98,17 +98,12 @@ class Outcome:
     @property
     def exit_code(self) -> int:
         """0 done, 1 a gate failed, 2 a usage error, 3 something this machine lacks."""
-        if self.error:
-            return exit_code(self.error)
-        return int(not self.passed)
+        return exit_code(self.error) if self.error else int(not self.passed)
 
     @property
     def error(self) -> PipeError | None:
         """Why the run failed: the error of the first stage that has one."""
-        for result in self.results:
-            if result.error:
-                return result.error
-        return None
+        return next((result.error for result in self.results if result.error), None)
 
     def to_json(self) -> dict[str, Any]:
         stages = [result.to_json() for result in self.results]
@@ -160,17 +155,12 @@ class Runner:
 
         A stage's own failure is in the outcome, not raised.
         """
-        stages: Sequence[Stage] = self.project.stages
-        if names is not None:
-            stages = self.project.needed_for(names)
+        stages = self.project.stages if names is None else self.project.needed_for(names)
         if launched()[0] > 0:
             return self._follow(stages)
         self._named = tuple(s.name for s in stages)
-        forced: set[str] = set()
-        if force:
-            forced = {s.name for s in stages if names is None or s.name in names}
-        run_id = new_run_id()
-        filed_id = run_id
+        forced = {s.name for s in stages if force and (names is None or s.name in names)}
+        run_id = filed_id = new_run_id()
         self._sequence = self.ledger.next_sequence()
         results: list[Result] = []
         made: dict[str, Artifact | None] = {}
@@ -181,18 +171,16 @@ class Runner:
             for name in self.ledger.set_aside():
                 self.listener.say(f"the record of run {name} is damaged and was set aside; `pipe gc` removes it")
             try:
-                failed = ""
                 for stage in stages:
+                    failed = [r.name for r in results if r.state == "failed"]
                     if failed:
-                        result = Result(name=stage.name, state="blocked", reason=f"{failed} failed")
+                        result = Result(name=stage.name, state="blocked", reason=f"{failed[0]} failed")
                     else:
                         result = self._advance(stage, made, forced=stage.name in forced)
                     self._announce(stage, runs=False)
                     results.append(result)
                     self.listener.finished(result)
                     filed_id = self._remember(run_id, results)
-                    if result.state == "failed":
-                        failed = stage.name
                 if not any(r.error and not r.record for r in results):
                     later = self._later(stages, made)
             finally:
@@ -386,9 +374,7 @@ class Runner:
                 digest = ""
             if digest != step.parts[f"file.{name}"]:
                 raise _changed_while_read(f"{name} was changed", step.stage, name)
-        if not step.stage.files():
-            return None
-        return folder
+        return folder if step.stage.files() else None
 
     def _adopt(self, step: Step, work: Path, *, forced: bool) -> Artifact | None:
         """The output of a run that was killed between recording it and moving it into the store."""
@@ -433,10 +419,9 @@ class Runner:
             return run_id
         newest = next(self.ledger.runs(), None)
         if newest is not None and newest.id != run_id:
+            is_repeated = all(record in newest.records for record in records)
             if errors:
                 is_repeated = not newest.passed and (newest.records, newest.errors) == (records, errors)
-            else:
-                is_repeated = all(record in newest.records for record in records)
             if is_repeated:
                 return newest.id
         ran = tuple(r.name for r in results if r.worked)

@@ -69,13 +69,10 @@ def changed(now: Sequence[Record], then: Sequence[Record]) -> list[str]:
     for record in now:
         old = before.get(record.stage)
         if old is not None and old != record:
-            differing = phrases(_without_inputs(old), _without_inputs(record))
+            parts = [{n: v for n, v in r.parts.items() if not n.startswith("input.")} for r in (old, record)]
+            differing = phrases(*parts)
             changes += [f"{record.stage}: {phrase}" for phrase in differing]
     return changes + _versions_changed(now, before)
-
-
-def _without_inputs(record: Record) -> dict[str, str]:
-    return {name: value for name, value in record.parts.items() if not name.startswith("input.")}
 
 
 def _versions_changed(now: Sequence[Record], before: Mapping[str, Record]) -> list[str]:

@@ -28,8 +28,7 @@ def lock(path: Path) -> FileLock:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder for as long as it is needed. One that a killed process left behind is told by its lock, which is free
-    then: also where the process lived in another container."""
+    """A folder for as long as it is needed; the lock of one that a killed process left behind is free."""
     with TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with FileLock(folder / _HELD):
