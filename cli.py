@@ -115,7 +115,8 @@ class Shared:
     def project(self) -> Project:
         from layerline.pipeline.config.project import load  # here, so that `pipe --help` doesn't wait for pydantic
 
-        return load(self.folder.resolve(), self.sets)
+        # What is no folder is named in the error as it was typed.
+        return load(self.folder.resolve() if self.folder.is_dir() else self.folder, self.sets)
 
     @cached_property
     def planner(self) -> Planner:
