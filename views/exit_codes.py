@@ -11,7 +11,7 @@ from typing import Any, cast
 import typer
 
 from layerline.pipeline import process_env
-from layerline.pipeline.errors import PipeError, machine_lacks, words
+from layerline.pipeline.errors import PipeError, as_pipe_error, words
 from layerline.pipeline.errors import exit_code as own_code
 from layerline.pipeline.inputs.untrusted import launched, printable
 
@@ -50,7 +50,10 @@ def exit_code(command: Callable[[], int | None], *, as_json: bool, debug: bool) 
         error = PipeError(f"a package ended the process: SystemExit({ended.code})", hint="nothing was filed")
         _print_error(error)
     except BaseException as raised:  # the program's outermost border: everything becomes a message
-        error = _as_pipe_error(raised)
+        hint = "this is a fault of layerline; --debug shows the traceback for a bug report"
+        error = _Bug(f"internal error, {type(raised).__name__}: {words(raised)}", hint=hint)
+        if isinstance(raised, PipeError | OSError | MemoryError):
+            error = as_pipe_error(raised)
         if debug:
             _print_document(error, as_json=as_json)
             raise
@@ -96,12 +99,3 @@ def _interrupted() -> PipeError:
     say(f"\n{process_env.INTERRUPTED}", err=True)
     what, hint = process_env.INTERRUPTED.split("; ")
     return _Interrupted(what, hint=hint)
-
-
-def _as_pipe_error(raised: BaseException) -> PipeError:
-    if isinstance(raised, PipeError):
-        return raised
-    if isinstance(raised, OSError | MemoryError):
-        return machine_lacks(raised)
-    hint = "this is a fault of layerline; --debug shows the traceback for a bug report"
-    return _Bug(f"internal error, {type(raised).__name__}: {words(raised)}", hint=hint)

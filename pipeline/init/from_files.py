@@ -197,27 +197,25 @@ def _factory(spec: str) -> tuple[str, str]:
     parts = (*module.split("."), *attribute.split("."))
     if any(not part.isidentifier() or keyword.iskeyword(part) for part in parts):
         raise ConfigError(f"expected package.module:factory, saw {spec!r}", where="--model")
-    first, _, rest = attribute.partition(".")
+    first, dot, rest = attribute.partition(".")
     name = first
-    alias = ""
     if first in HOOKS:  # a hook of task.py has this name
-        name = f"build_{first}"
-        alias = f" as {name}"
-    call = ".".join(part for part in (name, rest) if part) + "()"
-    return f"from {module} import {first}{alias}\n", call
+        name, first = f"build_{first}", f"{first} as build_{first}"
+    return f"from {module} import {first}\n", f"{name}{dot}{rest}()"
 
 
 def _check_factory(spec: str, files: Mapping[Path, Path]) -> None:
     """Refuses a module that is not among the files copied along, and a factory that it does not define."""
     module, _, attribute = spec.partition(":")
-    if not files:
-        return  # installed: what it holds is known when it is imported
     stem = Path(*module.split("."))
     source = files.get(stem.with_suffix(".py")) or files.get(stem / "__init__.py")
+    if not files:
+        return  # installed: what it holds is known when it is imported
     if source is None:
         modules = sorted(".".join(path.with_suffix("").parts) for path in files)
-        hint = f"there are: {', '.join(modules)}"
-        raise ConfigError(f"there is no module {module!r} here", where="--model", hint=hint)
+        raise ConfigError(
+            f"there is no module {module!r} here", where="--model", hint=f"there are: {', '.join(modules)}"
+        )
     try:
         tree = ast.parse(source.read_bytes())
     except SyntaxError as error:
@@ -232,9 +230,7 @@ def _check_factory(spec: str, files: Mapping[Path, Path]) -> None:
     # `from x import *` and a __getattr__ hold names that only importing it shows.
     if names.isdisjoint({wanted, "*", "__getattr__"}):
         match = closest(wanted, sorted(names))
-        hint = f"it defines {', '.join(sorted(names)) or 'nothing'}"
-        if match:
-            hint = f"did you mean {module}:{match}?"
+        hint = f"did you mean {module}:{match}?" if match else f"it defines {', '.join(sorted(names)) or 'nothing'}"
         raise ConfigError(f"{source.name} defines no {wanted!r}", where="--model", hint=hint)
 
 
