@@ -8,9 +8,10 @@ trained weights go back under their names.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,12 @@ from torch import Tensor, nn
 
 from layerline.backends.light import Light
 from layerline.calib.plan import QuantPlan, QuantValue
+from layerline.graph.analysis.ir_queries import subgraphs
 from layerline.graph.io.ir_convert import from_ir, to_ir
+from layerline.graph.quantization.naming import first_output
 from layerline.graph.quantization.qdq_placement import WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
-from layerline.pipeline.errors import StageError
+from layerline.pipeline.errors import StageError, brief, ran_out_of_memory
 from layerline.qat.fake_quant import FakeQuant
 from layerline.qat.operators import OUTPUTS, TABLE
 
@@ -39,13 +42,33 @@ Watch = Callable[[str, Tensor], Tensor]
 class _Step:
     """One node: what it reads and computes, by name; after it the values in `spent` are not needed any more."""
 
+    name: str
     op: str
-    operator: Callable[..., Any]
+    operator: Callable[..., Any] | None
     reference: Callable[..., Any]
     attrs: Mapping[str, Any]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     spent: tuple[str, ...]
+
+    def run(self, inputs: Sequence[Tensor | None]) -> Any:
+        """One tensor, or a tuple of them."""
+        try:
+            if self.operator is None:
+                return self.reference(*inputs)
+            try:
+                return self.operator(self.attrs, *inputs)
+            except NotImplementedError:
+                return self.reference(*inputs)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            if ran_out_of_memory(error):
+                raise
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs if tensor is not None)
+            raise StageError(
+                f"{self.op} fails in torch on {shapes}: {brief(error)}",
+                where=self.name,
+                hint="give batches of sizes that the model takes, or quantise without training: mode: int8",
+            ) from error
 
 
 class GraphModule(nn.Module):
@@ -75,10 +98,10 @@ class GraphModule(nn.Module):
         self._stored: list[tuple[str, nn.Module, str]] = []
         self._fakes: dict[str, str] = {}
         self.quantized: set[tuple[str, str, int]] = set()
-        trained = _trained(graph)
-        for name, value in graph.initializers.items():
-            assert value.const_value is not None
-            self._store(name, value.const_value, name in trained)
+        tensors = _stored(graph)
+        trained = _trained(graph, tensors)
+        for name, tensor in tensors.items():
+            self._store(name, tensor, name in trained)
         self.steps = self._compile(graph, {item.domain: item.version for item in model.model.opset_import})
         for item in plan.values if plan is not None else ():
             self._fake_quantize(item, _rank(graph, item), learned)
@@ -96,15 +119,13 @@ class GraphModule(nn.Module):
             watch: called with each float value that a node computes; what it returns is passed on in its place.
 
         Raises:
-            StageError: an operator without a gradient is on the way from a weight to an output.
+            StageError: an operator without a gradient is on the way from a weight to an output, or the inputs have
+                shapes that the graph does not take.
         """
         values: dict[str, Tensor] = {**self._constants(), **feed}
         for step in self.steps:
-            inputs = [self._read(values, name, (step.outputs[0], i)) for i, name in enumerate(step.inputs)]
-            try:
-                results = step.operator(step.attrs, *inputs)
-            except NotImplementedError:
-                results = step.reference(step.attrs, *inputs)
+            inputs = [self._read(values, name, (step.name, i)) for i, name in enumerate(step.inputs)]
+            results = step.run(inputs)
             for name, result in zip(step.outputs, results if isinstance(results, tuple) else (results,), strict=False):
                 watched = watch is not None and name and result.is_floating_point()
                 values[name] = watch(name, result) if watched else result  # type: ignore[misc]
@@ -116,8 +137,8 @@ class GraphModule(nn.Module):
         """The present scales of each fake-quantised value."""
         values = self._constants()
         for step in self.steps:  # weights behind a Transpose or the like
-            if all(name in values for name in step.inputs if name) and step.op in _PASSES:
-                values[step.outputs[0]] = step.operator(step.attrs, *(values[name] for name in step.inputs if name))
+            if step.op in _PASSES and all(name in values for name in step.inputs):
+                values[step.outputs[0]] = step.run([values[name] for name in step.inputs])
         scales = {}
         for name, key in self._fakes.items():
             fake: Any = getattr(self.quantizers, key)
@@ -133,10 +154,15 @@ class GraphModule(nn.Module):
         """A copy of the graph with the present weights."""
         copy = to_ir(model)
         values = self._constants()
+        nodes = {node.outputs[0].name: node for node in copy.graph if node.op_type == "Constant"}
         for name, owner, _ in self._stored:
-            if owner is self.weights:
-                array = values[name].detach().cpu().numpy()
-                copy.graph.initializers[name].const_value = ir.tensor(array, name=name)
+            if owner is not self.weights:
+                continue
+            tensor = ir.tensor(values[name].detach().cpu().numpy(), name=name)
+            if name in nodes:
+                nodes[name].attributes["value"] = ir.AttrTensor("value", tensor)
+            else:
+                copy.graph.initializers[name].const_value = tensor
         return from_ir(copy)
 
     def _constants(self) -> dict[str, Tensor]:
@@ -167,7 +193,7 @@ class GraphModule(nn.Module):
             raise StageError(f"training needs float32 weights, and this one is {kind}", where=name)
         if trained:
             self.weights.register_parameter(key, nn.Parameter(data))
-            if data.ndim > 1 and not bool(data.all()):
+            if data.ndim > 1 and bool(data.any()) and not bool(data.all()):
                 self.masks.register_buffer(key, (data != 0).float(), persistent=False)
         else:
             self.constants.register_buffer(key, data, persistent=False)
@@ -184,19 +210,27 @@ class GraphModule(nn.Module):
 
     def _compile(self, graph: ir.Graph, opsets: Mapping[str, int]) -> list[_Step]:
         reads = Counter(value.name for node in graph for value in node.inputs if value is not None)
-        kept = {*self.outputs, *graph.initializers}
+        stored = _stored(graph)
+        kept = {*self.outputs, *stored}
         steps = []
         for node in graph:
+            if node.outputs and node.outputs[0].name in stored:
+                continue
+            if subgraphs(node):
+                raise _no_gradient(node.op_type, node.outputs[0].name or "")
             inputs = tuple("" if value is None else value.name or "" for value in node.inputs)
             outputs = tuple(value.name or "" for value in node.outputs)
             attrs = {name: _attribute(attribute) for name, attribute in node.attributes.items()}
             attrs[OUTPUTS] = sum(bool(value.uses() or value.is_graph_output()) for value in node.outputs)
-            reference = _Reference(node, opsets)
-            operator = TABLE.get(node.op_type, reference) if node.domain == "" else reference
+            operator = TABLE.get(node.op_type) if node.domain == "" else None
             reads.subtract(name for name in inputs if name)
             spent = tuple(name for name in dict.fromkeys(inputs) if name and not reads[name] and name not in kept)
             spent += tuple(f"{name}\0fake" for name in spent)
-            steps.append(_Step(node.op_type, operator, reference, attrs, inputs, outputs, spent))
+            steps.append(
+                _Step(
+                    first_output(node), node.op_type, operator, _Reference(node, opsets), attrs, inputs, outputs, spent
+                )
+            )
         return steps
 
 
@@ -207,29 +241,40 @@ class _Reference:
         self.node = ir.serde.serialize_node(node)
         self.opsets = dict(opsets)
 
-    def __call__(self, attrs: Mapping[str, Any], *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """What the node gives.
 
         Raises:
             StageError: a gradient would have to pass.
         """
-        if self.node.op_type == "Constant":
-            return (attrs["value"],)
         tensors = [tensor for tensor in inputs if tensor is not None]
         feed = {n: t.detach().cpu().numpy() for n, t in zip(self.node.input, inputs, strict=True) if t is not None}
         arrays = ReferenceEvaluator(self.node, self.opsets).run(None, feed)
         device = tensors[0].device if tensors else None
         results = tuple(torch.as_tensor(np.asarray(array), device=device) for array in arrays)
         if any(t.requires_grad for t in tensors) and any(r.is_floating_point() for r in results):
-            raise StageError(
-                f"training with fake quantisation has no gradient for this {self.node.op_type}",
-                where=self.node.output[0],
-                hint="mode: int8 quantises the model without training",
-            )
+            raise _no_gradient(self.node.op_type, self.node.output[0])
         return results
 
 
-def _trained(graph: ir.Graph) -> set[str]:
+def _no_gradient(op: str, where: str) -> StageError:
+    hint = "mode: int8 quantises the model without training"
+    return StageError(f"training with fake quantisation has no gradient for this {op}", where=where, hint=hint)
+
+
+def _stored(graph: ir.Graph) -> dict[str, ir.TensorProtocol]:
+    """The tensors that a graph stores, as initializers and in Constants, by name."""
+    tensors: dict[str, ir.TensorProtocol] = {}
+    for name, value in graph.initializers.items():
+        assert value.const_value is not None
+        tensors[name] = value.const_value
+    for node in graph:
+        if node.op_type == "Constant" and "value" in node.attributes:
+            tensors[node.outputs[0].name or ""] = node.attributes["value"].as_tensor()
+    return tensors
+
+
+def _trained(graph: ir.Graph, tensors: Mapping[str, ir.TensorProtocol]) -> set[str]:
     """Stored float tensors that are weights or biases of products, or of normalisation layers."""
     names: set[str] = set()
     for node in graph:
@@ -238,31 +283,39 @@ def _trained(graph: ir.Graph) -> set[str]:
             places = (0, 1, 2)
         elif node.domain == "":
             places = _NORMS.get(node.op_type, ())
-            # A constant added to a product is its bias.
-            if node.op_type == "Add" and any(v is not None and _is_product(v) for v in node.inputs):
+            if node.op_type == "Add" and any(_has_weight(v) for v in node.inputs):
                 places = (0, 1)
         for place in places:
-            source = _stored_source(node.inputs[place]) if place < len(node.inputs) else None
-            if source is not None and source.dtype is not None and source.dtype.is_floating_point():
-                names.add(source.name or "")
+            name = _stored_source(node.inputs[place]) if place < len(node.inputs) else ""
+            if not name or not tensors[name].dtype.is_floating_point():
+                continue
+            sizes = tensors[name].shape.numpy()
+            # A constant added to a product is its bias where it has one number for each channel; a mask has not.
+            if node.op_type != "Add" or math.prod(sizes) == max(sizes, default=0):
+                names.add(name)
     return names
 
 
-def _is_product(value: ir.Value) -> bool:
-    node = value.producer()
-    return node is not None and node.op_type in WEIGHTED
+def _has_weight(value: ir.Value | None) -> bool:
+    """Whether a product of activations with a stored weight computes the value."""
+    node = value.producer() if value is not None else None
+    if node is None or node.op_type not in WEIGHTED:
+        return False
+    return any(_stored_source(operand) for operand in node.inputs[:2])
 
 
-def _stored_source(value: ir.Value | None) -> ir.Value | None:
-    """The stored tensor that a value holds, behind operators that only move its numbers."""
+def _stored_source(value: ir.Value | None) -> str:
+    """The stored tensor that a value holds, behind operators that only move its numbers; empty where there is none."""
     while value is not None:
         node = value.producer()
         if node is None:
-            return value if value.is_initializer() else None
+            return (value.name or "") if value.is_initializer() else ""
+        if node.op_type == "Constant" and "value" in node.attributes:
+            return value.name or ""
         if node.op_type not in _PASSES:
-            return None
+            return ""
         value = node.inputs[0]
-    return None
+    return ""
 
 
 def _rank(graph: ir.Graph, item: QuantValue) -> int:

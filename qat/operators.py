@@ -312,7 +312,7 @@ def _reshape(attrs: Attrs, x: Tensor, shape: Tensor) -> Tensor:
     sizes = _ints(shape)
     if not attrs.get("allowzero", 0):
         sizes = [x.shape[i] if size == 0 else size for i, size in enumerate(sizes)]
-    return x.reshape(sizes)
+    return x.reshape(tuple(sizes))
 
 
 def _flatten(attrs: Attrs, x: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ def _flatten(attrs: Attrs, x: Tensor) -> Tensor:
 
 
 def _transpose(attrs: Attrs, x: Tensor) -> Tensor:
-    return x.permute(_ints(attrs.get("perm")) or list(range(x.ndim))[::-1])
+    return x.permute(tuple(_ints(attrs.get("perm")) or range(x.ndim)[::-1]))
 
 
 def _squeeze(attrs: Attrs, x: Tensor, axes: Tensor | None = None) -> Tensor:
@@ -388,7 +388,7 @@ def _gather(attrs: Attrs, x: Tensor, indices: Tensor) -> Tensor:
     axis = attrs.get("axis", 0) % x.ndim
     places = _nonnegative(indices, x.shape[axis])
     chosen = x.index_select(axis, places.reshape(-1))
-    return chosen.reshape(*x.shape[:axis], *places.shape, *x.shape[axis + 1 :])
+    return chosen.reshape((*x.shape[:axis], *places.shape, *x.shape[axis + 1 :]))
 
 
 def _gather_elements(attrs: Attrs, x: Tensor, indices: Tensor) -> Tensor:
@@ -419,7 +419,7 @@ def _scatter_nd(attrs: Attrs, x: Tensor, indices: Tensor, updates: Tensor) -> Te
 
 
 def _expand(x: Tensor, shape: Tensor) -> Tensor:
-    sizes = torch.broadcast_shapes(x.shape, _ints(shape))  # type: ignore[no-untyped-call]
+    sizes = torch.broadcast_shapes(x.shape, tuple(_ints(shape)))  # type: ignore[no-untyped-call]
     return x.broadcast_to(sizes)
 
 
@@ -460,7 +460,7 @@ def _shape(attrs: Attrs, x: Tensor) -> Tensor:
 
 def _constant_of_shape(attrs: Attrs, shape: Tensor) -> Tensor:
     value: Tensor = attrs.get("value", torch.zeros(1))
-    return value.to(shape.device).reshape(()).expand(_ints(shape)).clone()
+    return value.to(shape.device).reshape(()).expand(tuple(_ints(shape))).clone()
 
 
 def _cast(attrs: Attrs, x: Tensor) -> Tensor:

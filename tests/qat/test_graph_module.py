@@ -144,6 +144,59 @@ def test_an_operator_without_a_gradient_is_named_before_anything_is_trained():
     assert error.value.where == "y" and "mode: int8" in error.value.hint
 
 
+def test_a_graph_with_branches_is_refused():
+    text = """g (float[n, 3] x, bool which) => (float[n, 3] y) {
+      l = MatMul (x, w)
+      y = If (which) <then_branch = a () => (float[n, 3] p) { p = Relu (l) },
+                      else_branch = b () => (float[n, 3] q) { q = Neg (l) }>
+    }"""
+    with pytest.raises(StageError, match="no gradient for this If") as error:
+        GraphModule(light(text, w=np.ones((3, 3), np.float32)))
+    assert error.value.where == "y"
+
+
+def test_masks_positions_and_all_zero_weights_are_no_biases_and_not_pruned():
+    text = """g (float[n, 3, 4] x) => (float[n, 3, 3] y) {
+      t = Transpose <perm = [0, 2, 1]> (x)
+      scores = MatMul (x, t)
+      masked = Add (scores, mask)
+      l = MatMul (masked, w)
+      m = Add (l, positions)
+      y = Add (m, bias)
+    }"""
+    shapes = {"mask": (3, 3), "w": (3, 3), "positions": (3, 3), "bias": (1, 1, 3)}
+    weights = {name: RNG.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    module = GraphModule(light(text, **{**weights, "w": np.zeros((3, 3), np.float32)}))
+    names = {name.rpartition(".")[2].rpartition("_")[0] for name, _ in module.named_parameters()}
+    assert names == {"w"} and not list(module.masks.buffers())
+
+
+def test_weights_in_constants_are_trained_and_written_back():
+    text = """g (float[n, 2] x) => (float[n, 2] y) {
+      w = Constant <value = float[2, 2] {1, 2, 3, 4}> ()
+      v = Transpose (w)
+      y = MatMul (x, v)
+    }"""
+    model = light(text, unused=np.ones(1, np.float32))
+    module = GraphModule(model)
+    with torch.no_grad():
+        next(module.parameters()).mul_(2)
+    results = OnnxRuntime().open(module.trained(model)).run({"x": np.eye(2, dtype=np.float32)})
+    assert results["y"].tolist() == [[2, 6], [4, 8]]
+
+
+def test_a_batch_of_a_size_that_the_graph_does_not_take_is_told():
+    text = """g (float[4, 3] x) => (float[2, 2, 2] y) {
+      l = MatMul (x, w)
+      shape = Constant <value = int64[3] {2, 2, 2}> ()
+      y = Reshape (l, shape)
+    }"""
+    module = GraphModule(light(text, w=np.ones((3, 2), np.float32)))
+    with pytest.raises(StageError, match=r"Reshape fails in torch on \(5, 2\), \(3,\)") as error:
+        module(torch.ones(5, 3))
+    assert error.value.where == "y"
+
+
 def test_operators_without_a_gradient_are_no_matter_where_none_passes():
     text = """g (float[n, 3] x) => (float[n, 2] y, int64[n, 2] which) {
       y = MatMul (x, w)
