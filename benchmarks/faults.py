@@ -631,7 +631,7 @@ def baked_axis(shop: Workshop, seed: int, rng: np.random.Generator) -> Planted:
     def fits(model: onnx.ModelProto, node: onnx.NodeProto) -> bool:
         return node.output[0] == model.graph.output[0].name
 
-    planted = in_graph(shop, seed, rng, "export", edit, fits, (*PARITY, "module itself, batch=1"))
+    planted = in_graph(shop, seed, rng, "export", edit, fits, (*PARITY, "module itself"))
     return dataclasses.replace(planted, layers=())
 
 

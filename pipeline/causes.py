@@ -111,13 +111,14 @@ def failed_gates(evidence: Evidence) -> Iterator[Cause]:
                 continue
             # "module itself, batch=1" and "module itself, batch=8" are one cause.
             kinds.setdefault(gate.name.split(",")[0], []).append(gate)
-        for gates in kinds.values():
+        for kind, gates in kinds.items():
             first = gates[0]
-            more = f"; {len(gates) - 1} more gates of this kind fail" if len(gates) > 1 else ""
+            place = "" if first.name == kind else f"{first.name.removeprefix(kind + ', ')}: "
+            more = f"; {len(gates) - 1} more fail" if len(gates) > 1 else ""
             yield Cause(
-                name=first.name,
+                name=kind,
                 stage=stage,
-                evidence=f"{first.seen}; expected {first.expected}{more}",
+                evidence=f"{place}{first.seen}; expected {first.expected}{more}",
                 advice=first.hint or f"see: pipe diff {stage}",
                 confidence=0.93,  # a gate measured it; the rules below infer
             )
