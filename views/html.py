@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -112,7 +113,7 @@ def page(
         stages=stages,
         heat_map=heat_map(by_module(own_rows), list(of_run)),
         followed=follow_views(rows, list(of_run), () if own_rows is rows else own_rows),
-        histograms=[row for report in of_run.values() for row in report.tables.get(HISTOGRAMS, ())],
+        histograms=[row for report in of_run.values() for row in _histograms(report)],
         any_merged=any(row.into for row in rows),
         glossary=glossary.view(),
     )
@@ -206,11 +207,22 @@ def _stage(
     }
     if report:
         stage["gates"] = _gates(report.gates)
-        stage["tables"] = [
-            (title, free_table(rows)) for title, rows in report.tables.items() if rows and title != HISTOGRAMS
-        ]
+        tables = dict(report.tables)
+        if _histograms(report):
+            del tables[HISTOGRAMS]
+        stage["tables"] = [(title, free_table(rows)) for title, rows in tables.items() if rows]
         stage["layers"] = records_table(in_network_order(report.records), report.order)
     return stage
+
+
+def _histograms(report: Report) -> Sequence[Mapping[str, Scalar]]:
+    """The histograms of a report; none where another stage gives a table of that name another form."""
+    rows = report.tables.get(HISTOGRAMS, ())
+    for row in rows:
+        ends = row.get("range"), row.get("end")
+        if not all(isinstance(end, float) and math.isfinite(end) for end in ends) or "profile" not in row:
+            return ()
+    return rows
 
 
 def _gates(gates: Sequence[Gate]) -> TableView:

@@ -30,7 +30,7 @@ def headline(reports: Mapping[str, Report]) -> list[Headline]:
         metrics = report.metrics
         figures += [_metric(row) for row in report.tables.get("metrics", ())]
         if "bytes_after" in metrics:
-            figures.append(_size(metrics["bytes_before"], metrics["bytes_after"]))
+            figures.append(_size(metrics.get("bytes_before"), metrics["bytes_after"]))
         if "int8_products" in metrics:
             figures.append(Headline("precision", "int8", f"{metrics['int8_products']} matrix products"))
         for name in HALF:

@@ -19,7 +19,7 @@ from layerline.pipeline.causes import Evidence
 from layerline.pipeline.inputs.untrusted import printable
 from layerline.pipeline.quantize_causes import sensitive_layers
 from layerline.pipeline.records.ledger import Run
-from layerline.pipeline.report import Gate, Report
+from layerline.pipeline.report import HISTOGRAMS, Gate, Report
 from layerline.views.canvas import WIDTHS
 from layerline.views.html import page
 from tests.views.samples import diff, many, run_of, sample_reports
@@ -246,6 +246,13 @@ def test_the_plan_stands_in_the_order_of_the_network() -> None:
         ["net.a", "y (Softmax)", "float: skip"],
         ["net.b", "x", "int8, step 0.5, range by mse: input of Conv"],
     ]
+
+
+@pytest.mark.parametrize("row", [{"value": "a"}, {"profile": "z", "range": math.nan, "end": 1.0}])
+def test_a_table_that_is_only_called_histograms_is_listed(row: dict[str, Any]) -> None:
+    text = render({"s": Report(stage="s", records=(diff("a", "a", db=3.0),), tables={HISTOGRAMS: [row]})})
+    assert f"<summary>{HISTOGRAMS}" in text
+    assert all(grid["histograms"] == [] for grid in Parsed(text).data)
 
 
 def test_a_layer_that_fusing_gave_another_name_has_one_on_the_page() -> None:
