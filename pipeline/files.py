@@ -198,11 +198,7 @@ def entries(folder: Path, pattern: str = "*") -> list[Path]:
 
 
 def own_folder(path: Path, root: Path) -> None:
-    """Makes a folder of the state, somewhere below `root`, which is left as it is.
-
-    What lies in its place and is no folder was put there by nobody of ours, and goes. So does a link: what is written
-    there would land wherever it leads.
-    """
+    """Makes a folder of the state below `root`; a link or file in its place, which is not ours, goes."""
     for folder in reversed([p for p in (path, *path.parents) if p.is_relative_to(root) and p != root]):
         if folder.is_symlink() or (os.path.lexists(folder) and not folder.is_dir()):
             remove(folder)

@@ -44,11 +44,7 @@ class Step:
 
 
 def check_file(root: Path, stage: Stage, name: str) -> None:
-    """Refuses a path of a stage's configuration that is no regular file of the project.
-
-    Raises:
-        ConfigError: names the stage and the file.
-    """
+    """Raises ConfigError on a path of a stage's configuration that is no regular file of the project."""
     if not is_inside(name) or not (root / name).is_file():
         raise ConfigError(f"stage {stage.name} reads {name}, which is not in the project", where="pipe.yaml")
 

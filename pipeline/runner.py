@@ -408,11 +408,7 @@ class Runner:
         )
 
     def _remember(self, run_id: str, results: Sequence[Result]) -> str:
-        """Files the run and returns its id. A run with the same end as the newest is not filed, and has that one's id.
-
-        A stage that ended in an error has no record. Its run is filed nevertheless: else the run before would be taken
-        for the newest.
-        """
+        """Files the run, also one that ended in an error, and returns its id; that of the newest if both end alike."""
         records = tuple(r.record for r in results if r.record)
         errors = {r.name: as_told(r.error) for r in results if r.error and not r.record}
         if not records and not errors:

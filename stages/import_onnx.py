@@ -97,12 +97,7 @@ class ImportOnnx(Stage):
 
     @classmethod
     def look(cls, path: Path, data: Path | None) -> Look:
-        """What belongs to a model, and how samples are cut into feeds for it.
-
-        Raises:
-            StageError: it can't be read or fed, or its external data is elsewhere.
-            ConfigError: the samples do not fit it.
-        """
+        """What belongs to a model, and how samples are cut into feeds for it."""
         from layerline.export.signature import signature
         from layerline.graph.io import onnx_files
         from layerline.graph.io.wellformed import refuse_broken

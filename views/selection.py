@@ -23,14 +23,9 @@ Row = dict[str, Scalar]
 
 
 def of_module(report: Report, pattern: str) -> Report:
-    """The report with only the records of the modules that a pattern matches.
+    """The report with only the records of the modules that a pattern matches; ConfigError where there are none.
 
-    Args:
-        pattern: a module path, which stands for everything below it too, or a glob over module paths (`encoder.*`).
-            A value without a module goes by its name.
-
-    Raises:
-        ConfigError: it matches nothing; names the nearest module.
+    A module path stands for everything below it too; a glob is over module paths, or the name of a value without a module.
     """
     kept = matching(report, pattern)
     if not kept.records:

@@ -63,12 +63,7 @@ def begin(
     data: Path | None = None,
     trust: bool = False,
 ) -> tuple[list[Path], str]:
-    """Writes a project that starts from a template, an ONNX model, or weights; gives its files and the next step.
-
-    Raises:
-        ConfigError: options that don't go together, or what they name can't be used; nothing is overwritten.
-        StageError: a model or checkpoint that can't be read.
-    """
+    """Writes a project that starts from a template, an ONNX model, or weights; gives its files and the next step."""
     if [template, onnx, weights].count(None) < 2:
         raise ConfigError("a project starts from one thing: --template, --from-onnx or --from-checkpoint")
     step = f"cd {shlex.quote(str(folder))} && pipe run all"

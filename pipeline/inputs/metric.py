@@ -35,11 +35,7 @@ def score(metric: Metric, outputs: Any, targets: Any) -> dict[str, float]:
 
 
 def accuracy(outputs: Any, targets: Any) -> dict[str, float]:
-    """The default metric: the share of right classes, the greatest output along the class axis being the answer.
-
-    Raises:
-        TaskError: targets that are no classes or none of the model's, or shapes that leave the class axis open.
-    """
+    """The default metric: the share of right classes, the greatest output along the class axis being the answer."""
     scores = outputs[0] if isinstance(outputs, tuple) else outputs
     hint = "define metric(outputs, targets)"
     if not isinstance(targets, np.ndarray):

@@ -61,11 +61,7 @@ def storable(name: str) -> str:
 
 
 def check_utf8(folder: Path) -> None:
-    """Refuses a folder that other libraries can't open: onnxruntime and TensorRT take paths as UTF-8.
-
-    Raises:
-        ConfigError: its path, links followed, is no UTF-8.
-    """
+    """Raises ConfigError on a folder that is no UTF-8, links followed: onnxruntime and TensorRT could not open it."""
     path = os.path.realpath(folder)
     if storable(path) != path:
         raise ConfigError(
@@ -128,11 +124,7 @@ def integer(text: str, low: int, high: int) -> int:
 
 
 def launched() -> tuple[int, int]:
-    """(rank, number of ranks) of this process as a launcher (torchrun) sets them; (0, 1) without one.
-
-    Raises:
-        ConfigError: RANK or WORLD_SIZE is no number, or the rank is not below their number.
-    """
+    """(rank, ranks) as a launcher (torchrun) sets them, (0, 1) without one; ConfigError where they make no sense."""
     rank = os.environ.get("RANK") or "0"
     size = os.environ.get("WORLD_SIZE") or "1"
     try:
@@ -152,12 +144,7 @@ def is_number(text: str) -> bool:
 
 
 def read_json(path: Path, *, size: int = JSON_BYTES, depth: int = JSON_DEPTH) -> Any:
-    """A JSON document from a file, bounded as by `parse_json`.
-
-    Raises:
-        OSError: it can't be read, or is a pipe or a device.
-        ValueError: it is no JSON, or larger or deeper than that.
-    """
+    """A JSON document from a file, bounded as by `parse_json`; OSError where it is a pipe or a device."""
     return parse_json(read_bytes(path, size), size=size, depth=depth)
 
 
@@ -176,11 +163,7 @@ def read_bytes(path: Path, size: int) -> bytes:
 
 
 def open_file(path: str, flags: int) -> int:
-    """Opens a file, as an `opener` of Python's `open`; a named pipe would wait for a writer, and a device never ends.
-
-    Raises:
-        OSError: it can't be opened, or is no regular file.
-    """
+    """An `opener` of Python's `open` that refuses named pipes, which wait for a writer, and endless devices."""
     descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

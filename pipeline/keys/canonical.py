@@ -29,12 +29,7 @@ def digest(value: Any) -> str:
 
 
 def encode(value: Any) -> bytes:
-    """The canonical encoding of a plain value.
-
-    Raises:
-        TypeError: the value has no canonical form (a function, an open file); names its type.
-        ValueError: an absolute path.
-    """
+    """The canonical encoding; TypeError names the type of a value that has none, ValueError an absolute path."""
     if isinstance(value, Enum):
         return _tagged(b"e", encode(type(value).__name__) + encode(value.value))
     if value is None or isinstance(value, bool | int | float | str | bytes | PurePath):

@@ -75,11 +75,7 @@ class Chosen:
 
 
 def choose(planner: Planner, stage: str, run_id: str | None = None) -> Chosen:
-    """A stage's record: in the run of that id, the newest with the overrides the project was read with, or the newest.
-
-    Raises:
-        PipeError: there is none, or both a run and overrides are given.
-    """
+    """A stage's record: in the run of that id, the newest with the project's overrides, or the newest."""
     project = planner.project
     _one_choice(project, run_id)
     past = None
@@ -136,11 +132,7 @@ def _from_key(planner: Planner, stage: str) -> Record:
 
 
 def artifact(project: Project, stage: str, run_id: str | None = None) -> tuple[Artifact, str]:
-    """A stage's artifact, checked; and why it may not be the wanted one, empty where it is as asked for.
-
-    Raises:
-        PipeError: there is none, or it is damaged or gone.
-    """
+    """A stage's artifact, checked; and why it may not be the wanted one, empty where it is as asked for."""
     planner = open_planner(project)
     again = f"make it again with: pipe run {stage} {as_options(project.sets)}".rstrip()
     record = choose(planner, project.stage(stage).name, run_id).record
@@ -198,11 +190,7 @@ def past(planner: Planner, run: Run) -> Past:
 
 
 def beside_run(planner: Planner, run: Run, others: Sequence[str]) -> list[Past]:
-    """The named runs, or the one before the run; none where its reports can't be read.
-
-    Raises:
-        PipeError: a name is that of no run, or a report of a named run is missing or damaged.
-    """
+    """The named runs, or the one before the run; none where its reports can't be read."""
     if others:
         return [past(planner, planner.ledger.find_run(name)) for name in others]
     before = previous(list(planner.ledger.runs()), run)
