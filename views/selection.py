@@ -25,7 +25,7 @@ Row = dict[str, Scalar]
 def of_module(report: Report, pattern: str) -> Report:
     """The report with only the records of the modules that a pattern matches; ConfigError where there are none.
 
-    A module path stands for everything below it too; a glob is over module paths, or the name of a value without a module.
+    A module path stands for everything below it; a glob is over module paths, or names of values without a module.
     """
     kept = matching(report, pattern)
     if not kept.records:

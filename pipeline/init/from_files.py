@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 from layerline.pipeline import stage_table
 from layerline.pipeline.config import bounded_yaml
 from layerline.pipeline.errors import ConfigError
-from layerline.pipeline.init import generated_files, new_files
+from layerline.pipeline.init import generated_files
 from layerline.pipeline.init.generated_files import Array, Hooks, Section
 from layerline.pipeline.inputs.batches import answers
 from layerline.pipeline.inputs.untrusted import is_file_name, is_importable, is_inside, printable
@@ -87,14 +87,16 @@ def from_template(folder: Path, template: str) -> list[Path]:
     templates = sorted(t.name for t in root.iterdir() if t.is_dir() and t.joinpath("pipe.yaml").is_file())
     if template not in templates:
         raise ConfigError(f"there is no template {template!r}", hint=f"there are: {', '.join(templates)}")
-    new_files.check_folder(folder)
+    generated_files.check_folder(folder)
     texts = {name: root.joinpath(template).joinpath(name).read_text("utf-8") for name in ("pipe.yaml", "task.py")}
     project_name = generated_files.project_name(folder)
     line = f"name: {generated_files.yaml_value(project_name)}"
     config = re.sub(r"^name: \S+", lambda _: line, texts["pipe.yaml"], count=1, flags=re.MULTILINE)
     meant = bounded_yaml.plain(bounded_yaml.parse(texts["pipe.yaml"], "pipe.yaml")) | {"name": project_name}
     generated_files.check_yaml(config, meant, "pipe.yaml")
-    return new_files.write(folder, {Path("pipe.yaml"): config.encode(), Path("task.py"): texts["task.py"].encode()})
+    return generated_files.write(
+        folder, {Path("pipe.yaml"): config.encode(), Path("task.py"): texts["task.py"].encode()}
+    )
 
 
 def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]:
@@ -103,7 +105,7 @@ def from_onnx(folder: Path, model: Path, data: Path | None = None) -> list[Path]
     Args:
         data: an .npz with one array per input, samples along the first axis, and the answers under one of `LABELS`.
     """
-    new_files.check_folder(folder)
+    generated_files.check_folder(folder)
     _check_names(model, data)
     arrays = _arrays(data)
     stage = cast("Looks", stage_table.stage_class("import-onnx"))
@@ -140,7 +142,7 @@ def from_checkpoint(
     """
     from layerline.pipeline.inputs.input_checks import check_checkpoint
 
-    new_files.check_folder(folder)
+    generated_files.check_folder(folder)
     _check_names(weights, data)
     check_checkpoint(_existing(weights))
     arrays = _arrays(data, float32=True)
@@ -306,4 +308,4 @@ def _write(
             raise ConfigError("two files of the project have this name", where=str(name), hint="rename one of them")
     files = {**copies, **samples}
     moves = {name: file for name, file in files.items() if (folder / name).resolve() != file.resolve()}
-    return new_files.write(folder, {**texts, **moves})
+    return generated_files.write(folder, {**texts, **moves})
