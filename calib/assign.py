@@ -44,7 +44,7 @@ def activation(
     observed = (0.0, 0.0)
     if histogram.count:
         observed = (histogram.low, histogram.high)
-    return _value(wanted, scale_of(amax), amax, observed, name)
+    return _value(wanted, scale_of(amax, wanted.dtype), amax, observed, name)
 
 
 def weight(wanted: Wanted, array: npt.NDArray[Any]) -> QuantValue:
@@ -60,7 +60,7 @@ def weight(wanted: Wanted, array: npt.NDArray[Any]) -> QuantValue:
     observed = (0.0, 0.0)
     if array.size:
         observed = (float(array.min()), float(array.max()))
-    return _value(wanted, scale_of(amax), float(amax.max(initial=0.0)), observed, "minmax")
+    return _value(wanted, scale_of(amax, wanted.dtype), float(amax.max(initial=0.0)), observed, "minmax")
 
 
 def _value(

@@ -25,9 +25,11 @@ class Wanted:
 
     Attributes:
         name: the value's name in the float model.
-        role: "activation" (QuantizeLinear and DequantizeLinear) or "weight" (stored int8 and DequantizeLinear).
+        role: "activation" (QuantizeLinear and DequantizeLinear) or "weight" (stored and DequantizeLinear).
         module: module path of the node that reads it first.
+        dtype: the element type, in ONNX's name for it.
         axis: dimension the scales run along; None for one scale.
+        block: elements along the axis that share a scale; 0 for one scale at each position of the axis.
         shared: other values that must have the same scale (inputs and output of a Concat).
         readers: who reads the dequantised value: (first output of the reading node, position among its inputs).
         why: the rules that want it.
@@ -36,7 +38,9 @@ class Wanted:
     name: str
     role: Role
     module: str = ""
+    dtype: str = "int8"
     axis: int | None = None
+    block: int = 0
     shared: tuple[str, ...] = ()
     readers: tuple[tuple[str, int], ...]
     why: str
@@ -44,18 +48,17 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantValue(Wanted):
-    """One value that is quantised: symmetric int8, zero point 0, unless the model brought it along otherwise.
+    """One value that is quantised.
 
     Attributes:
-        dtype: the integer type.
         zero_point: one number, or one for each scale where they differ.
-        scales: float value of one step, one number per channel, or one.
+        scales: float value of one step, one number per channel, or one. Empty for blocks, whose scales follow from the
+            weight.
         amax: greatest |x| that is not clipped, over all channels.
         seen: least and greatest value, of an activation in calibration.
         calibrator: how `amax` was chosen.
     """
 
-    dtype: str = "int8"
     zero_point: int | tuple[int, ...] = 0
     scales: tuple[float, ...]
     amax: float

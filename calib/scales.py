@@ -1,10 +1,8 @@
-"""From a threshold to an int8 scale, and from a weight to its int8 numbers.
+"""From a threshold to a scale, and from a weight to the numbers that are stored.
 
-Everything is symmetric with zero point 0: TensorRT refuses anything else, and 0 (padding, a closed ReLU) stays 0.
-
-Weights are stored in -127..127, so that w and -w stay mirror images and the range has as many steps on both sides.
-Activations are quantised by QuantizeLinear at run time, which saturates int8 at -128..127 in ONNX and in TensorRT
-alike: their scale is threshold / 127 too, and -128 is one step of head room below.
+Weights are symmetric with zero point 0, so that w and -w stay mirror images and 0 stays 0: int8 uses -127..127. So are
+activations, for TensorRT takes nothing else. QuantizeLinear quantises them at run time and saturates int8 at -128..127:
+their scale is threshold / 127 too, and -128 is one step of head room below.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -25,17 +24,28 @@ LEAST_SCALE = 2.0**-24
 ZERO_RANGE_SCALE = 1 / LEVELS
 """For a tensor in which only zeros were seen: any scale represents them; this one leaves room up to 1."""
 
+_DTYPES: dict[str, tuple[float, Any]] = {
+    "int8": (LEVELS, np.int8),
+    "float8e4m3fn": (448.0, ml_dtypes.float8_e4m3fn),
+}
+"""By element type: the number that a threshold is stored as, and numpy's type."""
+
+
+def numpy_dtype(dtype: str) -> Any:
+    """numpy's type for an element type of a plan."""
+    return np.dtype(_DTYPES[dtype][1])
+
 
 @dataclass(frozen=True, eq=False)
-class Int8:
-    """A tensor in int8. The float value is `values * scales`, the scales along `axis` (None: one for all).
+class Stored:
+    """A weight as it is stored. The float value is `values * scales`, the scales along `axis` (None: one for all).
 
     Attributes:
-        values: int8, the shape of the tensor.
+        values: of the stored type, the shape of the weight.
         scales: float32, shape (size of axis,) or ().
     """
 
-    values: npt.NDArray[np.int8]
+    values: npt.NDArray[Any]
     scales: npt.NDArray[np.float32]
     axis: int | None
 
@@ -44,7 +54,7 @@ class Int8:
         return self.values.astype(np.float32) * _along(self.scales, self.axis, self.values.ndim)
 
 
-def scale_of(amax: npt.NDArray[Any] | float) -> npt.NDArray[np.float32]:
+def scale_of(amax: npt.NDArray[Any] | float, dtype: str = "int8") -> npt.NDArray[np.float32]:
     """The scale of each threshold, elementwise: finite, above 0, also after a cast to float16 from below.
 
     Raises:
@@ -53,7 +63,7 @@ def scale_of(amax: npt.NDArray[Any] | float) -> npt.NDArray[np.float32]:
     threshold = np.asarray(amax, np.float64)
     if not (np.isfinite(threshold) & (threshold >= 0)).all():
         raise ValueError(f"thresholds must be finite and not negative, not {amax}")
-    scale = np.maximum(threshold / LEVELS, LEAST_SCALE)
+    scale = np.maximum(threshold / _DTYPES[dtype][0], LEAST_SCALE)
     return np.where(threshold > 0, scale, ZERO_RANGE_SCALE).astype(np.float32)
 
 
@@ -66,10 +76,20 @@ def channel_amax(weight: npt.NDArray[Any], axis: int | None) -> npt.NDArray[np.f
     return amax
 
 
-def quantize(weight: npt.NDArray[Any], scales: npt.NDArray[np.float32], axis: int | None) -> Int8:
-    """Rounds to the nearest step, ties to even as QuantizeLinear does, within -127..127."""
-    steps = np.rint(weight.astype(np.float32) / _along(scales, axis, weight.ndim))
-    return Int8(np.clip(steps, -LEVELS, LEVELS).astype(np.int8), scales, axis)
+def quantize(
+    weight: npt.NDArray[Any], scales: npt.NDArray[np.float32], axis: int | None, dtype: str = "int8"
+) -> Stored:
+    """Rounds to the nearest number of the type, ties to even as QuantizeLinear does; beyond the range it saturates."""
+    steps = weight.astype(np.float32) / _along(scales, axis, weight.ndim)
+    return Stored(_rounded(steps, dtype), scales, axis)
+
+
+def _rounded(steps: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
+    top, kind = _DTYPES[dtype]
+    # A cast to a float type rounds ties to even as well.
+    if "int" in dtype:
+        steps = np.rint(steps)
+    return np.clip(steps, -top, top).astype(kind)
 
 
 def _along(scales: npt.NDArray[np.float32], axis: int | None, rank: int) -> npt.NDArray[np.float32]:

@@ -1,9 +1,9 @@
-"""Finds the cheapest formats of layers that keep a budget: int8 where it holds, half precision or float32 elsewhere.
+"""Finds the cheapest formats of layers that keep a budget: quantised where it holds, half or float32 elsewhere.
 
-1. Everything int8, at first as it is and then with repairs (`repair_steps`). If the budget holds, that is the result.
-2. The layers are ranked by the error that each alone adds to the outputs (`output_effects`), per byte that int8 saves.
+1. Everything quantised, as it is and then with repairs (`repair_steps`). If the budget holds, that is the result.
+2. The layers are ranked by the error that each alone adds to the outputs (`output_effects`), per byte that it saves.
 3. Bisection over the ranking: how many of its first layers have to stay float.
-4. Back to int8 in groups, those that save most first, as long as the budget holds.
+4. Quantised again in groups, those that save most first, as long as the budget holds.
 5. What stays float becomes half precision, if that is cheaper and the budget still holds: all of it, else in groups.
 
 Every assignment that counts was evaluated on the budget itself. The ranking only says what is tried first.
@@ -28,15 +28,15 @@ from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization.convert import Converted
 from layerline.graph.quantization.cost_model import CostModel
 from layerline.graph.quantization.naming import first_output, matching, module_of
-from layerline.graph.quantization.qdq_placement import OPS
+from layerline.graph.quantization.targets import FORMATS, OPS
 from layerline.parity.repair_steps import Repaired
 from layerline.parity.search_judge import Judge, Verdict
 from layerline.pipeline.report import Gate, Report, Scalar, decibels
 
 MOST_EVALUATIONS = 40
-"""No further group of layers is tried back in int8 after so many."""
+"""No further group of layers is tried again after so many."""
 LEAST_SAVING = 0.01
-"""Part of its own bytes that int8 saves at least for a layer's rank: layers that save nothing come first."""
+"""Part of its own bytes that a format saves at least for a layer's rank: layers that save nothing come first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Outcome:
 
     Attributes:
         converted: the model.
-        formats: format of each layer that was int8 at first.
+        formats: format of each layer that was quantised at first.
         rows: the table: one row a layer.
         evaluations: how many assignments were evaluated on the budget.
         saved: part of the float model's bytes that the assignment saves, from 0 to 1.
@@ -107,7 +107,7 @@ class Search:
     """One search.
 
     Attributes:
-        start: the model in which every layer is int8, what it was made from, and its verdict.
+        start: the model in which every layer is quantised, what it was made from, and its verdict.
         make: the model in which these layers stay float, and those of the second argument are half precision.
         judge: evaluates a model on the budget.
         float_format: what stays float: "fp32", or a half type.
@@ -132,8 +132,9 @@ class Search:
         self._best = self.start.verdict, kept, self.start.converted
 
     def run(self) -> Outcome:
-        """Searches; the outcome has a failed gate where even one layer in int8 is too much."""
-        self._layers = self.calibrated.layers()
+        """Searches; the outcome has a failed gate where even one quantised layer is too much."""
+        self._quantized = self.calibrated.layers()
+        self._layers = list(self._quantized)
         self._measure(self.start.converted)
         self._savings = {layer: self._saving(layer) for layer in self._layers}
         kept: frozenset[str] = frozenset()
@@ -142,13 +143,13 @@ class Search:
             count = self._fewest(ranked)
             if count is None:
                 return self._impossible()
-            kept = self._back_to_int8(frozenset(ranked[:count]))
+            kept = self._quantized_again(frozenset(ranked[:count]))
         return self._outcome(kept, self._best[2])
 
-    def _measure(self, everything_int8: Converted) -> None:
+    def _measure(self, quantized: Converted) -> None:
         """Measures each layer's own error and its effect at the outputs, and the size of every value."""
         feeds = self.calibrated.feeds
-        values = distances(everything_int8.reference, everything_int8.measured, feeds)
+        values = distances(quantized.reference, quantized.measured, feeds)
         elements = {name: whole.count for name, (whole, _) in values.items()}
         for feed in feeds:
             for name, array in feed.items():
@@ -157,7 +158,7 @@ class Search:
         noise = {name: own.ee / own.aa for name, (_, own) in values.items() if own.aa}
         self._own = {layer: noise[layer] for layer in self._layers if layer in noise}
         worst_first = sorted(self._own, key=lambda layer: -self._own[layer])
-        self._effects = effects(everything_int8.reference, everything_int8.measured, feeds, worst_first)
+        self._effects = effects(quantized.reference, quantized.measured, feeds, worst_first)
 
     def _holds(self, kept: frozenset[str]) -> bool:
         """Whether the budget holds if these layers stay float; evaluated once for each set."""
@@ -177,10 +178,13 @@ class Search:
         return verdict
 
     def _saving(self, layer: str) -> float:
-        """Bytes that the layer's int8 saves where all others are int8."""
-        all_int8 = dict.fromkeys(self._layers, "int8")
-        one_float = self._costs.cost({**all_int8, layer: self.float_format}, self.float_format)
-        return one_float - self._costs.cost(all_int8, self.float_format)
+        """Bytes that the layer's format saves where all others are quantised."""
+        one_float = self._costs.cost({**self._quantized, layer: self.float_format}, self.float_format)
+        return one_float - self._costs.cost(self._quantized, self.float_format)
+
+    def _names(self) -> str:
+        """The formats of the layers where all are quantised."""
+        return " or ".join(dict.fromkeys(self._quantized.values()))
 
     def _ranked(self) -> list[str]:
         """The layers, those first that add most error for what they save."""
@@ -193,7 +197,7 @@ class Search:
         return sorted(self._layers, key=lambda layer: -scores[layer])
 
     def _fewest(self, ranked: Sequence[str]) -> int | None:
-        """How many of the first layers have to stay float; None if the budget fails with one layer left in int8.
+        """How many of the first layers have to stay float; None if the budget fails with one layer left quantised.
 
         Doubles the number until the budget holds, then halves the interval.
         """
@@ -212,8 +216,8 @@ class Search:
                 failing = middle
         return holding
 
-    def _back_to_int8(self, kept: frozenset[str]) -> frozenset[str]:
-        """Tries layers in int8 again, in groups that are halved where the budget fails."""
+    def _quantized_again(self, kept: frozenset[str]) -> frozenset[str]:
+        """Tries to quantise layers again, in groups that are halved where the budget fails."""
         groups = [sorted(kept, key=lambda layer: (-self._savings[layer], layer))]
         while groups and self._evaluations < MOST_EVALUATIONS:
             group = groups.pop(0)
@@ -223,7 +227,7 @@ class Search:
                 middle = len(group) // 2
                 groups = [group[:middle], group[middle:], *groups]
             else:
-                self._reasons[group[0]] = f"in int8 the budget fails: {self._verdicts[kept - frozenset(group)].seen}"
+                self._reasons[group[0]] = self._failing(group[0], self._verdicts[kept - frozenset(group)])
         return kept
 
     def _outcome(self, kept: frozenset[str], converted: Converted) -> Outcome:
@@ -250,14 +254,14 @@ class Search:
         return self._told(converted, formats, ())
 
     def _formats(self, kept: frozenset[str]) -> dict[str, str]:
-        return {layer: self.float_format if layer in kept else "int8" for layer in self._layers}
+        return {**self._quantized, **dict.fromkeys(kept, self.float_format)}
 
     def _impossible(self) -> Outcome:
         verdict, kept, converted = self._best
         count = len(self._layers) - len(kept)
-        reached = f"the best reached is {verdict.seen}, with {count} of {len(self._layers)} layers in int8"
+        reached = f"the best reached is {verdict.seen}, with {count} of {len(self._layers)} layers in {self._names()}"
         hint = "allow more with quantize.max_drop or min_db, or use mode: fp16"
-        gate = Gate("search", False, reached, "the budget kept with at least one layer in int8", hint)
+        gate = Gate("search", False, reached, f"the budget kept with at least one layer in {self._names()}", hint)
         return self._told(converted, self._formats(kept), (gate,))
 
     def _told(self, converted: Converted, formats: Mapping[str, str], gates: tuple[Gate, ...]) -> Outcome:
@@ -297,9 +301,13 @@ class Search:
     def _why(self, layer: str, chosen: str, *, failed: bool) -> str:
         if failed:
             return "of the assignment that came nearest to the budget"
-        if chosen == "int8":
-            return "the budget holds with it in int8"
-        return self._reasons.get(layer, f"not tried in int8 again after {self._evaluations} evaluations")
+        quantized = self._quantized[layer]
+        if chosen == quantized:
+            return f"the budget holds with it in {quantized}"
+        return self._reasons.get(layer, f"not tried in {quantized} again after {self._evaluations} evaluations")
+
+    def _failing(self, layer: str, verdict: Verdict) -> str:
+        return f"in {self._quantized[layer]} the budget fails: {verdict.seen}"
 
 
 def fragment(model: Light, layers: Mapping[str, str], formats: Mapping[str, str]) -> dict[str, str]:
@@ -314,8 +322,9 @@ def fragment(model: Light, layers: Mapping[str, str], formats: Mapping[str, str]
     quantizable = [node for node in graph.graph if node.op_type in OPS]
     patterns = dict(layers)
     for node in quantizable:
-        chosen = formats.get(first_output(node), "int8")
-        if chosen != "int8":
+        chosen = formats.get(first_output(node), "")
+        # What is quantised has its format by the mode, or by a pattern that pipe.yaml has already.
+        if chosen and chosen not in FORMATS:
             patterns[_pattern(graph, node, quantizable)] = chosen
     return patterns
 

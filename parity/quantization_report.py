@@ -20,6 +20,7 @@ from layerline.graph.quantization import qdq
 from layerline.graph.quantization.calibration_data import CalibrationData
 from layerline.graph.quantization.convert import Converted
 from layerline.graph.quantization.qdq_placement import products
+from layerline.graph.quantization.targets import FORMATS, OF_TYPE
 from layerline.parity import default_session, output_sqnr
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import (
@@ -47,7 +48,7 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
         stage: name of the stage.
         converted: the float and the converted model.
         probes: inputs to compare on.
-        mode: "int8", "fp16", "bf16" or "none".
+        mode: of quantize.
     """
     if mode == "none":
         return Report(stage=stage, notes=("mode none: the model is passed on as it is",))
@@ -92,6 +93,12 @@ def with_default_session(
         path: the artifact's ONNX file.
         samples: of the task's data, beside the probes.
     """
+    if any(value.dtype == "float8e4m3fn" for value in converted.plan.values):
+        note = (
+            "a default onnxruntime session is not tried: its optimisations make kernels of fp8 that do not exist, "
+            "or drop a Relu; with graph_optimization_level = ORT_ENABLE_BASIC it computes what is reported here"
+        )
+        return dataclasses.replace(report, notes=(*report.notes, note))
     outputs = {o.name for o in converted.model.model.graph.output}
     # Kernels that compute in int8 round differently in places, which moves an output no further than quantisation did.
     allowed = {r.name: max(0.01, 2 * (r.rel_l2 or 0.0)) for r in report.records if r.name in outputs}
@@ -177,9 +184,11 @@ def with_outputs(
 def _counts(converted: Converted, mode: str) -> dict[str, Scalar]:
     """How many nodes and values were converted, and to what."""
     counts: dict[str, Scalar] = {}
-    if mode == "int8":
-        quantized, total = _product_counts(converted)
-        counts["int8_products"] = f"{quantized} of {total}"
+    if mode in FORMATS:
+        formats = _product_formats(converted)
+        total = len(products(converted.reference))
+        for name in (mode, *sorted(set(formats.values()) - {mode})):
+            counts[f"{name}_products"] = f"{list(formats.values()).count(name)} of {total}"
         for role in ("activation", "weight"):
             counts[f"quantized_{role}s"] = sum(value.role == role for value in converted.plan.values)
     for half_type, nodes in converted.halved.items():
@@ -187,21 +196,21 @@ def _counts(converted: Converted, mode: str) -> dict[str, Scalar]:
     return counts
 
 
-def _product_counts(converted: Converted) -> tuple[int, int]:
-    """How many matrix products compute in int8, and how many there are."""
-    readers = set[str]()
+def _product_formats(converted: Converted) -> dict[str, str]:
+    """The format of each matrix product that is quantised, by its first output."""
+    formats: dict[str, str] = {}
     for value in converted.plan.values:
-        readers.update(reader for reader, _ in value.readers)
-    names = products(converted.reference)
-    return sum(name in readers for name in names), len(names)
+        for reader, _ in value.readers:
+            formats[reader] = OF_TYPE.get(value.dtype, value.dtype)
+    return {name: formats[name] for name in products(converted.reference) if name in formats}
 
 
 def _conversion_gate(converted: Converted, mode: str) -> tuple[Gate, ...]:
     """Fails where nothing was converted although the model has matrix products."""
-    quantized, total = _product_counts(converted)
-    if mode == "int8":
+    quantized, total = len(_product_formats(converted)), len(products(converted.reference))
+    if mode in FORMATS:
         count = quantized
-        name, expected = "quantisation", "at least one in int8"
+        name, expected = "quantisation", f"at least one in {mode}"
         summary = f"{quantized} of {total} matrix products are quantised"
     else:
         count = converted.halved[mode]
@@ -215,20 +224,24 @@ def _conversion_gate(converted: Converted, mode: str) -> tuple[Gate, ...]:
     return (Gate(name, False, summary, expected, f"{hint}; mode: none passes the model on as it is"),)
 
 
-def _quantized_rows(converted: Converted, losses: Mapping[str, qdq.WeightLoss]) -> dict[str, Row]:
-    """One row a quantised value; `clipped` is the share of an activation's elements beyond its range.
+def _quantized_rows(
+    converted: Converted, losses: Mapping[tuple[str, str], qdq.WeightLoss]
+) -> dict[tuple[str, str], Row]:
+    """One row a quantised value, by its name and type.
 
-    `range_used` is the greatest |x| that calibration saw, in units of the range's end.
+    `clipped` is the share of an activation's elements beyond its range; `range_used` is the greatest |x| that
+    calibration saw, in units of the range's end.
     """
-    rows: dict[str, Row] = {}
+    rows: dict[tuple[str, str], Row] = {}
     for value in converted.plan.values:
         histogram = None
         if converted.ranges is not None:
             histogram = converted.ranges.histograms.get(value.name)
-        loss = losses.get(value.name)
-        rows[value.name] = {
+        loss = losses.get((value.name, value.dtype))
+        rows[value.name, value.dtype] = {
             "value": value.name,
             "role": value.role,
+            "type": value.dtype,
             "module": value.module,
             "axis": value.axis,
             "least_scale": min(value.scales),
@@ -285,15 +298,16 @@ def with_samples(report: Report, converted: Converted, feeds: Sequence[Feed]) ->
             rounded, count = qdq.rounded(arrays[name], value)
             losses[name] += diff_arrays(arrays[name], rounded)
             beyond[name] += count
-    rows: dict[str, Row] = {}
+    rows: dict[tuple[str, str], Row] = {}
     for row in report.tables.get("quantized", ()):
-        name = str(row["value"])
-        rows[name] = dict(row)
-        if name in losses and losses[name].count:
-            rows[name] |= {"sqnr_db": losses[name].sqnr_db, "clipped_there": beyond[name] / losses[name].count}
+        name, dtype = str(row["value"]), str(row["type"])
+        added: Row = {}
+        if name in losses and losses[name].count and dtype == values[name].dtype:
+            added = {"sqnr_db": losses[name].sqnr_db, "clipped_there": beyond[name] / losses[name].count}
+        rows[name, dtype] = {**row, **added}
     noise: dict[str, float] = {}
     for value in converted.plan.values:
-        db = rows[value.name]["sqnr_db"]
+        db = rows[value.name, value.dtype]["sqnr_db"]
         for reader, _ in value.readers:
             noise[reader] = noise.get(reader, 0.0) + (10 ** (-db / 10) if isinstance(db, float) else math.inf)
     records = []
@@ -306,14 +320,15 @@ def with_samples(report: Report, converted: Converted, feeds: Sequence[Feed]) ->
     return dataclasses.replace(report, records=tuple(records), tables=tables)
 
 
-def _with_columns(record: LayerDiff, rows: Mapping[str, Row], converted: Converted) -> LayerDiff:
+def _with_columns(record: LayerDiff, rows: Mapping[tuple[str, str], Row], converted: Converted) -> LayerDiff:
     """Adds the clipped share of the value and the SQNR of the layer's weights."""
     extra: Row = dict(record.extra)
-    if record.name in rows:
-        extra[CLIPPED] = rows[record.name]["clipped"]
     for value in converted.plan.values:
+        row = rows[value.name, value.dtype]
+        if value.name == record.name:
+            extra[CLIPPED] = row["clipped"]
         if value.role == "weight" and any(reader == record.name for reader, _ in value.readers):
-            extra[WEIGHT] = rows[value.name]["sqnr_db"]
+            extra[WEIGHT] = row["sqnr_db"]
     return dataclasses.replace(record, extra=extra)
 
 

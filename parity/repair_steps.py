@@ -63,7 +63,7 @@ def run(
     outputs = measured_plan.Judge(calibrated.model, calibrated.feeds)
     finished, converted = finish(calibrated)
     verdict = judge(converted)
-    said(f"all layers in int8: {verdict.seen}")
+    said(f"all layers quantised: {verdict.seen}")
     before = outputs.least_db(converted.measured)
     evaluations = 1
     rows: list[Mapping[str, Scalar]] = []

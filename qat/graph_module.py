@@ -26,7 +26,7 @@ from layerline.calib.plan import QuantPlan, QuantValue
 from layerline.graph.analysis.ir_queries import subgraphs
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.quantization.naming import first_output
-from layerline.graph.quantization.qdq_placement import WEIGHTED
+from layerline.graph.quantization.targets import WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
 from layerline.pipeline.errors import StageError, brief, ran_out_of_memory
 from layerline.qat.fake_quant import FakeQuant

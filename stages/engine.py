@@ -94,6 +94,13 @@ class Engine(Stage):
             signature = look.need("signature")
             if self.profiles:  # the default profile depends on sizes that only the stages before find out
                 look.ok("engine.profiles", f"{len(self._resolved(signature))} of sizes that the model takes")
+        with look.item("engine.targets"):
+            from layerline.graph.quantization.targets import FORMATS, lacking
+
+            for name in look.need("formats"):
+                reason = lacking(self.targets, FORMATS[name].weight)
+                if reason:
+                    raise ConfigError(reason, where="engine.targets", hint=f"quantize uses {name}; change one of both")
         with look.item("engine.runtime"):
             backend, why = self._choose(())
             look.ok("engine.runtime", f"{backend.name}: {why}")
@@ -111,7 +118,7 @@ class Engine(Stage):
         model, signature = onnx_files.load(path), Signature.load(folder)
         _check_signature(model, signature)
         profiles = self._resolved(signature)
-        narrowed = checks.examine(model)
+        narrowed = checks.examine(model, self.targets)
         backend, why = self._choose(profiles)
         work.log.say(f"building with {backend.name}: {why}")
         onnx_names = build_record.names(model)

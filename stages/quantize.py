@@ -1,4 +1,4 @@
-"""quantize: converts the fused model to int8, fp16 or bf16, and reports the reasons and the loss of each layer."""
+"""quantize: converts the fused model to a smaller format, and reports the reasons and the loss of each layer."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from layerline.parity.format_search import Make
     from layerline.parity.output_sqnr import Bounds
 
+FORMATS = ("int8", "fp8")
+"""The modes that quantise: the formats of graph/quantization/targets.py."""
 COPIED = ("signature.json", "probes.safetensors")
 SEARCH_DROP, SEARCH_DB = "0.5%", 25.0
 """The budget of a search where pipe.yaml sets none."""
@@ -39,27 +41,28 @@ class Quantize(Stage):
     """Quantisation after TensorRT's rules, with or without training, or a conversion to half precision.
 
     A model that brings its own Q/DQ, from training with fake quantisation or from another tool, goes through mode int8
-    as it is: its scales are kept, nothing else is quantised, and no sample is calibrated.
+    or fp8 as it is: its scales are kept, nothing else is quantised, and no sample is calibrated.
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 8
+    version: ClassVar[int] = 9
     takes: ClassVar[Mapping[str, str]] = {"model": "fused"}
     gives: ClassVar[str] = "quantized"
     uses: ClassVar[tuple[str, ...]] = (*CALIBRATION_HOOKS, "metric")
     first_of: ClassVar[tuple[tuple[str, ...], ...]] = (CALIBRATION_HOOKS, ("eval_data",))
     env: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir", "onnxruntime")
 
-    mode: Literal["int8", "qat", "fp16", "bf16", "none"] = "int8"
-    """int8: Q/DQ around layers with weights. qat: the same, with weights and scales trained under fake quantisation.
-    fp16, bf16: half precision wherever it is safe. none: passed on as is."""
+    mode: Literal["int8", "fp8", "qat", "fp16", "bf16", "none"] = "int8"
+    """int8: Q/DQ around layers with weights. fp8: the same in float8 e4m3, for compute capability 8.9 and later. qat:
+    int8, with weights and scales trained under fake quantisation. fp16, bf16: half precision wherever it is safe. none:
+    passed on as is."""
     rest: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """In modes int8 and qat, the type of what stays float: TensorRT runs it as it is written."""
+    """In modes that quantise, the type of what stays float: TensorRT runs it as it is written."""
     calibrator: Literal["auto", "entropy", "percentile", "minmax", "mse"] = "auto"
     """How the clipping threshold is chosen. auto tries the four others on a few samples and takes, for each value, the
     one with the smallest error at the layers that read it; a layer that keeps less than 10 dB with each of them stays
     float. Where the outputs keep clearly more with one calibrator for all values, that one is taken. Softmax, Sigmoid
-    and Clip have known bounds and use these."""
+    and Clip have known bounds and use these. fp8 takes the greatest value, or the percentile where that is set."""
     percentile: float = Field(default=99.99, gt=0, le=100)
     """For calibrator percentile: per cent of the non-zero values that stay inside the range."""
     samples: PositiveInt = 512
@@ -71,23 +74,23 @@ class Quantize(Stage):
     per_channel: bool = True
     """One scale for each output channel of a weight."""
     bias_correction: bool = False
-    """In mode int8, take what quantisation adds to a channel on average off the bias of its layer; the report says what
-    the outputs gain."""
+    """In mode int8 or fp8, take what quantisation adds to a channel on average off the bias of its layer; the report
+    says what the outputs gain."""
     repairs: tuple[Literal["equalize", "smooth", "adaround"], ...] = ()
-    """In modes int8 and qat, what is tried before any training to lose less; each stays where the outputs gain by it.
-    equalize: channels that share a scale are evened out between layers with at most a Relu in between, exactly in
-    float. smooth: the same behind normalisations (SmoothQuant). adaround: ranges of weights, and whether each is
-    rounded up or down, by the error of their layer's output."""
+    """In modes that quantise, what is tried before any training to lose less, for int8 layers; each stays where the
+    outputs gain by it. equalize: channels that share a scale are evened out between layers with at most a Relu in
+    between, exactly in float. smooth: the same behind normalisations (SmoothQuant). adaround: ranges of weights, and
+    whether each is rounded up or down, by the error of their layer's output."""
     attention: bool = False
     """Also quantise matrix products of two activations."""
     ops: tuple[str, ...] | None = None
     """Operators to quantise; all that have a rule when left out."""
     skip: tuple[str, ...] = ()
     """What stays float32: value or node names, module paths with everything below them, or globs."""
-    layers: dict[str, Literal["int8", "fp16", "bf16", "fp32", "skip"]] = Field(default_factory=dict)
+    layers: dict[str, Literal["int8", "fp8", "fp16", "bf16", "fp32", "skip"]] = Field(default_factory=dict)
     """The format of single layers, by the name of a module with everything below it, of a value that the layer
-    computes, of its weight or of its node, or by a glob: `{"encoder.*.fc2": fp16, head: skip}`. skip is fp32; int8 also
-    holds where skip or auto would keep the layer float. Of several patterns the last decides."""
+    computes, of its weight or of its node, or by a glob: `{"encoder.*.fc2": fp16, head: skip}`. skip is fp32; int8 and
+    fp8 also hold where skip or auto would keep the layer float. Of several patterns the last decides."""
     max_drop: MaxDrop | None = None
     """Greatest loss of any metric that passes, in the metric's own units; `0.5%` is that part of the float model's
     value. Or by metric: `{accuracy: 0.5%, mse: {rise: 5%}}`, and the others are only shown. Judged by the point
@@ -98,9 +101,9 @@ class Quantize(Stage):
     min_cosine: float | None = Field(default=None, ge=-1, le=1)
     """Least cosine between an output and the float model's, where no metric was measured."""
     search: bool = False
-    """In mode int8, find the cheapest formats that keep max_drop (0.5% of each metric, if it is not set), or min_db
-    without a metric: layers that the budget needs stay float, in fp16 where that holds too and `rest` is not set. Tries
-    bias_correction and repairs before (all of them, if repairs is not set). `pipe tune` sets it."""
+    """In mode int8 or fp8, find the cheapest formats that keep max_drop (0.5% of each metric, if it is not set), or
+    min_db without a metric: layers that the budget needs stay float, in fp16 where that holds too and `rest` is not
+    set. Tries bias_correction and repairs before (all of them, if repairs is not set). `pipe tune` sets it."""
 
     qat: QatOptions | None = None
     """For mode qat, how it trains."""
@@ -122,8 +125,8 @@ class Quantize(Stage):
     @field_validator("search")
     @classmethod
     def _check_search(cls, search: bool, info: ValidationInfo) -> bool:
-        if search and info.data.get("mode", "int8") != "int8":
-            raise ValueError("expected mode: int8 with it")
+        if search and info.data.get("mode", "int8") not in FORMATS:
+            raise ValueError(f"expected mode: {' or '.join(FORMATS)} with it")
         return search
 
     @field_validator("skip")
@@ -137,10 +140,13 @@ class Quantize(Stage):
     def _check_layers(cls, layers: dict[str, str], info: ValidationInfo) -> dict[str, str]:
         """Refuses formats that the mode does not have, and two half types in one model."""
         mode, rest = info.data.get("mode", "int8"), info.data.get("rest", "fp32")
-        allowed = {"int8": {"int8", "fp16", "bf16", "fp32", "skip"}, "none": set[str]()}
-        allowed["qat"] = allowed["int8"]
+        allowed = {"int8", "fp16", "bf16", "fp32", "skip"}
+        if mode in FORMATS:
+            allowed |= set(FORMATS)
+        elif mode != "qat":
+            allowed = {mode, "fp32", "skip"}
         for pattern, wanted in layers.items():
-            if wanted not in allowed.get(mode, {mode, "fp32", "skip"}):
+            if mode == "none" or wanted not in allowed:
                 raise ValueError(f"expected a format that mode {mode} has for {pattern}")
         half_types = {wanted for wanted in (*layers.values(), rest) if wanted in ("fp16", "bf16")}
         if len(half_types) > 1:
@@ -174,6 +180,7 @@ class Quantize(Stage):
             data_check.look_at_metric(look, inputs, look.need("run"), self.max_drop)
         if self.mode == "qat":
             self._check_training(look)
+        look.shared["formats"] = [name for name in FORMATS if name in (self._format, *self.layers.values())]
         with look.item("quantize.skip"):
             look.names_something(self.skip, "quantize.skip")
         with look.item("quantize.layers"):
@@ -183,15 +190,21 @@ class Quantize(Stage):
                 self._check_ops(self.ops, look)
 
     def _check_ops(self, ops: tuple[str, ...], look: Inspection) -> None:
-        from layerline.graph.quantization import qdq_placement
+        from layerline.graph.quantization.qdq_placement import check_ops
+        from layerline.graph.quantization.targets import OPS
 
-        qdq_placement.check_ops(ops)
+        check_ops(ops)
         look.ok("quantize.ops", ", ".join(ops))
         present = look.need("ops")
-        if self.mode == "int8" and not set(ops) & present:
-            quantizable = ", ".join(sorted(present & set(qdq_placement.OPS))) or "none with a rule"
-            absent = f"none of {', '.join(ops)} is in the model, so nothing would be int8"
+        if self._format in FORMATS and not set(ops) & present:
+            quantizable = ", ".join(sorted(present & set(OPS))) or "none with a rule"
+            absent = f"none of {', '.join(ops)} is in the model, so nothing would be {self._format}"
             look.warn("quantize.ops", absent, f"the model has {quantizable}")
+
+    @property
+    def _format(self) -> str:
+        """The mode, or the format that it trains."""
+        return "int8" if self.mode == "qat" else self.mode
 
     def _check_training(self, look: Inspection) -> None:
         from layerline.qat import training
@@ -225,8 +238,7 @@ class Quantize(Stage):
         for name in COPIED:
             shutil.copyfile(folder / name, work.out / name)
         _write_plan(work.out, converted)
-        mode = "int8" if self.mode == "qat" else self.mode
-        report = quantization_report.layer_report(self.name, converted, probes, mode=mode)
+        report = quantization_report.layer_report(self.name, converted, probes, mode=self._format)
         # Without a metric a search judges the outputs: there its own budget for metrics means nothing.
         measured = evaluation.measure(converted)
         max_drop = self.max_drop if measured is None else self._max_drop()
@@ -262,7 +274,7 @@ class Quantize(Stage):
         if self.mode == "none":
             return unchanged, _as_it_is
         formats = layer_formats.resolve(model, self.layers)
-        if self.mode not in ("int8", "qat"):
+        if self._format not in FORMATS:
             greatest = convert.greatest_values(model, data, probes)
             return convert.to_half(unchanged, greatest, self.mode, skip=self.skip, single=formats.single), _as_it_is
         if self.mode == "qat":
@@ -323,7 +335,7 @@ class Quantize(Stage):
     def _finished(
         self, calibrated: Calibrated, formats: LayerFormats, data: CalibrationData, probes: list[Feed]
     ) -> tuple[Calibrated, Converted]:
-        """With its biases corrected, where that is wanted, and the model with all of it in int8."""
+        """With its biases corrected, where that is wanted, and the model with all of it quantised."""
         if self.bias_correction or self.search:
             calibrated = calibrated.corrected()
         return calibrated, self._maker(calibrated, formats, data, probes)((), ())
@@ -354,15 +366,18 @@ class Quantize(Stage):
         return after, result.added_to
 
     def _rules(self, formats: LayerFormats) -> Rules:
-        from layerline.graph.quantization import qdq_placement
+        from layerline.graph.quantization.qdq_placement import Rules
+        from layerline.graph.quantization.targets import OPS
 
-        return qdq_placement.Rules(
-            ops=qdq_placement.OPS if self.ops is None else self.ops,
+        return Rules(
+            format=self._format,
+            formats=formats.quantized,
+            ops=OPS if self.ops is None else self.ops,
             skip=self.skip,
             per_channel=self.per_channel,
             attention=self.attention,
             keep=formats.kept,
-            forced=formats.forced,
+            forced=formats.quantized,
         )
 
     def _maker(self, calibrated: Calibrated, formats: LayerFormats, data: CalibrationData, probes: list[Feed]) -> Make:
@@ -372,7 +387,7 @@ class Quantize(Stage):
         greatest = functools.cache(lambda: convert.greatest_values(calibrated.model, data, probes))
 
         def make(kept: Collection[str], half: Collection[str]) -> Converted:
-            converted = calibrated.converted(dict.fromkeys(kept, "search: in int8 the budget fails"))
+            converted = calibrated.converted(dict.fromkeys(kept, f"search: in {self._format} the budget fails"))
             if self.rest != "fp32":
                 return convert.to_half(converted, greatest(), self.rest, skip=self.skip, single=formats.single)
             in_half = {*formats.half, *half}

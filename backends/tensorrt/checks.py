@@ -7,7 +7,7 @@ reports without a name, or prints to the terminal.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -25,6 +25,7 @@ from layerline.graph.analysis.refusals import (
 )
 from layerline.graph.analysis.shape_inference import Symbols
 from layerline.graph.analysis.symbolic_sizes import sizes
+from layerline.graph.quantization.targets import lacking
 from layerline.pipeline.errors import StageError
 
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
@@ -32,8 +33,12 @@ _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 _NAMELESS = re.compile(r"#|\b(unk|num)__\d+\b")
 
 
-def examine(model: onnx.ModelProto) -> tuple[str, ...]:
+def examine(model: onnx.ModelProto, targets: Sequence[str] = ()) -> tuple[str, ...]:
     """Refuses a model that TensorRT can't build.
+
+    Args:
+        model: the model.
+        targets: compute capabilities that it is built for, such as "8.9".
 
     Returns:
         Names of the float64 values. The engine takes, computes and returns them in float32.
@@ -42,7 +47,7 @@ def examine(model: onnx.ModelProto) -> tuple[str, ...]:
         StageError: about the first refusal; says how many more there are and where.
     """
     graph = inferred(model)
-    refused = _refusals(graph)
+    refused = (*_refusals(graph), *_unsupported(graph, targets))
     if refused:
         first = refused[0]
         what = f"TensorRT can't build this: {first.what}"
@@ -81,6 +86,18 @@ def _refusals(graph: ir.Graph) -> tuple[Refusal, ...]:
     for refusal in reversed(refused):
         distinct[refusal.tensor, refusal.what] = refusal
     return tuple(reversed(distinct.values()))
+
+
+def _unsupported(graph: ir.Graph, targets: Sequence[str]) -> Iterator[Refusal]:
+    """Types that a compute capability lacks: the builder refuses them without naming a tensor."""
+    for site in sites(graph):
+        for value in site.node.inputs:
+            if value is None or value.dtype is None:
+                continue
+            reason = lacking(targets, value.dtype.name.lower())
+            if reason:
+                yield site.refuse(value, reason, "change engine.targets, or the format in quantize")
+                return
 
 
 def _readable(value: ir.Value | None) -> bool:

@@ -1,4 +1,4 @@
-"""Converts a float model to int8, fp16 or bf16: calibration, the plan, and the model that carries it out."""
+"""Converts a float model to a smaller format: calibration, the plan, and the model that carries it out."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from layerline.graph.quantization import (
     rounding,
 )
 from layerline.graph.quantization.calibration_data import CalibrationData
+from layerline.graph.quantization.targets import OF_TYPE, OPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +70,12 @@ def unchanged(model: Light) -> Converted:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrated:
-    """A calibrated float model, from which int8 models are made that keep some layers float.
+    """A calibrated float model, from which quantised models are made that keep some layers float.
 
     Attributes:
         model: the float model, at an opset that has Q/DQ.
         rules: with the layers that stay float in any case.
-        plan: of the model in which all other layers are int8.
+        plan: of the model in which all other layers are quantised.
         ranges: what calibration collected.
         feeds: a few calibration samples.
         shifts: what bias correction takes off each layer's bias; empty where it is off.
@@ -95,24 +96,25 @@ class Calibrated:
     repairs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def layers(self) -> list[str]:
-        """First outputs of the layers that are int8 in `plan` and could stay float, in topological order."""
-        readers = set[str]()
+    def layers(self) -> dict[str, str]:
+        """The format of the layers that are quantised in `plan` and could stay float, in topological order."""
+        formats: dict[str, str] = {}
         for value in self.plan.values:
-            readers.update(reader for reader, _ in value.readers)
-        return [
-            node.output[0]
+            for reader, _ in value.readers:
+                formats[reader] = OF_TYPE[value.dtype]
+        return {
+            node.output[0]: formats[node.output[0]]
             for node in self.model.model.graph.node
             # A Concat is quantised for the sake of the layer that reads it.
-            if node.output and node.output[0] in readers and node.op_type in set(qdq_placement.OPS) - {"Concat"}
-        ]
+            if node.output and node.output[0] in formats and node.op_type in set(OPS) - {"Concat"}
+        }
 
     def converted(self, keep: Mapping[str, str]) -> Converted:
-        """The int8 model in which these layers stay float; the reason by the layer's first output."""
+        """The quantised model in which these layers stay float; the reason by the layer's first output."""
         plan = self.plan
         if keep:
             rules = dataclasses.replace(self.rules, keep={**self.rules.keep, **keep})
-            chosen = {v.name: (v.calibrator, v.amax) for v in plan.values if v.role == "activation"}
+            chosen = {(v.name, v.dtype): (v.calibrator, v.amax) for v in plan.values if v.role == "activation"}
             placed = qdq_placement.place(self.model, rules)
             plan = qdq.plan(self.model, placed, self.ranges.histograms, "mse", chosen=chosen)
             plan = rounding.with_scales(plan, self.rounded.entries)
@@ -165,11 +167,10 @@ def calibrate(
 ) -> Calibrated:
     """Collects the ranges of a float model, and chooses how each value is quantised."""
     # Raised before anything else, so that the float and the quantised model have the same opset and graph.
-    model = raise_opset(model, qdq.required_opset(model))
+    model = raise_opset(model, qdq.required_opset(model, rules.opset))
     placed = qdq_placement.place(model, rules)
     samples, hook_notes = data.calibration()
-    activations = [w.name for w in placed.wanted if w.role == "activation"]
-    ranges = data.ranges(model, activations, samples, nonfinite)
+    ranges = data.ranges(model, placed.activations, samples, nonfinite)
     feeds = [batch.feed for batch in data.survey.batches()]
     histograms = ranges.histograms
     tuned = measured_plan.tuned(model, rules, placed, histograms, feeds, calibrator=calibrator, percentile=percentile)

@@ -20,11 +20,11 @@ from layerline.backends.light import Model
 from layerline.graph.analysis.ir_queries import dim
 from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization.naming import first_output
-from layerline.graph.quantization.qdq_placement import WEIGHTED
+from layerline.graph.quantization.targets import WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
 
-BYTES = {"int8": 1, "fp16": 2, "bf16": 2, "fp32": 4}
-MACS_PER_BYTE = {"int8": 256.0, "fp16": 128.0, "bf16": 128.0, "fp32": 64.0}
+BYTES = {"int8": 1, "fp8": 1, "fp16": 2, "bf16": 2, "fp32": 4}
+MACS_PER_BYTE = {"int8": 256.0, "fp8": 256.0, "fp16": 128.0, "bf16": 128.0, "fp32": 64.0}
 _INNER_DIM = 64
 """Stands for the inner dimension of a product of two activations where it is symbolic."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from layerline.backends.light import Model
 from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.quantization.naming import first_output, matching
+from layerline.graph.quantization.targets import FORMATS
 
 HALVES = ("fp16", "bf16")
 
@@ -17,15 +18,15 @@ class LayerFormats:
     """The layers whose format is settled, by the first output of their node.
 
     Attributes:
-        kept: those that are not int8: the reason.
+        kept: those that are not quantised: the reason.
         half: those that compute in half precision.
-        forced: those that are int8 whatever else says that they stay float.
+        quantized: the format of those that are quantised whatever else says that they stay float.
         half_type: "fp16", "bf16", or "" where no layer asks for half precision.
     """
 
     kept: Mapping[str, str] = field(default_factory=dict)
     half: Collection[str] = frozenset()
-    forced: Collection[str] = frozenset()
+    quantized: Mapping[str, str] = field(default_factory=dict)
     half_type: str = ""
 
     @property
@@ -45,8 +46,8 @@ def resolve(model: Model, layers: Mapping[str, str]) -> LayerFormats:
     """Looks the patterns up in a model. Where several match a layer, the last decides.
 
     Args:
-        layers: "int8", "fp16", "bf16", "fp32" or "skip" (stays float32) by pattern: the name of a value that the layer
-            computes, of its weight, of its node, or of its module or one above it; or a glob.
+        layers: one of FORMATS, "fp16", "bf16", "fp32" or "skip" (stays float32) by pattern: the name of a value that
+            the layer computes, of its weight, of its node, or of its module or one above it; or a glob.
 
     Raises:
         ConfigError: a pattern matches nothing in this model.
@@ -58,14 +59,14 @@ def resolve(model: Model, layers: Mapping[str, str]) -> LayerFormats:
             decided[first_output(node)] = (wanted, pattern)
     kept: dict[str, str] = {}
     half = set[str]()
-    forced = set[str]()
+    quantized: dict[str, str] = {}
     half_type = ""
     for name, (wanted, pattern) in decided.items():
-        if wanted == "int8":
-            forced.add(name)
+        if wanted in FORMATS:
+            quantized[name] = wanted
             continue
         kept[name] = f"layers: {pattern} is {wanted}"
         if wanted in HALVES:
             half.add(name)
             half_type = wanted
-    return LayerFormats(kept, half, forced, half_type)
+    return LayerFormats(kept, half, quantized, half_type)

@@ -23,14 +23,16 @@ from layerline.calib.calibrators import Calibrator
 from layerline.calib.histogram import Histogram
 from layerline.calib.plan import QuantPlan, QuantValue
 from layerline.calib.range_candidates import BOUND, bound_of, group_of
-from layerline.calib.scales import Int8, quantize
+from layerline.calib.scales import Stored, numpy_dtype, quantize
 from layerline.graph.analysis.ir_queries import FreshNames, captures, graph_values
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.analysis.value_ranges import Ranges, greatest
 from layerline.graph.io.ir_convert import from_ir, to_ir
 from layerline.graph.io.opset import raise_opset
+from layerline.graph.quantization.channel_axes import channel_axis
 from layerline.graph.quantization.naming import first_output
-from layerline.graph.quantization.qdq_placement import Placement, channel_axis
+from layerline.graph.quantization.qdq_placement import Placement
+from layerline.graph.quantization.targets import FORMATS, OF_TYPE
 from layerline.graph.quantization.weight_sources import drop_unread, weight_of
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import decibels
@@ -38,15 +40,15 @@ from layerline.pipeline.report import decibels
 QUANTIZED, DEQUANTIZED, SCALE, ZERO_POINT = "/quantized", "/dequantized", "/scale", "/zero_point"
 
 
-def required_opset(light: Light) -> int:
-    """The least opset for Q/DQ: 13 has per-channel axes, 19 half-precision scales."""
+def required_opset(light: Light, least: int = 13) -> int:
+    """The least opset for Q/DQ: 13 has per-channel axes, 19 half-precision scales; `least` that of the formats."""
     graph = light.model.graph
     types = {t.data_type for t in graph.initializer}
     types.update(weight.dtype for weight in light.weights.values())
     types.update(i.type.tensor_type.elem_type for i in graph.input)
     if types & {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}:
-        return 19
-    return 13
+        return max(19, least)
+    return least
 
 
 def plan(
@@ -56,14 +58,16 @@ def plan(
     calibrator: Calibrator,
     *,
     percentile: float = 99.99,
-    chosen: Mapping[str, tuple[str, float]] | None = None,
+    chosen: Mapping[tuple[str, str], tuple[str, float]] | None = None,
 ) -> QuantPlan:
     """Gives every placed value its scales: activations from their histograms, weights from their numbers.
 
     An activation that is bounded by construction takes its bound, whatever the calibrator.
 
     Args:
-        chosen: thresholds that were chosen before, by value, each with the name of the calibrator it comes from.
+        calibrator: for integers. Floats have fine steps near 0 whatever their range, so they take `minmax`, or
+            `percentile` where that is asked for.
+        chosen: thresholds that were chosen before, by value and type, with the name of the calibrator of each.
 
     Raises:
         StageError: calibration observed no finite number of an activation, or weights are not finite.
@@ -77,12 +81,15 @@ def plan(
         if array is not None:
             items.append(assign.weight(wanted, array))
             continue
-        threshold = None if chosen is None else chosen.get(wanted.name)
+        threshold = None if chosen is None else chosen.get((wanted.name, wanted.dtype))
         if threshold is None:
             bound = bound_of(group_of(wanted), histograms, value_bounds)
             if bound is not None:
                 threshold = (BOUND, bound)
-        items.append(assign.activation(wanted, histograms, calibrator, percentile=percentile, chosen=threshold))
+        own_calibrator = calibrator
+        if "int" not in wanted.dtype and calibrator != "percentile":
+            own_calibrator = "minmax"
+        items.append(assign.activation(wanted, histograms, own_calibrator, percentile=percentile, chosen=threshold))
     return QuantPlan(values=tuple(items), kept=placement.kept)
 
 
@@ -103,20 +110,24 @@ class WeightLoss:
     worst_channel_db: float
 
 
-def weight_sqnr(model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any]]) -> dict[str, WeightLoss]:
-    """The SQNR of each quantised weight of the float model, by name; inf where nothing is lost.
+def weight_sqnr(
+    model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any]]
+) -> dict[tuple[str, str], WeightLoss]:
+    """The SQNR of each quantised weight of the float model, by name and type; inf where nothing is lost.
 
     Args:
         rounded: as `apply` takes it.
     """
     values = {v.name: v for v in graph_values(to_ir(model).graph)}
-    losses: dict[str, WeightLoss] = {}
+    stored_types = {entry.weight for entry in FORMATS.values()}
+    losses: dict[tuple[str, str], WeightLoss] = {}
     for item in plan.values:
         array = weight_of(values[item.name]) if item.role == "weight" else None
-        if array is None:
+        # A model may bring types that no weight is given here.
+        if array is None or item.dtype not in stored_types or item.zero_point != 0:
             continue
         wide = array.astype(np.float64)
-        noise = np.square(wide - _int8(rounded.get(item.name, array), item).dequantized())
+        noise = np.square(wide - _stored(rounded.get(item.name, array), item).dequantized())
         signal = np.square(wide)
         # Channels count under one scale too: there an uneven weight loses its small ones.
         axis = item.axis if item.axis is not None else _channel_axis(values, item)
@@ -126,7 +137,7 @@ def weight_sqnr(model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray
         pairs = zip(np.ravel(signal.sum(axis=other_axes)), np.ravel(noise.sum(axis=other_axes)), strict=True)
         channels = [decibels(float(s), float(n)) for s, n in pairs if s > 0]
         whole = decibels(float(signal.sum()), float(noise.sum()))
-        losses[item.name] = WeightLoss(whole, min(channels, default=math.inf))
+        losses[item.name, item.dtype] = WeightLoss(whole, min(channels, default=math.inf))
     return losses
 
 
@@ -162,7 +173,8 @@ def apply(model: Model, plan: QuantPlan, rounded: Mapping[str, npt.NDArray[Any]]
     Raises:
         StageError: a value, weight or reader that the plan names is not in the model.
     """
-    quantized = to_ir(raise_opset(model, required_opset(split(model))))
+    least = max((FORMATS[OF_TYPE[item.dtype]].opset for item in plan.values), default=13)
+    quantized = to_ir(raise_opset(model, required_opset(split(model), least)))
     infer_types(quantized)
     values = {v.name: v for v in graph_values(quantized.graph)}
     writer = _Writer(quantized)
@@ -195,8 +207,9 @@ class _Writer:
         """Adds Q and DQ right after the value; returns the dequantised value."""
         dtype = value.dtype or ir.DataType.FLOAT
         scale = self.tensor(item.name + SCALE, np.array(item.scales[0], dtype.numpy()))
-        zero = self.tensor(item.name + ZERO_POINT, np.array(0, np.int8))
-        forth = self.node("QuantizeLinear", [value, scale, zero], item, QUANTIZED, ir.DataType.INT8, value.shape)
+        zero = self.tensor(item.name + ZERO_POINT, np.zeros((), numpy_dtype(item.dtype)))
+        stored = ir.DataType[item.dtype.upper()]
+        forth = self.node("QuantizeLinear", [value, scale, zero], item, QUANTIZED, stored, value.shape)
         back = self.node("DequantizeLinear", [forth.outputs[0], scale, zero], item, DEQUANTIZED, dtype, value.shape)
         producer = value.producer()
         if producer is None:
@@ -206,15 +219,15 @@ class _Writer:
         return back.outputs[0]
 
     def weight(self, value: ir.Value, item: QuantValue, rounded: npt.NDArray[Any] | None) -> ir.Value:
-        """Stores the weight in int8 and adds its DQ before the first reader; returns the dequantised weight."""
+        """Stores the weight and adds its DQ before the first reader; returns the dequantised weight."""
         array = weight_of(value) if rounded is None else rounded
         if array is None:
             raise StageError("the plan quantises this value as a weight, but it is not constant", where=item.name)
-        int8 = _int8(array, item)
+        stored = _stored(array, item)
         inputs = [
-            self.tensor(item.name + QUANTIZED, int8.values),
-            self.tensor(item.name + SCALE, int8.scales.astype(array.dtype)),
-            self.tensor(item.name + ZERO_POINT, np.zeros(int8.scales.shape, np.int8)),
+            self.tensor(item.name + QUANTIZED, stored.values),
+            self.tensor(item.name + SCALE, stored.scales.astype(array.dtype)),
+            self.tensor(item.name + ZERO_POINT, np.zeros(stored.scales.shape, stored.values.dtype)),
         ]
         axis: dict[str, int] = {}
         if item.axis is not None:
@@ -249,12 +262,12 @@ class _Writer:
         return ir.node(op, inputs, attributes, outputs=[output], name=name, metadata_props=props)
 
 
-def _int8(array: npt.NDArray[Any], item: QuantValue) -> Int8:
+def _stored(array: npt.NDArray[Any], item: QuantValue) -> Stored:
     scales = np.array(item.scales, array.dtype)
     if item.axis is None:
         scales = scales.reshape(())
     # The numbers are computed with the scale as it is stored: a half-precision scale is rounded first.
-    return quantize(array, scales.astype(np.float32), item.axis)
+    return quantize(array, scales.astype(np.float32), item.axis, item.dtype)
 
 
 def _rewire(value: ir.Value, item: QuantValue, dequantized: ir.Value) -> None:

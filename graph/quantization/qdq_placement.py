@@ -17,37 +17,24 @@ import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from layerline.backends.light import Model
 from layerline.calib.plan import Kept, Role, Wanted
-from layerline.graph.analysis.ir_queries import dim, subgraphs
+from layerline.graph.analysis.ir_queries import dim
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.io.ir_convert import to_ir
+from layerline.graph.quantization.channel_axes import channel_axis, shared_scales, uneven
+from layerline.graph.quantization.kept_reasons import is_activation, listed
 from layerline.graph.quantization.naming import first_output, matching, module_of
+from layerline.graph.quantization.targets import FORMATS, OPS, POOLS, TARGETS, WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.nearest import did_you_mean
 
-WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-POOLS = ("AveragePool", "GlobalAveragePool")
-OPS = (*WEIGHTED, "Add", "Concat", *POOLS)
 _RECURRENT = ("LSTM", "GRU", "RNN")
-_ACTIVATIONS = ("Relu", "Clip", "LeakyRelu")
-# Operators that move numbers without changing them: not worth a line in the list of what stays float.
-_MOVES = frozenset(
-    "Reshape Flatten Transpose Squeeze Unsqueeze Expand Tile Identity Slice Split Gather GatherElements GatherND Pad "  # noqa: SIM905
-    "DepthToSpace SpaceToDepth MaxPool GlobalMaxPool Dropout Cast".split()
-)
-# Inputs of a Concat that share a scale may differ this much in size: the smallest loses three of its eight bits.
+# Inputs of a Concat that share an integer scale may differ this much in size: the smallest loses three of eight bits.
 _CONCAT_MAX_RATIO = 8.0
-# Output channels that share a scale may differ this much in size: the smallest loses two of its eight bits.
-_CHANNEL_MAX_RATIO = 4.0
-# A float weight with this many elements is listed among what stays float, whatever operator reads it.
-_LARGE_WEIGHT = 1024
-_FLOAT = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +42,9 @@ class Rules:
     """The user's choices, and what calibration says about single values and nodes.
 
     Attributes:
+        target: the runtime that it is for, of TARGETS.
+        format: of layers for which `formats` has none, of FORMATS.
+        formats: of single layers, by the node's first output.
         ops: operators to quantise, of OPS.
         skip: what stays float: value or node names, module paths (with everything below them), or globs of either.
         per_channel: one scale per output channel of a weight, not one per weight.
@@ -65,6 +55,9 @@ class Rules:
         forced: first outputs of nodes that `skip` does not hold.
     """
 
+    target: str = "tensorrt"
+    format: str = "int8"
+    formats: Mapping[str, str] = field(default_factory=dict)
     ops: Sequence[str] = OPS
     skip: Sequence[str] = ()
     per_channel: bool = True
@@ -73,6 +66,11 @@ class Rules:
     keep: Mapping[str, str] = field(default_factory=dict)
     forced: Collection[str] = frozenset()
 
+    @property
+    def opset(self) -> int:
+        """The least opset that has the types of all formats."""
+        return max(FORMATS[name].opset for name in (self.format, *self.formats.values()))
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -80,6 +78,11 @@ class Placement:
 
     wanted: tuple[Wanted, ...]
     kept: tuple[Kept, ...]
+
+    @property
+    def activations(self) -> list[str]:
+        """Names of the values whose ranges calibration has to observe."""
+        return list(dict.fromkeys(item.name for item in self.wanted if item.role == "activation"))
 
 
 def place(model: Model, rules: Rules | None = None) -> Placement:
@@ -108,7 +111,7 @@ def products(model: Model) -> list[str]:
 
 
 def check_ops(ops: Sequence[str]) -> None:
-    """Refuses operators that have no int8 rule.
+    """Refuses operators that have no rule.
 
     Raises:
         ConfigError: names the first such operator and the nearest one that has a rule.
@@ -138,9 +141,12 @@ class _Placing:
 
     def __init__(self, model: ir.Model, rules: Rules) -> None:
         self.model, self.graph, self.rules = model, model.graph, rules
+        self.target = TARGETS[rules.target]
         self.nodes = list(model.graph)
-        self.slots: dict[ir.Value, _Slot] = {}
+        self.slots: dict[tuple[ir.Value, str], _Slot] = {}
         self.kept: dict[ir.Node, str] = {}
+        # Layers with weights that are quantised.
+        self.layers = set[ir.Node]()
         skipped = matching(model, rules.skip, field="quantize.skip")
         self.skipped = {node for node in skipped if first_output(node) not in rules.forced}
 
@@ -156,52 +162,74 @@ class _Placing:
         for node in self._nodes_to_quantize(("Add",)):
             self._add(node)
         for node in self._nodes_to_quantize(POOLS):
-            if self._is_activation(node.inputs[0]):
-                self._want(node, 0, "activation", None, f"input of {node.op_type}")
+            if is_activation(node.inputs[0]) and not self._refused(node, self._format(node)):
+                self._want_activation(node, 0, self._format(node), f"input of {node.op_type}")
         # Backwards: a Concat that feeds another Concat is quantised because of the later one.
         for node in reversed(list(self._nodes_to_quantize(("Concat",)))):
             self._concat(node)
         self._share_weights()
-        return Placement(tuple(self._wanted()), tuple(self._reasons()))
+        quantized = {reader for slot in self.slots.values() for reader, _ in slot.readers}
+        kept = listed(self.nodes, self.kept, quantized, self.target, self.rules.format)
+        return Placement(tuple(self._wanted()), tuple(kept))
+
+    def _format(self, node: ir.Node) -> str:
+        return self.rules.formats.get(first_output(node), self.rules.format)
+
+    def _refused(self, node: ir.Node, name: str) -> bool:
+        """Notes that the target does not take the node in this format, if so."""
+        formats = self.target.formats.get(node.op_type, ())
+        if name in formats:
+            return False
+        takes = " and ".join(formats) or "float"
+        self.kept[node] = f"{self.rules.target} takes {node.op_type} in {takes}, not in {name}"
+        return True
 
     def _weighted(self, node: ir.Node) -> None:
         operands = node.inputs[:2]
         constant = [weight_of(v) is not None for v in operands]
-        usable = [weight_of(v) is not None or self._is_activation(v) for v in operands]
+        usable = [weight_of(v) is not None or is_activation(v) for v in operands]
+        name = self._format(node)
         if not all(usable):
             self.kept[node] = f"its inputs are not all float16, bfloat16 or float32 ({_dtypes(node)})"
         elif all(constant):
             self.kept[node] = "both inputs are constant"
+        elif self._refused(node, name):
+            return
         elif constant[1]:
-            self._weight_on_the_right(node)
+            self._weight_on_the_right(node, name)
         elif node.op_type in ("Conv", "ConvTranspose"):
             self.kept[node] = "its weights are computed, not constant"
         elif constant[0]:
-            self._want(node, 1, "activation", None, f"input of {node.op_type}")
-            self._want(node, 0, "weight", None, f"weight of {node.op_type}, on its left side")
+            self._want_activation(node, 1, name, f"input of {node.op_type}")
+            self._want(node, 0, "weight", FORMATS[name].weight, None, f"weight of {node.op_type}, on its left side")
         elif self.rules.attention:
             for index in (0, 1):
-                self._want(node, index, "activation", None, f"input of {node.op_type} with two activations")
+                self._want_activation(node, index, name, f"input of {node.op_type} with two activations")
         else:
             self.kept[node] = "both inputs are activations (attention: true quantises them)"
+        if node not in self.kept:
+            self.layers.add(node)
 
-    def _weight_on_the_right(self, node: ir.Node) -> None:
-        if self.rules.per_channel:
-            reason = _uneven_groups(node) or _uneven_stack(node)
+    def _weight_on_the_right(self, node: ir.Node, name: str) -> None:
+        dtype = FORMATS[name].weight
+        # A float type keeps small channels beside large ones.
+        if self.rules.per_channel and "int" in dtype:
+            reason = uneven(node)
             if reason:
                 self.kept[node] = reason
                 return
-        self._want(node, 0, "activation", None, f"input of {node.op_type}")
-        self._want(node, 1, "weight", channel_axis(node), f"weight of {node.op_type}{_shared_scales(node)}")
+        self._want_activation(node, 0, name, f"input of {node.op_type}")
+        axis = channel_axis(node) if self.rules.per_channel else None
+        self._want(node, 1, "weight", dtype, axis, f"weight of {node.op_type}{shared_scales(node)}")
 
     def _add(self, node: ir.Node) -> None:
         convs = [self._fusing_conv(v) for v in node.inputs]
         inputs = [v for v in node.inputs if v is not None]
-        activations = [v for v in inputs if self._is_activation(v)]
+        activations = [v for v in inputs if is_activation(v)]
         if not any(convs):
             if len(activations) == len(inputs):
                 self.kept[node] = "no quantised Conv leads to this Add alone, so it cannot fuse into one"
-            elif activations and not any(self._is_quantized_product(v) for v in inputs):
+            elif activations and not any(v.producer() in self.layers for v in inputs):
                 self.kept[node] = "adds a constant"
         elif any(weight_of(v) is not None for v in inputs):
             self.kept[node] = "adds a constant"
@@ -211,35 +239,43 @@ class _Placing:
             self.kept[node] = "broadcasts, so it cannot fuse into the Conv"
         else:
             # Of two Convs the deeper one runs last: it fuses, the other's output is there by then.
-            _, fused = max((self._depths[conv], i) for i, conv in enumerate(convs) if conv is not None)
-            self._want(node, 1 - fused, "activation", None, "skip input of a residual Add")
+            _, fused, conv = max((self._depths[conv], i, conv) for i, conv in enumerate(convs) if conv is not None)
+            if not self._refused(node, self._format(conv)):
+                self._want_activation(node, 1 - fused, self._format(conv), "skip input of a residual Add")
 
     def _stays_float(self, node: ir.Node | None) -> bool:
         return node is not None and first_output(node) in self.rules.keep
 
     def _concat(self, node: ir.Node) -> None:
         output = node.outputs[0]
-        if not self._is_activation(output):
+        if not is_activation(output):
             return  # shape arithmetic
-        if output not in self.slots:
+        dtypes = [dtype for value, dtype in self.slots if value is output]
+        if not dtypes:
             self.kept[node] = "its output is not quantised"
             return
-        if not all(self._is_activation(v) for v in node.inputs):
+        if not all(is_activation(v) for v in node.inputs):
             self.kept[node] = "an input is constant"
             return
         ratio = self._size_ratio(node)
-        if ratio > _CONCAT_MAX_RATIO:
-            self.kept[node] = f"its inputs differ {ratio:.3g} times in size, so each keeps its own scale"
-            return
-        for index in range(len(node.inputs)):
-            self._want(node, index, "activation", None, "input of a Concat whose output is quantised")
+        for dtype in dtypes:
+            if self.target.concat_shares and "int" in dtype and ratio > _CONCAT_MAX_RATIO:
+                self.kept[node] = f"its inputs differ {ratio:.3g} times in size, so each keeps its own scale"
+                continue
+            for index in range(len(node.inputs)):
+                self._want(node, index, "activation", dtype, None, "input of a Concat whose output is quantised")
+            if self.target.concat_shares:
+                self._share([*node.inputs, output], dtype)
+
+    def _share(self, values: Sequence[ir.Value | None], dtype: str) -> None:
+        """Puts the values, and all that share a scale with one of them, into one group."""
         group = set[str]()
-        for value in (*node.inputs, output):
+        for value in values:
             if value is not None:
                 group.add(value.name or "")
-                group |= self.slots[value].shared
-        for value, slot in self.slots.items():
-            if value.name in group:
+                group |= self.slots[value, dtype].shared
+        for (value, other), slot in self.slots.items():
+            if value.name in group and other == dtype:
                 slot.shared = group
 
     def _size_ratio(self, node: ir.Node) -> float:
@@ -248,12 +284,13 @@ class _Placing:
         measured = [a for a in amax if a > 0]
         return max(measured, default=1.0) / min(measured, default=1.0)
 
-    def _want(self, node: ir.Node, index: int, role: Role, axis: int | None, why: str) -> None:
+    def _want_activation(self, node: ir.Node, index: int, name: str, why: str) -> None:
+        self._want(node, index, "activation", FORMATS[name].activation, None, why)
+
+    def _want(self, node: ir.Node, index: int, role: Role, dtype: str, axis: int | None, why: str) -> None:
         value = node.inputs[index]
         assert value is not None
-        if not self.rules.per_channel:
-            axis = None
-        slot = self.slots.setdefault(value, _Slot(role, axis, module_of(node)))
+        slot = self.slots.setdefault((value, dtype), _Slot(role, axis, module_of(node)))
         if slot.axis != axis:
             slot.axis = None
             why += ", read along several axes: one scale"
@@ -263,14 +300,15 @@ class _Placing:
 
     def _share_weights(self) -> None:
         """All other readers of a quantised weight read the quantised numbers too, so that no float copy remains."""
-        for value, slot in self.slots.items():
+        for (value, _), slot in self.slots.items():
             if slot.role != "weight":
                 continue
+            quantized = {reader for (v, _), other in self.slots.items() if v is value for reader in other.readers}
             for use in value.uses():
                 reader = (first_output(use.node), use.idx)
                 stays = use.node in self.skipped or self._stays_float(use.node)
                 folds_away = weight_of(use.node.outputs[0]) is not None
-                if not folds_away and not stays and reader not in slot.readers:
+                if not folds_away and not stays and reader not in quantized:
                     slot.readers.append(reader)
 
     def _fusing_conv(self, value: ir.Value | None) -> ir.Node | None:
@@ -278,14 +316,9 @@ class _Placing:
         if value is None or len(value.uses()) != 1 or value.is_graph_output():
             return None
         node = value.producer()
-        if node is None or node.op_type not in ("Conv", "ConvTranspose"):
-            return None
-        if node.inputs[0] not in self.slots or node in self.kept:
+        if node is None or node.op_type not in ("Conv", "ConvTranspose") or node not in self.layers:
             return None
         return node
-
-    def _is_activation(self, value: ir.Value | None) -> bool:
-        return value is not None and weight_of(value) is None and value.dtype in _FLOAT
 
     def _nodes_to_quantize(self, ops: Sequence[str]) -> Iterator[ir.Node]:
         """The nodes of these operators that may be quantised. Notes the reason for each of the others."""
@@ -316,70 +349,17 @@ class _Placing:
 
     def _wanted(self) -> Iterator[Wanted]:
         positions = {value: i for i, value in enumerate(dict.fromkeys(_values(self.graph, self.nodes)))}
-        for value, slot in sorted(self.slots.items(), key=lambda item: positions[item[0]]):
+        for (value, dtype), slot in sorted(self.slots.items(), key=lambda item: positions[item[0][0]]):
             yield Wanted(
                 name=value.name or "",
                 role=slot.role,
                 module=slot.module,
+                dtype=dtype,
                 axis=slot.axis,
                 shared=tuple(sorted(slot.shared - {value.name or ""})),
                 readers=tuple(slot.readers),
                 why="; ".join(slot.why),
             )
-
-    def _reasons(self) -> Iterator[Kept]:
-        quantized = set[str]()
-        for slot in self.slots.values():
-            quantized.update(reader for reader, _ in slot.readers)
-        fused = self._fused(quantized)
-        for node in self.nodes:
-            reason = self.kept.get(node) or self._lacks_a_rule(node, quantized, fused)
-            if reason:
-                yield _kept(node, reason)
-            for body in subgraphs(node):
-                yield from _in_body(node, body)
-
-    def _lacks_a_rule(self, node: ir.Node, quantized: set[str], fused: set[ir.Node]) -> str:
-        """Why a node without an int8 rule is listed; empty where it is not worth a line."""
-        if first_output(node) in quantized or node.op_type in OPS:
-            return ""
-        weight = _large_weight(node)
-        if weight is not None:
-            return f"there is no int8 rule for {node.op_type}, which reads the weight {weight}"
-        if node not in fused and self._computes(node):
-            return f"there is no int8 rule for {node.op_type}"
-        return ""
-
-    def _is_quantized_product(self, value: ir.Value) -> bool:
-        """Whether a quantised MatMul or the like computes the value: a constant added to it is its bias."""
-        node = value.producer()
-        if node is None or node.op_type not in WEIGHTED:
-            return False
-        return node.inputs[0] in self.slots and node not in self.kept
-
-    def _fused(self, quantized: set[str]) -> set[ir.Node]:
-        """Activation functions right after a quantised layer, which compute as part of it."""
-        fused = set[ir.Node]()
-        for node in self.nodes:
-            if node.op_type not in _ACTIVATIONS or not node.inputs or node.inputs[0] is None:
-                continue
-            producer = node.inputs[0].producer()
-            if producer is None:
-                continue
-            if producer in fused or (first_output(producer) in quantized and producer not in self.kept):
-                fused.add(node)
-        return fused
-
-    def _computes(self, node: ir.Node) -> bool:
-        """Whether the node computes new floating-point numbers from activations, rather than moving them."""
-        if node.op_type in OPS or node.op_type in _MOVES:
-            return False
-        reads = any(self._is_activation(v) for v in node.inputs)
-        return reads and any(self._is_activation(v) for v in node.outputs)
-
-
-def _kept(node: ir.Node, reason: str) -> Kept:
-    return Kept(name=first_output(node), op=node.op_type, module=module_of(node), reason=reason)
 
 
 def _broadcasts(a: ir.Value, b: ir.Value) -> bool:
@@ -395,84 +375,6 @@ def _broadcasts(a: ir.Value, b: ir.Value) -> bool:
         if isinstance(size_a, int) and isinstance(size_b, int) and size_a != size_b:
             return True
     return False
-
-
-def _in_body(owner: ir.Node, body: ir.Graph) -> Iterator[Kept]:
-    for node in body:
-        if node.op_type in WEIGHTED or _large_weight(node) is not None:
-            yield _kept(
-                node, f"it is inside the body of {owner.op_type} {first_output(owner)}, where ranges are not observed"
-            )
-        for inner in subgraphs(node):
-            yield from _in_body(owner, inner)
-
-
-def channel_axis(node: ir.Node) -> int | None:
-    """The output-channel dimension of the weight, input 1; None where one scale has to do for the whole weight."""
-    if node.op_type == "Conv":
-        return 0
-    if node.op_type == "ConvTranspose":
-        depthwise = _groups(node) > 1 and dim(node.inputs[1], 0) == _groups(node)
-        return 0 if depthwise else 1
-    if node.op_type == "Gemm":
-        transposed = node.attributes.get_int("transB", 0)
-        return 0 if transposed else 1
-    # onnxruntime's MatMulInteger takes one scale per channel only for weights with two axes. It fails to load others.
-    weight = weight_of(node.inputs[1])
-    if weight is None or weight.ndim != 2:
-        return None
-    return 1
-
-
-def _groups(node: ir.Node) -> int:
-    groups: int = node.attributes.get_int("group", 1)
-    return groups
-
-
-def _shared_scales(node: ir.Node) -> str:
-    """The remark on a grouped ConvTranspose, whose axis 1 holds one output channel of every group."""
-    if node.op_type != "ConvTranspose" or _groups(node) == 1 or channel_axis(node) != 1:
-        return ""
-    return f", each scale shared by its {_groups(node)} groups"
-
-
-def _uneven_groups(node: ir.Node) -> str:
-    """Why a grouped ConvTranspose stays float: output channels that would share a scale differ too much in size."""
-    weight = weight_of(node.inputs[1])
-    if not _shared_scales(node) or weight is None or weight.shape[0] % _groups(node):
-        return ""
-    grouped = np.abs(weight.astype(np.float64)).reshape(_groups(node), -1, *weight.shape[1:])
-    greatest = grouped.max(axis=(1, *range(3, grouped.ndim)), initial=0.0)  # (groups, outputs / group)
-    ratio = max((_spread(channels) for channels in greatest.T), default=1.0)
-    if ratio <= _CHANNEL_MAX_RATIO:
-        return ""
-    return f"its {_groups(node)} groups would share scales along axis 1, and their channels differ {ratio:.3g} times"
-
-
-def _uneven_stack(node: ir.Node) -> str:
-    """Why a product with a stack of matrices stays float: its channels would share one scale and differ too much."""
-    weight = weight_of(node.inputs[1])
-    if node.op_type != "MatMul" or weight is None or weight.ndim < 3:
-        return ""
-    ratio = _spread(np.abs(weight.astype(np.float64)).max(axis=tuple(range(weight.ndim - 1)), initial=0.0))
-    if ratio <= _CHANNEL_MAX_RATIO:
-        return ""
-    scales = f"its weight has {weight.ndim} axes, for which onnxruntime takes one scale"
-    return f"{scales}, and its channels differ {ratio:.3g} times"
-
-
-def _spread(sizes: npt.NDArray[np.float64]) -> float:
-    """How many times larger the greatest size is than the smallest above 0; 1 where there is none."""
-    used = sizes[sizes > 0]
-    return float(used.max() / used.min()) if used.size else 1.0
-
-
-def _large_weight(node: ir.Node) -> str | None:
-    for value in node.inputs:
-        array = weight_of(value)
-        if value is not None and array is not None and array.ndim > 1 and array.size >= _LARGE_WEIGHT:
-            return value.name
-    return None
 
 
 def _values(graph: ir.Graph, nodes: Iterable[ir.Node]) -> Iterator[ir.Value]:

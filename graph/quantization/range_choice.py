@@ -34,14 +34,14 @@ class Chosen:
     Attributes:
         rules: with the layers that stay float.
         placement: without them.
-        thresholds: by value, the name of the calibrator, or "bound", and its threshold.
+        thresholds: by value and type, the name of the calibrator, or "bound", and its threshold.
         floated: layers that stay float, with the SQNR in dB that int8 would leave them.
         errors: what was measured, by value, candidate and layer.
     """
 
     rules: Rules
     placement: Placement
-    thresholds: Mapping[str, tuple[str, float]]
+    thresholds: Mapping[tuple[str, str], tuple[str, float]]
     floated: Mapping[str, float]
     errors: range_candidates.Errors
 
@@ -71,8 +71,10 @@ def choose(
         model: the float model, at an opset that has Q/DQ.
         feeds: samples by input name.
     """
-    activations = [w for w in placed.wanted if w.role == "activation"]
-    weights = Placement(tuple(w for w in placed.wanted if w.role == "weight"), ())
+    # Floats have fine steps near 0 whatever their range: there is nothing to choose.
+    integers = [w for w in placed.wanted if "int" in w.dtype]
+    activations = [w for w in integers if w.role == "activation"]
+    weights = Placement(tuple(w for w in integers if w.role == "weight"), ())
     bounds = qdq.bounds(to_ir(model).graph)
     candidates = range_candidates.candidates(activations, histograms, bounds, percentile=percentile)
     stored = qdq.apply(model, qdq.plan(model, weights, histograms, "minmax"))
@@ -85,11 +87,12 @@ def choose(
         rules = dataclasses.replace(rules, keep={**rules.keep, **reasons})
         placed = place(model, rules)
     groups = {w.name: range_candidates.group_of(w) for w in activations}
-    thresholds: dict[str, tuple[str, float]] = {}
+    thresholds: dict[tuple[str, str], tuple[str, float]] = {}
     for item in placed.wanted:
         # A value whose group changed with the placement was tried with other values beside it.
-        if item.role == "activation" and groups.get(item.name) == range_candidates.group_of(item):
-            thresholds[item.name] = (best[item.name], candidates[item.name][best[item.name]])
+        tried = item.role == "activation" and "int" in item.dtype
+        if tried and groups.get(item.name) == range_candidates.group_of(item):
+            thresholds[item.name, item.dtype] = (best[item.name], candidates[item.name][best[item.name]])
     return Chosen(rules, placed, thresholds, floated, errors)
 
 
@@ -101,8 +104,9 @@ def shifts(
     Args:
         rounded: weights that lie on their steps already, by name.
     """
-    activations = [v for v in plan.values if v.role == "activation"]
-    weights = QuantPlan(values=tuple(v for v in plan.values if v.role == "weight"), kept=())
+    integers = [v for v in plan.values if "int" in v.dtype]
+    activations = [v for v in integers if v.role == "activation"]
+    weights = QuantPlan(values=tuple(v for v in integers if v.role == "weight"), kept=())
     candidates = {v.name: {"plan": v.amax} for v in activations}
     stored = qdq.apply(model, weights, rounded)
     errors = range_trials.measure(model, stored, activations, candidates, feeds)

@@ -25,7 +25,7 @@ from layerline.calib.scales import scale_of
 from layerline.graph.analysis.proto_queries import in_order
 from layerline.graph.analysis.shape_inference import infer_types
 from layerline.graph.io.ir_convert import to_ir
-from layerline.graph.quantization.qdq_placement import WEIGHTED
+from layerline.graph.quantization.targets import WEIGHTED
 from layerline.graph.quantization.weight_sources import weight_of
 
 _PREFIX = "trial//"
@@ -70,10 +70,10 @@ def measure(
 
 
 def _error(case: _Case, totals: Mapping[str, npt.NDArray[np.float64]]) -> Error:
-    signal, error = float(totals[f"{_PREFIX}{case.layer}/aa"]), float(totals[f"{case.tag}/ee"])
+    signal, error = float(totals[f"{_PREFIX}{case.layer}//aa"]), float(totals[f"{case.tag}//ee"])
     if not case.channels:
         return Error(signal=signal, error=error)
-    sums, count = totals[f"{case.tag}/sums"], float(totals[f"{_PREFIX}{case.layer}/count"]) / case.channels
+    sums, count = totals[f"{case.tag}//sums"], float(totals[f"{_PREFIX}{case.layer}//count"]) / case.channels
     return Error(signal=signal, error=error, shift=sums / max(count, 1.0), count=count)
 
 
@@ -123,12 +123,12 @@ class _Trial:
         tag, dtype = f"{_PREFIX}{item.name}/{name}", self._types[item.name]
         assert dtype is not None
         scale = np.asarray(scale_of(threshold), dtype.numpy())
-        self._tensors.append(numpy_helper.from_array(scale.reshape(()), f"{tag}/scale"))
-        scales = [f"{tag}/scale", f"{_PREFIX}zero"]
-        self._others.append(helper.make_node("QuantizeLinear", [item.name, *scales], [f"{tag}/q"]))
-        self._others.append(helper.make_node("DequantizeLinear", [f"{tag}/q", *scales], [f"{tag}/dq"]))
+        self._tensors.append(numpy_helper.from_array(scale.reshape(()), f"{tag}//scale"))
+        scales = [f"{tag}//scale", f"{_PREFIX}zero"]
+        self._others.append(helper.make_node("QuantizeLinear", [item.name, *scales], [f"{tag}//q"]))
+        self._others.append(helper.make_node("DequantizeLinear", [f"{tag}//q", *scales], [f"{tag}//dq"]))
         for layer, places in readers.items():
-            self._layer(f"{tag}/{layer}", f"{tag}/dq", layer, places)
+            self._layer(f"{tag}/{layer}", f"{tag}//dq", layer, places)
             case = _Case(item.name, name, layer, f"{tag}/{layer}", self._channels[layer])
             self._measure(case)
             self.cases.append(case)
@@ -146,9 +146,9 @@ class _Trial:
     def _measure(self, case: _Case) -> None:
         tag, layer = case.tag, case.layer
         exact = self._reference(case)
-        self._others.append(helper.make_node("Cast", [tag], [f"{tag}/float"], to=onnx.TensorProto.FLOAT))
-        self._others.append(helper.make_node("Sub", [f"{tag}/float", exact], [f"{tag}/e"]))
-        self._reduce("ReduceSumSquare", [f"{tag}/e"], f"{tag}/ee")
+        self._others.append(helper.make_node("Cast", [tag], [f"{tag}//float"], to=onnx.TensorProto.FLOAT))
+        self._others.append(helper.make_node("Sub", [f"{tag}//float", exact], [f"{tag}//e"]))
+        self._reduce("ReduceSumSquare", [f"{tag}//e"], f"{tag}//ee")
         if not case.channels:
             return
         if self._layers[layer].op_type in ("Conv", "ConvTranspose"):
@@ -157,18 +157,18 @@ class _Trial:
             shape, axes = f"{_PREFIX}last{case.channels}", _FLAT
             if not any(t.name == shape for t in self._tensors):
                 self._tensors.append(numpy_helper.from_array(np.array([-1, case.channels], np.int64), shape))
-        self._others.append(helper.make_node("Reshape", [f"{tag}/e", shape], [f"{tag}/table"]))
-        self._reduce("ReduceSum", [f"{tag}/table", axes], f"{tag}/sums")
+        self._others.append(helper.make_node("Reshape", [f"{tag}//e", shape], [f"{tag}//table"]))
+        self._reduce("ReduceSum", [f"{tag}//table", axes], f"{tag}//sums")
 
     def _reference(self, case: _Case) -> str:
         """The name of the layer's float output, in float32. The first call adds the nodes that measure it."""
-        exact = f"{_PREFIX}{case.layer}/exact"
+        exact = f"{_PREFIX}{case.layer}//exact"
         if case.layer not in self._measured_layers:
             self._measured_layers.add(case.layer)
             self._others.append(helper.make_node("Cast", [case.layer], [exact], to=onnx.TensorProto.FLOAT))
-            self._reduce("ReduceSumSquare", [exact], f"{_PREFIX}{case.layer}/aa")
-            self._measures.append(helper.make_node("Size", [exact], [f"{_PREFIX}{case.layer}/count"]))
-            self._outputs.append(f"{_PREFIX}{case.layer}/count")
+            self._reduce("ReduceSumSquare", [exact], f"{_PREFIX}{case.layer}//aa")
+            self._measures.append(helper.make_node("Size", [exact], [f"{_PREFIX}{case.layer}//count"]))
+            self._outputs.append(f"{_PREFIX}{case.layer}//count")
         return exact
 
     def _reduce(self, op: str, inputs: Sequence[str], output: str) -> None:

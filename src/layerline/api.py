@@ -28,7 +28,7 @@ from layerline.graph.fusion import fuse as fusion
 from layerline.graph.io import onnx_files
 from layerline.graph.io.canonicalize import prepare
 from layerline.graph.io.opset import raise_opset
-from layerline.graph.quantization import measured_plan, qdq, qdq_placement
+from layerline.graph.quantization import measured_plan, qdq, qdq_placement, targets
 from layerline.pipeline.errors import StageError
 from layerline.pipeline.report import LayerDiff
 
@@ -151,7 +151,7 @@ def quantize(
     *,
     calibrator: Calibrator = "auto",
     skip: Sequence[str] = (),
-    ops: Sequence[str] = qdq_placement.OPS,
+    ops: Sequence[str] = targets.OPS,
     per_channel: bool = True,
     percentile: float = 99.99,
 ) -> QuantizedModel:
@@ -176,10 +176,9 @@ def quantize(
     light = raise_opset(prepared, qdq.required_opset(prepared))
     rules = qdq_placement.Rules(ops=ops, skip=skip, per_channel=per_channel)
     placed = qdq_placement.place(light, rules)
-    activations = [wanted.name for wanted in placed.wanted if wanted.role == "activation"]
     batches = [Batch({k: np.asarray(v) for k, v in feed.items()}, None, _rows(feed)) for feed in feeds]
     runtime = OnnxRuntime()
-    ranges = collect.collect(lambda taps: runtime.open(light, taps), batches, activations)
+    ranges = collect.collect(lambda taps: runtime.open(light, taps), batches, placed.activations)
     tuned = measured_plan.tuned(
         light, rules, placed, ranges.histograms, feeds, calibrator=calibrator, percentile=percentile
     )

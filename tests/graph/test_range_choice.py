@@ -58,7 +58,7 @@ def test_errors_are_those_of_the_quantised_layer(call, x_shape, w_shape, channel
     )
     [want] = run(light.whole(), x)
     for name, threshold in (("half", 1.0), ("minmax", histograms["x"].amax)):
-        chosen = qdq.plan(light, placed, histograms, "minmax", chosen={"x": (name, threshold)})
+        chosen = qdq.plan(light, placed, histograms, "minmax", chosen={("x", "int8"): (name, threshold)})
         assert chosen.value("x").scales == (float(str(scale_of(threshold))),)
         [got] = run(qdq.apply(light, chosen).whole(), x)
         error = found["x", name, "y"]
@@ -80,7 +80,7 @@ def test_the_range_with_the_least_error_at_the_reader_is_taken():
     for w, least, greatest in ((blind, 0.1, 1.0), (keen, 39.9, 40.0)):
         light, placed, histograms, feed = setup("g (float[4, 8] x) => (float[4, 4] y) { y = MatMul (x, w) }", x, w=w)
         chosen = range_choice.choose(light, Rules(), placed, histograms, [feed], percentile=90)
-        assert least <= chosen.thresholds["x"][1] <= greatest
+        assert least <= chosen.thresholds["x", "int8"][1] <= greatest
 
 
 CONCAT = """g (float[n, 4] a, float[n, 4] b) => (float[n, 4] y, float[n, 4] z) {
@@ -119,9 +119,12 @@ def test_a_softmax_takes_its_bound_whatever_was_observed(calibrator):
     assert histograms["s"].amax < 0.5
     value = qdq.plan(light, placed, histograms, calibrator).value("s")
     assert (value.amax, value.calibrator) == (1.0, range_candidates.BOUND)
-    assert (
-        range_choice.choose(light, Rules(), placed, histograms, [feed], percentile=99.99).thresholds.get("s", (0, 1.0))[
-            1
-        ]
-        == 1
-    )
+    chosen = range_choice.choose(light, Rules(), placed, histograms, [feed], percentile=99.99)
+    assert chosen.thresholds.get(("s", "int8"), (0, 1.0))[1] == 1
+
+
+def test_names_of_the_model_may_be_those_that_a_trial_uses():
+    text = "g (float[n, 4] x) => (float[n, 4] e) { q = MatMul (x, w) sums = Relu (q) e = MatMul (sums, w) }"
+    light, placed, histograms, feed = setup(text, f32(3, 4), w=f32(4, 4))
+    errors = range_choice.choose(light, Rules(), placed, histograms, [feed], percentile=99.99).errors
+    assert {layer for _, _, layer in errors} == {"q", "e"}

@@ -1,0 +1,86 @@
+"""What each runtime takes: formats by operator, zero points, types of biases, and where it wants Q/DQ.
+
+Placement reads these tables and has no branches by runtime. Sources: NVIDIA TensorRT documentation, "Working with
+Quantized Types"; onnxruntime's QDQ node selectors; OpenVINO's low precision transformations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """How the operands of a layer are stored.
+
+    Attributes:
+        weight: element type of weights, in ONNX's name for it.
+        activation: element type of activations; "" where they stay float.
+        opset: least opset that has the types.
+        blocks: whether weights have a scale for each block along the axis that is summed, not for each output channel.
+        capability: least compute capability that has the types.
+    """
+
+    weight: str
+    activation: str = ""
+    opset: int = 13
+    blocks: bool = False
+    capability: tuple[int, int] = (0, 0)
+
+
+FORMATS: Mapping[str, Format] = {
+    "int8": Format(weight="int8", activation="int8"),
+    "fp8": Format(weight="float8e4m3fn", activation="float8e4m3fn", opset=19, capability=(8, 9)),
+}
+OF_TYPE = {"uint8": "int8", **{entry.weight: name for name, entry in FORMATS.items()}}
+"""The format of a layer, by the element type of its weight or of its inputs."""
+
+
+def lacking(capabilities: Sequence[str], dtype: str) -> str:
+    """Which of these compute capabilities ("8.9") lack an element type, in words; empty where none does."""
+    least = (0, 0)
+    for entry in FORMATS.values():
+        if dtype in (entry.weight, entry.activation):
+            least = entry.capability
+    older: list[str] = []
+    for text in capabilities:
+        major, _, minor = text.partition(".")
+        if major.isdigit() and minor.isdigit() and (int(major), int(minor)) < least:
+            older.append(text)
+    if not older:
+        return ""
+    return f"compute capability {', '.join(older)} has no {dtype}: {least[0]}.{least[1]} is the first that has"
+
+
+_RECURRENT = "it sums over time in float, with no Q/DQ inside"
+_LOOKUP = "it looks numbers up and multiplies none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One runtime.
+
+    Attributes:
+        formats: by operator, the formats that it takes. Operators that are missing stay float.
+        concat_shares: inputs and output of a Concat have one scale.
+        reasons: by operator without a format, why it stays float.
+    """
+
+    formats: Mapping[str, tuple[str, ...]]
+    concat_shares: bool = True
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+POOLS = ("AveragePool", "GlobalAveragePool")
+OPS = (*WEIGHTED, "Add", "Concat", *POOLS)
+"""Operators that have a rule for some format and target."""
+
+_EIGHT_BITS = ("int8", "fp8")
+TARGETS: Mapping[str, Target] = {
+    "tensorrt": Target(
+        formats={**dict.fromkeys((*WEIGHTED, "Add", "Concat"), _EIGHT_BITS), **dict.fromkeys(POOLS, ("int8",))},
+        reasons={**dict.fromkeys(("LSTM", "GRU", "RNN"), _RECURRENT), "Gather": _LOOKUP},
+    ),
+}
