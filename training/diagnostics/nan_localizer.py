@@ -26,27 +26,17 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Origin:
-    """The first tensor that is not finite.
+    """The first tensor that is not finite."""
 
-    Attributes:
-        phase: part of the step; "loss" is everything after the model.
-        module: canonical path of the innermost module that ran; "" is the model itself.
-        tensor: the operator and its output, a parameter's name, or an input's place.
-        shape, dtype: of that tensor.
-        nan, inf: numbers of such elements.
-        samples: affected indices in the micro-batch; empty where the tensor has no batch axis.
-        batch: samples in the micro-batch.
-    """
-
-    phase: Phase
-    module: str
-    tensor: str
-    shape: tuple[int, ...]
+    phase: Phase  # part of the step; "loss" is everything after the model
+    module: str  # canonical path of the innermost module that ran; "" is the model itself
+    tensor: str  # the operator and its output, a parameter's name, or an input's place
+    shape: tuple[int, ...]  # shape, dtype: of that tensor
     dtype: str
-    nan: int
+    nan: int  # nan, inf: numbers of such elements
     inf: int
-    samples: tuple[int, ...] = ()
-    batch: int = 0
+    samples: tuple[int, ...] = ()  # affected indices in the micro-batch; empty where the tensor has no batch axis
+    batch: int = 0  # samples in the micro-batch
 
     def __str__(self) -> str:
         places = {"forward": "in the forward pass", "backward": "in the backward pass", "loss": "in the loss function",
@@ -74,19 +64,13 @@ class Origin:
 
 @dataclass
 class Pass:
-    """One forward pass of the model, recorded so that it can be run again.
+    """One forward pass of the model, recorded so that it can be run again."""
 
-    Attributes:
-        args, kwargs: the arguments of forward; not copied.
-        start: the buffers and the random state before the pass.
-        autocast: (device type, dtype, enabled).
-        gradients: gradients that the loss sent back, by index of the output tensor.
-    """
-
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # args, kwargs: the arguments of forward; not copied
     kwargs: dict[str, Any]
-    start: Past
-    autocast: tuple[str, torch.dtype, bool]
+    start: Past  # the buffers and the random state before the pass
+    autocast: tuple[str, torch.dtype, bool]  # (device type, dtype, enabled)
+    # gradients that the loss sent back, by index of the output tensor
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     @property

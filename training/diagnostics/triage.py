@@ -25,23 +25,15 @@ _ROLL_BACKS = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """The diagnosis of the first of several rejected steps in a row.
+    """The diagnosis of the first of several rejected steps in a row."""
 
-    Attributes:
-        step: the rejected optimizer step; 1 is the first.
-        loss, norm: loss and gradient norm of the step.
-        micro_batch: the micro-batch of the window in which it began; 0 is the first.
-        origin: the first non-finite tensor; None when the same micro-batches, run again, are finite.
-        rank: the rank of that micro-batch, where there are several.
-        replayed: whether every loss of the window came from calls of the model, so that all of it could run again.
-    """
-
-    step: int
-    loss: float
+    step: int  # the rejected optimizer step; 1 is the first
+    loss: float  # loss, norm: loss and gradient norm of the step
     norm: float
-    micro_batch: int = 0
-    origin: Origin | None = None
-    rank: int | None = None
+    micro_batch: int = 0  # the micro-batch of the window in which it began; 0 is the first
+    origin: Origin | None = None  # the first non-finite tensor; None when the same micro-batches, run again, are finite
+    rank: int | None = None  # the rank of that micro-batch, where there are several
+    # whether every loss of the window came from calls of the model, so that all of it could run again
     replayed: bool = True
 
     @property

@@ -26,19 +26,13 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True)
 class AccumulationCheck:
-    """The difference between the accumulated gradient and that of the whole batch.
+    """The difference between the accumulated gradient and that of the whole batch."""
 
-    Attributes:
-        deviation: ‖g_split - g_whole‖ / ‖g_whole‖ over all parameters.
-        bound: the greatest deviation that rounding explains: 16 eps sqrt(samples * micro-batches).
-        worst: the parameter that deviates most.
-        batch_norm: the deviation with BatchNorm in eval mode, where the model has any. BatchNorm in training mode
-            depends on how the batch is split.
-    """
-
-    deviation: float
-    bound: float
-    worst: str
+    deviation: float  # ‖g_split - g_whole‖ / ‖g_whole‖ over all parameters
+    bound: float  # the greatest deviation that rounding explains: 16 eps sqrt(samples * micro-batches)
+    worst: str  # the parameter that deviates most
+    # the deviation with BatchNorm in eval mode, where the model has any. BatchNorm in training mode depends on how
+    # the batch is split
     batch_norm: float | None = None
 
     @property

@@ -76,29 +76,19 @@ class Window:
 
     A loss without weight is a mean and counts 1; a loss with weight is a sum over that many samples or tokens. Several
     backward calls before one step() belong to one micro-batch: without weights their losses add up.
-
-    Attributes:
-        micro: micro-batches closed by step().
-        weight: Σ weight of the closed ones.
-        losses: detached loss of every backward call.
-        samples: how many samples its micro-batches held, as far as the loop said; speed is measured by them.
-        open: backward calls since the last micro-batch was closed.
-        last_read: the last loss that was read from the device; None since a later one was added.
-        witness: a gradient as the last backward call left it.
-        weighted: whether weights are given in this window; None before the first loss.
-        factor: what every loss of the window was multiplied by (the loss scale); the gradients still carry it.
     """
 
-    micro: int = 0
-    weight: float = 0.0
-    losses: list[Tensor] = field(default_factory=list)
-    weighted: bool | None = None
+    micro: int = 0  # micro-batches closed by step()
+    weight: float = 0.0  # Σ weight of the closed ones
+    losses: list[Tensor] = field(default_factory=list)  # detached loss of every backward call
+    weighted: bool | None = None  # whether weights are given in this window; None before the first loss
+    # what every loss of the window was multiplied by (the loss scale); the gradients still carry it
     factor: float = 1.0
     carried_loss: float = 0.0
-    samples: int = 0
-    open: int = 0
-    last_read: float | None = None
-    witness: Witness | None = None
+    samples: int = 0  # how many samples its micro-batches held, as far as the loop said; speed is measured by them
+    open: int = 0  # backward calls since the last micro-batch was closed
+    last_read: float | None = None  # the last loss that was read from the device; None since a later one was added
+    witness: Witness | None = None  # a gradient as the last backward call left it
 
     @property
     def untouched(self) -> bool:

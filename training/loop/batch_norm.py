@@ -49,21 +49,14 @@ def warning(model: nn.Module, steps: int) -> str:
 
 @dataclass(frozen=True)
 class Deviation:
-    """What micro-batches do to one BatchNorm layer.
+    """What micro-batches do to one BatchNorm layer."""
 
-    Attributes:
-        name: canonical path.
-        samples: values behind one channel's statistics in a micro-batch (samples · positions).
-        mean: RMS over channels and micro-batches of (mean - full mean) / full standard deviation.
-        variance: mean over channels and micro-batches of variance / full variance.
-        output: ‖by micro-batch statistics - by full-batch statistics‖ / ‖by full-batch statistics‖ of the layer's
-            output on the same input.
-    """
-
-    name: str
-    samples: int
-    mean: float
-    variance: float
+    name: str  # canonical path
+    samples: int  # values behind one channel's statistics in a micro-batch (samples · positions)
+    mean: float  # RMS over channels and micro-batches of (mean - full mean) / full standard deviation
+    variance: float  # mean over channels and micro-batches of variance / full variance
+    # ‖by micro-batch statistics - by full-batch statistics‖ / ‖by full-batch statistics‖ of the layer's output on the
+    # same input
     output: float
 
 

@@ -124,22 +124,17 @@ def cubic(step: int, *, begin: int, end: int, final: float, initial: float = 0.0
 
 @dataclass(frozen=True, kw_only=True)
 class Gradual:
-    """Masks that grow from `initial` to `final` sparsity between two optimizer steps, chosen anew every `every` steps.
-
-    Attributes:
-        method: magnitude in each "layer" or over all ("global"), whole "channels", or "2:4", chosen once.
-        skip: glob patterns of parameter names that stay whole.
-        norms: see `channels`.
-    """
+    """Masks that grow from `initial` to `final` sparsity between two optimizer steps, chosen anew every `every` steps."""
 
     final: float
     begin: int
     end: int
     every: int = 100
     initial: float = 0.0
+    # magnitude in each "layer" or over all ("global"), whole "channels", or "2:4", chosen once
     method: Method = "layer"
-    skip: tuple[str, ...] = ()
-    norms: bool = False
+    skip: tuple[str, ...] = ()  # glob patterns of parameter names that stay whole
+    norms: bool = False  # see `channels`
 
     def __post_init__(self) -> None:
         _check_word("method", self.method, Method)

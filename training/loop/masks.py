@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.training.loop import ema_swap
-from layerline.training.loop.lane_state import LaneState, RankExchange
+from layerline.training.loop.lane_state import LaneState
 from layerline.training.loop.mask_choice import Gradual, channels, magnitude
 from layerline.training.model.split_tensors import like, whole
 from layerline.training.policy import Policy
@@ -48,7 +48,12 @@ class Masks(Policy):
                 begun already is taken up where it would be now.
         """
         if self._lane.peers is not None:
-            _compare(self._lane.peers, masks)
+            content = repr(masks) if isinstance(masks, Gradual) else _digest(masks)
+            contents = self._lane.peers.gather(content)
+            for rank, other in enumerate(contents):
+                if other != contents[0]:
+                    what = f"rank {rank} has other masks than rank 0"
+                    raise StageError(what, where="masks", hint="give every rank the same ones")
         if isinstance(masks, Gradual):
             self.gradual, self._chosen = masks, None
             self._follow(self._lane.steps)
@@ -109,9 +114,15 @@ class Masks(Policy):
         self.masks, self._targets, self._factors = now, [], []
         with ema_swap.online(lane):  # the weights themselves, not what holds their place meanwhile
             for name, kept in now.items():
-                for target in _copies(lane, name, lane.named.params[name]):
-                    self._targets.append(target)
-                    self._factors.append(like(target, kept.to(target.dtype)))
+                # The parameter, its master, its average.
+                param = lane.named.params[name]
+                targets: list[Tensor] = [param]
+                if lane.masters is not None and lane.masters.has(param):
+                    targets.append(lane.masters.stepped(param))
+                if lane.ema is not None and name in lane.ema.names:
+                    targets.append(lane.ema.shadow[lane.ema.names.index(name)])
+                self._targets += targets
+                self._factors += [like(target, kept.to(target.dtype)) for target in targets]
             if self._targets:
                 torch._foreach_mul_(self._targets, self._factors)
 
@@ -125,30 +136,12 @@ class Masks(Policy):
         return out
 
 
-def _compare(peers: RankExchange, masks: Mapping[str, Tensor] | Gradual) -> None:
-    if isinstance(masks, Gradual):
-        content = repr(masks)
-    else:
-        digest = hashlib.sha256()
-        for name, mask in masks.items():
-            digest.update(f"{name} {tuple(mask.shape)}".encode())
-            digest.update((whole(mask.detach()) != 0).cpu().numpy().tobytes())
-        content = digest.hexdigest()
-    contents = peers.gather(content)
-    for rank, other in enumerate(contents):
-        if other != contents[0]:
-            what = f"rank {rank} has other masks than rank 0"
-            raise StageError(what, where="masks", hint="give every rank the same ones")
-
-
-def _copies(lane: LaneState, name: str, param: nn.Parameter) -> list[Tensor]:
-    """Everything that holds the parameter's values: itself, its master, its average."""
-    out: list[Tensor] = [param]
-    if lane.masters is not None and lane.masters.has(param):
-        out.append(lane.masters.stepped(param))
-    if lane.ema is not None and name in lane.ema.names:
-        out.append(lane.ema.shadow[lane.ema.names.index(name)])
-    return out
+def _digest(masks: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, mask in masks.items():
+        digest.update(f"{name} {tuple(mask.shape)}".encode())
+        digest.update((whole(mask.detach()) != 0).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _masked(lane: LaneState, name: str, mask: Tensor) -> nn.Parameter:

@@ -20,22 +20,14 @@ from layerline.training.randomness.rng_state import Apart
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes that belong to one module itself, its children left out.
+    """Bytes that belong to one module itself, its children left out."""
 
-    Attributes:
-        module: canonical path; "" is the model.
-        parameters: of its own parameters and buffers, each tied tensor at the first module that has it.
-        gradients: at the end of a backward pass; float32 where there are masters.
-        optimizer: states and masters, as they are now (0 before the first step).
-        ema: averages.
-        activations: kept for the backward pass of one micro-batch; None where no inputs were given to measure them.
-    """
-
-    module: str
-    parameters: int
-    gradients: int
-    optimizer: int
-    ema: int
+    module: str  # canonical path; "" is the model
+    parameters: int  # of its own parameters and buffers, each tied tensor at the first module that has it
+    gradients: int  # at the end of a backward pass; float32 where there are masters
+    optimizer: int  # states and masters, as they are now (0 before the first step)
+    ema: int  # averages
+    # kept for the backward pass of one micro-batch; None where no inputs were given to measure them
     activations: int | None
 
     @property

@@ -51,7 +51,11 @@ def refresh(lane: LaneState, *, warn: bool = True) -> None:
     if warn:
         if lane.custom:
             custom.check_held(lane.optimizer, lane.params)
-        _warn_of_strangers(lane)
+        trained = set(map(id, lane.params))
+        new = [name for name, p in lane.named.params.items() if p.requires_grad and id(p) not in trained]
+        if new:
+            more = f" and {len(new) - 1} more" if len(new) > 1 else ""
+            lane.monitor.warn("strangers", f"{new[0]}{more} require a gradient, and nobody trains them: call join()")
     take_over(lane)
 
 
@@ -62,7 +66,14 @@ def join(lane: LaneState) -> list[str]:
     trained = set(map(id, lane.params))
     placed = param_groups.placed(lane.model, lane.named, lane.config.optimizer)
     fresh = [member for member in placed if id(member.param) not in trained]
-    _check_fresh(lane, fresh)
+    late = [m.param for m in fresh]
+    idle = custom.idle(lane.optimizer, [m.name for m in fresh], late) if lane.custom else []
+    if idle:
+        raise ConfigError("a custom optimizer must hold a parameter before it joins", where=idle[0],
+                          hint="optimizer.add_param_group({'params': …}) first")  # fmt: skip
+    if fresh and masters(lane.config, late, custom=lane.custom):
+        raise ConfigError("a half parameter needs a master, and can only join at construction",
+                          where=fresh[0].name, hint="make ModelOptimizer after changing the model")  # fmt: skip
     if lane.peers is not None:
         lane.peers.admit(fresh)
     for member in fresh:
@@ -91,29 +102,6 @@ def take_over(lane: LaneState) -> None:
         lane.guard.follow(live)
     if lane.masters is not None:
         lane.masters.follow()
-
-
-def _warn_of_strangers(lane: LaneState) -> None:
-    trained = set(map(id, lane.params))
-    new = [name for name, p in lane.named.params.items() if p.requires_grad and id(p) not in trained]
-    if not new:
-        return
-    subject = f"{new[0]} requires a gradient and is"
-    if len(new) > 1:
-        subject = f"{new[0]} and {len(new) - 1} more require gradients and are"
-    lane.monitor.warn("strangers", f"{subject} not trained: call join()")
-
-
-def _check_fresh(lane: LaneState, fresh: list[Member]) -> None:
-    late = [m.param for m in fresh]
-    if lane.custom:
-        idle = custom.idle(lane.optimizer, [m.name for m in fresh], late)
-        if idle:
-            raise ConfigError("a custom optimizer must hold a parameter before it joins", where=idle[0],
-                              hint="optimizer.add_param_group({'params': …}) first")  # fmt: skip
-    if fresh and masters(lane.config, late, custom=lane.custom):
-        raise ConfigError("a half parameter needs a master, and can only join at construction",
-                          where=fresh[0].name, hint="make ModelOptimizer after changing the model")  # fmt: skip
 
 
 def _in_order(lane: LaneState) -> None:

@@ -29,6 +29,8 @@ COLUMNS = (
     "step", "loss", "loss_smooth", "grad_norm", "clip_rate", "lr", "update_ratio", "samples_s", "wait_rate",
     "peak_mb", "loss_scale", "skipped", "metric_online", "metric_deploy", "deploy_gap",
 )  # fmt: skip
+# What a checkpoint holds of the open interval.
+_COUNTS = ("clipped", "steps", "low", "weight", "clipped_lately", "lately")
 # What `print` shows of a row.
 _PRINTED = ("loss", "lr", "grad_norm", "samples_s", "metric_online", "metric_deploy")
 _SMOOTHING = 0.98
@@ -84,10 +86,16 @@ class Monitor:
         self._clipped_lately = self._lately = 0
         self._scale_drops = 0
         self._peak, self._peak_read = 0.0, -math.inf
-        self.write: Callable[[str], object] | None = _print if config.print else None
+        self.write: Callable[[str], object] | None = partial(print, flush=True) if config.print else None
         self.trackers: list[Callable[[dict[str, float]], object]] = []
         if config.tensorboard:
-            self.trackers.append(partial(_to_tensorboard, summary_writer()(config.tensorboard)))
+            writer = summary_writer()(config.tensorboard)
+
+            def draw(row: Mapping[str, float]) -> None:
+                for name in row.keys() - {"step"}:
+                    writer.add_scalar(name, row[name], int(row["step"]))
+
+            self.trackers.append(draw)
 
     def hush(self) -> None:
         """Goes on watching, but leaves it to another rank to speak and to draw."""
@@ -97,13 +105,8 @@ class Monitor:
     @property
     def warnings(self) -> list[str]:
         """A sentence for each kind, as it was first said, and how often its cause came back."""
-        out = []
-        for key, text in self._said.items():
-            times = self._times[key]
-            if times > 1:
-                text += f" ({times} times)"
-            out.append(text)
-        return out
+        times = {key: f" ({count} times)" for key, count in self._times.items() if count > 1}
+        return [text + times.get(key, "") for key, text in self._said.items()]
 
     def add_columns(self, names: Sequence[str]) -> None:
         """Further columns, which are empty in the rows so far."""
@@ -223,8 +226,7 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         flat = torch.tensor(self.rows, dtype=torch.float64).reshape(-1, len(self.columns))
-        counts = {"clipped": self._clipped, "steps": self._steps, "low": self._low, "weight": self._weight,
-                  "clipped_lately": self._clipped_lately, "lately": self._lately}  # fmt: skip
+        counts = {name: getattr(self, f"_{name}") for name in _COUNTS}
         return {"rows": flat, "columns": list(self.columns), "smooth": self._smooth, "norms": list(self._norms),
                 "median": self._median, "warnings": dict(self._said), "times": dict(self._times),
                 "active": sorted(self._active), **counts}  # fmt: skip
@@ -237,10 +239,10 @@ class Monitor:
         self._smooth, self._median = state["smooth"], state["median"]
         self._norms.clear()
         self._norms.extend(state["norms"])
-        self._clipped, self._steps, self._low = state["clipped"], state["steps"], state["low"]
-        self._clipped_lately, self._lately = state["clipped_lately"], state["lately"]
-        self._weight, self._since, self.waited = state["weight"], time.perf_counter(), 0.0
-        self._reviewed, self._waited_then = self._since, 0.0
+        for name in _COUNTS:
+            setattr(self, f"_{name}", state[name])
+        self._since = self._reviewed = time.perf_counter()
+        self.waited = self._waited_then = 0.0
         # What this process has already said (of the model, before it loaded; before a rollback) stays said.
         self._said = {**state.get("warnings", {}), **self._said}
         for key, times in state.get("times", {}).items():
@@ -264,18 +266,19 @@ class Monitor:
             self._active.discard("norm_high")
         if not self._low:
             self._active.discard("norm_low")
-        self._when("clip", clipped, "of the steps were clipped: lower the rate or raise the bound")
-        self._when("wait", wait if self.loads else 0.0, "of the time goes to waiting for data: more workers may help")
+        shares = {
+            "clip": (clipped, "of the steps were clipped: lower the rate or raise the bound"),
+            "wait": (wait if self.loads else 0.0, "of the time goes to waiting for data: more workers may help"),
+        }
+        for key, (share, text) in shares.items():
+            if share > 0.3:
+                self.warn(key, f"{share:.0%} {text}")
+            else:
+                self._active.discard(key)
         if self._scale_drops == 0:
             self._active.discard("scale")
         self._clipped_lately = self._lately = self._scale_drops = 0
         self._reviewed, self._waited_then = now, self.waited
-
-    def _when(self, key: str, share: float, text: str) -> None:
-        if share > 0.3:
-            self.warn(key, f"{share:.0%} {text}")
-        else:
-            self._active.discard(key)
 
     def warn(self, key: str, text: str) -> None:
         """Counts a warning, unless the last one of this `key` still holds; the first one of each key is also said."""
@@ -286,11 +289,6 @@ class Monitor:
         if key not in self._said:
             self._said[key] = text
             self.speak(text)
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -304,13 +302,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _within(params: Sequence[Tensor], budget: int) -> list[Tensor]:
-    """Flat views of the first elements of some parameters; of one type and device, so that they can be joined.
-
-    Of a sharded parameter it is this rank's part.
-
-    Args:
-        budget: bytes in all.
-    """
+    """Flat views of the first elements of some parameters, `budget` bytes in all; of one type and device, so that they
+    can be joined. Of a sharded parameter it is this rank's part."""
     distance = -(-len(params) // _RATIO_PARAMS)
     parts = [local(p).detach() for p in params[::distance]]
     share = max(budget // parts[0].element_size() // len(parts), 1)
@@ -320,12 +313,6 @@ def _within(params: Sequence[Tensor], budget: int) -> list[Tensor]:
         if dense and (part.dtype, part.device) == (parts[0].dtype, parts[0].device):
             kept.append(part.as_strided((min(part.numel(), share),), (1,)))
     return kept
-
-
-def _to_tensorboard(writer: Any, row: Mapping[str, float]) -> None:
-    for name, value in row.items():
-        if name != "step":
-            writer.add_scalar(name, value, int(row["step"]))
 
 
 def summary_writer() -> Any:

@@ -32,19 +32,12 @@ _SEGMENTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 
 @dataclass(frozen=True)
 class Named:
-    """A model's tensors, each once, in registration order.
+    """A model's tensors, each once, in registration order."""
 
-    Attributes:
-        params: parameters by canonical name.
-        buffers: persistent buffers by canonical name.
-        aliases: further names of tied tensors -> their canonical name.
-        owners: the module that holds each tensor, by canonical and further names.
-    """
-
-    params: dict[str, nn.Parameter]
-    buffers: dict[str, Tensor]
-    aliases: dict[str, str]
-    owners: dict[str, nn.Module]
+    params: dict[str, nn.Parameter]  # parameters by canonical name
+    buffers: dict[str, Tensor]  # persistent buffers by canonical name
+    aliases: dict[str, str]  # further names of tied tensors -> their canonical name
+    owners: dict[str, nn.Module]  # the module that holds each tensor, by canonical and further names
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -24,21 +24,15 @@ _NORMS = (
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter's place: whether it decays, and why; and what `optimizer.groups` say of it.
-
-    Attributes:
-        names: all names of the parameter; a tied one has several.
-        share: what the configured rate is multiplied by; an explicit `lr` of the rule is not.
-        rule: the rule that holds for it.
-    """
+    """One parameter's place: whether it decays, and why; and what `optimizer.groups` say of it."""
 
     name: str
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # all names of the parameter; a tied one has several
     param: nn.Parameter
     decay: bool
     reason: str
-    share: float = 1.0
-    rule: GroupRule | None = None
+    share: float = 1.0  # what the configured rate is multiplied by; an explicit `lr` of the rule is not
+    rule: GroupRule | None = None  # the rule that holds for it
 
 
 def members(model: Named, no_decay: Iterable[str] = ()) -> tuple[Member, ...]:

@@ -51,21 +51,13 @@ class Several:
 
 @dataclass(frozen=True)
 class Rule:
-    """One optimizer.
+    """One optimizer."""
 
-    Attributes:
-        make: the class; called with parameter groups and keyword arguments.
-        fused: whether torch has a fused kernel for it.
-        foreach: whether it has an argument `foreach`.
-        states: number of state tensors per parameter that have the parameter's size.
-        complex: whether it supports complex parameters.
-    """
-
-    make: type[torch.optim.Optimizer]
-    fused: bool = False
-    foreach: bool = True
-    states: int = 2
-    complex: bool = False
+    make: type[torch.optim.Optimizer]  # the class; called with parameter groups and keyword arguments
+    fused: bool = False  # whether torch has a fused kernel for it
+    foreach: bool = True  # whether it has an argument `foreach`
+    states: int = 2  # number of state tensors per parameter that have the parameter's size
+    complex: bool = False  # whether it supports complex parameters
 
 
 TABLE: Mapping[str, Rule] = {

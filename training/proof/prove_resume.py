@@ -29,26 +29,18 @@ def _no_progress(*_: int) -> None:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference between both runs.
+    """The first difference between both runs."""
 
-    Attributes:
-        name: the tensor or counter, as in a checkpoint; `data/…` is an input of the step.
-        step: number of the step after which it was noticed, from the beginning of the training.
-        after: the same, counted from the checkpoint.
-        straight, resumed: digests of a tensor, or values of a counter.
-        max_abs: max |a - b| of a tensor at the end of both runs; None where it can't be computed.
-        repeats: whether resuming a second time gave the result of the first time. If not, the steps are not
-            deterministic, and resuming isn't at fault.
-        optimizer: the optimizer that stepped differently on equal gradients; empty where the gradients differ, too.
-    """
-
-    name: str
-    step: int
-    after: int
-    straight: str
+    name: str  # the tensor or counter, as in a checkpoint; `data/…` is an input of the step
+    step: int  # number of the step after which it was noticed, from the beginning of the training
+    after: int  # the same, counted from the checkpoint
+    straight: str  # straight, resumed: digests of a tensor, or values of a counter
     resumed: str
-    max_abs: float | None
+    max_abs: float | None  # max |a - b| of a tensor at the end of both runs; None where it can't be computed
+    # whether resuming a second time gave the result of the first time. If not, the steps are not deterministic, and
+    # resuming isn't at fault
     repeats: bool
+    # the optimizer that stepped differently on equal gradients; empty where the gradients differ, too
     optimizer: str = ""
 
     def __str__(self) -> str:
@@ -87,23 +79,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of the comparison.
+    """The result of the comparison."""
 
-    Attributes:
-        first: step at which the runs began.
-        begun_from: name of the checkpoint they began from; empty where they began anew.
-        steps: calls of step() before the checkpoint, and after it.
-        compared: number of tensors and counters compared after each step.
-        accepted: optimizer steps of the straight run that moved the weights; without any nothing is proved.
-        difference: the first difference; None when everything is equal after every step.
-    """
-
-    first: int
-    begun_from: str
-    steps: int
-    compared: int
-    accepted: int
-    difference: Difference | None = None
+    first: int  # step at which the runs began
+    begun_from: str  # name of the checkpoint they began from; empty where they began anew
+    steps: int  # calls of step() before the checkpoint, and after it
+    compared: int  # number of tensors and counters compared after each step
+    accepted: int  # optimizer steps of the straight run that moved the weights; without any nothing is proved
+    difference: Difference | None = None  # the first difference; None when everything is equal after every step
 
     @property
     def passed(self) -> bool:

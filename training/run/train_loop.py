@@ -46,26 +46,18 @@ _SAVE_EVERY_S, _SAVE_SHARE = 10.0, 20
 
 @dataclass
 class Run:
-    """One training run.
-
-    Attributes:
-        initial: the first weights, by canonical name.
-        before_last: the weights before the last optimizer step; empty until then.
-        total: optimizer steps to attempt.
-        resumed: the step at which it resumed; None for a new run.
-        loss: function that returns a sum and its weight, or a mean over the batch's samples and None.
-    """
+    """One training run."""
 
     task: Task
     model: nn.Module
     mo: ModelOptimizer
     batches: Batches
-    loss: Loss
+    loss: Loss  # function that returns a sum and its weight, or a mean over the batch's samples and None
     device: torch.device
-    total: int
-    initial: dict[str, Tensor]
-    before_last: dict[str, Tensor]
-    resumed: int | None = None
+    total: int  # optimizer steps to attempt
+    initial: dict[str, Tensor]  # the first weights, by canonical name
+    before_last: dict[str, Tensor]  # the weights before the last optimizer step; empty until then
+    resumed: int | None = None  # the step at which it resumed; None for a new run
 
     @property
     def lane(self) -> Lane:

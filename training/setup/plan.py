@@ -26,27 +26,18 @@ _HEAD = ("lr", "betas", "eps", "momentum", "nesterov", "alpha", "rho", "weight_d
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one model; `str()` prints it.
-
-    Attributes:
-        groups: parameter name -> ("decay" or "no decay", why, elements). Of a custom optimizer it is what its groups
-            say, and why is the group's number; "unknown" where it has none, "not held" where it leaves one out.
-        curve: (step, learning rate) at eleven points of the run.
-        bytes: kind -> (planned, measured); measured is None before the first step.
-        elements: trained parameters.
-        notes: sentences on this configuration.
-        model: its name, where there are several.
-        others: the plans of the further models, where there are several.
-    """
+    """The plan of one model; `str()` prints it."""
 
     optimizer: str
+    # parameter name -> ("decay" or "no decay", why, elements). Of a custom optimizer it is what its groups say, and
+    # why is the group's number; "unknown" where it has none, "not held" where it leaves one out
     groups: Mapping[str, tuple[str, str, int]]
-    curve: tuple[tuple[int, float], ...]
-    bytes: Mapping[str, tuple[int, int | None]]
-    elements: int
-    notes: tuple[str, ...]
-    model: str = ""
-    others: tuple[Plan, ...] = ()
+    curve: tuple[tuple[int, float], ...]  # (step, learning rate) at eleven points of the run
+    bytes: Mapping[str, tuple[int, int | None]]  # kind -> (planned, measured); measured is None before the first step
+    elements: int  # trained parameters
+    notes: tuple[str, ...]  # sentences on this configuration
+    model: str = ""  # its name, where there are several
+    others: tuple[Plan, ...] = ()  # the plans of the further models, where there are several
 
     def __str__(self) -> str:
         title = f"{self.model}: {self.optimizer}" if self.model else self.optimizer

@@ -27,17 +27,11 @@ OPTIONAL_PARTS = ("masks", "monitor")
 
 @dataclass(frozen=True)
 class Saved:
-    """One lane's state.
+    """One lane's state."""
 
-    Attributes:
-        weights: tensors by kind (online, masters, ema) and parameter name.
-        parts: state of the optimizer, schedule, loss scale and so on, by name.
-        counters: numbers of steps.
-    """
-
-    weights: Mapping[str, Mapping[str, Tensor]]
-    parts: Mapping[str, Any]
-    counters: Mapping[str, int]
+    weights: Mapping[str, Mapping[str, Tensor]]  # tensors by kind (online, masters, ema) and parameter name
+    parts: Mapping[str, Any]  # state of the optimizer, schedule, loss scale and so on, by name
+    counters: Mapping[str, int]  # numbers of steps
 
 
 def prefix_of(model_name: str) -> str:

@@ -31,21 +31,14 @@ _DEEPEST = 100
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """One state dict of a file.
+    """One state dict of a file."""
 
-    Attributes:
-        path: its place in the file, keys joined by dots; ends with a dot where it is a prefix that names share.
-        ema: whether the file calls the tensors averages.
-        tensors: by name, without that prefix.
-        order: tensors by position instead of by name; some trainers store averages of parameters in this form.
-        prefix: put before the names where the file lacks the name of the one module that holds the whole model.
-    """
-
-    path: str
-    ema: bool
-    tensors: Mapping[str, Tensor]
+    path: str  # its place in the file, keys joined by dots; ends with a dot where it is a prefix that names share
+    ema: bool  # whether the file calls the tensors averages
+    tensors: Mapping[str, Tensor]  # by name, without that prefix
+    # tensors by position instead of by name; some trainers store averages of parameters in this form
     order: tuple[Tensor, ...] = ()
-    prefix: str = ""
+    prefix: str = ""  # put before the names where the file lacks the name of the one module that holds the whole model
 
     @property
     def where(self) -> str:
@@ -54,22 +47,14 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The result of comparing a state dict with the model.
-
-    Attributes:
-        tensors: tensors that fit, by canonical name.
-        missing: names that only the model has.
-        wrong: one message for each unknown name and each shape or type that differs.
-        extra: names that only the file has.
-        notes: one message for each kind of tensor that was left out or filled in.
-    """
+    """The result of comparing a state dict with the model."""
 
     state: State
-    tensors: Mapping[str, Tensor]
-    missing: tuple[str, ...] = ()
-    wrong: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    tensors: Mapping[str, Tensor]  # tensors that fit, by canonical name
+    missing: tuple[str, ...] = ()  # names that only the model has
+    wrong: tuple[str, ...] = ()  # one message for each unknown name and each shape or type that differs
+    extra: tuple[str, ...] = ()  # names that only the file has
+    notes: tuple[str, ...] = field(default=())  # one message for each kind of tensor that was left out or filled in
 
     @property
     def complete(self) -> bool:
