@@ -18,7 +18,7 @@ from layerline.training.config import aliases
 from layerline.training.config.sections import Config
 from layerline.training.data.loss import default_loss
 from layerline.training.diagnostics.verify_accumulation import AccumulationCheck, verify
-from layerline.training.loop import ema_swap, halving, loop_mistakes, memory_report
+from layerline.training.loop import ema_swap, halving, loop_mistakes, memory_report, model_sync
 from layerline.training.loop.best_checkpoints import FOLDER, Best
 from layerline.training.loop.halving import Forward
 from layerline.training.loop.mask_choice import Gradual, configured
@@ -510,7 +510,7 @@ class ModelOptimizer:
         check_apart({name: lane.model for name, lane in self.lanes.items()})
         names = []
         for lane in self.lanes.values():
-            names += lane.join()
+            names += model_sync.join(lane)
         return names
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelOptimizer:

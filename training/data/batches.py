@@ -37,14 +37,6 @@ class Batches:
         hook: name of the source in errors.
         rank, ranks: this process gets every `ranks`-th sample of each batch, beginning at `rank`, so that the batches
             don't depend on the number of ranks.
-
-    Attributes:
-        epoch: of the next batch.
-        position: of the next batch within its epoch.
-        samples: in an epoch; None where the data comes in batches.
-        counted: number of samples in this rank's share of the last batch. It is 0 where a short batch has no sample
-            for this rank; the rank then gets the first sample, since every rank must run a forward pass.
-        waited: seconds spent waiting for data so far.
     """
 
     def __init__(self, source: Any, *, batch_size: int, seed: int | None = 0, workers: int = 0,
@@ -57,7 +49,7 @@ class Batches:
                 hint="give a list or a DataLoader: something that can be iterated more than once",
             )
         self.source = source
-        self.samples: int | None = None
+        self.samples: int | None = None  # in an epoch; None where the data comes in batches
         if self.form == "columns":
             self.source = _in_tensors(source, hook)
             self.samples = rows(self.source)
@@ -65,8 +57,11 @@ class Batches:
             self.samples = len(source)
         self.batch_size, self.seed, self.workers, self.hook = batch_size, seed, workers, hook
         self.share = _Share(rank, ranks)
-        self.epoch = self.position = self.counted = 0
-        self.waited = 0.0
+        self.epoch = self.position = 0  # of the next batch
+        # Samples in this rank's share of the last batch. It is 0 where a short batch has none for this rank, which then
+        # gets the first sample, since every rank must run a forward pass.
+        self.counted = 0
+        self.waited = 0.0  # seconds spent waiting for data so far
 
     @property
     def per_epoch(self) -> int | None:

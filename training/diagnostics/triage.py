@@ -142,15 +142,12 @@ class Judge:
     skip goes on, and gives up after `limit` rejected steps in a row. stop ends at the first one. rollback restores the
     last saved weights, averages and optimizer state after `limit` in a row and goes on with the next data; it gives up
     when it would restore the same checkpoint for the fourth time.
-
-    Attributes:
-        findings: one for each sequence of rejected steps, where `nonfinite.triage` is on.
     """
 
     def __init__(self, lane: LaneState, roll_back: Callable[[], str | None]) -> None:
         self._config, self._roll_back = lane.config.nonfinite, roll_back
         self.recorder = Recorder(lane) if self._config.triage else None
-        self.findings: list[Finding] = []
+        self.findings: list[Finding] = []  # one for each sequence of rejected steps, where `nonfinite.triage` is on
         self._restored, self._times = -1, 0
 
     def rejected(self, lane: LaneState, loss: float, norm: float) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import ConfigError
 from layerline.training.data.batches import each_tensor, size
 from layerline.training.loop.batch_norm import batch_norms
-from layerline.training.loop.loop_mistakes import refuse_averages
 from layerline.training.loop.step_engine import Lane
 from layerline.training.model import precision
 from layerline.training.randomness.rng_state import Apart
@@ -56,7 +55,7 @@ def verify(lane: Lane, batch: Any, loss: Loss, micro: int) -> AccumulationCheck:
     restored.
     """
     samples = size(batch)
-    refuse_averages(lane, "verify_accumulation")
+    lane.refuse_averages("verify_accumulation")
     if not lane.window.untouched:
         raise ConfigError("a window has begun", where="verify_accumulation", hint="call flush() first")
     if samples < micro or micro < 2:

@@ -35,21 +35,18 @@ class Peers(Policy, ABC):
     Args:
         lane: model and optimizer of this rank.
         ranks: the group.
-
-    Attributes:
-        seconds: how long each rank worked on the last step, from the end of the step before until its gradients were
-            ready (on a GPU: were queued); what it waited for others is not in it.
-        communication: share of the step before last that was spent communicating after the backward pass, on the rank
-            that waited least for others; NaN where it cannot be told apart (GPUs, sharded models).
-        ask: a number for the other ranks, exchanged at the next step (a wish to save, to stop).
-        asked: the greatest of all ranks' numbers at the last step.
     """
 
     def __init__(self, lane: LaneState, ranks: Ranks) -> None:
         self.lane, self.ranks = lane, ranks
+        # How long each rank worked on the last step, from the end of the step before until its gradients were ready (on
+        # a GPU: were queued); what it waited for others is not in it.
         self.seconds: list[float] = []
+        # Share of the step before last that was spent communicating after the backward pass, on the rank that waited
+        # least for others; NaN where it cannot be told apart (GPUs, sharded models).
         self.communication = self._own_share = math.nan
         self._times: list[list[float]] = []
+        # A number for the other ranks (a wish to save, to stop), and the greatest of all ranks' at the last step.
         self.ask = self.asked = 0.0
         self._since, self._ready = time.perf_counter(), 0.0
         lane.model.register_forward_pre_hook(Attached(self._enters), with_kwargs=True)

@@ -30,15 +30,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This process and the group that it trains in.
-
-    Attributes:
-        rank: of this process; rank 0 writes checkpoints.
-        size: number of ranks.
-        device: the device from which the backend sends tensors.
-        serves_cpu: whether it sends tensors in CPU memory as well.
-        pulse: heartbeats of the ranks.
-    """
+    """This process and the group that it trains in."""
 
     def __init__(self, store: Any, config: DistributedConfig, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -46,8 +38,10 @@ class Ranks:
         self.store = store
         backends = dist.get_backend_config()  # such as cpu:gloo,cuda:nccl
         nccl = "nccl" in backends
-        self.serves_cpu = "cpu:" in backends
+        self.serves_cpu = "cpu:" in backends  # whether it sends tensors in CPU memory as well
+        # The device from which the backend sends tensors
         self.device = _own_gpu(device) if nccl else torch.device("cpu")
+        # Heartbeats of the ranks
         self.pulse = Pulse(store, self.rank, self.size, 0.8 * config.timeout_s if nccl else None)
 
     def floats(self, *values: float) -> list[list[float]]:

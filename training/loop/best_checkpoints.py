@@ -23,18 +23,14 @@ class Entry(NamedTuple):
 
 
 class Best:
-    """Follows the metric of what would ship.
-
-    Attributes:
-        entries: the best validations, the best first; at most `keep_best`, and one where nothing is kept.
-        waited: validations since the last improvement.
-    """
+    """Follows the metric of what would ship."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._config, self._higher = config.monitor, config.higher_is_better
         self.folder = folder
+        # The best validations, the best first; at most `keep_best`, and one where nothing is kept
         self.entries: list[Entry] = []
-        self.waited = 0
+        self.waited = 0  # validations since the last improvement
 
     @property
     def should_stop(self) -> bool:

@@ -72,11 +72,6 @@ class Ema(Policy):
         config: decay, start step, warm-up.
         live: where the model holds those of `sources` that are buffers; a forward pass may replace them.
         mean: takes the plain mean of the weights from `start_step` on; decay and warm-up say nothing then.
-
-    Attributes:
-        shadow: the averages, float32 or wider, in the order of `names`.
-        updates: how often the average was updated.
-        swapped: whether the sources hold the averages just now.
     """
 
     def __init__(
@@ -84,12 +79,13 @@ class Ema(Policy):
     ) -> None:
         self.config, self.mean = config, mean
         self._take(sources, live)
+        # The averages, float32 or wider, in the order of `names`
         self.shadow = [wide(source) for source in self.sources]
         self._backup: dict[int, Tensor] = {}  # half weights that the averages stand in for, by their place
         self._statistics: list[Tensor] = []
         self._arrange()
-        self.updates = 0
-        self.swapped = False
+        self.updates = 0  # how often the average was updated
+        self.swapped = False  # whether the sources hold the averages just now
 
     @property
     def sources(self) -> list[Tensor]:

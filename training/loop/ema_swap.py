@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError
+from layerline.training.loop import model_sync
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.fake_quantization import is_fake_quantized, ranges_kept, without_fake_quantization
 from layerline.training.model.precision import wide
@@ -20,7 +21,7 @@ def switch(lane: LaneState, *, ema: bool) -> None:
     """Puts averages or trained weights into the model, in place; nothing where they are there already."""
     if lane.ema is None or lane.ema.swapped is ema:
         return
-    lane.refresh()
+    model_sync.refresh(lane)
     lane.ema.swap()
     if lane.masters is not None:
         lane.masters.publish()
@@ -42,7 +43,7 @@ def online(lane: LaneState) -> Iterator[None]:
 def shipped(lane: LaneState) -> dict[str, Tensor]:
     """Copies of the weights that would ship: averages where there are any, float32, tied tensors once; those of a
     sharded model on the CPU."""
-    lane.refresh()
+    model_sync.refresh(lane)
     with online(lane):
         tensors = lane.named.tensors
         if lane.ema is not None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from layerline.pipeline.errors import StageError
+from layerline.pipeline.errors import ConfigError, StageError
 from layerline.training.config.sections import Config
 from layerline.training.loop.accumulation import Window
 from layerline.training.loop.ema import average
@@ -59,20 +59,7 @@ def _finite(params: Sequence[Tensor]) -> list[bool]:
 
 
 class LaneState:
-    """The state of one model's training.
-
-    Attributes:
-        params, names, members: the trained parameters, their names, and their rates and weight decays.
-        stepped: what the optimizer steps: `params`, or their masters.
-        largest_part: greatest number of samples in a pass, where a micro-batch did not fit into memory.
-        skipped: rejected steps; `skipped_in_a_row` leaves out fp16 overflows that a smaller loss scale answers.
-        first_rejected: number of the first rejected step among all attempted ones; 0 while there is none.
-        loss, grad_norm: of the last accepted step, per sample and before clipping; NaN before the first.
-        peers: the exchange with other ranks; None in a single process.
-        strides: keeps state and gradients in the parameters' order of memory; None where this isn't needed.
-        kinds: type and device of each of `params`, which must stay the same.
-        judge: decides after each rejected step whether training goes on; None for the default policy.
-    """
+    """The state of one model's training."""
 
     # Backward passes of all lanes. One of another ModelOptimizer may have left gradients in this one's parameters.
     passes: ClassVar[int] = 0
@@ -87,7 +74,7 @@ class LaneState:
         self.device = device_of(self.params[0])
         self.custom = optimizer is not None
         self.masters = masters(config, self.params, custom=self.custom)
-        self.stepped = self.params
+        self.stepped = self.params  # what the optimizer steps: `params`, or their masters
         if self.masters is not None:
             self.stepped = [self.masters.stepped(p) for p in self.params]
         if self.custom:
@@ -105,12 +92,15 @@ class LaneState:
         self.monitor = Monitor(config.monitor, self.names, self.stepped)
         statistics = Slots(self.named, guarded(self.named))
         self.guard = Guard(statistics) if statistics.names else None
-        self.peers: RankExchange | None = None
+        self.peers: RankExchange | None = None  # the exchange with other ranks; None in a single process
         self.masks: Policy | None = None
-        self.judge: RejectionPolicy | None = None
+        self.judge: RejectionPolicy | None = None  # what follows rejected steps; None for the default policy
         self.gradient_bytes = 0
-        self.largest_part: int | None = None
+        self.largest_part: int | None = None  # greatest number of samples in a pass, where a whole batch did not fit
+        # Accepted and rejected steps, rejected ones in a row that no smaller loss scale answers, and the number of the
+        # first rejected one among all attempted ones.
         self.steps = self.skipped = self.skipped_in_a_row = self.first_rejected = 0
+        # Of the last accepted step, before clipping and per sample.
         self.grad_norm = self.loss = math.nan
         self.take_stock()
 
@@ -161,9 +151,10 @@ class LaneState:
         elif self.sophia is not None:
             self.sophia.forget()
 
-    def refresh(self, *, warn: bool = True) -> None:
-        """Follows what was done to the model since; see `model_sync.refresh`."""
-        raise NotImplementedError
+    def refuse_averages(self, where: str) -> None:
+        """Training would change the averages, which the model holds, and not the weights."""
+        if self.ema is not None and self.ema.swapped:
+            raise ConfigError("the model holds its EMA weights", where=where, hint="call switch_to_online() first")
 
     def backward(self, loss: Tensor, weight: float | None = None, *, share: float = 1.0) -> None:
         """Adds the gradients of one loss to the window."""

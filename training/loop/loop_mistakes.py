@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from layerline.pipeline.errors import ConfigError, StageError, ran_out_of_memory
 from layerline.training.config.sections import Config
+from layerline.training.loop import model_sync
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.model.hooks import Attached
 from layerline.training.model.precision import HALF
@@ -18,15 +19,9 @@ if TYPE_CHECKING:
     from layerline.training.loop.monitors import Monitor
 
 
-def refuse_averages(lane: LaneState, where: str) -> None:
-    """Training would change the averages, which the model holds, and not the weights."""
-    if lane.ema is not None and lane.ema.swapped:
-        raise ConfigError("the model holds its EMA weights", where=where, hint="call switch_to_online() first")
-
-
 def check_begun(lane: LaneState) -> None:
     """A step without a loss needs gradients from backward(), here or by hand; one rank of several may have none."""
-    refuse_averages(lane, "step")
+    lane.refuse_averages("step")
     if lane.window.open or lane.peers is not None:
         return
     if lane.window.weighted is not None:
@@ -61,7 +56,7 @@ def settle_foreign(lane: LaneState, others_ran: bool) -> None:
 
 def no_gradient(lane: LaneState) -> StageError:
     """The error for a step that no parameter has a gradient for."""
-    lane.refresh()
+    model_sync.refresh(lane)
     return StageError("no parameter has a gradient", where="step", hint="pass the loss: mo.step(loss)")
 
 
@@ -107,7 +102,7 @@ def explain_step(lane: LaneState, error: BaseException, sparse: str | None) -> N
     if type(error).__name__ == "NoClosureError":  # pytorch_optimizer's, whatever version
         raise no_closure(lane.optimizer) from error
     if isinstance(error, RuntimeError | TypeError):
-        lane.refresh()  # what was changed in the model is a better reason
+        model_sync.refresh(lane)  # what was changed in the model is a better reason
 
 
 # torch's code for reduction="mean" in the losses that save it for their backward pass.

@@ -124,7 +124,7 @@ def cubic(step: int, *, begin: int, end: int, final: float, initial: float = 0.0
 
 @dataclass(frozen=True, kw_only=True)
 class Gradual:
-    """Masks that grow from `initial` to `final` sparsity between two optimizer steps, chosen anew every `every` steps."""
+    """Masks that grow from `initial` to `final` sparsity between two steps, chosen anew every `every` steps."""
 
     final: float
     begin: int

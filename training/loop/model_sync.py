@@ -8,7 +8,6 @@ saved, switched or exported.
 from __future__ import annotations
 
 from layerline.pipeline.errors import ConfigError
-from layerline.training.loop import loop_mistakes
 from layerline.training.loop.ema import statistics
 from layerline.training.loop.lane_state import LaneState
 from layerline.training.loop.running_stats_guard import Guard, guarded
@@ -60,8 +59,8 @@ def refresh(lane: LaneState, *, warn: bool = True) -> None:
 
 
 def join(lane: LaneState) -> list[str]:
-    """Takes in trained parameters that the model has gained since; see `Lane.join`."""
-    loop_mistakes.refuse_averages(lane, "join")
+    """Takes in trained parameters that the model has gained since; returns their names."""
+    lane.refuse_averages("join")
     refresh(lane, warn=False)
     trained = set(map(id, lane.params))
     placed = param_groups.placed(lane.model, lane.named, lane.config.optimizer)

@@ -52,11 +52,6 @@ class Monitor:
     `samples_s` counts weights where losses come with one, micro-batches else. `update_ratio` is ‖Δw‖ / ‖w‖ of the step
     that is logged, over the first elements of up to 64 parameters, 8 KiB in all. A cell that was not measured is
     empty.
-
-    Attributes:
-        rows: one array of float64 per row, in the order of `columns`.
-        speak: where each kind of warning is said, once a run; the `layerline.training` logger by default.
-        loads: whether data are loaded when needed, so that more workers could help; off where they lie in memory.
     """
 
     def __init__(self, config: MonitorConfig, names: Sequence[str], params: Sequence[Tensor]) -> None:
@@ -64,8 +59,10 @@ class Monitor:
         self.columns = COLUMNS + (tuple(f"grad_norm/{n}" for n in names) if config.per_layer else ())
         self.per_layer = config.per_layer
         self._measures_updates = config.update_ratio
-        self.rows: list[array[float]] = []
+        self.rows: list[array[float]] = []  # one array of float64 per row, in the order of `columns`
+        # Whether data are loaded when needed, so that more workers could help; off where they lie in memory
         self.loads = True
+        # Where each kind of warning is said, once a run; the `layerline.training` logger by default
         self.speak: Callable[[str], object] = logging.getLogger("layerline.training").warning
         self._hushed = False
         self._active: set[str] = set()

@@ -101,7 +101,7 @@ class Lane(LaneState):
     def _add(self, loss: Tensor, weight: float | None, share: float = 1.0) -> None:
         window = self.window
         if self.ema is not None and self.ema.swapped:
-            loop_mistakes.refuse_averages(self, "step")
+            self.refuse_averages("step")
         if not (isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim and not loss.is_complex()):
             check_loss(loss)
         if weight is not None:
@@ -158,7 +158,7 @@ class Lane(LaneState):
 
     def step_closure(self, closure: Callable[[], Tensor]) -> tuple[bool, Tensor]:
         """A step of an optimizer that evaluates the loss itself: whether the weights moved, and the first loss."""
-        loop_mistakes.refuse_averages(self, "step")
+        self.refuse_averages("step")
         closures.check(self)
         self._evaluation = evaluation = closures.Evaluation(self, closure)
         self.window.add(evaluation.loss, None)
@@ -172,18 +172,10 @@ class Lane(LaneState):
         """Steps on what a short last window holds, divided by what it holds. True when the weights moved."""
         if self.window.untouched:
             return False
-        loop_mistakes.refuse_averages(self, "flush")
+        self.refuse_averages("flush")
         if self.window.open:
             self.window.close()
         return self._update()
-
-    def join(self) -> list[str]:
-        """Takes in trained parameters that the model has gained since; their names."""
-        return model_sync.join(self)
-
-    def refresh(self, *, warn: bool = True) -> None:
-        """Follows what was done to the model since; see `model_sync.refresh`."""
-        model_sync.refresh(self, warn=warn)
 
     def _update(self) -> bool:
         """The step at the end of a window. Whatever it raises drops the window."""
@@ -210,7 +202,7 @@ class Lane(LaneState):
             grads = self._gradients()
         if len(grads) != len(self.stepped) and len(grads) not in self._counts:
             self._counts.add(len(grads))
-            self.refresh()  # a parameter that was replaced has no gradient any more
+            model_sync.refresh(self)  # a parameter that was replaced has no gradient any more
         if not grads:
             raise loop_mistakes.no_gradient(self)
         # The one synchronisation of a step: everything after it is decided on the CPU.
@@ -244,10 +236,10 @@ class Lane(LaneState):
         if self.steps >= self.look_at:
             if self.steps and rejected_steps.weights_spoilt(self):
                 return True
-            self.refresh()
+            model_sync.refresh(self)
             self.look_at = self.steps + min(self.steps + 1, _LOOK_EVERY)
         elif self.frozen and any(map(_TRAINED, self.frozen)):
-            self.refresh()
+            model_sync.refresh(self)
         return False
 
     def _accept(self, grads: list[Tensor], norm: float, loss: float, unscale: float) -> None:

@@ -38,12 +38,9 @@ class _Foreach(Optimizer):
                 if not self.state[p]:
                     self.state[p] = {name: torch.zeros_like(p) for name in self.states}
             grads = [p.grad for p in params if p.grad is not None]
-            states = [self._state_list(name, params) for name in self.states]
+            states = [[self.state[p][name] for p in params] for name in self.states]
             self._update(group, params, grads, *states)
         return loss
-
-    def _state_list(self, name: str, params: list[Tensor]) -> list[Tensor]:
-        return [self.state[p][name] for p in params]
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> None:
         raise NotImplementedError

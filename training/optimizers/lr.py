@@ -58,13 +58,19 @@ class Rate(Policy):
         if self.plateau is not None:
             multiplier *= self.plateau.scale
         if self._momentum is not None:
-            self._set_momentum(self._momentum(step))
+            # The first beta, or the momentum where the optimizer uses one, as torch's OneCycleLR does.
+            value = self._momentum(step)
+            for group in self._groups:
+                if "betas" in group:
+                    group["betas"] = (value, *group["betas"][1:])
+                elif group.get("momentum"):
+                    group["momentum"] = value
         if multiplier == self._multiplier:
             return
         self._multiplier = multiplier
         # A group that the user added later has its full rate.
         self._bases += [float(g["lr"]) for g in self._groups[len(self._bases) :]]
-        self._write([base * multiplier for base in self._bases])
+        _write(self._groups, [base * multiplier for base in self._bases])
 
     def _scheduled(self, step: int) -> float:
         """The schedule's multiple of the base rate; SWA holds the rate while it averages."""
@@ -74,14 +80,6 @@ class Rate(Policy):
             return self._averaged_lr / self.base
         return self.schedule(self._averaged_from - 1)
 
-    def _set_momentum(self, value: float) -> None:
-        """Sets the first beta, or the momentum where the optimizer uses one, as torch's OneCycleLR does."""
-        for group in self._groups:
-            if "betas" in group:
-                group["betas"] = (value, *group["betas"][1:])
-            elif group.get("momentum"):
-                group["momentum"] = value
-
     def moved_by_others(self) -> bool:
         """Whether other code has changed a rate, as a scheduler of the user's beside the configured one does."""
         if self._constant:
@@ -90,9 +88,6 @@ class Rate(Policy):
             if not math.isclose(float(group["lr"]), base * self._multiplier, rel_tol=1e-6):
                 return True
         return False
-
-    def _write(self, rates: Sequence[float]) -> None:
-        _write(self._groups, rates)
 
     def rewind(self, copied: Any) -> None:
         """Sets a copy of the optimizer to the base rates, which a new schedule over it is multiplied with."""
@@ -138,7 +133,7 @@ class Rate(Policy):
             self.plateau.load_state_dict(state["plateau"])
         if self._constant:
             if state.get("bases") == self._bases:  # otherwise another rate is configured now
-                self._write(state["rates"])
+                _write(self._groups, state["rates"])
             return
         self._multiplier = math.nan
         self.set(step)

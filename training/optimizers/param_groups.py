@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -76,7 +76,11 @@ def _spared(name: str, param: nn.Parameter, owner: nn.Module, patterns: list[str
     last = name.rpartition(".")[2]
     if last == "bias" or last.startswith(("bias_", "in_proj_bias")):
         return "bias"
-    if isinstance(owner, _NORMS) or type(owner).__name__.lower().endswith("norm") or _length(last, owner):
+    # The length that weight normalisation keeps apart from the direction (Salimans & Kingma 2016).
+    length = last.endswith("_g") and hasattr(owner, f"{last.removesuffix('_g')}_v")
+    if isinstance(owner, ParametrizationList):
+        length = last == "original0" and isinstance(owner[0], _WeightNorm)
+    if isinstance(owner, _NORMS) or type(owner).__name__.lower().endswith("norm") or length:
         return "norm"
     if param.ndim <= 1:
         return "1-D"
@@ -86,13 +90,6 @@ def _spared(name: str, param: nn.Parameter, owner: nn.Module, patterns: list[str
         if fnmatchcase(name, pattern):
             return f"no_decay {pattern}"
     return ""
-
-
-def _length(last: str, owner: nn.Module) -> bool:
-    """Whether it is the length that weight normalisation keeps apart from the direction (Salimans & Kingma 2016)."""
-    if isinstance(owner, ParametrizationList):
-        return last == "original0" and isinstance(owner[0], _WeightNorm)
-    return last.endswith("_g") and hasattr(owner, f"{last.removesuffix('_g')}_v")
 
 
 # A second stack of blocks with more than this share of the first one's parameters is part of the network's depth: an
@@ -107,17 +104,26 @@ def placed(model: nn.Module, named: Named, config: OptimizerConfig) -> tuple[Mem
     `lr_scale` is multiplied by the share that `optimizer.layer_decay` gives.
     """
     out = members(named, config.no_decay)
-    _check_patterns(config.groups, list(itertools.chain(*[member.names for member in out])))
+    names = list(itertools.chain(*[member.names for member in out]))
+    for index, rule in enumerate(config.groups):
+        if not matches(names, rule.match):
+            hint = did_you_mean(rule.match, names) or f"parameters are called {', '.join(names[:3])}, …"
+            where = f"optimizer.groups.{index}.match"
+            raise ConfigError(f"{rule.match!r} matches no parameter", where=where, hint=hint)
     shares = {}
     if config.layer_decay is not None:
         shares = layer_shares(model, [m.name for m in out], config.layer_decay)
     result = []
     for member in out:
         share = shares.get(member.name, 1.0)
-        rule = _rule_for(member, config.groups)
-        if rule is not None and rule.lr_scale is not None:
-            share *= rule.lr_scale
-        result.append(replace(member, share=share, rule=rule))
+        applied = None
+        for rule in config.groups:
+            if matches(member.names, rule.match) and (rule.name != "muon" or member.param.ndim == 2):
+                applied = rule
+                break
+        if applied is not None and applied.lr_scale is not None:
+            share *= applied.lr_scale
+        result.append(replace(member, share=share, rule=applied))
     return tuple(result)
 
 
@@ -205,23 +211,6 @@ def _nested(one: str, other: str) -> bool:
     return inside or not (one and other)
 
 
-def _rule_for(member: Member, rules: Sequence[GroupRule]) -> GroupRule | None:
-    for rule in rules:
-        if rule.name == "muon" and member.param.ndim != 2:
-            continue
-        if matches(member.names, rule.match):
-            return rule
-    return None
-
-
-def _check_patterns(rules: Sequence[GroupRule], names: Sequence[str]) -> None:
-    for index, rule in enumerate(rules):
-        if matches(names, rule.match):
-            continue
-        hint = did_you_mean(rule.match, names) or f"parameters are called {', '.join(names[:3])}, …"
-        raise ConfigError(f"{rule.match!r} matches no parameter", where=f"optimizer.groups.{index}.match", hint=hint)
-
-
 def grouped(config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[Any]) -> list[dict[str, Any]]:
     """Parameter groups: one for each combination of rate and weight decay, those of the plain rate first."""
     groups: dict[tuple[tuple[str, float], ...], dict[str, Any]] = {}
@@ -229,10 +218,4 @@ def grouped(config: OptimizerConfig, members: Sequence[Member], stepped: Sequenc
         fields = options(config, member)
         key = tuple(sorted(fields.items()))
         groups.setdefault(key, {"params": [], **fields})["params"].append(param)
-    return sorted(groups.values(), key=lambda group: _place(group, config))
-
-
-def _place(group: Mapping[str, Any], config: OptimizerConfig) -> tuple[bool, bool]:
-    own_rate = group["lr"] != config.scaled_lr
-    spared = group.get("weight_decay") == 0.0
-    return own_rate, spared
+    return sorted(groups.values(), key=lambda g: (g["lr"] != config.scaled_lr, g.get("weight_decay") == 0.0))

@@ -46,12 +46,12 @@ def build(config: SchedulerConfig, lr: float) -> Schedule:
         assert total is not None
         return _one_cycle(config, total, floor)
     decay = _decay(config, total or 0, warmup, floor)
-    rise = _warmup(config.warmup_start, warmup)
+    start = config.warmup_start
 
     def multiplier(step: int) -> float:
-        if step < warmup:
-            return rise(step)
-        return decay(step)
+        if step >= warmup:
+            return decay(step)
+        return (step + 1) / warmup if start is None else start + (1 - start) * step / warmup
 
     return multiplier
 
@@ -128,12 +128,6 @@ def check_fields(config: SchedulerConfig) -> None:
         raise ConfigError("one_cycle starts at 1/div_factor", where="scheduler.warmup_start", hint="set div_factor")
 
 
-def _warmup(start: float | None, length: int) -> Schedule:
-    if start is None:
-        return lambda step: (step + 1) / length
-    return lambda step: start + (1 - start) * step / length
-
-
 def _decay(config: SchedulerConfig, total: int, warmup: int, floor: float) -> Schedule:
     span = max(total - warmup, 1)
     counts_warmup = config.count_warmup
@@ -164,7 +158,7 @@ def _decay(config: SchedulerConfig, total: int, warmup: int, floor: float) -> Sc
     if config.name == "wsd":
         # Warm-up, stable, decay (Hu et al. 2024): the decay ends at total_steps.
         falling = max(round(config.decay_ratio * total), 1)
-        return lambda step: _between(1.0, floor, (step - (total - falling)) / falling)
+        return lambda step: 1.0 + (floor - 1.0) * min(max((step - (total - falling)) / falling, 0.0), 1.0)
     return lambda _: 1.0  # constant; plateau multiplies it
 
 
@@ -176,10 +170,6 @@ def _phase(step: int, period: int, factor: int) -> float:
         step -= period
         period *= factor
     return step / period
-
-
-def _between(start: float, end: float, share: float) -> float:
-    return start + (end - start) * min(max(share, 0.0), 1.0)
 
 
 def _rise(config: SchedulerConfig, total: int) -> float:

@@ -23,38 +23,33 @@ class Strides:
         self._settled: list[tuple[int, ...]] = []  # of the parameters, when their states were last looked at
         self._fused = False
 
-    def renew(self) -> None:
-        """Another state was loaded."""
-        self._settled = []
-        self.settle()
-
     def settled(self, grads: Sequence[Tensor]) -> bool:
         """Whether nothing differs, as far as can be told in little time: with a gradient of each parameter."""
         now = self._settled
         return [g.stride() for g in grads] == now and [p.stride() for p in self._params] == now
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Before a step, when the gradients are there: looks at states where a parameter has moved."""
+    def settle(self, *, anew: bool = False) -> None:
+        """Before a step, with the gradients there: looks at states where a parameter has moved, or a state was loaded."""
         now = [p.stride() for p in self._params]
-        if now != self._settled:
+        if anew or now != self._settled:
+            parts = inner(self._optimizer)
             for param, stepped in zip(self._params, self._stepped, strict=True):
                 if stepped is not param and _differs(stepped, param):
                     stepped.data = _ordered(stepped, param)
-                self._settle_state(stepped)
-            _leave_fused(self._optimizer)
+                for state in [part.state[stepped] for part in parts if stepped in part.state]:
+                    for key, value in state.items():
+                        if type(value) is Tensor and value.shape == stepped.shape and _differs(value, stepped):
+                            state[key] = _ordered(value, stepped)
+            for group in [g for part in parts for g in part.param_groups]:
+                if group.get("fused") and not fusible(group["params"]):
+                    group["fused"], group["foreach"] = False, True
             self._settled = now
             self._fused = fused(self._optimizer)
         for stepped, strides in zip(self._stepped if self._fused else (), now, strict=False):
             grad = stepped.grad
             if grad is not None and grad.stride() != strides and _differs(grad, stepped):
                 stepped.grad = _ordered(grad, stepped)
-
-    def _settle_state(self, param: Tensor) -> None:
-        states = [part.state.get(param, {}) for part in inner(self._optimizer)]
-        for state, key, value in [(s, k, v) for s in states for k, v in s.items()]:
-            if type(value) is Tensor and value.shape == param.shape and _differs(value, param):
-                state[key] = _ordered(value, param)
 
 
 def inner(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -80,12 +75,6 @@ def fused(optimizer: Any) -> bool:
 def fusible(params: Sequence[Tensor]) -> bool:
     """Whether none of the tensors has gaps in its memory or elements that share it."""
     return all(dense(p) == p.stride() for p in params)
-
-
-def _leave_fused(optimizer: Any) -> None:
-    for group in [g for part in inner(optimizer) for g in part.param_groups]:
-        if group.get("fused") and not fusible(group["params"]):
-            group["fused"], group["foreach"] = False, True
 
 
 def _differs(tensor: Tensor, param: Tensor) -> bool:

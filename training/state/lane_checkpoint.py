@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from layerline.pipeline.errors import StageError
-from layerline.training.loop import ema_swap
+from layerline.training.loop import ema_swap, model_sync
 from layerline.training.loop.masks import Masks
 from layerline.training.loop.step_engine import Lane
 from layerline.training.model import canonical_names
@@ -51,7 +51,7 @@ def read(lane: Lane, saved: Mapping[str, Any], prefix: str, tensors: Mapping[str
         state = Saved(weights, parts, saved["counters"])
     except KeyError as error:
         raise StageError(f"the checkpoint has no {error.args[0]}", where="checkpoint") from error
-    lane.refresh()
+    model_sync.refresh(lane)
     canonical_names.check(lane.model, weights["online"])
     trained = _shapes(dict(zip(lane.names, lane.params, strict=True)))
     for kind in ("masters", "ema"):
@@ -102,7 +102,7 @@ def _check_shapes(kind: str, tensors: Mapping[str, Tensor], expected: Mapping[st
 
 def collect(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> dict[str, Any]:
     """The lane's part of the JSON entry; its tensors are added to `tensors` under names that begin with `prefix`."""
-    lane.refresh()
+    model_sync.refresh(lane)
     _add_weights(lane, prefix, tensors)
     parts: dict[str, Any] = {"optimizer": optimizer_state.state(lane), "window": _window_state(lane), "guard": {}}
     for policy in lane.policies():
@@ -168,7 +168,7 @@ def restore(lane: Lane, state: Saved) -> None:
     weights, parts, counters = state.weights, state.parts, state.counters
     masks, lane.masks = lane.masks, None  # masks of other weights must not touch those that are loaded
     canonical_names.load(lane.model, weights["online"])
-    lane.refresh()  # a buffer that was resized may be another tensor
+    model_sync.refresh(lane)  # a buffer that was resized may be another tensor
     if lane.masters is not None:
         by_name = weights["masters"] or weights["online"]
         with_master = [n for n, p in zip(lane.names, lane.params, strict=True) if lane.masters.has(p)]
@@ -185,7 +185,7 @@ def restore(lane: Lane, state: Saved) -> None:
     if not lane.custom:
         optimizer_state.restore(lane, parts["optimizer"])
     if lane.strides is not None:
-        lane.strides.renew()
+        lane.strides.settle(anew=True)
     _restore_window(lane, parts["window"])
     lane.masks = masks
     if "masks" in parts:
