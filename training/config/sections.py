@@ -45,7 +45,7 @@ Count = Annotated[int, Field(ge=0)]
 class Section(BaseModel):
     """Frozen; an unknown field is an error, and so is a yes where a number is meant (Python takes it for 1)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -61,17 +61,13 @@ class Section(BaseModel):
 class GroupRule(Section):
     """Update rule, rate and weight decay of the parameters whose names match a pattern."""
 
-    match: str
-    """A glob pattern over parameter names: `head.*`, `*.bias`."""
+    match: str  # A glob pattern over parameter names: `head.*`, `*.bias`
+    # Another update rule. muon takes matrices alone: other parameters that match are left to the next rule.
     name: OptimizerName | None = None
-    """Another update rule. muon takes matrices alone: other parameters that match are left to the next rule."""
-    lr: PositiveFloat | None = None
-    """Their base rate; it follows the same schedule."""
-    lr_scale: NonNegative | None = None
-    """Or a multiple of `optimizer.lr`; 0 leaves them as they are."""
+    lr: PositiveFloat | None = None  # their base rate; it follows the same schedule
+    lr_scale: NonNegative | None = None  # or a multiple of `optimizer.lr`; 0 leaves them as they are
     weight_decay: NonNegative | None = None
-    betas: tuple[Beta, Beta] | None = None
-    """This field and the following ones are for `name`, as under `optimizer`."""
+    betas: tuple[Beta, Beta] | None = None  # this field and the following ones are for `name`, as under `optimizer`
     eps: PositiveFloat | None = None
     momentum: Beta | None = None
     nesterov: bool | None = None
@@ -112,28 +108,21 @@ class OptimizerConfig(Section):
     betas: tuple[Beta, Beta] | None = None
     eps: PositiveFloat | None = None
     weight_decay: NonNegative | None = None
-    momentum: Beta | None = None
-    """sgd, rmsprop and muon."""
-    nesterov: bool | None = None
-    """sgd and muon."""
-    alpha: Beta | None = None
-    """rmsprop: smoothing of the squared gradient."""
-    rho: PositiveFloat | None = None
-    """sophia: the size at which one coordinate's update is clipped."""
-    update_interval: PositiveInt | None = None
-    """sophia: steps between two estimates of the curvature."""
+    momentum: Beta | None = None  # sgd, rmsprop and muon
+    nesterov: bool | None = None  # sgd and muon
+    alpha: Beta | None = None  # rmsprop: smoothing of the squared gradient
+    rho: PositiveFloat | None = None  # sophia: the size at which one coordinate's update is clipped
+    update_interval: PositiveInt | None = None  # sophia: steps between two estimates of the curvature
+    # Besides biases, norms and 1-D parameters: "embeddings", or glob patterns over parameter names.
     no_decay: tuple[str, ...] = ()
-    """Besides biases, norms and 1-D parameters: "embeddings", or glob patterns over parameter names."""
-    groups: tuple[GroupRule, ...] = ()
-    """Rules by name pattern; of those that match a parameter the first one holds."""
+    groups: tuple[GroupRule, ...] = ()  # rules by name pattern; of those that match a parameter the first one holds
+    # Layer-wise rate decay: the last block trains at this share of `lr`, each block before it at this share again.
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Layer-wise rate decay: the last block trains at this share of `lr`, each block before it at this share again."""
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How `lr` grows with batch_size / base_batch_size."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"  # how `lr` grows with batch_size / base_batch_size
     batch_size: PositiveInt | None = None
     base_batch_size: PositiveInt = 256
+    # The lowest and the highest rate to start from; `lr`, scaled with the batch, is brought into it.
     lr_range: tuple[PositiveFloat, PositiveFloat] | None = None
-    """The lowest and the highest rate to start from; `lr`, scaled with the batch, is brought into it."""
 
     @model_validator(mode="after")
     def _scaling_needs_a_batch_size(self) -> OptimizerConfig:
@@ -181,52 +170,39 @@ class SchedulerConfig(Section):
     name: SchedulerName = "constant"
     warmup_ratio: Fraction | None = None
     warmup_steps: Count | None = None
+    # Share of the base rate at the first update; the base rate is reached after `warmup_steps` updates. None: the
+    # first update runs at 1/warmup_steps and the last one of the warm-up at the base rate.
     warmup_start: Fraction | None = None
-    """Share of the base rate at the first update; the base rate is reached after `warmup_steps` updates. None: the
-    first update runs at 1/warmup_steps and the last one of the warm-up at the base rate."""
     min_lr: NonNegative | None = None
     min_lr_ratio: Fraction | None = None
-    total_steps: PositiveInt | None = None
-    """Optimizer steps in the whole run."""
-    power: PositiveFloat = 1.0
-    """polynomial."""
-    step_size: PositiveInt | None = None
-    """step: steps between two decays."""
-    milestones: tuple[PositiveInt, ...] | None = None
-    """multistep: the steps at which the rate decays."""
-    gamma: Annotated[float, Field(gt=0, le=1)] | None = None
-    """step and multistep (0.1), exponential (0.999 a step)."""
+    total_steps: PositiveInt | None = None  # optimizer steps in the whole run
+    power: PositiveFloat = 1.0  # polynomial
+    step_size: PositiveInt | None = None  # step: steps between two decays
+    milestones: tuple[PositiveInt, ...] | None = None  # multistep: the steps at which the rate decays
+    gamma: Annotated[float, Field(gt=0, le=1)] | None = None  # step and multistep (0.1), exponential (0.999 a step)
+    # step, multistep and exponential: whether they count from the start of the run or from the end of the warm-up.
+    # None: step and multistep from the start, exponential from the end of the warm-up.
     count_warmup: bool | None = None
-    """step, multistep and exponential: whether they count from the start of the run or from the end of the warm-up.
-    None: step and multistep from the start, exponential from the end of the warm-up."""
-    period: PositiveInt | None = None
-    """cosine_restarts: steps until the first restart."""
-    period_mult: PositiveInt = 1
-    """cosine_restarts: each period is so many times as long as the one before."""
+    period: PositiveInt | None = None  # cosine_restarts: steps until the first restart
+    period_mult: PositiveInt = 1  # cosine_restarts: each period is so many times as long as the one before
+    # wsd: share of the run, at its end, in which the rate falls linearly; before it the rate is constant.
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """wsd: share of the run, at its end, in which the rate falls linearly; before it the rate is constant."""
-    div_factor: PositiveFloat = 25.0
-    """one_cycle: peak / first rate."""
-    final_div_factor: PositiveFloat = 1e4
-    """one_cycle: first / last rate."""
+    div_factor: PositiveFloat = 25.0  # one_cycle: peak / first rate
+    final_div_factor: PositiveFloat = 1e4  # one_cycle: first / last rate
+    # one_cycle: momentum (or the first beta) goes from 0.95 to 0.85 while the rate rises, and back while it falls.
     cycle_momentum: bool = True
-    """one_cycle: momentum (or the first beta) goes from 0.95 to 0.85 while the rate rises, and back while it falls."""
-    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """plateau."""
-    patience: Count = 10
-    """plateau: validations without improvement that are waited for."""
-    threshold: NonNegative = 1e-4
-    """plateau: relative improvement that counts."""
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1  # plateau
+    patience: Count = 10  # plateau: validations without improvement that are waited for
+    threshold: NonNegative = 1e-4  # plateau: relative improvement that counts
+    # plateau: whether a higher metric is better; the same decision as `monitor.better`.
     mode: Literal["max", "min"] | None = None
-    """plateau: whether a higher metric is better; the same decision as `monitor.better`."""
 
 
 class ClipConfig(Section):
     """Gradient clipping by total norm or by value; off while both are None (0 is written for it, too)."""
 
     max_norm: PositiveFloat | None = None
-    value: PositiveFloat | None = None
-    """Greatest absolute value of each gradient's elements."""
+    value: PositiveFloat | None = None  # greatest absolute value of each gradient's elements
 
     @model_validator(mode="after")
     def _one_of_two(self) -> ClipConfig:
@@ -240,8 +216,8 @@ class EmaConfig(Section):
 
     decay: Annotated[float, Field(ge=0, lt=1)] | None = None
     start_step: Count = 0
+    # True: min(decay, (1+n)/(10+n)) at update n. A number tau: decay * (1 - exp(-n/tau)).
     warmup: bool | PositiveFloat = False
-    """True: min(decay, (1+n)/(10+n)) at update n. A number tau: decay * (1 - exp(-n/tau))."""
 
     @property
     def on(self) -> bool:
@@ -252,10 +228,10 @@ class SwaConfig(Section):
     """Stochastic weight averaging: the plain mean of the weights over the last share of the run ships (Izmailov et al.
     2018). Running statistics of normalisation layers are averaged the same way."""
 
+    # Share of the run, at its end, that is averaged; off while it is None.
     share: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the run, at its end, that is averaged; off while it is None."""
+    # Rate in that share, which is constant; None: what the schedule gives at its first step.
     lr: PositiveFloat | None = None
-    """Rate in that share, which is constant; None: what the schedule gives at its first step."""
 
     @model_validator(mode="after")
     def _rate_needs_a_share(self) -> SwaConfig:
@@ -267,19 +243,16 @@ class SwaConfig(Section):
 class PruningConfig(Section):
     """Weights that are held at zero while training goes on around them."""
 
+    # magnitude: the smallest of each layer. global: the smallest of all layers together. 2:4: two of four along the
+    # input channels. channels: whole output channels, with what the BatchNorm behind gives for them. None: off.
     method: Literal["magnitude", "global", "2:4", "channels"] | None = None
-    """magnitude: the smallest of each layer. global: the smallest of all layers together. 2:4: two of four along the
-    input channels. channels: whole output channels, with what the BatchNorm behind gives for them. None: off."""
-    share: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Share of zeros at the end; 2:4 has half of them."""
-    start_step: Count = 0
-    """Optimizer step at which pruning begins."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.5  # share of zeros at the end; 2:4 has half of them
+    start_step: Count = 0  # optimizer step at which pruning begins
+    # Step at which the share is reached; None: half-way through the run. 2:4 is chosen at `start_step` at once.
     end_step: PositiveInt | None = None
-    """Step at which the share is reached; None: half-way through the run. 2:4 is chosen at `start_step` at once."""
-    every: PositiveInt = 100
-    """Steps between two choices of what is pruned, from start to end."""
+    every: PositiveInt = 100  # steps between two choices of what is pruned, from start to end
+    # Glob patterns of parameter names that stay whole; channels leaves the last layer out where none is given.
     skip: tuple[str, ...] = ()
-    """Glob patterns of parameter names that stay whole; channels leaves the last layer out where none is given."""
 
     @model_validator(mode="after")
     def _says_what_it_needs(self) -> PruningConfig:
@@ -296,13 +269,12 @@ class PruningConfig(Section):
 class DistillationConfig(Section):
     """A second loss from the outputs of a trained model, which the task's `teacher()` gives (Hinton et al. 2015)."""
 
+    # Share of the teacher's loss: (1 - alpha) * loss + alpha * T^2 * KL(teacher / T, student / T). None or 0: off.
     alpha: Fraction | None = None
-    """Share of the teacher's loss: (1 - alpha) * loss + alpha * T^2 * KL(teacher / T, student / T). None or 0: off."""
-    temperature: PositiveFloat = 4.0
-    """T; higher shows more of the teacher's small probabilities."""
+    temperature: PositiveFloat = 4.0  # T; higher shows more of the teacher's small probabilities
+    # Axis of the classes. None: as the shape of the labels says; without labels axis 1 of images (N, classes, H, W),
+    # and the last axis of outputs with up to three dimensions.
     axis: int | None = None
-    """Axis of the classes. None: as the shape of the labels says; without labels axis 1 of images (N, classes, H, W),
-    and the last axis of outputs with up to three dimensions."""
 
     @model_validator(mode="after")
     def _temperature_needs_alpha(self) -> DistillationConfig:
@@ -315,12 +287,11 @@ class PrecisionConfig(Section):
     """Number formats; the loss scale serves fp16 alone."""
 
     amp: Amp = "fp32"
-    master_weights: bool | None = None
-    """float32 masters of half parameters; None: wherever a parameter is half."""
+    master_weights: bool | None = None  # float32 masters of half parameters; None: wherever a parameter is half
+    # "dynamic" starts at 65536. A number alone is kept; with dynamic_loss_scale_window it is the first scale.
     loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
-    """"dynamic" starts at 65536. A number alone is kept; with dynamic_loss_scale_window it is the first scale."""
+    # Accepted steps in a row after which the scale doubles; 2000 where the scale is dynamic.
     dynamic_loss_scale_window: PositiveInt | None = None
-    """Accepted steps in a row after which the scale doubles; 2000 where the scale is dynamic."""
     min_loss_scale: PositiveFloat = 1.0
 
 
@@ -328,47 +299,38 @@ class AccumulateConfig(Section):
     """Micro-batches per optimizer step."""
 
     steps: PositiveInt = 1
+    # halve: a micro-batch that does not fit into memory runs in parts of half its size, from then on; the `train`
+    # stage and `mo.train_step(batch, forward)` do so.
     on_oom: Literal["raise", "halve"] = "raise"
-    """halve: a micro-batch that does not fit into memory runs in parts of half its size, from then on; the `train`
-    stage and `mo.train_step(batch, forward)` do so."""
 
 
 class MonitorConfig(Section):
     """What is watched and how often, in optimizer steps; 0 is never."""
 
-    log_interval: Count = 10
-    """Steps between two rows of the CSV."""
+    log_interval: Count = 10  # steps between two rows of the CSV
     valid_interval: Count = 0
     save_interval: Count = 0
-    save_dir: str = "checkpoints"
-    """Where `save_interval` puts its checkpoints."""
-    keep: PositiveInt = 3
-    """Checkpoints kept in a folder."""
-    keep_best: Count = 0
-    """Checkpoints kept of the validations with the best metric, in the folder `best` of `save_dir`."""
+    save_dir: str = "checkpoints"  # where `save_interval` puts its checkpoints
+    keep: PositiveInt = 3  # checkpoints kept in a folder
+    keep_best: Count = 0  # checkpoints kept of the validations with the best metric, in the folder `best` of `save_dir`
+    # Validations in a row without improvement after which `mo.should_stop` is true; the `train` stage ends then.
     early_stop: PositiveInt | None = None
-    """Validations in a row without improvement after which `mo.should_stop` is true; the `train` stage ends then."""
+    # Which metric is the better one, for the plateau schedule as well; None: as `scheduler.mode` says, else higher.
     better: Literal["higher", "lower"] | None = None
-    """Which metric is the better one, for the plateau schedule as well; None: as `scheduler.mode` says, else higher."""
-    print: bool = False
-    """Print a line each `log_interval` steps."""
-    update_ratio: bool = True
-    """Measure the relative change of the weights in the step that is logged."""
-    per_layer: bool = False
-    """Also the gradient norm of every parameter, as columns `grad_norm/<name>`."""
-    tensorboard: str | None = None
-    """Folder for TensorBoard, which must be installed."""
+    print: bool = False  # print a line each `log_interval` steps
+    update_ratio: bool = True  # measure the relative change of the weights in the step that is logged
+    per_layer: bool = False  # also the gradient norm of every parameter, as columns `grad_norm/<name>`
+    tensorboard: str | None = None  # folder for TensorBoard, which must be installed
 
 
 class NonFiniteConfig(Section):
     """What happens after a step whose loss or gradients are not finite. Such a step never reaches the weights."""
 
     policy: Literal["skip", "stop", "rollback"] = "skip"
+    # Rejected steps in a row after which skip gives up and rollback rolls back; stop stops at the first. Steps that a
+    # smaller fp16 loss scale answers do not count.
     limit: PositiveInt = 10
-    """Rejected steps in a row after which skip gives up and rollback rolls back; stop stops at the first. Steps that a
-    smaller fp16 loss scale answers do not count."""
-    triage: bool = False
-    """Replay the first such step and name the module and tensor where it began."""
+    triage: bool = False  # replay the first such step and name the module and tensor where it began
 
     @property
     def patience(self) -> int:
@@ -379,29 +341,23 @@ class NonFiniteConfig(Section):
 class MemoryConfig(Section):
     """Trading time for memory."""
 
+    # Run the layers of nn.Sequential and nn.ModuleList again in the backward pass instead of keeping activations.
     checkpointing: bool = False
-    """Run the layers of nn.Sequential and nn.ModuleList again in the backward pass instead of keeping activations."""
-    checkpoint_interval: PositiveInt = 4
-    """Layers of a Sequential that are recomputed together."""
+    checkpoint_interval: PositiveInt = 4  # layers of a Sequential that are recomputed together
 
 
 class DistributedConfig(Section):
     """How the ranks that a launcher started share the work; without a launcher nothing changes."""
 
+    # Joins the ranks. None: only where the model is wrapped or split already, or shard is set.
     backend: Literal["nccl", "gloo"] | None = None
-    """Joins the ranks. None: only where the model is wrapped or split already, or shard is set."""
-    bucket_mb: PositiveInt = 25
-    """Gradients are reduced in pieces of this size."""
-    overlap: bool = True
-    """Reduce while the backward pass runs. Off: after it."""
-    compress: Literal["none", "fp16", "bf16"] = "none"
-    """The type in which gradients travel."""
+    bucket_mb: PositiveInt = 25  # gradients are reduced in pieces of this size
+    overlap: bool = True  # reduce while the backward pass runs. Off: after it.
+    compress: Literal["none", "fp16", "bf16"] = "none"  # the type in which gradients travel
+    # Split gradients and optimizer state over the ranks (zero2), and the weights too (zero3).
     shard: Literal["none", "zero2", "zero3"] = "none"
-    """Split gradients and optimizer state over the ranks (zero2), and the weights too (zero3)."""
-    offload: bool = False
-    """Sharded, on GPUs: weights, gradients and optimizer state live in CPU memory."""
-    timeout_s: PositiveFloat = 600.0
-    """How long a rank waits for another before it names it."""
+    offload: bool = False  # sharded, on GPUs: weights, gradients and optimizer state live in CPU memory
+    timeout_s: PositiveFloat = 600.0  # how long a rank waits for another before it names it
 
 
 class Config(Section):

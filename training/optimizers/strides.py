@@ -30,7 +30,7 @@ class Strides:
 
     @torch.no_grad()
     def settle(self, *, anew: bool = False) -> None:
-        """Before a step, with the gradients there: looks at states where a parameter has moved, or a state was loaded."""
+        """Before a step, with the gradients there: looks at states where a parameter moved, or a state was loaded."""
         now = [p.stride() for p in self._params]
         if anew or now != self._settled:
             parts = inner(self._optimizer)
