@@ -119,7 +119,7 @@ def test_the_operator_the_module_and_the_samples_in_the_forward_pass(
 def test_a_root_of_zero_is_found_in_the_backward_pass() -> None:
     keep = torch.tensor([[1.0], [0.0], [1.0], [1.0]])
     found = _look(_net(lambda x: (x * keep).abs().sqrt()), torch.randn(4, 4))
-    assert found.origin is not None and found.repeats and math.isfinite(found.loss)
+    assert found.origin is not None and found.replayed and math.isfinite(found.loss)
     assert (found.origin.phase, found.origin.module, found.origin.samples) == ("backward", "1.inner", (1,))
     assert str(found).startswith("step 1: the gradient norm is nan; it began in the backward pass of 1.inner: div")
 
@@ -230,7 +230,7 @@ def test_random_layers_are_run_again_with_the_same_draws() -> None:
 def test_what_does_not_repeat_is_said_to() -> None:
     once = iter([math.nan])
     found = _look(nn.Sequential(nn.Linear(4, 4), Op(lambda x: x * next(once, 1.0))), torch.randn(2, 4))
-    assert not found.repeats or (found.origin is not None and found.origin.phase == "loss")
+    assert found.origin is None or not found.replayed or found.origin.phase == "loss"
 
 
 def test_half_precision_overflow_under_autocast() -> None:
@@ -450,7 +450,7 @@ def test_what_was_not_seen_is_not_judged(mixed: bool) -> None:
     (text,) = mo.warnings
     assert text.startswith("step 1: the loss is nan; where it began is not known: the loss does not come from calls")
     judge = mo.lanes[""].judge
-    assert judge is not None and not judge.findings[0].repeats
+    assert judge is not None and (judge.findings[0].origin is None or not judge.findings[0].replayed)
     with torch.no_grad():
         model.linear.weight[0, 0] = math.inf
     found = Recorder(mo.lanes[""]).find(math.nan, math.nan) if mixed else None

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -161,8 +160,7 @@ class Batches:
             yield batch
 
 
-@dataclass(frozen=True)
-class _Share:
+class _Share(NamedTuple):
     """One rank's share of each batch."""
 
     rank: int
@@ -183,13 +181,7 @@ class _Share:
         rows, counted = self.of(torch.arange(samples))
         if self.ranks == 1:
             return counted, batch
-
-        def shared(tensor: Tensor) -> Tensor:
-            if tensor.ndim and len(tensor) == samples:
-                return tensor[rows]
-            return tensor
-
-        return counted, each_tensor(batch, shared)
+        return counted, each_tensor(batch, lambda t: t[rows] if t.ndim and len(t) == samples else t)
 
 
 class _Seeded(Dataset[Any]):

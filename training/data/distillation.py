@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -154,17 +154,12 @@ class Taught:
         scale = 1.0 if weight is None else max(weight, 1.0)
         mean = loss / scale
         with self.blaming():
-            labels = _labels(batch)
+            labels = None
+            with suppress(TaskError):  # a batch in a form of its own, for a loss of the task's own
+                labels = counted_labels(batch)
             counted = labels if self.skips_ignored else None
             parts = []
             for args, kwargs, out in calls:
                 parts.append(self.distillation.mixed(out, mean, args, kwargs, labels, counted))
         total = torch.stack(parts).mean() * scale
         return total if weight is None or weight else total * 0, weight
-
-
-def _labels(batch: Any) -> Tensor | None:
-    try:
-        return counted_labels(batch)
-    except TaskError:  # a batch in a form of its own, for a loss of the task's own
-        return None

@@ -71,25 +71,13 @@ def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "su
     output = first_output(out)
     if not isinstance(target, Tensor):
         raise TaskError("the label of a batch is not a tensor", where="train_data", hint="give arrays: np.asarray(y)")
-    if target.is_floating_point():
-        if output.shape != target.shape and output.numel() == target.numel():
-            output = output.reshape(target.shape)  # (N, 1) and (N,) would broadcast to (N, N)
-        if output.shape != target.shape:
-            raise TaskError(
-                f"outputs are {tuple(output.shape)}, float targets {tuple(target.shape)}",
-                where="loss",
-                hint="define loss(model, batch)",
-            )
-        return F.mse_loss(output, target)
-    if output.ndim == target.ndim + 1:
-        output = output.movedim(class_axis(output, target), 1)
-    if output.ndim != target.ndim + 1:
-        raise TaskError(
-            f"outputs are {tuple(output.shape)}, integer targets {tuple(target.shape)}",
-            where="loss",
-            hint="define loss(model, batch)",
-        )
-    return _cross_entropy(output, target.long(), reduction)
+    kind = "float" if target.is_floating_point() else "integer"
+    if kind == "float" and output.numel() == target.numel():
+        return F.mse_loss(output.reshape(target.shape), target)  # (N, 1) and (N,) would broadcast to (N, N)
+    if kind == "integer" and output.ndim == target.ndim + 1:
+        return _cross_entropy(output.movedim(class_axis(output, target), 1), target.long(), reduction)
+    what = f"outputs are {tuple(output.shape)}, {kind} targets {tuple(target.shape)}"
+    raise TaskError(what, where="loss", hint="define loss(model, batch)")
 
 
 def _cross_entropy(output: Tensor, target: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:

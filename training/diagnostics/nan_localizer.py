@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
-from layerline.training.model.canonical_names import modules, named, unwrap
+from layerline.training.model.canonical_names import bare, modules, named, unwrap
 from layerline.training.randomness.rng_state import Apart, Past
 
 Phase = Literal["parameter", "input", "forward", "loss", "backward"]
@@ -44,22 +44,17 @@ class Origin:
         place = places[self.phase]
         if self.phase in ("forward", "backward"):
             place += f" of {self.module or 'the model'}"
-        counts = []
-        if self.nan:
-            counts.append(f"{self.nan} NaN")
-        if self.inf:
-            counts.append(f"{self.inf} Inf")
+        counts = " and ".join(f"{count} {kind}" for count, kind in ((self.nan, "NaN"), (self.inf, "Inf")) if count)
         size = "×".join(map(str, self.shape)) or "scalar"
-        return f"{place}: {self.tensor} ({self.dtype} {size}) has {' and '.join(counts)}{self._sample_list()}"
-
-    def _sample_list(self) -> str:
+        text = f"{place}: {self.tensor} ({self.dtype} {size}) has {counts}"
+        if not self.samples:
+            return text
         if len(self.samples) == self.batch > 1:
-            return f", samples all {self.batch}"
+            return f"{text}, samples all {self.batch}"
         rows = ", ".join(map(str, self.samples[:_SHOWN]))
         if len(self.samples) > _SHOWN:
             rows += ", …"
-        nouns = {0: "", 1: f", sample {rows}"}
-        return nouns.get(len(self.samples), f", samples {rows}")
+        return f"{text}, sample{'s' if len(self.samples) > 1 else ''} {rows}"
 
 
 @dataclass
@@ -74,17 +69,10 @@ class Pass:
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     @property
-    def training(self) -> bool:
-        """Whether the model was in training mode."""
-        return self.start.modes[0][1]
-
-    @property
     def batch(self) -> int:
         """Number of samples: the first dimension of the first input that has one."""
-        for leaf in tree_leaves((self.args, self.kwargs)):
-            if isinstance(leaf, Tensor) and leaf.ndim:
-                return len(leaf)
-        return 0
+        leaves = tree_leaves((self.args, self.kwargs))
+        return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)
 
 
 def trace(model: nn.Module, recorded: Pass) -> Origin | None:
@@ -180,7 +168,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 got_inf = any(isinstance(a, float) and not math.isfinite(a) for a in arguments)
                 phase: Phase = "backward" if self.backward else "forward"
                 what = f"output {index} of {name}" if index else name
-                origin = _origin(phase, self._module(), what, result, self._batch)
+                path: str = max(self.tracker.parents, key=lambda n: (n != "Global", n.count("."), len(n)))
+                path = bare(path.removeprefix("Global").removeprefix(self._root).lstrip("."))
+                origin = _origin(phase, path, what, result, self._batch)
                 self._births.append(_Birth(origin, intended=got_inf and not nan, from_inf=had_inf))
         return out
 
@@ -198,11 +188,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 last_inf = birth.origin
                 first_inf = first_inf or birth.origin
         return first_inf, first_inf is None
-
-    def _module(self) -> str:
-        path: str = max(self.tracker.parents, key=lambda n: (n != "Global", n.count("."), len(n)))
-        path = path.removeprefix("Global").removeprefix(self._root).lstrip(".")
-        return path.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 @dataclass(frozen=True)

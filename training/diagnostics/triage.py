@@ -36,11 +36,6 @@ class Finding:
     # whether every loss of the window came from calls of the model, so that all of it could run again
     replayed: bool = True
 
-    @property
-    def repeats(self) -> bool:
-        """Whether the step was not finite again when it was run again."""
-        return self.origin is not None and self.replayed
-
     def __str__(self) -> str:
         symptom = rejected.seen(self.loss, self.norm)
         rank = "" if self.rank is None else f" on rank {self.rank}"
@@ -61,17 +56,16 @@ def _advice(origin: Origin | None) -> tuple[str, str]:
     """The place to look at, and what to look for."""
     if origin is None:
         return "loss", "look at the code that isn't run again: the loss, and parts of the loop that change gradients"
-    if origin.phase == "input":
-        return "the batch", "look at these samples: correct them, or leave them out of the data"
-    if origin.phase == "parameter":
-        return (
+    advice = {
+        "input": ("the batch", "look at these samples: correct them, or leave them out of the data"),
+        "parameter": (
             origin.tensor,
-            "it was not finite before this step: start from a sound checkpoint, or see who writes to it",
-        )
-    if origin.phase == "loss":
-        return "loss", "look for a division, log or root of 0 in the loss function"
-    where = origin.module or "the model"
-    return where, "look for a division, log or root of 0, or for too great a number, there; or lower the learning rate"
+            "it was not finite before this step: load a sound checkpoint, or see who writes it",
+        ),
+        "loss": ("loss", "look for a division, log or root of 0 in the loss function"),
+    }
+    hint = "look for a division, log or root of 0, or for too great a number, there; or lower the learning rate"
+    return advice.get(origin.phase, (origin.module or "the model", hint))
 
 
 class Recorder:
@@ -98,7 +92,7 @@ class Recorder:
         """Runs the window's passes again, in their order, until one isn't finite."""
         lane = self._lane
         # A pass in eval mode without gradients, such as a validation, is not part of the step.
-        passes = [p for p in self.passes if p.training or p.gradients]
+        passes = [p for p in self.passes if p.start.modes[0][1] or p.gradients]
         step = lane.steps + 1
         losses = lane.window.losses
         self.passes = []  # the hooks below record the second run, too
@@ -155,9 +149,22 @@ class Judge:
         answers.
         """
         if self.recorder is not None and lane.skipped_in_a_row == 1:
-            self._look(lane, self.recorder.find(loss, norm))
+            finding = self.recorder.find(loss, norm)
+            for rank, of_rank in enumerate(lane.peers.gather(finding) if lane.peers is not None else ()):
+                if of_rank.origin is not None:
+                    finding = replace(of_rank, rank=rank)
+                    break
+            self.findings.append(finding)
+            lane.monitor.warn(f"finding {finding.step}", str(finding))
         if lane.skipped_in_a_row >= self._config.patience:
-            self.enough(lane, self._end(lane, loss, norm))
+            error = rejected.not_finite(lane, loss, norm)
+            if self.recorder is not None and self.findings:
+                where, hint = _advice(self.findings[-1].origin)
+                what = str(self.findings[-1])
+                if lane.skipped_in_a_row > 1:
+                    what += f"; {lane.skipped_in_a_row} steps in a row were rejected"
+                error = StageError(what, where=where, hint=hint)
+            self.enough(lane, error)
 
     def enough(self, lane: LaneState, error: StageError) -> None:
         """Called after as many rejected steps in a row as the policy allows: rolls back, or ends with `error`."""
@@ -176,22 +183,3 @@ class Judge:
         lane.skipped_in_a_row = 0
         text = f"rolled back to {where} after {self._config.limit} rejected steps in a row"
         lane.monitor.warn(f"rolled back {where} {lane.steps} {self._times}", text)
-
-    def _look(self, lane: LaneState, finding: Finding) -> None:
-        if lane.peers is not None:
-            for rank, of_rank in enumerate(lane.peers.gather(finding)):
-                if of_rank.origin is not None:
-                    finding = replace(of_rank, rank=rank)
-                    break
-        self.findings.append(finding)
-        lane.monitor.warn(f"finding {finding.step}", str(finding))
-
-    def _end(self, lane: LaneState, loss: float, norm: float) -> StageError:
-        if self.recorder is None or not self.findings:
-            return rejected.not_finite(lane, loss, norm)
-        finding = self.findings[-1]
-        where, hint = _advice(finding.origin)
-        what = str(finding)
-        if lane.skipped_in_a_row > 1:
-            what += f"; {lane.skipped_in_a_row} steps in a row were rejected"
-        return StageError(what, where=where, hint=hint)

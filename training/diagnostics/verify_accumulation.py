@@ -114,9 +114,6 @@ def _gradient(lane: Lane, parts: Sequence[Any], loss: Loss) -> dict[str, Tensor]
     unscale = 1.0 / (lane.window.weight * lane.window.factor)
     grads: dict[str, Tensor] = {}
     for name, param in zip(lane.names, lane.stepped, strict=True):
-        if param.grad is None:
-            grads[name] = torch.zeros_like(param)
-        else:
-            grads[name] = param.grad.double() * unscale
+        grads[name] = torch.zeros_like(param) if param.grad is None else param.grad.double() * unscale
     lane.forget()
     return grads

@@ -54,13 +54,16 @@ def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Rank
     sharded = options.shard != "none"
     wrapped = any(isinstance(model, DistributedDataParallel) for model in models)
     split = any(is_split(model) for model in models)
+    grouped = dist.is_available() and dist.is_initialized()
     # One process, as long as nothing asks for more.
-    if not (options.backend or sharded or wrapped or split or _joined()):
+    if not (options.backend or sharded or wrapped or split or grouped):
+        return None
+    from layerline.training.distributed import data_parallel, ranks, sharding
+
+    if not (options.backend or sharded or wrapped or split or ranks.joined()):
         return None
     if sharded:
         _check_shard(models, config, wrapped=wrapped, custom=custom)
-    from layerline.training.distributed import data_parallel, ranks, sharding
-
     trained = [p for model in models for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ConfigError("no parameter of the model requires a gradient", where="model")
@@ -95,14 +98,6 @@ def attach(lane: Lane, ranks: Ranks | None, roll_back: Callable[[], str | None])
         from layerline.training.diagnostics.triage import Judge
 
         lane.judge = Judge(lane, roll_back)
-
-
-def _joined() -> bool:
-    if not (dist.is_available() and dist.is_initialized()):
-        return False
-    from layerline.training.distributed import ranks
-
-    return ranks.joined()
 
 
 def _check_group(group: Ranks, config: Config, param: nn.Parameter, *, split: bool) -> None:
