@@ -28,6 +28,7 @@ from layerline.training.loop.step_engine import Lane
 from layerline.training.loop.step_result import StepResult, step_result
 from layerline.training.model import precision
 from layerline.training.model.canonical_names import check_apart, check_copy, unwrap
+from layerline.training.model.recompute import Checkpointed
 from layerline.training.optimizers import custom
 from layerline.training.proof.prove_resume import Proof, prove
 from layerline.training.setup import capabilities
@@ -82,7 +83,10 @@ class ModelOptimizer:
         if all(optimizers.get(name) is not None for name in models):
             for name in models:
                 custom.check_unread(self.config.optimizer, optimizers[name])
-        self.checkpointed = capabilities.checkpoint_layers(models.values(), self.config)
+        self.checkpointed: list[Checkpointed] = []
+        if self.config.memory.checkpointing:
+            every = self.config.memory.checkpoint_interval
+            self.checkpointed = [Checkpointed(module, every) for module in models.values()]
         self.ranks = capabilities.enlist(models.values(), self.config, custom=optimizer is not None)
         self.lanes: dict[str, Lane] = {}
         for name, module in models.items():

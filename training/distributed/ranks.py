@@ -40,7 +40,15 @@ class Ranks:
         nccl = "nccl" in backends
         self.serves_cpu = "cpu:" in backends  # whether it sends tensors in CPU memory as well
         # The device from which the backend sends tensors
-        self.device = _own_gpu(device) if nccl else torch.device("cpu")
+        self.device = torch.device("cpu")
+        if nccl:
+            # The model's GPU, or the one the launcher means, becomes the current one: torch's collectives of objects
+            # use that.
+            if device.type == "cpu":
+                launch.device("cuda")
+            elif device.index is not None:
+                torch.cuda.set_device(device)
+            self.device = torch.device("cuda", torch.cuda.current_device())
         # Heartbeats of the ranks
         self.pulse = Pulse(store, self.rank, self.size, 0.8 * config.timeout_s if nccl else None)
 
@@ -159,15 +167,6 @@ def together() -> Iterator[None]:
             meet(group.store, "end", group.rank, group.size, group.timeout_s)
         group.pulse.close()
         dist.destroy_process_group()
-
-
-def _own_gpu(device: torch.device) -> torch.device:
-    """The model's GPU, or the one the launcher means, as the current one: torch's collectives of objects use that."""
-    if device.type == "cpu":
-        launch.device("cuda")
-    elif device.index is not None:
-        torch.cuda.set_device(device)
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def buckets(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:

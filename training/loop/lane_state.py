@@ -82,7 +82,9 @@ class LaneState:
         else:
             optimizer = registry.build(config.optimizer, self.members, self.stepped)
         self.optimizer = optimizer
-        self._clears_itself = self.custom and custom.clears_itself(optimizer)
+        # torch's own zero_grad() would only go through gradients that are cleared already.
+        clear = getattr(optimizer.zero_grad, "__func__", None)
+        self._clears_itself = self.custom and clear is not torch.optim.Optimizer.zero_grad
         self.needs_closure = self.custom and custom.needs_closure(optimizer)
         self.sophia = optimizer if isinstance(optimizer, Sophia) else None
         self.rate = Rate(config, optimizer, custom=self.custom)

@@ -114,21 +114,32 @@ _INITIAL_SHARE = 0.1
 
 
 def look_at_loss(monitor: Monitor, loss: Tensor, weight: float | None, accumulated: int) -> None:
-    """Warns of a loss that the loop has divided, weighed or scaled by itself."""
-    factor = _last_factor(loss)
-    if accumulated > 1 and weight is None and _is(factor, 1 / accumulated) and not _may_be_half(loss, accumulated):
+    """Warns of a loss that the loop has divided, weighed or scaled by itself, by the last operation on it."""
+    node: Any = loss.grad_fn
+    kind = type(node).__name__
+    factor, is_float32, may_be_half = 0.0, False, False
+    other = node._saved_other if kind in ("MulBackward0", "DivBackward0") else None
+    if isinstance(other, Tensor) and other.numel() == 1 and not other.requires_grad and other:
+        factor = float(other) if kind == "MulBackward0" else 1 / float(other)
+        is_float32 = other.dtype == torch.float32
+        # A factor of 1/2 may belong to the loss itself: `0.5 * mse`, or `(a + b) / 2`.
+        may_be_half = kind == "MulBackward0" or type(node.next_functions[0][0]).__name__ == "AddBackward0"
+    divided = math.isclose(factor, 1 / accumulated, rel_tol=1e-6) and not (accumulated == 2 and may_be_half)
+    if accumulated > 1 and weight is None and divided:
         monitor.warn(
             "divided",
             f"the loss is divided by {accumulated}, the number of accumulated micro-batches, and ModelOptimizer "
             "divides once more: write mo.step(loss) instead of mo.step(loss / accumulation_steps)",
         )
-    if _is_scaled(loss, factor):
+    # A GradScaler's scale is a float32 tensor; a number in the loop (a batch size) is saved as int64 or float64.
+    if factor >= _LEAST_SCALE and math.log2(factor).is_integer() and is_float32:
         monitor.warn(
             "scaled",
             f"the loss is multiplied by {factor:g}, as a GradScaler does: leave GradScaler out, "
             "`precision: {amp: fp16}` has its own loss scale",
         )
-    if weight is not None and weight > 1 and _is_mean(loss):
+    is_mean = kind == "MeanBackward0" or getattr(node, "_saved_reduction", None) == _MEAN
+    if weight is not None and weight > 1 and is_mean:
         monitor.warn(
             "mean",
             f"weight={weight:g} says that the loss is a sum, and it is a mean: write "
@@ -172,46 +183,3 @@ def look_at_average(monitor: Monitor, config: Config) -> None:
         f"after {total} steps the average still holds {share:.0%} of the initial weights: set ema.warmup: true, "
         f"or ema.decay to at most {fitting:.4g}",
     )
-
-
-def _last_factor(loss: Tensor) -> float | None:
-    """What the last operation multiplied the loss by; None where it was no product with a number."""
-    node: Any = loss.grad_fn
-    name = type(node).__name__
-    if name not in ("MulBackward0", "DivBackward0"):
-        return None
-    other = node._saved_other
-    if not isinstance(other, Tensor) or other.numel() != 1 or other.requires_grad:
-        return None
-    value = float(other)
-    if name == "MulBackward0":
-        return value
-    return 1 / value if value else None
-
-
-def _is_scaled(loss: Tensor, factor: float | None) -> bool:
-    """Whether a GradScaler multiplied the loss. Its scale is a float32 tensor; a number in the loop, such as the size
-    of the batch, is saved as int64 or float64."""
-    if factor is None or factor < _LEAST_SCALE or not math.log2(factor).is_integer():
-        return False
-    node: Any = loss.grad_fn
-    return bool(node._saved_other.dtype == torch.float32)
-
-
-def _may_be_half(loss: Tensor, accumulated: int) -> bool:
-    """Whether a factor of 1/2 may belong to the loss itself: `0.5 * mse`, or `(a + b) / 2`."""
-    if accumulated != 2:
-        return False
-    node: Any = loss.grad_fn
-    return type(node).__name__ == "MulBackward0" or type(node.next_functions[0][0]).__name__ == "AddBackward0"
-
-
-def _is(value: float | None, expected: float) -> bool:
-    return value is not None and math.isclose(value, expected, rel_tol=1e-6)
-
-
-def _is_mean(loss: Tensor) -> bool:
-    node: Any = loss.grad_fn
-    if type(node).__name__ == "MeanBackward0":
-        return True
-    return getattr(node, "_saved_reduction", None) == _MEAN

@@ -7,7 +7,7 @@ The `forward` attribute of the instance is replaced, so that the model keeps its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -116,10 +116,15 @@ def _overwrites(layer: nn.Module) -> bool:
 def _recomputed(run: Callable[..., Any], layers: Sequence[nn.Module], args: tuple[Any, ...], kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
-    inner = [m for layer in layers for m in layer.modules()]
     # The context restores the random state: torch's preserve_rng_state leaves python's and numpy's out.
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False,
-                      context_fn=lambda: (nullcontext(), Apart(inner, past(inner))), **kwargs)  # fmt: skip
+                      context_fn=partial(_contexts, layers), **kwargs)  # fmt: skip
+
+
+# A function of the module and not a closure, which torch.compile does not take here.
+def _contexts(layers: Sequence[nn.Module]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    inner = [m for layer in layers for m in layer.modules()]
+    return nullcontext(), Apart(inner, past(inner))
 
 
 def _chain(layers: Sequence[nn.Module], *args: Any) -> Any:

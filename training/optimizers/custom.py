@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -49,11 +48,6 @@ def _step_method(optimizer: Any) -> Any:
 def needs_closure(optimizer: Any) -> bool:
     """Whether step() requires a closure, as that of LBFGS does."""
     return "closure" in _required(_step_method(optimizer))
-
-
-def clears_itself(optimizer: Any) -> bool:
-    """Whether zero_grad() is not torch's own, which would only go through gradients that are cleared already."""
-    return getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad
 
 
 def check_held(optimizer: Any, params: Sequence[nn.Parameter]) -> None:

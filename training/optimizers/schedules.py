@@ -43,8 +43,8 @@ def build(config: SchedulerConfig, lr: float) -> Schedule:
     check_length(config)
     total, floor, warmup = config.total_steps, floor_ratio(config, lr), warmup_steps(config)
     if config.name == "one_cycle":
-        assert total is not None
-        return _one_cycle(config, total, floor)
+        first = 1 / config.div_factor
+        return _one_cycle(config, first, 1.0, max(first / config.final_div_factor, floor))  # a lowest rate is its end
     decay = _decay(config, total or 0, warmup, floor)
     start = config.warmup_start
 
@@ -60,15 +60,7 @@ def momentum(config: SchedulerConfig) -> Schedule | None:
     """The momentum that goes with the rate; None where the schedule leaves it alone."""
     if config.name != "one_cycle" or not config.cycle_momentum:
         return None
-    total = config.total_steps or 1
-    rise = _rise(config, total)
-
-    def value(step: int) -> float:
-        if step <= rise:
-            return _cosine_between(GREATEST_MOMENTUM, LEAST_MOMENTUM, _share_of(step, rise))
-        return _cosine_between(LEAST_MOMENTUM, GREATEST_MOMENTUM, _fall(step, rise, total))
-
-    return value
+    return _one_cycle(config, GREATEST_MOMENTUM, LEAST_MOMENTUM, GREATEST_MOMENTUM)
 
 
 def warmup_steps(config: SchedulerConfig) -> int:
@@ -172,38 +164,18 @@ def _phase(step: int, period: int, factor: int) -> float:
     return step / period
 
 
-def _rise(config: SchedulerConfig, total: int) -> float:
-    """The update at which one_cycle's rate is highest."""
-    if config.warmup_steps is not None:
-        return float(config.warmup_steps) - 1
+def _one_cycle(config: SchedulerConfig, first: float, peak: float, last: float) -> Schedule:
+    """Cosine flanks as in torch.optim.lr_scheduler.OneCycleLR (Smith & Topin 2018)."""
+    total = config.total_steps or 1
     share = 0.3 if config.warmup_ratio is None else config.warmup_ratio
-    return share * total - 1
+    rise = (share * total if config.warmup_steps is None else config.warmup_steps) - 1.0  # the update at the peak
 
-
-def _share_of(step: int, rise: float) -> float:
-    """How far one_cycle's rising flank has come; a rise of no length is over."""
-    if rise > 0:
-        return step / rise
-    return 1.0
-
-
-def _fall(step: int, rise: float, total: int) -> float:
-    """How far one_cycle's falling flank has come, from 0 to 1."""
-    return min((step - rise) / max(total - 1 - rise, 1e-9), 1.0)
-
-
-def _one_cycle(config: SchedulerConfig, total: int, floor: float) -> Schedule:
-    # Smith & Topin 2018, cosine flanks as in torch.optim.lr_scheduler.OneCycleLR; with a lowest rate it ends there.
-    rise = _rise(config, total)
-    first = 1 / config.div_factor
-    last = max(first / config.final_div_factor, floor)
-
-    def multiplier(step: int) -> float:
+    def value(step: int) -> float:
         if step <= rise:
-            return _cosine_between(first, 1.0, _share_of(step, rise))
-        return _cosine_between(1.0, last, _fall(step, rise, total))
+            return _cosine_between(first, peak, step / rise if rise > 0 else 1.0)
+        return _cosine_between(peak, last, min((step - rise) / max(total - 1 - rise, 1e-9), 1.0))
 
-    return multiplier
+    return value
 
 
 def _cosine_between(start: float, end: float, t: float) -> float:

@@ -19,15 +19,10 @@ from layerline.training.model.split_tensors import device_of, is_split
 if TYPE_CHECKING:
     from layerline.training.distributed.ranks import Ranks
     from layerline.training.loop.step_engine import Lane
-    from layerline.training.model.recompute import Checkpointed
 
 
 def chosen_device(choice: str, where: str) -> str:
-    """ "cuda" or "cpu", for "auto", "cuda" or "cpu".
-
-    Raises:
-        Unavailable: torch finds no CUDA device, and `choice` asks for one.
-    """
+    """ "cuda" or "cpu", for "auto", "cuda" or "cpu"."""
     if choice == "cpu":
         return "cpu"
     if torch.cuda.is_available():
@@ -36,15 +31,6 @@ def chosen_device(choice: str, where: str) -> str:
         hint = "set it to auto or cpu, or mend the driver"
         raise Unavailable("torch finds no CUDA device here", where=where, hint=hint)
     return "cpu"
-
-
-def checkpoint_layers(models: Iterable[nn.Module], config: Config) -> list[Checkpointed]:
-    """Recomputes activations where `memory.checkpointing` asks for it."""
-    if not config.memory.checkpointing:
-        return []
-    from layerline.training.model.recompute import Checkpointed
-
-    return [Checkpointed(model, config.memory.checkpoint_interval) for model in models]
 
 
 def enlist(models: Iterable[nn.Module], config: Config, *, custom: bool) -> Ranks | None:

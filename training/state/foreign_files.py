@@ -30,7 +30,15 @@ def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
     """
     check_checkpoint(path)
     if path.suffix == checkpoint.SUFFIX:
-        return _read_safetensors(path), ()
+        stored, meta = safetensors_io.load(path)
+        tensors = tensor_forms.from_file(stored, meta)
+        if "lanes" not in meta:
+            return tensors, ()
+        models: dict[str, Any] = {}
+        for name in meta["lanes"]:
+            online, averages = lane_checkpoint.of_model(tensors, meta, name)
+            models[name] = {"online": online, "ema": averages}
+        return models.get("", models), ()  # a model that is the only one has the empty name
     _refuse_packed(path)
     try:
         return _load(path, weights_only=True), ()
@@ -41,20 +49,6 @@ def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
         return _load(path, weights_only=False), (f"unpickled {path.name} as trusted code",)
     except Exception as error:
         raise StageError(f"torch can't read it: {type(error).__name__}: {error}", where=path.name) from error
-
-
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    stored, meta = safetensors_io.load(path)
-    tensors = tensor_forms.from_file(stored, meta)
-    if "lanes" not in meta:
-        return tensors
-    models: dict[str, Any] = {}
-    for name in meta["lanes"]:
-        online, averages = lane_checkpoint.of_model(tensors, meta, name)
-        models[name] = {"online": online, "ema": averages}
-    # A model that is the only one has the empty name.
-    single: dict[str, Any] = models.get("", models)
-    return single
 
 
 def _refuse_packed(path: Path) -> None:

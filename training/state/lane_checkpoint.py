@@ -103,7 +103,13 @@ def _check_shapes(kind: str, tensors: Mapping[str, Tensor], expected: Mapping[st
 def collect(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> dict[str, Any]:
     """The lane's part of the JSON entry; its tensors are added to `tensors` under names that begin with `prefix`."""
     model_sync.refresh(lane)
-    _add_weights(lane, prefix, tensors)
+    for name, tensor in lane.named.tensors.items():
+        tensors[f"{prefix}online/{name}"] = tensor.detach()
+    for name, param in zip(lane.names, lane.params, strict=True):
+        if lane.masters is not None and lane.masters.has(param):
+            tensors[f"{prefix}masters/{name}"] = lane.masters.stepped(param)
+    if lane.ema is not None:
+        tensors |= {f"{prefix}ema/{n}": average for n, average in zip(lane.ema.names, lane.ema.shadow, strict=True)}
     parts: dict[str, Any] = {"optimizer": optimizer_state.state(lane), "window": _window_state(lane), "guard": {}}
     for policy in lane.policies():
         if policy.name:
@@ -121,18 +127,6 @@ def collect(lane: Lane, prefix: str, tensors: Tensors, *, timings: bool) -> dict
         if name in parts:
             saved[name] = pack(parts[name], f"{prefix}{name}", tensors, classes)
     return saved
-
-
-def _add_weights(lane: Lane, prefix: str, tensors: Tensors) -> None:
-    for name, tensor in lane.named.tensors.items():
-        tensors[f"{prefix}online/{name}"] = tensor.detach()
-    if lane.masters is not None:
-        for name, param in zip(lane.names, lane.params, strict=True):
-            if lane.masters.has(param):
-                tensors[f"{prefix}masters/{name}"] = lane.masters.stepped(param)
-    if lane.ema is not None:
-        for name, average in zip(lane.ema.names, lane.ema.shadow, strict=True):
-            tensors[f"{prefix}ema/{name}"] = average
 
 
 def _window_state(lane: Lane) -> dict[str, Any]:
