@@ -11,9 +11,6 @@ class Policy(Protocol):
     """A policy of a step. `loop.step_engine` calls the policies of a model in the order that is written down there.
 
     A policy overrides what it needs; by itself it does nothing.
-
-    Attributes:
-        name: what its state is called in a checkpoint.
     """
 
     name: ClassVar[str] = ""

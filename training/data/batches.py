@@ -212,12 +212,7 @@ def _order(samples: int, seed: int | None, epoch: int) -> Tensor:
 
 
 def as_tensor(value: Any, where: str = "batch") -> Tensor:
-    """A tensor. float64, which is numpy's default and rarely a choice, becomes torch's default type.
-
-    Raises:
-        TaskError: an array of objects or strings, or of another type that torch lacks.
-        ConfigError: a float64 out of the range of torch's default type; names its index and value.
-    """
+    """A tensor. float64, which is numpy's default and rarely a choice, becomes torch's default type."""
     try:
         if not isinstance(value, Tensor):
             value = torch.from_numpy(np.ascontiguousarray(value))

@@ -115,13 +115,6 @@ Loss = Callable[[nn.Module, Any], tuple[Tensor, float | None]]
 class Taught:
     """A task's loss with the teacher's added: what the student was called with while the loss was computed, the teacher
     is called with too.
-
-    Args:
-        loss: gives (sum, weight), or (mean, None).
-        student: the module whose calls are watched.
-        distillation: teacher, temperature and share.
-        blaming: what the teacher runs in, which tells its errors as the user's.
-        skips_ignored: whether the loss leaves out labels of -100: the teacher's loss then does so too.
     """
 
     def __init__(
@@ -133,7 +126,7 @@ class Taught:
         *,
         skips_ignored: bool = False,
     ) -> None:
-        self.skips_ignored = skips_ignored
+        self.skips_ignored = skips_ignored  # whether `loss` leaves out labels of -100
         self.loss, self.student, self.distillation, self.blaming = loss, student, distillation, blaming
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, float | None]:

@@ -73,11 +73,7 @@ class Pulse:
 
     @contextmanager
     def guarded(self, phase: str, step: int) -> Iterator[None]:
-        """A part of a step in which this rank waits for others.
-
-        Raises:
-            StageError: a collective failed or timed out; names the ranks that caused it.
-        """
+        """A part of a step in which this rank waits for others."""
         self.at(phase, step)
         try:
             yield

@@ -30,12 +30,7 @@ _REVIEW, _SLOWER, _NOISE_S = 10, 1.2, 0.005
 
 
 class Peers(Policy, ABC):
-    """The ranks that train one lane's model.
-
-    Args:
-        lane: model and optimizer of this rank.
-        ranks: the group.
-    """
+    """The ranks that train one lane's model."""
 
     def __init__(self, lane: LaneState, ranks: Ranks) -> None:
         self.lane, self.ranks = lane, ranks

@@ -67,11 +67,7 @@ class Ranks:
         return out
 
     def by_first(self, action: Callable[[], T]) -> T:
-        """Runs `action` on rank 0 and returns its result on every rank.
-
-        Raises:
-            PipeError: on every rank, where it was raised on rank 0.
-        """
+        """Runs `action` on rank 0 and returns its result, or raises its PipeError, on every rank."""
         outcome: list[Any] = [None, None]
         if self.rank == 0:
             try:

@@ -33,12 +33,7 @@ def device(kind: str) -> torch.device:
 
 @functools.cache
 def rendezvous(timeout_s: float) -> Any:
-    """The store that torchrun keeps; without torchrun, rank 0 keeps one at MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        ConfigError: MASTER_PORT is no port.
-        StageError: nobody answers there.
-    """
+    """The store that torchrun keeps; without torchrun, rank 0 keeps one at MASTER_ADDR and MASTER_PORT."""
     rank, _ = launched()
     host, named = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
     try:
@@ -63,11 +58,7 @@ def rendezvous(timeout_s: float) -> Any:
 
 def meet(store: Any, place: str, rank: int, size: int, timeout_s: float,
          ended: Callable[[Sequence[int]], str] | None = None) -> None:  # fmt: skip
-    """Waits in `place` until all ranks are there.
-
-    Args:
-        ended: says which of the ranks that are missing have ended, so that nobody waits for them.
-    """
+    """Waits in `place` until all ranks are there."""
     store.set(f"{place}/here/{rank}", "")
     pause, end = 0.005, time.monotonic() + timeout_s
     missing = list(range(size))

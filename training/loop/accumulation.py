@@ -96,12 +96,7 @@ class Window:
         return self.weighted is None and not self.micro
 
     def check(self, weight: float | None, params: Iterable[Tensor]) -> None:
-        """Before a further backward call, with this weight.
-
-        Raises:
-            ConfigError: some losses of the window have a weight and some have none.
-            StageError: the gradients so far were cleared.
-        """
+        """Before a further backward call, with this weight."""
         weighted = weight is not None
         if self.weighted is not None and weighted is not self.weighted:
             raise ConfigError(

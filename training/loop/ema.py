@@ -126,10 +126,6 @@ class Ema(Policy):
     def begin(self, *, buffers: bool) -> None:
         """Before averaging begins: it starts from the weights that training starts from, which may have been written
         into the model since.
-
-        Args:
-            buffers: whether running statistics are still those that training starts from; the first forward pass
-                changes them.
         """
         if self.updates == 0 and self.config.start_step <= 1:
             self._copy(None if buffers else len(self._fixed))

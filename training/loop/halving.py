@@ -47,9 +47,6 @@ def accumulate(
 
     A part that runs out of memory is taken back and halved; later micro-batches have parts of that size at once. A
     micro-batch that fails in another way leaves the window as it was.
-
-    Returns:
-        Loss and weight of the micro-batch, and in how many parts it ran.
     """
     while True:
         before = _Before(lane, models)

@@ -42,10 +42,6 @@ class Masks(Policy):
     def add(self, masks: Mapping[str, Tensor] | Gradual) -> None:
         """Masks besides those there are: a weight stays where all of them leave it. A second schedule takes the place
         of the first.
-
-        Args:
-            masks: True or 1 where a weight stays, by parameter name; or a schedule that chooses them. One that has
-                begun already is taken up where it would be now.
         """
         if self._lane.peers is not None:
             content = repr(masks) if isinstance(masks, Gradual) else _digest(masks)

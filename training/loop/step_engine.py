@@ -89,10 +89,6 @@ class Lane(LaneState):
 
         A loss without weight counts by `share` where it is the mean of a part of a micro-batch.
 
-        Raises:
-            ConfigError: the model holds its averages; something that is no loss or weight. The window stays as it was.
-            StageError: its gradients were cleared in between.
-
         Whatever the backward pass itself raises drops the window: a part of its gradients may have been added.
         """
         self._add(loss, weight, share)

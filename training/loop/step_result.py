@@ -16,9 +16,6 @@ class StepResult(float):
     It is true when the weights moved: not inside an accumulation window, and not for a rejected step. In every other
     respect it is a float, the loss of the micro-batch per sample (or per unit of `weight`), so that a loop may add it
     up, format it, put it into an array or hand it to a tracker. NaN where step() was called without a loss.
-
-    Attributes:
-        moved: whether the weights moved.
     """
 
     __slots__ = ("moved",)
@@ -104,11 +101,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
 
 
 def step_result(moved: bool, loss: Tensor | None, weight: float | None, read: float | None) -> StepResult:
-    """The result of a step whose loss is a mean, or with `weight` a sum over so much.
-
-    Args:
-        read: the loss, where the step has read it from the device.
-    """
+    """The result of a step whose loss is a mean, or with `weight` a sum over so much."""
     if loss is None:
         return StepResult(math.nan, moved)
     if read is None and loss.device.type != "cpu" and not moved:

@@ -175,11 +175,6 @@ def resized(model: Named, tensors: Mapping[str, Tensor], *, try_only: bool = Tru
     """Buffers that their module resizes when it loads a tensor of another shape, as torch's load_state_dict() allows.
 
     For example, the scale of a per-channel FakeQuantize is one number until its first forward pass.
-
-    Args:
-        model: the model's tensors.
-        tensors: tensors to load, by canonical name.
-        try_only: loads into copies of the modules.
     """
     differing = {n for n, b in model.buffers.items() if n in tensors and tensors[n].shape != b.shape}
     owners = {id(model.owners[n]): model.owners[n] for n in differing}

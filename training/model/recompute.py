@@ -36,13 +36,6 @@ class Checkpointed:
     on recomputed layers run twice.
 
     Layers may be replaced, added and removed later. New layers of a ModuleList store their activations.
-
-    Args:
-        model: the user's model, wrapped or not.
-        every: layers recomputed together.
-
-    Raises:
-        ConfigError: the model has no body.
     """
 
     def __init__(self, model: nn.Module, every: int = 4) -> None:

@@ -78,10 +78,6 @@ def build(
 ) -> torch.optim.Optimizer | Several:
     """The optimizer, with one group for each combination of rate, weight decay and other fields. Where
     `optimizer.groups` name other update rules, there is one optimizer for each.
-
-    Raises:
-        ConfigError: `custom` without an optimizer, a field that this optimizer lacks, or parameters that it does not
-            support.
     """
     if config.name == "custom":
         raise ConfigError(

@@ -123,9 +123,6 @@ def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, 
         arguments: keyword arguments of the function; plain data.
         start: a checkpoint, or a folder of them, to begin from.
         progress: told (calls made, calls in all).
-
-    Raises:
-        PipeError: a run failed; with what it said.
     """
     if steps < 1:
         raise ConfigError(f"a proof takes a step at least, got {steps}", where="steps")

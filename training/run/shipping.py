@@ -40,15 +40,7 @@ def module_of(task: Task, hook: str = "model") -> nn.Module:
 
 
 def network(task: Task, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
-    """model() in float32 and eval mode. Half precision is chosen by the quantize stage, which reports its cost.
-
-    Args:
-        weights: by canonical name, to be loaded; None for those that model() gives it.
-
-    Raises:
-        TaskError: model() does not return a module.
-        StageError: the weights do not fit it.
-    """
+    """model() in float32 and eval mode. Half precision is chosen by the quantize stage, which reports its cost."""
     model = module_of(task).float().eval()
     if weights is not None:
         canonical_names.load(model, weights)
@@ -57,12 +49,7 @@ def network(task: Task, weights: Mapping[str, Tensor] | None = None) -> nn.Modul
 
 
 def ship(model: nn.Module, example: Example, weights: Mapping[str, Tensor], out: Path) -> None:
-    """Loads the weights and writes `model.safetensors` (tied tensors once, aliases recorded) and `golden.safetensors`.
-
-    Raises:
-        StageError: they do not fit the model.
-        TaskError: the model can't run on its example.
-    """
+    """Loads the weights and writes `model.safetensors` (tied tensors once, with aliases) and `golden.safetensors`."""
     canonical_names.load(model, weights)
     stop_observers(model)
     # A tied tensor is stored once, under the first of its names.
@@ -105,9 +92,6 @@ def train_mode(model: nn.Module) -> list[str]:
 
     A part in eval mode keeps it where the model itself is in training mode, or where none of the part's parameters is
     trained: its running statistics and dropout stay as they were.
-
-    Returns:
-        A warning, where the whole model came in eval mode.
     """
     whole_in_eval = not model.training
     kept: list[nn.Module] = []

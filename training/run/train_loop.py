@@ -80,11 +80,6 @@ def prepare(task: Task, config: Config, *, epochs: int, steps: int | None, batch
         model: trained in place of the task's, by this process alone.
         teacher: in place of the task's.
         parts: the parts of the stage's key. Code and data among them must be the same on every rank.
-
-    Raises:
-        StageError: ranks have other code or data; names the first that differs.
-        TaskError: a hook returned a wrong type.
-        ConfigError: the configuration does not fit the model.
     """
     # All ranks must run the same code on the same data, or their gradients have no common meaning.
     group = None

@@ -129,12 +129,7 @@ def state(mo: Training, *, timings: bool = True) -> tuple[Tensors, dict[str, Any
 
 
 def restore(mo: Training, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    """Puts a saved state into `mo`, which keeps references to some of the tensors.
-
-    Raises:
-        StageError: another format, other models, another optimizer, or tensors that do not fit. Nothing is changed
-            then. Neither is anything changed where a registered object or a custom optimizer refuses its state.
-    """
+    """Puts a saved state into `mo`, which keeps some of the tensors. Where it does not fit, nothing is changed."""
     if meta.get("format") != FORMAT:
         raise StageError(f"a checkpoint of format {meta.get('format')!r}, expected {FORMAT}", where="checkpoint")
     if set(meta["lanes"]) != set(mo.lanes):

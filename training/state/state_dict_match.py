@@ -131,15 +131,7 @@ def _joined(place: Sequence[Any]) -> str:
 
 
 def choose(tree: Any, model: nn.Module, *, key: str = "", ignore: Sequence[str] = ()) -> tuple[Fit | None, Fit | None]:
-    """The online weights and the averages that fit the model; None where the file has none.
-
-    Args:
-        key: place in the file to look at; everywhere when empty.
-        ignore: patterns of names in the file that the model need not have.
-
-    Raises:
-        StageError: none fits, or several of one kind fit and differ; lists the file's content and the model's tensors.
-    """
+    """The online weights and the averages that fit the model; None where the file has none."""
     names = canonical_names.named(model)
     file_states = states(tree)
     candidates: list[State] = []

@@ -39,9 +39,6 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 def pack(tree: Any, prefix: str, tensors: Tensors, classes: Classes | None = None) -> Any:
     """JSON for `tree`. Adds its tensors to `tensors` as `prefix/path/in/the/tree`, a shared one only once.
 
-    Args:
-        classes: plain objects of these are stored as their attributes.
-
     Raises:
         StageError: a value that can't be stored as data; names its path.
     """
