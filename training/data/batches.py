@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -110,11 +110,8 @@ class Batches:
 
     def _from_columns(self) -> Iterator[tuple[int, int, bool, int, Any]]:
         assert self.samples is not None
-        order_epoch, order = -1, torch.empty(0)
         for epoch, position, last in self._places():
-            if epoch != order_epoch:
-                order_epoch = epoch
-                order = _order(self.samples, self.seed, epoch)
+            order = _order(self.samples, self.seed, epoch)
             rows, counted = self.share.of(order[position * self.batch_size : (position + 1) * self.batch_size])
 
             def select(column: Tensor, rows: Tensor = rows) -> Tensor:
@@ -189,13 +186,11 @@ class _Seeded(Dataset[Any]):
 
     def __init__(self, samples: Any, batch_size: int, seed: int | None, share: _Share) -> None:
         self.samples, self.batch_size, self.seed, self.share = samples, batch_size, seed, share
-        self._order: tuple[int, Tensor] | None = None
 
     def __getitem__(self, place: tuple[int, int, bool]) -> tuple[int, int, bool, int, Any]:
         epoch, position, last = place
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, _order(len(self.samples), self.seed, epoch)
-        rows, counted = self.share.of(self._order[1][position * self.batch_size : (position + 1) * self.batch_size])
+        order = _order(len(self.samples), self.seed, epoch)
+        rows, counted = self.share.of(order[position * self.batch_size : (position + 1) * self.batch_size])
         seed_parts = [self.seed or 0, epoch, position]
         if self.share.rank:  # each rank draws its own numbers, and rank 0 those of a single process
             seed_parts.append(self.share.rank)
@@ -205,6 +200,7 @@ class _Seeded(Dataset[Any]):
         return epoch, position, last, counted, batch
 
 
+@lru_cache(maxsize=2)
 def _order(samples: int, seed: int | None, epoch: int) -> Tensor:
     if seed is None:
         return torch.arange(samples)

@@ -136,11 +136,8 @@ class Taught:
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             calls.append((args, kwargs, out))
 
-        handle = self.student.register_forward_hook(note, with_kwargs=True)
-        try:
+        with self.student.register_forward_hook(note, with_kwargs=True):
             loss, weight = self.loss(model, batch)
-        finally:
-            handle.remove()
         if not calls:
             raise TaskError("loss() never calls the model, so there is nothing to distil", where="loss")
         # A sum over `weight` samples is a mean for the teacher's loss, and a sum again after it.

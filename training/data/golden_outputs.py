@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -145,15 +146,11 @@ def activations(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                 key = f"{path}:{count}" if count else path
                 outputs[key] = type(module).__name__, tensor.detach().clone()
 
-    handles = []
-    hooked: set[nn.Module] = set()
-    for path, module in modules(model):
-        if path and module not in hooked:
-            hooked.add(module)
-            handles.append(module.register_forward_hook(partial(record_output, path)))
-    try:
+    with ExitStack() as hooks:
+        hooked: set[nn.Module] = set()
+        for path, module in modules(model):
+            if path and module not in hooked:
+                hooked.add(module)
+                hooks.enter_context(module.register_forward_hook(partial(record_output, path)))
         forward(model, args, kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return outputs

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,11 +96,18 @@ def deviation(model: nn.Module, inputs: Sequence[Tensor], micro_batches: int,
             hint="a part needs two samples for its variance",
         )
     call = run or (lambda m, *args: first_output(m(*args)))
+    inputs_of: dict[str, Tensor] = {}  # the first input of each layer
+
+    def keep(path: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs_of.setdefault(path, args[0])
+
     with modes_kept(model), torch.no_grad():
         model.eval()
         for layer in layers.values():
             layer.train()
-        with Apart(model.modules()), _inputs(layers) as inputs_of:
+        with Apart(model.modules()), ExitStack() as hooks:
+            for path, layer in layers.items():
+                hooks.enter_context(layer.register_forward_pre_hook(partial(keep, path)))
             whole: Tensor = call(model, *inputs)
         with Apart(model.modules()):
             parts = zip(*[torch.split(i, size) for i in inputs], strict=True)
@@ -149,22 +156,6 @@ def _replaced(model: nn.Module, make: Callable[[nn.modules.batchnorm._BatchNorm]
                 setattr(parent, name, done[id(child)])
                 names.append(f"{path}.{name}".lstrip("."))
     return names
-
-
-@contextmanager
-def _inputs(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """The first input of each layer inside the block."""
-    inputs: dict[str, Tensor] = {}
-
-    def keep(path: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        inputs.setdefault(path, args[0])
-
-    handles = [layer.register_forward_pre_hook(partial(keep, path)) for path, layer in layers.items()]
-    try:
-        yield inputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _compare(name: str, norm: nn.modules.batchnorm._BatchNorm, x: Tensor, share: float) -> Deviation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,16 +93,13 @@ def activations(model: nn.Module, forward: Callable[[], Any]) -> dict[str, int]:
     def leave(*_: Any) -> None:
         stack.pop()
 
-    handles = [model.register_forward_pre_hook(inputs, with_kwargs=True)]
-    for path, module in _unique(model):
-        handles.append(module.register_forward_pre_hook(lambda _m, _a, path=path: stack.append(path)))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(model.register_forward_pre_hook(inputs, with_kwargs=True))
+        for path, module in _unique(model):
+            hooks.enter_context(module.register_forward_pre_hook(lambda _m, _a, path=path: stack.append(path)))
+            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         with Apart(model.modules()), torch.enable_grad(), saved_tensors_hooks(keep, lambda t: t):
             alive = forward()  # kept until the sums are taken: a freed address could come again
-    finally:
-        for handle in handles:
-            handle.remove()
     sizes = Counter[str]()
     for path, size in held.values():
         sizes[path] += size

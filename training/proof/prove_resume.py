@@ -23,10 +23,6 @@ _ERRORS: Mapping[str, type[PipeError]] = {e.__name__: e for e in (ConfigError, T
 _START = "import sys; sys.path.append(sys.path.pop(0)); from layerline.training.proof.proof_process import main; main()"
 
 
-def _no_progress(*_: int) -> None:
-    """Ignores the progress of a run."""
-
-
 @dataclass(frozen=True)
 class Difference:
     """The first difference between both runs."""
@@ -112,7 +108,7 @@ class Proof:
 
 
 def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, start: Path | None = None,
-          progress: Callable[[int, int], object] = _no_progress) -> Proof:  # fmt: skip
+          progress: Callable[[int, int], object] = lambda *_: None) -> Proof:  # fmt: skip
     """Runs `steps` calls of step(), saves, runs as many again; then a fresh process loads and runs the second half.
 
     Args:
@@ -142,7 +138,7 @@ def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, 
         index, name = parting
         max_abs = _distance(name, straight, resumed)
         # A third run: where resuming differs from itself, resuming is not at fault.
-        repeats = _first_difference(b, _run(again, folder, _no_progress)) is None
+        repeats = _first_difference(b, _run(again, folder, lambda _: None)) is None
     difference = Difference(
         name=name,
         step=a[index]["at"],
