@@ -102,12 +102,14 @@ def test_each_kind_is_said_once_a_run_and_counted() -> None:
     _, mo = _scalar()
     monitor, said = mo.lanes[""].monitor, []
     monitor.speak = said.append
-    for i in range(47):
-        monitor._when("clip", 0.31 + i / 100, "of the steps were clipped")
-        monitor._when("clip", 0.3, "of the steps were clipped")
+    for _ in range(47):
+        for clipped in (True, False):
+            for _ in range(10):
+                monitor.accepted(1.0, 1.0, 1.0, clipped=clipped)
     monitor.warn("other", "something else")
-    assert said == ["31% of the steps were clipped", "something else"]
-    assert mo.warnings == ["31% of the steps were clipped (47 times)", "something else"]
+    text = "100% of the steps were clipped: lower the rate or raise the bound"
+    assert said == [text, "something else"]
+    assert mo.warnings == [f"{text} (47 times)", "something else"]
 
 
 def test_a_gradient_that_stays_tiny_is_told() -> None:
