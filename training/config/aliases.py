@@ -218,11 +218,8 @@ def canonical_fields(source: Mapping[str, Any]) -> tuple[dict[str, Any], _Writte
         value = _spelling(target, value)
         # Both shapes may say the same thing twice.
         if target in fields and not _same(fields[target], value):
-            raise ConfigError(
-                f"{written[target]} is {fields[target]!r} and {path} is {value!r}: both set {target}",
-                where=path,
-                hint="keep one of the two",
-            )
+            what = f"{written[target]} is {fields[target]!r} and {path} is {value!r}: both set {target}"
+            raise ConfigError(what, where=path, hint="keep one of the two")
         fields[target] = value
         written[target] = path
     if preset is not None:
@@ -388,11 +385,8 @@ def _check_shares(fields: Mapping[str, Any], written: _Written) -> None:
             continue
         expected = _product(fields[share], fields.get(whole))
         if expected is None or not _same(expected, fields[absolute]):
-            raise ConfigError(
-                f"{written[absolute]} is {fields[absolute]!r} and {written[share]} is {fields[share]!r}",
-                where=written[share],
-                hint="both set the same thing: keep one of the two",
-            )
+            what = f"{written[absolute]} is {fields[absolute]!r} and {written[share]} is {fields[share]!r}"
+            raise ConfigError(what, where=written[share], hint="both set the same thing: keep one of the two")
 
 
 def _plain(value: Any) -> Any:

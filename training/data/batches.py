@@ -42,11 +42,8 @@ class Batches:
                  hook: str = "train_data", rank: int = 0, ranks: int = 1) -> None:  # fmt: skip
         self.form = form(source, hook)
         if hasattr(source, "__next__"):
-            raise TaskError(
-                f"{hook}() gave an iterator, which cannot be replayed",
-                where=hook,
-                hint="give a list or a DataLoader: something that can be iterated more than once",
-            )
+            hint = "give a list or a DataLoader: something that can be iterated more than once"
+            raise TaskError(f"{hook}() gave an iterator, which cannot be replayed", where=hook, hint=hint)
         self.source = source
         self.samples: int | None = None  # in an epoch; None where the data comes in batches
         if self.form == "columns":
@@ -138,11 +135,8 @@ class Batches:
                     yield epoch, position - 1, False, *self.share.of_batch(_in_tensors(batch))
                 batch = following
             if batch is None:
-                raise TaskError(
-                    f"{self.hook}() gave no batches in epoch {epoch}",
-                    where=self.hook,
-                    hint="it must be iterable more than once",
-                )
+                hint = "it must be iterable more than once"
+                raise TaskError(f"{self.hook}() gave no batches in epoch {epoch}", where=self.hook, hint=hint)
             yield epoch, position, True, *self.share.of_batch(_in_tensors(batch))
             epoch, skipped = epoch + 1, 0
 
@@ -213,11 +207,9 @@ def as_tensor(value: Any, where: str = "batch") -> Tensor:
         if not isinstance(value, Tensor):
             value = torch.from_numpy(np.ascontiguousarray(value))
     except (TypeError, ValueError) as error:
-        raise TaskError(
-            f"an array of type {value.dtype} and shape {tuple(value.shape)} cannot become a tensor",
-            where=where,
-            hint="give numbers in one array: .astype(np.float32), or np.int64 for classes",
-        ) from error
+        what = f"an array of type {value.dtype} and shape {tuple(value.shape)} cannot become a tensor"
+        hint = "give numbers in one array: .astype(np.float32), or np.int64 for classes"
+        raise TaskError(what, where=where, hint=hint) from error
     tensor: Tensor = value
     if tensor.dtype != torch.float64 or torch.get_default_dtype() == torch.float64:
         return tensor
@@ -268,11 +260,8 @@ def example_inputs(
         return tuple(pytree.tree_map(_array_as_tensor, value) for value in example), {}
     hooks = [hook for hook in EXAMPLE_HOOKS if task.has(hook)]
     if not hooks:
-        raise TaskError(
-            "there is nothing to run the model on",
-            where=task.path.name,
-            hint="define example_inputs(), or eval_data() or train_data()",
-        )
+        hint = "define example_inputs(), or eval_data() or train_data()"
+        raise TaskError("there is nothing to run the model on", where=task.path.name, hint=hint)
     source = task.call(hooks[0])
     with task.blaming(f"drawing a batch of {hooks[0]}()"):
         return first_samples(source, n, hooks[0], forward)

@@ -70,11 +70,8 @@ def named_outputs(out: Any) -> dict[str, Tensor]:
     tensors = dict(_tensors(out, () if has_names else ("output",)))
     if tensors:
         return tensors
-    raise TaskError(
-        f"the model returns {type(out).__name__}, expected tensors",
-        where="model",
-        hint="return a tensor, or tensors in tuples, lists, dicts, named tuples or dataclasses",
-    )
+    hint = "return a tensor, or tensors in tuples, lists, dicts, named tuples or dataclasses"
+    raise TaskError(f"the model returns {type(out).__name__}, expected tensors", where="model", hint=hint)
 
 
 def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:

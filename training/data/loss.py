@@ -63,11 +63,8 @@ def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "su
         models_loss = getattr(out, "loss", None)
         if isinstance(models_loss, Tensor):
             return models_loss
-        raise TaskError(
-            "the batch has no label, and the model returns no loss",
-            where="train_data",
-            hint="add the key labels to the batch, or define loss(model, batch)",
-        )
+        hint = "add the key labels to the batch, or define loss(model, batch)"
+        raise TaskError("the batch has no label, and the model returns no loss", where="train_data", hint=hint)
     output = first_output(out)
     if not isinstance(target, Tensor):
         raise TaskError("the label of a batch is not a tensor", where="train_data", hint="give arrays: np.asarray(y)")

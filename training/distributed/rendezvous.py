@@ -47,11 +47,8 @@ def rendezvous(timeout_s: float) -> Any:
             timeout=timedelta(seconds=timeout_s),
         )  # fmt: skip
     except dist.DistError as error:
-        raise StageError(
-            f"rank 0 does not answer within {timeout_s:g} s",
-            where=f"{host}:{port}",
-            hint="is it running, and do MASTER_ADDR and MASTER_PORT name its machine?",
-        ) from error
+        hint = "is it running, and do MASTER_ADDR and MASTER_PORT name its machine?"
+        raise StageError(f"rank 0 does not answer within {timeout_s:g} s", where=f"{host}:{port}", hint=hint) from error
     # A restarted group of workers must not read what the one before it left.
     return PrefixStore(f"layerline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 

@@ -49,11 +49,8 @@ def shard(model: nn.Module, config: Config, ranks: Ranks) -> None:
         if name in config.optimizer.rules:
             raise ConfigError(why, where="distributed.shard", hint="use another optimizer, or shard: none")
     if config.optimizer.name == "sophia":
-        raise ConfigError(
-            "sophia's curvature estimate needs second derivatives, which sharded layers have not",
-            where="distributed.shard",
-            hint="use another optimizer, or shard: none",
-        )
+        what = "sophia's curvature estimate needs second derivatives, which sharded layers have not"
+        raise ConfigError(what, where="distributed.shard", hint="use another optimizer, or shard: none")
     if options.offload and ranks.device.type == "cpu":
         raise ConfigError("there is no GPU whose memory offloading would spare", where="distributed.offload")
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
@@ -84,11 +81,8 @@ class Shards(Peers):
     def admit(self, fresh: Sequence[Member]) -> None:
         """Nothing joins: units are split once, and what was frozen then takes no gradient."""
         if fresh:
-            raise ConfigError(
-                "a parameter cannot join a model that is sharded already",
-                where=fresh[0].name,
-                hint="change the model, and unfreeze what shall be trained, before ModelOptimizer shards it",
-            )
+            hint = "change the model, and unfreeze what shall be trained, before ModelOptimizer shards it"
+            raise ConfigError("a parameter cannot join a model that is sharded already", where=fresh[0].name, hint=hint)
 
     def norms(self, grads: Sequence[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
         """From the norms of the parts, in one collective."""

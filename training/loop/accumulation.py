@@ -99,11 +99,9 @@ class Window:
         """Before a further backward call, with this weight."""
         weighted = weight is not None
         if self.weighted is not None and weighted is not self.weighted:
-            raise ConfigError(
-                "some losses of one accumulation window have a weight and some have none",
-                where="weight",
-                hint="give the number of samples (or tokens) with each, or with none",
-            )
+            what = "some losses of one accumulation window have a weight and some have none"
+            hint = "give the number of samples (or tokens) with each, or with none"
+            raise ConfigError(what, where="weight", hint=hint)
         self.check_gradients(params)
 
     def add(self, loss: Tensor, weight: float | None) -> None:

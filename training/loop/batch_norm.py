@@ -90,11 +90,8 @@ def deviation(model: nn.Module, inputs: Sequence[Tensor], micro_batches: int,
     if not layers:
         raise ConfigError("the model has no BatchNorm in training mode", where="model")
     if size < 2:
-        raise ConfigError(
-            f"{micro_batches} parts of {len(inputs[0])} samples",
-            where="micro_batches",
-            hint="a part needs two samples for its variance",
-        )
+        hint = "a part needs two samples for its variance"
+        raise ConfigError(f"{micro_batches} parts of {len(inputs[0])} samples", where="micro_batches", hint=hint)
     call = run or (lambda m, *args: first_output(m(*args)))
     inputs_of: dict[str, Tensor] = {}  # the first input of each layer
 

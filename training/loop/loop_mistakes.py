@@ -81,11 +81,9 @@ def explain_backward(lane: LaneState, error: BaseException) -> None:
 
 def no_closure(optimizer: Any) -> ConfigError:
     """The error for a step that an optimizer can take with a closure alone."""
-    return ConfigError(
-        f"{type(optimizer).__name__} evaluates the loss itself and needs a closure",
-        where="step",
-        hint="mo.step(closure=f), where f() runs the model on the batch and returns the loss, without backward()",
-    )
+    what = f"{type(optimizer).__name__} evaluates the loss itself and needs a closure"
+    hint = "mo.step(closure=f), where f() runs the model on the batch and returns the loss, without backward()"
+    return ConfigError(what, where="step", hint=hint)
 
 
 def sparse_gradient(lane: LaneState) -> str | None:

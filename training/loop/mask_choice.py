@@ -139,11 +139,8 @@ class Gradual:
     def __post_init__(self) -> None:
         _check_word("method", self.method, Method)
         if not 0 <= self.begin < self.end or self.every < 1:
-            raise ConfigError(
-                f"begins at {self.begin}, ends at {self.end}, every {self.every}",
-                where="masks",
-                hint="0 <= begin < end, every >= 1",
-            )
+            what = f"begins at {self.begin}, ends at {self.end}, every {self.every}"
+            raise ConfigError(what, where="masks", hint="0 <= begin < end, every >= 1")
         if not 0 <= self.initial <= self.final < 1:
             raise ConfigError(
                 f"grows from {self.initial} to {self.final}", where="masks", hint="0 <= initial <= final < 1"

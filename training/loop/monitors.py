@@ -317,9 +317,6 @@ def summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise Unavailable(
-            "tensorboard is not installed",
-            where="monitor.tensorboard",
-            hint="pip install tensorboard, or leave the field out",
-        ) from error
+        hint = "pip install tensorboard, or leave the field out"
+        raise Unavailable("tensorboard is not installed", where="monitor.tensorboard", hint=hint) from error
     return SummaryWriter

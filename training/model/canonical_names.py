@@ -218,11 +218,8 @@ def _inner(module: nn.Module) -> nn.Module | None:
 def _is_first(out: Named, first_names: dict[tuple[object, ...], str], name: str, tensor: Tensor) -> bool:
     """Whether a tensor has no name yet; otherwise records `name` as an alias."""
     if is_lazy(tensor):
-        raise TaskError(
-            f"parameter {name} is not initialised: it has no shape yet",
-            where=f"model: {name}",
-            hint="run the model once on an example in model()",
-        )
+        hint = "run the model once on an example in model()"
+        raise TaskError(f"parameter {name} is not initialised: it has no shape yet", where=f"model: {name}", hint=hint)
     key = _identity(tensor)
     if key in first_names:
         out.aliases[name] = first_names[key]

@@ -48,11 +48,8 @@ class Checkpointed:
                 for layer in body.children():
                     self._replace(layer, _Alone(layer))
         if not self._undo:
-            raise ConfigError(
-                "the model has no nn.Sequential or nn.ModuleList of two layers or more",
-                where="memory.checkpointing",
-                hint="leave it off: there are no layers to recompute",
-            )
+            what = "the model has no nn.Sequential or nn.ModuleList of two layers or more"
+            raise ConfigError(what, where="memory.checkpointing", hint="leave it off: there are no layers to recompute")
 
     def remove(self) -> None:
         """Restores the model's own forward methods."""

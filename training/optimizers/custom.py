@@ -22,18 +22,12 @@ def check(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
     """Refuses an object without the needed methods, or one that steps tensors which are not the model's."""
     for method in ("step", "zero_grad"):
         if not callable(getattr(optimizer, method, None)):
-            raise ConfigError(
-                f"{type(optimizer).__name__} has no {method}()",
-                where="optimizer",
-                hint="any object with step() and zero_grad() will do",
-            )
+            hint = "any object with step() and zero_grad() will do"
+            raise ConfigError(f"{type(optimizer).__name__} has no {method}()", where="optimizer", hint=hint)
     required = [name for name in _required(_step_method(optimizer)) if name != "closure"]
     if required:
-        raise ConfigError(
-            f"{type(optimizer).__name__}.step() needs {', '.join(required)}, which ModelOptimizer does not pass",
-            where="optimizer",
-            hint="use an optimizer whose step() takes nothing, or a closure",
-        )
+        what = f"{type(optimizer).__name__}.step() needs {', '.join(required)}, which ModelOptimizer does not pass"
+        raise ConfigError(what, where="optimizer", hint="use an optimizer whose step() takes nothing, or a closure")
     check_held(optimizer, params)
 
 
@@ -57,11 +51,9 @@ def check_held(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
     model_params = {id(p) for p in params}
     for index, param in enumerate(_params_of(optimizer)):
         if param.requires_grad and id(param) not in model_params:
-            raise ConfigError(
-                f"parameter {index} of {type(optimizer).__name__}, of shape {tuple(param.shape)}, is not the model's",
-                where="optimizer",
-                hint="register it in the model first (also a loss's own parameter), then call join() if training runs",
-            )
+            what = f"parameter {index} of {type(optimizer).__name__}, of shape {tuple(param.shape)}, is not the model's"
+            hint = "register it in the model first (also a loss's own parameter), then call join() if training runs"
+            raise ConfigError(what, where="optimizer", hint=hint)
 
 
 def idle(optimizer: Any, names: Sequence[str], params: Sequence[nn.Parameter]) -> list[str]:
@@ -85,11 +77,9 @@ def check_unread(config: OptimizerConfig, optimizer: Any) -> None:
     if not any("lr" in g for g in own_groups(optimizer)):
         read |= {"lr", "lr_scaling", "batch_size", "base_batch_size", "lr_range"}
     for field in sorted(config.model_fields_set - read, key=list(type(config).model_fields).index):
-        raise ConfigError(
-            f"{type(optimizer).__name__} is given, and does not read {field}: {getattr(config, field)!r}",
-            where=f"optimizer.{field}",
-            hint="leave it out, or leave optimizer= out; `name: custom` says that the optimizer is given",
-        )
+        what = f"{type(optimizer).__name__} is given, and does not read {field}: {getattr(config, field)!r}"
+        hint = "leave it out, or leave optimizer= out; `name: custom` says that the optimizer is given"
+        raise ConfigError(what, where=f"optimizer.{field}", hint=hint)
 
 
 def copied(optimizer: Any, memo: dict[int, Any]) -> Any:

@@ -189,19 +189,15 @@ def _blocks(model: nn.Module) -> tuple[str, int]:
         sizes[name] = sum(p.numel() for p in module.parameters())
         counts[name] = len(children)
     if not sizes:
-        raise ConfigError(
-            "the model has no ModuleList or Sequential of equal blocks",
-            where="optimizer.layer_decay",
-            hint="leave it out and write optimizer.groups with lr_scale",
-        )
+        what = "the model has no ModuleList or Sequential of equal blocks"
+        hint = "leave it out and write optimizer.groups with lr_scale"
+        raise ConfigError(what, where="optimizer.layer_decay", hint=hint)
     best = max(sizes, key=sizes.__getitem__)
     for name, size in sizes.items():
         if size > _SECOND_STACK * sizes[best] and not _nested(name, best):
-            raise ConfigError(
-                f"the model has two stacks of blocks, {best} and {name}, and layer_decay follows one",
-                where="optimizer.layer_decay",
-                hint="leave it out and write optimizer.groups with lr_scale",
-            )
+            what = f"the model has two stacks of blocks, {best} and {name}, and layer_decay follows one"
+            hint = "leave it out and write optimizer.groups with lr_scale"
+            raise ConfigError(what, where="optimizer.layer_decay", hint=hint)
     return best, counts[best]
 
 

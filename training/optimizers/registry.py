@@ -80,11 +80,8 @@ def build(
     `optimizer.groups` name other update rules, there is one optimizer for each.
     """
     if config.name == "custom":
-        raise ConfigError(
-            "custom needs the optimizer itself",
-            where="optimizer.name",
-            hint="ModelOptimizer(model, config, optimizer=…) with step() and zero_grad()",
-        )
+        hint = "ModelOptimizer(model, config, optimizer=…) with step() and zero_grad()"
+        raise ConfigError("custom needs the optimizer itself", where="optimizer.name", hint=hint)
     if config.ignored:
         what = f"{config.name} has no {config.ignored}; it takes {config.takes}"
         raise ConfigError(what, where=f"optimizer.{config.ignored}")

@@ -91,11 +91,8 @@ def check_length(config: SchedulerConfig) -> None:
     """Refuses a schedule whose length is missing, or taken up by its warm-up."""
     total, warmup = config.total_steps, warmup_steps(config)
     if total is None and config.name in NEED_TOTAL:
-        raise ConfigError(
-            f"{config.name} needs the length of the run",
-            where="scheduler.total_steps",
-            hint="the number of optimizer steps, not of micro-batches",
-        )
+        hint = "the number of optimizer steps, not of micro-batches"
+        raise ConfigError(f"{config.name} needs the length of the run", where="scheduler.total_steps", hint=hint)
     if total is not None and warmup >= total:
         raise ConfigError(f"warm-up takes {warmup} steps of a run of {total}", where="scheduler.warmup_steps")
 

@@ -176,11 +176,9 @@ def _try_last_batch(look: Inspection, mo: ModelOptimizer, batch_size: int, where
     try:
         _loss(look, mo, to_device(one, where))
     except TaskError as error:
-        raise TaskError(
-            f"the last batch of an epoch has 1 of the {samples} samples, and on it {error.what}",
-            where="train.batch_size",
-            hint=f"choose a batch_size that leaves more than one, or leave a sample out; it is {batch_size}",
-        ) from error
+        what = f"the last batch of an epoch has 1 of the {samples} samples, and on it {error.what}"
+        hint = f"choose a batch_size that leaves more than one, or leave a sample out; it is {batch_size}"
+        raise TaskError(what, where="train.batch_size", hint=hint) from error
 
 
 def _warn_of_nonfinite(look: Inspection, item: str, tensors: Mapping[str, Tensor]) -> None:

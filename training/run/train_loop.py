@@ -173,11 +173,9 @@ def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
             one_batch(run, stream)
             if run.attempted == 0 and run.batches.epoch > 1 and run.lane.window.untouched:
                 # Windows of weight 0 are neither accepted nor rejected: this would go on forever.
-                raise TaskError(
-                    "a whole epoch of train_data() holds no label that counts, so nothing can be trained",
-                    where="train_data",
-                    hint="labels of -100 are left out of the loss; loss() may also have given a weight of 0 each time",
-                )
+                what = "a whole epoch of train_data() holds no label that counts, so nothing can be trained"
+                hint = "labels of -100 are left out of the loss; loss() may also have given a weight of 0 each time"
+                raise TaskError(what, where="train_data", hint=hint)
             now = time.perf_counter()
             done = run.attempted
             due = now - saved_at > max(_SAVE_EVERY_S, _SAVE_SHARE * saving)
@@ -276,11 +274,8 @@ def _own_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, float |
         returned = type(loss).__name__
         if isinstance(loss, Tensor):
             returned = f"a tensor of shape {tuple(loss.shape)}"
-        raise TaskError(
-            f"loss() gave {returned}, expected a scalar tensor with a gradient",
-            where="loss",
-            hint="return the mean over the batch, or (sum, weight): the sum over labels or tokens, and their number",
-        )
+        hint = "return the mean over the batch, or (sum, weight): the sum over labels or tokens, and their number"
+        raise TaskError(f"loss() gave {returned}, expected a scalar tensor with a gradient", where="loss", hint=hint)
     if weight is not None:
         weight = counted(weight)
     return loss, weight
@@ -326,11 +321,9 @@ def accepted(lane: Lane) -> Gate:
 def steps_per_epoch(batches: Batches, accumulate: int) -> int:
     """Optimizer steps per epoch. Raises TaskError if the data has no length."""
     if batches.per_epoch is None:
-        raise TaskError(
-            "train_data() does not tell its length, so epochs cannot be counted",
-            where="train_data",
-            hint="set `steps:` under train in pipe.yaml, or give the iterable a __len__",
-        )
+        what = "train_data() does not tell its length, so epochs cannot be counted"
+        hint = "set `steps:` under train in pipe.yaml, or give the iterable a __len__"
+        raise TaskError(what, where="train_data", hint=hint)
     return -(-batches.per_epoch // accumulate)
 
 

@@ -65,11 +65,8 @@ def save(mo: Training, path: Path, *, timings: bool = True) -> Path:
             stack.enter_context(ema_swap.online(lane))
             spoilt = rejected_steps.spoilt_weight(lane)
             if spoilt is not None:  # it must not take the place of a sound one
-                raise StageError(
-                    f"{spoilt} is Inf or NaN after step {lane.steps}; no checkpoint was written",
-                    where=spoilt,
-                    hint="lower the learning rate and resume from the last checkpoint",
-                )
+                what = f"{spoilt} is Inf or NaN after step {lane.steps}; no checkpoint was written"
+                raise StageError(what, where=spoilt, hint="lower the learning rate and resume from the last checkpoint")
         write = partial(_write, target, path, mo.config.monitor.keep, *state(mo, timings=timings))
         if mo.ranks is None:
             write()
@@ -133,11 +130,9 @@ def restore(mo: Training, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
     if meta.get("format") != FORMAT:
         raise StageError(f"a checkpoint of format {meta.get('format')!r}, expected {FORMAT}", where="checkpoint")
     if set(meta["lanes"]) != set(mo.lanes):
-        raise StageError(
-            f"the checkpoint holds {_model_names(meta['lanes'])}; here: {_model_names(mo.lanes)}",
-            where="checkpoint",
-            hint=f"{optimizer_state.WEIGHTS_ALONE}, with only=… where it holds several",
-        )
+        what = f"the checkpoint holds {_model_names(meta['lanes'])}; here: {_model_names(mo.lanes)}"
+        hint = f"{optimizer_state.WEIGHTS_ALONE}, with only=… where it holds several"
+        raise StageError(what, where="checkpoint", hint=hint)
     for change in _changes(meta["config"], mo.config.model_dump(mode="json")):
         warnings.warn(f"resuming with another configuration: {change}", stacklevel=4)
     states = {}

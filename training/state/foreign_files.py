@@ -60,11 +60,8 @@ def _refuse_packed(path: Path) -> None:
         return  # not an archive, or a damaged one, for which torch has a message
     size = path.stat().st_size
     if unpacked > size:
-        raise StageError(
-            f"its entries unpack to {unpacked} bytes, but the file has {size} bytes; torch.save never compresses",
-            where=path.name,
-            hint="if you trust it, load it and save it again with torch.save",
-        )
+        what = f"its entries unpack to {unpacked} bytes, but the file has {size} bytes; torch.save never compresses"
+        raise StageError(what, where=path.name, hint="if you trust it, load it and save it again with torch.save")
 
 
 def _load(path: Path, *, weights_only: bool) -> Any:
@@ -82,11 +79,9 @@ def _refusal(path: Path, error: Exception) -> StageError:
         if "torchscript" in str(reason).lower():
             unsafe = ["a TorchScript program"]
     if unsafe:
-        return StageError(
-            f"it holds more than weights: {', '.join(sorted(unsafe)[:_SHOWN])}; reading that runs code from the file",
-            where=path.name,
-            hint="save the state dict alone; or, if you trust the source: `trust: true` (pipe init … --trust)",
-        )
+        what = f"it holds more than weights: {', '.join(sorted(unsafe)[:_SHOWN])}; reading that runs code from the file"
+        hint = "save the state dict alone; or, if you trust the source: `trust: true` (pipe init … --trust)"
+        return StageError(what, where=path.name, hint=hint)
     # After these words torch advises to run the pickle's code, or says where to file an issue.
     reason_text = str(error).rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
     reason_text = " ".join(reason_text.partition("Please file an issue")[0].split()) or "no message"

@@ -76,19 +76,13 @@ def check(lane: Lane, saved: Mapping[str, Any], expected: Mapping[str, tuple[int
                              hint=f"give it the same rule in optimizer.groups; {WEIGHTS_ALONE}")  # fmt: skip
     unknown = sorted(set(saved["state"]) - set(expected))
     if unknown:
-        raise StageError(
-            f"the checkpoint has optimizer state of parameters that are not trained here: {unknown[:5]}",
-            where="optimizer",
-            hint=f"train the same parameters; {WEIGHTS_ALONE}",
-        )
+        what = f"the checkpoint has optimizer state of parameters that are not trained here: {unknown[:5]}"
+        raise StageError(what, where="optimizer", hint=f"train the same parameters; {WEIGHTS_ALONE}")
     config = lane.config.optimizer
     for name, state_of_param in saved["state"].items():
         if config.name == "rmsprop" and config.momentum and "momentum_buffer" not in state_of_param:
-            raise StageError(
-                "the checkpoint was written without momentum, and rmsprop cannot begin it later",
-                where="optimizer.momentum",
-                hint=f"leave it out; {WEIGHTS_ALONE}",
-            )
+            what = "the checkpoint was written without momentum, and rmsprop cannot begin it later"
+            raise StageError(what, where="optimizer.momentum", hint=f"leave it out; {WEIGHTS_ALONE}")
         for key, value in state_of_param.items():
             if key in ("row_var", "col_var") or not isinstance(value, Tensor):
                 continue  # adafactor's statistics of rows and columns are smaller than the parameter
@@ -145,11 +139,8 @@ def _check_custom(lane: Lane, state: Any) -> None:
     saved_sizes = [len(g["params"]) for g in state["param_groups"]]
     sizes = [len(g["params"]) for g in lane.optimizer.param_groups]
     if saved_sizes != sizes:
-        raise StageError(
-            f"the optimizer's groups have {saved_sizes} parameters in the checkpoint, here {sizes}",
-            where="optimizer",
-            hint="create the optimizer over the same parameters",
-        )
+        what = f"the optimizer's groups have {saved_sizes} parameters in the checkpoint, here {sizes}"
+        raise StageError(what, where="optimizer", hint="create the optimizer over the same parameters")
 
 
 def _split_by_steps(

@@ -255,11 +255,8 @@ def _only(fits: Sequence[Fit], kind: str) -> Fit | None:
     for other in fits[1:]:
         equal = [t is other.tensors[n] or torch.equal(t, other.tensors[n]) for n, t in first.tensors.items()]
         if not all(equal):
-            raise StageError(
-                f"{kind} are in the file twice, and they differ: {first.state.where} and {other.state.where}",
-                where="key",
-                hint=f"choose one: key: {first.state.where}",
-            )
+            what = f"{kind} are in the file twice, and they differ: {first.state.where} and {other.state.where}"
+            raise StageError(what, where="key", hint=f"choose one: key: {first.state.where}")
     return first
 
 

@@ -261,11 +261,8 @@ class _Packer:
             return {_TAG: kind, "value": str(tree).removeprefix("torch.")}
         if self._classes.get(_name(type(tree))) is type(tree):
             return {_TAG: "object", "class": _name(type(tree)), "attributes": self.node(vars(tree), at)}
-        raise StageError(
-            f"a {type(tree).__name__} cannot be saved",
-            where=at,
-            hint="state may hold tensors, arrays, numbers, text, and the containers of python",
-        )
+        hint = "state may hold tensors, arrays, numbers, text, and the containers of python"
+        raise StageError(f"a {type(tree).__name__} cannot be saved", where=at, hint=hint)
 
 
 def _mapping_kind(tree: Mapping[Any, Any], at: str) -> str:
