@@ -128,9 +128,7 @@ def load(source: Config | Mapping[str, Any] | str | Path, *, whole: bool = False
         raise ConfigError(f"expected a dict, the path of a YAML file or a Config, got {type(source).__name__}",
                           where="config")  # fmt: skip
     if whole:
-        _check_read(config, written)
-        if config is not source:
-            _check_length(config, written)
+        _check(config, written, length=config is not source)
     return config
 
 
@@ -187,7 +185,7 @@ def normal_form(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
         if path not in fields and fields.get(_RIVALS.get(path, "")) is None:
             fields[path] = value
     config = _validate(fields, written)
-    _check_read(config, written)
+    _check(config, written, length=False)
     values: dict[str, Any] = {}
     for path in sorted(fields):
         section, _, name = path.partition(".")
@@ -228,49 +226,50 @@ def canonical_fields(source: Mapping[str, Any]) -> tuple[dict[str, Any], _Writte
     return fields, written
 
 
-def _check_read(config: Config, written: _Written) -> None:
-    """Refuses what optimizer, schedule or average would ignore, before anything is made of the configuration."""
-    rule = config.optimizer
-    if rule.ignored:
-        what = f"{rule.name} has no {rule.ignored}; it takes {rule.takes}"
-        raise ConfigError(what, where=written[f"optimizer.{rule.ignored}"])
-    for name in ("start_step", "warmup"):
-        if "decay" not in config.ema.model_fields_set and getattr(config.ema, name):
-            raise ConfigError("there is no average: EMA is off", where=written[f"ema.{name}"],
-                              hint="set ema.decay, for example to 0.999")  # fmt: skip
-    if config.swa.share is not None and config.ema.on:
-        raise ConfigError("SWA's average would ship, and EMA is on too", where=written["swa.share"],
-                          hint="set ema.decay to 0")  # fmt: skip
-    mode, better = config.scheduler.mode, config.monitor.better
-    if mode is not None and better is not None and (mode == "max") is not (better == "higher"):
-        what = f"scheduler.mode is {mode} and monitor.better is {better}: both say which metric is better"
-        raise ConfigError(what, where=written["scheduler.mode"], hint="keep one of the two")
+def _check(config: Config, written: _Written, *, length: bool) -> None:
+    """Refuses what would be ignored, or misses its length, before anything is made of the configuration."""
     try:
-        schedules.check_fields(config.scheduler)
+        _check_read(config)
+        if length:
+            _check_length(config, written)
     except ConfigError as error:
         raise ConfigError(error.what, where=written[error.where], hint=error.hint) from error
 
 
+def _check_read(config: Config) -> None:
+    rule = config.optimizer
+    if rule.ignored:
+        raise ConfigError(
+            f"{rule.name} has no {rule.ignored}; it takes {rule.takes}", where=f"optimizer.{rule.ignored}"
+        )
+    for name in ("start_step", "warmup"):
+        if "decay" not in config.ema.model_fields_set and getattr(config.ema, name):
+            raise ConfigError("there is no average: EMA is off", where=f"ema.{name}",
+                              hint="set ema.decay, for example to 0.999")  # fmt: skip
+    if config.swa.share is not None and config.ema.on:
+        raise ConfigError("SWA's average would ship, and EMA is on too", where="swa.share", hint="set ema.decay to 0")
+    mode, better = config.scheduler.mode, config.monitor.better
+    if mode is not None and better is not None and (mode == "max") is not (better == "higher"):
+        what = f"scheduler.mode is {mode} and monitor.better is {better}: both say which metric is better"
+        raise ConfigError(what, where="scheduler.mode", hint="keep one of the two")
+    schedules.check_fields(config.scheduler)
+
+
 def _check_length(config: Config, written: _Written) -> None:
-    """Refuses what needs the length of the run where it is not set."""
     needs_length = {
         "swa.share": config.swa.share is not None,
         "pruning.end_step": config.pruning.method is not None and config.pruning.end_step is None,
     }
     for path, needs in needs_length.items():
         if needs and config.scheduler.total_steps is None:
-            raise ConfigError(f"{path.partition('.')[0]} needs the length of the run", where=written[path],
-                              hint="set scheduler.total_steps")  # fmt: skip
+            what = f"{path.partition('.')[0]} needs the length of the run"
+            raise ConfigError(what, where=path, hint="set scheduler.total_steps")
     try:
         schedules.check_length(config.scheduler)
     except ConfigError as error:
-        what = error.what
-        for name in ("warmup_ratio", "warmup_steps", "name"):
-            source = written[f"scheduler.{name}"]
-            if source.startswith("preset "):
-                what += f", and the {source} asks for it"
-                break
-        raise ConfigError(what, where=error.where, hint=error.hint) from error
+        sources = [written[f"scheduler.{name}"] for name in ("warmup_ratio", "warmup_steps", "name")]
+        preset = next((f", and the {source} asks for it" for source in sources if source.startswith("preset ")), "")
+        raise ConfigError(error.what + preset, where=error.where, hint=error.hint) from error
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

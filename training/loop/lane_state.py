@@ -151,7 +151,7 @@ class LaneState:
         if self._clears_itself:
             self.optimizer.zero_grad()
         elif self.sophia is not None:
-            self.sophia.forget()
+            self.sophia.curvature.clear()
 
     def refuse_averages(self, where: str) -> None:
         """Training would change the averages, which the model holds, and not the weights."""

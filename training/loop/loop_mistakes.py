@@ -86,12 +86,6 @@ def no_closure(optimizer: Any) -> ConfigError:
     return ConfigError(what, where="step", hint=hint)
 
 
-def sparse_gradient(lane: LaneState) -> str | None:
-    """The first parameter whose gradient is sparse."""
-    return next((n for n, p in zip(lane.names, lane.stepped, strict=True)
-                 if p.grad is not None and p.grad.layout is not torch.strided), None)  # fmt: skip
-
-
 def explain_step(lane: LaneState, error: BaseException, sparse: str | None) -> None:
     """What a step raised, in the loop's terms where it can be; `sparse` as it was before the window was dropped."""
     if sparse is not None:

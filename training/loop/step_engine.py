@@ -178,7 +178,8 @@ class Lane(LaneState):
         try:
             return self._attempt()
         except BaseException as error:
-            sparse = loop_mistakes.sparse_gradient(self)
+            grads = [(n, p.grad) for n, p in zip(self.names, self.stepped, strict=True) if p.grad is not None]
+            sparse = next((name for name, grad in grads if grad.layout is not torch.strided), None)
             self.forget()
             loop_mistakes.explain_step(self, error, sparse)
             raise
@@ -278,8 +279,8 @@ class Lane(LaneState):
             factor *= self._max_norm / (norm + 1e-6)
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
-            if self.sophia is not None:
-                self.sophia.rescale(unscale)
+            if self.sophia is not None and self.sophia.curvature:
+                torch._foreach_mul_(list(self.sophia.curvature.values()), unscale)
         if self._max_value is not None:
             torch._foreach_clamp_min_(grads, -self._max_value)
             torch._foreach_clamp_max_(grads, self._max_value)

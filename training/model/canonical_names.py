@@ -133,7 +133,13 @@ def strip(state: Mapping[str, Tensor], model: Named) -> dict[str, Tensor]:
     names = model.tensors.keys() | model.aliases.keys()
     out: dict[str, Tensor] = {}
     for key, tensor in state.items():
-        name = _strip_name(key, names)
+        name = bare(key)
+        # `module.` is a wrapper's prefix only where the model itself has no such name.
+        while name not in names and name.startswith("module."):
+            name = name.removeprefix("module.")
+        inner = ".".join(part for part in name.split(".") if part != "module")
+        if name not in names and inner in names:
+            name = inner
         canonical = model.aliases.get(name, name)
         other = out.setdefault(canonical, tensor)
         if other is tensor:
@@ -233,14 +239,3 @@ def _identity(tensor: Tensor) -> tuple[object, ...]:
     if part.numel() == 0 or part.device.type == "meta":
         return (id(tensor),)
     return part.device, part.data_ptr(), tuple(part.shape), part.stride(), part.dtype
-
-
-def _strip_name(key: str, names: set[str]) -> str:
-    key = bare(key)
-    # `module.` is a wrapper's prefix only where the model itself has no such name.
-    while key not in names and key.startswith("module."):
-        key = key.removeprefix("module.")
-    if key in names:
-        return key
-    inner = ".".join(part for part in key.split(".") if part != "module")
-    return inner if inner in names else key

@@ -123,21 +123,19 @@ def classes(optimizer: Any) -> dict[str, type]:
     for name in base_modules:
         for value in vars(sys.modules[name]).values():
             modules.add(str(getattr(value, "__module__", name)))
+    special = {"__del__", "__slots__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__"}
     allowed = {}
     for name in modules & sys.modules.keys():
         for value in vars(sys.modules[name]).values():
-            if isinstance(value, type) and _package(value.__module__) in packages and _is_plain(value):
+            if not isinstance(value, type) or _package(value.__module__) not in packages:
+                continue
+            if not any(special & vars(base).keys() for base in value.__mro__[:-1]):
                 allowed[f"{value.__module__}:{value.__qualname__}"] = value
     return allowed
 
 
 def _package(module: str) -> str:
     return module.partition(".")[0]
-
-
-def _is_plain(cls: type) -> bool:
-    special = {"__del__", "__slots__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__"}
-    return not any(special & vars(base).keys() for base in cls.__mro__[:-1])
 
 
 def _params_of(optimizer: Any) -> list[Tensor]:

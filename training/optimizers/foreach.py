@@ -143,15 +143,6 @@ class Sophia(_Foreach):
                 estimate = self.curvature[param] + estimate
             self.curvature[param] = estimate
 
-    def rescale(self, factor: float) -> None:
-        """Multiplies the estimate by the factor that was applied to the gradients."""
-        if self.curvature:
-            torch._foreach_mul_(list(self.curvature.values()), factor)
-
-    def forget(self) -> None:
-        """Discards the estimate of a window that is not stepped on."""
-        self.curvature.clear()
-
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> None:
         mean, hessian = states
         beta1, beta2 = group["betas"]

@@ -121,7 +121,13 @@ def _build_rule(
     # torch's fused SGD fails where a parameter's momentum begins later than that of others in its group.
     momentum = arguments.get("momentum") or any(group.get("momentum") for group in groups)
     fused = rule.fused and not momentum
-    return rule.make(groups, **arguments, **_fast_path(stepped, fused=fused, foreach=rule.foreach))
+    plain = all(type(p) is nn.Parameter and p.is_floating_point() for p in stepped)
+    devices = {p.device.type for p in stepped}
+    if fused and plain and devices <= {"cpu", "cuda"} and len(devices) == 1 and fusible(stepped):
+        arguments["fused"] = True
+    elif rule.foreach and plain:
+        arguments["foreach"] = True
+    return rule.make(groups, **arguments)
 
 
 def part_for(optimizer: Any, config: OptimizerConfig, member: Member) -> Any:
@@ -134,13 +140,3 @@ def part_for(optimizer: Any, config: OptimizerConfig, member: Member) -> Any:
         raise ConfigError(f"it would be the first parameter of {name}, and joins too late for that", where=member.name,
                           hint="make ModelOptimizer after changing the model")  # fmt: skip
     return parts[name]
-
-
-def _fast_path(params: Sequence[nn.Parameter], *, fused: bool, foreach: bool) -> dict[str, Any]:
-    plain = all(type(p) is nn.Parameter and p.is_floating_point() for p in params)
-    devices = {p.device.type for p in params}
-    if fused and plain and devices <= {"cpu", "cuda"} and len(devices) == 1 and fusible(params):
-        return {"fused": True}
-    if foreach and plain:
-        return {"foreach": True}
-    return {}

@@ -28,7 +28,6 @@ from layerline.training.state.lane_checkpoint import prefix_of
 if TYPE_CHECKING:
     from layerline.training.loop.step_engine import Lane
     from layerline.training.model_optimizer import ModelOptimizer
-    from layerline.training.run.train_loop import Run
 
 Report = Callable[[Mapping[str, Any]], None]
 
@@ -127,18 +126,17 @@ def make_stage(*, task: str, config: Mapping[str, Any], device: str, **fields: A
         inputs: dict[str, Tensor] = {}
         before = run.attempted
         with train_loop.deterministic():
-            while run.attempted == before or (run.lane.window.micro < half and left() and not _ends_epoch(run)):
+            while run.attempted == before or (run.lane.window.micro < half and left()):
+                # The next batch may be the epoch's last one, which ends a window early.
+                per_epoch = run.batches.per_epoch
+                if run.attempted != before and (per_epoch is None or run.batches.position + 1 == per_epoch):
+                    break
                 place = f"data/epoch {run.batches.epoch}/batch {run.batches.position}"
                 batch = train_loop.one_batch(run, stream)
                 inputs |= {name: part for name, part in _flat(batch, place) if isinstance(part, Tensor)}
         return inputs
 
     return run.mo, step, left
-
-
-def _ends_epoch(run: Run) -> bool:
-    """Whether the next batch may be the epoch's last one, which ends a window early."""
-    return run.batches.per_epoch is None or run.batches.position + 1 == run.batches.per_epoch
 
 
 def _digests(mo: ModelOptimizer, inputs: Mapping[str, Tensor]) -> dict[str, str]:

@@ -247,10 +247,11 @@ def _load_others(mo: Training, optimizers: Mapping[str, Any], extras: Mapping[st
     loads = [(mo.extras[name], state) for name, state in extras.items()]
     for name, part in optimizers.items():
         lane = mo.lanes[name]
-        if lane.custom:
-            state = optimizer_state.custom_state(lane, part)
-            if state is not None:
-                loads.append((lane.optimizer, state))
+        if lane.custom and part["custom"] is not None and hasattr(lane.optimizer, "load_state_dict"):
+            loads.append((lane.optimizer, part["custom"]))
+        elif lane.custom:
+            optimizer_state.warn_stateless(lane, f"{type(lane.optimizer).__name__} begins without the state it had: "
+                                                 "it was not saved, or it has no load_state_dict()")  # fmt: skip
     previous: list[tuple[Any, Any]] = []
     try:
         for target, state in loads:

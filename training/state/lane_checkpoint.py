@@ -164,9 +164,9 @@ def restore(lane: Lane, state: Saved) -> None:
     canonical_names.load(lane.model, weights["online"])
     model_sync.refresh(lane)  # a buffer that was resized may be another tensor
     if lane.masters is not None:
-        by_name = weights["masters"] or weights["online"]
+        saved = weights["masters"] or weights["online"]
         with_master = [n for n, p in zip(lane.names, lane.params, strict=True) if lane.masters.has(p)]
-        lane.masters.adopt([by_name[name] for name in with_master])
+        lane.masters.adopt([saved[name] for name in with_master])
     lane.steps = counters["steps"]
     lane.skipped = counters["skipped"]
     lane.skipped_in_a_row = counters["in_a_row"]
@@ -195,12 +195,10 @@ def restore(lane: Lane, state: Saved) -> None:
 
 def _restore_window(lane: Lane, window: Mapping[str, Any]) -> None:
     lane.window.load_state_dict(window)
-    for name, param in zip(lane.names, lane.stepped, strict=True):
+    by_name = dict(zip(lane.names, lane.stepped, strict=True))
+    for name, param in by_name.items():
         grad = window["grads"].get(name)
-        if grad is not None:
-            grad = grad.to(param.device)
-        param.grad = grad
+        param.grad = None if grad is None else grad.to(param.device)
     if lane.sophia is not None:
-        saved = window.get("curvature", {})
-        pairs = zip(lane.names, lane.stepped, strict=True)
-        lane.sophia.curvature = {p: saved[n].to(p.device) for n, p in pairs if n in saved}
+        curvature = window.get("curvature", {})
+        lane.sophia.curvature = {p: curvature[n].to(p.device) for n, p in by_name.items() if n in curvature}

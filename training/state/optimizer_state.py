@@ -26,7 +26,7 @@ def state(lane: Lane) -> dict[str, Any]:
     name = _name(lane)
     if lane.custom:
         if not hasattr(lane.optimizer, "state_dict"):
-            _warn_stateless(lane, f"{name} has no state_dict(): its state is not in the checkpoint")
+            warn_stateless(lane, f"{name} has no state_dict(): its state is not in the checkpoint")
             return {"name": name, "custom": None}
         return {"name": name, "custom": lane.optimizer.state_dict()}
     name_of = {id(p): n for n, p in zip(lane.names, lane.stepped, strict=True)}
@@ -113,21 +113,12 @@ def restore(lane: Lane, saved: Mapping[str, Any]) -> None:
         part.load_state_dict(current)
 
 
-def custom_state(lane: Lane, saved: Mapping[str, Any]) -> Any:
-    """The argument for a custom optimizer's load_state_dict(); None, with a warning, where it begins without state."""
-    if saved["custom"] is not None and hasattr(lane.optimizer, "load_state_dict"):
-        return saved["custom"]
-    _warn_stateless(lane, f"{type(lane.optimizer).__name__} begins without the state it had: "
-                          "it was not saved, or it has no load_state_dict()")  # fmt: skip
-    return None
-
-
 def _name(lane: Lane) -> str:
     """The table's name, or the class of a custom one."""
     return type(lane.optimizer).__name__ if lane.custom else lane.config.optimizer.name
 
 
-def _warn_stateless(lane: Lane, text: str) -> None:
+def warn_stateless(lane: Lane, text: str) -> None:
     lane.monitor.warn("stateless", text)
     warnings.warn(text, stacklevel=2)
 
