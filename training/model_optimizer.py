@@ -123,10 +123,8 @@ class ModelOptimizer:
         return self._autocast()
 
     def backward(self, loss: Tensor, *, weight: float | None = None, only: str | None = None) -> None:
-        """Adds the gradients of `loss`; step() then ends the micro-batch.
-
-        The window's gradient is Σ grad(loss) / Σ weight, whatever the split; arguments are as for `step`.
-        """
+        """Adds the gradients of `loss`; step() then ends the micro-batch. The window's gradient is Σ grad(loss) / Σ
+        weight, whatever the split; arguments are as for `step`."""
         self._lane(only, "backward").backward(loss, weight)
 
     def step(
@@ -344,11 +342,9 @@ class ModelOptimizer:
         checkpoint.restore(self, {n: t.clone() for n, t in state["tensors"].items()}, state["meta"])
 
     def export(self) -> dict[str, Tensor]:
-        """Copies of the weights that would ship, by canonical name: averages where there are any, float32.
-
-        A tied tensor is there under each of its names. Of a sharded model they lie in CPU memory, and every rank has to
-        call it.
-        """
+        """Copies of the weights that would ship, by canonical name: averages where there are any, float32. A tied
+        tensor is there under each of its names. Of a sharded model they lie in CPU memory, and every rank has to call
+        it."""
         out: dict[str, Tensor] = {}
         for model, lane in self.lanes.items():
             prefix = f"{model}." if model else ""
@@ -359,8 +355,7 @@ class ModelOptimizer:
 
     def export_metrics(self, path: str | Path) -> None:
         """Writes the rows so far as CSV; several models get one file each, `<stem>-<name>.csv`. Of several ranks the
-        first one writes.
-        """
+        first one writes."""
         if self.ranks is not None and self.ranks.rank > 0:
             return
         target = Path(path)
@@ -398,11 +393,9 @@ class ModelOptimizer:
             lane.masks = Masks(lane, masks)
 
     def layer_memory_report(self, *inputs: Any, only: str | None = None, **named_inputs: Any) -> list[LayerMemory]:
-        """Bytes that each module holds: parameters, gradients, optimizer state, averages, activations.
-
-        `inputs` are the arguments of one forward pass, which is run to measure activations and leaves no trace; without
-        them activations are None, and several models are reported together.
-        """
+        """Bytes that each module holds: parameters, gradients, optimizer state, averages, activations. `inputs` are the
+        arguments of one forward pass, which is run to measure activations and leaves no trace; without them activations
+        are None, and several models are reported together."""
         if only is None and len(self.lanes) > 1 and not (inputs or named_inputs):
             return [dataclasses.replace(row, module=f"{name}.{row.module}".rstrip("."))
                     for name, lane in self.lanes.items() for row in memory_report.report(lane)]  # fmt: skip
@@ -455,8 +448,7 @@ class ModelOptimizer:
 
     def on_log(self, call: Callable[[dict[str, float]], object], *, only: str | None = None) -> None:
         """Calls `call` with each row of the log from now on, by column: `wandb.log`, `mlflow.log_metrics`. Of several
-        ranks the first one's is called.
-        """
+        ranks the first one's is called."""
         self._lane(only, "on_log").monitor.track(call)
 
     def verify_accumulation(

@@ -8,10 +8,8 @@ from typing import Any, ClassVar, Protocol
 
 
 class Policy(Protocol):
-    """A policy of a step. `loop.step_engine` calls the policies of a model in the order that is written down there.
-
-    A policy overrides what it needs; by itself it does nothing.
-    """
+    """A policy of a step. `loop.step_engine` calls the policies of a model in the order that is written down there. A
+    policy overrides what it needs; by itself it does nothing."""
 
     name: ClassVar[str] = ""
 

@@ -178,8 +178,7 @@ def _field_called(name: str) -> str:
 
 def normal_form(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Every field that is given, by its one name and as its own type, over `defaults`: two ways of saying the same give
-    the same dict. A default yields to its rival (warm-up as ratio or as steps).
-    """
+    the same dict. A default yields to its rival (warm-up as ratio or as steps)."""
     fields, written = canonical_fields(source)
     for path, value in defaults.items():
         if path not in fields and fields.get(_RIVALS.get(path, "")) is None:

@@ -384,10 +384,8 @@ class Config(Section):
 
     @property
     def swa_start(self) -> int:
-        """The first step whose weights are part of SWA's mean: the last round(share * total_steps), at least one.
-
-        0 where SWA is off, or the length of the run is not known yet.
-        """
+        """The first step whose weights are part of SWA's mean: the last round(share * total_steps), at least one. 0
+        where SWA is off, or the length of the run is not known yet."""
         total = self.scheduler.total_steps
         if self.swa.share is None or total is None:
             return 0

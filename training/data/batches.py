@@ -248,8 +248,7 @@ def example_inputs(
     task: Task, n: int = 2, forward: Callable[..., Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(positional, keyword) arguments for forward: the task's example, or the first `n` samples of its eval or training
-    data, in the form that `forward` takes.
-    """
+    data, in the form that `forward` takes."""
     if task.has("example_inputs"):
         example = task.call("example_inputs")
         # A user's own Mapping is a leaf to pytree, so its values are converted one by one.

@@ -114,8 +114,7 @@ Loss = Callable[[nn.Module, Any], tuple[Tensor, float | None]]
 
 class Taught:
     """A task's loss with the teacher's added: what the student was called with while the loss was computed, the teacher
-    is called with too.
-    """
+    is called with too."""
 
     def __init__(
         self,

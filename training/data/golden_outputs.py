@@ -124,10 +124,8 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def activations(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[str, Tensor]]:
-    """(class of the module, its output) by canonical path, in the order of the calls, for one forward pass.
-
-    A shared module has its first path; its second call is `path:1`, the third `path:2`.
-    """
+    """(class of the module, its output) by canonical path, in the order of the calls, for one forward pass. A shared
+    module has its first path; its second call is `path:1`, the third `path:2`."""
     outputs: dict[str, tuple[str, Tensor]] = {}
     calls: dict[str, int] = {}
 

@@ -32,10 +32,8 @@ def valid_labels(batch: Any) -> int | None:
 
 def class_axis(output: Tensor, labels: Tensor | None) -> int:
     """The axis of the classes in a model's output: -1 for sequences (N, T, classes), 1 for images (N, classes, H, W).
-
     Labels decide where they have the output's shape without that axis. Without them outputs of up to three dimensions
-    are taken for sequences, others for images.
-    """
+    are taken for sequences, others for images."""
     sequences = output.ndim < 4
     if output.ndim > 2 and labels is not None and labels.ndim == output.ndim - 1:
         sequences = labels.shape == output.shape[:-1]

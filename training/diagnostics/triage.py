@@ -70,8 +70,7 @@ def _advice(origin: Origin | None) -> tuple[str, str]:
 
 class Recorder:
     """Records the micro-batches of the present window so that they can run again: references to their inputs, the
-    random state (about ten microseconds each) and copies of the buffers.
-    """
+    random state (about ten microseconds each) and copies of the buffers."""
 
     def __init__(self, lane: LaneState) -> None:
         self._lane = lane
@@ -131,12 +130,10 @@ class Recorder:
 
 
 class Judge:
-    """Applies the policy of `nonfinite` to rejected steps.
-
-    skip goes on, and gives up after `limit` rejected steps in a row. stop ends at the first one. rollback restores the
-    last saved weights, averages and optimizer state after `limit` in a row and goes on with the next data; it gives up
-    when it would restore the same checkpoint for the fourth time.
-    """
+    """Applies the policy of `nonfinite` to rejected steps. skip goes on, and gives up after `limit` rejected steps in a
+    row. stop ends at the first one. rollback restores the last saved weights, averages and optimizer state after
+    `limit` in a row and goes on with the next data; it gives up when it would restore the same checkpoint for the
+    fourth time."""
 
     def __init__(self, lane: LaneState, roll_back: Callable[[], str | None]) -> None:
         self._config, self._roll_back = lane.config.nonfinite, roll_back
@@ -146,8 +143,7 @@ class Judge:
 
     def rejected(self, lane: LaneState, loss: float, norm: float) -> None:
         """Called while the gradients of the rejected window still exist; not for an overflow that a smaller loss scale
-        answers.
-        """
+        answers."""
         if self.recorder is not None and lane.skipped_in_a_row == 1:
             finding = self.recorder.find(loss, norm)
             for rank, of_rank in enumerate(lane.peers.gather(finding) if lane.peers is not None else ()):

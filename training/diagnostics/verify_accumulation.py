@@ -50,10 +50,8 @@ class AccumulationCheck:
 
 def verify(lane: Lane, batch: Any, loss: Loss, micro: int) -> AccumulationCheck:
     """Compares the gradient of `batch` with that of `micro` ragged parts of it, both through the lane's backward.
-
     Dropout is off during the check, since its draws depend on the split. Weights, statistics and random state are
-    restored.
-    """
+    restored."""
     samples = size(batch)
     lane.refuse_averages("verify_accumulation")
     if not lane.window.untouched:

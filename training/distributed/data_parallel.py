@@ -34,12 +34,9 @@ def prepare(model: nn.Module, config: Config, ranks: Ranks) -> None:
 
 
 class Replicas(Peers):
-    """A whole model on each rank.
-
-    After the window ranks tell each other, in one small message, who has a gradient for which parameter, and whether a
-    further backward pass has added to what was sent already: all gradients are then sent once more. A parameter that no
-    rank used has no gradient, as in one process.
-    """
+    """A whole model on each rank. After the window ranks tell each other, in one small message, who has a gradient for
+    which parameter, and whether a further backward pass has added to what was sent already: all gradients are then sent
+    once more. A parameter that no rank used has no gradient, as in one process."""
 
     def __init__(self, lane: LaneState, ranks: Ranks, config: Config) -> None:
         super().__init__(lane, ranks)

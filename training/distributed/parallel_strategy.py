@@ -140,10 +140,8 @@ class Peers(Policy, ABC):
         return
 
     def shared_window(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of a window in a form that any number of ranks can go on from: the mean of loss and weight.
-
-        Ranks may have run different numbers of backward passes.
-        """
+        """The state of a window in a form that any number of ranks can go on from: the mean of loss and weight. Ranks
+        may have run different numbers of backward passes."""
         with self.ranks.pulse.guarded("save_ckpt, which every rank has to call,", self.lane.steps):
             states: list[dict[str, Any]] = self.ranks.gather(state)
             begun = (s for s in states if s["weighted"] is not None or s["micro"])

@@ -145,10 +145,8 @@ def joined() -> bool:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Ends a group that was joined inside the block. The following code runs on each rank alone.
-
-    An error is posted to the other ranks, which would otherwise wait for this one.
-    """
+    """Ends a group that was joined inside the block. The following code runs on each rank alone. An error is posted to
+    the other ranks, which would otherwise wait for this one."""
     try:
         yield
     except BaseException as error:

@@ -62,10 +62,8 @@ def shard(model: nn.Module, config: Config, ranks: Ranks) -> None:
 
 
 class Shards(Peers):
-    """A part of the model on each rank.
-
-    Every micro-batch reduces its gradients, also within a window: only then are they never held whole.
-    """
+    """A part of the model on each rank. Every micro-batch reduces its gradients, also within a window: only then are
+    they never held whole."""
 
     @property
     def separates_communication(self) -> bool:

@@ -22,11 +22,9 @@ Witness = tuple[Tensor, Tensor, int]
 
 
 def loss_factor(scale: float, weight: float | None) -> float:
-    """What the losses of a window are multiplied by before the backward pass.
-
-    A loss that is a sum over many samples would overflow fp16 where their mean does not: it is brought to a mean's size
-    by a power of two, which costs no precision.
-    """
+    """What the losses of a window are multiplied by before the backward pass. A loss that is a sum over many samples
+    would overflow fp16 where their mean does not: it is brought to a mean's size by a power of two, which costs no
+    precision."""
     if not weight:
         return scale
     return scale * 2.0 ** -round(math.log2(weight))
@@ -72,11 +70,9 @@ def witness(params: Iterable[Tensor]) -> Witness | None:
 
 @dataclass
 class Window:
-    """The micro-batches since the last optimizer step.
-
-    A loss without weight is a mean and counts 1; a loss with weight is a sum over that many samples or tokens. Several
-    backward calls before one step() belong to one micro-batch: without weights their losses add up.
-    """
+    """The micro-batches since the last optimizer step. A loss without weight is a mean and counts 1; a loss with weight
+    is a sum over that many samples or tokens. Several backward calls before one step() belong to one micro-batch:
+    without weights their losses add up."""
 
     micro: int = 0  # micro-batches closed by step()
     weight: float = 0.0  # Σ weight of the closed ones

@@ -20,10 +20,8 @@ _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
 def batch_norms(model: nn.Module) -> dict[str, nn.modules.batchnorm._BatchNorm]:
-    """Layers that normalise by the statistics of the batch they see, by canonical path.
-
-    One in eval mode uses its running statistics and is not among them, unless it has none.
-    """
+    """Layers that normalise by the statistics of the batch they see, by canonical path. One in eval mode uses its
+    running statistics and is not among them, unless it has none."""
     layers: dict[str, nn.modules.batchnorm._BatchNorm] = {}
     for path, module in modules(model):
         if not isinstance(module, _BATCH_NORM) or module in layers.values():  # a shared layer counts once
@@ -115,12 +113,10 @@ def deviation(model: nn.Module, inputs: Sequence[Tensor], micro_batches: int,
 
 
 def to_group_norm(model: nn.Module, groups: int = 32) -> list[str]:
-    """Replaces every BatchNorm by GroupNorm, in place; returns their paths.
-
-    GroupNorm (Wu & He 2018) normalises each sample by itself, so any split of a batch gives the same gradient. Scale
-    and shift stay the same parameters; running statistics have no counterpart, so train on afterwards. The number of
-    groups is the greatest divisor of the channels up to `groups`.
-    """
+    """Replaces every BatchNorm by GroupNorm, in place; returns their paths. GroupNorm (Wu & He 2018) normalises each
+    sample by itself, so any split of a batch gives the same gradient. Scale and shift stay the same parameters; running
+    statistics have no counterpart, so train on afterwards. The number of groups is the greatest divisor of the channels
+    up to `groups`."""
 
     def group_norm(norm: nn.modules.batchnorm._BatchNorm) -> nn.GroupNorm:
         channels = norm.num_features
@@ -134,11 +130,9 @@ def to_group_norm(model: nn.Module, groups: int = 32) -> list[str]:
 
 
 def to_sync_batch_norm(model: nn.Module) -> list[str]:
-    """Replaces every BatchNorm by SyncBatchNorm, in place; returns their paths.
-
-    Statistics are then those of all ranks' samples: what W ranks of b samples give is what one rank gives for W · b. It
-    does nothing about micro-batches that come one after the other. On GPUs only; with the process group there.
-    """
+    """Replaces every BatchNorm by SyncBatchNorm, in place; returns their paths. Statistics are then those of all ranks'
+    samples: what W ranks of b samples give is what one rank gives for W · b. It does nothing about micro-batches that
+    come one after the other. On GPUs only; with the process group there."""
     return _replaced(model, nn.SyncBatchNorm.convert_sync_batchnorm)
 
 

@@ -39,8 +39,7 @@ class Best:
 
     def observe(self, metric: float, step: int, save: Callable[[Path], object]) -> None:
         """Takes in one validation; NaN is never among the best. Of several at one step the best one counts: they share
-        a checkpoint.
-        """
+        a checkpoint."""
         before = next((entry for entry in self.entries if entry.step == step), None)
         if before is not None:
             if not self._beats(metric, before.metric):

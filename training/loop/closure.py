@@ -13,11 +13,9 @@ from layerline.training.loop.lane_state import LaneState
 
 
 class Evaluation:
-    """What an optimizer is handed as its closure: clears gradients, runs forward and backward, returns the loss.
-
-    The gradients of the evaluation that the step began with are used again where the weights have not moved since:
-    LBFGS evaluates first, SAM only after it has moved the weights.
-    """
+    """What an optimizer is handed as its closure: clears gradients, runs forward and backward, returns the loss. The
+    gradients of the evaluation that the step began with are used again where the weights have not moved since: LBFGS
+    evaluates first, SAM only after it has moved the weights."""
 
     def __init__(self, lane: LaneState, closure: Callable[[], Tensor]) -> None:
         self._lane, self._closure = lane, closure

@@ -20,11 +20,8 @@ from layerline.training.policy import Policy
 
 
 def decay_at(config: EmaConfig, update: int) -> float:
-    """The decay of update number `update` (1 is the first).
-
-    Warm-up True is min(decay, (1+n)/(10+n)); a number tau is decay * (1 - exp(-n/tau)), 0.918 at n = 5001 for 0.9999
-    and tau = 2000.
-    """
+    """The decay of update number `update` (1 is the first). Warm-up True is min(decay, (1+n)/(10+n)); a number tau is
+    decay * (1 - exp(-n/tau)), 0.918 at n = 5001 for 0.9999 and tau = 2000."""
     decay = config.decay or 0.0
     if config.warmup is True:
         return min(decay, (1 + update) / (10 + update))
@@ -125,8 +122,7 @@ class Ema(Policy):
     @torch.no_grad()
     def begin(self, *, buffers: bool) -> None:
         """Before averaging begins: it starts from the weights that training starts from, which may have been written
-        into the model since.
-        """
+        into the model since."""
         if self.updates == 0 and self.config.start_step <= 1:
             self._copy(None if buffers else len(self._fixed))
 
@@ -136,9 +132,7 @@ class Ema(Policy):
 
     def after_accepted(self, step: int) -> None:
         """Follows the weights after accepted step number `step` (1 is the first); copies them until `start_step`.
-
-        shadow += (1 - d) (weights - shadow), d = decay_at(config, n), or 1 - 1 / n for a plain mean.
-        """
+        shadow += (1 - d) (weights - shadow), d = decay_at(config, n), or 1 - 1 / n for a plain mean."""
         if step < self.config.start_step:
             return
         if self.updates == 0 and self.config.start_step > 1:
@@ -173,12 +167,9 @@ class Ema(Policy):
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchanges weights and averages in place, one tensor at a time.
-
-        A half-precision source cannot hold the average without loss, so its own value is kept aside meanwhile. What a
-        forward pass in training mode does to running statistics meanwhile is dropped: neither average nor model keeps
-        it.
-        """
+        """Exchanges weights and averages in place, one tensor at a time. A half-precision source cannot hold the
+        average without loss, so its own value is kept aside meanwhile. What a forward pass in training mode does to
+        running statistics meanwhile is dropped: neither average nor model keeps it."""
         first = len(self._fixed)
         if not self.updates and not self.swapped:
             self._copy()

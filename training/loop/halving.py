@@ -43,11 +43,9 @@ def check(lane: LaneState) -> None:
 def accumulate(
     lane: LaneState, batch: Any, forward: Forward, autocast: Autocast, models: Sequence[nn.Module]
 ) -> tuple[Tensor, float | None, int]:
-    """Adds the gradients of one micro-batch to the window, in as few parts as have fitted so far.
-
-    A part that runs out of memory is taken back and halved; later micro-batches have parts of that size at once. A
-    micro-batch that fails in another way leaves the window as it was.
-    """
+    """Adds the gradients of one micro-batch to the window, in as few parts as have fitted so far. A part that runs out
+    of memory is taken back and halved; later micro-batches have parts of that size at once. A micro-batch that fails in
+    another way leaves the window as it was."""
     while True:
         before = _Before(lane, models)
         count = 1
@@ -125,10 +123,8 @@ def _halve(lane: LaneState, samples: int, count: int) -> None:
 
 
 class _Before:
-    """The window, the buffers and the random state before a micro-batch.
-
-    Gradients of earlier micro-batches are set aside meanwhile: a backward pass that fails has added to some of them.
-    """
+    """The window, the buffers and the random state before a micro-batch. Gradients of earlier micro-batches are set
+    aside meanwhile: a backward pass that fails has added to some of them."""
 
     def __init__(self, lane: LaneState, models: Sequence[nn.Module]) -> None:
         lane.window.check_gradients(lane.stepped)

@@ -56,11 +56,9 @@ def magnitude(
 
 
 def two_of_four(model: nn.Module, *, skip: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Masks that keep the two largest of each four weights along the input channels (Mishra et al. 2021).
-
-    Layers whose input channels are no multiple of four stay whole, and so do transposed convolutions: the sparse
-    kernels take neither.
-    """
+    """Masks that keep the two largest of each four weights along the input channels (Mishra et al. 2021). Layers whose
+    input channels are no multiple of four stay whole, and so do transposed convolutions: the sparse kernels take
+    neither."""
     masks: dict[str, Tensor] = {}
     for name, (layer, param) in _layers(model, skip).items():
         weight = whole(param.detach()).abs().float()
@@ -112,10 +110,8 @@ def channels(model: nn.Module, sparsity: float, *, skip: Sequence[str] = (), nor
 
 
 def cubic(step: int, *, begin: int, end: int, final: float, initial: float = 0.0) -> float:
-    """Sparsity at a step: s_f + (s_i - s_f) (1 - (t - t_0) / (t_1 - t_0))³ (Zhu & Gupta 2017, equation 1).
-
-    Fast at first, while there is much to spare, slow at the end; 0.4375 half-way to 0.5 from 0.
-    """
+    """Sparsity at a step: s_f + (s_i - s_f) (1 - (t - t_0) / (t_1 - t_0))³ (Zhu & Gupta 2017, equation 1). Fast at
+    first, while there is much to spare, slow at the end; 0.4375 half-way to 0.5 from 0."""
     if step >= end:
         return final
     left = 1.0 - max(step - begin, 0) / (end - begin)

@@ -41,8 +41,7 @@ class Masks(Policy):
 
     def add(self, masks: Mapping[str, Tensor] | Gradual) -> None:
         """Masks besides those there are: a weight stays where all of them leave it. A second schedule takes the place
-        of the first.
-        """
+        of the first."""
         if self._lane.peers is not None:
             content = repr(masks) if isinstance(masks, Gradual) else _digest(masks)
             contents = self._lane.peers.gather(content)

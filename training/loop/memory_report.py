@@ -69,11 +69,9 @@ def report(lane: LaneState, forward: Callable[[], Any] | None = None) -> list[La
 
 
 def activations(model: nn.Module, forward: Callable[[], Any]) -> dict[str, int]:
-    """Bytes that autograd keeps for the backward pass, by the module whose forward saved them first.
-
-    Parameters, buffers and the model's inputs are there anyway and not counted; memory shared by several saved tensors
-    counts once. A checkpointed segment holds its inputs alone.
-    """
+    """Bytes that autograd keeps for the backward pass, by the module whose forward saved them first. Parameters,
+    buffers and the model's inputs are there anyway and not counted; memory shared by several saved tensors counts once.
+    A checkpointed segment holds its inputs alone."""
     model = unwrap(model)
     stack = [""]
     not_counted: set[int] = set()

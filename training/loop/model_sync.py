@@ -21,8 +21,7 @@ _ANEW = "change, move or load the model first (load_state_dict without assign=Tr
 
 def refresh(lane: LaneState, *, warn: bool = True) -> None:
     """Looks the model through and follows what its owner did to it: buffers that are new tensors, other names, layers
-    without statistics, half weights that were written to. Warns of parameters that nobody trains.
-    """
+    without statistics, half weights that were written to. Warns of parameters that nobody trains."""
     if lane.peers is not None:
         lane.peers.release()  # a sharded unit that is whole at the moment holds other tensors
     lane.named = named(lane.model)

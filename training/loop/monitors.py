@@ -47,12 +47,9 @@ _RATIO_BYTES, _RATIO_PARAMS = 2**13, 64
 
 
 class Monitor:
-    """Collects one row every `log_interval` accepted steps.
-
-    `samples_s` counts weights where losses come with one, micro-batches else. `update_ratio` is ‖Δw‖ / ‖w‖ of the step
-    that is logged, over the first elements of up to 64 parameters, 8 KiB in all. A cell that was not measured is
-    empty.
-    """
+    """Collects one row every `log_interval` accepted steps. `samples_s` counts weights where losses come with one,
+    micro-batches else. `update_ratio` is ‖Δw‖ / ‖w‖ of the step that is logged, over the first elements of up to 64
+    parameters, 8 KiB in all. A cell that was not measured is empty."""
 
     def __init__(self, config: MonitorConfig, names: Sequence[str], params: Sequence[Tensor]) -> None:
         self.interval = config.log_interval

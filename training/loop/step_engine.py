@@ -85,12 +85,9 @@ class Lane(LaneState):
                 self.guard.keep()
 
     def backward(self, loss: Tensor, weight: float | None = None, *, share: float = 1.0) -> None:
-        """Adds the gradients of one loss to the window; see Window for the meaning of `weight`.
-
-        A loss without weight counts by `share` where it is the mean of a part of a micro-batch.
-
-        Whatever the backward pass itself raises drops the window: a part of its gradients may have been added.
-        """
+        """Adds the gradients of one loss to the window; see Window for the meaning of `weight`. A loss without weight
+        counts by `share` where it is the mean of a part of a micro-batch. Whatever the backward pass itself raises
+        drops the window: a part of its gradients may have been added."""
         self._add(loss, weight, share)
         self.window.witness = witness(self.stepped)
 

@@ -11,12 +11,10 @@ from torch import Tensor
 
 
 class StepResult(float):
-    """The outcome of one call of `mo.step()`.
-
-    It is true when the weights moved: not inside an accumulation window, and not for a rejected step. In every other
-    respect it is a float, the loss of the micro-batch per sample (or per unit of `weight`), so that a loop may add it
-    up, format it, put it into an array or hand it to a tracker. NaN where step() was called without a loss.
-    """
+    """The outcome of one call of `mo.step()`. It is true when the weights moved: not inside an accumulation window, and
+    not for a rejected step. In every other respect it is a float, the loss of the micro-batch per sample (or per unit
+    of `weight`), so that a loop may add it up, format it, put it into an array or hand it to a tracker. NaN where
+    step() was called without a loss."""
 
     __slots__ = ("moved",)
     __hash__ = float.__hash__
@@ -51,9 +49,7 @@ class StepResult(float):
 
 class PendingResult:
     """The result of a step inside an accumulation window on a GPU: as `StepResult`, but reads the loss when it is used.
-
-    Reading waits for the device, which a window does only once, at its end.
-    """
+    Reading waits for the device, which a window does only once, at its end."""
 
     moved = False
 

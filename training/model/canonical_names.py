@@ -75,10 +75,8 @@ def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def named(model: nn.Module) -> Named:
-    """Names of a model's tensors.
-
-    Two names are tied when they hold the same Parameter, or two with the same memory, shape and strides.
-    """
+    """Names of a model's tensors. Two names are tied when they hold the same Parameter, or two with the same memory,
+    shape and strides."""
     out = Named({}, {}, {}, {})
     first_names: dict[tuple[object, ...], str] = {}
     for path, module in modules(model):
@@ -179,9 +177,7 @@ def check(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tens
 
 def resized(model: Named, tensors: Mapping[str, Tensor], *, try_only: bool = True) -> set[str]:
     """Buffers that their module resizes when it loads a tensor of another shape, as torch's load_state_dict() allows.
-
-    For example, the scale of a per-channel FakeQuantize is one number until its first forward pass.
-    """
+    For example, the scale of a per-channel FakeQuantize is one number until its first forward pass."""
     differing = {n for n, b in model.buffers.items() if n in tensors and tensors[n].shape != b.shape}
     owners = {id(model.owners[n]): model.owners[n] for n in differing}
     out: set[str] = set()

@@ -30,10 +30,8 @@ def stop_observers(model: nn.Module) -> None:
 
 @contextmanager
 def ranges_kept(model: nn.Module) -> Iterator[None]:
-    """Inside, forward passes leave all ranges as they are.
-
-    Observers with a switch are off, as in the weights that ship. Those without one get their buffers back.
-    """
+    """Inside, forward passes leave all ranges as they are. Observers with a switch are off, as in the weights that
+    ship. Those without one get their buffers back."""
     kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
     for module in model.modules():
         if is_observer(module) or "observer_enabled" in module._buffers:

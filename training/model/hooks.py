@@ -7,11 +7,8 @@ from typing import Any
 
 
 class Attached:
-    """A hook that does nothing in copies of its module.
-
-    `copy.deepcopy` and `torch.save` of a model copy its hooks. The objects behind a hook (optimizer, process group,
-    log) must not be copied, and often can't be pickled.
-    """
+    """A hook that does nothing in copies of its module. `copy.deepcopy` and `torch.save` of a model copy its hooks. The
+    objects behind a hook (optimizer, process group, log) must not be copied, and often can't be pickled."""
 
     def __init__(self, call: Callable[..., Any] | None) -> None:
         self._call = call

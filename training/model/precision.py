@@ -89,10 +89,8 @@ class LossScale(Policy):
 
 
 class Masters(Policy):
-    """float32 copies that the optimizer steps instead of half parameters. The model gets them rounded.
-
-    Gradients are summed in float32, so that a window of many micro-batches loses no precision.
-    """
+    """float32 copies that the optimizer steps instead of half parameters. The model gets them rounded. Gradients are
+    summed in float32, so that a window of many micro-batches loses no precision."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.half: list[Tensor] = [p for p in params if p.dtype in HALF]
@@ -141,10 +139,8 @@ class Masters(Policy):
     @torch.no_grad()
     def follow(self) -> None:
         """Copies values that the user's code has written into half parameters to their masters. A master whose rounded
-        value is still there keeps its further digits.
-
-        Writes through `.data` don't change torch's version counter and are noticed at the first step only.
-        """
+        value is still there keeps its further digits. Writes through `.data` don't change torch's version counter and
+        are noticed at the first step only."""
         versions = [p._version for p in self.half]
         if versions == self._versions:
             return

@@ -8,11 +8,8 @@ from torch import Tensor, nn
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a split tensor, on the CPU of every rank; any other tensor unchanged. A collective call: every rank
-    must call it, in the same order.
-
-    The parts are gathered on the device of the split, over that device's links. The result is moved to the CPU, since
-    the whole model may be larger than a GPU's memory.
-    """
+    must call it, in the same order. The parts are gathered on the device of the split, over that device's links. The
+    result is moved to the CPU, since the whole model may be larger than a GPU's memory."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     full: Tensor = tensor.to(device_of(tensor).type).full_tensor()  # type: ignore[attr-defined]

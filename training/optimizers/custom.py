@@ -46,8 +46,7 @@ def needs_closure(optimizer: Any) -> bool:
 
 def check_held(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
     """Refuses an optimizer with a parameter that is not the model's: its gradient would not be unscaled or clipped, and
-    its value not be saved.
-    """
+    its value not be saved."""
     model_params = {id(p) for p in params}
     for index, param in enumerate(_params_of(optimizer)):
         if param.requires_grad and id(param) not in model_params:
@@ -83,10 +82,8 @@ def check_unread(config: OptimizerConfig, optimizer: Any) -> None:
 
 
 def copied(optimizer: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy with all attributes; torch's own __deepcopy__ of an optimizer copies only state and groups.
-
-    A closure on the instance is left out: it holds the original, as a scheduler's wrapper of step() does.
-    """
+    """A deep copy with all attributes; torch's own __deepcopy__ of an optimizer copies only state and groups. A closure
+    on the instance is left out: it holds the original, as a scheduler's wrapper of step() does."""
     parts = inner(optimizer)
     for part in parts:
         memo[id(part)] = object.__new__(type(part))
@@ -108,10 +105,8 @@ def copied(optimizer: Any, memo: dict[int, Any]) -> Any:
 
 
 def classes(optimizer: Any) -> dict[str, type]:
-    """Classes of plain objects that may be read as optimizer state: those that the optimizer's own package defines.
-
-    A checkpoint must not create objects of other classes: it could name one whose `__del__` does harm.
-    """
+    """Classes of plain objects that may be read as optimizer state: those that the optimizer's own package defines. A
+    checkpoint must not create objects of other classes: it could name one whose `__del__` does harm."""
     base_modules: set[str] = set()
     for part in (*inner(optimizer), optimizer):
         for cls in type(part).__mro__:

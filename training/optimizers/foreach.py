@@ -47,11 +47,8 @@ class _Foreach(Optimizer):
 
 
 class Lamb(_Foreach):
-    """LAMB (You et al. 2020, algorithm 2): Adam's direction, scaled per tensor to the size of the weights.
-
-    w -= lr * (‖w‖ / ‖u‖) * u with u = m̂ / (√v̂ + eps) + weight_decay * w; the ratio is 1 where a norm
-    is 0.
-    """
+    """LAMB (You et al. 2020, algorithm 2): Adam's direction, scaled per tensor to the size of the weights. w -= lr *
+    (‖w‖ / ‖u‖) * u with u = m̂ / (√v̂ + eps) + weight_decay * w; the ratio is 1 where a norm is 0."""
 
     states = ("exp_avg", "exp_avg_sq")
 
@@ -101,11 +98,9 @@ class Lion(_Foreach):
 
 
 class Sophia(_Foreach):
-    """Sophia-H (Liu et al. 2023): w -= lr * clip(m / max(h, eps), ±rho), h estimating the Hessian's diagonal.
-
-    Every `update_interval` steps the backward pass is asked for second derivatives (Hutchinson: h ≈ z ⊙ Hz with
-    z = ±1), which costs about two further backward passes and the memory of a graph of the first.
-    """
+    """Sophia-H (Liu et al. 2023): w -= lr * clip(m / max(h, eps), ±rho), h estimating the Hessian's diagonal. Every
+    `update_interval` steps the backward pass is asked for second derivatives (Hutchinson: h ≈ z ⊙ Hz with z = ±1),
+    which costs about two further backward passes and the memory of a graph of the first."""
 
     states = ("exp_avg", "hessian")
 

@@ -14,11 +14,8 @@ from layerline.training.policy import Policy
 
 
 class Rate(Policy):
-    """The learning rate of one optimizer.
-
-    With a constant schedule the rates belong to the optimizer: a user's scheduler may change them, and a checkpoint
-    restores them.
-    """
+    """The learning rate of one optimizer. With a constant schedule the rates belong to the optimizer: a user's
+    scheduler may change them, and a checkpoint restores them."""
 
     name = "rate"
 

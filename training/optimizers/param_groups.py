@@ -36,12 +36,9 @@ class Member:
 
 
 def members(model: Named, no_decay: Iterable[str] = ()) -> tuple[Member, ...]:
-    """Every parameter that is trained, once, with its group.
-
-    These never decay: biases, parameters of normalisation layers, the lengths of weight normalisation, anything of at
-    most one dimension (fake-quantisation scales among them), embeddings where `no_decay` says "embeddings", and names
-    that match one of its glob patterns.
-    """
+    """Every parameter that is trained, once, with its group. These never decay: biases, parameters of normalisation
+    layers, the lengths of weight normalisation, anything of at most one dimension (fake-quantisation scales among
+    them), embeddings where `no_decay` says "embeddings", and names that match one of its glob patterns."""
     names = {name: [name] for name, param in model.params.items() if param.requires_grad}
     if not names:
         raise ConfigError("no parameter of the model requires a gradient", where="model")
@@ -98,11 +95,9 @@ _SECOND_STACK = 0.5
 
 
 def placed(model: nn.Module, named: Named, config: OptimizerConfig) -> tuple[Member, ...]:
-    """Every trained parameter with its weight decay and its share of the rate.
-
-    The first rule of `optimizer.groups` that matches one of a parameter's names decides. An explicit `lr` holds alone;
-    `lr_scale` is multiplied by the share that `optimizer.layer_decay` gives.
-    """
+    """Every trained parameter with its weight decay and its share of the rate. The first rule of `optimizer.groups`
+    that matches one of a parameter's names decides. An explicit `lr` holds alone; `lr_scale` is multiplied by the share
+    that `optimizer.layer_decay` gives."""
     out = members(named, config.no_decay)
     names = list(itertools.chain(*[member.names for member in out]))
     for index, rule in enumerate(config.groups):
@@ -135,10 +130,8 @@ def rule_name(config: OptimizerConfig, member: Member) -> str:
 
 
 def options(config: OptimizerConfig, member: Member) -> dict[str, Any]:
-    """The fields of the parameter group that a parameter belongs to: its rate, and what else is set for it.
-
-    A rule's weight decay holds for parameters that decay at all: biases and norms stay without.
-    """
+    """The fields of the parameter group that a parameter belongs to: its rate, and what else is set for it. A rule's
+    weight decay holds for parameters that decay at all: biases and norms stay without."""
     fields: dict[str, Any] = {"lr": config.scaled_lr * member.share}
     weight_decay = config.weight_decay
     if member.rule is not None:
@@ -155,12 +148,10 @@ def options(config: OptimizerConfig, member: Member) -> dict[str, Any]:
 
 
 def layer_shares(model: nn.Module, names: Sequence[str], decay: float) -> dict[str, float]:
-    """The share of the rate of each parameter, as layer-wise decay gives it (Clark et al. 2020, ELECTRA).
-
-    The blocks are the children of the ModuleList or Sequential of equal modules that holds the most parameters. The
-    last of n blocks has the share `decay`, the first `decay ** n`, what comes before them `decay ** (n + 1)`, and what
-    follows them 1.
-    """
+    """The share of the rate of each parameter, as layer-wise decay gives it (Clark et al. 2020, ELECTRA). The blocks
+    are the children of the ModuleList or Sequential of equal modules that holds the most parameters. The last of n
+    blocks has the share `decay`, the first `decay ** n`, what comes before them `decay ** (n + 1)`, and what follows
+    them 1."""
     path, count = _blocks(unwrap(model))
     prefix = f"{path}." if path else ""
     first = next(i for i, name in enumerate(names) if name.startswith(prefix))

@@ -77,8 +77,7 @@ def build(
     config: OptimizerConfig, members: Sequence[Member], stepped: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer | Several:
     """The optimizer, with one group for each combination of rate, weight decay and other fields. Where
-    `optimizer.groups` name other update rules, there is one optimizer for each.
-    """
+    `optimizer.groups` name other update rules, there is one optimizer for each."""
     if config.name == "custom":
         hint = "ModelOptimizer(model, config, optimizer=…) with step() and zero_grad()"
         raise ConfigError("custom needs the optimizer itself", where="optimizer.name", hint=hint)

@@ -33,11 +33,9 @@ Report = Callable[[Mapping[str, Any]], None]
 
 
 def main() -> None:
-    """Runs the job in the last argument.
-
-    With `load` it resumes from that checkpoint and calls step() `steps` times. Otherwise it begins at `start`, where
-    this checkpoint has two steps or more to go, or anew: `steps` calls, a checkpoint in `middle`, `steps` calls.
-    """
+    """Runs the job in the last argument. With `load` it resumes from that checkpoint and calls step() `steps` times.
+    Otherwise it begins at `start`, where this checkpoint has two steps or more to go, or anew: `steps` calls, a
+    checkpoint in `middle`, `steps` calls."""
     job = json.loads(sys.argv[-1])
     # The code under proof may print, which must not mix with the reports.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -105,11 +103,9 @@ def _build(job: Mapping[str, Any]) -> tuple[ModelOptimizer, Callable[[], object]
 
 def make_stage(*, task: str, config: Mapping[str, Any], device: str, **fields: Any) -> tuple[ModelOptimizer,
                                                       Callable[[], dict[str, Tensor]], Callable[[], int]]:  # fmt: skip
-    """The `make` of the train stage: it runs the stage's own code, so that the proof holds for `pipe run train`.
-
-    A step returns the batches it used. It ends in the middle of the next accumulation window, so that the proof's
-    checkpoint lies in an open window, as the stage's own checkpoints may.
-    """
+    """The `make` of the train stage: it runs the stage's own code, so that the proof holds for `pipe run train`. A step
+    returns the batches it used. It ends in the middle of the next accumulation window, so that the proof's checkpoint
+    lies in an open window, as the stage's own checkpoints may."""
     from layerline.training.distributed import rendezvous
     from layerline.training.run import train_loop
 
@@ -141,8 +137,7 @@ def make_stage(*, task: str, config: Mapping[str, Any], device: str, **fields: A
 
 def _digests(mo: ModelOptimizer, inputs: Mapping[str, Tensor]) -> dict[str, str]:
     """Digests of tensors and the text of counters, by name, in the order in which one can cause the next to differ:
-    inputs of the step, random state, then weights, averages, optimizer and the rest.
-    """
+    inputs of the step, random state, then weights, averages, optimizer and the rest."""
     tensors, meta = checkpoint.state(mo, timings=False)  # rows hold measured times, which no run repeats
     counters: dict[str, Any] = {"rng": meta["rng"], "extras": meta["extras"]}
     for name, lane in meta["lanes"].items():

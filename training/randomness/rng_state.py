@@ -86,10 +86,8 @@ def past(modules: Iterable[nn.Module]) -> Past:
 
 
 class Apart:
-    """Inside this context modules work on copies of their buffers; afterwards the random state is restored.
-
-    The buffers themselves are not written to, since a backward pass may have saved them. The context is reusable.
-    """
+    """Inside this context modules work on copies of their buffers; afterwards the random state is restored. The buffers
+    themselves are not written to, since a backward pass may have saved them. The context is reusable."""
 
     def __init__(self, modules: Iterable[nn.Module], start: Past | None = None) -> None:
         self._modules, self._start = list(modules), start

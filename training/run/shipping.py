@@ -88,11 +88,9 @@ def _state(
 
 
 def train_mode(model: nn.Module) -> list[str]:
-    """Puts a model into training mode, except for parts that the task left in eval mode on purpose.
-
-    A part in eval mode keeps it where the model itself is in training mode, or where none of the part's parameters is
-    trained: its running statistics and dropout stay as they were.
-    """
+    """Puts a model into training mode, except for parts that the task left in eval mode on purpose. A part in eval mode
+    keeps it where the model itself is in training mode, or where none of the part's parameters is trained: its running
+    statistics and dropout stay as they were."""
     whole_in_eval = not model.training
     kept: list[nn.Module] = []
     names: list[str] = []

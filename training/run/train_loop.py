@@ -284,10 +284,8 @@ def _own_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, float |
 def loss_of(
     task: Task, model: nn.Module, config: Config, device: torch.device, teacher: nn.Module | None = None
 ) -> Loss:
-    """A function for the task's loss of a model on a batch and its weight; None stands for the number of samples.
-
-    Where the section `distillation` asks for it, the loss of the teacher is added: the task's, if none is given.
-    """
+    """A function for the task's loss of a model on a batch and its weight; None stands for the number of samples. Where
+    the section `distillation` asks for it, the loss of the teacher is added: the task's, if none is given."""
     # Without loss(), the default weighs by labels that count.
     own = task.has("loss")
     loss: Loss = partial(_own_loss if own else _default_loss, task)
@@ -335,10 +333,8 @@ def _draw(run: Run, log: Log) -> None:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Inside, torch uses deterministic algorithms, and warns where it has none.
-
-    Results still depend on the machine and the number of threads, which decide how sums are split.
-    """
+    """Inside, torch uses deterministic algorithms, and warns where it has none. Results still depend on the machine and
+    the number of threads, which decide how sums are split."""
     before = torch.are_deterministic_algorithms_enabled()
     fill = _FILL.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's condition; it reads it when CUDA starts

@@ -23,10 +23,8 @@ def evaluation_batches(task: Task, batch_size: int) -> Batches:
 
 
 def metric_of(task: Task, model: nn.Module, batches: Batches, *, device: torch.device) -> dict[str, float]:
-    """The metric by name (`metric`, where the hook returns one number). The model stays in its present mode.
-
-    The hook gets an array where the model returns one tensor, and otherwise a tuple of arrays, as for a built model.
-    """
+    """The metric by name (`metric`, where the hook returns one number). The model stays in its present mode. The hook
+    gets an array where the model returns one tensor, and otherwise a tuple of arrays, as for a built model."""
     batches.load_state_dict({"epoch": 0, "position": 0})
     outputs: list[Any] = []
     targets: list[Any] = []

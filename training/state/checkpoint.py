@@ -52,8 +52,7 @@ class Training(Protocol):
 
 def save(mo: Training, path: Path, *, timings: bool = True) -> Path:
     """Writes the file `path`; or writes `step-<n>.safetensors` in the folder `path` and deletes the oldest checkpoints
-    beyond `monitor.keep`. Without `timings` (the monitors' rows) the same training gives the same bytes.
-    """
+    beyond `monitor.keep`. Without `timings` (the monitors' rows) the same training gives the same bytes."""
     if path.suffix != SUFFIX and not path.is_dir() and (path.suffix.lower() in _OTHERS or path.exists()):
         raise ConfigError(f"a checkpoint is a {SUFFIX} file, or lies in a folder", where=str(path),
                           hint=f"{path.with_suffix(SUFFIX).name}")  # fmt: skip

@@ -67,10 +67,8 @@ def of_model(
     tensors: Mapping[str, Tensor], meta: Mapping[str, Any], name: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """One model's trained weights, in float32 where there are masters, and the same with averages in their places.
-
     Until averaging begins (`ema_start_step`) a checkpoint's averages are the initial weights. They must never ship, so
-    the trained weights are returned instead.
-    """
+    the trained weights are returned instead."""
     prefix = prefix_of(name)
     online = _under(f"{prefix}online/", tensors)
     masters = _under(f"{prefix}masters/", tensors)

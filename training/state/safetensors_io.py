@@ -106,10 +106,8 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _checksum(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """CRC-32 over the metadata, then the name, type, shape and content of each tensor, sorted by name.
-
-    Of the content it is that of the sums of 4 KiB blocks read as 64-bit words: any changed bit shows.
-    """
+    """CRC-32 over the metadata, then the name, type, shape and content of each tensor, sorted by name. Of the content
+    it is that of the sums of 4 KiB blocks read as 64-bit words: any changed bit shows."""
     text = json.dumps(meta, separators=(",", ":"))
     crc = zlib.crc32(text.encode())
     for name in sorted(tensors):

@@ -85,8 +85,7 @@ def check(fit: Fit, model: Named) -> None:
 
 def states(tree: Any) -> list[State]:
     """Every state dict in the content of a file, outer ones first: each container with the tensors below it, by the
-    keys to them joined by dots.
-    """
+    keys to them joined by dots."""
     by_place: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     lists: list[State] = []
     for place, leaf in _leaves(tree, (), ()):
