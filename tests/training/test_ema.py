@@ -293,7 +293,7 @@ def test_swa_averages_the_statistics_too_and_holds_the_rate_of_its_first_step() 
 
 @pytest.mark.parametrize(
     ("config", "said"),
-    [({"swa": {"share": 0.5}}, "length of the run"), ({"swa": {"lr": 0.5}}, "needs swa.share"),
+    [({"swa": {"share": 0.5}}, "length of the run"), ({"swa": {"lr": 0.5}}, "lr needs share"),
      ({"swa": {"share": 0.5}, "ema": {"decay": 0.9}, "scheduler": {"total_steps": 9}}, "EMA is on too")],
 )  # fmt: skip
 def test_what_swa_can_not_mean(config: dict[str, Any], said: str) -> None:

@@ -327,7 +327,7 @@ def test_the_section_pruning_masks_from_start_to_end() -> None:
 
 @pytest.mark.parametrize(
     ("pruning", "said"),
-    [({"share": 0.5}, "method says how"), ({"method": "2:4", "share": 0.7}, "2:4 has a share"),
+    [({"share": 0.5}, "share needs method"), ({"method": "2:4", "share": 0.7}, "2:4 has a share"),
      ({"method": "magnitude", "start_step": 5, "end_step": 5}, "end_step lies after"),
      ({"method": "magnitude"}, "length of the run")],
 )  # fmt: skip

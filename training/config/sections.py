@@ -58,6 +58,18 @@ class Section(BaseModel):
         return value
 
 
+class _Switched(Section):
+    """A section that is off while its first field is None; its other fields then say nothing."""
+
+    @model_validator(mode="after")
+    def _is_on(self) -> _Switched:
+        switch = next(iter(type(self).model_fields))
+        others = sorted(self.model_fields_set - {switch})
+        if getattr(self, switch) is None and others:
+            raise ValueError(f"{others[0]} needs {switch}")
+        return self
+
+
 class GroupRule(Section):
     """Update rule, rate and weight decay of the parameters whose names match a pattern."""
 
@@ -224,7 +236,7 @@ class EmaConfig(Section):
         return bool(self.decay)
 
 
-class SwaConfig(Section):
+class SwaConfig(_Switched):
     """Stochastic weight averaging: the plain mean of the weights over the last share of the run ships (Izmailov et al.
     2018). Running statistics of normalisation layers are averaged the same way."""
 
@@ -233,14 +245,8 @@ class SwaConfig(Section):
     # Rate in that share, which is constant; None: what the schedule gives at its first step.
     lr: PositiveFloat | None = None
 
-    @model_validator(mode="after")
-    def _rate_needs_a_share(self) -> SwaConfig:
-        if self.lr is not None and self.share is None:
-            raise ValueError("swa.lr needs swa.share, for example 0.25")
-        return self
 
-
-class PruningConfig(Section):
+class PruningConfig(_Switched):
     """Weights that are held at zero while training goes on around them."""
 
     # magnitude: the smallest of each layer. global: the smallest of all layers together. 2:4: two of four along the
@@ -256,8 +262,6 @@ class PruningConfig(Section):
 
     @model_validator(mode="after")
     def _says_what_it_needs(self) -> PruningConfig:
-        if self.method is None and self.model_fields_set - {"method"}:
-            raise ValueError("method says how to prune: magnitude, global, 2:4 or channels")
         if self.end_step is not None and self.end_step <= self.start_step:
             raise ValueError("end_step lies after start_step")
         # Two of four: the pattern itself is the share.
@@ -266,7 +270,7 @@ class PruningConfig(Section):
         return self
 
 
-class DistillationConfig(Section):
+class DistillationConfig(_Switched):
     """A second loss from the outputs of a trained model, which the task's `teacher()` gives (Hinton et al. 2015)."""
 
     # Share of the teacher's loss: (1 - alpha) * loss + alpha * T^2 * KL(teacher / T, student / T). None or 0: off.
@@ -275,12 +279,6 @@ class DistillationConfig(Section):
     # Axis of the classes. None: as the shape of the labels says; without labels axis 1 of images (N, classes, H, W),
     # and the last axis of outputs with up to three dimensions.
     axis: int | None = None
-
-    @model_validator(mode="after")
-    def _temperature_needs_alpha(self) -> DistillationConfig:
-        if self.alpha is None and self.model_fields_set - {"alpha"}:
-            raise ValueError("alpha says how much the teacher counts, for example 0.5")
-        return self
 
 
 class PrecisionConfig(Section):

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from layerline.training.optimizers.param_groups import Member
 
 
-_WHOLE_MATRICES = {
+_REFUSED = {
     "adafactor": "adafactor's row and column statistics need whole matrices",
     "muon": "muon makes whole matrices orthogonal",
+    "sophia": "sophia's curvature estimate needs second derivatives, which sharded layers have not",
 }
 
 
@@ -45,12 +46,9 @@ def shard(model: nn.Module, config: Config, ranks: Ranks) -> None:
     gradients and optimizer state live in CPU memory.
     """
     options = config.distributed
-    for name, why in _WHOLE_MATRICES.items():
+    for name, why in _REFUSED.items():
         if name in config.optimizer.rules:
             raise ConfigError(why, where="distributed.shard", hint="use another optimizer, or shard: none")
-    if config.optimizer.name == "sophia":
-        what = "sophia's curvature estimate needs second derivatives, which sharded layers have not"
-        raise ConfigError(what, where="distributed.shard", hint="use another optimizer, or shard: none")
     if options.offload and ranks.device.type == "cpu":
         raise ConfigError("there is no GPU whose memory offloading would spare", where="distributed.offload")
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))

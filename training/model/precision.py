@@ -51,12 +51,9 @@ class LossScale(Policy):
         self.dynamic = self.on and (configured == "dynamic" or config.dynamic_loss_scale_window is not None)
         self.window = config.dynamic_loss_scale_window or 2000
         self.floor = config.min_loss_scale
-        if not self.on:
-            self.value = 1.0
-        elif configured == "dynamic":
-            self.value = FIRST_SCALE
-        else:
-            self.value = float(configured)
+        self.value = 1.0
+        if self.on:
+            self.value = FIRST_SCALE if configured == "dynamic" else float(configured)
         self.good = 0
 
     @property
