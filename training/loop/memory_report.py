@@ -59,8 +59,8 @@ def report(lane: LaneState, forward: Callable[[], Any] | None = None) -> list[La
             totals[path_of[name]]["ema"] += _bytes(average)
     rows = []
     for path, total in totals.items():
-        sizes = [total[kind] for kind in ("parameters", "gradients", "optimizer", "ema")]
-        row = LayerMemory(path, *sizes, None if held is None else held.get(path, 0))
+        kept = None if held is None else held.get(path, 0)
+        row = LayerMemory(path, total["parameters"], total["gradients"], total["optimizer"], total["ema"], kept)
         if row.total:
             rows.append(row)
     return rows
