@@ -185,11 +185,8 @@ def normal_form(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
             fields[path] = value
     config = _validate(fields, written)
     _check(config, written, length=False)
-    values: dict[str, Any] = {}
-    for path in sorted(fields):
-        section, _, name = path.partition(".")
-        values[path] = _plain(getattr(getattr(config, section), name))
-    return values
+    values = config.model_dump(mode="json", exclude_unset=True)  # tuples as lists: what a key and a JSON file can hold
+    return {path: values[path.partition(".")[0]][path.partition(".")[2]] for path in sorted(fields)}
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -385,15 +382,6 @@ def _check_shares(fields: Mapping[str, Any], written: _Written) -> None:
         if expected is None or not _same(expected, fields[absolute]):
             what = f"{written[absolute]} is {fields[absolute]!r} and {written[share]} is {fields[share]!r}"
             raise ConfigError(what, where=written[share], hint="both set the same thing: keep one of the two")
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists and sections as dicts: what a key and a JSON file can hold."""
-    if isinstance(value, Section):
-        return value.model_dump(exclude_unset=True)
-    if isinstance(value, tuple):
-        return [_plain(v) for v in value]
-    return value
 
 
 def _product(a: Any, b: Any) -> float | None:
