@@ -174,13 +174,10 @@ class ModelOptimizer:
 
             mo.train_step((x, y), lambda batch: criterion(model(batch[0]), batch[1]))
 
-        With `accumulate.on_oom: halve` a micro-batch that does not fit into memory runs in parts. The gradient is that
-        of the whole micro-batch, except for BatchNorm, which then normalises by the statistics of a part.
-
-        Args:
-            batch: tensors in lists, tuples and mappings, with the samples along axis 0.
-            forward: gets the batch or a part of it, under autocast, and returns its mean loss, or a sum and the number
-                of samples or tokens that it is a sum over.
+        `forward` gets the batch (tensors in lists, tuples and mappings, with the samples along axis 0), or a part of
+        it, under autocast. It returns a mean loss, or a sum and its weight. With `accumulate.on_oom: halve` a
+        micro-batch that does not fit into memory runs in parts. The gradient is that of the whole, except for
+        BatchNorm, which normalises each part.
         """
         lane = self._lane(only, "train_step")
         if self.config.accumulate.on_oom == "halve":

@@ -101,13 +101,8 @@ class _Written(dict[str, str]):
 def load(source: Config | Mapping[str, Any] | str | Path, *, whole: bool = False) -> Config:
     """The typed configuration from a dict in either shape, a YAML file, or itself.
 
-    Args:
-        source: the configuration.
-        whole: whether it is complete: a field that nobody reads is an error then, and a schedule must have its length.
-
-    Raises:
-        ConfigError: unknown field (with the nearest one), wrong value, or two fields that contradict each other; of a
-            file with line and column.
+    An error names the field as it was written, in a file with line and column. With `whole` the configuration is
+    complete: a field that nobody reads is an error then, and a schedule must have its length.
     """
     if isinstance(source, str | Path):
         path = Path(source)

@@ -29,8 +29,7 @@ class Batches:
     """Batches of a data hook's result, from any position on.
 
     Args:
-        source: (x, y) arrays, a map-style Dataset of (input, target), or a re-iterable of batches.
-        batch_size: samples per batch; ready-made batches keep their size.
+        source: (x, y) arrays, a map-style Dataset of (input, target), or a re-iterable of ready batches.
         seed: shuffles the samples of each epoch; None keeps their order.
         workers: processes that load samples of a Dataset.
         hook: name of the source in errors.

@@ -24,16 +24,12 @@ def soft_loss(
 ) -> Tensor:
     """T² · KL(softmax(teacher / T) ‖ softmax(student / T)), averaged over all positions (Hinton et al. 2015).
 
-    T² keeps the gradient's size when T changes. Computed in float32. A class that the teacher excludes (logit -inf)
-    counts nothing.
+    T² keeps the gradient's size when T changes. Computed in float32, without a gradient for the teacher. A class that
+    the teacher excludes (logit -inf) counts nothing.
 
     Args:
-        student: logits, any shape.
-        teacher: logits of the same shape; no gradient flows into them.
-        temperature: T > 0.
         axis: the axis of the classes; None: as `loss.class_axis` finds it from the logits alone.
-        counted: True at the positions to average over, in the shape of the logits without `axis`. Another shape, or
-            None: all positions.
+        counted: True at the positions to average over, in the shape of the logits without `axis`; otherwise all count.
     """
     if student.shape != teacher.shape:
         raise ConfigError(
@@ -78,13 +74,7 @@ class Distillation:
         self.temperature, self.weight, self.axis = temperature, weight, axis
 
     def __call__(self, outputs: Any, loss: Tensor, *inputs: Any, **named_inputs: Any) -> Tensor:
-        """The loss to train on.
-
-        Args:
-            outputs: what the student gave; of several outputs the main one is compared.
-            loss: the student's own loss, a scalar mean.
-            inputs: what the student was given.
-        """
+        """The loss to train on: `outputs` are what the student gave for `inputs`, `loss` its own mean loss."""
         return self.mixed(outputs, loss, inputs, named_inputs)
 
     def mixed(

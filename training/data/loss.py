@@ -44,12 +44,7 @@ def default_loss(model: nn.Module, batch: Any, *, reduction: Literal["mean", "su
     """Cross-entropy for integer targets (classes on axis 1, or on the last axis of sequences), mean squared error for
     float targets, and the model's own loss for a batch without target.
 
-    Args:
-        reduction: of cross-entropy over the labels that count. A mean over none of them is NaN, a sum is 0. The other
-            two losses are always means.
-
-    Raises:
-        TaskError: a batch without target, or an output that fits none of these losses.
+    `reduction` is that of cross-entropy over the labels that count: a mean over none of them is NaN, a sum is 0.
     """
     args, kwargs, target = split(batch, model.forward)
     if not any(isinstance(v, Tensor) for v in leaves((args, kwargs))):

@@ -29,13 +29,10 @@ WORKING = ("the backward pass", "reducing gradients")
 
 
 class Pulse:
-    """Posts the phase of this rank, and reads those of the others.
+    """Posts the phase of this rank to the store in which the ranks met, and reads those of the others.
 
-    Args:
-        store: the store in which the ranks met. The thread gets a connection of its own.
-        rank, size: this rank, and the number of ranks.
-        alarm_s: seconds in one collective after which the thread logs which rank is late; None for never. It is for
-            backends whose collectives don't raise (NCCL) but abort the process after their own timeout.
+    After `alarm_s` seconds in one collective the thread logs which rank is late (None: never). It is for backends whose
+    collectives don't raise (NCCL) but abort the process after their own timeout.
     """
 
     def __init__(self, store: Any, rank: int, size: int, alarm_s: float | None = None) -> None:

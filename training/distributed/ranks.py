@@ -110,15 +110,7 @@ class Ranks:
 
 
 def join(config: DistributedConfig, device: torch.device) -> Ranks | None:
-    """Joins the existing process group, or the one that torchrun's variables describe.
-
-    Returns:
-        None in a single process.
-
-    Raises:
-        StageError: a rank is missing after `timeout_s`.
-        ConfigError: RANK or WORLD_SIZE is not a number, or makes no sense.
-    """
+    """Joins the existing process group, or the one that torchrun's variables describe; None in a single process."""
     if dist.is_available() and dist.is_initialized():
         if dist.get_world_size() > 1 and dist.group.WORLD not in _JOINED:
             _JOINED[dist.group.WORLD] = Ranks(dist.distributed_c10d._get_default_store(), config, device)

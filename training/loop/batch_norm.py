@@ -72,13 +72,8 @@ def deviation(model: nn.Module, inputs: Sequence[Tensor], micro_batches: int,
     as in evaluation, so that nothing but the statistics makes a difference. Leaves no trace.
 
     Args:
-        model: wrapped or not.
-        inputs: positional arguments of forward; each is split along axis 0.
-        micro_batches: parts, of equal size but for the last.
+        inputs: positional arguments of forward; each is split along axis 0, into parts of two samples at least.
         run: called with the model and the arguments instead of the model alone (to pick an output, for example).
-
-    Raises:
-        ConfigError: no BatchNorm, or parts of less than two samples.
     """
     from layerline.training.data.loss import first_output
 

@@ -61,14 +61,10 @@ def average(model: Named, masters: Masters | None, config: Config) -> Ema | None
 
 
 class Ema(Policy):
-    """The average of a set of tensors.
+    """The average of a set of tensors, which are read as they are at each update: `module.to()` may move them.
 
-    Args:
-        sources: tensors by canonical name. They are read as they are at each update, and so may be moved by
-            `tensor.data = …`, as `module.to()` does.
-        config: decay, start step, warm-up.
-        live: where the model holds those of `sources` that are buffers; a forward pass may replace them.
-        mean: takes the plain mean of the weights from `start_step` on; decay and warm-up say nothing then.
+    `live` says where the model holds those that are buffers; a forward pass may replace them. `mean` takes the plain
+    mean of the weights from `start_step` on; decay and warm-up say nothing then.
     """
 
     def __init__(

@@ -27,17 +27,9 @@ def magnitude(
 ) -> dict[str, Tensor]:
     """Masks that drop the smallest weights of the Linear and convolution layers: exactly round(sparsity · n) of them.
 
-    Of equal weights the first go. Globally, the largest weight of a layer always stays: a layer without weights is cut
-    off from the rest for good.
-
-    Args:
-        model: wrapped or not.
-        sparsity: share of zeros, 0 to 1.
-        scope: whether the share holds in each layer or over all of them.
-        skip: glob patterns of parameter names that stay whole.
-
-    Returns:
-        True where a weight stays, by canonical parameter name.
+    Gives True where a weight stays, by canonical parameter name; `skip` holds glob patterns of names that stay whole.
+    Of equal weights the first go. With `scope="global"` the share (0 to 1) holds over all layers, and the largest
+    weight of a layer always stays: a layer without weights is cut off from the rest for good.
     """
     _check_word("scope", scope, Scope)
     weights: dict[str, Tensor] = {}
@@ -77,12 +69,9 @@ def channels(model: nn.Module, sparsity: float, *, skip: Sequence[str] = (), nor
     """Masks that drop whole output channels, those of smallest L2 norm: round(sparsity · channels) of each Linear and
     convolution layer, one at least stays.
 
-    The channel's bias goes too, so that it gives exactly zero and can be cut out later. The output channels of a
-    transposed convolution are on axis 1, group by group on axis 0.
-
-    Args:
-        norms: also masks what the BatchNorm that is registered right behind a layer gives for its channels, which would
-            else be a constant that is not zero.
+    The channel's bias goes too, so that it gives exactly zero and can be cut out later; with `norms` also what the
+    BatchNorm that is registered right behind gives for it. The output channels of a transposed convolution are on axis
+    1, group by group on axis 0.
     """
     layers = _layers(model, skip)
     weights = {name: whole(param.detach()).float() for name, (_, param) in layers.items()}

@@ -115,10 +115,8 @@ def prove(make: str, steps: int, *, arguments: Mapping[str, Any] | None = None, 
         make: what builds everything anew and returns (ModelOptimizer, step): `package.module:function` or
             `path/to/file.py:function`. A dict of tensors that step() returns is compared as well. A third part of the
             result, a function, tells how many calls are left: fewer than `steps` are made where there is no room.
-        steps: calls of step() in each half.
         arguments: keyword arguments of the function; plain data.
         start: a checkpoint, or a folder of them, to begin from.
-        progress: told (calls made, calls in all).
     """
     if steps < 1:
         raise ConfigError(f"a proof takes a step at least, got {steps}", where="steps")

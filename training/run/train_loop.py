@@ -142,12 +142,8 @@ def _code_and_data(parts: Mapping[str, str]) -> list[tuple[str, str]]:
 def train(run: Run, scratch: Path, log: Log, *, save_every: int = 0) -> None:
     """Runs to the end, from the newest sound checkpoint in `scratch` where there is one.
 
-    A checkpoint is written every `save_every` optimizer steps, every ten seconds or so, and on an interrupt.
-
-    Raises:
-        KeyboardInterrupt: after the checkpoint was written.
-        StageError: the loss or the gradients stopped being finite.
-        TaskError: a whole epoch held nothing to train on.
+    A checkpoint is written every `save_every` optimizer steps, every ten seconds or so, and before the
+    KeyboardInterrupt of an interrupt.
     """
     mo, folder = run.mo, scratch / "checkpoints"
     # Inside the stage's own scratch folder, so that an interrupted training finds them again.

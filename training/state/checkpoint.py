@@ -148,15 +148,8 @@ def restore(mo: Training, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
 
 
 def weights(path: str | Path, *, only: str | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The online weights and the averages of a checkpoint. Another tool's file has one set, which stands for both.
-
-    Args:
-        path: a file, or a folder, of which the newest sound checkpoint is read.
-        only: the model, where the checkpoint holds several.
-
-    Raises:
-        StageError: there are several models and `only` names none of them.
-    """
+    """The online weights and the averages of a checkpoint, or of the newest sound one of a folder; `only` names the
+    model where there are several. Another tool's file has one set, which stands for both."""
     path, tensors, meta = _newest(Path(path))
     tensors = tensor_forms.from_file(tensors, meta)
     if "lanes" not in meta:
@@ -180,9 +173,6 @@ def load_weights(model: nn.Module, path: str | Path, *, ema: bool = True, only: 
         path: our file or another tool's, or a folder of checkpoints.
         ema: takes the averages where there are any, otherwise the trained weights.
         only: the model of the checkpoint, where it holds several.
-
-    Raises:
-        StageError: names or shapes do not fit (all are listed), or `only` is missing.
     """
     names.load(model, weights(path, only=only)[ema])
 

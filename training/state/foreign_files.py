@@ -17,17 +17,8 @@ _SHOWN = 8
 
 
 def read(path: Path, *, trust: bool) -> tuple[Any, tuple[str, ...]]:
-    """Reads a file: mappings, lists and modules with tensors as leaves.
-
-    Args:
-        trust: whether a pickle may run code where it needs to.
-
-    Returns:
-        The content, and notes for the report.
-
-    Raises:
-        StageError: not a checkpoint, not readable, or it needs trust; names the classes that it would create.
-    """
+    """Reads a file: mappings, lists and modules with tensors as leaves; and notes for the report. With `trust` a
+    pickle may run code where it needs to; otherwise the error names the classes that it would create."""
     check_checkpoint(path)
     if path.suffix == checkpoint.SUFFIX:
         stored, meta = safetensors_io.load(path)

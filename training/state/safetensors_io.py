@@ -33,10 +33,6 @@ def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | No
 
     Each tensor is written out, also where two share memory: leave a tied one out and record its alias in `meta`. A
     contiguous tensor on the CPU is not copied.
-
-    Raises:
-        StageError: a dtype that the format lacks, a sparse tensor, or one on the meta device.
-        Unavailable: the disk is full or not writable.
     """
     # The specifications hold addresses only: this dict keeps the memory alive until the file is written.
     contents: dict[str, Tensor] = {}
@@ -73,11 +69,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | No
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by name, on the CPU, and the metadata entry; empty for a file that is not ours.
-
-    Raises:
-        StageError: the file is missing, refused by the safetensors library, or does not match its checksum.
-    """
+    """Tensors by name, on the CPU, and the metadata entry; empty for a file that is not ours."""
     if not path.is_file():
         raise StageError("cannot read: a folder" if path.is_dir() else "cannot read: missing", where=str(path))
     try:
