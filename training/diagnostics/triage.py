@@ -76,16 +76,8 @@ class Recorder:
         self._lane = lane
         self._window = (-1, -1)
         self.passes: list[Pass] = []
-        model = lane.model
-        self._handles = [
-            model.register_forward_pre_hook(Attached(self._before), with_kwargs=True),
-            model.register_forward_hook(Attached(self._after)),
-        ]
-
-    def remove(self) -> None:
-        """Stops recording."""
-        for handle in self._handles:
-            handle.remove()
+        lane.model.register_forward_pre_hook(Attached(self._before), with_kwargs=True)
+        lane.model.register_forward_hook(Attached(self._after))
 
     def find(self, loss: float, norm: float) -> Finding:
         """Runs the window's passes again, in their order, until one isn't finite."""

@@ -50,9 +50,7 @@ class Pulse:
 
     def at(self, phase: str, step: int) -> None:
         """Records the phase that this rank begins."""
-        self.phase = phase
-        self.step = step
-        self.since = time.monotonic()
+        self.phase, self.step, self.since = phase, step, time.monotonic()
         if self.since - self._posted > _APART_S and not self._stop.is_set():
             self._post(self._store)
 
@@ -99,13 +97,8 @@ class Pulse:
 
     def ended(self, ranks: Sequence[int]) -> str:
         """A message that names those of these ranks that have ended; "" for none."""
-        states = self._others(self._store)
-        messages = []
-        for rank in ranks:
-            state = states.get(rank)
-            if state and state["ended"]:
-                messages.append(self._about(rank, None, state))
-        return "; ".join(messages)
+        ended = {rank: s for rank, s in self._others(self._store).items() if s is not None and s["ended"]}
+        return "; ".join(self._about(rank, None, ended[rank]) for rank in ranks if rank in ended)
 
     def _about(self, rank: int, before: dict[str, Any] | None, now: dict[str, Any] | None) -> str:
         """What is unusual about a rank; "" where nothing is."""
@@ -116,9 +109,8 @@ class Pulse:
             inputs = f"; its input is {now['inputs']}, here {self.inputs}"
         place = f"{now['phase']} of step {now['step']}"
         if now["ended"]:
-            fewer = ""
-            if "without" in now["ended"] and now["step"] <= self.step:
-                fewer = " (it had fewer batches)"
+            had_fewer = "without" in now["ended"] and now["step"] <= self.step
+            fewer = " (it had fewer batches)" if had_fewer else ""
             return f"rank {rank} ended {now['ended']} in {place}{fewer}{inputs}"
         if before is not None and before["beat"] == now["beat"]:
             return f"rank {rank} gives no sign of life; it was last seen in {place}{inputs}"

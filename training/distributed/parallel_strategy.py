@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ _REVIEW, _SLOWER, _NOISE_S = 10, 1.2, 0.005
 
 class Peers(Policy, ABC):
     """The ranks that train one lane's model."""
+
+    # Whether what a rank sends follows its backward pass, so that it can be told apart.
+    reduces_at_end: ClassVar[bool] = True
 
     def __init__(self, lane: LaneState, ranks: Ranks) -> None:
         self.lane, self.ranks = lane, ranks
@@ -88,17 +91,13 @@ class Peers(Policy, ABC):
         self.seconds, self.asked = [row[-2] for row in rows], max(row[-1] for row in rows)
         self.communication = min(row[-3] for row in rows)
         now = time.perf_counter()
-        if self.separates_communication:
+        # On a GPU what was queued still runs.
+        if self.reduces_at_end and self.lane.device.type == "cpu":
             self._own_share = (now - self._ready) / (now - self._since)
         self._since, self.ask = now, 0.0
         self._review()
         self.ranks.pulse.at("the user's code after the update", self.lane.steps + 1)
         return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))[: len(values)]
-
-    @property
-    def separates_communication(self) -> bool:
-        """Whether a rank can tell communicating from computing: not where a GPU still works on what was queued."""
-        return self.lane.device.type == "cpu"
 
     def _review(self) -> None:
         """Warns of a rank that is slower than another one, in the median of some steps."""

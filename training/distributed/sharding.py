@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,9 @@ _REFUSED = {
 
 
 def shard(model: nn.Module, config: Config, ranks: Ranks) -> None:
-    """Splits every layer of the model's Sequential and ModuleList bodies, and what is left as one more unit.
-
-    zero2 keeps a unit's weights whole from its forward to its backward pass and splits gradients and optimizer state;
-    zero3 splits the weights in between as well, and gathers them once more for the backward pass. With
-    `distributed.compress` gradients are reduced in that type. With `distributed.offload` the parts of weights,
-    gradients and optimizer state live in CPU memory.
-    """
+    """Splits every layer of the model's Sequential and ModuleList bodies, and what is left as one more unit. zero2
+    keeps a unit's weights whole from its forward to its backward pass; zero3 gathers them once more for the backward
+    pass."""
     options = config.distributed
     for name, why in _REFUSED.items():
         if name in config.optimizer.rules:
@@ -63,10 +59,7 @@ class Shards(Peers):
     """A part of the model on each rank. Every micro-batch reduces its gradients, also within a window: only then are
     they never held whole."""
 
-    @property
-    def separates_communication(self) -> bool:
-        """No: forward and backward passes gather weights and reduce gradients on their way."""
-        return False
+    reduces_at_end: ClassVar[bool] = False  # passes gather weights and reduce gradients on their way
 
     def before_step(self) -> None:
         """The backward pass has reduced the gradients; buffers are settled."""

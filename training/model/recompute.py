@@ -30,12 +30,9 @@ class Checkpointed:
     user's code runs between the layers, so each layer is a segment. A Sequential of at most `every` layers that
     contains bodies is not divided; the bodies in it are.
 
-    Gradients equal those of the plain model bit for bit: the second run has the same random numbers (torch, numpy,
-    python), the same autocast, and copies of the buffers from before the first run, so that spectral norms and counters
-    have the same effect and BatchNorm counts a batch once. Plain attributes of a layer are not restored. Forward hooks
-    on recomputed layers run twice.
-
-    Layers may be replaced, added and removed later. New layers of a ModuleList store their activations.
+    Gradients equal those of the plain model bit for bit: the second run has the same random numbers, autocast, and
+    copies of the buffers from before the first run. Plain attributes of a layer are not restored, and forward hooks run
+    twice.
     """
 
     def __init__(self, model: nn.Module, every: int = 4) -> None:
