@@ -1,7 +1,6 @@
 """Pruning masks of one model, put back on after every accepted step.
 
-The masked weights of what is trained and of its average are exactly zero after each step, so what is measured is what
-would ship.
+The masked weights and those of the average are zero after each step, so what is measured is what would ship.
 """
 
 from __future__ import annotations

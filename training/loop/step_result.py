@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -54,21 +55,15 @@ class PendingResult:
     moved = False
 
     def __init__(self, loss: Tensor, weight: float | None) -> None:
-        self._loss, self._weight = loss, weight
-        self._value: float | None = None
+        self._tensor, self._weight = loss, weight
 
-    @property
+    @cached_property
     def loss(self) -> float:
         """The loss as a plain number."""
-        if self._value is None:
-            self._value = _per_sample(self._loss.item(), self._weight)
-        return self._value
+        return _per_sample(self._tensor.item(), self._weight)
 
     def item(self) -> float:
         """The loss, as a tensor's item()."""
-        return self.loss
-
-    def __float__(self) -> float:
         return self.loss
 
     def __array__(self, *types: Any, **options: Any) -> Any:
@@ -92,7 +87,7 @@ def _as_float(name: str) -> Callable[..., Any]:
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "abs", "round",
-              "lt", "le", "gt", "ge", "format", "str", "repr"):  # fmt: skip
+              "lt", "le", "gt", "ge", "format", "str", "repr", "float"):  # fmt: skip
     setattr(PendingResult, f"__{_name}__", _as_float(f"__{_name}__"))
 
 

@@ -8,7 +8,7 @@ scale and clipping. Where the rules agree, the tests compare both implementation
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,7 @@ class _Foreach(Optimizer):
     states: tuple[str, ...] = ()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]  # these rules evaluate no loss
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -40,7 +36,6 @@ class _Foreach(Optimizer):
             grads = [p.grad for p in params if p.grad is not None]
             states = [[self.state[p][name] for p in params] for name in self.states]
             self._update(group, params, grads, *states)
-        return loss
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> None:
         raise NotImplementedError
@@ -117,17 +112,10 @@ class Sophia(_Foreach):
     def backward(self, loss: Tensor, params: Sequence[Tensor]) -> None:
         """A backward pass that also estimates the curvature. Gradients and estimates are summed until the next step."""
         all_grads = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
-        used, grads = [], []
-        for param, grad in zip(params, all_grads, strict=True):
-            if grad is not None:
-                used.append(param)
-                grads.append(grad)
-        self._estimate(used, grads)
-        for param, grad in zip(used, grads, strict=True):
-            if param.grad is None:
-                param.grad = grad.detach()
-            else:
-                param.grad = param.grad + grad.detach()
+        pairs = [(param, grad) for param, grad in zip(params, all_grads, strict=True) if grad is not None]
+        self._estimate([param for param, _ in pairs], [grad for _, grad in pairs])
+        for param, grad in pairs:
+            param.grad = grad.detach() if param.grad is None else param.grad + grad.detach()
 
     def _estimate(self, params: list[Tensor], grads: list[Tensor]) -> None:
         signs = [torch.randint_like(p, 0, 2) * 2 - 1 for p in params]

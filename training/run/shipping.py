@@ -92,22 +92,16 @@ def train_mode(model: nn.Module) -> list[str]:
     keeps it where the model itself is in training mode, or where none of the part's parameters is trained: its running
     statistics and dropout stay as they were."""
     whole_in_eval = not model.training
-    kept: list[nn.Module] = []
-    names: list[str] = []
-
-    def visit(name: str, module: nn.Module) -> None:
+    kept: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
         # In eval mode on purpose: the rest is not, or none of its parameters is trained.
         frozen = [not param.requires_grad for param in module.parameters()]
         on_purpose = not whole_in_eval or (frozen and all(frozen))
-        if not module.training and name and on_purpose:
-            kept.append(module)
-            names.append(name)
-            return
-        for child_name, child in module.named_children():
-            visit(f"{name}.{child_name}".lstrip("."), child)
-
-    visit("", model)
-    modes = [(part, part.training) for root in kept for part in root.modules()]
+        inside = any(name.startswith(f"{outer}.") for outer in kept)
+        if name and not module.training and on_purpose and not inside:
+            kept[name] = module
+    names = list(kept)
+    modes = [(part, part.training) for root in kept.values() for part in root.modules()]
     model.train()
     for part, training in modes:
         part.training = training

@@ -155,14 +155,12 @@ def weights(path: str | Path, *, only: str | None = None) -> tuple[dict[str, Ten
     if "lanes" not in meta:
         return tensors, tensors
     model_names: list[str] = list(meta["lanes"])
-    hint = f"only={model_names[0]!r}"
-    if only is None:
-        if len(model_names) > 1:
-            what = f"the checkpoint holds several models; there are {model_names}"
-            raise StageError(what, where=path.name, hint=hint)
+    if only is None and len(model_names) == 1:
         only = model_names[0]
     if only not in model_names:
-        raise StageError(f"the checkpoint holds no model {only!r}; there are {model_names}", where=path.name, hint=hint)
+        what = "several models" if only is None else f"no model {only!r}"
+        raise StageError(f"the checkpoint holds {what}; there are {model_names}", where=path.name,
+                         hint=f"only={model_names[0]!r}")  # fmt: skip
     return lane_checkpoint.of_model(tensors, meta, only)
 
 
