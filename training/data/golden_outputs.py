@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from layerline.pipeline.errors import TaskError, ran_out_of_memory
 from layerline.training.data.loss import first_output
-from layerline.training.model.canonical_names import modules
+from layerline.training.model.canonical_names import first_paths
 
 _CALL_ALIKE = "call the arrays of the data (or what example_inputs() gives) as forward() calls its arguments"
 
@@ -142,10 +142,8 @@ def activations(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                 outputs[key] = type(module).__name__, tensor.detach().clone()
 
     with ExitStack() as hooks:
-        hooked: set[nn.Module] = set()
-        for path, module in modules(model):
-            if path and module not in hooked:
-                hooked.add(module)
+        for module, path in first_paths(model).items():
+            if path:
                 hooks.enter_context(module.register_forward_hook(partial(record_output, path)))
         forward(model, args, kwargs)
     return outputs

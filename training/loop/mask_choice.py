@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from layerline.pipeline.errors import ConfigError
 from layerline.pipeline.nearest import did_you_mean
 from layerline.training.config.sections import Config
-from layerline.training.model.canonical_names import modules, named
+from layerline.training.model.canonical_names import first_paths, named
 from layerline.training.model.split_tensors import whole
 
 Scope = Literal["layer", "global"]
@@ -167,9 +167,7 @@ def configured(model: nn.Module, config: Config) -> Gradual | None:
 
 def _norms_behind(model: nn.Module) -> dict[nn.Module, tuple[str, int]]:
     """Path and channels of the BatchNorm that is registered right behind a module."""
-    paths: dict[nn.Module, str] = {}
-    for path, module in modules(model):
-        paths.setdefault(module, path)
+    paths = first_paths(model)
     leaves = [module for module in paths if not module._modules]
     behind: dict[nn.Module, tuple[str, int]] = {}
     for module, after in pairwise(leaves):

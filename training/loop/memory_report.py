@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from layerline.training.loop.lane_state import LaneState
-from layerline.training.model.canonical_names import modules, unwrap
+from layerline.training.model.canonical_names import first_paths, unwrap
 from layerline.training.model.split_tensors import local
 from layerline.training.randomness.rng_state import Apart
 
@@ -41,9 +41,9 @@ def report(lane: LaneState, forward: Callable[[], Any] | None = None) -> list[La
     held: Mapping[str, int] | None = None
     if forward is not None:
         held = activations(lane.model, forward)
-    paths = {id(module): path for path, module in _unique(lane.model)}
+    paths = first_paths(lane.model)
     totals = {path: Counter[str]() for path in paths.values()}
-    path_of = {name: paths[id(module)] for name, module in lane.named.owners.items()}
+    path_of = {name: paths[module] for name, module in lane.named.owners.items()}
     for name, tensor in lane.named.tensors.items():
         totals[path_of[name]]["parameters"] += _bytes(tensor)
     states = getattr(lane.optimizer, "state", None)
@@ -91,7 +91,7 @@ def activations(model: nn.Module, forward: Callable[[], Any]) -> dict[str, int]:
 
     with ExitStack() as hooks:
         hooks.enter_context(model.register_forward_pre_hook(inputs, with_kwargs=True))
-        for path, module in _unique(model):
+        for module, path in first_paths(model).items():
             hooks.enter_context(module.register_forward_pre_hook(lambda _m, _a, path=path: stack.append(path)))
             hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         with Apart(model.modules()), torch.enable_grad(), saved_tensors_hooks(keep, lambda t: t):
@@ -101,14 +101,6 @@ def activations(model: nn.Module, forward: Callable[[], Any]) -> dict[str, int]:
         sizes[path] += size
     del alive
     return dict(sizes)
-
-
-def _unique(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    done: set[int] = set()
-    for path, module in modules(model):
-        if id(module) not in done:
-            done.add(id(module))
-            yield path, module
 
 
 def _bytes(tensor: Tensor) -> int:

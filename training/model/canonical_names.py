@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,24 +75,28 @@ def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
             yield from modules(child, f"{prefix}.{name}".lstrip("."))
 
 
+def first_paths(model: nn.Module) -> dict[nn.Module, str]:
+    """Every module with the first of its canonical paths."""
+    paths: dict[nn.Module, str] = {}
+    for path, module in modules(model):
+        paths.setdefault(module, path)
+    return paths
+
+
 def named(model: nn.Module) -> Named:
     """Names of a model's tensors. Two names are tied when they hold the same Parameter, or two with the same memory,
     shape and strides."""
     out = Named({}, {}, {}, {})
     first_names: dict[tuple[object, ...], str] = {}
     for path, module in modules(model):
-        for key, param in module._parameters.items():
-            name = f"{path}.{key}".lstrip(".")
-            if param is not None:
-                out.owners[name] = module
-                if _is_first(out, first_names, name, param):
-                    out.params[name] = param
-        for key, buffer in module._buffers.items():
-            name = f"{path}.{key}".lstrip(".")
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                out.owners[name] = module
-                if _is_first(out, first_names, name, buffer):
-                    out.buffers[name] = buffer
+        kinds: tuple[tuple[Any, Any], ...] = ((module._parameters, out.params), (module._buffers, out.buffers))
+        for held, into in kinds:
+            for key, tensor in held.items():
+                name = f"{path}.{key}".lstrip(".")
+                if tensor is not None and key not in module._non_persistent_buffers_set:
+                    out.owners[name] = module
+                    if _is_first(out, first_names, name, tensor):
+                        into[name] = tensor
     return out
 
 
