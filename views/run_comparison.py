@@ -12,6 +12,7 @@ from layerline.views.formatting import amount, decibels, heading
 from layerline.views.tables import Column, Kind, TableView
 
 ID = 15  # characters of a run's id: the second in which it began
+LEAST, MOST = -50.0, 150.0  # dB; what is equal counts as the greatest, which float32 alone leaves
 LEAST_MOVE = 0.1  # dB; less is not listed
 
 
@@ -36,11 +37,12 @@ def _figures(past: Past) -> dict[tuple[str, str], str]:
 
 
 def moved(now: Past, others: Sequence[Past]) -> TableView:
-    """The layers whose SQNR differs, the own one where it was measured; those that moved most come first."""
+    """The layers whose SQNR differs, the own one where all runs measured it; those that moved most come first."""
     rows: list[tuple[float, list[str]]] = []
     for stage, report in now.reports.items():
-        levels = _levels(report)
-        thens = [_levels(past.reports.get(stage)) for past in others]
+        reports = [past.reports.get(stage, Report(stage=stage)) for past in others]
+        has_own = all(each.order == "own" for each in (report, *reports) if each.records)
+        levels, *thens = (_levels(each, has_own=has_own) for each in (report, *reports))
         for name, (record, level) in levels.items():
             earlier = [then[name][1] for then in thens if name in then]
             move = max((_distance(level, then) for then in earlier), default=0.0)
@@ -63,16 +65,13 @@ def _columns(others: Sequence[Past], kind: Kind) -> list[Column]:
     return [Column("now", kind), *(Column(past.run.id[:ID], kind) for past in others)]
 
 
-def _levels(report: Report | None) -> Mapping[str, tuple[LayerDiff, float]]:
-    if report is None:
-        return {}
-    records = by_own_error(report).records
+def _levels(report: Report, *, has_own: bool) -> Mapping[str, tuple[LayerDiff, float]]:
+    records = by_own_error(report).records if has_own else report.records
     return {record.name: (record, record.sqnr_db) for record in records if record.sqnr_db is not None}
 
 
 def _distance(a: float, b: float) -> float:
-    """In dB; infinite where only one of both is, NaN included."""
-    if a == b or (math.isnan(a) and math.isnan(b)):
-        return 0.0
-    difference = abs(a - b)
-    return math.inf if math.isnan(difference) else difference
+    """In dB; infinite where one of both is NaN."""
+    if math.isnan(a) or math.isnan(b):
+        return math.inf if math.isnan(a) != math.isnan(b) else 0.0
+    return abs(min(max(a, LEAST), MOST) - min(max(b, LEAST), MOST))

@@ -33,15 +33,17 @@ def test_the_layer_that_moved_most_comes_first() -> None:
     then = past("b", layer("a", 9.0, 45.5), layer("b", 40.0, 50.05), layer("c", 9.0, 41.0))
     first = past("a", layer("a", 9.0, 20.0), layer("b", 9.0, 10.0))
     assert [row[:1] + row[2:-1] for row in moved(now, [then]).rows] == [
-        ["net.c", "inf", "equal", "41.0"],
+        ["net.c", "109.0", "equal", "41.0"],
         ["net.a", "25.5", "20.0", "45.5"],
     ], "by its own error: that of b is within a tenth, though the accumulated one is not"
     assert [row[:1] + row[2:-1] for row in moved(now, [then, first]).rows] == [
-        ["net.c", "inf", "equal", "41.0", ""],
+        ["net.c", "109.0", "equal", "41.0", ""],
         ["net.b", "40.0", "50.0", "50.0", "10.0"],
         ["net.a", "25.5", "20.0", "45.5", "20.0"],
     ]
     assert moved(now, [now]).rows == []
+    lost, never = past("b", layer("a", 9.0, math.nan)), past("a", layer("a", 9.0, 20.0))
+    assert [row[2] for row in moved(lost, [never]).rows] == ["inf"] and moved(lost, [lost]).rows == []
 
 
 def test_the_page_shows_the_other_runs() -> None:
