@@ -200,6 +200,12 @@ class GraphModule(nn.Module):
         self._stored.append((name, self.weights if trained else self.constants, key))
 
     def _fake_quantize(self, item: QuantValue, rank: int, learned: bool) -> None:
+        if item.dtype != "int8" or item.zero_point != 0:
+            raise StageError(
+                f"training knows symmetric int8 alone, and the plan has {item.dtype} with zero point {item.zero_point}",
+                where=item.name,
+                hint="choose int8 for this layer, or mode: int8",
+            )
         # Values that share a scale share its parameter, too.
         key = next((self._fakes[name] for name in item.shared if name in self._fakes), "")
         if not key:

@@ -259,10 +259,6 @@ def _div(a: Tensor, b: Tensor) -> Tensor:
     return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
 
 
-def _mod(attrs: Attrs, a: Tensor, b: Tensor) -> Tensor:
-    return torch.fmod(a, b) if attrs.get("fmod", 0) else torch.remainder(a, b)
-
-
 def _reduce(function: Callable[..., Tensor]) -> Operator:
     """A reduction over axes, all of them where none are named; `function` takes (x, axes, keep the axes)."""
 
@@ -275,34 +271,10 @@ def _reduce(function: Callable[..., Tensor]) -> Operator:
     return operator
 
 
-def _index(function: Callable[..., Tensor]) -> Operator:
-    def operator(attrs: Attrs, x: Tensor) -> Tensor:
-        if attrs.get("select_last_index", 0):
-            raise NotImplementedError("the last of equal elements")
-        return function(x, dim=attrs.get("axis", 0), keepdim=bool(attrs.get("keepdims", 1)))
-
-    return operator
-
-
-def _prod(x: Tensor, dims: Sequence[int], keep: bool) -> Tensor:
-    for dim in sorted((d % x.ndim for d in dims), reverse=True):
-        x = x.prod(dim, keepdim=keep)
-    return x
-
-
 def _top_k(attrs: Attrs, x: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     axis = attrs.get("axis", -1)
     values, indices = torch.sort(x, dim=axis, descending=bool(attrs.get("largest", 1)), stable=True)
     return values.narrow(axis, 0, int(count)), indices.narrow(axis, 0, int(count))
-
-
-def _cum_sum(attrs: Attrs, x: Tensor, axis: Tensor) -> Tensor:
-    dim = int(axis)
-    turned = x.flip(dim) if attrs.get("reverse", 0) else x
-    total = turned.cumsum(dim).to(x.dtype)
-    if attrs.get("exclusive", 0):
-        total = total - turned
-    return total.flip(dim) if attrs.get("reverse", 0) else total
 
 
 # Shapes and places.
@@ -396,22 +368,6 @@ def _gather_elements(attrs: Attrs, x: Tensor, indices: Tensor) -> Tensor:
     return x.gather(axis, _nonnegative(indices, x.shape[axis]))
 
 
-def _gather_nd(attrs: Attrs, x: Tensor, indices: Tensor) -> Tensor:
-    if attrs.get("batch_dims", 0):
-        raise NotImplementedError("GatherND with batch_dims")
-    return x[tuple(indices.long().unbind(-1))]
-
-
-def _scatter_elements(attrs: Attrs, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    if attrs.get("reduction", "none") not in ("none", "add"):
-        raise NotImplementedError("ScatterElements with a reduction")
-    axis = attrs.get("axis", 0)
-    places = _nonnegative(indices, x.shape[axis])
-    if attrs.get("reduction") == "add":
-        return x.scatter_add(axis, places, updates)
-    return x.scatter(axis, places, updates)
-
-
 def _scatter_nd(attrs: Attrs, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     if attrs.get("reduction", "none") not in ("none", "add"):
         raise NotImplementedError("ScatterND with a reduction")
@@ -431,28 +387,6 @@ def _depth_to_space(attrs: Attrs, x: Tensor) -> Tensor:
     return F.pixel_shuffle(x.reshape(n, size * size, -1, h, w).transpose(1, 2).reshape(n, c, h, w), size)
 
 
-def _space_to_depth(attrs: Attrs, x: Tensor) -> Tensor:
-    n, c, h, w = x.shape
-    size = attrs["blocksize"]
-    if attrs.get("mode", "DCR") == "CRD":
-        return F.pixel_unshuffle(x, size)
-    down = F.pixel_unshuffle(x, size).reshape(n, c, size * size, h // size, w // size)
-    return down.transpose(1, 2).reshape(n, -1, h // size, w // size)
-
-
-def _grid_sample(attrs: Attrs, x: Tensor, grid: Tensor) -> Tensor:
-    mode: str = attrs.get("mode", "linear")
-    names = {"linear": "bilinear", "cubic": "bicubic"}
-    return F.grid_sample(
-        x, grid, names.get(mode, mode), attrs.get("padding_mode", "zeros"), bool(attrs.get("align_corners", 0))
-    )
-
-
-def _trilu(attrs: Attrs, x: Tensor, k: Tensor | None = None) -> Tensor:
-    offset = 0 if k is None else int(k)
-    return torch.triu(x, offset) if attrs.get("upper", 1) else torch.tril(x, offset)
-
-
 def _shape(attrs: Attrs, x: Tensor) -> Tensor:
     sizes = list(x.shape)[attrs.get("start", 0) : attrs.get("end")]
     return torch.tensor(sizes, dtype=torch.int64, device=x.device)
@@ -470,9 +404,9 @@ def _cast(attrs: Attrs, x: Tensor) -> Tensor:
 
 
 PLAIN: Mapping[str, Operator] = {
-    "Abs": torch.abs, "Acos": torch.acos, "Add": torch.add, "And": torch.logical_and, "Asin": torch.asin,
-    "Atan": torch.atan, "CastLike": lambda x, other: x.to(other.dtype), "Ceil": torch.ceil, "Clip": _clip,
-    "Cos": torch.cos, "Cosh": torch.cosh, "Div": _div, "Dropout": lambda x, *_: (x, torch.ones_like(x).bool()),
+    "Abs": torch.abs, "Add": torch.add, "And": torch.logical_and,
+    "CastLike": lambda x, other: x.to(other.dtype), "Ceil": torch.ceil, "Clip": _clip,
+    "Cos": torch.cos, "Div": _div, "Dropout": lambda x, *_: (x, torch.ones_like(x).bool()),
     "Equal": torch.eq, "Erf": torch.erf, "Exp": torch.exp, "Expand": _expand, "Floor": torch.floor,
     "GlobalAveragePool": _global_pool(torch.mean), "GlobalMaxPool": _global_pool(torch.amax), "Greater": torch.gt,
     "GreaterOrEqual": torch.ge, "HardSwish": F.hardswish, "Identity": lambda x: x, "IsNaN": torch.isnan,
@@ -482,7 +416,7 @@ PLAIN: Mapping[str, Operator] = {
     "Min": lambda *inputs: reduce(torch.minimum, inputs), "Mish": F.mish, "Mul": torch.mul, "Neg": torch.neg,
     "Not": torch.logical_not, "Or": torch.logical_or, "PRelu": _prelu, "Pow": _pow, "Reciprocal": torch.reciprocal,
     "Relu": torch.relu, "Round": torch.round, "Sigmoid": torch.sigmoid, "Sign": torch.sign, "Sin": torch.sin,
-    "Sinh": torch.sinh, "Size": lambda x: torch.tensor(x.numel(), device=x.device), "Slice": _slice,
+    "Slice": _slice,
     "Softplus": F.softplus, "Softsign": F.softsign, "Sqrt": torch.sqrt, "Sub": torch.sub,
     "Sum": lambda *inputs: reduce(torch.add, inputs), "Tan": torch.tan, "Tanh": torch.tanh,
     "Tile": lambda x, repeats: x.repeat(_ints(repeats)), "Where": torch.where, "Xor": torch.logical_xor,
@@ -491,26 +425,26 @@ PLAIN: Mapping[str, Operator] = {
 }  # fmt: skip
 """Operators without attributes that matter: functions of the inputs alone."""
 TABLE: Mapping[str, Operator] = {
-    "ArgMax": _index(torch.argmax), "ArgMin": _index(torch.argmin), "AveragePool": _average_pool,
-    "BatchNormalization": _batch_norm, "Cast": _cast, "Celu": lambda attrs, x: F.celu(x, attrs.get("alpha", 1.0)),
+    "AveragePool": _average_pool,
+    "BatchNormalization": _batch_norm, "Cast": _cast,
     "Concat": lambda attrs, *inputs: torch.cat(inputs, attrs["axis"]), "ConstantOfShape": _constant_of_shape,
-    "Conv": _conv, "ConvTranspose": _conv_transpose, "CumSum": _cum_sum, "DepthToSpace": _depth_to_space,
+    "Conv": _conv, "ConvTranspose": _conv_transpose, "DepthToSpace": _depth_to_space,
     "Einsum": lambda attrs, *inputs: torch.einsum(attrs["equation"], *inputs),
     "Elu": lambda attrs, x: F.elu(x, attrs.get("alpha", 1.0)), "Flatten": _flatten, "Gather": _gather,
-    "GatherElements": _gather_elements, "GatherND": _gather_nd,
+    "GatherElements": _gather_elements,
     "Gelu": lambda attrs, x: F.gelu(x, approximate=attrs.get("approximate", "none")), "Gemm": _gemm,
-    "GridSample": _grid_sample, "GroupNormalization": _group_norm, "HardSigmoid": _hard_sigmoid,
+    "GroupNormalization": _group_norm, "HardSigmoid": _hard_sigmoid,
     "InstanceNormalization": _instance_norm, "LayerNormalization": _layer_norm,
     "LeakyRelu": lambda attrs, x: F.leaky_relu(x, attrs.get("alpha", 0.01)), "LogSoftmax": _softmax(torch.log_softmax),
-    "MaxPool": _max_pool, "Mod": _mod, "Pad": _pad, "RMSNormalization": _rms_norm,
+    "MaxPool": _max_pool, "Pad": _pad, "RMSNormalization": _rms_norm,
     "ReduceL1": _reduce(lambda x, dims, keep: x.abs().sum(dims, keep)),
     "ReduceL2": _reduce(lambda x, dims, keep: x.square().sum(dims, keep).sqrt()),
     "ReduceLogSumExp": _reduce(torch.logsumexp), "ReduceMax": _reduce(torch.amax), "ReduceMean": _reduce(torch.mean),
-    "ReduceMin": _reduce(torch.amin), "ReduceProd": _reduce(_prod), "ReduceSum": _reduce(torch.sum),
+    "ReduceMin": _reduce(torch.amin), "ReduceSum": _reduce(torch.sum),
     "ReduceSumSquare": _reduce(lambda x, dims, keep: x.square().sum(dims, keep)), "Reshape": _reshape,
-    "Resize": _resize, "ScatterElements": _scatter_elements, "ScatterND": _scatter_nd, "Shape": _shape,
-    "Softmax": _softmax(torch.softmax), "SpaceToDepth": _space_to_depth, "Split": _split, "Squeeze": _squeeze,
+    "Resize": _resize, "ScatterND": _scatter_nd, "Shape": _shape,
+    "Softmax": _softmax(torch.softmax), "Split": _split, "Squeeze": _squeeze,
     "Swish": lambda attrs, x: x * torch.sigmoid(x * attrs.get("alpha", 1.0)), "TopK": _top_k,
-    "Transpose": _transpose, "Trilu": _trilu, "Unsqueeze": _unsqueeze,
+    "Transpose": _transpose, "Unsqueeze": _unsqueeze,
     **{name: partial(_without_attributes, function) for name, function in PLAIN.items()},
 }  # fmt: skip

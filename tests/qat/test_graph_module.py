@@ -219,6 +219,14 @@ def test_a_value_that_torch_computes_otherwise_is_named():
     assert error.value.where == "noise"
 
 
+def test_other_formats_than_symmetric_int8_are_refused():
+    model = light()
+    plan = plan_of(model, {"x": X})
+    other = dataclasses.replace(plan, values=(dataclasses.replace(plan.values[0], dtype="uint8", zero_point=128),))
+    with pytest.raises(StageError, match="symmetric int8 alone, and the plan has uint8 with zero point 128"):
+        GraphModule(model, other)
+
+
 def test_weights_in_half_precision_are_refused():
     text = """g (float16[n, 3] x) => (float16[n, 2] y) {
       y = MatMul (x, w)

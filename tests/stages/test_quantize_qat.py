@@ -1,9 +1,11 @@
 """The quantize stage in mode qat: what training gains, that it resumes, and what it refuses."""
 
+import itertools
 import re
 
 import numpy as np
 import pytest
+import torch
 from onnx import numpy_helper, parser
 from pydantic import ValidationError
 
@@ -170,6 +172,34 @@ def test_scales_of_activations_stay_where_they_are_not_learned_and_the_rest_may_
     assert report.metrics["fp16_nodes"] > 0 and gate(report, "quantised as trained").passed
 
 
+def test_frozen_scales_stay_and_weights_go_on(work):
+    task = work()
+    Quantize(**POOR, min_db=-99).run(task)
+    before = QuantPlan.from_json((task.out / "plan.json").read_text())
+    report = Quantize(mode="qat", **POOR, min_db=-99, qat={"steps": 3, "freeze_after": 0.0, "lr": 0.01}).run(task)
+    after = QuantPlan.from_json((task.out / "plan.json").read_text())
+    assert [v.scales for v in after.values] == [v.scales for v in before.values]
+    assert [v.seen for v in after.values] != [v.seen for v in before.values]
+    assert gate(report, "quantised as trained").passed
+
+
+def test_momentum_does_not_move_a_scale_after_it_is_frozen(work, monkeypatch):
+    from layerline.training.run import train_loop
+
+    scales = []
+    trained = train_loop.one_batch
+
+    def one_batch(run, stream):
+        batch = trained(run, stream)
+        scales.append([p.detach().clone() for n, p in run.lane.named.params.items() if ".quantizers." in n])
+        return batch
+
+    monkeypatch.setattr(train_loop, "one_batch", one_batch)
+    Quantize(mode="qat", **POOR, min_db=-99, qat={"steps": 6, "freeze_after": 0.5}).run(work())
+    moved = [any(not torch.equal(a, b) for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(scales)]
+    assert moved == [True, True, False, False, False]
+
+
 def test_training_starts_from_repaired_weights(work):
     text = NET.replace("s = Add (c, r)", "").replace("Relu (s)", "Relu (c)")
     net = parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20]>\n{text}')
@@ -237,3 +267,11 @@ def loss(net, batch): raise ValueError('no')
     Quantize(mode="qat").check(look)
     (found,) = [finding for finding in look.findings if finding.item == "loss()"]
     assert found.state == "error" and "ValueError: no" in found.seen
+
+
+def test_check_reads_the_training_data_where_there_is_no_module(work):
+    for more, state in {"": "ok", "calib_data = train_data\ndel train_data\n": "error"}.items():
+        task = work(more)
+        look = Inspection(task.root, task.task)
+        Quantize(mode="qat").check(look)
+        assert [f.state for f in look.findings if f.item == "train_data()"] == [state]
