@@ -782,11 +782,11 @@ def main() -> None:
     silent: list[bool] = []
     with tempfile.TemporaryDirectory() as folder:
         shop = Workshop(Path(folder))
-        for kind in kinds:
-            for seed in range(chosen.first, chosen.first + chosen.seeds):
+        for seed in range(chosen.first, chosen.first + chosen.seeds):
+            for kind in kinds:
                 results.append(examine(shop, kind, seed))
                 if chosen.details:
-                    print(results[-1], file=sys.stderr)
+                    print(results[-1], file=sys.stderr, flush=True)
         for number in range(0 if chosen.only else chosen.sound):
             seed = chosen.first + number % chosen.seeds
             net = list(NETS)[number % len(NETS)]
@@ -796,7 +796,7 @@ def main() -> None:
             report = why(path)
             silent.append("error" not in report and not losses(report) and not report["tables"]["causes"])
             if chosen.details and not silent[-1]:
-                print(net, seed, (path / "pipe.yaml").read_text(), report, file=sys.stderr)
+                print(net, seed, (path / "pipe.yaml").read_text(), report, file=sys.stderr, flush=True)
     took_effect = [result for result in results if not result.get("silent")]
     line: dict[str, Any] = {"benchmark": "faults", "planted": len(results), "took_effect": len(took_effect)}
     for key in ("stage", "layer", "cause"):
