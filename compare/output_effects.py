@@ -11,7 +11,7 @@ from layerline.backends.light import Model, split
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.compare.compare_models import Comparison, why_two_sessions
 from layerline.compare.comparison_graph import effects_graph
-from layerline.compare.pair_metrics import Pair, distance, trusted
+from layerline.compare.pair_metrics import distance, trusted
 from layerline.compare.tensor_distance import Distance
 from layerline.graph.analysis.rounding_noise import drawn
 from layerline.pipeline.report import EFFECT, OWN, Report, decibels
@@ -74,24 +74,16 @@ def effects(reference: Model, candidate: Model, feeds: Sequence[Feed], values: C
             totals: dict[str, Distance] = {}
             for feed in feeds:
                 results = session.run({name: array for name, array in feed.items() if name in session.inputs})
-                for tag in _tags(results):
+                # `<layer>/<output>`, of which there are columns.
+                for tag in dict.fromkeys(name.rpartition("/")[0] for name in results):
                     totals[tag] = totals.get(tag, Distance()) + distance(results, tag)
-            if whole or all(_is_trusted(pairs, tag, total) for tag, total in totals.items()):
+            measured = {tag: pairs[int(tag.split("/")[1])] for tag in totals}
+            if all(pair.small or trusted(pair, totals[tag]) for tag, pair in measured.items()):
                 break
         for tag, total in totals.items():
             name = pairs[int(tag.split("/")[0])].a
             shares[name] = shares.get(name, 0.0) + _share(total)
     return shares
-
-
-def _tags(results: Collection[str]) -> list[str]:
-    """The `<layer>/<output>` of which there are columns."""
-    return list(dict.fromkeys(name.rpartition("/")[0] for name in results))
-
-
-def _is_trusted(pairs: Sequence[Pair], tag: str, total: Distance) -> bool:
-    pair = pairs[int(tag.split("/")[1])]
-    return pair.small or trusted(pair, total)
 
 
 def _share(total: Distance) -> float:

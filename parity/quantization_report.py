@@ -288,6 +288,8 @@ def with_samples(report: Report, converted: Converted, feeds: Sequence[Feed]) ->
     """Adds what is measured on samples: the effect of each layer at the outputs, what the rounding of its inputs and
     weights explains of its error, and of each quantised activation its SQNR and the share beyond its range."""
     report = with_effects(report, converted.reference, converted.measured, feeds)
+    if not converted.plan.values:
+        return report
     values = {value.name: value for value in qdq.activations(converted.plan)}
     losses = {name: Distance() for name in values}
     beyond = dict.fromkeys(values, 0)
