@@ -391,20 +391,10 @@ def _conv_transpose(ctx: ShapeInferenceContext, node: ir.Node) -> None:
 @_corrects("If")
 def _branches(ctx: ShapeInferenceContext, node: ir.Node) -> None:
     """What all branches agree on. Where the shape of one is not known, the library takes that of the other."""
+    from_library(ctx, node)
     for index, output in enumerate(node.outputs):
-        ends = [body.outputs[index] for body in subgraphs(node)]
-        if ends[0].type is not None:
-            ctx.set_type(output, ends[0].type)
-        shapes = [end.shape for end in ends if end.shape is not None]
-        if len(shapes) < len(ends) or len({len(shape) for shape in shapes}) != 1:
-            continue
-        dims: list[Dim] = []
-        for alternatives in zip(*shapes, strict=True):
-            if all(size == alternatives[0] for size in alternatives):
-                dims.append(alternatives[0])
-            else:
-                dims.append(ctx.new_symbolic_dim())
-        ctx.set_shape(output, ir.Shape(dims))
+        if any(body.outputs[index].shape is None for body in subgraphs(node)):
+            ctx.set_shape(output, None)
 
 
 @_corrects("Loop", "Scan", "SequenceMap")
