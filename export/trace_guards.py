@@ -166,7 +166,14 @@ def noting(root: Path) -> Iterator[Taken]:
 
 def symbols(taken: Taken, call: Call, axes: Axes) -> Symbols:
     """The axis that each of torch's symbols stands for, as far as guards were taken."""
-    axis_names: dict[tuple[str, int], str] = {**axes.names, **_by_position(call, axes)}
+    axis_names = dict(axes.names)
+    # Dynamo names the axes by their place: it numbers the leaves of all arguments.
+    inputs = iter(call.feed)
+    for position, leaf in enumerate(pytree.tree_leaves((call.args, dict(call.kwargs)))):
+        if isinstance(leaf, Tensor):
+            input_name = next(inputs)
+            numbered = {axis: name for (owner, axis), name in axes.names.items() if owner == input_name}
+            axis_names.update(((f"flat_args_{position}", axis), name) for axis, name in numbered.items())
     meanings: dict[str, tuple[str, int]] = {}
     for environment in taken.environments.values():
         for symbol, sources in environment.var_to_sources.items():
@@ -216,13 +223,3 @@ def elsewhere(call: Call, axes: Axes, feed: Feed, root: Path) -> tuple[Guard, ..
     except Exception as error:  # noqa: BLE001 - torch raises errors of many kinds on a module that it can't trace
         return brief(error)
     return guards(taken, symbols(taken, call, axes))
-
-
-def _by_position(call: Call, axes: Axes) -> dict[tuple[str, int], str]:
-    """The axes under the names that dynamo gives them: it numbers the leaves of all arguments."""
-    positions: dict[str, int] = {}
-    inputs = iter(call.feed)
-    for position, leaf in enumerate(pytree.tree_leaves((call.args, dict(call.kwargs)))):
-        if isinstance(leaf, Tensor):
-            positions[next(inputs)] = position
-    return {(f"flat_args_{positions[input_]}", axis): name for (input_, axis), name in axes.names.items()}

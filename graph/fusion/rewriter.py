@@ -11,7 +11,7 @@ A rule only says what becomes what. Three invariants hold after every firing, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TypeAlias
 
 import onnx
@@ -26,10 +26,11 @@ from layerline.graph.fusion.firing import After, Decline, Declined, Firing, Site
 Rewrite: TypeAlias = "Callable[[ir.Node, Tape, Rewriting], ir.Value | None]"
 
 
+@dataclass(eq=False)
 class Rewriting:
     """A model being rewritten: hands rules their graphs, applies what they decide, keeps the record.
 
-    Args:
+    Attributes:
         model: rewritten in place.
         denied: sites at which nothing may fire (their proof failed in an earlier pass).
         limit: stop after this many firings; None for no limit. Rewriting is deterministic, so the first k firings of
@@ -38,22 +39,18 @@ class Rewriting:
             as much, or a tenth of what the model stores, where that is more.
     """
 
-    def __init__(
-        self,
-        model: ir.Model,
-        *,
-        denied: frozenset[Site] = frozenset(),
-        limit: int | None = None,
-        fold_limit: int = 1 << 20,
-    ) -> None:
-        self.model = model
-        self.denied = denied
-        self.limit = limit
-        self.fold_limit = fold_limit
+    model: ir.Model
+    _: KW_ONLY
+    denied: frozenset[Site] = frozenset()
+    limit: int | None = None
+    fold_limit: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        model = self.model
         self.opset = model.opset_imports.get("", 1)
         # A tenth of what is stored: folding must not make a large file noticeably larger.
         tensors = [value.const_value for value in model.graph.initializers.values()]
-        self.fold_total = max(fold_limit, sum(tensor.nbytes for tensor in tensors if tensor is not None) // 10)
+        self.fold_total = max(self.fold_limit, sum(tensor.nbytes for tensor in tensors if tensor is not None) // 10)
         self.folded = 0
         self.firings: list[Firing] = []
         self.declines: dict[Site, Decline] = {}
@@ -145,10 +142,6 @@ class Rewriting:
         """Records once why a rule did not fire at a value."""
         site = self._site(rule, value)
         self.declines.setdefault(site, Decline(site, reason))
-
-    def fresh(self, name: str) -> str:
-        """`name`, or the first `name_2`, `name_3`, … that no value of the model is called."""
-        return fresh_name(name, self._value_names)
 
     def release(self, nodes: Iterable[ir.Node], initializers: Iterable[ir.Value]) -> None:
         """Lets nodes on their way from one graph to another keep their names, where nothing else has them."""
@@ -335,7 +328,7 @@ class Rewriting:
         replaced_names = {new: old.name for old, new in pairs.items()}
         stem = next(iter(pairs)).name
         for value in initializers:
-            name = replaced_names.get(value) or self.fresh(value.name or f"{stem}/constant")
+            name = replaced_names.get(value) or fresh_name(value.name or f"{stem}/constant", self._value_names)
             _set_tensor_name(value, name)
             node.graph.register_initializer(value)
         # The node goes, so one that replaces it may have its name.
@@ -347,7 +340,7 @@ class Rewriting:
             made.name = fresh_name(made.name or node_name, self._node_names)
             for output in made.outputs:
                 value_name = output.name or f"{stem}/{made.op_type}_{count}"
-                output.name = replaced_names.get(output) or self.fresh(value_name)
+                output.name = replaced_names.get(output) or fresh_name(value_name, self._value_names)
 
 
 def drop_initializer(value: ir.Value) -> None:
