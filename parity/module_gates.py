@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from layerline.backends.base import Array
 from layerline.compare.tensor_distance import Distance, diff_arrays
-from layerline.export import eval_fastpath, kept_state
+from layerline.export import kept_state
 from layerline.export.example_call import Call, place_of
 from layerline.export.probe_files import Probe
 from layerline.graph.io.module_identity import source
@@ -21,6 +22,8 @@ from layerline.pipeline.report import Gate
 
 LIMIT = 1e-4
 """Greatest relative L2 distance of a later call, or of another machine: kernels may round differently."""
+FASTPATH_LIMIT = 1e-3
+"""Relative L2 error up to which the fast path and the layers differ by rounding alone."""
 _CHANGED = "was model() changed?"
 
 
@@ -123,10 +126,10 @@ def golden_gates(stored: Mapping[str, Array], call: Call, random_op: str = "", *
         actual = f"recorded for the inputs {', '.join(recorded)}; forward() takes {', '.join(call.feed)}"
         return [Gate("golden outputs", False, actual, "the same inputs", "was model() or the example changed?")]
     feed = {name: stored[f"inputs/{name}"] for name in call.feed}
-    fast = fast and eval_fastpath.taken(call.module)
+    fast = fast and fastpath_taken(call.module)
     outputs: Mapping[str, Array] = call.results
     if fast or any(not _same(feed[name], example) for name, example in call.feed.items()):
-        with eval_fastpath.switched(on=fast):
+        with fastpath_switched(on=fast):
             outputs = call.run(feed)
     errors: dict[str, float] = {}
     missing: list[str] = []
@@ -157,3 +160,39 @@ def golden_gates(stored: Mapping[str, Array], call: Call, random_op: str = "", *
 
 def _same(a: Array, b: Array) -> bool:
     return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@contextmanager
+def fastpath_switched(*, on: bool) -> Iterator[bool]:
+    """Inside, torch's eval fast path of nn.TransformerEncoder is on or off. Yields whether it was on before."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(on)
+    try:
+        yield before
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def fastpath_taken(module: nn.Module) -> bool:
+    """Whether a part of the module has such a path."""
+    return any(isinstance(m, nn.TransformerEncoderLayer | nn.MultiheadAttention) for m in module.modules())
+
+
+def fastpath_notes(call: Call, probes: Sequence[Probe]) -> list[str]:
+    """That the exported layers differ from the fast path, on the first probe where they do."""
+    if not fastpath_taken(call.module):
+        return []
+    # As users of the module get it, unless they switch it off.
+    with fastpath_switched(on=True):
+        for probe in probes:
+            fast = call.run(probe.feed)
+            apart = max(diff_arrays(fast[name], output).rel_l2 for name, output in probe.outputs.items())
+            if apart > FASTPATH_LIMIT:
+                note = (
+                    "the module is exported and compared without torch's eval fast path, which writes 0 where "
+                    f"src_key_padding_mask hides a position: with it the outputs differ by {apart:.1e} "
+                    f"({probe.label}). In torch, torch.backends.mha.set_fastpath_enabled(False) gives what the ONNX "
+                    "gives"
+                )
+                return [note]
+    return []

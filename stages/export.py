@@ -111,9 +111,9 @@ class Export(Stage):
 
     def _compare(self, work: Work) -> tuple[Prober, list[Probe], list[Gate], Parity]:
         """Exports the module and compares the ONNX with it, without torch's eval fast path."""
-        from layerline.export import eval_fastpath
+        from layerline.parity import module_gates
 
-        with eval_fastpath.switched(on=False) as was_on:
+        with module_gates.fastpath_switched(on=False) as was_on:
             prober, probes, result = self._prove(work)
             notes, gates = self._check_module(work, prober, probes, fast=was_on)
             prober.notes += notes
@@ -155,7 +155,7 @@ class Export(Stage):
     ) -> tuple[list[str], list[Gate]]:
         """Notes and gates about the module itself: does it keep state, and give what the ema stage recorded?"""
         from layerline.compare.arrays import array
-        from layerline.export import eval_fastpath, program_queries
+        from layerline.export import program_queries
         from layerline.graph.io import module_identity
         from layerline.parity import module_gates
         from layerline.training.state import safetensors_io
@@ -163,7 +163,7 @@ class Export(Stage):
         call, traced = prober.call, prober.traced
         state_gates, notes = module_gates.state_gate(call, probes, work.task.path.parent)
         if fast:
-            notes = [*notes, *eval_fastpath.notes(call, probes)]
+            notes = [*notes, *module_gates.fastpath_notes(call, probes)]
         random_op = program_queries.first_drawn(traced.program, traced.nodes, module_identity.sources(traced.model))
         golden: dict[str, Array] = {}  # inputs and outputs that came with the weights
         path = work.inputs["weights"] / "golden.safetensors"

@@ -176,7 +176,6 @@ class ImportOnnx(Stage):
         from layerline.export import probe_files
         from layerline.export.signature import bounds, signature
         from layerline.onnx_import import import_report, symbolic_dims
-        from layerline.onnx_import.compare_in_parts import unchanged
 
         arrays = self._arrays(sources)
         adopted = self._adopt(root, sources, arrays)
@@ -188,7 +187,9 @@ class ImportOnnx(Stage):
         runs = [(feed, feeder.run(feed)) for feed in feeds]
         symbolic_dims.settle(light.model, symbolic_dims.places(light), runs)
         log.say(f"{len(light.model.graph.node)} nodes; comparing every value on {len(feeds)} feeds")
-        rows, notes = unchanged(adopted, [feeder.whole(feed) for feed in feeds], feeder.elements, self.tolerance)
+        rows, notes = import_report.unchanged(
+            adopted, [feeder.whole(feed) for feed in feeds], feeder.elements, self.tolerance
+        )
         objections = import_report.save_checked(light, out)
         probe_files.save(out, fed.feeds)
         signature(light, feeder.dims, fed.ranges).save(out)

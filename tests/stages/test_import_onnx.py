@@ -18,7 +18,7 @@ from layerline.export.signature import Dim, Signature
 from layerline.graph.analysis import shape_inference
 from layerline.graph.io import onnx_files
 from layerline.graph.io.module_identity import modules
-from layerline.onnx_import import compare_in_parts
+from layerline.onnx_import import import_report
 from layerline.pipeline.errors import ConfigError, StageError
 from layerline.pipeline.inputs.batches import LABELS
 from layerline.stages.import_onnx import ImportOnnx
@@ -751,7 +751,7 @@ def test_a_wrong_conversion_fails_and_names_the_value(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("held", [1, 1 << 30])
 def test_what_cannot_be_held_at_once_is_compared_in_parts(held: int, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(compare_in_parts, "HELD", held)
+    monkeypatch.setattr(import_report, "HELD", held)
     report, _ = imported(tmp_path, conv())
     assert {r.name for r in report.records} == {"c", "r", "p", "f", "y"} and report.passed
     assert any("inner values on 1 of" in n for n in report.notes) == (held == 1)
