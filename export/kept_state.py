@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -63,7 +62,8 @@ def _same(a: Any, b: Any, visited: set[tuple[int, int]]) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and _same_elements(a, b)
+        # A NaN equals a NaN.
+        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, np.ndarray):
         return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
     if isinstance(a, Mapping):
@@ -73,8 +73,3 @@ def _same(a: Any, b: Any, visited: set[tuple[int, int]]) -> bool:
     if getattr(type(a), "__eq__", None) is object.__eq__:
         return _same(getattr(a, "__dict__", None), getattr(b, "__dict__", None), visited)
     return bool(a == b)
-
-
-def _same_elements(a: Tensor, b: Tensor) -> bool:
-    both_nan = torch.ne(a, a) & torch.ne(b, b)
-    return bool((torch.eq(a, b) | both_nan).all())

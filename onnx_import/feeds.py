@@ -85,16 +85,11 @@ def from_samples(feeder: Feeder, samples: Samples, count: int, ranges: Mapping[s
     if error:
         raise _misfit(feeder, samples, first, batches, error)
     feeds = [samples.feed(first), *_next(feeder, samples, count, batch, first), *feeder.vary(samples, first)]
-    for name, span in ranges.items():
-        feed = _over(feeds[0], {name: span})
-        if feeder.refuses(feed) is None:
-            feeds.append(feed)
+    feeds += feeder.taken(_over(feeds[0], {name: span}) for name, span in ranges.items())
     # Samples are rarely negative, and would not show a division that rounds the other way below zero.
     widest = _guesses(samples.inputs, ranges)[0]
     if widest:
-        feed = _over(feeds[0], widest)
-        if feeder.refuses(feed) is None:
-            feeder.edges.append(feed)
+        feeder.edges += feeder.taken([_over(feeds[0], widest)])
     return Fed(feeds=feeds, ranges=ranges, values=dict.fromkeys(feeds[0], f"{samples.count} samples"))
 
 
@@ -143,11 +138,7 @@ def from_nothing(feeder: Feeder, ranges: Mapping[str, Range]) -> Fed:
             continue
         # A second draw, and one for each number that may lead into another branch.
         turns = max([1, *map(len, source.special.values())])
-        others: list[Feed] = []
-        for turn in range(1, 1 + turns):
-            feed = source.feed(first, turn)
-            if feeder.refuses(feed) is None:
-                others.append(feed)
+        others = feeder.taken(source.feed(first, turn) for turn in range(1, 1 + turns))
         feeds = [source.feed(first), *feeder.vary(source, first), *others]
         values = {value.name: _in_words(value, source, ranges) for value in feeder.inputs}
         return Fed(feeds=feeds, ranges=ranges, values=values)
@@ -170,7 +161,7 @@ def _next(feeder: Feeder, samples: Samples, count: int, batch: int, first: Mappi
         fixed = [value.shape[0] for value in samples.inputs if samples.stacked(value)]
         size = next((size for size in fixed if isinstance(size, int)), 1)
         feeds += [samples.feed(first, turn) for turn in range(size, min(count + size, samples.count), size)]
-    return [feed for feed in feeds if feeder.refuses(feed) is None]
+    return feeder.taken(feeds)
 
 
 def _guesses(inputs: Sequence[Value], ranges: Mapping[str, Range]) -> list[dict[str, Range]]:

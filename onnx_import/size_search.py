@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layerline.backends.base import Array, Feed
@@ -134,6 +134,10 @@ class Feeder:
         except StageError as error:
             return first_line(error.what)
         return None
+
+    def taken(self, feeds: Iterable[Feed]) -> list[Feed]:
+        """Those of some feeds that the model runs on."""
+        return [feed for feed in feeds if self.refuses(feed) is None]
 
     def elements(self, feed: Feed) -> dict[str, int]:
         """Elements of every value of the main graph on this feed, by shapes that the graph itself gives."""

@@ -26,9 +26,7 @@ def infer_bodies(node: ir.Node, infer: Callable[[ir.Graph], None]) -> None:
         assumed: Shapes = {}
         for outer, inner, _ in carried:
             named = sizes(outer)
-            assumed[inner] = None
-            if named is not None:
-                assumed[inner] = ir.Shape(named)
+            assumed[inner] = None if named is None else ir.Shape(named)
         # Each round gives up at least one size, so the loop ends.
         while True:
             for value in body.inputs:
@@ -46,16 +44,7 @@ def _confirmed(shape: ir.Shape | None, end: ir.Value) -> ir.Shape | None:
     named = sizes(end)
     if shape is None or named is None or len(named) != len(shape):
         return None
-    dims: list[int | str | None] = []
-    for dim, size in zip(shape, named, strict=True):
-        if isinstance(dim, int):
-            assumed_size: int | str | None = dim
-        else:
-            assumed_size = dim.value
-        if assumed_size != size:
-            assumed_size = None
-        dims.append(assumed_size)
-    return ir.Shape(dims)
+    return ir.Shape([size if dim == size else None for dim, size in zip(shape, named, strict=True)])
 
 
 def _fixed_shapes(node: ir.Node, body: ir.Graph) -> Shapes:

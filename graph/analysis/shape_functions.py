@@ -79,11 +79,7 @@ def _broadcasting(ctx: ShapeInferenceContext, node: ir.Node) -> None:
         if shape is not None:
             shapes.append(shape)
     if len(shapes) == len(node.inputs):
-        dims: list[Dim] = []
-        for size in broadcast(shapes):
-            if size is None:
-                size = ctx.new_symbolic_dim()
-            dims.append(size)
+        dims = [ctx.new_symbolic_dim() if size is None else size for size in broadcast(shapes)]
         ctx.set_shape(node.outputs[0], ir.Shape(dims))
     else:
         ctx.set_shape(node.outputs[0], None)

@@ -199,12 +199,14 @@ def prove(
     for firing in firings:
         # Without any the bytes are the same by construction.
         measured = [(0.0, 0.0)]
+        feed_count = 0
         if firing.after:
+            feed_count = len(feeds)
             measured = [(errors[n, id(a)], tolerance(n, types, floors)) for n, a in firing.after.items()]
         # The value that is furthest beyond its tolerance speaks for the firing.
         error, allowed = max(measured, key=lambda row: row[0] - row[1])
         equal = all(row[0] == 0.0 for row in measured)
-        proofs.append(Proof(firing, error, allowed, len(feeds) if firing.after else 0, equal=equal))
+        proofs.append(Proof(firing, error, allowed, feed_count, equal=equal))
     return proofs
 
 
