@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import onnx
+from pydantic import TypeAdapter
 
 from layerline.backends.light import Light
 from layerline.pipeline.config.field_types import Dim
@@ -68,9 +68,7 @@ class Signature:
 
     @classmethod
     def load(cls, folder: Path) -> Signature:
-        raw: dict[str, Any] = json.loads((folder / FILE).read_text("utf-8"))
-        dims = {name: Dim(**dim) for name, dim in raw["dims"].items()}
-        return cls(inputs=_values(raw["inputs"]), outputs=_values(raw["outputs"]), dims=dims)
+        return TypeAdapter(cls).validate_json((folder / FILE).read_bytes())
 
 
 def signature(
@@ -99,7 +97,3 @@ def _value(info: onnx.ValueInfoProto, ranges: Mapping[str, tuple[int, int]]) -> 
     dims = tensor_type.shape.dim
     shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims)
     return Value(name=info.name, dtype=dtype, shape=shape, low=low, high=high)
-
-
-def _values(raw: Sequence[Mapping[str, Any]]) -> tuple[Value, ...]:
-    return tuple(Value(**{**value, "shape": tuple(value["shape"])}) for value in raw)
