@@ -14,15 +14,7 @@ import onnx_ir as ir
 
 from layerline.backends.tensorrt.node_checks import NODE_CHECKS, cast_away, edge, is_foldable
 from layerline.graph.analysis import ir_queries
-from layerline.graph.analysis.refusals import (
-    NodeSite,
-    Refusal,
-    inferred,
-    is_traced,
-    name,
-    sites,
-    training_mode,
-)
+from layerline.graph.analysis.refusals import NodeSite, Refusal, inferred, is_traced, name, sites, training_mode
 from layerline.graph.analysis.shape_inference import Symbols
 from layerline.graph.analysis.symbolic_sizes import sizes
 from layerline.graph.quantization.targets import lacking

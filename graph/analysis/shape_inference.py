@@ -22,16 +22,7 @@ from layerline.backends.base import SOURCE, TRACED
 from layerline.graph.analysis import loop_shapes
 from layerline.graph.analysis.ir_queries import constant, rank, subgraphs
 from layerline.graph.analysis.shape_functions import FOLLOWED, corrected, from_library
-from layerline.graph.analysis.symbolic_sizes import (
-    NUMBER,
-    Dim,
-    Sizes,
-    from_file,
-    is_size,
-    simplified,
-    size_of,
-    sizes,
-)
+from layerline.graph.analysis.symbolic_sizes import NUMBER, Dim, Sizes, from_file, is_size, simplified, size_of, sizes
 
 DeclaredShapes = Mapping[str, ir.Shape]
 UNKNOWN = "unk__"
