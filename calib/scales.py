@@ -36,6 +36,11 @@ def numpy_dtype(dtype: str) -> Any:
     return np.dtype(_DTYPES[dtype][1])
 
 
+def greatest(dtype: str) -> float:
+    """The number that a threshold is stored as."""
+    return _DTYPES[dtype][0]
+
+
 @dataclass(frozen=True, eq=False)
 class Stored:
     """A weight as it is stored. The float value is `values * scales`, the scales along `axis` (None: one for all).

@@ -52,8 +52,7 @@ def layer_report(stage: str, converted: Converted, probes: Sequence[Feed], *, mo
     """
     if mode == "none":
         return Report(stage=stage, notes=("mode none: the model is passed on as it is",))
-    weights = converted.trained or converted.reference
-    rows = _quantized_rows(converted, qdq.weight_sqnr(weights, converted.plan, converted.rounded))
+    rows = _quantized_rows(converted, qdq.weight_sqnr(converted.reference, converted.plan, converted.rounded))
     graph = converted.reference.model.graph
     layers = blamed(compare(converted.reference, converted.measured, probes, isolated=True), graph)
     records = [*_input_rows(converted, probes), *layers]

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from layerline.calib.plan import QuantValue
-from layerline.calib.scales import LEAST_SCALE, LEVELS, ZERO_RANGE_SCALE
+from layerline.calib.scales import LEAST_SCALE, ZERO_RANGE_SCALE, greatest
 
 
 class _Rounded(torch.autograd.Function):
-    """round(x / scale), limited, times scale."""
+    """x / scale, limited and rounded to an integer or to float8, times scale."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, low: float, high: float, float8: bool) -> Tensor:
         ctx.save_for_backward(x, scale)
-        ctx.limits = low, high
-        return torch.round(x / scale).clamp(low, high) * scale
+        ctx.limits, ctx.float8 = (low, high), float8
+        return _nearest((x / scale).clamp(low, high), float8) * scale
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         (gradient,) = gradients
         x, scale = ctx.saved_tensors
         low, high = ctx.limits
@@ -37,18 +37,22 @@ class _Rounded(torch.autograd.Function):
         inside = (steps >= low) & (steps <= high)
         to_scale = None
         if ctx.needs_input_grad[1]:
-            slope = torch.where(inside, torch.round(steps) - steps, steps.clamp(low, high))
+            slope = torch.where(inside, _nearest(steps, ctx.float8) - steps, steps.clamp(low, high))
             # LSQ's factor: the gradient of one scale sums over all elements.
             count = x.numel() / scale.numel()
             to_scale = (gradient * slope).sum_to_size(scale.shape) / math.sqrt(count * high)
-        return gradient * inside, to_scale, None, None
+        return gradient * inside, to_scale, None, None, None
+
+
+def _nearest(steps: Tensor, float8: bool) -> Tensor:
+    return steps.to(torch.float8_e4m3fn).to(steps.dtype) if float8 else torch.round(steps)
 
 
 class FakeQuant(nn.Module):
     """Quantises and dequantises one value as an entry of a plan says.
 
     Args:
-        item: the entry, symmetric int8; its scales are the first ones.
+        item: the entry, symmetric int8 or float8e4m3fn; its scales are the first ones.
         rank: dimensions of the value, where its scales run along an axis.
         learned: whether the scales are trained. Otherwise those of a weight follow its greatest elements, as in a plan
             from calibration, and those of an activation stay.
@@ -60,7 +64,9 @@ class FakeQuant(nn.Module):
     def __init__(self, item: QuantValue, rank: int, *, learned: bool) -> None:
         super().__init__()
         self.is_weight = item.role == "weight"
-        self.low, self.high = (-LEVELS, LEVELS) if self.is_weight else (-LEVELS - 1, LEVELS)
+        self.float8 = item.dtype == "float8e4m3fn"
+        self.high = greatest(item.dtype)
+        self.low = -self.high if self.is_weight or self.float8 else -self.high - 1
         self.axis, self.rank = item.axis, rank
         self.frozen = False
         start = torch.tensor(np.array(item.scales, np.float32))
@@ -78,11 +84,12 @@ class FakeQuant(nn.Module):
         others = [dim for dim in range(x.ndim) if dim != self.axis] if self.axis is not None else []
         amax = x.detach().double().abs()
         amax = amax.amax(others) if others else amax.amax().reshape(-1)
-        scale = (amax / LEVELS).clamp(min=LEAST_SCALE)
+        scale = (amax / self.high).clamp(min=LEAST_SCALE)
         return torch.where(amax > 0, scale, ZERO_RANGE_SCALE).float()
 
     def forward(self, x: Tensor) -> Tensor:
         shape = [1] * self.rank
         if self.axis is not None:
             shape[self.axis] = -1
-        return _Rounded.apply(x, self.scale(x).reshape(shape), self.low, self.high)  # type: ignore[no-any-return, no-untyped-call]
+        scale = self.scale(x).reshape(shape)
+        return _Rounded.apply(x, scale, self.low, self.high, self.float8)  # type: ignore[no-any-return, no-untyped-call]

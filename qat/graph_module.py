@@ -83,7 +83,8 @@ class GraphModule(nn.Module):
         learned: whether the scales are trained.
 
     Attributes:
-        quantized: what is read fake-quantised: the value, the reader's first output, and the place among its inputs.
+        quantized: what is read fake-quantised: the value, the reader's first output, and the place among its inputs;
+            with the name of the quantiser.
 
     Raises:
         StageError: a weight to train is not float32, or the graph has functions.
@@ -96,15 +97,15 @@ class GraphModule(nn.Module):
         self.outputs = [o.name or "" for o in graph.outputs]
         self.weights, self.constants, self.masks, self.quantizers = (nn.Module() for _ in range(4))
         self._stored: list[tuple[str, nn.Module, str]] = []
-        self._fakes: dict[str, str] = {}
-        self.quantized: set[tuple[str, str, int]] = set()
+        self._fakes: dict[tuple[str, str], str] = {}
+        self.quantized: dict[tuple[str, str, int], str] = {}
         tensors = _stored(graph)
         trained = _trained(graph, tensors)
         for name, tensor in tensors.items():
             self._store(name, tensor, name in trained)
-        self.steps = self._compile(graph, {item.domain: item.version for item in model.model.opset_import})
         for item in plan.values if plan is not None else ():
             self._fake_quantize(item, _rank(graph, item), learned)
+        self.steps = self._compile(graph, {item.domain: item.version for item in model.model.opset_import})
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The outputs, in order, for the inputs in order."""
@@ -133,16 +134,16 @@ class GraphModule(nn.Module):
                 values.pop(name, None)
         return {name: values[name] for name in self.outputs}
 
-    def scales(self) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-        """The present scales of each fake-quantised value."""
+    def scales(self) -> dict[tuple[str, str], np.ndarray[Any, np.dtype[np.float32]]]:
+        """The present scales of each fake-quantised value, by its name and the type that it is quantised to."""
         values = self._constants()
         for step in self.steps:  # weights behind a Transpose or the like
             if step.op in _PASSES and all(name in values for name in step.inputs):
                 values[step.outputs[0]] = step.run([values[name] for name in step.inputs])
         scales = {}
-        for name, key in self._fakes.items():
+        for (name, dtype), key in self._fakes.items():
             fake: Any = getattr(self.quantizers, key)
-            scales[name] = fake.scale(values.get(name, torch.zeros(1))).detach().cpu().numpy().reshape(-1)
+            scales[name, dtype] = fake.scale(values.get(name, torch.zeros(1))).detach().cpu().numpy().reshape(-1)
         return scales
 
     def freeze_scales(self, frozen: bool) -> None:
@@ -178,11 +179,12 @@ class GraphModule(nn.Module):
     def _read(self, values: dict[str, Tensor], name: str, reader: tuple[str, int]) -> Tensor | None:
         if not name:
             return None
-        if (name, *reader) not in self.quantized:
+        key = self.quantized.get((name, *reader))
+        if key is None:
             return values[name]
-        fake = f"{name}\0fake"  # no name of the graph
+        fake = f"{name}\0{key}"  # no name of the graph
         if fake not in values:
-            values[fake] = getattr(self.quantizers, self._fakes[name])(values[name])
+            values[fake] = getattr(self.quantizers, key)(values[name])
         return values[fake]
 
     def _store(self, name: str, tensor: ir.TensorProtocol, trained: bool) -> None:
@@ -200,24 +202,25 @@ class GraphModule(nn.Module):
         self._stored.append((name, self.weights if trained else self.constants, key))
 
     def _fake_quantize(self, item: QuantValue, rank: int, learned: bool) -> None:
-        if item.dtype != "int8" or item.zero_point != 0:
+        if item.dtype not in ("int8", "float8e4m3fn") or item.zero_point != 0:
             raise StageError(
-                f"training knows symmetric int8 alone, and the plan has {item.dtype} with zero point {item.zero_point}",
+                f"training knows symmetric int8 and fp8, and the plan has {item.dtype}, zero point {item.zero_point}",
                 where=item.name,
-                hint="choose int8 for this layer, or mode: int8",
+                hint="choose int8 or fp8 for this layer, or a mode without training",
             )
         # Values that share a scale share its parameter, too.
-        key = next((self._fakes[name] for name in item.shared if name in self._fakes), "")
+        key = next((self._fakes[name, item.dtype] for name in item.shared if (name, item.dtype) in self._fakes), "")
         if not key:
             key = f"{re.sub(r'[^0-9A-Za-z_]', '_', item.name)}_{len(self._fakes)}"
             self.quantizers.add_module(key, FakeQuant(item, rank, learned=learned))
-        self._fakes[item.name] = key
-        self.quantized |= {(item.name, *reader) for reader in item.readers}
+        self._fakes[item.name, item.dtype] = key
+        self.quantized |= {(item.name, *reader): key for reader in item.readers}
 
     def _compile(self, graph: ir.Graph, opsets: Mapping[str, int]) -> list[_Step]:
         reads = Counter(value.name for node in graph for value in node.inputs if value is not None)
         stored = _stored(graph)
         kept = {*self.outputs, *stored}
+        fakes = [(name, f"{name}\0{key}") for (name, _), key in self._fakes.items()]
         steps = []
         for node in graph:
             if node.outputs and node.outputs[0].name in stored:
@@ -231,7 +234,7 @@ class GraphModule(nn.Module):
             operator = TABLE.get(node.op_type) if node.domain == "" else None
             reads.subtract(name for name in inputs if name)
             spent = tuple(name for name in dict.fromkeys(inputs) if name and not reads[name] and name not in kept)
-            spent += tuple(f"{name}\0fake" for name in spent)
+            spent += tuple(fake for name, fake in fakes if name in spent)
             steps.append(
                 _Step(
                     first_output(node), node.op_type, operator, _Reference(node, opsets), attrs, inputs, outputs, spent

@@ -49,6 +49,7 @@ class Outcome:
         rows = self._rows(report)
         return dataclasses.replace(
             report,
+            reference=f"trained {report.reference}",
             metrics={**report.metrics, **self.trained.metrics},
             gates=(*self.trained.gates, *report.gates),
             notes=(*(_sentence(row) for row in rows), *self.trained.notes, *report.notes),

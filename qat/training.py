@@ -16,7 +16,7 @@ from layerline.backends.light import Light
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.histogram import shortest
 from layerline.calib.plan import QuantPlan
-from layerline.calib.scales import LEVELS
+from layerline.calib.scales import greatest
 from layerline.graph.analysis.ir_queries import graph_values
 from layerline.graph.io.ir_convert import to_ir
 from layerline.graph.io.opset import raise_opset
@@ -157,23 +157,23 @@ def worst(graph: GraphModule, model: Light, probes: Sequence[Feed], steps: Mappi
     """
     names = [name for step in graph.steps for name in step.outputs if name]
     session = OnnxRuntime(few_runs=True).open(model, [n for n in names if n not in graph.outputs])
-    greatest = ("", 0.0)
+    furthest = ("", 0.0)
 
     def watch(name: str, mine: Tensor) -> Tensor:
-        nonlocal greatest
+        nonlocal furthest
         if name not in theirs:
             return mine
         other = torch.as_tensor(theirs[name])
         ratio = _distance(mine, other, steps.get(name))
-        if ratio > greatest[1]:
-            greatest = (name, ratio)
+        if ratio > furthest[1]:
+            furthest = (name, ratio)
         return other
 
     for feed in probes:
         theirs = session.run(feed)
         with torch.no_grad():
             graph.compute({name: torch.as_tensor(feed[name]) for name in graph.inputs}, watch)
-    return greatest
+    return furthest
 
 
 def _distance(mine: Tensor, other: Tensor, step: float | None) -> float:
@@ -225,16 +225,16 @@ def _config(options: QatOptions) -> Config:
     return Config.model_validate(sections)
 
 
-def _with_scales(plan: QuantPlan, model: Light, scales: Mapping[str, np.ndarray[Any, Any]]) -> QuantPlan:
+def _with_scales(plan: QuantPlan, model: Light, scales: Mapping[tuple[str, str], np.ndarray[Any, Any]]) -> QuantPlan:
     """The same plan with trained scales."""
     stored = {value.name: value for value in graph_values(to_ir(model).graph)}
     values = []
     for item in plan.values:
-        numbers = tuple(shortest(scale) for scale in scales[item.name])
+        numbers = tuple(shortest(scale) for scale in scales[item.name, item.dtype])
         ends = item.seen
         weight = weight_of(stored[item.name]) if item.role == "weight" else None
         if weight is not None:
             ends = (shortest(weight.min()), shortest(weight.max()))
-        amax = shortest(LEVELS * max(numbers))
+        amax = shortest(greatest(item.dtype) * max(numbers))
         values.append(dataclasses.replace(item, scales=numbers, amax=amax, seen=ends, calibrator="qat"))
     return dataclasses.replace(plan, values=tuple(values))

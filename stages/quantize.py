@@ -54,8 +54,8 @@ class Quantize(Stage):
 
     mode: Literal["int8", "fp8", "qat", "fp16", "bf16", "none"] = "int8"
     """int8: Q/DQ around layers with weights. fp8: the same in float8 e4m3, for compute capability 8.9 and later. qat:
-    int8, with weights and scales trained under fake quantisation. fp16, bf16: half precision wherever it is safe. none:
-    passed on as is."""
+    either, with weights and scales trained under fake quantisation. fp16, bf16: half precision wherever it is safe.
+    none: passed on as is."""
     rest: Literal["fp32", "fp16", "bf16"] = "fp32"
     """In modes that quantise, the type of what stays float: TensorRT runs it as it is written."""
     calibrator: Literal["auto", "entropy", "percentile", "minmax", "mse"] = "auto"
@@ -141,9 +141,9 @@ class Quantize(Stage):
         """Refuses formats that the mode does not have, and two half types in one model."""
         mode, rest = info.data.get("mode", "int8"), info.data.get("rest", "fp32")
         allowed = {"int8", "fp16", "bf16", "fp32", "skip"}
-        if mode in FORMATS:
+        if mode in (*FORMATS, "qat"):
             allowed |= set(FORMATS)
-        elif mode != "qat":
+        else:
             allowed = {mode, "fp32", "skip"}
         for pattern, wanted in layers.items():
             if mode == "none" or wanted not in allowed:
@@ -204,13 +204,17 @@ class Quantize(Stage):
     @property
     def _format(self) -> str:
         """The mode, or the format that it trains."""
-        return "int8" if self.mode == "qat" else self.mode
+        return self._training.format if self.mode == "qat" else self.mode
+
+    @property
+    def _training(self) -> QatOptions:
+        return self.qat or QatOptions()
 
     def _check_training(self, look: Inspection) -> None:
         from layerline.qat import training
 
         with look.item("quantize.qat"):
-            training.look_at(look, self.qat or QatOptions())
+            training.look_at(look, self._training)
 
     def run(self, work: Work) -> Report:
         from layerline.export import probe_files
@@ -238,13 +242,17 @@ class Quantize(Stage):
         for name in COPIED:
             shutil.copyfile(folder / name, work.out / name)
         _write_plan(work.out, converted)
-        report = quantization_report.layer_report(self.name, converted, probes, mode=self._format)
+        # Layers are compared with the float model whose weights they quantise; outputs and metrics with the one given.
+        same_weights = converted
+        if converted.trained is not None:
+            same_weights = dataclasses.replace(converted, reference=converted.trained)
+        report = quantization_report.layer_report(self.name, same_weights, probes, mode=self._format)
         # Without a metric a search judges the outputs: there its own budget for metrics means nothing.
         measured = evaluation.measure(converted)
         max_drop = self.max_drop if measured is None else self._max_drop()
         if self.mode != "none":
             feeds = output_sqnr.samples(data, probes)
-            report = quantization_report.with_samples(report, converted, feeds)
+            report = quantization_report.with_samples(report, same_weights, feeds)
         accuracy = accuracy_budget.measure(converted, evaluation, report.records, max_drop)
         if self.mode != "none":
             if quantization_report.runs_on_onnxruntime(converted):
@@ -355,7 +363,7 @@ class Quantize(Stage):
 
         before = self._maker(calibrated, formats, data, probes)((), ())
         measured = evaluation.measure(before)
-        trained = training.train(work, calibrated, self.qat or QatOptions(), probes)
+        trained = training.train(work, calibrated, self._training, probes)
         after = self._maker(trained.calibrated, formats, data, probes)((), ())
         # Compared with the float model that training started from.
         after = dataclasses.replace(after, reference=before.reference, trained=after.reference)

@@ -12,6 +12,8 @@ from layerline.pipeline.config.field_types import Fields
 class QatOptions(Fields):
     """How mode qat trains."""
 
+    format: Literal["int8", "fp8"] = "int8"
+    """What it trains for."""
     epochs: PositiveInt = 3
     """Passes over the training data."""
     steps: PositiveInt | None = None

@@ -1,6 +1,7 @@
 """A graph as a torch module: the same values, the plan's places, gradients for weights, and what it refuses."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from layerline.backends.light import split
 from layerline.backends.onnxruntime import OnnxRuntime
 from layerline.calib.histogram import Histogram
 from layerline.graph.io.ir_convert import to_ir
+from layerline.graph.io.opset import raise_opset
 from layerline.graph.quantization import qdq, qdq_placement
 from layerline.pipeline.errors import StageError
 from layerline.qat import training
@@ -41,8 +43,8 @@ def light(text=NET, **weights):
     return split(model)
 
 
-def plan_of(model, feed):
-    placement = qdq_placement.place(model)
+def plan_of(model, feed, rules=None):
+    placement = qdq_placement.place(model, rules)
     names = [wanted.name for wanted in placement.wanted if wanted.role == "activation"]
     values = {**feed, **OnnxRuntime().open(model, names).run(feed)}
     histograms = {name: Histogram() for name in names}
@@ -63,7 +65,7 @@ def places_in(model):
         for index, name in enumerate(node.input):
             source = made.get(name)
             if source is not None and source.op_type == "DequantizeLinear":
-                found.add((name.removesuffix("/dequantized"), node.output[0], index))
+                found.add((re.sub(r"/dequantized(_\d+)?$", "", name), node.output[0], index))
     return found
 
 
@@ -84,7 +86,7 @@ def test_what_is_fake_quantised_is_what_the_plan_says_and_the_onnx_has():
     module = GraphModule(model, plan)
     quantized = qdq.apply(model, plan)
     assert {v.name for v in plan.values} == {"x", "w1", "r", "w2", "m", "k", "f", "v"}
-    assert module.quantized == places(plan) == places_in(quantized)
+    assert set(module.quantized) == places(plan) == places_in(quantized)
     steps = {value.name: value.scales[0] for value in plan.values if value.role == "activation"}
     name, ratio = training.worst(module, quantized, [{"x": X}], steps)
     assert ratio < 0.01, name
@@ -110,8 +112,22 @@ def test_values_that_share_a_scale_train_one():
     module(torch.from_numpy(X))[0].square().sum().backward()
     optimizer.step()
     scales = module.scales()
-    assert scales["m"] == scales["k"] == scales["r"] != plan.value("m").scales[0]
-    assert len(scales["w1"]) == 4
+    assert scales["m", "int8"] == scales["k", "int8"] == scales["r", "int8"] != plan.value("m").scales[0]
+    assert len(scales["w1", "int8"]) == 4
+
+
+@pytest.mark.parametrize("formats", [{"c": "fp8", "l": "fp8"}, {"a": "fp8", "c": "fp8", "l": "fp8"}])
+def test_fp8_is_quantised_as_onnxruntime_does_it_beside_int8(formats):
+    model = raise_opset(light(), 19)
+    plan = plan_of(model, {"x": X}, qdq_placement.Rules(formats=formats))
+    module = GraphModule(model, plan, learned=True)
+    quantized = qdq.apply(model, plan)
+    assert {v.dtype for v in plan.values if v.name in ("w2", "v")} == {"float8e4m3fn"}
+    assert set(module.quantized) == places(plan) == places_in(quantized)
+    name, ratio = training.worst(module, quantized, [{"x": X}], {})
+    assert ratio < 0.01, name
+    module(torch.from_numpy(X))[0].square().sum().backward()
+    assert all(bool(p.grad.isfinite().all()) and bool(p.grad.any()) for p in module.quantizers.parameters())
 
 
 def test_pruned_weights_stay_zero_and_the_others_move():
@@ -223,7 +239,7 @@ def test_other_formats_than_symmetric_int8_are_refused():
     model = light()
     plan = plan_of(model, {"x": X})
     other = dataclasses.replace(plan, values=(dataclasses.replace(plan.values[0], dtype="uint8", zero_point=128),))
-    with pytest.raises(StageError, match="symmetric int8 alone, and the plan has uint8 with zero point 128"):
+    with pytest.raises(StageError, match="symmetric int8 and fp8, and the plan has uint8, zero point 128"):
         GraphModule(model, other)
 
 

@@ -172,6 +172,15 @@ def test_scales_of_activations_stay_where_they_are_not_learned_and_the_rest_may_
     assert report.metrics["fp16_nodes"] > 0 and gate(report, "quantised as trained").passed
 
 
+def test_fp8_is_trained_too(work):
+    task = work()
+    report = Quantize(mode="qat", **POOR, min_db=-99, qat={"format": "fp8", "steps": 20, "scale_lr": 0.03}).run(task)
+    plan = QuantPlan.from_json((task.out / "plan.json").read_text())
+    assert {value.dtype for value in plan.values} == {"float8e4m3fn"}
+    assert gate(report, "quantised as trained").passed
+    assert figures(report)["accuracy"]["QAT"] >= figures(report)["accuracy"]["PTQ"]
+
+
 def test_frozen_scales_stay_and_weights_go_on(work):
     task = work()
     Quantize(**POOR, min_db=-99).run(task)
